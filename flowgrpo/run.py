@@ -103,6 +103,8 @@ def _checked(ready: Ready, pipe: Any, prompts: list[Prompt] | None, asked: str) 
     modality = build.modality(loaded)
     rewards.require_modality(ready.trained | ready.measured, modality)
     rewards.require_base(ready.trained | ready.measured, modality)
+    rewards.require_latents(ready.trained | ready.measured, modality)
+    build.require_inputs(config, [*ready.split[0], *ready.split[1]], loaded)
     listed = provenance.prompt_lines(config, prompts) if ready.accelerator.is_main_process else None
     with as_before(pipe), rounded_products(config.precision, ready.device):
         return _train(ready, loaded, listed)
@@ -113,7 +115,10 @@ def _load(ready: Ready) -> Any:
     config, first, start = ready.config, ready.accelerator.is_main_process, time.monotonic()
     if first:
         print(f"loading {config.model} ...", flush=True)
-    loaded = build.load(config)
+    encoded = build.encoded(config, [prompt for side in ready.split for prompt in side])
+    loaded = build.load(config, encoders=not encoded)
+    if first and encoded:
+        print(f"text encoders are not loaded: all prompts are encoded in {config.cache}", flush=True)
     if first:
         print(f"loaded in {time.monotonic() - start:.1f} s: {announcement.described(loaded)}", flush=True)
     return loaded
@@ -177,18 +182,21 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
         run_folder.require_free(config.folder)
         if not resume:
             run_folder.require_outside(config)
-    trained = rewards.compose(config.trained, config.cache, functions)
+    away = config.memory.rewards == "cpu"
+    with rewards.lazily(not accelerator.is_main_process):  # the first process finds mistakes, and makes the trial
+        trained = rewards.compose(config.trained, config.cache, functions, away)
+        further = rewards.compose(config.watched, config.cache, functions, away)
     pairwise.require(trained, config.train.group, *([method.rollout.preview.pool] if method.rollout.preview else []))
     together = [name for name, reward in trained.items() if pairwise.sees_groups(reward)]
     split_groups.require(config, method, shape, processes, together)
     if method.target.follows_reward:
         rewards.require_gradient(trained)
-    further = rewards.compose(config.watched, config.cache, functions)
     measured = pairwise.measured(trained, further)
     if prompts is None:
         splits.require_no_share(config)
     split = splits.resolve(config) if prompts is None else splits.split(prompts, config.held_out, splits.SPLIT_SEED)
     split = recorded_pairs.in_place(config, split)
+    build.require_inputs(config, [*split[0], *split[1]], pipe)
     for routed, side in zip((trained, further), split):
         rewards.require_routes(routed, [prompt.metadata for prompt in side])
     last = checkpoint.latest(config.folder / "checkpoints") if resume else None

@@ -71,6 +71,7 @@ class Trainer:
         self.say: Callable[[str], None] = print
         self.rollouts = make_rollouts(config, policy, self.method, self.geometry, self.processes, self.clock,
                                       first=self.prompts[0])
+        self.rollouts.decodes = self.scoring.reads_outputs
         self.processes.agree(policy.weights.parameters())
         self.optimizer = make_optimizer(config.train, policy.weights.parameters())
         self.scaler = make_scaler(config.precision, policy.device)
@@ -102,7 +103,6 @@ class Trainer:
 
     def draw(self) -> tuple[EpochBatch, list[Part], Encoded]:
         """Sample the epoch's prompts, and the replacements that the method asks for.
-
         Returns (all groups, the parts of this process, the conditioning of its prompts).
         """
         train, seed, parts = self.config.train, self.config.seed, []
@@ -120,7 +120,7 @@ class Trainer:
             batch = epoch_batch.replace(self.method.redraw(epoch_batch)) if self.method.redraw else []
         self.method.curriculum.learn(self.memory, epoch_batch)
         if epoch_batch.turn > 1:
-            conditioning = self.rollouts.conditioning(epoch_batch.own())
+            conditioning = self.rollouts.conditioning(epoch_batch.own(), self.epoch)
         return epoch_batch, parts, conditioning
 
     def prompt_weights(self) -> list[float] | None:
@@ -132,7 +132,6 @@ class Trainer:
         """Sample and score groups of these prompts; a thread scores one part while the next one is sampled.
 
         turn: the number of earlier draws in the epoch, so every turn has separate noise.
-
         Returns (the parts, the prompts' conditioning, scores [groups,G,R]); samples finished in several granularities
         have R scores in each.
         """
@@ -141,16 +140,18 @@ class Trainer:
         scoring.begin(turn)
         self.geometry.begin()
         with self.processes.together(), ThreadPoolExecutor(1, initializer=use_gpu, initargs=(current_gpu(),)) as pool:
-            conditioning = self.rollouts.conditioning(batch)
+            conditioning = self.rollouts.conditioning(batch, self.epoch)
             for part, outputs in self.rollouts.sample(conditioning, self.epoch, partial(scoring.total, batch),
                                                       partial(scoring.value, batch), turn):
                 self.stop.asked = self.processes.any_of_team(self.stop.asked)
                 self.stop.check()
                 parts.append(part)
                 base = self.rollouts.base(part, conditioning) if scoring.compares else None
-                pending += [pool.submit(scoring.judge, batch, part.prompts, output, base) for output in outputs]
+                pending += [pool.submit(scoring.judge, batch, part.prompts, *given, base)
+                            for given in zip(outputs, scoring.latents(part.finals, len(outputs)))]
             with self.clock("reward"):
                 scores, strides = [future.result() for future in pending], len(self.method.rollout.strides)
+        scoring.leave()
         columns = [torch.cat(scores[stride::strides]) for stride in range(strides)]
         return parts, conditioning, torch.cat(columns, 1).unflatten(0, (-1, self.geometry.group))
 
@@ -199,6 +200,7 @@ class Trainer:
                     self.processes.add_gradients(self.policy.weights.parameters())
                     with self.processes.together():
                         self.step_optimizer(stats)
+        self.scoring.leave()  # a reward whose gradient was followed
         metrics = stats.summary(self.processes) | self.rollouts.metrics()
         if self.critic is not None:
             with self.clock("update"):

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from flowgrpo import trust
 from flowgrpo.errors import UserError, nearest
 
 T = TypeVar("T")
@@ -39,12 +40,13 @@ def from_file(name: str, what: str, further: Callable[[Path], Mapping[str, Any]]
 
     what: its kind, for errors. further: objects of a file by other names than those at its top level.
 
-    Raises UserError if there is no such file or name, or the file does not import.
+    Raises UserError if there is no such file or name, the file does not import, or an opened run alone names it.
     """
     file, _, attribute = name.rpartition(":")
     if not file.endswith(".py") or not attribute:
         raise UserError(f"{what} {name!r}: expected path/to/file.py:name")
     path = Path(file).resolve()
+    trust.require(path, f"{what} {name!r}")
     if not path.is_file():
         raise UserError(f"{what} {name!r}: no file at {file}")
     module = guarded(f"{what} file {file} does not import", _module, path)

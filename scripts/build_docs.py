@@ -42,6 +42,18 @@ models, `output`) are relative to the working directory, not to the recipe. An u
 out of range are errors that name the key. Every run writes its resolved configuration to `config.yaml`, which is a
 recipe itself. `parts` changes fields of the method's parts, such as `parts: {plan: {size: 2}}`: see
 [methods/index.md](methods/index.md).
+
+A recipe can extend another one, whose file is relative to its own:
+
+```yaml
+extends: flux_dev_24gb.yaml
+memory: {weights: full}
+train: {micro_batch: 4}
+```
+
+It inherits each key that it does not set: sections such as `train` key by key, `parts` part by part, `reward` and all
+other values as a whole. A recipe with a `method` of its own inherits no parts. `name` is not inherited. A base can
+extend another recipe. A run's `config.yaml` holds the resulting keys, without `extends`.
 """
 
 

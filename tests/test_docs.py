@@ -102,8 +102,8 @@ def command_lines() -> list[str]:
 
 def test_command_lines_are_found():
     assert {line.split()[1] for line in command_lines() if line.startswith("flowgrpo ")} == {
-        "train", "sample", "grid", "eval", "report", "runs", "export", "check", "methods", "new", "prompts", "score",
-        "train-reward", "serve-reward"}
+        "train", "sample", "grid", "eval", "bench", "report", "runs", "export", "check", "methods", "new", "prompts",
+        "score", "train-reward", "serve-reward", "encode", "vote"}
     assert any(line.startswith("accelerate launch") for line in command_lines())
 
 
@@ -112,8 +112,8 @@ def test_command_lines_that_are_shown_parse(line):
     words = shlex.split(line.partition("flowgrpo ")[2], comments=True)
     name, *arguments = [STAND_INS.get(word, word) for word in words if STAND_INS.get(word, word)]
     context = typer.main.get_command(app).commands[name].make_context(name, arguments)
-    if name == "train":
-        recipe, _ = train._parse(context.params["arguments"])
+    if name in ("train", "encode"):
+        recipe, _ = train.recipe_and_options(context.params["arguments"])
         assert recipe is not None and load(ROOT / recipe)
 
 

@@ -18,7 +18,8 @@ PACKAGE = Path(__file__).parents[1] / "flowgrpo"
 # Bottom first. A room is a file or folder of the package; rooms of one line import each other's in no direction.
 LAYERS = [
     ("errors", "version"),
-    ("device", "extras", "gpus", "starter", "user_code"),
+    ("trust",),
+    ("device", "extras", "gpus", "loopback", "starter", "user_code"),
     ("types", "config"),
     ("gaussian",),
     ("data", "objectives"),
@@ -32,11 +33,12 @@ LAYERS = [
     ("rewards",),
     ("rollouts",),
     ("check", "evaluation"),
-    ("export",),
+    ("export", "vote"),
     ("training",),
     ("train",),
     ("dry_run",),
     ("run",),
+    ("bench",),
     ("__init__",),
     ("cli",),
     ("__main__",),

@@ -16,6 +16,7 @@ from flowgrpo.methods import validate
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.mid_loop_check import few_steps
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.policies.weights.compiled import blocks
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.samplers.scheduler import Segment
@@ -23,12 +24,16 @@ from flowgrpo.samplers.scheduler import Segment
 KEPT = 4  # fp32 copies of a trained parameter: value, gradient, AdamW's two moments
 
 
-def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning) -> dict[str, dict[str, int]]:
+def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning, rewards: int = 0
+           ) -> dict[str, dict[str, int]]:
     """Return bytes on the device, by phase and part, for one process of the run `config` with the policy's pipeline.
 
-    conditioning: that of one prompt. Phases: encode, rollout, decode, update.
+    conditioning: that of one prompt. rewards: bytes of reward models on the device; with `memory.rewards: cpu` they are
+    there in rollout and decode alone, as one part is scored while the next is sampled.
+    Phases: encode, rollout, decode, update.
     The whole pipeline stays on the device, so its weights are in every phase. Offloaded text encoders count only in
-    encode; offloaded recorded states count in none.
+    encode; a denoiser that makes room for them does not; offloaded recorded states count in none. Of offloaded blocks
+    the largest counts.
     Activations are those one row's forward keeps for the backward, with the policy's guidance and checkpointing, times
     the micro-batch. Not counted: temporary memory of kernels, and the one block that checkpointing recomputes at a
     time. Decoding is the peak of a micro-batch.
@@ -44,9 +49,12 @@ def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning) -
     prompt = tensor_bytes(tensor for tensor in tree_leaves(conditioning.calls) if torch.is_tensor(tensor))
     later = held | ({} if policy.encoders.away is None else {"text encoders": 0})
     later["prompt embeddings"] = prompt * (geometry(config.train).prompts + rows)  # of the batch, and of one call
-    return {"encode": held, "rollout": later | states,
-            "decode": later | states | {"decoding": _decoding(policy, conditioning, x, rows)},
-            "update": later | states | update}
+    first = held | ({} if policy.encoders.beside is None else {"denoisers": 0})
+    scoring = {"reward models": rewards} if rewards else {}
+    staying = scoring if config.memory.rewards == "keep" else {}
+    return {"encode": first | staying, "rollout": later | states | scoring,
+            "decode": later | states | scoring | {"decoding": _decoding(policy, conditioning, x, rows)},
+            "update": later | states | staying | update}
 
 
 def total(phase: dict[str, int]) -> float:
@@ -68,8 +76,12 @@ def _weights(policy: PipelinePolicy) -> dict[str, int]:
         if isinstance(module, torch.nn.Module):
             kind = "denoisers" if name in policy.denoisers else "vae" if "vae" in name or name == "vqgan" else \
                 "text encoders" if name.startswith("text_encoder") else "other"
-            frozen = (tensor for tensor in [*module.parameters(), *module.buffers()] if id(tensor) not in trained)
-            sizes[kind] += tensor_bytes(frozen)
+            def frozen(part: torch.nn.Module) -> int:
+                return tensor_bytes(tensor for tensor in [*part.parameters(), *part.buffers()]
+                                    if id(tensor) not in trained)
+
+            parts = [frozen(block) for block in blocks(module)] if policy.offloads and name in policy.denoisers else []
+            sizes[kind] += frozen(module) - sum(parts) + max(parts, default=0)
     return sizes
 
 

@@ -14,22 +14,24 @@ from typing import Any
 
 import torch
 
-from flowgrpo.check import memory, tiny
+from flowgrpo.check import memory, reward_models, tiny
 from flowgrpo.check.gradients import GROUP, RANK, gradient_error, gradient_norm, require_exact
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Adapter, Load
+from flowgrpo.data.prompts import load_prompts
 from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.presets.denoising import mix_grpo
 from flowgrpo.policies import options
-from flowgrpo.policies.pipelines import mid_loop_check
+from flowgrpo.policies.pipelines import conditioned, mid_loop_check
 from flowgrpo.policies.pipelines.call import unlogged
+from flowgrpo.policies.pipelines.conditioned import has_ip_adapter
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.policies.pipelines.reference_images import PICTURES
+from flowgrpo.policies.pipelines.prompt_inputs import PICTURES, names
 from flowgrpo.policies.precision import settle
 from flowgrpo.policies.weights.lora_files import loader
 from flowgrpo.samplers import cost
@@ -44,6 +46,7 @@ from flowgrpo.samplers.solvers import Euler
 from flowgrpo.starter import FOLDERS
 
 PROMPT = "a red circle"
+SIDE = 512  # pixels of a stand-in picture where the call states no size
 LIKE = 0.8  # minimum similarity at which a name is a misspelt class, not a hub id
 STEPS, SAMPLES = 10, 12  # of the example whose cost is reported
 
@@ -67,8 +70,10 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
         raise UserError(f"{type(pipe).__name__} has no denoiser: no module whose forward takes a time")
     result |= {"denoisers": list(policy.denoisers), **_sizes(policy, config.adapter)}
     result["lora_loader"] = list(dict.fromkeys(loader(pipe, name) for name in policy.weights.modules))
-    conditioning = policy.encode([PROMPT])
-    result["conditioning"] = [name for name in ("prompt", "negative_prompt", *PICTURES) if name in policy.accepts]
+    conditioning = policy.encode([PROMPT], images=[_brought(policy, recipe)])
+    unread = set() if has_ip_adapter(pipe) else {"ip_adapter_image"}
+    result["conditioning"] = [name for name in ("prompt", "negative_prompt", *PICTURES)
+                              if name in policy.accepts and name not in unread]
     result["prompts_per_call"] = "one" if policy.encode_prompt.apart else "any number"
     result["guidance"] = _guidance(policy, conditioning)
     policy.guidance = config.train.guidance
@@ -82,7 +87,28 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
         policy.weights.save(Path(folder))  # reads the file back and raises if it differs
     if recipe is None and policy.process == "vp":  # the default method is for flows only
         config = config.model_copy(update={"method": "ddpo"})
-    result |= _cost(recipe, method) | _memory(policy, config, conditioning)
+    result |= _cost(recipe, method) | _memory(policy, config, conditioning, recipe)
+
+
+def _brought(policy: PipelinePolicy, recipe: Config | None) -> Any:
+    """Return what the recipe's first prompt brings beside its text, and give the pipeline pictures that it needs.
+
+    Raises UserError for a prompt of the recipe's file whose files the pipeline does not take.
+    """
+    if recipe is not None and Path(recipe.prompts).is_file():
+        prompts = load_prompts(recipe.prompts)
+        conditioned.require_prompts(recipe, prompts, policy.pipe)
+        if prompts[0].brings is not None:
+            return prompts[0].brings
+    from PIL import Image
+
+    size = policy.call.get("width") or SIDE, policy.call.get("height") or SIDE
+    known, cls = names(type(policy.pipe)), type(policy.pipe).__name__
+    missing = [known["control_image"]] if "ControlNet" in cls else []
+    missing += ["ip_adapter_image"] * has_ip_adapter(policy.pipe)
+    for name in missing:
+        policy.given.setdefault(name, Image.linear_gradient("L").convert("RGB").resize(size))
+    return None
 
 
 class Unknown(UserError):
@@ -119,9 +145,13 @@ def refuse(cls: type) -> None:
         raise UserError(f"{cls.__name__} has no encode_prompt: its conditioning cannot be cached")
 
 
-def _memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning) -> dict[str, dict[str, float]]:
-    phases = memory.memory(policy, config, conditioning)
-    return {"memory": {name: memory.total(parts) for name, parts in phases.items()},
+def _memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning, recipe: Config | None
+            ) -> dict[str, Any]:
+    sizes = reward_models.reward_weights(recipe) if recipe else {}
+    phases = memory.memory(policy, config, conditioning, reward_models.on_device(sizes, policy.device))
+    told = {"rewards": reward_models.described(sizes, config), "leaves_device": reward_models.leaving(config)}
+    return {key: value for key, value in told.items() if value} | {
+            "memory": {name: memory.total(parts) for name, parts in phases.items()},
             "memory_parts": {name: memory.total({name: size}) for name, size in phases["update"].items()}}
 
 

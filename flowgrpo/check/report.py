@@ -14,6 +14,8 @@ Keys of a pipeline, None where the check did not come that far:
 - evaluations_per_picture, evaluations_per_picture_shared: of a rollout of the recipe's first epoch, without and
   with shared prefixes, guidance included. Without a recipe: mix_grpo, 10 steps, 12 pictures per prompt, averaged
   over the window's places.
+- rewards: GiB of the weights of each reward of the recipe, and their device; leaves_device: what leaves the device
+  while it has nothing to do (`memory`).
 - notes: facts that the recipe's options leave unknown.
 
 Additional keys of a language model: kind, class, tokenizer, vocabulary, chat_template (present or not), end_tokens,
@@ -41,7 +43,8 @@ from flowgrpo.starter import FOLDERS
 FIELDS = ("precision", "pipeline", "scheduler", "prediction", "weights", "denoisers", "parameters", "lora_parameters",
           "lora_targets", "lora_loader", "conditioning", "prompts_per_call", "guidance", "timesteps_per_call",
           "picture_shape", "latent_shape", "replay_error", "first_log_ratio", "lora_grad", "gradient_error", "memory",
-          "memory_parts", "evaluations_per_picture", "evaluations_per_picture_shared", "notes")
+          "memory_parts", "rewards", "leaves_device",
+          "evaluations_per_picture", "evaluations_per_picture_shared", "notes")
 
 
 def report(model: str | tuple[Any, Any], config: Config | None = None, device: str | None = None) -> dict[str, Any]:

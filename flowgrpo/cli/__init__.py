@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flowgrpo.cli.root import app, main
 
-from flowgrpo.cli import train, draw, evaluate, results, runs, about, prompts, rewards, new  # isort: skip  (order of the help)
+from flowgrpo.cli import train, encode, draw, evaluate, bench, results, vote, push, runs, about, prompts, rewards, new  # isort: skip  (order of the help)
 
-__all__ = ["about", "app", "draw", "evaluate", "main", "new", "prompts", "results", "rewards", "runs", "train"]
+__all__ = ["about", "app", "bench", "draw", "encode", "evaluate", "main", "new", "prompts", "push", "results",
+           "rewards", "runs", "train", "vote"]

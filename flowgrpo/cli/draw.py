@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from flowgrpo.cli.options import EPOCH, PRECISION, RLG, RUN, Precision, one_weight
+from flowgrpo import trust
+from flowgrpo.cli.options import (
+    EPOCH,
+    LORA,
+    PRECISION,
+    RLG,
+    RUN,
+    TRUST,
+    Precision,
+    local,
+    local_lora,
+    local_source,
+    one_weight,
+    opening,
+    page_of,
+)
 from flowgrpo.cli.root import app
 from flowgrpo.errors import UserError
 from flowgrpo.storage import places
@@ -17,21 +33,21 @@ ColumnKind = Literal["checkpoints", "runs", "seeds", "guidance", "steps", "rlg"]
 
 @app.command()
 def sample(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="starter, a local directory, a hub id; or a "
-                                         "finished run or its checkpoint, for its model and weights.")],
+                                         "finished run, its checkpoint or hub:OWNER/NAME, for its model and weights.")],
     prompt: Annotated[list[str] | None, typer.Option(show_default=False,
                                                      help="What to draw; may be given several times.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="A prompt file in place of --prompt; the folder gets a "
                                                  "prompts.jsonl, which names each sample, too. The same again goes "
                                                  "on.")] = None,
-    lora: Annotated[str | None, typer.Option(help="A finished run, one of its checkpoints, a folder with a LoRA, or "
-                                               "its file.")] = None,
+    lora: Annotated[str | None, typer.Option(help=LORA)] = None,
     count: Annotated[int, typer.Option(min=1, help="Pictures per prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; without: the pipeline's own.")] = None,
     guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale; without: the pipeline's own.")] = None,
     rlg: Annotated[str | None, typer.Option(metavar="W", help=RLG)] = None,
-    output: Annotated[Path, typer.Option(help="The folder for the PNG files.")] = Path("samples"),
+    output: Annotated[Path, typer.Option(help="The folder of the pictures; or x.mp4, for one clip.")] = Path("samples"),
     temperature: Annotated[float | None, typer.Option(min=0, help="Of a language model; 0 takes the likeliest token. "
                                                       "Without: the run's, or 0 for one text, 1 for several.")] = None,
     image: Annotated[Path | None, typer.Option(help="A picture: what a pipeline starts from, or a language model "
@@ -42,11 +58,13 @@ def sample(
                                             "in the metadata. Without: base_image or base_text.")] = None,
     precision: Annotated[Precision | None, typer.Option(help=PRECISION)] = None,
     epoch: Annotated[int | None, typer.Option(min=0, help=EPOCH)] = None,
+    trust_run: Annotated[bool, typer.Option(trust.FLAG, help=TRUST)] = False,
 ) -> None:
     """Draw pictures with a model, or write texts, with or without a LoRA."""
+    opening(context, trust_run)
     weight = one_weight(rlg)
-    _require_options(prompt, prompts, image, {"batch": batch, "key": key})
-    model, weights = _source(model, lora, epoch, weight)
+    _require_options(prompt, prompts, image, output, {"batch": batch, "key": key})
+    model, weights = _source(local_source(model), local_lora(lora), epoch, weight)
     if prompts is not None:
         from flowgrpo.evaluation import prompt_file
 
@@ -54,22 +72,25 @@ def sample(
                                       guidance=guidance, rlg=weight, batch=batch, temperature=temperature, key=key,
                                       precision=precision))
         return
+    given = prompt or []
     if _writes(model, weights, weight):
         from flowgrpo.evaluation import texts
 
-        for text in texts.sample(model, weights, prompt or [], count, seed, temperature,
-                                 str(image) if image else None, precision):
-            typer.echo(text)
-        return
-    from flowgrpo.evaluation import images
+        shown = str(image) if image else None
+        _print(texts.sample(model, weights, given, count, seed, temperature, shown, precision))
+    else:
+        from flowgrpo.evaluation import images
 
-    given = prompt or []
-    for path in images.sample(model, weights, given, count, seed, steps, guidance, output, weight, image, precision):
-        typer.echo(path)
+        _print(images.sample(model, weights, given, count, seed, steps, guidance, output, weight, image, precision))
 
 
-def _require_options(prompt: list[str] | None, prompts: Path | None, image: Path | None, of_files: dict[str, object]
-                     ) -> None:
+def _print(lines: Sequence[object]) -> None:
+    for line in lines:
+        typer.echo(line)
+
+
+def _require_options(prompt: list[str] | None, prompts: Path | None, image: Path | None, output: Path,
+                     of_files: dict[str, object]) -> None:
     """Raise UserError for options of `sample` that do not go together.
 
     of_files: options that --prompts alone reads, by name.
@@ -78,6 +99,8 @@ def _require_options(prompt: list[str] | None, prompts: Path | None, image: Path
         raise UserError(f"got {'both' if prompt else 'neither'}, expected --prompt TEXT or --prompts FILE")
     if prompts is not None and image is not None:
         raise UserError("--image: goes with --prompt; in a prompt file, every prompt may bring an `image`")
+    if prompts is not None and output.suffix == ".mp4":
+        raise UserError(f"--output {output}: is the file of one clip, and --prompts draws several: name a folder")
     for name, value in of_files.items() if prompts is None else ():
         if value is not None:
             raise UserError(f"--{name}: goes with --prompts FILE; leave it out")
@@ -111,6 +134,7 @@ def _writes(model: str, run: Path | None = None, weight: float | None = None) ->
 
 @app.command()
 def grid(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(metavar="RUN", help=RUN)],
     prompts: Annotated[Path | None, typer.Option(help="A prompt file; without: the run's held-out prompts.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 12,
@@ -122,10 +146,12 @@ def grid(
     output: Annotated[Path | None, typer.Option(help="The PNG file, of texts the .md; without: grid.png in the run's "
                                                "folder.")] = None,
     epoch: Annotated[int | None, typer.Option(min=0, help=EPOCH)] = None,
+    trust_run: Annotated[bool, typer.Option(trust.FLAG, help=TRUST)] = False,
 ) -> None:
     """Draw before and after: the base and a run's LoRA on the same prompts and seeds. Or, with --columns, a page of
     several columns as PNG and HTML, of texts as Markdown and HTML."""
-    run = places.weights_of(run, epoch)
+    opening(context, trust_run)
+    given_run, run = run, places.weights_of(local(run), epoch)
     if output is not None and output.suffix.lower() == ".html":
         raise UserError(f"--output {output}: expected the name of the PNG, or of texts the .md; the HTML page of "
                         "--columns lies beside it")
@@ -135,7 +161,7 @@ def grid(
             raise UserError("--values: expected --columns too, which says what they are of")
         from flowgrpo.evaluation import images, texts
 
-        output = output or places.beside(run, "grid.png")
+        output = output or page_of(given_run, run, "grid.png")
         typer.echo(texts.grid(run, prompts, count, seed, output) if _writes("", run, weight) else
                    images.grid(run, prompts, count, seed, output, weight))
         return
@@ -143,7 +169,6 @@ def grid(
         raise UserError("--rlg: goes without --columns; for a column of each weight, --columns rlg --values 0,1,2")
     from flowgrpo.evaluation import columns as pages
 
-    given = [value.strip() for value in values.split(",") if value.strip()]
-    page = output or places.beside(run, f"grid-{columns}.png")
-    for path in pages.columns(run, columns, given, prompts, count, seed, page):
-        typer.echo(path)
+    given = [local_source(value.strip()) for value in values.split(",") if value.strip()]
+    page = output or page_of(given_run, run, f"grid-{columns}.png")
+    _print(pages.columns(run, columns, given, prompts, count, seed, page))

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from flowgrpo.cli.options import EPOCH, PRECISION, RLG, Precision, asked_rewards, weights_of
+from flowgrpo import trust
+from flowgrpo.cli.options import (
+    EPOCH,
+    LORA,
+    PRECISION,
+    RLG,
+    TRUST,
+    Precision,
+    asked_rewards,
+    local_lora,
+    local_source,
+    opening,
+    weights_of,
+)
 from flowgrpo.cli.root import app
 from flowgrpo.errors import UserError
 
 
 @app.command("eval")
 def evaluate(
+    context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A model, or a finished run or its checkpoint, "
                                           "as for sample.")],
     suite: Annotated[str, typer.Option(metavar="NAME|PATH", help="A set that `flowgrpo prompts` lists, a "
@@ -22,8 +36,7 @@ def evaluate(
     output: Annotated[Path, typer.Option(help="The folder of samples, scores and tables; the same again goes on.")],
     rewards: Annotated[str, typer.Option(metavar="A,B|FILE.yaml", help="Rewards, or a file of them with their args, as "
                                          "under eval.rewards; without: those of the run.")] = "",
-    lora: Annotated[Path | None, typer.Option(help="A finished run, one of its checkpoints, a folder with a LoRA, "
-                                               "or its file.")] = None,
+    lora: Annotated[str | None, typer.Option(help=LORA)] = None,
     base: Annotated[bool, typer.Option("--base", help="Draw the base too, and compare.")] = False,
     samples: Annotated[int, typer.Option(min=1, help="Pictures or texts per prompt; of several, pass@k is told.")] = 1,
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; without: the run's or pipeline's.")] = None,
@@ -40,16 +53,18 @@ def evaluate(
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Of a completion; without: the run's, or 256.")] = None,
     precision: Annotated[Precision | None, typer.Option(help=PRECISION)] = None,
     epoch: Annotated[int | None, typer.Option(min=0, help=EPOCH)] = None,
+    trust_run: Annotated[bool, typer.Option(trust.FLAG, help=TRUST)] = False,
 ) -> None:
     """Score a model on a suite of prompts, by several rewards, and against its base."""
     weights = weights_of(rlg)
     if base and len(weights) > 1:
         raise UserError("--base: several weights of --rlg are told side by side; leave it out, weight 0 is the base")
     from flowgrpo.evaluation import evaluate as evaluation
-    from flowgrpo.evaluation import findings
 
+    named = asked_rewards(rewards)
+    opening(context, trust_run, named, features)
     try:
-        results = evaluation.evaluate(source, suite, asked_rewards(rewards), output, lora=lora, base=base,
+        results = evaluation.evaluate(local_source(source), suite, named, output, lora=local_lora(lora), base=base,
                                       samples=samples, steps=steps, guidance=guidance, seed=seed, features=features,
                                       rlg=weights, batch=batch, temperature=temperature, max_tokens=max_tokens,
                                       precision=precision, epoch=epoch)
@@ -57,6 +72,11 @@ def evaluate(
         typer.echo(f"flowgrpo: interrupted; the same command goes on with what is in {output}", err=True)
         raise
     if results:  # the first of several processes has them
-        findings.show(results)
-        written = ["table.md", "results.json", "grid.png", *(["rlg.png"] if len(weights) > 1 else [])]
-        typer.echo(", ".join(str(output / name) for name in written))
+        _show(results, output, ["rlg.png"] if len(weights) > 1 else [])
+
+
+def _show(results: dict[str, Any], output: Path, further: list[str]) -> None:
+    from flowgrpo.evaluation import findings
+
+    findings.show(results)
+    typer.echo(", ".join(str(output / name) for name in ["table.md", "results.json", "grid.png", *further]))

@@ -5,14 +5,51 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+import typer
+
+from flowgrpo import trust
 from flowgrpo.errors import UserError
+from flowgrpo.policies import hub_folder
+from flowgrpo.storage import places
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 PRECISION = "Of weights and arithmetic, auto for what suits the device. Without: the run's, or auto."
 EPOCH = "Of a run: the checkpoint of this epoch, in place of its result."
-RUN = "The folder of a finished run, or one of its checkpoints, RUN/checkpoints/epoch-N."
+RUN = "The folder of a finished run, one of its checkpoints, RUN/checkpoints/epoch-N, or hub:OWNER/NAME[@REVISION]."
+LORA = "A finished run, one of its checkpoints, a folder with a LoRA, its file, or OWNER/NAME[@REVISION] of the hub."
+TRUST = "Execute code that the run's recipe names: FILE.py:NAME of rewards, methods and parts, trust_remote_code, " \
+        "and rewards with an address. Without: only what this command line names."
 RLG = "Draw with base + W * (tuned - base): 0 the base, 1 the tuned model, above 1 beyond it (RLG). Other weights " \
       "run the denoiser twice as often."
+
+
+def opening(context: typer.Context, trusted: bool, *named: object) -> None:
+    """Execute nothing that an opened run names until the command ends, unless trusted. named: values of the command
+    line, whose code is executed."""
+    if not trusted:
+        context.with_resource(trust.opening(*named))
+
+
+def local(given: Path) -> Path:
+    """Return the folder of a run here, or download that of `hub:OWNER/NAME[@REVISION]`."""
+    return Path(local_source(str(given)))
+
+
+def local_source(given: str) -> str:
+    """Return a model or run as it is given, or the folder of a run that was downloaded from the hub."""
+    return str(hub_folder.fetched(given)) if hub_folder.is_named(given) else given
+
+
+def local_lora(given: str | Path | None) -> str | None:
+    """Return the place of a LoRA here, or download that of `OWNER/NAME[@REVISION]`."""
+    if given is None or not hub_folder.is_lora(str(given)):
+        return None if given is None else str(given)
+    return str(hub_folder.fetched(str(given)))
+
+
+def page_of(given: Path, run: Path, name: str) -> Path:
+    """Return the default path of a file made from a run: in its folder, or here for a run of the hub."""
+    return Path(name) if hub_folder.is_named(str(given)) else places.beside(run, name)
 
 
 def one_weight(text: str | None) -> float | None:

@@ -7,9 +7,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from flowgrpo.cli.options import EPOCH, RUN
+from flowgrpo import trust
+from flowgrpo.cli.options import EPOCH, RUN, TRUST, local, opening, page_of
 from flowgrpo.cli.root import app
 from flowgrpo.errors import UserError
+from flowgrpo.policies import hub_folder
 from flowgrpo.storage import paths, places
 
 ExportForm = Literal["kohya", "merged", "card"]
@@ -17,53 +19,51 @@ ExportForm = Literal["kohya", "merged", "card"]
 
 @app.command()
 def export(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(metavar="RUN", help=RUN)],
     form: Annotated[ExportForm | None, typer.Option(
         help="kohya: a LoRA for ComfyUI, where it has names for the model's layers; merged: a whole pipeline or "
-             "language model; card: README.md in the run's folder. Without: kohya, of a language model merged, but "
-             "before an upload none.")] = None,
-    output: Annotated[Path | None, typer.Option(help="The file or folder; without: in the run's folder.")] = None,
-    push_to_hub: Annotated[str | None, typer.Option(
-        metavar="OWNER/NAME", help="Upload the run with its card, and with --form kohya that file.")] = None,
-    private: Annotated[bool, typer.Option("--private", help="A repository that only you see.")] = False,
+             "language model; card: README.md in the run's folder. Without: kohya, of a language model "
+             "merged.")] = None,
+    output: Annotated[Path | None, typer.Option(help="The file or folder; without: in the run's folder, of a run of "
+                                                "the hub here.")] = None,
     epoch: Annotated[int | None, typer.Option(min=0, help=EPOCH)] = None,
+    trust_run: Annotated[bool, typer.Option(trust.FLAG, help=TRUST)] = False,
 ) -> None:
-    """Write a run's result in another form, or upload it."""
-    place = places.weights_of(run, epoch)
-    if push_to_hub and (output or form == "merged"):
-        raise UserError("--push-to-hub uploads the run's folder, without a merged model or an --output elsewhere: "
-                        f"write these first, without --push-to-hub, and then `hf upload {push_to_hub} PATH`")
+    """Write a run's result in another form."""
+    opening(context, trust_run)
     if output and form == "card":
         raise UserError("--form card writes README.md into the run's folder: leave out --output")
+    place = places.weights_of(local(run), epoch)
     if places.is_checkpoint(place):
-        if push_to_hub or form == "card":
-            raise UserError(f"{'--push-to-hub' if push_to_hub else '--form card'}: is of a finished run, got the "
-                            f"checkpoint {place}: use --form kohya or merged")
+        if form == "card":
+            raise UserError(f"--form card: is of a finished run, got the checkpoint {place}: use --form kohya or "
+                            "merged")
         from flowgrpo.evaluation.checkpoints import as_finished
 
         with as_finished(place) as folder:
-            _write(folder, place, form, output)
-        return
-    from flowgrpo.export import export as forms
+            _write(folder, run, place, form, output)
+    elif form != "card":
+        _write(place, run, place, form, output)
+    elif hub_folder.is_named(str(run)):
+        raise UserError(f"--form card: is of a run here, got {run}, whose card is on the hub")
+    else:
+        from flowgrpo.export import export as forms
 
-    if form == "card":
         typer.echo(forms.card(place))
-    elif form or not push_to_hub:
-        _write(place, place, form, output)
-    if push_to_hub:
-        typer.echo(forms.push(place, push_to_hub, private))
 
 
-def _write(files: Path, place: Path, form: ExportForm | None, output: Path | None) -> None:
-    """Write the LoRA or the merged model of a finished run's files. place: the run or checkpoint, for default names."""
+def _write(files: Path, run: Path, place: Path, form: ExportForm | None, output: Path | None) -> None:
+    """Write the LoRA or the merged model of a finished run's files. run, place: the run as given, and the run or
+    checkpoint, for default names."""
     from flowgrpo.export import export as forms
     from flowgrpo.export.model_card import TOKENS
 
     _, summary = forms.finished(files)
     if form == "merged" or form is None and summary["unit"] == TOKENS:
-        typer.echo(forms.merged(files, output or places.beside(place, "merged")))
+        typer.echo(forms.merged(files, output or page_of(run, place, "merged")))
     else:
-        for path in forms.kohya(files, output or places.beside(place, "kohya.safetensors")):
+        for path in forms.kohya(files, output or page_of(run, place, "kohya.safetensors")):
             typer.echo(path)
 
 

@@ -34,11 +34,11 @@ def train(
     """Align a model to a reward, as a recipe and the options say."""
     from flowgrpo.config import parse
 
-    recipe, options = _parse(arguments or [])
+    recipe, options = recipe_and_options(arguments or [])
     named = dict(method=method, reward=reward, prompts=prompts, model=model, output=output, seed=seed,
                  **{"eval.best": select_best})
     settings = parse.load(recipe, options | {key: value for key, value in named.items() if value is not None})
-    _check_inputs(settings)
+    check_inputs(settings)
     _grow_segments(settings)
     from flowgrpo.training.announcement import announce
 
@@ -57,7 +57,7 @@ def _grow_segments(settings: Any) -> None:
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
-def _parse(arguments: list[str]) -> tuple[str | None, dict[str, str]]:
+def recipe_and_options(arguments: list[str]) -> tuple[str | None, dict[str, str]]:
     """Split arguments into the recipe's path and the options given as `--key=value` or `--key value`.
     Raises UserError for an unknown key."""
     recipes, options, rest = [], {}, iter(arguments)
@@ -86,7 +86,7 @@ def _check_key(option: str, key: str) -> None:
         raise UserError(f"unknown option {option}" + hint.replace("'", "'--", 1))
 
 
-def _check_inputs(settings: Any) -> None:
+def check_inputs(settings: Any) -> None:
     """Validate prompts and rewards before torch or a model is loaded."""
     from flowgrpo import rewards
     from flowgrpo.data import provenance, recorded_pairs, splits

@@ -10,26 +10,38 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from flowgrpo.config import extends
 from flowgrpo.config.base import Loader, Section
 from flowgrpo.config.reward_rules import Retry, RewardRule, WatchRule
 from flowgrpo.config.schema import Config, fields, keys, owner, sections
-from flowgrpo.config.sections import EarlyStop, Fused
+from flowgrpo.config.sections import EarlyStop, Fused, IPAdapter
 from flowgrpo.errors import UserError, nearest
 
 
 def load(recipe: str | Path | None, overrides: dict[str, Any] | None = None) -> Config:
     """Read a recipe and apply dotted overrides (`{"train.lr": "1e-4"}`; values in YAML's notation).
 
-    Raises UserError, in one line, for a missing or broken file, an unknown key, a wrong type or range; the error names
-    the recipe, or the option of an override.
+    A recipe may extend another one: see extends.py. Raises UserError, in one line, for a missing or broken file, an
+    unknown key, a wrong type or range; the error names the recipe, or the option of an override.
     """
-    raw = read_yaml(Path(recipe)) if recipe else {}
+    raw = _read_recipe(Path(recipe)) if recipe else {}
     if recipe:
         raw.setdefault("name", Path(recipe).stem)
         validate(raw, where=str(recipe))
     for path, given in (overrides or {}).items():
         _assign(raw, path, parse_value(path, given) if isinstance(given, str) else given)
     return validate(raw)
+
+
+def _read_recipe(path: Path, below: Sequence[Path] = ()) -> dict[str, Any]:
+    """Return a recipe's keys, with those of the recipe that it extends. below: recipes that extend it."""
+    raw = read_yaml(path)
+    base = extends.base_of(raw, path, below)
+    if base is None:
+        return raw
+    inherited = _read_recipe(base, (*below, path))
+    validate(inherited, where=str(base))
+    return extends.merged(inherited, raw)
 
 
 def validate(raw: dict[str, Any], where: str = "the options") -> Config:
@@ -104,9 +116,9 @@ def _explain(errors: Sequence[Any]) -> str:
 
 
 # pydantic's names of the branches of a union
-_UNION_TAG = re.compile(r"(bool|str|(constrained-)?(int|float)|Fused)$|<|(dict|list|literal)\[")
+_UNION_TAG = re.compile(r"(bool|str|(constrained-)?(int|float)|Fused|IPAdapter)$|<|(dict|list|literal)\[")
 _RULES: dict[str, type[Section]] = {"reward": RewardRule, "eval.rewards": WatchRule, "eval.stop": EarlyStop,
-                                    "load.lora": Fused}
+                                    "load.lora": Fused, "load.ip_adapter": IPAdapter}
 
 
 def _nearest_of(unknown: tuple[str | int, ...]) -> str:
@@ -157,6 +169,8 @@ ELSEWHERE = {
     "train.guidance": ("cfg", "cfg_scale", "guidance_scale"), "train.clip_grad": ("grad_clip", "max_grad_norm"),
     "train.checkpointing": ("activation_checkpointing", "gradient_checkpointing"),
     "train.schedule": ("lr_scheduler", "lr_scheduler_type"), "train.warmup": ("lr_warmup_steps", "warmup_steps"),
+    "picture.sizes": ("aspect_ratios", "buckets", "resolutions"),
+    "memory.offload": ("enable_group_offload", "group_offload", "offload_type"),
     "train.save_every": ("save_freq", "save_steps"), "eval.every": ("eval_freq", "eval_steps"),
     "text.max_tokens": ("max_completion_length", "max_new_tokens", "max_tokens"),
     "parts.kl.weight": ("beta", "kl_beta", "kl_coef", "kl_coeff"),

@@ -99,7 +99,8 @@ class Config(Section):
     def call(self) -> dict[str, Any]:
         """Arguments of every pipeline call in addition to prompts and latents: `picture`, over the starter's own."""
         picture = self.picture
-        sizes = {"height": picture.height, "width": picture.width, "num_frames": picture.frames}
+        height, width = picture.sizes[0] if picture.sizes else (None, None)
+        sizes = {"height": picture.height or height, "width": picture.width or width, "num_frames": picture.frames}
         defaults = CALLS.get(self.model, {})
         return defaults | {key: size for key, size in sizes.items() if size is not None} | picture.call
 

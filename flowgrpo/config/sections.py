@@ -10,6 +10,7 @@ from flowgrpo.config.base import Section
 from flowgrpo.config.reward_rules import WatchRule
 
 Share = Annotated[float, Field(ge=0, le=1)]
+Side = Annotated[int, Field(ge=8)]
 Rows = Annotated[int, Field(ge=1)]
 
 
@@ -19,6 +20,9 @@ class Picture(Section):
     height: int | None = Field(None, ge=8, description="pixels")
     width: int | None = Field(None, ge=8, description="pixels")
     frames: int | None = Field(None, ge=1, description="number of frames, for video pipelines")
+    sizes: list[tuple[Side, Side]] = Field(
+        [], description="[height, width] pairs in pixels: each group of an epoch is sampled in one of them, drawn by "
+                        "the seed; evaluations take `height` and `width`, or the first pair")
     call: dict[str, Any] = Field({}, description="further arguments of the pipeline's call: {max_sequence_length: 77}")
 
 
@@ -55,6 +59,17 @@ class Fused(Section):
     scale: float = Field(1.0, description="factor of what it changes")
 
 
+class IPAdapter(Section):
+    """IP-Adapter: weights by which the denoiser reads the picture `ip_adapter_image` of a prompt."""
+
+    path: str = Field(min_length=1, description="folder or hub id")
+    weights: str = Field(min_length=1, description="name of the file: ip-adapter_sd15.safetensors")
+    subfolder: str | None = Field(None, min_length=1, description="of the file: models")
+    encoder: str | None = Field(None, min_length=1, description="folder of the image encoder, inside `subfolder`; "
+                                "FLUX: its folder or hub id; None: image_encoder")
+    scale: float = Field(1.0, ge=0, description="factor of the picture's part")
+
+
 class Load(Section):
     """Files from which `model` is loaded; see docs/pipelines.md."""
 
@@ -66,6 +81,10 @@ class Load(Section):
                                  "denoiser of `model`")
     lora: list[str | Fused] = Field([], description="LoRAs that are fused into the weights first, such as a turbo "
                                     "LoRA: paths, or {path: FILE, scale: 0.8}; the run trains another on top")
+    controlnet: str | None = Field(None, min_length=1, description="folder or hub id of a ControlNet, for the "
+                                   "`control_image` of prompts; it stays frozen")
+    ip_adapter: IPAdapter | None = Field(None, description="an IP-Adapter, for the `ip_adapter_image` of prompts: "
+                                         "{path: FOLDER, weights: FILE}; it stays frozen")
 
     @property
     def fused(self) -> list[Fused]:
@@ -139,9 +158,16 @@ class Train(Section):
 class Memory(Section):
     """Placement and precision of weights and activations; docs/performance.md gives the cost of each option."""
 
-    weights: Literal["full", "int8", "nf4"] = Field("full", description="of the denoiser below a LoRA: in "
-                                                    "`precision`, or by torchao (`int8`) or bitsandbytes (`nf4`)")
+    weights: Literal["full", "int8", "fp8", "nf4"] = Field(
+        "full", description="of the denoiser below a LoRA: in `precision`, or by torchao (`int8`, `fp8`) or "
+                            "bitsandbytes (`nf4`)")
     encoders: Literal["keep", "cpu"] = Field("keep", description="where text encoders wait while nothing is encoded")
+    denoiser: Literal["keep", "cpu"] = Field("keep", description="where frozen weights of the denoiser wait while "
+                                             "prompts are encoded; `cpu` goes with `encoders: cpu`")
+    offload: Literal["none", "block_level", "leaf_level"] = Field(
+        "none", description="frozen weights of the denoiser's blocks that wait in the CPU's memory and come for their "
+                            "forward alone: block by block, or layer by layer")
+    rewards: Literal["keep", "cpu"] = Field("keep", description="where reward models wait while nothing is scored")
     vae: Literal["whole", "sliced", "tiled"] = Field("whole", description="a batch decoded at once, picture by "
                                                      "picture, or tile by tile too")
     states: Literal["device", "cpu"] = Field("device", description="where a rollout's recorded states wait for their "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -101,8 +101,7 @@ class Hints:
             return None
         hint = hints[given - 1] if self.shares else "\n".join(hints[:given])
         text = self.text.replace("{prompt}", book["prompt"]).replace("{hint}", hint)
-        return Prompt(text, prompt.negative, prompt.metadata | {BOOK: book | {"given": given}}, prompt.image,
-                      prompt.weight)
+        return replace(prompt, text=text, metadata=prompt.metadata | {BOOK: book | {"given": given}})
 
     def hints(self, metadata: dict[str, Any]) -> list[str]:
         """Return the hints of a prompt's metadata: its hints, or ever longer beginnings of its solution."""

@@ -3,9 +3,9 @@
 A prompt file is one of
 - `.txt`: one prompt per line; blank lines are skipped;
 - `.jsonl`: one object per line with `prompt` and optionally `negative_prompt`, `metadata` (an object passed to the
-  rewards; those for text read `answer` there), `image` (a path, relative to the prompt file; rewards find its full
-  path under `image` in the metadata) and `weight` (a positive number). Lines of GSM8K, with `question` and `answer`
-  alone, are accepted: the question is the prompt, and the text after #### in the answer, without thousands
+  rewards; those for text read `answer` there), `weight` (a positive number), and the files of inputs.py (paths
+  relative to the prompt file; rewards find the full paths in the metadata). Lines of GSM8K, with `question` and
+  `answer` alone, are accepted: the question is the prompt, and the text after #### in the answer, without thousands
   separators, is metadata.answer. So are lines of GenEval, with `prompt`, `tag` and `include`: their other keys are
   the metadata;
 - `.csv`: the same names as columns; `metadata` cells hold JSON, empty cells count as absent;
@@ -20,25 +20,28 @@ import io
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date, time
 from decimal import Decimal
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from flowgrpo.data import inputs as files
+from flowgrpo.data.inputs import Inputs
 from flowgrpo.errors import UserError, nearest
 
-KEYS = ("prompt", "negative_prompt", "metadata", "image", "weight")
+KEYS = ("prompt", "negative_prompt", "metadata", "weight", *files.KEYS)
 GSM8K, GENEVAL = {"question", "answer"}, {"prompt", "tag", "include"}
 STARTER = Path(__file__).parents[1] / "starter"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt; `image` is the path of a reference image, `weight` its relative frequency in training.
+    """One prompt; `image` is the path of its first reference picture, `weight` its relative frequency in training.
 
-    The metadata holds the full path of the image under `image`, unless it already has such a key.
+    inputs: all files that it brings. The metadata holds their full paths under their keys, unless it has such a key
+    already.
     """
 
     text: str
@@ -46,15 +49,25 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict, hash=False)
     image: str | None = None
     weight: float = 1.0
+    inputs: Inputs = Inputs()
 
     def __post_init__(self) -> None:
-        if isinstance(self.image, str):
-            object.__setattr__(self, "metadata", {"image": str(Path(self.image).resolve())} | self.metadata)
+        if isinstance(self.image, str) and self.image not in self.inputs.images[:1]:
+            object.__setattr__(self, "inputs", replace(self.inputs, images=(self.image,)))
+        if self.inputs.images and self.image is None:
+            object.__setattr__(self, "image", self.inputs.images[0])
+        if facts := self.inputs.metadata():
+            object.__setattr__(self, "metadata", facts | self.metadata)
 
     @property
     def key(self) -> str:
-        """Identity of a prompt: the text, and the image if there is one."""
-        return self.text if self.image is None else f"{self.text}\n{self.image}"
+        """Identity of a prompt: the text, and the files if there are any."""
+        return "\n".join([self.text, *self.inputs.images, *filter(None, [self.inputs.key])])
+
+    @property
+    def brings(self) -> str | Inputs | None:
+        """What a policy encodes beside the text: nothing, one reference picture's path, or all inputs."""
+        return self.image if self.inputs.given().keys() <= {"image"} else self.inputs
 
 
 def of_records(records: Sequence[str | dict[str, Any] | Prompt]) -> list[Prompt]:
@@ -75,14 +88,14 @@ def of_records(records: Sequence[str | dict[str, Any] | Prompt]) -> list[Prompt]
 
 
 def as_line(prompt: Prompt) -> dict[str, Any]:
-    """Return a prompt as a line of a .jsonl file, with the full path of its picture."""
+    """Return a prompt as a line of a .jsonl file, with the full paths of its files."""
     line: dict[str, Any] = {"prompt": prompt.text}
     if prompt.metadata:
         line["metadata"] = prompt.metadata
     if prompt.negative is not None:
         line["negative_prompt"] = prompt.negative
-    if prompt.image is not None:
-        line["image"] = str(Path(prompt.image).resolve())
+    full = prompt.inputs.metadata()
+    line |= {key: full[key] for key in prompt.inputs.given()}
     return line if prompt.weight == 1 else line | {"weight": prompt.weight}
 
 
@@ -248,18 +261,8 @@ def _prompt(record: Any, path: Path, line: int) -> Prompt:
         raise _wrong(path, line, f"expected a text under 'negative_prompt', got {negative!r}")
     if not isinstance(metadata, dict | None):
         raise _wrong(path, line, f"expected an object under 'metadata', got {metadata!r}")
-    return Prompt(text.strip(), negative, metadata or {}, _image(record.get("image"), path, line),
-                  _weight(record.get("weight"), path, line))
-
-
-def _image(name: Any, path: Path, line: int) -> str | None:
-    if name is None:
-        return None
-    if not isinstance(name, str):
-        raise _wrong(path, line, f"expected a path under 'image', got {name!r}")
-    if not (path.parent / name).is_file():
-        raise _wrong(path, line, f"no image at {path.parent / name}")
-    return str(path.parent / name)
+    return Prompt(text.strip(), negative, metadata or {}, None, _weight(record.get("weight"), path, line),
+                  files.read_inputs(record, path, line))
 
 
 def _weight(value: Any, path: Path, line: int) -> float:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import tempfile
 from collections import Counter
@@ -112,7 +113,7 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
 
 
 def _covered(config: Config) -> Config:
-    """Return the recipe with a precision. Raises UserError for what a dry run does not cover."""
+    """Return the recipe with a precision and its largest size. Raises UserError for what a dry run does not cover."""
     if config.precision == AUTO:
         config = config.model_copy(update={"precision": "bf16"})
     wrong = {"language models": kind(config) != PIPELINE, "adapter.rank: 0": not config.adapter.rank,
@@ -121,7 +122,11 @@ def _covered(config: Config) -> Config:
              "precision: fp16 (say bf16)": config.precision == "fp16"}
     for name in (name for name, applies in wrong.items() if applies):
         raise UserError(f"a dry run does not cover {name}: leave --gpu out")
-    return config
+    if not config.picture.sizes:
+        return config
+    height, width = max(config.picture.sizes, key=math.prod)
+    largest = {"height": height, "width": width, "sizes": []}
+    return config.model_copy(update={"picture": config.picture.model_copy(update=largest)})
 
 
 def _short(config: Config, prompts: int) -> Config:

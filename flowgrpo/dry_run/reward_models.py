@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
 from flowgrpo.config.schema import Config
-
-CLIP_VIT_L, CLIP_VIT_H = 4 * 0.428e9, 4 * 0.986e9  # bytes in fp32: 428 and 986 million weights
-# Other rewards hold nothing there: rules, packages on the CPU, and judges behind an address.
-BYTES = {
-    "clip_score": CLIP_VIT_L, "subject_score": CLIP_VIT_L, "aesthetic": CLIP_VIT_L,
-    "pick_score": CLIP_VIT_H, "hps_v2": CLIP_VIT_H,
-    "image_reward": 4 * 0.447e9,  # BLIP with a ViT-L
-    "hps_v3": 2 * 8.29e9,  # Qwen2-VL-7B in bf16
-    "vqa_score": 2 * 4.02e9,  # InstructBLIP with Flan-T5-XL in bf16
-    "safety": 4 * 0.086e9,  # a ViT-B
-}
+from flowgrpo.device import DTYPES
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.find import locate
+from flowgrpo.rewards.local_model import LocalModel
 
 
 def reward_bytes(config: Config) -> float:
     """Return the bytes of a recipe's rewards, trained and measured; a model that several of them use counts once each.
     """
-    return sum(BYTES.get(name, 0) for name in _names(config))
+    return sum(_bytes(name) for name in _names(config))
+
+
+def _bytes(name: str) -> float:
+    """Return the bytes of a reward's default checkpoint in its default dtype; 0 for a reward without one."""
+    try:
+        thing = locate(name)
+    except UserError:
+        return 0
+    if not (inspect.isclass(thing) and issubclass(thing, LocalModel) and thing.parameters is not None):
+        return 0
+    return thing.parameters * DTYPES[inspect.signature(thing).parameters["dtype"].default].itemsize
 
 
 def _names(config: Config) -> Iterable[str]:

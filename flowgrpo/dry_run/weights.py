@@ -9,8 +9,9 @@ import torch
 
 from flowgrpo.config.sections import Memory
 from flowgrpo.dry_run.meta_gpu import MetaGPU
+from flowgrpo.policies.weights.compiled import blocks
 
-STORED = {"full": 1.0, "int8": 0.5, "nf4": 0.28}  # bytes of a linear layer's weight, as a share of two
+STORED = {"full": 1.0, "int8": 0.5, "fp8": 0.5, "nf4": 0.28}  # bytes of a linear layer's weight, as a share of two
 
 
 def hold(meta: MetaGPU, policy: Any, memory: Memory, processes: int) -> Any:
@@ -18,15 +19,21 @@ def hold(meta: MetaGPU, policy: Any, memory: Memory, processes: int) -> Any:
 
     processes: over which `memory.shard` shares frozen weights of the denoisers.
     """
-    encoders = policy.encoders
+    encoders, turns = policy.encoders, memory.denoiser == "cpu"
+    stored, count = STORED[memory.weights], processes if memory.shard else 1
+    if memory.offload != "none":
+        for module in policy.denoisers.values():
+            _hold_offloaded(meta, module, stored)
     for module in policy.denoisers.values():
-        _hold_denoiser(meta, module, STORED[memory.weights], processes if memory.shard else 1)
+        _hold_denoiser(meta, module, stored, count)
     parts = [part for part in policy.pipe.components.values() if isinstance(part, torch.nn.Module)]
     meta.hold(_tensors(part for part in parts if encoders.here or part not in encoders.modules))
 
     def come() -> None:
         if not encoders.here:
             tensors = _tensors(encoders.modules)
+            if turns:
+                meta.drop(_frozen(policy.denoisers.values()))
             meta.hold(tensors)
             meta.bus(_bytes(tensors))
             encoders.here = True
@@ -35,6 +42,11 @@ def hold(meta: MetaGPU, policy: Any, memory: Memory, processes: int) -> Any:
         if encoders.here and encoders.away is not None:
             meta.drop(_tensors(encoders.modules))
             encoders.here = False
+            if turns:
+                for module in policy.denoisers.values():
+                    _hold_denoiser(meta, module, stored, count)
+                meta.hold(_frozen(policy.denoisers.values()))
+                meta.bus(round(stored * _bytes(_frozen(policy.denoisers.values()))))
 
     encoders.come, encoders.leave = come, leave
     return encoders
@@ -54,6 +66,20 @@ def _hold_denoiser(meta: MetaGPU, module: torch.nn.Module, stored: float, proces
         blocks = [block for part in module.modules() if isinstance(part, torch.nn.ModuleList) for block in part]
         meta.hold((p for p in module.parameters() if not p.requires_grad), 1 / processes)
         meta.spare = max(meta.spare, *(round(2 * stored * _bytes(_tensors([block]))) for block in blocks))
+
+
+def _hold_offloaded(meta: MetaGPU, module: torch.nn.Module, stored: float) -> None:
+    """Count none of the frozen weights that wait on the host, but of those that come at a time the largest.
+
+    The backward of a recomputed block needs all of its layers.
+    """
+    for block in blocks(module):
+        meta.hold(_frozen([block]), 0.0)
+        meta.spare = max(meta.spare, round(stored * _bytes(_frozen([block]))))
+
+
+def _frozen(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+    return [tensor for tensor in _tensors(modules) if not tensor.requires_grad]
 
 
 def _tensors(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:

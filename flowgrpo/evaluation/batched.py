@@ -27,9 +27,9 @@ class Together:
     def draw(self, pipe: Any, prompts: Sequence[Prompt], seeds: Sequence[int], arguments: dict[str, Any],
              negative: str) -> list[torch.Tensor]:
         """Draw pictures [3, H, W] or clips [F, 3, H, W] in [0, 1], one per prompt and seed. They equal those of
-        `draw_one` up to rounding of other matrix shapes. Prompts with a picture are drawn singly.
+        `draw_one` up to rounding of other matrix shapes. Prompts that bring files are drawn singly.
         Raises UserError if the device runs out of memory."""
-        if len(prompts) < 2 or self.works is False or any(prompt.image for prompt in prompts):
+        if len(prompts) < 2 or self.works is False or any(prompt.brings for prompt in prompts):
             return [draw_one(pipe, prompt, seed, arguments, negative) for prompt, seed in zip(prompts, seeds)]
         try:
             if self.works is None:

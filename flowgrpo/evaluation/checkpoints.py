@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowgrpo import trust
 from flowgrpo.config.parse import load as load_config
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Adapter
@@ -34,6 +35,7 @@ def run_config(path: Path) -> Config:
     """
     run = run_of(path)
     config, prompts = load_config(run / CONFIG), run / provenance.PROMPTS
+    config = config.model_copy(update={"trust_remote_code": trust.remote_code(config.trust_remote_code, run)})
     moved = Path(config.prompts) == config.folder / provenance.PROMPTS and prompts.is_file()  # moved since, or archived
     return config.model_copy(update={"prompts": str(prompts)}) if moved else config
 

@@ -21,15 +21,15 @@ from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt, load_prompts
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import images, picture_files, texts
+from flowgrpo.evaluation import images, picture_files, run_rewards, texts
 from flowgrpo.evaluation.checkpoints import run_config
 from flowgrpo.evaluation.measured import spread
+from flowgrpo.evaluation.pages import singles
 from flowgrpo.evaluation.pages.before_after import captions, means_of
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.pages.html_page import write_page, write_table
 from flowgrpo.policies import build
 from flowgrpo.policies.language.causal_lm import CausalLM
-from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage import paths
 from flowgrpo.storage.places import is_checkpoint, run_of
@@ -61,7 +61,8 @@ class Column:
 def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Path | None, count: int, seed: int,
             output: str | Path) -> list[Path]:
     """Draw `count` prompts in columns of one kind, with the run's rewards below each picture. Writes a PNG (with clips
-    also a WebP) and a self-contained HTML file; texts as HTML and Markdown. Returns both paths.
+    also a WebP and an mp4), each picture in a folder of the PNG's name, and a self-contained HTML file; texts as HTML
+    and Markdown. Returns the paths of page and HTML.
 
     run: a folder written by `flowgrpo train`. values: one per column; empty: those of the kind. prompts: a prompt file,
     or None for the run's held-out prompts, evenly spaced. output: the PNG.
@@ -78,7 +79,7 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
         images.call_arguments(config.model, run, config.eval.steps, config.eval.guidance)
     chosen = KINDS[kind](Column("tuned", run, seed, arguments), list(values))
     shown = spread(load_prompts(prompts) if prompts else splits.resolve(config)[1], count)
-    functions = pairwise.measured(*(rewards.compose(rules, config.cache) for rules in (config.trained, config.watched)))
+    functions = run_rewards.measured(config)
     drawn = _written(config, run, chosen, shown) if written else _drawn(config, run, chosen, shown)
     bases: list[Any] = [None] * len(chosen)
     if any(map(rewards.sees_base, functions.values())):
@@ -91,8 +92,9 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
     names, title = [column.name for column in chosen], f"{config.name}: {kind}"
     means = means_of([dict(zip(functions, values.T[:, :, None].numpy())) for values in scores])
     first = write_table(output.with_suffix(".md"), title, names, rows, means) if written else \
-        draw_grid(output, names, rows, means, picture_files.facts(run, names, [prompt.text for prompt in shown],
-                                                                  model=config.model, seed=seed, call=arguments))
+        draw_grid(output, names, rows, means, picture_files.facts(
+            run, names, shown, singles.save_columns(output, names, drawn), model=config.model, seed=seed,
+            call=arguments))
     return [first, write_page(output.with_suffix(".html"), title, names, rows, means)]
 
 
@@ -210,7 +212,7 @@ def _written(config: Config, run: Path, chosen: Sequence[Column], prompts: Seque
         samples: list[Completion] = []
         for start in range(0, len(prompts), AT_ONCE):
             some = prompts[start:start + AT_ONCE]
-            conditioning = policy.encode([prompt.text for prompt in some], images=[prompt.image for prompt in some])
+            conditioning = policy.encode([prompt.text for prompt in some], images=[prompt.brings for prompt in some])
             generators = policy.generators(seed_of(start + i, 0) for i in range(len(some)))
             samples += policy.generate(conditioning, generators)
         completions.append(samples)

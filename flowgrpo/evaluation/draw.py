@@ -95,7 +95,7 @@ class Writer:
             self.policy = texts.load(config, self.plan.tuned if self.plan.arms[arm] else None, self.device)
             self.arm = arm
         conditioning = self.policy.encode([prompt.text for prompt in prompts],
-                                          images=[prompt.image for prompt in prompts])
+                                          images=[prompt.brings for prompt in prompts])
         seeds = (self.seed_of(place.prompt, place.sample) for place in places)
         return self.policy.generate(conditioning, self.policy.generators(seeds))
 

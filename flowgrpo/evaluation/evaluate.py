@@ -26,7 +26,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.data.suites import Suite, load_suite
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import checkpoints, draw, findings, held_out, images, measured, texts
+from flowgrpo.evaluation import checkpoints, draw, findings, held_out, images, measured, run_rewards, texts
 from flowgrpo.evaluation.ledger import BaseLedger, Place
 from flowgrpo.evaluation.pages import rlg_sweep
 from flowgrpo.evaluation.pages.before_after import means_of
@@ -130,9 +130,11 @@ def _require_fitting(medium: Medium, of_pictures: dict[str, Any], of_texts: dict
 
 
 def _functions(config: Config | None, names: Sequence[str] | dict[str, WatchRule]) -> dict[str, Any]:
-    rules: dict[str, WatchRule] = config.trained | config.watched if config else {}
-    given = names if isinstance(names, dict) else {name: rules.get(name, WatchRule()) for name in names}
-    chosen = given or rules
+    chosen: dict[str, WatchRule] = names if isinstance(names, dict) else \
+        {name: run_rewards.rule(config, name) for name in names}
+    if config and not chosen:
+        of_trained, of_watched = run_rewards.rules(config, needed=True)
+        chosen = of_trained | of_watched
     if not chosen:
         raise UserError("--rewards: expected the names of rewards, such as --rewards scene (`flowgrpo rewards` lists "
                         "them)")

@@ -25,8 +25,9 @@ from flowgrpo.evaluation import picture_files
 from flowgrpo.evaluation.compared import cells, compared
 from flowgrpo.evaluation.measured import EVAL_SEED, Generating, Measured, measure, spread
 from flowgrpo.evaluation.nouns import SAMPLE
-from flowgrpo.evaluation.pages.before_after import arrays, cards, draw_pairs, means_of
-from flowgrpo.evaluation.pages.clips import tall, untall
+from flowgrpo.evaluation.pages import singles
+from flowgrpo.evaluation.pages.before_after import arrays, cards, draw_pairs, means_of, shown_prompts
+from flowgrpo.evaluation.pages.clips import save_clip, tall, untall
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.report import report, snapshots
 from flowgrpo.evaluation.statistics import ALL
@@ -98,6 +99,8 @@ def write_before(folder: Path, measured: Measured, settings: dict[str, Any]) -> 
         frames = measured.pictures.shape[1] if measured.pictures.ndim == 5 else None
         for i, picture in enumerate(measured.pictures):
             save_image(tall(picture), folder / "before" / f"{i:03d}.png")
+            if frames is not None:
+                save_clip(folder / "before" / f"{i:03d}.webp", picture)
     content = {"settings": settings, "scores": measured.scores, "failed": measured.failed, "frames": frames,
                "texts": texts}
     (folder / "before.json").write_text(json.dumps(finite(content)))
@@ -131,9 +134,7 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
         "reward_failures": {"trained": trainer.scoring.reward_failures, "before": base.failed, "after": after.failed},
         "rewards": {"trained": config.rewards, "measured": list(functions)}}
     if first:
-        draw_pairs(folder / "before_after.png", base, after, facts=picture_files.facts(
-            folder, ("before", "after"), [text for text, *_ in cards(base)], model=config.model, seed=EVAL_SEED,
-            call={"num_inference_steps": config.eval.steps, "guidance": config.eval.guidance}))
+        _draw_after(folder, base, after, config)
         summary |= {"total_seconds": round(time.perf_counter() - began, 1), "resumed": resumed}
         (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n")
         snapshots.stage(folder, "after", trainer.best.best.epoch if trainer.best.weights else trainer.epoch, after)
@@ -141,6 +142,16 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
         report.write(folder)
         print_report(summary, said, folder)
     return summary
+
+
+def _draw_after(folder: Path, base: Measured, after: Measured, config: Config) -> None:
+    """Write before_after.png, and the samples after training that are no texts to `after`."""
+    names = ("before", "after")
+    if not isinstance(after.pictures, list):
+        singles.save(folder / "after", after.pictures)
+    draw_pairs(folder / "before_after.png", base, after, facts=picture_files.facts(
+        folder, names, shown_prompts(base), () if isinstance(after.pictures, list) else names, model=config.model,
+        seed=EVAL_SEED, call={"num_inference_steps": config.eval.steps, "guidance": config.eval.guidance}))
 
 
 def described(policy: Policy, config: Config) -> str:

@@ -13,29 +13,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from tqdm import tqdm
 
-from flowgrpo import rewards
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Load, Memory
 from flowgrpo.data import splits
+from flowgrpo.data.pictures import picture_size
 from flowgrpo.data.prompts import Prompt, load_prompts
 from flowgrpo.device import concrete, drawing
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import checkpoints, picture_files
+from flowgrpo.evaluation import checkpoints, picture_files, run_rewards
 from flowgrpo.evaluation.checkpoints import config_of, run_config
 from flowgrpo.evaluation.measured import Measured, spread
 from flowgrpo.evaluation.nouns import SAMPLE
+from flowgrpo.evaluation.pages import mp4, singles
 from flowgrpo.evaluation.pages.before_after import captions, draw_pairs
 from flowgrpo.policies.generators import seeded
-from flowgrpo.policies.pipelines import edit_networks
-from flowgrpo.policies.pipelines.call import guidance_argument
-from flowgrpo.policies.pipelines.load import denoisers, load_pipeline, text_encoders
+from flowgrpo.policies.pipelines import edit_networks, prompt_inputs
+from flowgrpo.policies.pipelines.call import guidance_argument, placed
+from flowgrpo.policies.pipelines.load import denoisers, load_pipeline, modality, text_encoders
+from flowgrpo.policies.weights import host_weights
 from flowgrpo.policies.weights.lora_files import LORA_FILE, load_lora
 from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts, require_quantiser
 from flowgrpo.policies.weights.rlg import Branches
-from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.starter import CALLS, EVAL
 from flowgrpo.storage.paths import require_file, require_folder
@@ -56,7 +56,8 @@ def memory_told() -> Iterator[None]:
 def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, seed: int, steps: int | None,
            guidance: float | None, output: str | Path, rlg: float | None = None,
            image: str | Path | None = None, precision: str | None = None) -> list[Path]:
-    """Draw `count` pictures per prompt to the folder `output`, clips as animated WebP; returns their paths, in order.
+    """Draw `count` pictures per prompt to the folder `output`, clips as animated WebP and mp4; returns the paths of the
+    pictures or WebPs, in order. An `output` that ends with .mp4 is the file of one clip.
 
     A PNG says how it was drawn in its text chunk `parameters`, a WebP in its EXIF user comment. No file is overwritten:
     a taken name gets a number.
@@ -69,22 +70,27 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     A picture depends only on the seed, its prompt's number and its number within the prompt.
     Raises UserError for a model or weights that do not load, and for an unreadable picture.
     """
-    require_folder(output)
+    film = Path(output).suffix == ".mp4"
+    _require_film(output, len(prompts) * count) if film else require_folder(output)
     given = [Prompt(text, image=None if image is None else str(image)) for text in prompts]
-    _brought(given[0])
+    if image is not None:
+        picture_size(image)
     run = None if lora is None else Path(lora)
     if run:
         require_weights(run)
     config = config_of(run) or Config()
-    pipe = make_pipeline(model, drawing(config.precision, place(), precision), memory=config.memory,
-                         files=files_of(config, model))
+    pipe = make_pipeline(model, drawing(config.precision, place(), precision), config.trust_remote_code,
+                         memory=config.memory, files=files_of(config, model))
     if image is not None and "image" not in inspect.signature(pipe.__call__).parameters:
         raise UserError(f"--image: {type(pipe).__name__} takes no image: leave it out")
+    if film and modality(pipe) != "video":
+        raise UserError(f"--output {output}: {type(pipe).__name__} draws pictures: name a folder")
     arguments = call_arguments(model, run, steps, guidance)
     with contextlib.nullcontext() if run is None else tuned(pipe, run, rlg):
         pictures = _draw(pipe, given, count, seed, arguments)
-    clips, folder = pictures[0].ndim == 4, Path(output)
-    paths = [picture_files.free(folder / name) for name in _names(prompts, count, "webp" if clips else "png")]
+    names = _names(prompts, count, "webp" if pictures[0].ndim == 4 else "png")
+    folder, names = (Path(output).parent, [Path(output).name]) if film else (Path(output), names)
+    paths = [picture_files.free(folder / name) for name in names]
     folder.mkdir(parents=True, exist_ok=True)
     seed_of, settings = seeder(seed, 0), picture_files.settings(pipe, model, arguments, run, rlg)
     for number, (path, picture) in enumerate(zip(paths, pictures)):
@@ -93,11 +99,20 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     return paths
 
 
+def _require_film(output: str | Path, clips: int) -> None:
+    """Raise UserError if an mp4 cannot be written, or is to hold several clips."""
+    if clips != 1:
+        raise UserError(f"--output {output}: is the file of one clip, got {clips}: name a folder")
+    mp4.require(f"--output {output}")
+    require_file(output)
+
+
 @memory_told()
 def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, output: str | Path,
          rlg: float | None = None) -> Path:
-    """Draw base and tuned pictures of `count` prompts side by side, with the run's rewards below; returns `output`.
-    Clips are drawn as their frames, and animated in an additional WebP.
+    """Draw base and tuned pictures of `count` prompts side by side, with the run's rewards below; returns `output`. The
+    pictures one by one lie in a folder of its name.
+    Clips are drawn as their frames, and animated in an additional WebP and mp4.
 
     run: a folder written by `flowgrpo train`, whose `eval` steps and guidance apply.
     prompts: a prompt file, or None for `count` of the run's held-out prompts, evenly spaced.
@@ -109,7 +124,7 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
     require_weights(run)
     require_file(output)
     chosen = spread(load_prompts(prompts) if prompts else splits.resolve(config)[1], count)
-    functions = pairwise.measured(*(rewards.compose(rules, config.cache) for rules in (config.trained, config.watched)))
+    functions = run_rewards.measured(config)
     pipe = make_pipeline(config.model, drawing(config.precision, place()), config.trust_remote_code,
                          memory=config.memory, files=config.load)
     arguments = call_arguments(config.model, run, config.eval.steps, config.eval.guidance)
@@ -121,8 +136,9 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
         measured.append(Measured(chosen, dict(zip(functions, scores.T.tolist())), pictures))
     base, after = measured
     names = ("before", "after" if rlg is None else f"rlg {rlg:g}")
+    folders = singles.save_columns(Path(output), names, [[*base.pictures], [*after.pictures]])
     draw_pairs(Path(output), base, after, names, picture_files.facts(
-        run, names, [prompt.text for prompt in chosen], model=config.model, seed=seed, call=arguments))
+        run, names, chosen, folders, model=config.model, seed=seed, call=arguments))
     return Path(output)
 
 
@@ -219,8 +235,8 @@ def make_pipeline(model: str, precision: str, trust_remote_code: bool = False, d
 
     precision: `auto` takes the device's default.
     files: where the model's weights are.
-    memory: as in a run: storage of the denoiser's weights, place of idle text encoders, decoding. 4-bit weights need a
-    GPU and are loaded in full on the CPU.
+    memory: as in a run: storage and place of weights, decoding. A LoRA that is loaded later comes with its block. 4-bit
+    weights need a GPU and are loaded in full on the CPU.
     Raises UserError if a required package is absent.
     """
     device = place(device)
@@ -229,9 +245,15 @@ def make_pipeline(model: str, precision: str, trust_remote_code: bool = False, d
     require_quantiser(weights)
     pipe = load_pipeline(model, concrete(precision, device), trust_remote_code, weights, files)
     away = None if memory.encoders == "keep" else "cpu"
-    encoders = Encoders(pipe, device, away)
+    modules = denoisers(pipe)
+    encoders = Encoders(pipe, device, away, modules if host_weights.later(memory) else ())
     if away is not None:
         encoders.attend(pipe)
+        pipe.__class__ = placed(type(pipe), device)  # diffusers takes the place of a part that may be away
+    if host_weights.later(memory):
+        for module in modules.values():
+            module.requires_grad_(False)
+        host_weights.place(modules.values(), encoders, device, memory)
     decode_in_parts(pipe, memory.vae)
     return pipe
 
@@ -274,9 +296,9 @@ def draw_one(pipe: Any, prompt: Prompt, seed: int, arguments: dict[str, Any], ne
     """Draw a picture [3, H, W] or clip [F, 3, H, W] in [0, 1], by one pipeline call with noise of that seed.
 
     arguments: further ones of the call, from `call_arguments`. negative: for a prompt without its own.
-    Raises UserError for a pipeline with another output, and for a missing input picture.
+    Raises UserError for a pipeline with another output, and for a missing input file.
     """
-    generator, image = torch.Generator().manual_seed(seed), _brought(prompt)
+    generator, image = torch.Generator().manual_seed(seed), _brought(pipe, prompt, arguments)
     with seeded(pipe.scheduler, generator), _picture_missed(pipe, arguments | image):
         pictures = call(pipe, arguments, prompt=prompt.text, generator=generator, output_type="pt", **image,
                     negative_prompt=negative if prompt.negative is None else prompt.negative)
@@ -286,14 +308,11 @@ def draw_one(pipe: Any, prompt: Prompt, seed: int, arguments: dict[str, Any], ne
     return pictures[0].float().cpu()
 
 
-def _brought(prompt: Prompt) -> dict[str, Image.Image]:
-    """Return the prompt's picture, if any, as an argument of a call.
-    Raises UserError if its file is unreadable."""
-    try:
-        return {"image": Image.open(prompt.image).convert("RGB")} if prompt.image else {}
-    except OSError as error:
-        raise UserError(f"cannot read the picture {prompt.image} ({error.strerror or 'it is damaged, or no picture'})"
-                        ) from None
+def _brought(pipe: Any, prompt: Prompt, call: dict[str, Any]) -> dict[str, Any]:
+    """Return what a prompt brings beside its text as arguments of a call.
+    Raises UserError for an unreadable file, and for one that the pipeline does not take."""
+    values = prompt_inputs.decoded(pipe, prompt.inputs, call) if prompt.brings is not None else {}
+    return prompt_inputs.arguments({name: [value] for name, value in values.items()}, alone=True)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,6 @@ from PIL import Image, PngImagePlugin
 
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.pages.clips import as_image, save_clip, tall, untall
-from flowgrpo.evaluation.picture_files import comment
 from flowgrpo.storage.json_files import read_object
 from flowgrpo.types import Completion
 
@@ -119,7 +118,7 @@ class Ledger(BaseLedger[torch.Tensor, torch.Tensor]):
         return str(clip if clip.is_file() else path)
 
     def save(self, place: Place, sample: torch.Tensor, facts: str | None = None) -> None:
-        """Write a picture [3, H, W], or a clip [F, 3, H, W] as one tall picture and an animated one.
+        """Write a picture [3, H, W], or a clip [F, 3, H, W] as one tall picture, an animated one and an mp4.
         facts: the text chunk `parameters`."""
         path, chunks = self.picture(place), PngImagePlugin.PngInfo()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +126,7 @@ class Ledger(BaseLedger[torch.Tensor, torch.Tensor]):
             chunks.add_text("parameters", facts)
         if sample.ndim == 4:
             chunks.add_text("frames", str(len(sample)))
-            save_clip(path.with_suffix(".webp"), sample, b"" if facts is None else comment(facts))
+            save_clip(path.with_suffix(".webp"), sample, facts)
         part = path.with_suffix(".part")
         as_image(tall(sample)).save(part, format="PNG", pnginfo=chunks)
         part.replace(path)

@@ -104,6 +104,7 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
     seed, kept = seeder(EVAL_SEED, 0), set(evenly(len(prompts), keep))
     rows = [(i, k) for i in range(len(prompts)) for k in range(samples)]
     local, scores, pictures, tally = processes.own(rows), [torch.empty(0, len(functions))], [], rewards.Tally()
+    undecoded = any(map(rewards.scores_latents, functions.values()))
     hidden, compared = None if processes.first else True, any(map(rewards.sees_base, functions.values()))
     bar = tqdm(total=len(local), desc=title, unit=SAMPLE[policy.modality], leave=False, disable=hidden)
     with processes.together(), bar:
@@ -114,32 +115,40 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
             batch = local_batch or rows[:1]  # sharded weights are gathered by all processes or by none
             of = [prompts[i] for i, _ in batch]
             conditioning = encode([p.text for p in of], [negative if p.negative is None else p.negative for p in of],
-                                  [p.image for p in of])
+                                  [p.brings for p in of])
             seeds = [seed(i, k) for i, k in batch]
-            outputs, base = _with_base(partial(_generate, policy, conditioning, seeds, steps, guidance), reference,
-                                       compared)
+            (outputs, latents), base = _with_base(
+                partial(_generate, policy, conditioning, seeds, steps, guidance, undecoded), reference, compared)
             if not local_batch:
                 continue
             texts, metadata = [p.text for p in of], [p.metadata for p in of]
-            scores.append(rewards.score(functions, outputs, texts, metadata, tally=tally, base=base)
+            scores.append(rewards.score(functions, outputs, texts, metadata, tally=tally, base=base,
+                                        latents=latents)
                           if processes.reports else torch.zeros(len(of), len(functions)))
             pictures += [picture for (i, k), picture in zip(batch, outputs) if k == 0 and i in kept]
             bar.update(len(batch))
+    rewards.leave(functions.values())
     columns = processes.gather(torch.cat(scores)).T.tolist()
     return Measured([prompts[i] for i, _ in rows], dict(zip(functions, columns)),
                     processes.gather_samples(pictures),
                     dict(zip(functions, processes.total([tally.failed[name] for name in functions]))))
 
 
-def _generate(policy: Generating, conditioning: Any, seeds: list[int], steps: int, guidance: float) -> Any:
-    return policy.generate(conditioning, policy.generators(seeds), steps, guidance)
+def _generate(policy: Any, conditioning: Any, seeds: list[int], steps: int, guidance: float, undecoded: bool
+              ) -> tuple[Any, Any]:
+    """Return samples and, if `undecoded`, their latents."""
+    drawn = conditioning, policy.generators(seeds), steps, guidance
+    if not undecoded:
+        return policy.generate(*drawn), None
+    latents = policy.generate(*drawn, output_type="latent")
+    return policy.decode(latents.to(policy.device, policy.dtype), conditioning).cpu(), latents
 
 
 def _with_base(draw: Callable[[], Any], reference: Callable[[], AbstractContextManager[None]] | None, compared: bool
                ) -> tuple[Any, Any]:
-    """Draw samples, and the base's samples if they are compared; the base is its own reference."""
-    outputs = draw()
+    """Draw samples with their latents, and the base's samples if they are compared; the base is its own reference."""
+    drawn = draw()
     if not compared or reference is None:
-        return outputs, outputs if compared else None
+        return drawn, drawn[0] if compared else None
     with reference():
-        return outputs, draw()
+        return drawn, draw()[0]

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import ExifTags, Image
 from PIL.PngImagePlugin import PngInfo
 
+from flowgrpo.data.prompts import Prompt
 from flowgrpo.evaluation.pages.clips import save_clip
 from flowgrpo.policies.pipelines.call import guidance_argument
 from flowgrpo.policies.pipelines.load import denoisers
@@ -27,22 +27,15 @@ WHOLE = "diffusion_pytorch_model*.safetensors"
 
 def save(path: Path, picture: torch.Tensor, parameters: str) -> None:
     """Write a picture [3, H, W] in [0, 1] as PNG with the text chunk `parameters`, or a clip [F, 3, H, W] as animated
-    WebP with the same text as EXIF user comment, where AUTOMATIC1111 and ComfyUI read it."""
+    WebP with the same text as EXIF user comment, where AUTOMATIC1111 and ComfyUI read it, and as mp4."""
     if picture.ndim == 4:
-        save_clip(path, picture, comment(parameters))
+        save_clip(path, picture, parameters)
         return
     from torchvision.transforms.functional import to_pil_image
 
     chunk = PngInfo()
     chunk.add_text("parameters", parameters)
     to_pil_image(picture.mul(255).add(0.5).clamp(0, 255).to(torch.uint8)).save(path, pnginfo=chunk)
-
-
-def comment(text: str) -> bytes:
-    """Return EXIF data with a user comment."""
-    exif = Image.Exif()
-    exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment] = b"UNICODE\0" + text.encode("utf-16-be")
-    return exif.tobytes()
 
 
 def settings(pipe: Any, model: str, arguments: dict[str, Any], run: Path | None, rlg: float | None) -> dict[str, Any]:
@@ -95,10 +88,13 @@ def weight_files(run: Path) -> list[tuple[str, Path]]:
     return own + [(f"{run.name}-{file.parent.name}", file) for file in parts]
 
 
-def facts(run: Path, columns: Sequence[str], prompts: Sequence[str], **further: Any) -> dict[str, str]:
-    """Return the text chunk `flowgrpo` of a page of pictures: JSON with the run, its hashes, columns and prompts."""
+def facts(run: Path, columns: Sequence[str], prompts: Sequence[Prompt], folders: Sequence[str] = (), **further: Any
+          ) -> dict[str, str]:
+    """Return the text chunk `flowgrpo` of a page of pictures: JSON with the run, its hashes, columns, prompts and their
+    tasks. folders: of the columns' pictures, relative to the page."""
     told = {"version": __version__, "run": run.resolve().name, "weights": lora_hashes(run), "columns": list(columns),
-            "prompts": list(prompts)}
+            "prompts": [prompt.text for prompt in prompts],
+            "tasks": [prompt.metadata.get("task") for prompt in prompts], "folders": list(folders)}
     return {"flowgrpo": json.dumps(told | further, ensure_ascii=False)}
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowgrpo import rewards
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Load
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt, load_prompts
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import checkpoints
+from flowgrpo.evaluation import checkpoints, run_rewards
 from flowgrpo.evaluation.checkpoints import config_of, run_config
 from flowgrpo.evaluation.measured import Measured, measure, spread
 from flowgrpo.evaluation.pages.before_after import draw_pairs
@@ -20,7 +19,6 @@ from flowgrpo.log import quiet
 from flowgrpo.policies import build
 from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.policies.precision import settle
-from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage import paths
 from flowgrpo.types import Completion
@@ -75,7 +73,7 @@ def grid(run: Path, prompts: Path | None, count: int, seed: int, output: Path) -
     config = settings(config.model, config, {})
     paths.require_file(output)
     chosen = spread(load_prompts(prompts) if prompts else splits.resolve(config)[1], count)
-    functions = pairwise.measured(*(rewards.compose(rules, config.cache) for rules in (config.trained, config.watched)))
+    functions = run_rewards.measured(config)
     base, after = (_measured(config, lora, chosen, functions) for lora in (None, run))
     draw_pairs(output, base, after)
     return output

@@ -44,6 +44,7 @@ class FirstRatio(Protocol):
     found: float | None
     limit: float
     rescore: bool
+    clip: float | None
 
 
 class Extremes(Protocol):

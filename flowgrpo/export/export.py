@@ -18,6 +18,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Load
 from flowgrpo.device import DTYPES, pick_device
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation.checkpoints import run_config
 from flowgrpo.export import comfy_names, model_card
 from flowgrpo.policies import sources
 from flowgrpo.policies.pipelines import edit_networks
@@ -28,10 +29,6 @@ from flowgrpo.storage.places import run_of
 
 SIDES = {".lora_A.weight": ".lora_down.weight", ".lora_B.weight": ".lora_up.weight"}  # peft's names -> kohya's
 CARD = "README.md"
-# Uploaded files of a run's folder, as patterns of huggingface_hub; an asterisk matches slashes too.
-SENT = ["*.safetensors", "*adapter_config.json", "*.png", "*.webp", CARD, "config.yaml", "summary.json",
-        "metrics.jsonl", "unet/*", "transformer*/*", "model/*"]
-KEPT = ["checkpoints/*", "before/*", "samples/*", "events/*", "merged/*"]
 SECOND = "transformer_2"  # the expert of the low-noise steps
 
 
@@ -40,7 +37,7 @@ def finished(run: Path) -> tuple[Config, dict[str, Any]]:
     Raises UserError if the folder is not a finished run."""
     if not (run_of(run) / "summary.json").is_file():
         raise UserError(f"the run {run} has not finished (it has no summary.json): --resume it")
-    return load(run / "config.yaml"), json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    return run_config(run), json.loads((run / "summary.json").read_text(encoding="utf-8"))
 
 
 def kohya(run: Path, output: Path) -> list[Path]:
@@ -196,19 +193,3 @@ def card(run: Path, repository: str | None = None) -> Path:
     model_card.curves(run, run / "curves.png", summary["unit"])
     (run / CARD).write_text(model_card.text(config, summary, run, repository or str(run)), encoding="utf-8")
     return run / CARD
-
-
-def push(run: Path, repository: str, private: bool) -> str:
-    """Upload weights, card, pictures, configuration and summary of a run to a model hub and return the address.
-    Credentials are those that huggingface_hub stores.
-    Raises UserError if the hub refuses."""
-    from huggingface_hub import HfApi
-
-    card(run, repository)
-    try:
-        hub = HfApi()
-        hub.create_repo(repository, private=private, exist_ok=True)
-        return str(hub.upload_folder(repo_id=repository, folder_path=run, allow_patterns=SENT, ignore_patterns=KEPT))
-    except Exception as error:  # the network and its libraries can raise anything
-        message = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f"the upload to {repository} failed: {message}; log in with `hf auth login`") from None

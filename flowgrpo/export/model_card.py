@@ -68,7 +68,7 @@ Of the base model `{config.model}`: {known}.
 
 def _base(config: Config) -> str:
     """Return a sentence on the base of a LoRA whose base is not the model alone."""
-    if not config.load.lora and config.load.denoiser is None:
+    if not any((config.load.lora, config.load.denoiser, config.load.controlnet, config.load.ip_adapter)):
         return ""
     return f"\n\nIts base is {sources.base(config.model, config.load)}: on another base the weights do something else."
 

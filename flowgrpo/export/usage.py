@@ -62,6 +62,8 @@ def _of_pipeline(config: Config, run: Path, place: str, prompt: str) -> list[str
     arguments = ", ".join(f"{key}={value!r}" for key, value in call.items())
     clip = "num_frames" in accepted
     more, loading = _loading(run, place)
+    if "guider" in index:  # the guidance of such a pipeline is no argument of its call
+        loading.append(f"pipe.guider = pipe.guider.new(guidance_scale={config.eval.guidance!r})")
     shown = [f"frames = pipe({prompt!r}, {arguments}).frames[0]", 'export_to_video(frames, "clip.mp4")'] if clip else \
         [f"image = pipe({prompt!r}, {arguments}).images[0]", 'image.save("picture.png")']
     needed += ["from diffusers.utils import export_to_video"] if clip else []

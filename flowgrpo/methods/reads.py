@@ -113,7 +113,7 @@ def _short(part: Any) -> str:
 
 
 _OF_DENOISERS = (
-    "load.config", "load.denoiser", "load.lora",
+    "load.config", "load.denoiser", "load.lora", "load.controlnet", "load.ip_adapter",
     "memory", "picture", "cache", "negative_prompt", "preferences", "labels", "adapter.encoder_targets",
     "train.compile", "train.pack", "train.steps", "train.guidance", "train.grid", "train.shift", "eval.steps",
     "eval.guidance")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,12 @@ from flowgrpo.config.parse import read_yaml
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Adapter
 from flowgrpo.data import provenance
+from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods import overlay, reads, validate
 from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.policies import hub, sources
+from flowgrpo.policies.pipelines import prompt_inputs
 from flowgrpo.starter import FOLDERS
 
 if TYPE_CHECKING:
@@ -102,17 +105,29 @@ def reads_images(described: dict[str, Any]) -> bool:
     return described.get("model_type") in both and "vision_config" in described
 
 
-def load(config: Config) -> Any:
+def load(config: Config, encoders: bool = True) -> Any:
     """Load the pipeline of a configuration, or its (model, tokenizer or processor).
 
-    Raises UserError if it does not load.
+    encoders: with its text encoders. Raises UserError if it does not load.
     """
     if (kind_of_model := kind(config)) != PIPELINE:
         reads.require_keys(config, kind_of_model)
         return load_language(config)
-    from flowgrpo.policies.pipelines.load import load_pipeline
+    from flowgrpo.policies.pipelines.load import ALL, DENOISERS, load_pipeline
 
-    return load_pipeline(config.model, config.precision, config.trust_remote_code, config.memory.weights, config.load)
+    return load_pipeline(config.model, config.precision, config.trust_remote_code, config.memory.weights, config.load,
+                         ALL if encoders else DENOISERS)
+
+
+def encoded(config: Config, prompts: Iterable[Prompt]) -> bool:
+    """Return True if a run finds all of its prompts encoded, and neither trains nor asks text encoders."""
+    method = overlay.with_parts(overlay.preset(config.method), config.parts)
+    if config.cache is None or method.for_tokens or isinstance(method.target, LatentEdits) or \
+            method.denoising.adapted.encoders:
+        return False
+    from flowgrpo.policies.pipelines import encoded_prompts
+
+    return encoded_prompts.complete(config, prompts)
 
 
 def modality(loaded: Any) -> str:
@@ -122,6 +137,19 @@ def modality(loaded: Any) -> str:
     from flowgrpo.policies.pipelines import load
 
     return load.modality(loaded)
+
+
+def require_inputs(config: Config, prompts: Sequence[Prompt], loaded: Any = None) -> None:
+    """Raise UserError for the first prompt whose files the model does not take, or that lacks one.
+
+    loaded: the model, once it is loaded; a pipeline on the hub is not known before.
+    """
+    if kind(config, loaded) != PIPELINE:
+        prompt_inputs.require_image_alone(prompts, config.model)
+        return
+    from flowgrpo.policies.pipelines import conditioned
+
+    conditioned.require_prompts(config, prompts, loaded)
 
 
 def make_policy(config: Config, device: str | torch.device, loaded: Any = None) -> PipelinePolicy | CausalLM:

@@ -22,7 +22,7 @@ def require(model: str) -> None:
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
-    if model in FOLDERS or Path(model).exists() or constants.HF_HUB_OFFLINE or _answers(constants.ENDPOINT):
+    if model in FOLDERS or Path(model).exists() or constants.HF_HUB_OFFLINE or answers(constants.ENDPOINT):
         return
     try:
         cached = any(isinstance(try_to_load_from_cache(model, name), str) for name in INDICES)
@@ -70,7 +70,7 @@ def refusal(error: BaseException, model: str) -> str | None:
 
 
 @functools.cache
-def _answers(endpoint: str) -> bool:
+def answers(endpoint: str) -> bool:
     """Return True if a server answers within SECONDS, whatever it says."""
     from huggingface_hub.utils import get_session
 

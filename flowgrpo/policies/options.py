@@ -23,8 +23,10 @@ def require_options(config: Config, method: Method, device: str | torch.device, 
     require_load(config, loaded)
     require_init(config, method)
     require_memory(config, method, device, loaded)
+    require_waiting(config, method)
     require_shardable(config, method)
     require_context_parallel(config, method)
+    require_sizes(config, method)
     validate.require_recorded_pairs(config, method)
     validate.require_adapted(config, method)
 
@@ -33,6 +35,9 @@ def require_load(config: Config, loaded: bool = False) -> None:
     """Raise UserError for settings of `load` that the model does not read. loaded: the model is an object."""
     if not loaded:
         sources.require(config.model, config.load, config.memory.weights)
+        if config.load.ip_adapter is not None and not config.adapter.rank:
+            raise UserError("load.ip_adapter is set, but adapter.rank is 0, which would train the IP-Adapter's weights "
+                            "too: set a rank")
         return
     for name, value in config.load:
         if value != getattr(Load(), name):
@@ -100,6 +105,32 @@ def _require_kept(config: Config, method: Method, setting: str) -> None:
         raise UserError(f"{setting}, and parts.preview.precision {preview.precision!r}: weights are quantised once")
 
 
+def require_waiting(config: Config, method: Method) -> None:
+    """Raise UserError for options that conflict with `memory.denoiser` or `memory.offload`."""
+    memory, offloads = config.memory, config.memory.offload != "none"
+    if memory.denoiser == "keep" and not offloads:
+        return
+    setting = f"memory.offload is {memory.offload}" if offloads else "memory.denoiser is cpu"
+    preview = method.denoising.preview.precision if method.denoising.preview else "full"
+    wrong = {"memory.denoiser: cpu, since blocks wait there anyway: use keep": offloads and memory.denoiser == "cpu",
+             "memory.encoders: keep, beside which it would not leave: use cpu":
+             not offloads and memory.encoders == "keep",
+             f"train.checkpointing: {str(config.train.checkpointing).lower()}, without which a graph keeps the weights "
+             "of all blocks: use true": offloads and config.train.checkpointing is not True,
+             "adapter.rank: 0, whose weights are all trained: set a rank": not config.adapter.rank,
+             "adapter.dora, which reads whole weights: use false": offloads and config.adapter.dora,
+             "text encoders that are trained: set parts.adapted.encoders: false": method.denoising.adapted.encoders,
+             "memory.weights: nf4, whose packed weights do not wait: use int8 or fp8": memory.weights == "nf4",
+             f"load.denoiser: {config.load.denoiser}, whose packed weights do not wait: use a .safetensors file":
+             sources.is_gguf(config.load),
+             f"parts.preview.precision: {preview}: use full": preview != "full",
+             "memory.shard: use false": bool(memory.shard),
+             "memory.context_parallel: use 1": memory.context_parallel > 1,
+             "train.compile: use false": config.train.compile}
+    for option in (option for option, conflicts in wrong.items() if conflicts):
+        raise UserError(f"{setting}, which does not go with {option}")
+
+
 def require_shardable(config: Config, method: Method) -> None:
     """Raise UserError for options that conflict with `memory.shard`."""
     if not config.memory.shard:
@@ -143,3 +174,18 @@ def require_context_parallel(config: Config, method: Method) -> None:
     for option in (option for option, conflicts in wrong.items() if conflicts):
         raise UserError(f"memory.context_parallel is {config.memory.context_parallel}, which does not go with {option},"
                         " or memory.context_parallel: 1")
+
+
+def require_sizes(config: Config, method: Method) -> None:
+    """Raise UserError for options that conflict with `picture.sizes`."""
+    if not config.picture.sizes or method.for_tokens:
+        return
+    wrong = {f"method {config.method}, which trains more than the denoiser: use another":
+             isinstance(method.target, LatentEdits) or isinstance(method.denoising.kernel, LearnedNoise),
+             "preferences, whose pictures have sizes of their own: leave one of them out":
+             config.preferences is not None,
+             "parts.preview, which compares pictures of one size: leave sol_rl out":
+             method.denoising.preview is not None,
+             "memory.shard: use false": bool(config.memory.shard)}
+    for option in (option for option, conflicts in wrong.items() if conflicts):
+        raise UserError(f"picture.sizes is set, which does not go with {option}")

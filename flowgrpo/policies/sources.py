@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from flowgrpo.config.sections import Load
+from flowgrpo.config.sections import IPAdapter, Load
 from flowgrpo.errors import UserError
 from flowgrpo.policies.weights.lora_files import require_lora
 from flowgrpo.starter import FOLDERS
@@ -26,14 +26,16 @@ def is_gguf(files: Load) -> bool:
 
 def assembled(model: str, files: Load) -> bool:
     """Return True for a pipeline that stock `from_pretrained` does not load by itself."""
-    return is_file(model) or files.denoiser is not None or bool(files.lora)
+    return is_file(model) or any((files.denoiser, files.lora, files.controlnet, files.ip_adapter))
 
 
 def base(model: str, files: Load) -> str:
     """Return what a LoRA that was trained on this model needs as its base, in words."""
     parts = [f"`{model}`"] + [f"its denoiser from `{files.denoiser}`"] * (files.denoiser is not None)
+    parts += [f"the ControlNet `{files.controlnet}`"] * (files.controlnet is not None)
+    parts += [f"the IP-Adapter `{files.ip_adapter.path}`"] if files.ip_adapter else []
     fused = ", ".join(f"`{lora.path}` at scale {lora.scale:g}" for lora in files.fused)
-    return " with ".join(parts) + (f", fused with {fused}" if fused else "")
+    return " with ".join(filter(None, (parts[0], " and ".join(parts[1:])))) + (f", fused with {fused}" if fused else "")
 
 
 def require(model: str, files: Load, weights: str = "full") -> None:
@@ -54,6 +56,7 @@ def require(model: str, files: Load, weights: str = "full") -> None:
         _require_index(files.config)
     _require_revision(model, files)
     _require_loras(files, weights)
+    _require_conditioning(files.controlnet, files.ip_adapter)
     if files.denoiser is not None:
         _require_file("load.denoiser", files.denoiser, (CHECKPOINT, QUANTISED))
         if is_gguf(files) and importlib.util.find_spec("gguf") is None:
@@ -67,6 +70,23 @@ def _require_loras(files: Load, weights: str) -> None:
         f"load.denoiser is {files.denoiser!r}" if is_gguf(files) else None
     if files.lora and setting:
         raise UserError(f"load.lora is set, but {setting}: a LoRA is fused into full weights, leave one of them out")
+
+
+def _require_conditioning(controlnet: str | None, adapter: IPAdapter | None) -> None:
+    """Raise UserError for a local folder of a ControlNet or an IP-Adapter without the files that it needs."""
+    if controlnet is not None and _local(controlnet) and not (Path(controlnet) / "config.json").is_file():
+        raise UserError(f"load.controlnet is {controlnet!r}, which has no config.json: expected a ControlNet's folder "
+                        "or a hub id")
+    if adapter is not None and _local(adapter.path):
+        file = Path(adapter.path) / (adapter.subfolder or "") / adapter.weights
+        if not file.is_file():
+            raise UserError(f"load.ip_adapter: there is no file {file}: set path, subfolder and weights of "
+                            "load.ip_adapter")
+
+
+def _local(path: str) -> bool:
+    """Return True for a path, which exists or cannot be a hub id."""
+    return Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") != 1
 
 
 def require_pipeline(model: str, for_tokens: bool = False) -> None:

@@ -14,20 +14,32 @@ that sample. A name is one of
 A class is instantiated once, when the reward is found, with the `args` of its rule; the instance is the reward. A
 reward's facts (`about`) are in about.py; a recipe's rule for it (weights, prompts, failures, time-outs, cached scores)
 in flowgrpo/config/reward_rules.py. Rewards that compare the samples of a group are in pairwise.py, those that compare
-with the base model's samples in beside_base.py.
+with the base model's samples in beside_base.py. Models that run in this process are in local_model.py, the place of
+their weights in placement.py. With the attribute `scores = "latents"` a reward is given clean latents in place of
+pictures.
 """
 
 from __future__ import annotations
 
-from flowgrpo.rewards.about import MODALITIES, About, about, differentiable, require_modality
+from flowgrpo.rewards.about import (
+    MODALITIES,
+    About,
+    about,
+    differentiable,
+    require_latents,
+    require_modality,
+    scores_latents,
+)
 from flowgrpo.rewards.beside_base import require_base, sees_base
 from flowgrpo.rewards.compose import Composed, compose, require_routes, transformed, transforms_of
 from flowgrpo.rewards.failures import Failed, Tally
 from flowgrpo.rewards.find import BUILT_IN, GROUP, find, locate, names, reward, source
 from flowgrpo.rewards.gradient import require_gradient, value
+from flowgrpo.rewards.local_model import lazily
+from flowgrpo.rewards.placement import leave
 from flowgrpo.rewards.score import score
 
 __all__ = ["BUILT_IN", "GROUP", "MODALITIES", "About", "Composed", "Failed", "Tally", "about", "compose",
-           "differentiable", "find", "locate", "names", "require_base", "require_gradient", "require_modality",
-           "require_routes", "reward", "score", "sees_base", "source", "transformed",
-           "transforms_of", "value"]
+           "differentiable", "find", "lazily", "leave", "locate", "names", "require_base", "require_gradient",
+           "require_latents", "require_modality", "require_routes", "reward", "score", "scores_latents", "sees_base",
+           "source", "transformed", "transforms_of", "value"]

@@ -61,6 +61,19 @@ def require_modality(rewards: Mapping[str, object], modality: str) -> None:
                             f"reward for {modality} (`flowgrpo rewards` lists them)")
 
 
+def scores_latents(reward: object) -> bool:
+    """True if a reward, or one with its rule, scores clean latents (its attribute `scores`), which are not decoded."""
+    return getattr(reward, "scores", None) == "latents"
+
+
+def require_latents(rewards: Mapping[str, object], modality: str) -> None:
+    """Raise UserError for the first reward that scores latents in a text run, which has none."""
+    for name, reward in rewards.items():
+        if modality == "text" and scores_latents(reward):
+            raise UserError(f"reward {name!r} scores latents (scores = 'latents'), and this model writes texts: take "
+                            "`scores` away")
+
+
 def modality_of(outputs: object) -> str:
     """Return the modality of a batch of outputs: pictures [B,3,H,W], videos [B,F,3,H,W], or texts."""
     by_dimensions: dict[int | None, str] = {4: "image", 5: "video"}

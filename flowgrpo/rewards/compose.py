@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo.config.reward_rules import Transform, WatchRule
@@ -13,6 +13,7 @@ from flowgrpo.rewards.about import Reward
 from flowgrpo.rewards.cache import Scores
 from flowgrpo.rewards.find import find
 from flowgrpo.rewards.pairwise import sees_groups
+from flowgrpo.rewards.placement import Placement, leave
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,28 +21,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Composed:
-    """Reward with its rule, in the form that `score` calls. kept: its cached scores, if cached."""
+    """Reward with its rule, in the form that `score` calls.
+
+    kept: its cached scores, if cached. placement: where its weights are; None: loaded, where they stay.
+    """
 
     function: Reward
     rule: WatchRule = WatchRule()
     kept: Scores | None = None
+    placement: Placement | None = None
+
+    def come(self) -> None:
+        """Load the weights, or bring them back to their device, where they are not there."""
+        if self.placement is not None:
+            self.placement.come()
 
     def __getattr__(self, name: str) -> Any:
-        """Return the reward's own attribute: `about`, `base`, `group`, `pairwise`."""
-        if name in ("about", "base", "group", "pairwise"):
+        """Return the reward's own attribute: `about`, `base`, `group`, `pairwise`, `scores`."""
+        if name in ("about", "base", "group", "pairwise", "scores"):
             return getattr(self.function, name)
         raise AttributeError(name)
 
 
 def compose(rules: Mapping[str, WatchRule], cache: str | None = None,
-            given: Mapping[str, Reward] | None = None) -> dict[str, Composed]:
+            given: Mapping[str, Reward] | None = None, away: bool = False) -> dict[str, Composed]:
     """Find and make the rewards of a recipe.
 
     rules: by label, which is the reward's name unless the rule has `use`. cache: the folder of cached scores. given:
-    functions by label, which replace those the rules name.
+    functions by label, which replace those the rules name. away: their weights leave the device between scorings.
     Raises UserError as `find` does, and for scores to be cached without a folder.
     """
-    return {label: _composed(label, rule, cache, (given or {}).get(label)) for label, rule in rules.items()}
+    composed = {label: _composed(label, rule, cache, (given or {}).get(label)) for label, rule in rules.items()}
+    composed = {label: replace(reward, placement=Placement(reward.function, away))
+                for label, reward in composed.items()}
+    leave(composed.values())
+    return composed
 
 
 def _composed(label: str, rule: WatchRule, cache: str | None, given: Reward | None) -> Composed:

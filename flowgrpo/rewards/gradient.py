@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import Reward
+from flowgrpo.rewards.about import Reward, scores_latents
 from flowgrpo.rewards.beside_base import sees_base
 from flowgrpo.rewards.compose import Composed
 from flowgrpo.rewards.score import arity
@@ -30,6 +30,9 @@ def require_gradient(rewards: Mapping[str, Reward | Composed]) -> None:
         if sees_base(function):
             raise UserError(f"reward {name!r} compares with the base's picture (base = True), which a method that "
                             "follows a reward's gradient does not draw: take `base` away")
+        if scores_latents(function):
+            raise UserError(f"reward {name!r} scores latents, and this method follows a reward's gradient through "
+                            "decoded pictures: take `scores` away")
         if getattr(rule, "transform", ()):
             raise UserError(f"reward {name!r} has a transform, which a method that follows its gradient does not see: "
                             "take the transform away")
@@ -51,6 +54,8 @@ def value(rewards: Mapping[str, Reward | Composed], weights: Mapping[str, float]
         function, rule = (reward.function, reward.rule) if isinstance(reward, Composed) else (reward, None)
         rows = [i for i, entry in enumerate(metadata) if rule is None or rule.applies(entry)]
         if rows:
+            if isinstance(reward, Composed):
+                reward.come()
             arguments = pictures[rows], [prompts[i] for i in rows], [metadata[i] for i in rows]
             message = (f"reward {name!r} raised on {len(rows)} samples that carry a graph "
                        f"(first prompt: {arguments[1][0]!r})")

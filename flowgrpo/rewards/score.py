@@ -6,11 +6,11 @@ import copy
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import Reward, modality_of, require_modality
+from flowgrpo.rewards.about import Reward, modality_of, require_modality, scores_latents
 from flowgrpo.rewards.beside_base import sees_base
 from flowgrpo.rewards.compose import Composed
 from flowgrpo.rewards.failures import Failed, Tally, numbers, settled, within
@@ -20,10 +20,14 @@ from flowgrpo.user_code import guarded
 if TYPE_CHECKING:
     from torch import Tensor
 
+# Pictures or videos in a tensor, or in a list of tensors of several sizes, or texts.
+Shown: TypeAlias = "Tensor | Sequence[Tensor] | Sequence[str]"
+
 
 def score(
-    rewards: Mapping[str, Reward | Composed], outputs: Tensor | Sequence[str], prompts: Sequence[str],
+    rewards: Mapping[str, Reward | Composed], outputs: Shown | None, prompts: Sequence[str],
     metadata: Sequence[dict[str, Any]], group: int = 1, tally: Tally | None = None, base: Tensor | None = None,
+    latents: Tensor | None = None,
 ) -> Tensor:
     """Score a batch of B outputs with each of R rewards -> [B, R] float32. Transforms are not applied here.
 
@@ -31,12 +35,14 @@ def score(
     (`Failed` in place of a number), or failed and its rule skips failures.
 
     rewards: functions, or `Composed` with their rules.
-    outputs: pictures [B, 3, H, W] in [0, 1], videos [B, F, 3, H, W], or a list of texts; for a `Completion` the
-    metadata holds the number of tokens as `completion_tokens`.
+    outputs: pictures [B, 3, H, W] in [0, 1], videos [B, F, 3, H, W], a list of these without B, of which those of one
+    size are scored together, or a list of texts; for a `Completion` the metadata holds the number of tokens as
+    `completion_tokens`. None: nothing was decoded.
     group: size of the consecutive groups that the B outputs form, for rewards that compare them (pairwise.py); 1: every
     output is scored alone.
     tally: counts the failures.
     base: the base model's outputs, for rewards that compare with them (beside_base.py); None: there are none.
+    latents: clean latents [B, ...] of the outputs, for rewards that score these; None: there are none.
 
     A reward may return a list, a tensor or an array of B numbers.
     Raises UserError, with the reward's name and a prompt, if it raises, takes too long, returns another shape or number
@@ -44,13 +50,15 @@ def score(
     """
     import torch
 
-    table = [numbers(column) for column in columns(rewards, outputs, prompts, metadata, group, tally, base)]
+    table = [numbers(column) for column in columns(rewards, outputs, prompts, metadata, group, tally, base,
+                                                  latents)]
     return torch.tensor(table, dtype=torch.float32).reshape(len(table), len(prompts)).T.contiguous()
 
 
 def columns(
-    rewards: Mapping[str, Reward | Composed], outputs: Tensor | Sequence[str], prompts: Sequence[str],
+    rewards: Mapping[str, Reward | Composed], outputs: Shown | None, prompts: Sequence[str],
     metadata: Sequence[dict[str, Any]], group: int = 1, tally: Tally | None = None, base: Tensor | None = None,
+    latents: Tensor | None = None,
 ) -> list[list[float | Failed]]:
     """Return R columns of B numbers as `score` does, but with failures in place.
 
@@ -58,12 +66,17 @@ def columns(
     """
     from flowgrpo.types import Completion
 
-    assert len(outputs) == len(prompts) == len(metadata), (len(outputs), len(prompts), len(metadata))
-    require_modality(rewards, modality_of(outputs))
+    assert all(len(given) == len(prompts) for given in (outputs, metadata, latents) if given is not None)
+    tally = Tally() if tally is None else tally
+    batch = Batch(outputs, list(prompts), list(metadata), base, latents)
+    if isinstance(outputs, list) and outputs and hasattr(outputs[0], "shape"):
+        return _by_size(rewards, batch, group, tally)
+    if outputs is not None:
+        require_modality(rewards, modality_of(outputs))
     if isinstance(outputs, list):
         metadata = [entry | {"completion_tokens": text.tokens} if isinstance(text, Completion) else entry
                     for text, entry in zip(outputs, metadata)]
-    batch, tally = Batch(outputs, list(prompts), list(metadata), base), Tally() if tally is None else tally
+        batch = replace(batch, metadata=list(metadata))
     return [_column(name, reward if isinstance(reward, Composed) else Composed(reward), batch, group, tally)
             for name, reward in rewards.items()]
 
@@ -72,13 +85,36 @@ def columns(
 class Batch:
     """B samples.
 
-    outputs: a tensor or a list. prompts, metadata: a list each. base: the base model's outputs, a tensor, or None.
+    outputs: a tensor or a list. prompts, metadata: a list each. base: the base model's outputs, or None. latents: a
+    tensor, or None.
     """
 
-    outputs: Tensor | Sequence[str]
+    outputs: Any
     prompts: list[str]
     metadata: list[dict[str, Any]]
-    base: Tensor | None = None
+    base: Any = None
+    latents: Tensor | None = None
+
+    def seen(self, name: str, reward: Composed) -> Batch:
+        """Return what a reward is given: the outputs, or in their place the latents.
+
+        Raises UserError for a reward that scores latents where there are none.
+        """
+        if not scores_latents(reward):
+            return replace(self, latents=None)
+        if self.latents is None:
+            raise UserError(f"reward {name!r} scores latents (scores = 'latents'), but here only decoded samples are "
+                            "known: leave it out, and use it by itself in `flowgrpo train`")
+        return replace(self, outputs=self.latents, latents=None)
+
+    def of_size(self, rows: Sequence[int]) -> Batch:
+        """Return samples of one size, their outputs in one tensor."""
+        import torch
+
+        return Batch(torch.stack([self.outputs[i] for i in rows]), [self.prompts[i] for i in rows],
+                     [self.metadata[i] for i in rows],
+                     None if self.base is None else torch.stack([self.base[i] for i in rows]),
+                     None if self.latents is None else torch.stack([self.latents[i] for i in rows]))
 
     def copy(self) -> Batch:
         """Return a copy for a reward, which may write into what it is given."""
@@ -90,14 +126,36 @@ class Batch:
         """Return some of the samples."""
         if list(rows) == list(range(len(self.prompts))):
             return self
-        outputs = (self.outputs[list(rows)] if hasattr(self.outputs, "shape")  # type: ignore[call-overload]  # a tensor
-                   else [self.outputs[i] for i in rows])
+        outputs = self.outputs[list(rows)] if hasattr(self.outputs, "shape") else [self.outputs[i] for i in rows]
         return Batch(outputs, [self.prompts[i] for i in rows], [self.metadata[i] for i in rows],
                      None if self.base is None else self.base[list(rows)])
 
 
+def _by_size(rewards: Mapping[str, Reward | Composed], batch: Batch, group: int, tally: Tally
+             ) -> list[list[float | Failed]]:
+    """Return `columns` of pictures of several sizes: those of one size are scored together, in the order of the batch.
+
+    Raises UserError for a group whose samples differ in size.
+    """
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for row, output in enumerate(batch.outputs):
+        alike.setdefault(tuple(output.shape), []).append(row)
+    if any(batch.outputs[row].shape != batch.outputs[row - row % group].shape for row in range(len(batch.outputs))):
+        raise UserError(f"the samples of a group of {group} differ in size ({', '.join(map(str, alike))}): expected "
+                        "one size in each group")
+    values: list[list[Any]] = [[None] * len(batch.prompts) for _ in rewards]
+    for rows in alike.values():
+        some = batch.of_size(rows)
+        for column, scores in zip(values, columns(rewards, some.outputs, some.prompts, some.metadata, group, tally,
+                                                  some.base, some.latents)):
+            for row, value in zip(rows, scores):
+                column[row] = value
+    return values
+
+
 def _column(name: str, reward: Composed, batch: Batch, group: int, tally: Tally) -> list[float | Failed]:
     """Return B scores of one reward; it is called only for samples that its rule applies to and that are not cached."""
+    batch = batch.seen(name, reward)
     rows = [i for i, entry in enumerate(batch.metadata) if reward.rule.applies(entry)]
     bases = batch.base if sees_base(reward) and batch.base is not None else [None] * len(batch.prompts)
     keys = {i: reward.kept.key(batch.outputs[i], batch.prompts[i], batch.metadata[i], bases[i])
@@ -108,6 +166,7 @@ def _column(name: str, reward: Composed, batch: Batch, group: int, tally: Tally)
         lost: list[Failed] = []  # comparisons without an answer by a pairwise judge
         function = whole(name, reward.function, group, lost)
         compared = sees_base(reward)
+        reward.come()
         results = settled(lambda those: _ask(name, function, batch.rows(those), reward.rule.timeout, compared), missing,
                           reward.rule.on_error, group if sees_groups(reward.function) else 1)
         values |= zip(missing, results)

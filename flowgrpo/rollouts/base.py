@@ -34,7 +34,8 @@ C = TypeVar("C")  # encoded prompts: a `Conditioning` of a pipeline, `TokenizedP
 class TotalReward(Protocol):
     """Weighted sum of the rewards of outputs, `group` for each of the prompts `rows`; None: of all in turn."""
 
-    def __call__(self, outputs: Outputs, group: int, rows: torch.Tensor | None = None, /) -> torch.Tensor: ...
+    def __call__(self, outputs: Outputs | None, group: int, rows: torch.Tensor | None = None,
+                 latents: torch.Tensor | None = None, /) -> torch.Tensor: ...
 
 
 class Groups(NamedTuple):
@@ -55,7 +56,10 @@ class GroupSampler(Generic[C]):
 
     rollout_evaluations: rows that went through a denoiser to sample, or tokens through a language model, on all
     processes; saved_evaluations: additional ones if no two samples of a group shared any.
+    decodes: samples are decoded for the rewards; False where all rewards score latents.
     """
+
+    decodes = True
 
     def __init__(self, config: Config, policy: Policy, method: Method, geometry: BatchShape, processes: Processes,
                  clock: PhaseTimer):
@@ -99,15 +103,18 @@ class GroupSampler(Generic[C]):
         """Add the evaluations of this process's share: every process spends the same."""
         self.rollout_evaluations += spent * self.processes.count
 
-    def conditioning(self, batch: list[Prompt]) -> C:
-        """Encode prompts, each once; rows of the result are chosen by its `rows`."""
+    def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> C:
+        """Encode prompts, each once; rows of the result are chosen by its `rows`.
+
+        epoch: in which they are sampled, where their pictures have sizes of the epoch.
+        """
         raise NotImplementedError
 
     def prepare(self, batch: list[Prompt]) -> None:
         """Encode prompts that are read in small batches later, all at once where encoders have to come for that."""
 
     def sample(self, conditioning: C, epoch: int, judge: TotalReward, value: RewardValue | None = None,
-               turn: int = 0) -> Iterator[tuple[Part, Sequence[Outputs]]]:
+               turn: int = 0) -> Iterator[tuple[Part, Sequence[Outputs | None]]]:
         """Sample a group per prompt: the parts as they are finished, each with its outputs per granularity.
 
         judge: the total reward. value: the reward whose gradient is followed. turn: how often the epoch has drawn

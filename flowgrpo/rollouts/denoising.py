@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +19,11 @@ from flowgrpo.errors import UserError
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods import targets
 from flowgrpo.methods.method import Method
-from flowgrpo.policies.pipelines import mid_loop_check
-from flowgrpo.policies.pipelines.conditioning import Conditioning, PromptCache
+from flowgrpo.policies.pipelines import encoded_prompts, mid_loop_check
+from flowgrpo.policies.pipelines.conditioning import Conditioning, Size
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.low_precision import quantised, require_low_precision
+from flowgrpo.rollouts import sizes
 from flowgrpo.rollouts.base import GroupSampler
 from flowgrpo.rollouts.loss_inputs import EditInputs, NoisedInputs
 from flowgrpo.rollouts.targets import Replayed, target
@@ -34,8 +34,8 @@ from flowgrpo.samplers.preview import chosen, contrasting, previews
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
 from flowgrpo.types import Gaussian, Scored
 
-# The total reward [P,N] of pictures [P*N,...], N for each prompt in turn.
-Judge = Callable[[torch.Tensor, int], torch.Tensor]
+# The total reward [P,N] of pictures [P*N,...], N for each prompt in turn, whose latents come last.
+Judge = Callable[[torch.Tensor | None, int, None, torch.Tensor], torch.Tensor]
 
 
 class DenoisingRollouts(GroupSampler[Conditioning]):
@@ -50,56 +50,69 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
                  processes: Processes, clock: PhaseTimer, first: Prompt):
         super().__init__(config, policy, method, geometry, processes, clock)
         self.first = first
-        self.encode = PromptCache(policy, Path(config.cache) if config.cache and not policy.live else None)
+        self.encode = encoded_prompts.prompt_cache(config, policy, policy.live)
         self.grid, self.timesteps = self.make_grid(config.train.steps)
-        self.base_pictures = BasePictures(policy, self.grid, self.timesteps, geometry, self.decode)
+        self._base_pictures = dict[Size | None, BasePictures]()
         kernel: Any = method.denoising.kernel
         self.network = kernel.network().to(policy.device) if hasattr(kernel, "network") else None
         if self.network is not None:
             policy.weights.add(learned_noise.NAME, self.network)
         if method.denoising.preview:
             require_low_precision(method.denoising.preview.precision, policy.device)
-        self.target, self.planned = target(self), dict[int, list[RolloutSpec]]()
+        self.target, self.planned = target(self), dict[tuple[int, Size | None], list[RolloutSpec]]()
+        self._grids: dict[Size | None, tuple[torch.Tensor, torch.Tensor | None]] = {None: (self.grid, self.timesteps)}
+        sizes.require(policy, lambda: self.conditioning([first]), config.picture.sizes, geometry.slices)
         # Only what is given pictures can put them back in; edits replay nothing of the pipeline.
-        if not isinstance(method.target, targets.LatentEdits) and (policy.given or first.image is not None):
+        if not isinstance(method.target, targets.LatentEdits) and (policy.given or first.brings is not None):
             mid_loop_check.require(policy, DenoisingRollouts.conditioning(self, [first]),
                                    mid_loop_check.goes_on(method, self.explorations(0)))
 
-    def make_grid(self, steps: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        train, policy = self.config.train, self.policy
-        return make_grid(train.grid, steps, train.shift, policy.stock, policy.strength,
-                         lambda steps: policy.stock_grid(self.conditioning([self.first]), steps))
+    def make_grid(self, steps: int, size: Size | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the grid [steps+1] of pictures of a size (None: the evaluation's), and its timesteps."""
+        train, policy, of = self.config.train, self.policy, [] if size is None else [size]
+        return make_grid(train.grid, steps, train.shift, policy.stock, policy.strength, lambda steps:
+                         policy.stock_grid(replace(self.conditioning([self.first]), sizes=of), steps))
 
-    def conditioning(self, batch: list[Prompt]) -> Conditioning:
-        """Encode prompts, each once."""
+    def grid_of(self, size: Size | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the grid of the rollout's steps for pictures of a size; the pipeline's own may go by the size."""
+        if size not in self._grids:
+            self._grids[size] = self.make_grid(self.config.train.steps, size)
+        return self._grids[size]
+
+    def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> Conditioning:
+        """Encode prompts, each once. epoch: whose sizes of pictures they get; None: the evaluation's."""
         with self.clock("encode"):
-            encoded = self.encode([p.text for p in batch], self._negatives(batch), [p.image for p in batch])
+            encoded = self.encode([p.text for p in batch], self._negatives(batch), [p.brings for p in batch])
             if self.config.train.pack and encoded.mixed:
                 raise UserError("train.pack is true, but the prompts' pictures differ in size, so that every row is a "
                                 "call of its own: set it to false, or bring the pictures to one size")
             if self.config.train.pack and not self.policy.vector(encoded):
                 raise UserError(f"train.pack is true, but {type(self.policy.pipe).__name__} takes one timestep per "
                                 f"call at guidance {self.policy.guidance:g}: set it to false")
-        return encoded
+        if epoch is None or not self.config.picture.sizes:
+            return encoded
+        return replace(encoded, sizes=sizes.drawn(self.config.picture.sizes, [p.key for p in batch], epoch,
+                                                  self.config.seed))
 
     def prepare(self, batch: list[Prompt]) -> None:
         """Encode prompts into the memory of prompts, as many as it holds."""
-        self.encode.prepare([p.text for p in batch], self._negatives(batch), [p.image for p in batch])
+        self.encode.prepare([p.text for p in batch], self._negatives(batch), [p.brings for p in batch])
 
     def _negatives(self, batch: list[Prompt]) -> list[str]:
         return [self.config.negative_prompt if p.negative is None else p.negative for p in batch]
 
-    def explorations(self, epoch: int) -> list[RolloutSpec]:
-        """Return an epoch's grids, windows, kernels and solvers; the last epoch's are kept."""
-        if epoch not in self.planned:
+    def explorations(self, epoch: int, size: Size | None = None) -> list[RolloutSpec]:
+        """Return an epoch's grids, windows, kernels and solvers for pictures of a size; the last epoch's are kept."""
+        if (epoch, size) not in self.planned:
             train, method = self.config.train, self.method
             if self.network is not None:
                 kernel: Any = method.denoising.kernel
                 method = method.having(kernel=kernel.with_network(self.network, epoch, train.epochs))
-            specs = method.explorations(self.grid, self.target.drawn, train.shift, epoch, self.config.seed,
-                                        self.timesteps)
-            self.planned = {epoch: [self._sliced(spec) for spec in specs]}
-        return self.planned[epoch]
+            grid, timesteps = self.grid_of(size)
+            specs = method.explorations(grid, self.target.drawn, train.shift, epoch, self.config.seed, timesteps)
+            self.planned = {key: planned for key, planned in self.planned.items() if key[0] == epoch}
+            self.planned[epoch, size] = [self._sliced(spec) for spec in specs]
+        return self.planned[epoch, size]
 
     def _sliced(self, spec: RolloutSpec) -> RolloutSpec:
         """Return the sampling of a slice of a group, whose samples have the initial noises that they have in it."""
@@ -109,10 +122,10 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         return replace(spec, group=samples, roots=samples if spec.alone else spec.roots, shared=not spec.alone)
 
     def sample(self, conditioning: Conditioning, epoch: int, judge: Judge, value: reward_gradient.Value | None = None,
-               turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor]]]:
+               turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor | None]]]:
         """Sample a group per prompt: yield the parts as they are finished, each with its pictures.
 
-        Pictures [b,...] are on the CPU, once per granularity.
+        Pictures [b,...] are on the CPU, once per granularity; None where no reward looks at them.
         judge: the total reward, by which a method with previews chooses its initial noises.
         value: the one whose gradient a method with `backprop` follows.
         turn: how often the epoch has drawn before.
@@ -123,7 +136,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             with self.old_policy.drawing():
                 seed = self.preview(conditioning, seed, judge)
         before = self.policy.evaluations
-        parts = self.target.sample(conditioning, explorations, seed)
+        parts = self._sampled(conditioning, epoch, seed)
         while True:
             with self.clock("rollout"), self.old_policy.drawing():
                 part = next(parts, None)
@@ -133,12 +146,22 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             part = self.target.record(part, conditioning, epoch, seed)
             before += self.policy.evaluations - sampled  # they are the update's
             with self.clock("decode"):
-                pictures = [self.decode(final, conditioning.rows(part.prompts)) for final in part.finals]
-            part = self.target.score(part, pictures[0], value)
+                pictures = [self.decode(final, conditioning.rows(part.prompts)) if self.decodes else None
+                            for final in part.finals]
+            if pictures[0] is not None:
+                part = self.target.score(part, pictures[0], value)
             sampled = self.policy.evaluations
             yield part, pictures
             before += self.policy.evaluations - sampled  # of the base, which counts its own
         self._count(self.policy.evaluations - before, explorations)
+
+    def _sampled(self, conditioning: Conditioning, epoch: int, seed: Seed) -> Iterator[Part]:
+        """Sample a group per prompt, groups of different sizes by themselves."""
+        for prompts, size in sizes.runs(conditioning):
+            of = conditioning if size is None else conditioning.rows(torch.tensor([*prompts]))
+            specs = self.explorations(epoch, size)
+            for part in self.target.sample(of, specs, sizes.behind(seed, prompts.start)):
+                yield sizes.shifted(part, prompts.start, prompts.start * len(specs))
 
     def base(self, part: Part, conditioning: Conditioning) -> torch.Tensor | None:
         """Return the base model's pictures [b,...] beside a part's, from the same initial noises, on the CPU.
@@ -149,7 +172,10 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             return None
         before = self.policy.evaluations
         with self.clock("base"):
-            pictures = self.base_pictures(part, conditioning)
+            size = conditioning.sizes[int(part.prompts[0])] if conditioning.sizes else None
+            if size not in self._base_pictures:
+                self._base_pictures[size] = BasePictures(self.policy, *self.grid_of(size), self.geometry, self.decode)
+            pictures = self._base_pictures[size](part, conditioning)
         self.count(self.policy.evaluations - before)
         return pictures
 
@@ -161,9 +187,11 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             with quantised(self.policy, preview.precision):
                 finals = previews(self.policy, conditioning, *grid, preview.pool, self.geometry.micro_batch, seed)
             self.count(self.policy.evaluations - before)
-            pictures = self.decode(finals, conditioning.rows(rows.repeat_interleave(preview.pool)))
+            of = conditioning.rows(rows.repeat_interleave(preview.pool))
+            pictures = self.decode(finals, of) if self.decodes else None
         with self.clock("reward"):
-            return chosen(seed, contrasting(judge(pictures, preview.pool), self.config.train.group))
+            totals = judge(pictures, preview.pool, None, finals.float().cpu())
+            return chosen(seed, contrasting(totals, self.config.train.group))
 
     def decode(self, finals: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
         """Pictures on the CPU, decoded in micro-batches."""

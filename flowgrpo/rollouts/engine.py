@@ -45,9 +45,9 @@ class EngineRollouts(TextRollouts):
         self.engine = engines.make(config, policy, self.processes.count)
         self.apart: list[torch.Tensor] = []  # [n,4] of drawn tokens: trainer, engine, weight, above the cap
 
-    def conditioning(self, batch: list[Prompt]) -> TokenizedPrompts:
+    def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> TokenizedPrompts:
         self.apart = []
-        return super().conditioning(batch)
+        return super().conditioning(batch, epoch)
 
     def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
                value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:

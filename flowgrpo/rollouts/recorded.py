@@ -48,13 +48,13 @@ class RecordedRollouts(DenoisingRollouts):
             raise UserError(f"preferences is set, which brings pictures, but {type(policy.pipe).__name__} makes videos")
         self.latents = ImageEncoder(policy)
 
-    def conditioning(self, batch: list[Prompt]) -> Paired:
+    def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> Paired:
         """Encode prompts of `recorded_pairs`, together with their pairs."""
-        return Paired.of(super().conditioning(batch),
+        return Paired.of(super().conditioning(batch, epoch),
                          [(prompt.metadata["chosen"], prompt.metadata["rejected"]) for prompt in batch])
 
     def sample(self, conditioning: Conditioning, epoch: int, judge: Judge, value: Value | None = None,
-               turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor]]]:
+               turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor | None]]]:
         """Yield the pairs of the prompts, with their pictures [b,3,H,W] as the files have them.
 
         judge, value: of methods that draw; unused here. turn: how often the epoch has taken pairs before.

@@ -37,10 +37,10 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         self.encode = policy.encode
         self.target = TARGETS[type(method.target)](self)
 
-    def conditioning(self, batch: list[Prompt]) -> TokenizedPrompts:
+    def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> TokenizedPrompts:
         """Tokenise prompts."""
         with self.clock("encode"):
-            encoded = self.encode([p.text for p in batch], images=[p.image for p in batch])
+            encoded = self.encode([p.text for p in batch], images=[p.brings for p in batch])
         if not self.method.generation.decoding.expert:
             return encoded
         return replace(encoded, answers=[answer_of(p) for p in batch])

@@ -7,8 +7,9 @@ its device has left. Checkpointing is the last resort, because it costs up to on
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import AUTO, free_memory
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
+from flowgrpo.policies.pipelines import encoded_prompts
 from flowgrpo.policies.weights.compiled import blocks
 
 SHARES = (0.0, 0.5, 1.0)  # of blocks that recompute, in the order in which they are tried
@@ -112,8 +114,12 @@ def measured(config: Config, policy: Any, prompt: Prompt) -> tuple[Estimate, Seq
     recompute, beside the one block that recomputes at a time.
     """
     negative = config.negative_prompt if prompt.negative is None else prompt.negative
-    conditioning, before = policy.encode([prompt.text], [negative], [prompt.image]), policy.evaluations
-    of_kind: Any = text_memory if policy.modality == "text" else memory
+    text = policy.modality == "text"
+    encode = policy.encode if text else encoded_prompts.prompt_cache(config, policy, policy.live)
+    conditioning, before = encode([prompt.text], [negative], [prompt.brings]), policy.evaluations
+    if config.picture.sizes:
+        conditioning = replace(conditioning, sizes=[max(config.picture.sizes, key=math.prod)])
+    of_kind: Any = text_memory if text else memory
 
     def phases(rows: int) -> dict[str, dict[str, int]]:
         train = config.train.model_copy(update={"micro_batch": rows})

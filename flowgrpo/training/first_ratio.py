@@ -26,11 +26,13 @@ class FirstRatio:
     exact: largest difference of replay and rollout in fp32; None in other precisions, whose limit is a tenth of the
         clip range.
     most: upper bound of rounding errors.
+    clip: narrower side of the clip range, None without one.
     """
 
     def __init__(self, rollouts: GroupSampler[Any], clip: Surrogate, exact: float | None, most: float = math.inf):
         self.rollouts, self.processes, self.exact = rollouts, rollouts.processes, exact
         self.most, narrow = most, min(clip.low, clip.high)
+        self.clip = narrow if narrow < math.inf else None
         self.limit = self.exact or 0.1 * (narrow if narrow < math.inf else UNCLIPPED)
         self.found: float | None = None
         self.rescore = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,8 @@ from tqdm import tqdm
 
 from flowgrpo.config.schema import Config
 from flowgrpo.distributed.processes import Processes
-from flowgrpo.evaluation.report import report
-from flowgrpo.storage.json_files import finite
+from flowgrpo.evaluation.report import report, symptoms
+from flowgrpo.storage.json_files import finite, read_lines
 from flowgrpo.training import tracker
 
 if TYPE_CHECKING:
@@ -27,25 +28,39 @@ class Log:
 
     def __init__(self, folder: Path, accelerator: Accelerator, total: int, first: int):
         self.path, self.accelerator, self.speaks = folder / "metrics.jsonl", accelerator, accelerator.is_main_process
+        known = [line for line in read_lines(self.path, "epoch") if line["epoch"] <= first] if self.speaks else []
+        self.recent, self.alerted = deque(known, maxlen=symptoms.FLAT), set[str]()
         self.bar = tqdm(total=total, initial=first, desc="training", unit="epoch", disable=not self.speaks)
 
     def epoch(self, epoch: int, metrics: dict[str, Any], shown: dict[str, str]) -> None:
         if not self.speaks:
             return
+        line = finite({"epoch": epoch, **metrics})
+        self.recent.append(line)
         with self.path.open("a") as file:
-            file.write(json.dumps(finite({"epoch": epoch, **metrics})) + "\n")
+            file.write(json.dumps(line) + "\n")
         self.accelerator.log({k: v for k, v in metrics.items() if isinstance(v, (int, float))}, step=epoch)
         self.bar.set_postfix(shown)
         self.bar.update()
 
     def report(self, trainer: Trainer) -> None:
-        """Write the run's report where one is due, and send the epoch's best and worst samples to the tracker.
+        """Alert to new symptoms, write the report where one is due, and send the best and worst samples to the tracker.
 
         Those of the last epoch follow with the samples after training.
         """
         folder = self.path.parent
+        if self.speaks:
+            self._alert(symptoms.of_run(trainer.config, list(self.recent), trainer.first_ratio.clip), trainer.epoch)
         if report.during(trainer, folder) and trainer.epoch < trainer.config.train.epochs:
             tracker.show(self.accelerator, folder, trainer.epoch, "best", "worst")
+
+    def _alert(self, present: list[symptoms.Symptom], epoch: int) -> None:
+        """Print a line on each symptom that the epoch before did not have, and send it to the tracker."""
+        for symptom in present:
+            if symptom.name not in self.alerted:
+                self.say(f"alert, epoch {epoch}: {symptom.text}")
+                tracker.alert(self.accelerator, symptom, epoch)
+        self.alerted = {symptom.name for symptom in present}
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""

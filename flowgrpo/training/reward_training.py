@@ -26,9 +26,9 @@ from flowgrpo.data.pairs import Pair, aspects
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.statistics import Interval, interval
 from flowgrpo.rewards.images.clip_models import ClipScore
-from flowgrpo.rewards.images.vision import placed
 from flowgrpo.rewards.learned.preference import FILE, Aspect, Description, save
 from flowgrpo.rewards.learned.preference_networks import ClipHead, Film, with_text
+from flowgrpo.rewards.local_model import placed
 from flowgrpo.storage import paths
 from flowgrpo.types import required
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from threading import Lock
 from typing import Any, TypeAlias
@@ -36,6 +36,8 @@ class Scoring:
     def __init__(self, functions: Functions, weights: dict[str, float], group: int, processes: Processes):
         self.functions, self.weights, self.group, self.processes = functions, weights, group, processes
         self.compares = any(map(rewards.sees_base, functions.values()))  # reads the base model's samples
+        self.reads_latents = any(map(rewards.scores_latents, functions.values()))
+        self.reads_outputs = not all(map(rewards.scores_latents, functions.values()))  # else nothing is decoded
         self.transforms = any(map(rewards.transforms_of, functions.values()))  # a rule changes scores
         self.paired = [pairing(function) is not None for function in functions.values()]
         self.reward_failures: dict[str, int] = {}
@@ -58,38 +60,47 @@ class Scoring:
         self._tally.failed.update(tally.failed)
         self._tally.said.update(tally.said)
 
-    def judge(self, batch: list[Prompt], rows: torch.Tensor, outputs: Outputs, base: torch.Tensor | None = None
-              ) -> torch.Tensor:
-        """Return `score` of samples that are trained on; keep the best and the worst of them for display."""
-        scores = self.score(batch, rows, outputs, self.group, base)
-        totals = self.weighted(scores.unflatten(0, (-1, self.group))).flatten()
-        self.extremes.add([batch[p].text for p in rows], outputs, scores, totals)
+    def latents(self, finals: Sequence[torch.Tensor], count: int) -> list[torch.Tensor | None]:
+        """Return the clean latents of `count` granularities on the CPU, in fp32; None where no reward scores them."""
+        return [final.float().cpu() for final in finals] if self.reads_latents else [None] * count
+
+    def judge(self, batch: list[Prompt], rows: torch.Tensor, outputs: Outputs | None,
+              latents: torch.Tensor | None = None, base: torch.Tensor | None = None) -> torch.Tensor:
+        """Return `score` of samples that are trained on; keep the best and the worst decoded ones for display."""
+        scores = self.score(batch, rows, outputs, self.group, base, latents)
+        if outputs is not None:
+            totals = self.weighted(scores.unflatten(0, (-1, self.group))).flatten()
+            self.extremes.add([batch[p].text for p in rows], outputs, scores, totals)
         return scores
 
-    def score(self, batch: list[Prompt], rows: torch.Tensor, outputs: Outputs, group: int,
-              base: torch.Tensor | None = None) -> torch.Tensor:
+    def score(self, batch: list[Prompt], rows: torch.Tensor, outputs: Outputs | None, group: int,
+              base: torch.Tensor | None = None, latents: torch.Tensor | None = None) -> torch.Tensor:
         """Return the rewards [b,R] of outputs of the prompts `rows` [b], whole groups of the given size.
 
-        base: the base model's outputs.
+        outputs: None where nothing is decoded. base: the base model's outputs. latents: the clean latents.
         """
         of = [batch[p] for p in rows]
         if not self.processes.reports:  # the scores of its team's first member are taken
             return torch.zeros(len(of), len(self.functions))
         with self._lock:
             return rewards.score(self.functions, outputs, [p.text for p in of], [p.metadata for p in of], group,
-                                 self._tally, base)
+                                 self._tally, base, latents)
 
-    def total(self, batch: list[Prompt], outputs: Outputs, group: int, rows: torch.Tensor | None = None
-              ) -> torch.Tensor:
+    def total(self, batch: list[Prompt], outputs: Outputs | None, group: int, rows: torch.Tensor | None = None,
+              latents: torch.Tensor | None = None) -> torch.Tensor:
         """Return the weighted sum of rewards [.,group] of outputs of the prompts `rows`, group for each; None: of all
         in turn."""
         rows = torch.arange(len(batch)).repeat_interleave(group) if rows is None else rows
-        return self.weighted(self.score(batch, rows, outputs, group).unflatten(0, (-1, group)))
+        return self.weighted(self.score(batch, rows, outputs, group, latents=latents).unflatten(0, (-1, group)))
 
     def value(self, batch: list[Prompt], rows: torch.Tensor, pictures: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of rewards [b] of images of the prompts `rows` [b], with its gradient."""
         of = [batch[p] for p in rows]
         return rewards.value(self.functions, self.weights, pictures, [p.text for p in of], [p.metadata for p in of])
+
+    def leave(self) -> None:
+        """Move the rewards' weights off their devices where `memory.rewards` says so."""
+        rewards.leave(self.functions.values())
 
     def shaped(self, scores: torch.Tensor) -> torch.Tensor:
         """Return scores [P,G,R] after the rewards' transforms, in every granularity that R holds."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import json
 import os
 import sys
+import tempfile
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -18,14 +20,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report import snapshots
+from flowgrpo.evaluation.report.symptoms import Symptom
 from flowgrpo.storage.json_files import read_object
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from PIL import Image
 
-    # Captions, and pictures or texts.
-    Samples: TypeAlias = list[tuple[str, Image.Image | str]]
+    # Captions, and pictures, clips or texts.
+    Samples: TypeAlias = list[tuple[str, Image.Image | snapshots.Video | str]]
 
 FILE = "tracker.json"  # in the run's folder: its tracker, and its id there
 PROJECT = "flowgrpo"
@@ -50,15 +53,31 @@ class TensorBoard:
         self.writer.flush()
 
     def show(self, name: str, samples: Samples, step: int) -> None:
-        """Add a picture for each sample, and a text with the captions, which pictures have none of here."""
+        """Add a picture or an animated GIF for each sample, and a text with the captions, which pictures have none of
+        here."""
         import numpy as np
 
         lines = []
         for number, (caption, sample) in enumerate(samples, 1):
             lines.append(f"{number}. {caption}" + (f"\n\n        {sample}" if isinstance(sample, str) else ""))
-            if not isinstance(sample, str):
+            if isinstance(sample, snapshots.Video):
+                self._move(f"{name}/{number}", sample, step)
+            elif not isinstance(sample, str):
                 self.writer.add_image(f"{name}/{number}", np.asarray(sample), step, dataformats="HWC")
         self.writer.add_text(f"{name}/samples", "\n".join(lines), step)
+        self.writer.flush()
+
+    def _move(self, tag: str, video: snapshots.Video, step: int) -> None:
+        """Add a clip. `SummaryWriter.add_video` writes the same GIF, and needs moviepy."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        width, height = video.frames[0].size
+        image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=video.gif())
+        self.writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
+
+    def alert(self, name: str, text: str, step: int) -> None:
+        """Add a line on a symptom."""
+        self.writer.add_text(f"alerts/{name}", text, step)
         self.writer.flush()
 
     def finish(self) -> None:
@@ -84,14 +103,24 @@ class WandB:
         self.run.log(values, step=step)
 
     def show(self, name: str, samples: Samples, step: int) -> None:
-        """Add the samples: pictures with their captions, texts as a table."""
-        pictures = [self.module.Image(sample, caption=caption) for caption, sample in samples
+        """Add the samples: pictures and clips with their captions, texts as a table."""
+        pictures = [self.moving(sample, caption) if isinstance(sample, snapshots.Video) else
+                    self.module.Image(sample, caption=caption) for caption, sample in samples
                     if not isinstance(sample, str)]
         texts = [[caption, sample] for caption, sample in samples if isinstance(sample, str)]
         if texts:
             self.log({name: self.module.Table(columns=["prompt", "text"], data=texts)}, step)
         if pictures:
             self.log(self.keyed(name, pictures), step)
+
+    def moving(self, video: snapshots.Video, caption: str) -> Any:
+        """Return a clip as mp4, or without an encoder as GIF."""
+        content, ending = video.file()
+        return self.module.Video(io.BytesIO(content), caption=caption, format=ending)
+
+    def alert(self, name: str, text: str, step: int) -> None:
+        """Send a line on a symptom, as an alert; `log` has told the step."""
+        self.run.alert(title=f"{name} at epoch {step}", text=text, level="WARN")
 
     def keyed(self, name: str, pictures: list[Any]) -> dict[str, Any]:
         """Return pictures under their keys."""
@@ -111,6 +140,22 @@ class Trackio(WandB):
 
     def keyed(self, name: str, pictures: list[Any]) -> dict[str, Any]:
         return {f"{name}/{number}": picture for number, picture in enumerate(pictures, 1)}
+
+    def show(self, name: str, samples: Samples, step: int) -> None:
+        with tempfile.TemporaryDirectory() as folder:  # logging copies the files of clips
+            self.folder = Path(folder)
+            super().show(name, samples, step)
+
+    def moving(self, video: snapshots.Video, caption: str) -> Any:
+        content, ending = video.file()
+        file = self.folder / f"{uuid.uuid4().hex}.{ending}"
+        file.write_bytes(content)
+        return self.module.Video(str(file), caption=caption)
+
+    def alert(self, name: str, text: str, step: int) -> None:
+        """Send a line on a symptom; early versions have no alerts."""
+        if hasattr(self.module, "alert"):
+            self.module.alert(title=f"{name} at epoch {step}", text=text)
 
 
 TRACKERS = {made.name: made for made in (TensorBoard, WandB, Trackio)}
@@ -178,6 +223,12 @@ def show(accelerator: Accelerator, run: Path, step: int, *names: str) -> None:
         if samples := [(caption(card), snapshots.content(card)) for card in content[name if last else "cards"]]:
             for tracker in accelerator.trackers:
                 tracker.show(name, samples, step)
+
+
+def alert(accelerator: Accelerator, symptom: Symptom, epoch: int) -> None:
+    """Send a symptom of the last epochs to the run's tracker."""
+    for tracker in accelerator.trackers:
+        tracker.alert(symptom.name, symptom.text, epoch)
 
 
 def caption(card: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -45,7 +45,7 @@ REAL = 8  # prompts, at most, for which real samples are drawn where no trial sa
 class Batch:
     """Input of one reward's trial.
 
-    outputs: as of `rewards.score`, of `prompts`.
+    outputs, latents: as of `rewards.score`, of `prompts`.
     group: their group size.
     """
 
@@ -54,6 +54,7 @@ class Batch:
     prompts: list[Prompt]
     outputs: Outputs
     group: int
+    latents: torch.Tensor | None = None
 
     @property
     def texts(self) -> list[str]:
@@ -77,7 +78,7 @@ def require(trainer: state.Run, measured: Functions) -> None:
     held = spread(trainer.held_out, trainer.config.eval.prompts)
     with trainer.processes.together(), _unseen(trainer.policy):
         if trainer.policy.modality == "text":
-            plain = [prompt.text for prompt in [*trainer.prompts, *held] if prompt.image is None]
+            plain = [prompt.text for prompt in [*trainer.prompts, *held] if prompt.brings is None]
             cast(Any, trainer.policy).require_context(plain)
         samples = Samples(trainer)
         batches = _batches(trained, trainer.prompts, trainer.geometry.group, samples)
@@ -88,9 +89,14 @@ def require(trainer: state.Run, measured: Functions) -> None:
                 scored = [judged(batch) for batch in batches]
                 for batch in further:
                     judged(batch)
+                for batch, size in itertools.product(batches, trainer.config.picture.sizes):
+                    if not slow(batch.reward.function):
+                        judged(replace(batch, outputs=samples(batch.prompts, size)))
                 for batch in batches if trainer.method.target.follows_reward else ():
                     require_graph(batch.name, batch.reward, cast(Any, samples.in_graph(batch)), batch.texts,
                                   batch.metadata)
+            rewards.leave(measured.values())
+            rewards.leave(trained.values())
             if batches and not any(scored) and not any(_grouped_or_slow(batch.reward) for batch in batches):
                 _require_real_scores(trainer)
 
@@ -109,7 +115,7 @@ def judged(batch: Batch) -> bool:
     notice.start()
     try:
         scores = rewards.score({name: tried(batch.reward)}, outputs, batch.texts, batch.metadata, batch.group, tally,
-                               outputs.clone() if rewards.sees_base(batch.reward) else None)
+                               outputs.clone() if rewards.sees_base(batch.reward) else None, batch.latents)
     finally:
         notice.cancel()
     if said := tally.said.get(name):
@@ -122,7 +128,7 @@ def tried(reward: Composed) -> Composed:
     policy = reward.rule.on_error
     if isinstance(policy, Retry):
         policy = policy.model_copy(update={"retry": 1, "wait": 0.0})
-    return Composed(reward.function, reward.rule.model_copy(update={"on_error": policy}))
+    return replace(reward, rule=reward.rule.model_copy(update={"on_error": policy}), kept=None)
 
 
 def slow(reward: Callable[..., Any]) -> bool:
@@ -147,7 +153,8 @@ def _batches(functions: Functions, prompts: list[Prompt], group: int, samples: S
                                            1 if few or grouped else SAMPLES))
         if applicable:
             rows = applicable * size if grouped else applicable if few else (applicable * SAMPLES)[:SAMPLES]
-            batches.append(Batch(name, reward, rows, samples(rows), size))
+            latents = samples.latents(rows) if rewards.scores_latents(reward) else None
+            batches.append(Batch(name, reward, rows, samples(rows), size, latents))
     return batches
 
 
@@ -157,31 +164,40 @@ class Samples:
     def __init__(self, trainer: state.Run):
         self.trainer, self.rollouts = trainer, cast(Any, trainer.rollouts)
         self.policy: Any = trainer.policy
-        self._known: dict[tuple[str, ...], Outputs] = {}
+        self._known: dict[tuple[tuple[int, int] | None, tuple[str, ...]], Outputs] = {}
 
-    def __call__(self, rows: list[Prompt]) -> Outputs:
-        """Return outputs of these prompts, one each: two are drawn; further images are blends of these."""
-        key = tuple(prompt.key for prompt in rows)
+    def __call__(self, rows: list[Prompt], size: tuple[int, int] | None = None) -> Outputs:
+        """Return outputs of these prompts, one each: two are drawn; further images are blends of these.
+
+        size: height and width of images; None: those of evaluations.
+        """
+        key = size, tuple(prompt.key for prompt in rows)
         if key not in self._known:
-            self._known[key] = self._drawn(rows)
+            self._known[key] = self._drawn(rows, size)
         return self._known[key]
 
+    def latents(self, rows: list[Prompt], size: tuple[int, int] | None = None) -> torch.Tensor:
+        """Return the latents of these prompts' outputs, one each; size: as of the call."""
+        return cast(torch.Tensor, self._drawn(rows, size, "latent"))
+
     @torch.no_grad()
-    def _drawn(self, rows: list[Prompt]) -> Outputs:
+    def _drawn(self, rows: list[Prompt], size: tuple[int, int] | None, output_type: str = "pt") -> Outputs:
         some, config = rows[:SAMPLES], self.trainer.config
         conditioning = self.rollouts.encode(
             [prompt.text for prompt in some],
             [config.negative_prompt if prompt.negative is None else prompt.negative for prompt in some],
-            [prompt.image for prompt in some])
+            [prompt.brings for prompt in some])
         if getattr(conditioning, "mixed", False):  # images of several sizes do not fit in one batch
             conditioning = conditioning.rows(torch.zeros(len(some), dtype=torch.int64))
+        if size is not None:
+            conditioning = replace(conditioning, sizes=[size] * len(some))
         generators = self.policy.generators(range(len(some)))
         if self.policy.modality == "text":
             with _short(self.policy):
                 drawn = self.policy.sample(conditioning, self.trainer.method.rollout.decoding, generators,
                                            torch.zeros(len(some), dtype=torch.bool)).texts
             return [drawn[i % len(drawn)] for i in range(len(rows))]
-        drawn = self.policy.of_noise(conditioning, generators)
+        drawn = self.policy.of_noise(conditioning, generators, output_type)
         if len(rows) == len(some):
             return drawn
         share = torch.linspace(0, 1, len(rows)).view(-1, *[1] * (drawn.ndim - 1))

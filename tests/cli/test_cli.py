@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from flowgrpo.cli import about, main
-from flowgrpo.cli.train import ALLOCATOR, _parse
+from flowgrpo.cli.train import ALLOCATOR, recipe_and_options
 from flowgrpo.log import NOISY
 
 
@@ -64,7 +64,7 @@ def test_mistakes_are_told_without_torch_by_the_module(tmp_path):
     (["--train.lr", "-1"], (None, {"train.lr": "-1"})),
 ])
 def test_options_are_parted_from_the_recipe(arguments, expected):
-    assert _parse(arguments) == expected
+    assert recipe_and_options(arguments) == expected
 
 
 @pytest.mark.parametrize("arguments, line", [

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import torch
 from PIL import Image
@@ -102,22 +100,7 @@ def test_card(finished, capsys):
     assert file == finished / "README.md" and "`red`" in file.read_text()
 
 
-@pytest.mark.parametrize("asked", [(), ("--form", "kohya")])
-def test_what_is_asked_for_is_made_before_the_upload(finished, tmp_path, capsys, monkeypatch, asked):
-    """The upload itself fails, in one line: the hub's library is told that there is no network."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    run = shutil.copytree(finished, tmp_path / "run")
-    for name in ("README.md", "kohya.safetensors"):
-        (run / name).unlink(missing_ok=True)
-    assert main(["export", str(run), *asked, "--push-to-hub", "me/mine"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("flowgrpo: error: the upload to me/mine failed: ") and said.count("\n") == 1
-    assert (run / "README.md").is_file() and (run / "kohya.safetensors").is_file() == bool(asked)
-
-
 @pytest.mark.parametrize("arguments, told", [
-    (("--push-to-hub", "me/mine", "--form", "merged"), "`hf upload me/mine PATH`"),
-    (("--push-to-hub", "me/mine", "--output", "lora.safetensors"), "without --push-to-hub"),
     (("--form", "card", "--output", "card.md"), "leave out --output")])
 def test_what_would_be_dropped_is_refused(finished, capsys, arguments, told):
     assert main(["export", str(finished), *arguments]) == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowgrpo import config
-from flowgrpo.cli.train import _parse
+from flowgrpo.cli.train import recipe_and_options
 from flowgrpo.config import schema
 from flowgrpo.config.parse import ELSEWHERE, nearest_key
 from flowgrpo.config.schema import keys, owner
@@ -66,7 +66,8 @@ def test_rewards_have_weights():
     ({"eval": {"stepss": 8}}, "unknown key 'eval.stepss': did you mean 'eval.steps'?"),
     ({"lr": 1e-4}, "unknown key 'lr': did you mean 'train.lr'?"),
     ({"train.lr": 1e-4}, "unknown key 'train.lr': in a file, write 'lr' below 'train'"),
-    ({"picture": {"zzz": 1}}, "'picture.zzz'; there are: picture.height, picture.width, picture.frames, picture.call"),
+    ({"picture": {"zzz": 1}}, "'picture.zzz'; there are: picture.height, picture.width, picture.frames, picture.sizes, "
+                                   "picture.call"),
     ({"qqqq": 1}, "unknown key 'qqqq'; there are: name, model, "),
 ])
 def test_unknown_keys_name_the_nearest(raw, told):
@@ -130,6 +131,45 @@ def test_an_empty_recipe_holds_the_defaults(tmp_path):
     assert config.load(file) == config.Config()
 
 
+def recipes(folder, **texts) -> None:
+    for name, text in texts.items():
+        (folder / f"{name}.yaml").write_text(text)
+
+
+def test_a_recipe_extends_another(tmp_path):
+    """Sections by key, parts by part, other values as a whole; the file's own name; a chain of files."""
+    (tmp_path / "base").mkdir()
+    recipes(tmp_path / "base", first="name: chosen\nmethod: flow_grpo\nreward: {a: 1, b: 2}\nadapter: {rank: 8}\n"
+            "parts: {kernel: {level: 0.7}, plan: {size: 2, order: random}}\ntrain: {lr: 0.5, group: 6}\n"
+            "eval: {every: 7, rewards: {c: {}}}\n")
+    recipes(tmp_path, second="extends: base/first.yaml\nparts: {plan: {size: 3}}\nreward: {b: 1}\n"
+            "train: {lr: 0.25}\neval: {rewards: {d: {}}}\n", third="extends: second.yaml\ntrain: {micro_batch: 3}\n",
+            other="extends: second.yaml\nmethod: mix_grpo\n")
+    second, third, other = (config.load(tmp_path / f"{name}.yaml") for name in ("second", "third", "other"))
+    assert second.parts == {"kernel": {"level": 0.7}, "plan": {"size": 3}}
+    assert (second.method, second.rewards, second.adapter.rank) == ("flow_grpo", {"b": 1.0}, 8)
+    assert (second.train.lr, second.train.group, second.eval.every, list(second.watched)) == (0.25, 6, 7, ["d"])
+    assert (second.name, third.name, third.train.micro_batch, third.train.lr) == ("second", "third", 3, 0.25)
+    assert other.parts == {} and other.train == second.train
+    recipes(tmp_path, resolved=third.yaml())
+    assert config.load(tmp_path / "resolved.yaml") == third
+
+
+@pytest.mark.parametrize("name, told", [
+    ("a", "b.yaml: extends: recipes extend each other in a circle: a.yaml -> b.yaml -> a.yaml; leave one extends out"),
+    ("alone", "alone.yaml: extends: recipes extend each other in a circle: alone.yaml -> alone.yaml"),
+    ("many", "many.yaml: extends: got ['a.yaml'], expected the file of one recipe"),
+    ("absent", "broken.yml: did you mean 'broken.yaml'?"),
+    ("of_broken", "broken.yaml: train.lr: got -1, expected a number greater than 0"),
+    ("wrong", "wrong.yaml: unknown key 'train.grop': did you mean 'train.group'?"),
+])
+def test_a_recipe_that_cannot_be_extended_is_named(name, told, tmp_path):
+    recipes(tmp_path, a="extends: b.yaml", b="extends: a.yaml", alone="extends: alone.yaml", many="extends: [a.yaml]",
+            absent="extends: broken.yml", broken="train: {lr: -1}", of_broken="extends: broken.yaml", fine="seed: 1",
+            wrong="extends: fine.yaml\ntrain: {grop: 4}")
+    assert told in message(config.load, tmp_path / f"{name}.yaml")
+
+
 @pytest.mark.parametrize("options, told", [
     ({"train.lr": "-1"}, "the options: train.lr: got -1, expected a number greater than 0"),
     ({"reward": "{a: 1"}, "--reward: '{a: 1' is not valid YAML: expected ',' or '}'"),
@@ -166,7 +206,7 @@ def test_a_name_of_another_library_is_told_on_the_command_line_and_in_a_recipe(t
     with pytest.raises(UserError, match="unknown key 'train.learning_rate': did you mean 'train.lr'?"):
         config.load(recipe)
     with pytest.raises(UserError, match="unknown option --num_generations: did you mean '--train.group'?"):
-        _parse(["--num_generations=8"])
+        recipe_and_options(["--num_generations=8"])
 
 
 def test_a_key_that_stands_twice_is_refused(tmp_path):

@@ -158,7 +158,7 @@ def test_geneval_is_read_as_it_is(tmp_path):
     ("p.jsonl", '{"prompt": " "}', "line 1: expected a text under 'prompt', got ' '"),
     ("p.jsonl", '{"prompt": "a", "negative_prompt": 3}', "line 1: expected a text under 'negative_prompt', got 3"),
     ("p.jsonl", '{"prompt": "a", "metadata": "x"}', "line 1: expected an object under 'metadata', got 'x'"),
-    ("p.jsonl", '{"prompt": "a", "image": "no.png"}', "line 1: no image at"),
+    ("p.jsonl", '{"prompt": "a", "image": "no.png"}', "line 1, 'image': no image at"),
     ("p.jsonl", '{"prompt": "a", "weight": 0}', "line 1: expected a positive number under 'weight', got 0"),
     ("p.jsonl", '{"prompt": "a", "weight": NaN}', "line 1: expected a positive number under 'weight', got nan"),
     ("p.jsonl", '{"prompt": "a", "weight": true}', "line 1: expected a positive number under 'weight', got True"),

@@ -113,6 +113,14 @@ def test_options_of_memory_lower_the_phases_they_are_for(model):
         lower = dry_run(config(model, memory__weights=weights)).phases["reward"].allocated
         saved = sum(2 * weight.numel() for weight in linear) * (1 - share) - max(2 * w.numel() for w in linear)
         assert base["reward"].allocated - lower == pytest.approx(saved, abs=512 * len(linear))
+    turns = dry_run(config(model, memory__encoders="cpu", memory__denoiser="cpu")).phases
+    weights, rounding = sum(p.numel() * p.element_size() for p in frozen.parameters()), 512 * len(linear) * 2
+    assert away["encode"].allocated - turns["encode"].allocated == pytest.approx(weights, abs=rounding)
+    assert turns["rollout"].allocated == pytest.approx(away["rollout"].allocated, rel=0.02)
+    waiting = dry_run(config(model, memory__offload="block_level", train__checkpointing=True)).phases
+    blocks = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in frozen.transformer_blocks]
+    saved = base["reward"].allocated - waiting["reward"].allocated
+    assert saved == pytest.approx(sum(blocks) - max(blocks), abs=rounding)
     shared = dry_run(config(model, memory__shard=True, train__prompts=4), processes=4).phases
     assert shared["reward"].allocated < dry_run(config(model, train__prompts=1)).phases["reward"].allocated + 2**18
 

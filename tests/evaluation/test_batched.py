@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from flowgrpo.check import tiny as pipelines
+from flowgrpo.check.tiny import make
 from flowgrpo.cli import main
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
@@ -126,9 +127,9 @@ def test_a_pipeline_that_does_not_do_it_is_found_out(kind, capsys):
 
 def test_prompts_with_a_picture_are_drawn_alone(tmp_path):
     Image.new("RGB", (16, 16)).save(tmp_path / "a.png")
-    pipe, together = counted(tiny.sd3()), Together()
-    prompts = [Prompt("a cat"), Prompt("red", image=str(tmp_path / "a.png"))]
-    found = together.draw(pipe, prompts, SEEDS[:2], ASKED | tiny.CALL, "")
+    pipe, together = counted(make("StableDiffusionImg2ImgPipeline")[0]), Together()
+    prompts = [Prompt(text, image=str(tmp_path / "a.png")) for text in ("a cat", "red")]
+    found = together.draw(pipe, prompts, SEEDS[:2], ASKED, "")
     assert pipe.calls == [1, 1] and together.works is None and len(found) == 2
 
 
@@ -147,7 +148,8 @@ def test_an_evaluation_in_batches_gives_the_same_pictures_and_goes_on(tmp_path, 
     (tmp_path / "suite.txt").write_text("".join(f"picture {i}\n" for i in range(5)))
 
     def evaluated(name: str, *options: str) -> tuple[np.ndarray, dict]:
-        assert main(["eval", str(run), "--suite", str(tmp_path / "suite.txt"), "--base", "--rlg", "1.5", "--samples",
+        assert main(["eval", str(run), "--suite", str(tmp_path / "suite.txt"), "--base", "--trust-run",
+                     "--rlg", "1.5", "--samples",
                      "2", "--output", str(tmp_path / name), *options]) == 0
         files = sorted((tmp_path / name / "pictures").rglob("*.png"))
         assert len(files) == 20

@@ -198,7 +198,8 @@ def test_a_damaged_picture_is_told_and_drawn_again_once_it_is_removed(found, wor
 @pytest.mark.parametrize("text", ["{", "[]", '{"rewards": 3}', ""])
 def test_damaged_settings_are_told(world, tmp_path, capsys, text):
     (tmp_path / "settings.json").write_text(text)
-    code = main(["eval", str(world / "run"), "--suite", str(world / "suite.jsonl"), "--output", str(tmp_path)])
+    code = main(["eval", str(world / "run"), "--suite", str(world / "suite.jsonl"), "--trust-run",
+                 "--output", str(tmp_path)])
     said = capsys.readouterr().err
     assert code == 2 and said.count("\n") == 1 and "settings.json is damaged" in said and "another --output" in said
 

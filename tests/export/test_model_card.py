@@ -160,6 +160,16 @@ def test_the_snippet_loads_the_revision_and_the_variant_of_the_run(model, method
     compile(told, "snippet", "exec")
 
 
+def test_the_snippet_sets_the_guider_of_a_pipeline_that_has_one(tmp_path):
+    model = tmp_path / "model"
+    make("HunyuanVideo15Pipeline")[0].save_pretrained(model)
+    config = validate({"model": str(model), "reward": "scene", "eval": {"guidance": 3.5}})
+    told = usage.snippet(config, tmp_path, "me/repository", "a star")
+    [last] = [line for line in told.splitlines() if ".frames[0]" in line]
+    assert "pipe.guider = pipe.guider.new(guidance_scale=3.5)" in told and "guidance_scale" not in last
+    compile(told, "snippet", "exec")
+
+
 def test_the_snippet_of_a_replaced_denoiser_loads_it(tmp_path):
     config = validate({"model": "owner/model", "reward": "scene", "precision": "bf16", "load": {"denoiser": "d.gguf"}})
     told = usage.snippet(config, tmp_path, "me/repository", "a star")

@@ -63,7 +63,7 @@ def test_any_answer_is_one():
     server = HTTPServer(("127.0.0.1", 0), Refusing)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        assert hub._answers(f"http://127.0.0.1:{server.server_port}")
+        assert hub.answers(f"http://127.0.0.1:{server.server_port}")
     finally:
         server.shutdown()
         server.server_close()

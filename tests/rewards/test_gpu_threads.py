@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flowgrpo.rewards.failures import within
-from flowgrpo.rewards.images.vision import placed
+from flowgrpo.rewards.local_model import placed
 from tests.helpers import tiny
 
 

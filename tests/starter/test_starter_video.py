@@ -16,6 +16,7 @@ from flowgrpo.config import load, validate
 from flowgrpo.config.sections import Adapter
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import STARTER, Prompt, load_prompts
+from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out, images, measured
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
@@ -26,6 +27,7 @@ from flowgrpo.samplers.rollout import explore, seeder
 from flowgrpo.starter import FOLDERS, VIDEO_CALL, VIDEO_GUIDANCE, scenes
 from flowgrpo.starter.motion import STYLES, TASKS, clips, parse, render
 from flowgrpo.train import Trainer
+from tests.helpers import ffmpeg
 
 FOLDER = FOLDERS["starter_video"]
 PROMPTS = ["a red circle moves left", "a blue star grows"]
@@ -120,6 +122,23 @@ def test_sample_writes_clips(tmp_path):
     (path,) = images.sample("starter_video", None, PROMPTS[:1], 1, 0, 3, None, tmp_path)
     assert path.name == "000-a-red-circle-moves-left-000.webp"
     assert Image.open(path).size == (64, 64) and 1 < Image.open(path).n_frames <= 5
+
+
+def test_sample_writes_one_mp4(tmp_path, monkeypatch):
+    file = tmp_path / "deep" / "x.mp4"
+    ffmpeg.remove(monkeypatch)
+    with pytest.raises(UserError, match=r"--output .*x.mp4: mp4 needs ffmpeg .*'flowgrpo\[mp4\]'"):
+        images.sample("starter_video", None, PROMPTS[:1], 1, 0, 3, None, file)
+    log = ffmpeg.install(tmp_path / "bin", monkeypatch)
+    with pytest.raises(UserError, match="x.mp4: is the file of one clip, got 2: name a folder"):
+        images.sample("starter_video", None, PROMPTS[:1], 2, 0, 3, None, file)
+    assert images.sample("starter_video", None, PROMPTS[:1], 1, 0, 3, None, file) == [file]
+    arguments, pixels = ffmpeg.call(log)
+    assert "64x64" in arguments and len(pixels) % (64 * 64 * 3) == 0 and len(pixels) > 64 * 64 * 3
+    assert f"comment={PROMPTS[0]}\n" in arguments[arguments.index("-metadata") + 1]
+    assert [path.name for path in file.parent.iterdir()] == ["x.mp4"] and file.read_bytes() == ffmpeg.BYTES
+    with pytest.raises(UserError, match="x.mp4: .*Pipeline draws pictures: name a folder"):
+        images.sample("starter", None, ["a"], 1, 0, 1, None, file)
 
 
 def test_a_grid_of_a_run_shows_its_clips(tmp_path):

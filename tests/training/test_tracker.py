@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import importlib.machinery
+import io
 import json
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.report import snapshots
+from flowgrpo.evaluation.report import report, snapshots
 from flowgrpo.run import run
 from flowgrpo.training import tracker
-from tests.helpers import tiny, tiny_text
+from tests.helpers import ffmpeg, tiny, tiny_text
 
 
 def train(output, resume=False, **options):
@@ -27,14 +31,15 @@ class Board:
     """Imitation of Weights & Biases or Trackio, as far as a run uses them; it records their calls in order."""
 
     def __init__(self, name: str):
-        self.begun, self.logged, self.ended = [], [], 0
+        self.begun, self.logged, self.alerts, self.ended = [], [], [], 0
         self.module = ModuleType(name)
         self.module.__spec__ = importlib.machinery.ModuleSpec(name, None)
         self.module.init, self.module.Image, self.module.Table = self.init, self.image, dict
 
     def init(self, **settings):
         self.begun.append(settings)
-        return SimpleNamespace(log=lambda values, step: self.logged.append((step, values)), finish=self.finish)
+        return SimpleNamespace(log=lambda values, step: self.logged.append((step, values)), finish=self.finish,
+                               alert=lambda **alert: self.alerts.append(alert))
 
     def image(self, picture, caption):
         return caption, np.asarray(picture)
@@ -89,7 +94,6 @@ def test_trackio_knows_a_run_by_a_name_of_its_own(board, tmp_path):
 
 
 def test_tensorboard_gets_pictures_and_the_configuration(tmp_path):
-    from PIL import Image
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     train(tmp_path, tracker="tensorboard", train__epochs=1)
@@ -108,6 +112,58 @@ def test_tensorboard_gets_pictures_and_the_configuration(tmp_path):
     assert len(texts["run"]) == 2 and len({*texts["run"]}) == 1 and texts["run"][0].startswith("run (")
     assert texts["config"][-1].replace("\n    ", "\n").strip() == (folder / "config.yaml").read_text().strip()
     assert texts["before/samples"][0].startswith(f"1. {stored(folder, 'before')[0]['prompt']} (red 0.")
+
+
+@pytest.mark.parametrize("board", ["wandb"], indirect=True)
+def test_a_symptom_is_alerted_once_and_the_report_says_the_same(board, tmp_path, capsys):
+    def constant(images, prompts):
+        return [0.5] * len(prompts)
+
+    config = tiny.config(tmp_path, train__group=3, train__prompts=1, train__epochs=6, tracker="wandb")
+    run(config, False, pipe=tiny.sd3(), functions={"red": constant}, prompts=[Prompt(text) for text in tiny.PROMPTS])
+    text = "100 % of the groups of 5 epochs have equal rewards and teach nothing: look at the prompts' difficulty, "
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "alert, epoch" in line]
+    assert line.startswith(f"alert, epoch 5: {text}")
+    [alert] = board.alerts
+    assert alert["title"] == "equal rewards at epoch 5" and alert["text"].startswith(text) and alert["level"] == "WARN"
+    assert f"Equal rewards: {text}" in json.dumps(report.data(config.folder)["sentences"])
+
+
+@pytest.mark.parametrize("board", ["wandb", "trackio"], indirect=True)
+@pytest.mark.parametrize("encoded", [True, False])
+def test_a_clip_is_a_video(board, encoded, tmp_path, monkeypatch):
+    if encoded:
+        ffmpeg.install(tmp_path / "bin", monkeypatch)
+    else:
+        ffmpeg.remove(monkeypatch)
+    content, ending = sent_clip(tmp_path, tracker=board.module.__name__), "mp4" if encoded else "gif"
+    board.module.Video = lambda value, caption, format=None: (
+        value.read() if format else Path(value).read_bytes(), caption, format or Path(value).suffix[1:])
+    content()
+    [(step, values)] = board.logged
+    kept, caption, form = values["before"][0] if board.module.__name__ == "wandb" else values["before/1"]
+    assert (step, caption, form) == (0, "a dot (red 0.5)", ending)
+    assert kept == ffmpeg.BYTES if encoded else Image.open(io.BytesIO(kept)).n_frames == 3
+
+
+def sent_clip(folder, **options):
+    """Return a function that sends a stored clip of three frames to the tracker."""
+    config, accelerator = tiny.config(folder, **options), SimpleNamespace(is_main_process=True, trackers=[])
+    tracker.start(accelerator, config)
+    clip = torch.tensor([0.0, 1.0, 0.2])[:, None, None, None].expand(3, 3, 8, 8)
+    cards = [{"prompt": "a dot", "scores": {"red": 0.5}, **snapshots.shown(clip)}]
+    snapshots.write(config.folder / "report" / "before.json", {"cards": cards})
+    return lambda: tracker.show(accelerator, config.folder, 0, "before")
+
+
+def test_tensorboard_gets_a_clip_as_a_gif(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sent_clip(tmp_path, tracker="tensorboard")()
+    events = EventAccumulator(str(tmp_path / "run" / "events"), size_guidance={"images": 0}).Reload()
+    [event] = events.Images("before/1")
+    clip = Image.open(io.BytesIO(event.encoded_image_string))
+    assert (clip.format, clip.n_frames, event.width, event.height) == ("GIF", 3, 8, 8)
 
 
 @pytest.mark.parametrize("board", ["wandb"], indirect=True)

@@ -1,4 +1,4 @@
-"""HunyuanVideo, and SkyReels V1, which has its architecture."""
+"""HunyuanVideo, SkyReels V1, which has its architecture, and HunyuanVideo 1.5."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from flowgrpo.check.tiny.parts import (
     TOKENS,
     Network,
     Pipeline,
+    chat_tokenizer,
     lively,
     llama_config,
     ready,
+    shifted_scheduler,
+    t5,
     text_encoder,
     tokenizer,
     video_picture,
@@ -73,6 +76,38 @@ def hunyuan_skyreels(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
         text_encoder=lively(LlamaModel(llama_config())), **_hunyuan_parts(),
         transformer=_hunyuan_transformer(8, guidance_embeds=False))
     return ready(pipe), HUNYUAN_CALL | {"image": video_picture()}
+
+
+def hunyuan15(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+    """HunyuanVideo 1.5: two text encoders, and guidance in a part of its own, the guider."""
+    from diffusers import (
+        AutoencoderKLHunyuanVideo15,
+        ClassifierFreeGuidance,
+        HunyuanVideo15Pipeline,
+        HunyuanVideo15Transformer3DModel,
+    )
+    from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
+
+    torch.manual_seed(seed)
+    tokens = chat_tokenizer()
+    tokens.chat_template += "."  # the denoiser takes the mean of a prompt's tokens, also of an empty one's
+    reader = Qwen2_5_VLTextModel(Qwen2_5_VLTextConfig(
+        vocab_size=len(tokens), hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=2, pad_token_id=tokens.pad_token_id,
+        rope_parameters={"mrope_section": [1, 1, 2], "rope_type": "default", "rope_theta": 1e4}))
+    denoiser = HunyuanVideo15Transformer3DModel(
+        in_channels=9, out_channels=4, num_attention_heads=2, attention_head_dim=10, num_layers=1, num_refiner_layers=1,
+        text_embed_dim=16, text_embed_2_dim=16, image_embed_dim=8, rope_axes_dim=(2, 4, 4), target_size=16)
+    vae = AutoencoderKLHunyuanVideo15(
+        latent_channels=4, block_out_channels=(32, 32, 32), layers_per_block=1, spatial_compression_ratio=4,
+        temporal_compression_ratio=4)
+    pipe: Pipeline = HunyuanVideo15Pipeline(
+        text_encoder=lively(reader), tokenizer=tokens, transformer=lively(denoiser), vae=vae,
+        scheduler=shifted_scheduler(), text_encoder_2=t5(tokens), tokenizer_2=tokenizer(),
+        guider=ClassifierFreeGuidance(guidance_scale=6.0))
+    pipe.prompt_template_encode_start_idx, pipe.vision_num_semantic_tokens = 0, 2
+    pipe.tokenizer_max_length = pipe.tokenizer_2_max_length = TOKENS
+    return ready(pipe), dict(SIZE)
 
 
 def hunyuan_image(kind: str, seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:

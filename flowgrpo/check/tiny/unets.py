@@ -50,7 +50,7 @@ def sd15(scheduler: Scheduler | None = None, seed: int = 0, kind: type | None = 
 
     torch.manual_seed(seed)
     tokens = tokenizer()
-    parts = {"unet": _unet(), "scheduler": scheduler or pndm(), "vae": autoencoder(),
+    parts = {"unet": unet(), "scheduler": scheduler or pndm(), "vae": autoencoder(),
              "text_encoder": text_encoder(CLIPTextModel, tokens), "tokenizer": tokens}
     return _quiet((kind or StableDiffusionPipeline)(**parts | options, **UNCHECKED))
 
@@ -62,9 +62,9 @@ def sdxl(seed: int = 0, kind: type | None = None, **options: Any) -> Pipeline:
 
     torch.manual_seed(seed)
     tokens = tokenizer()
-    unet = _unet(cross_attention_dim=2 * WIDTH, **_sizes(WIDTH))
+    denoiser = unet(cross_attention_dim=2 * WIDTH, **sizes(WIDTH))
     return _quiet((kind or StableDiffusionXLPipeline)(
-        unet=unet, scheduler=EulerDiscreteScheduler(**SD_NOISE), vae=autoencoder(),
+        unet=denoiser, scheduler=EulerDiscreteScheduler(**SD_NOISE), vae=autoencoder(),
         text_encoder=text_encoder(CLIPTextModel, tokens), tokenizer=tokens,
         text_encoder_2=text_encoder(CLIPTextModelWithProjection, tokens), tokenizer_2=tokenizer(), **options))
 
@@ -75,10 +75,10 @@ def kolors(seed: int = 0, kind: type | None = None, **options: Any) -> Pipeline:
     from diffusers.pipelines.kolors.pipeline_kolors import KolorsPipeline
 
     torch.manual_seed(seed)
-    unet = _unet(encoder_hid_dim=WIDTH, encoder_hid_dim_type="text_proj", **_sizes(WIDTH))
+    denoiser = unet(encoder_hid_dim=WIDTH, encoder_hid_dim_type="text_proj", **sizes(WIDTH))
     scheduler = EulerDiscreteScheduler(**SD_NOISE | {"beta_end": 0.014, "num_train_timesteps": 1100})
     encoder, tokens = _chatglm()
-    return _quiet((kind or KolorsPipeline)(unet=unet, scheduler=scheduler, vae=autoencoder(), text_encoder=encoder,
+    return _quiet((kind or KolorsPipeline)(unet=denoiser, scheduler=scheduler, vae=autoencoder(), text_encoder=encoder,
                                            tokenizer=tokens, **options))
 
 
@@ -87,7 +87,7 @@ def lcm_sd15(seed: int = 0) -> Pipeline:
     from diffusers import LatentConsistencyModelPipeline
 
     torch.manual_seed(seed)
-    return sd15(lcm(), seed, LatentConsistencyModelPipeline, unet=_unet(time_cond_proj_dim=8))
+    return sd15(lcm(), seed, LatentConsistencyModelPipeline, unet=unet(time_cond_proj_dim=8))
 
 
 def inpaint(seed: int = 0, channels: int = 9) -> tuple[Pipeline, dict[str, Any]]:
@@ -98,23 +98,8 @@ def inpaint(seed: int = 0, channels: int = 9) -> tuple[Pipeline, dict[str, Any]]
     from diffusers import StableDiffusionInpaintPipeline
 
     torch.manual_seed(seed)
-    pipe = sd15(None, seed, StableDiffusionInpaintPipeline, unet=_unet(in_channels=channels))
-    return pipe, {"image": _picture(), "mask_image": _mask()}
-
-
-def controlnet(seed: int = 0) -> Pipeline:
-    """Return a StableDiffusionControlNetPipeline with a live ControlNet."""
-    from diffusers import ControlNetModel, StableDiffusionControlNetPipeline
-
-    torch.manual_seed(seed)
-    control = lively(ControlNetModel(
-        block_out_channels=(8,), layers_per_block=1, down_block_types=("CrossAttnDownBlock2D",),
-        cross_attention_dim=WIDTH, attention_head_dim=2, norm_num_groups=4, conditioning_embedding_out_channels=(8, 8)))
-    with torch.no_grad():
-        embedding = control.controlnet_cond_embedding.conv_out
-        for zero in (embedding, *control.controlnet_down_blocks, control.controlnet_mid_block):
-            zero.weight.normal_(std=0.3)
-    return sd15(None, seed, StableDiffusionControlNetPipeline, controlnet=control)
+    pipe = sd15(None, seed, StableDiffusionInpaintPipeline, unet=unet(in_channels=channels))
+    return pipe, {"image": picture(), "mask_image": _mask()}
 
 
 def pixart(kind: type, seed: int = 0, scheduler: Scheduler | None = None, **options: Any) -> Pipeline:
@@ -188,7 +173,7 @@ def omnigen(seed: int = 0) -> Pipeline:
                                   scheduler=FlowMatchEulerDiscreteScheduler(invert_sigmas=True)))
 
 
-def _unet(**options: Any) -> Network:
+def unet(**options: Any) -> Network:
     from diffusers import UNet2DConditionModel
 
     small = dict(sample_size=8, block_out_channels=(8,), layers_per_block=1, norm_num_groups=4, attention_head_dim=2,
@@ -197,7 +182,7 @@ def _unet(**options: Any) -> Network:
     return lively(UNet2DConditionModel(**small | options))
 
 
-def _sizes(pooled: int) -> dict[str, Any]:
+def sizes(pooled: int) -> dict[str, Any]:
     """Arguments of a U-Net that reads pooled embeddings and six size numbers."""
     return {"addition_embed_type": "text_time", "addition_time_embed_dim": 4,
             "projection_class_embeddings_input_dim": pooled + 6 * 4}
@@ -235,13 +220,13 @@ def _quiet(pipe: Pipeline) -> Pipeline:
     return pipe
 
 
-def _picture(channels: int = 3) -> torch.Tensor:
+def picture(channels: int = 3) -> torch.Tensor:
     """One picture [1,channels,16,16] in [0, 1]: a ramp."""
     return torch.linspace(0, 1, 16).expand(1, channels, 16, 16).clone()
 
 
 def _mask() -> torch.Tensor:
-    return (_picture(1) > 0.5).float()
+    return (picture(1) > 0.5).float()
 
 
 def _alpha(seed: int) -> tuple[Pipeline, dict[str, Any]]:
@@ -276,13 +261,12 @@ FACTORIES = {
     "LatentConsistencyModelPipeline": lambda seed: (lcm_sd15(seed), {}),
     "StableDiffusionInpaintPipeline": inpaint,
     "StableDiffusionInpaintPipeline (4 channels)": lambda seed: inpaint(seed, 4),
-    "StableDiffusionControlNetPipeline": lambda seed: (controlnet(seed), {"image": _picture()}),
     "StableDiffusionPAGPipeline": _pag,
     "StableDiffusionXLPAGPipeline": _pag_xl,
     "PixArtAlphaPipeline": _alpha,
     "PixArtSigmaPipeline": _sigma,
     "HunyuanDiTPipeline": lambda seed: (hunyuan_dit(seed), HUNYUAN_CALL),
     "CogView3PlusPipeline": lambda seed: (cogview3(seed), {"max_sequence_length": 16}),
-    "StableDiffusionImg2ImgPipeline": lambda seed: (img2img(seed), {"image": _picture()}),
+    "StableDiffusionImg2ImgPipeline": lambda seed: (img2img(seed), {"image": picture()}),
     "OmniGenPipeline": lambda seed: (omnigen(seed), {}),
 }

@@ -69,6 +69,15 @@ def wan22(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     return ready(WanPipeline(boundary_ratio=0.875, **experts, **_wan_parts())), dict(WAN_CALL)
 
 
+def wan22_dense(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+    """Wan 2.2's dense model for texts and pictures (TI2V-5B): a time step for every token."""
+    from diffusers import WanPipeline
+
+    torch.manual_seed(seed)
+    pipe = WanPipeline(transformer=_wan_transformer(), expand_timesteps=True, **_wan_parts(5.0))
+    return ready(pipe), dict(WAN_CALL)
+
+
 def wan_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """Wan 2.2's image-to-video: the picture is eight extra channels, including a mask."""
     from diffusers import WanImageToVideoPipeline

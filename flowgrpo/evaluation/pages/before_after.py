@@ -13,7 +13,7 @@ import torch
 from flowgrpo import rewards
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.measured import Measured, evenly
+from flowgrpo.evaluation.measured import Measured, evenly, spread
 from flowgrpo.evaluation.pages.grid import Row, Summary, draw_grid
 from flowgrpo.evaluation.statistics import interval, method_of
 
@@ -21,7 +21,8 @@ from flowgrpo.evaluation.statistics import interval, method_of
 def captions(functions: dict[str, Any], samples: torch.Tensor | Sequence[str], prompts: Sequence[Prompt],
              base: torch.Tensor | Sequence[str] | None = None) -> torch.Tensor:
     """Return `rewards.score` [N, R] of N samples; NaN for a reward that fails on them, with a printed line."""
-    texts, metadata, columns = [p.text for p in prompts], [p.metadata for p in prompts], []
+    texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
+    columns = [torch.empty(len(texts), 0)]
     pictures = cast("torch.Tensor | None", base)  # a reward that reads the base is one of pictures
     for name, function in functions.items():
         try:
@@ -58,7 +59,12 @@ def arrays(measured: Measured) -> dict[str, np.ndarray]:
 
 def cards(measured: Measured) -> list[tuple[str, torch.Tensor, dict[str, float]]]:
     """Return prompt, picture and scores of each kept picture."""
-    prompts = list({id(prompt): prompt for prompt in measured.prompts}.values())
-    samples = len(measured.prompts) // len(prompts)
-    return [(prompts[i].text, picture, {name: values[i * samples] for name, values in measured.scores.items()})
-            for i, picture in zip(evenly(len(prompts), len(measured.pictures)), measured.pictures)]
+    count = len({id(prompt) for prompt in measured.prompts})
+    samples, places = len(measured.prompts) // count, evenly(count, len(measured.pictures))
+    return [(prompt.text, picture, {name: values[i * samples] for name, values in measured.scores.items()})
+            for i, prompt, picture in zip(places, shown_prompts(measured), measured.pictures)]
+
+
+def shown_prompts(measured: Measured) -> list[Prompt]:
+    """Return the prompt of each kept picture."""
+    return spread(list({id(prompt): prompt for prompt in measured.prompts}.values()), len(measured.pictures))

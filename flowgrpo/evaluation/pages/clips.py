@@ -1,4 +1,4 @@
-"""Clips on disk: an animated WebP for viewing, and a tall picture for reading back."""
+"""Clips on disk: an animated WebP and an mp4 for viewing, and a tall picture for reading back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from PIL import Image
+from PIL import ExifTags, Image
+
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation.pages import mp4
 
 if TYPE_CHECKING:
     import torch
@@ -22,18 +25,44 @@ def as_image(picture: torch.Tensor) -> Image.Image:
     return Image.fromarray(pixels.numpy())
 
 
-def animate(path: str | Path, frames: Sequence[Image.Image], exif: bytes = b"") -> Path:
-    """Write pictures of one size as a lossless animated WebP that loops forever."""
-    path, pace = Path(path), round(min(max(1000 * SECONDS / len(frames), SHORTEST), LONGEST))
+def pace(frames: int) -> int:
+    """Return the milliseconds of a frame of a clip with so many."""
+    return round(min(max(1000 * SECONDS / frames, SHORTEST), LONGEST))
+
+
+def animate(path: str | Path, frames: Sequence[Image.Image], facts: str | None = None) -> Path:
+    """Write pictures of one size as a lossless animated WebP that loops forever, and beside it as an mp4 of the same
+    name if there is an encoder. facts: the WebP's EXIF user comment, and the comment of the mp4."""
+    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    frames[0].save(path, format="WEBP", save_all=True, append_images=frames[1:], duration=pace, loop=0, lossless=True,
-                   exif=exif)
+    frames[0].save(path, format="WEBP", save_all=True, append_images=frames[1:], duration=pace(len(frames)), loop=0,
+                   lossless=True, exif=b"" if facts is None else comment(facts))
+    if video := mp4.encode(frames, pace(len(frames)), facts or ""):
+        path.with_suffix(".mp4").write_bytes(video)
     return path
 
 
-def save_clip(path: str | Path, clip: torch.Tensor, exif: bytes = b"") -> Path:
-    """Write a clip [F, 3, H, W] in [0, 1] as an animated WebP."""
-    return animate(path, [as_image(frame) for frame in clip], exif)
+def comment(text: str) -> bytes:
+    """Return EXIF data with a user comment."""
+    exif = Image.Exif()
+    exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment] = b"UNICODE\0" + text.encode("utf-16-be")
+    return exif.tobytes()
+
+
+def save_clip(path: str | Path, clip: torch.Tensor, facts: str | None = None) -> Path:
+    """Write a clip [F, 3, H, W] in [0, 1] as `animate` does, or for a path that ends with .mp4 as that alone.
+
+    Raises UserError if such an mp4 cannot be encoded.
+    """
+    path, frames = Path(path), [as_image(frame) for frame in clip]
+    if path.suffix != ".mp4":
+        return animate(path, frames, facts)
+    video = mp4.encode(frames, pace(len(frames)), facts or "")
+    if video is None:
+        raise UserError(f"{path} cannot be written: {mp4.MISSING}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(video)
+    return path
 
 
 def moving(images: Sequence[torch.Tensor | str]) -> list[float]:

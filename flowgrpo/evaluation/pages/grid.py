@@ -61,7 +61,7 @@ class Summary:
 def draw_grid(path: str | Path, columns: Sequence[str], rows: Sequence[Row], summary: Summary | None = None,
               facts: Mapping[str, str] | None = None) -> Path:
     """Write a PNG with a card per row, several cards side by side, and the columns' names above the pictures. With
-    clips, also write an animated WebP of the same name.
+    clips, also write an animated WebP and an mp4 of the same name.
 
     A score is green with a triangle up if above that of the row's first picture, red with one down if below; NaN is
     printed as n/a. summary: printed at the end. facts: text chunks of the PNG.

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowgrpo.evaluation.numbers import bounds, ranged
-from flowgrpo.evaluation.pages import grid
+from flowgrpo.evaluation.pages import grid, mp4
+from flowgrpo.evaluation.pages.clips import pace
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +45,7 @@ thead th {{ position: sticky; top: 0; z-index: 1; padding: 6px 14px 6px 0; text-
 .prompt span {{ display: block; position: sticky; left: 16px; max-width: min(60em, calc(100vw - 32px));
   white-space: pre-wrap; }}
 td {{ vertical-align: top; padding: 0 14px 8px 0; min-width: 11em; }}
-img {{ display: block; border: 1px solid var(--line); border-radius: 4px; image-rendering: {rendering}; }}
+img, video {{ display: block; border: 1px solid var(--line); border-radius: 4px; image-rendering: {rendering}; }}
 p {{ white-space: pre-wrap; overflow-wrap: anywhere; min-width: 8em; max-width: 40em; margin: 0; padding: 6px 8px;
   background: var(--card); border: 1px solid var(--line); border-radius: 4px; }}
 dl {{ display: grid; grid-template-columns: 1fr auto; margin: 4px 0 0; font-size: 13px; gap: 0 8px; }}
@@ -65,7 +66,8 @@ def write_page(path: str | Path, title: str, columns: Sequence[str], rows: Seque
     """Write the rows under their columns' names, each below its prompt. Scores above those of a row's first picture
     have a green triangle up, below it a red one down.
 
-    Pictures are resized as on the PNG page (grid.py); clips are animated. summary: the last row.
+    Pictures are resized as on the PNG page (grid.py); clips are videos, or animated WebPs without an encoder.
+    summary: the last row.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,16 +141,23 @@ def _means(summary: grid.Summary, digits: Mapping[str, int]) -> str:
 def _image(image: torch.Tensor | str) -> str:
     if isinstance(image, str):
         return f"<p>{html.escape(image)}</p>"
-    file = io.BytesIO()
+    file, frames = io.BytesIO(), [grid._picture(frame) for frame in (image if image.ndim == 4 else image[None])]
+    size = f'width="{frames[0].width}" height="{frames[0].height}"'
     if image.ndim == 3:
-        first, kind = grid._picture(image), "png"
-        first.save(file, format="PNG")
-    else:
-        frames = [grid._picture(frame) for frame in image]
-        first, kind = frames[0], "webp"
-        first.save(file, format="WEBP", save_all=True, append_images=frames[1:], duration=200, loop=0, lossless=True)
-    code = base64.b64encode(file.getvalue()).decode()
-    return f'<img alt="" width="{first.width}" height="{first.height}" src="data:image/{kind};base64,{code}">'
+        frames[0].save(file, format="PNG")
+        return f'<img alt="" {size} src="{_data_url("image/png", file.getvalue())}">'
+    frames[0].save(file, format="WEBP", save_all=True, append_images=frames[1:], duration=pace(len(frames)), loop=0,
+                   lossless=True)
+    still = f'<img alt="" {size} src="{_data_url("image/webp", file.getvalue())}">'
+    video = mp4.encode(frames, pace(len(frames)))
+    if video is None:
+        return still
+    source = f'<source type="{mp4.TYPE}" src="{_data_url(mp4.TYPE, video)}">'
+    return f'<video {size} autoplay loop muted playsinline>{source}{still}</video>'
+
+
+def _data_url(kind: str, content: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def _scores(scores: dict[str, float], first: dict[str, float], digits: Mapping[str, int]) -> str:

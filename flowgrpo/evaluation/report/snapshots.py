@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from PIL import Image
+from PIL import Image, ImageSequence
 
-from flowgrpo.evaluation.pages.clips import LONGEST, SECONDS, SHORTEST, as_image, moving, still
+from flowgrpo.evaluation.pages import mp4
+from flowgrpo.evaluation.pages.clips import as_image, moving, pace, still
 from flowgrpo.extras import version
 from flowgrpo.storage.json_files import finite, read_object
 
@@ -35,11 +36,31 @@ if TYPE_CHECKING:
 
 FOLDER = "report"
 FACTS = ("machine", "nouns", "last", "ranges")  # files that are no stages
+VIDEO = f"data:{mp4.TYPE};base64,"
 SIDE = 320  # maximum longer side of a kept picture, in pixels
 LOSSLESS = 128  # maximum side in pixels of a picture kept without loss
 MEND = "restore it, or remove it: then the report leaves out what it said"
 EXTREMES = 6  # best samples of an epoch, and as many worst ones
 PACKAGES = ("flowgrpo", "torch", "diffusers", "transformers", "peft")
+
+
+@dataclass(frozen=True)
+class Video:
+    """Frames of a stored clip, and the same as mp4 if it was encoded."""
+
+    frames: list[Image.Image]
+    mp4: bytes | None
+
+    def file(self) -> tuple[bytes, str]:
+        """Return the clip as mp4, or without one as GIF, and the ending of its name."""
+        return (self.mp4, "mp4") if self.mp4 else (self.gif(), "gif")
+
+    def gif(self) -> bytes:
+        """Return the clip as an animated GIF."""
+        file = io.BytesIO()
+        self.frames[0].save(file, "GIF", save_all=True, append_images=self.frames[1:], loop=0,
+                            duration=pace(len(self.frames)))
+        return file.getvalue()
 
 
 @dataclass
@@ -93,29 +114,58 @@ def _insert(kept: list[tuple], sign: int, sample: tuple) -> None:
 
 
 def shown(output: torch.Tensor | str) -> dict[str, str]:
-    """Return a sample for JSON: a picture [3,H,W] or clip [F,3,H,W] as a data URL, a text unchanged."""
-    return {"text": output} if isinstance(output, str) else {"picture": data_url(output)}
+    """Return a sample for JSON: a picture [3,H,W] or clip [F,3,H,W] as a data URL, of a clip also as a video if there
+    is an encoder, a text unchanged."""
+    if isinstance(output, str):
+        return {"text": output}
+    video = video_url(output) if output.ndim == 4 else None
+    return {"picture": data_url(output)} | ({"video": video} if video else {})
 
 
 def data_url(output: torch.Tensor) -> str:
     """Encode a picture [3,H,W] in [0, 1], or a clip [F,3,H,W], as a WebP data URL, at most SIDE pixels long."""
-    frames = [as_image(output)] if output.ndim == 3 else [as_image(still(output, at)) for at in moving([output])]
-    factor = SIDE / max(frames[0].size)
-    if factor < 1:
-        width, height = (max(1, round(length * factor)) for length in frames[0].size)
-        frames = [frame.resize((width, height), Image.Resampling.LANCZOS) for frame in frames]
-    moved = dict(save_all=True, append_images=frames[1:], loop=0,
-                 duration=round(min(max(1000 * SECONDS / len(frames), SHORTEST), LONGEST))) if len(frames) > 1 else {}
+    frames = _frames(output)
+    moved = dict(save_all=True, append_images=frames[1:], loop=0, duration=pace(len(frames))) if len(frames) > 1 else {}
     file = io.BytesIO()
     frames[0].save(file, "WEBP", lossless=max(frames[0].size) <= LOSSLESS, quality=85, **moved)
     return "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode("ascii")
 
 
-def content(card: dict[str, Any]) -> Image.Image | str:
-    """Return the sample of a stored card: a text, or a picture, of a clip its first frame."""
+def video_url(clip: torch.Tensor) -> str | None:
+    """Encode a clip [F,3,H,W] in [0, 1] as an mp4 data URL, at most SIDE pixels long; None without an encoder.
+
+    Small ones are enlarged by a whole factor, since H.264 halves the resolution of colours.
+    """
+    frames = _frames(clip)
+    factor = max(1, SIDE // (2 * max(frames[0].size)))
+    large = [frame.resize((frame.width * factor, frame.height * factor), Image.Resampling.NEAREST) for frame in frames]
+    video = mp4.encode(large, pace(len(large)))
+    return None if video is None else VIDEO + base64.b64encode(video).decode("ascii")
+
+
+def _frames(output: torch.Tensor) -> list[Image.Image]:
+    """Return a picture, or the frames of a clip, at most SIDE pixels long."""
+    frames = [as_image(output)] if output.ndim == 3 else [as_image(still(output, at)) for at in moving([output])]
+    factor = SIDE / max(frames[0].size)
+    if factor >= 1:
+        return frames
+    width, height = (max(1, round(length * factor)) for length in frames[0].size)
+    return [frame.resize((width, height), Image.Resampling.LANCZOS) for frame in frames]
+
+
+def content(card: dict[str, Any]) -> Image.Image | Video | str:
+    """Return the sample of a stored card: a picture, a clip, or a text."""
     if "text" in card:
         return card["text"]
-    return Image.open(io.BytesIO(base64.b64decode(card["picture"].partition(",")[2]))).convert("RGB")
+    picture = Image.open(io.BytesIO(_bytes(card["picture"])))
+    if getattr(picture, "n_frames", 1) == 1:
+        return picture.convert("RGB")
+    frames = [frame.convert("RGB") for frame in ImageSequence.Iterator(picture)]
+    return Video(frames, _bytes(card["video"]) if "video" in card else None)
+
+
+def _bytes(url: str) -> bytes:
+    return base64.b64decode(url.partition(",")[2])
 
 
 def begin(run: Path, epoch: int, device: str | torch.device, processes: int, precision: str,
@@ -157,7 +207,8 @@ def last(run: Path, trainer: Trainer) -> None:
     """Keep the best and worst samples of the last epoch, and the result of the first-ratio check."""
     first = trainer.first_ratio
     write(run / FOLDER / "last.json", {
-        "epoch": trainer.epoch, "first_ratio": {"found": first.found, "limit": first.limit, "rescored": first.rescore},
+        "epoch": trainer.epoch, "first_ratio": {"found": first.found, "limit": first.limit, "rescored": first.rescore,
+                                                  "clip": first.clip},
         **trainer.scoring.extremes.told()})
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from flowgrpo.config.schema import Config
 from flowgrpo.evaluation.numbers import bounds, decimals, fixed
+from flowgrpo.evaluation.report import symptoms
 from flowgrpo.evaluation.statistics import LEAST, Interval, change, interval, method_of
 
 
@@ -107,7 +108,10 @@ def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[
     if any(each.known for each in reward_changes) and lines:
         toned += [_moved(each, nouns.sample) for each in reward_changes if each.known]
         toned += _hacking(reward_changes, nouns.sample)
-    toned += _first_ratio(last.get("first_ratio", {}))
+    first = last.get("first_ratio", {})
+    toned += [("warn", f"{symptom.name.capitalize()}: {symptom.text}.")
+              for symptom in symptoms.of_run(config, lines, first.get("clip"))]
+    toned += _first_ratio(first)
     return [{"tone": tone, "text": text} for tone, text in toned]
 
 

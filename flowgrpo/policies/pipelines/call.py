@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from flowgrpo.policies.generators import generators, seeded
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.encoder_cache import EncoderCache
+from flowgrpo.policies.pipelines.guider import guided
 from flowgrpo.policies.pipelines.idle_steps import IdleSteps
-from flowgrpo.policies.pipelines.load import denoisers, unchecked
+from flowgrpo.policies.pipelines.load import denoisers, timed, unchecked
+from flowgrpo.policies.pipelines.prompt_inputs import arguments
 from flowgrpo.samplers.scheduler import PolicyScheduler, Segment, StepRecord
 
 
@@ -53,7 +55,7 @@ def _on_device(pipe: Any, kind: type) -> Iterator[None]:
         pipe.__class__ = stock
 
 
-def _placed(stock: type, device: torch.device) -> type:
+def placed(stock: type, device: torch.device) -> type:
     """Subclass of a pipeline's class whose `_execution_device` is a constant.
 
     diffusers looks for it in every call, and walks all modules of all components several times to find it.
@@ -72,7 +74,7 @@ class PipelineCall:
                  trained: Collection[str], skipped: Callable[[int], None]):
         self.pipe, self.call, self.device, self.dtype = pipe, call, device, dtype
         self._call = inspect.unwrap(type(pipe).__call__)
-        self._kind = _placed(type(pipe), device)
+        self._kind = placed(type(pipe), device)
         self.accepts = inspect.signature(self._call).parameters
         self.stock = pipe.scheduler
         self.scheduler = PolicyScheduler.over(pipe.scheduler)
@@ -82,8 +84,8 @@ class PipelineCall:
             self.scheduler.quirk = replace(self.scheduler.quirk, idle=1)
         self.denoisers = denoisers(pipe)
         self._memo = EncoderCache({name: part for name, part in pipe.components.items()
-                                   if isinstance(part, torch.nn.Module) and name not in self.denoisers
-                                   and name not in trained})
+                                   if isinstance(part, torch.nn.Module) and name not in trained
+                                   and not timed(part)})
         self._idle = IdleSteps(self.scheduler, self.denoisers, skipped)
         self.casts = dtype != torch.float32  # autocast surrounds calls
         self.loads: bool | None = None  # whether a state has to be put in place by an idle step; known once it is tried
@@ -139,22 +141,24 @@ class PipelineCall:
         alone = conditioning.apart and not conditioning.listed
         if alone and options.get("generator"):
             options["generator"] = options["generator"][0]
-        inputs = {name: values[0] if alone else values for name, values in conditioning.inputs.items()}
+        inputs = arguments(conditioning.inputs, alone)
         scale = {guidance_argument(self.accepts, self.call, self.denoisers.values()): guidance}
-        arguments = dict(self.call, **inputs, **_texts(conditioning), return_dict=False, **scale, **options)
+        given = self.call | conditioning.size | inputs
+        given |= dict(_texts(conditioning), return_dict=False, **scale, **options)
         pipe.encode_prompt = encode
         try:
             with contextlib.ExitStack() as stack:
+                stack.enter_context(guided(pipe, guidance))
                 for context in self._contexts(conditioning, task, options.get("generator")):
                     stack.enter_context(context)
-                out = self._call(pipe, **{k: v for k, v in arguments.items() if k in self.accepts})[0]
+                out = self._call(pipe, **{k: v for k, v in given.items() if k in self.accepts})[0]
         finally:
             pipe.scheduler = self.stock
             del pipe.encode_prompt
         if record is not None and self.scheduler.companions:
             record = self.scheduler.taken()
         # Some pipelines give latents in another shape than the one they work in.
-        last = None if record is None or arguments["output_type"] != "latent" else record.last
+        last = None if record is None or given["output_type"] != "latent" else record.last
         kept = not self.loads and torch.is_tensor(out) and last is not None and out.shape == last.shape
         return (out if last is None or kept else last), record
 

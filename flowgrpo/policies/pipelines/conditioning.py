@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,12 +27,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.utils._pytree import tree_map_only
 
+from flowgrpo.data.inputs import Inputs
 from flowgrpo.device import queued
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines import padding
-from flowgrpo.policies.pipelines.reference_images import Pictured, pictures_of
+from flowgrpo.policies.pipelines.prompt_inputs import SHARED, Pictured, pictures_of
 from flowgrpo.storage import paths
 
+Size = tuple[int, int]  # height and width of a picture, in pixels
+Brought = str | Inputs | None  # beside a prompt's text
 LIMIT = 8 * 2**30  # bytes of encoded prompts in the CPU's memory
 
 
@@ -42,12 +45,14 @@ class Conditioning:
 
     calls: the values of each call, in order (with true CFG the negative prompts are encoded by a call of their own).
     per_prompt: which of these values have a row per prompt; the others (None, Flux's `text_ids`) serve all prompts.
-    inputs: reference pictures by the name of the pipeline's argument, one per prompt.
+    inputs: what prompts bring beside their text by the name of the pipeline's argument, one per prompt; several
+    pictures of one prompt are a list.
     apart: the pipeline takes one prompt per call; then every value is a list of what the calls of the prompts returned.
     bare: its `encode_prompt` returns one value, and no tuple.
     listed: of those apart: each prompt is given as a list of one, since the pipeline would take several.
     parts: of prompts that differ in length, one Conditioning each, in place of `calls`. masks: how they are padded
     (`padding.learn`); None: rows of different lengths need calls of their own.
+    sizes: of each prompt's pictures; empty: of all those of the policy's `call`.
     """
 
     prompts: list[str]
@@ -60,6 +65,7 @@ class Conditioning:
     listed: bool = False
     parts: tuple[Conditioning, ...] = ()
     masks: padding.Masks | None = None
+    sizes: list[Size] = field(default_factory=list)
 
     def rows(self, index: torch.Tensor) -> Conditioning:
         """Return the rows `index` (int64 [B]); a row may be taken several times.
@@ -67,8 +73,9 @@ class Conditioning:
         Rows that differ in length are padded, or stay `parts`.
         """
         picked = index.tolist()
+        sizes = [self.sizes[i] for i in picked] if self.sizes else []
         if self.parts:
-            return gathered([self.parts[i] for i in picked], self.masks)
+            return replace(gathered([self.parts[i] for i in picked], self.masks), sizes=sizes)
         places: dict[torch.device, torch.Tensor] = {}  # by device: the index is brought to each once
 
         def taken(value: Any) -> Any:
@@ -80,8 +87,15 @@ class Conditioning:
 
         calls = tuple(tuple(taken(value) if per_row else value for value, per_row in zip(values, flags, strict=True))
                       for values, flags in zip(self.calls, self.per_prompt, strict=True))
-        return replace(self, prompts=taken(self.prompts), negatives=taken(self.negatives), calls=calls,
+        return replace(self, prompts=taken(self.prompts), negatives=taken(self.negatives), calls=calls, sizes=sizes,
                        inputs={name: taken(values) for name, values in self.inputs.items()})
+
+    @property
+    def size(self) -> dict[str, int]:
+        """Return the rows' size as arguments of a call, if they have one. Raises ValueError for several sizes."""
+        if len(set(self.sizes)) > 1:
+            raise ValueError(f"rows of sizes {sorted(set(self.sizes))} in one call: expected one size")
+        return dict(zip(("height", "width"), self.sizes[0])) if self.sizes else {}
 
     def runs(self) -> list[range]:
         """Return the rows that one call of the pipeline may bring, call by call."""
@@ -89,7 +103,7 @@ class Conditioning:
         if self.apart or self.inputs and self.mixed:
             return [range(i, i + 1) for i in range(count)]
         shapes = [part.shapes() for part in self.parts] or [()] * count
-        cuts = [i for i in range(count) if not i or shapes[i] != shapes[i - 1]] + [count]
+        cuts = [i for i in range(count) if not i or shapes[i] != shapes[i - 1] or self._differ(i - 1, i)] + [count]
         return [range(start, stop) for start, stop in itertools.pairwise(cuts)]
 
     @property
@@ -98,7 +112,16 @@ class Conditioning:
 
         Some pipelines (Flux Kontext) resize all of a call to the first one's.
         """
-        return any(len(set(map(_size, values))) > 1 for values in self.inputs.values())
+        return any(len(set(map(_size, values))) > 1 for name, values in self.inputs.items() if name not in SHARED)
+
+    @property
+    def differ(self) -> bool:
+        """Return True if rows differ in what a call has once for all of them."""
+        return any(self._differ(0, row) for row in range(1, len(self.prompts)))
+
+    def _differ(self, one: int, two: int) -> bool:
+        pairs = [(self.inputs[name][one], self.inputs[name][two]) for name in SHARED if name in self.inputs]
+        return any(a is not b and not (isinstance(a, (int, float)) and a == b) for a, b in pairs)
 
     def to(self, device: torch.device | str) -> Conditioning:
         """Return the same with all tensors on the device."""
@@ -138,19 +161,20 @@ class PromptCache:
     """policy.encode with a memory, on disk with a `folder`: `encoder(prompts, negatives) -> Conditioning`.
 
     limit: bytes of the memory. The prompt that was not read for the longest time is dropped first.
+    name: of the folder's folder with these prompts, for a policy without text encoders: all have to be there.
     """
 
-    def __init__(self, policy: PromptEncoder, folder: Path | None = None, limit: int = LIMIT):
-        self.policy, self.limit = policy, limit
-        self.folder = folder / fingerprint(policy) if folder else None
-        self._known: OrderedDict[tuple[str, str, str | None], Conditioning] = OrderedDict()
+    def __init__(self, policy: PromptEncoder, folder: Path | None = None, limit: int = LIMIT, name: str | None = None):
+        self.policy, self.limit, self.name = policy, limit, name
+        self.folder = folder / (name or fingerprint(policy)) if folder else None
+        self._known: OrderedDict[tuple[str, str, Brought], Conditioning] = OrderedDict()
         # By content: what prompts share, a negative one, is there once.
         self._values: WeakValueDictionary[str, torch.Tensor] = WeakValueDictionary()
         self._masks: list[padding.Masks | None] = []  # how the pipeline pads, once prompts have differed in length
 
     def __call__(self, prompts: list[str], negatives: list[str],
-                 images: Sequence[str | None] | None = None) -> Conditioning:
-        """images: the file of each prompt's reference picture, or None."""
+                 images: Sequence[Brought] | None = None) -> Conditioning:
+        """images: the file of each prompt's reference picture, all that it brings, or None."""
         images = images or [None] * len(prompts)
         parts = [self._one(*row) for row in zip(prompts, negatives, images, strict=True)]
         if len({part.shapes() for part in parts}) > 1 and not self._masks:
@@ -159,7 +183,7 @@ class PromptCache:
         self.policy.settle(conditioning)
         return conditioning
 
-    def prepare(self, prompts: list[str], negatives: list[str], images: Sequence[str | None]) -> None:
+    def prepare(self, prompts: list[str], negatives: list[str], images: Sequence[Brought]) -> None:
         """Encode prompts into the memory, one after the other, until it is full."""
         rows = [*zip(prompts, negatives, images, strict=True)]
         kept = False
@@ -169,6 +193,16 @@ class PromptCache:
                 return
             kept = rows[0] in self._known
 
+    def fill(self, rows: Iterable[tuple[str, str]]) -> None:
+        """Encode prompts with their negative prompts into the folder, and how they are padded if they differ in length.
+        """
+        of_shape: dict[Any, Conditioning] = {}
+        for prompt, negative in rows:
+            part = self._one(prompt, negative, None)
+            of_shape.setdefault(part.shapes(), part)
+        if len(of_shape) > 1:
+            self._padding(list(of_shape.values()))
+
     def _padding(self, parts: list[Conditioning]) -> padding.Masks | None:
         """Find out how the pipeline pads prompts of different lengths; of those with pictures it is not known."""
         if any(part.inputs or part.apart for part in parts):
@@ -176,6 +210,7 @@ class PromptCache:
         path = self.folder / "padding.json" if self.folder else None
         if path and path.exists():
             return padding.read(path.read_text())
+        self._require_encoders(parts[0].prompts[0])
         masks = padding.learn(lambda texts: self.policy.encode(texts, texts, None).to("cpu").calls)
         if path:
             temporary = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
@@ -184,7 +219,12 @@ class PromptCache:
             temporary.replace(path)
         return masks
 
-    def _one(self, prompt: str, negative: str, image: str | None) -> Conditioning:
+    def _require_encoders(self, prompt: str) -> None:
+        if self.name is not None:
+            raise UserError(f"the prompt {prompt[:60]!r} is not in {self.folder}, and the run began without text "
+                            "encoders, since all of its prompts were there: run `flowgrpo encode` again")
+
+    def _one(self, prompt: str, negative: str, image: Brought) -> Conditioning:
         """Return the cached or computed conditioning of one prompt, on the CPU."""
         key = prompt, negative, image
         if key in self._known:
@@ -195,6 +235,7 @@ class PromptCache:
         path = self.folder / f"{name}.safetensors" if self.folder else None
         if path and path.exists():
             return replace(_read(path, prompt, negative), inputs=pictures)
+        self._require_encoders(prompt)
         conditioning = self.policy.encode([prompt], [negative], [image]).to("cpu")
         if not path or not _write(path, conditioning):
             conditioning = conditioning.mapped(lambda tensor: self._values.setdefault(digest(tensor), tensor))
@@ -202,6 +243,11 @@ class PromptCache:
             while len(self._known) > 1 and sum(tensor.nbytes for tensor in self._values.values()) > self.limit:
                 self._known.popitem(last=False)
         return conditioning
+
+
+def entry(folder: Path, prompt: str, negative: str) -> Path:
+    """Return the file of a prompt without a picture in a cache's folder."""
+    return folder / f"{_digest(json.dumps([prompt, negative]))}.safetensors"
 
 
 def gathered(parts: Sequence[Conditioning], masks: padding.Masks | None = None, pad: bool = True) -> Conditioning:
@@ -229,7 +275,7 @@ def join(parts: Sequence[Conditioning]) -> Conditioning:
     first = parts[0]
     if len({frozenset(part.inputs) for part in parts}) > 1:
         raise UserError("some prompts of a batch bring a reference picture and others do not: give all an `image`, or "
-                        "none")
+                        "none; or the same keys of other inputs")
     calls = tuple(
         tuple(_stack([part.calls[c][v] for part in parts]) if per_row else first.calls[c][v]
               for v, per_row in enumerate(flags))

@@ -44,14 +44,14 @@ class EditPolicy(PipelinePolicy):
                  output_type: str = "pt") -> torch.Tensor:
         """Return pictures on the CPU: of `candidates` bases and their edits those that the critic values most.
 
+        output_type: "latent" for latents, not decoded.
         The bases are the stock pipeline's; the first is drawn from the row's own generator.
         """
-        assert output_type == "pt", output_type
         drawn = [super(EditPolicy, self).generate(conditioning, candidate, steps, guidance, "latent")
                  for candidate in self._candidates(generators)]
         bases = torch.stack(drawn, 1).to(self.device, self.dtype)
         chosen, _ = latent_edits.on_the_fly(self.editor, conditioning, bases)
-        return self.decode(chosen, conditioning).cpu()
+        return (chosen.float() if output_type == "latent" else self.decode(chosen, conditioning)).cpu()
 
     def _candidates(self, generators: list[torch.Generator]) -> list[list[torch.Generator]]:
         seeds = [generator.initial_seed() for generator in generators]

@@ -18,12 +18,13 @@ from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
 from flowgrpo.methods.adapted import Adapted
 from flowgrpo.policies import hub, sources
-from flowgrpo.policies.pipelines import single_file
+from flowgrpo.policies.pipelines import conditioned, single_file
 from flowgrpo.policies.weights.lora_files import fuse
 from flowgrpo.policies.weights.memory_options import quantisation
 from flowgrpo.samplers.predictions import prediction
 from flowgrpo.starter import FOLDERS, MERGED
 
+ALL, ENCODERS, DENOISERS = "all", "encoders", "denoisers"  # of a pipeline: what is loaded
 TIMES = {"timestep", "timesteps", "t", "timestep_ratio"}
 
 
@@ -33,14 +34,18 @@ def modality(pipe: Any) -> str:
     return "video" if any("frame" in name or "video" in name for name in accepts) else "image"
 
 
+def timed(module: torch.nn.Module) -> bool:
+    """Return True for a module whose forward takes a time: a denoiser or a ControlNet."""
+    return bool(TIMES & set(inspect.signature(module.forward).parameters))
+
+
 def denoisers(pipe: Any) -> dict[str, torch.nn.Module]:
     """Return the modules that a pipeline's loop calls: those whose forward takes a time.
 
     A ControlNet only steers one.
     """
     return {name: module for name, module in sorted(pipe.components.items())
-            if isinstance(module, torch.nn.Module) and "ControlNet" not in type(module).__name__
-            and TIMES & set(inspect.signature(module.forward).parameters)}
+            if isinstance(module, torch.nn.Module) and "ControlNet" not in type(module).__name__ and timed(module)}
 
 
 def text_encoders(pipe: Any) -> dict[str, torch.nn.Module]:
@@ -70,10 +75,11 @@ def _named_denoisers(index: dict[str, Any]) -> list[str]:
 
 
 def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool = False, weights: str = "full",
-                  files: Load = Load()) -> Any:
+                  files: Load = Load(), only: str = ALL) -> Any:
     """Load a diffusers pipeline: a starter's name, a directory or a hub id. UserError where it does not load.
 
     weights: of its denoisers, "full", or quantised as `memory_options.quantisation` says. files: where they are.
+    only: ENCODERS for text encoders beside diffusers' modules without values, DENOISERS for no text encoders.
     """
     provenance.require_place(model)
     sources.require(model, files, weights)
@@ -88,11 +94,15 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
     hub.require(source)
     try:
         with quiet():  # of components in another class than the pipeline's usual one, such as a small autoencoder
-            pipe = _read(model, source, files, DTYPES[precision], weights, trust_remote_code)
-            if model in MERGED:
+            pipe = _read(model, source, files, DTYPES[precision], weights, trust_remote_code, only)
+            if model in MERGED and only != ENCODERS:
                 _merge(pipe, MERGED[model])
             for lora in files.fused:
                 fuse(pipe, denoisers(pipe) | text_encoders(pipe), Path(lora.path), lora.scale)
+            if files.controlnet is not None:
+                pipe = conditioned.with_controlnet(pipe, files.controlnet, DTYPES[precision])
+            if files.ip_adapter is not None:
+                conditioned.add_ip_adapter(pipe, files.ip_adapter)
     except UserError:
         raise
     except Exception as error:  # whatever stands in a stranger's files
@@ -104,7 +114,8 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
     return pipe
 
 
-def _read(model: str, source: str, files: Load, dtype: torch.dtype, weights: str, trust_remote_code: bool) -> Any:
+def _read(model: str, source: str, files: Load, dtype: torch.dtype, weights: str, trust_remote_code: bool, only: str
+          ) -> Any:
     """Read a pipeline. source: folder or hub id of its configuration."""
     from diffusers import DiffusionPipeline
 
@@ -113,13 +124,32 @@ def _read(model: str, source: str, files: Load, dtype: torch.dtype, weights: str
     parts: dict[str, Any] = {name: None for name, value in index.items()
                              if isinstance(value, list) and value[0] is None}
     names, whole = _named_denoisers(index), sources.is_file(model)
-    if files.denoiser:
+    if only == DENOISERS:
+        parts |= {name: None for name in index if name.startswith("text_encoder")}
+    if only == ENCODERS:
+        parts |= _without_values(index, source, files, dtype)
+    elif files.denoiser:
         parts |= single_file.denoiser(files, source, index, names, dtype)
     if whole:
         return single_file.pipeline(model, source, index, dtype, parts)
     lower = quantisation(names, weights, dtype)
     return DiffusionPipeline.from_pretrained(source, dtype=dtype, quantization_config=lower, variant=files.variant,
                                              revision=files.revision, trust_remote_code=trust_remote_code, **parts)
+
+
+def _without_values(index: dict[str, Any], source: str, files: Load, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
+    """Return the modules of diffusers in a pipeline's index, by name, on the meta device."""
+    import diffusers
+    from accelerate import init_empty_weights
+
+    modules = {}
+    for name, value in index.items():
+        kind: Any = getattr(diffusers, value[1], None) if isinstance(value, list) and value[0] == "diffusers" else None
+        if torch.nn.Module in getattr(kind, "__mro__", ()):
+            with init_empty_weights():
+                modules[name] = kind.from_config(kind.load_config(source, subfolder=name, revision=files.revision))
+            modules[name] = modules[name].to(dtype)
+    return modules
 
 
 @contextlib.contextmanager

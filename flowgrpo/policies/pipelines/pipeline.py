@@ -25,9 +25,10 @@ from flowgrpo.policies.pipelines.call import PipelineCall, unlogged, until_set
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.load import modality, trained_modules
 from flowgrpo.policies.pipelines.prompt_encoding import EncodePrompt
-from flowgrpo.policies.pipelines.reference_images import PICTURES, pictures_of, stay_apart
+from flowgrpo.policies.pipelines.prompt_inputs import SHARED, parted, pictures_of
+from flowgrpo.policies.pipelines.reference_images import stay_apart
 from flowgrpo.policies.pipelines.timestep_vector import copies
-from flowgrpo.policies.weights import context_parallel, sharding
+from flowgrpo.policies.weights import context_parallel, host_weights, sharding
 from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recomputed, supported
 from flowgrpo.policies.weights.compiled import compile_blocks
 from flowgrpo.policies.weights.lora_forward import without_casts
@@ -66,11 +67,10 @@ class PipelinePolicy:
                  checkpointing: float = 0.0, memory: Memory = Memory(), compiled: bool = False,
                  adapted: Adapted = Adapted()):
         self.pipe, self.guidance = pipe, guidance
-        self.call = {key: value for key, value in (call or {}).items() if key not in PICTURES}
-        self.given = {key: value for key, value in (call or {}).items() if key in PICTURES}
+        self.frames, self.call, self.given = parted(type(pipe), call or {})
         self.device, self.precision, self.dtype = torch.device(device), precision, DTYPES[precision]
         self.exact = 1e-6 if self.dtype == torch.float32 else None  # how closely a replay repeats the rollout
-        self.checkpointing, self.compiled = float(checkpointing), compiled
+        self.checkpointing, self.compiled, self.offloads = float(checkpointing), compiled, memory.offload != "none"
         self.states = self.device if memory.states == "device" else torch.device("cpu")
         trained, self.live = trained_modules(pipe, adapted) if adapter is not None else {}, adapted.encoders
         self.driver = driver = PipelineCall(pipe, self.call, self.device, self.dtype, trained, self._skipped)
@@ -83,9 +83,9 @@ class PipelinePolicy:
                               timesteps=torch.tensor([900, 500]) if self.process == "vp" else None)
         self.evaluations = 0  # rows that went through a denoiser
         mesh = sharding.mesh(memory.shard, self.device)
-        # Sharded weights come to the device block by block, and never as a whole.
+        # Sharded and offloaded weights come to the device block by block, and never as a whole.
         self.encoders = Encoders(pipe, self.device, None if memory.encoders == "keep" else "cpu",
-                                 later=self.denoisers if mesh is not None else ())
+                                 self.denoisers if mesh is not None or host_weights.later(memory) else ())
         decode_in_parts(pipe, memory.vae)
         use_attention(memory.attention, self.denoisers.values())
         for part in pipe.components.values():
@@ -100,6 +100,7 @@ class PipelinePolicy:
             driver.casts = adapter is not None and not without_casts(self.weights.layers().values())
         if mesh is not None:
             sharding.place(self.denoisers.values(), mesh, self.device, self.weights, self.dtype)
+        host_weights.place(self.denoisers.values(), self.encoders, self.device, memory, self.weights)
         context_parallel.enable(self.denoisers.values(), memory.context_parallel, self.device)
         self.turns = lockstep.Lockstep(self.device, self._accompany) if mesh is not None else None
         self._row: tuple[Conditioning, torch.Tensor, Segment] | None = None  # one that was sampled last, and how
@@ -139,10 +140,9 @@ class PipelinePolicy:
                images: Sequence[Any] | None = None) -> Conditioning:
         """Encode P prompts once, exactly as the pipeline's own call would. UserError where it refuses its arguments.
 
-        images: of each prompt a reference picture, its file, or None.
+        images: of each prompt a reference picture, its file, all that it brings (`Inputs`), or None.
         """
-        brought = any(image is not None for image in images or ())
-        pictures = pictures_of(self, len(prompts), images) if brought or self.given else {}
+        pictures = pictures_of(self, len(prompts), images)
         plain = Conditioning(prompts, negatives or [""] * len(prompts), inputs=pictures)
         try:
             if not self.encode_prompt.knows(plain):
@@ -163,7 +163,8 @@ class PipelinePolicy:
 
         Raises UserError for prompts of which sharded weights cannot take several in a call.
         """
-        if self.turns and (conditioning.apart or conditioning.parts and conditioning.masks is None):
+        apart = conditioning.apart or set(SHARED) & set(conditioning.inputs)
+        if self.turns and (apart or conditioning.parts and conditioning.masks is None):
             raise UserError(f"memory.shard is true, but {type(self.pipe).__name__} takes one prompt per call, so that "
                             "processes would not call it alike: use memory.shard: false")
         if self.driver.loads is not None:
@@ -278,13 +279,12 @@ class PipelinePolicy:
         return self._drive(conditioning, task, self.guidance, latents=latents, output_type="pt")[0].float()
 
     @torch.no_grad()
-    def of_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator]) -> torch.Tensor:
-        """Return the pipeline's decoded initial noise on the CPU, without a denoising step.
-
-        It has the size, type and range of the pipeline's pictures.
-        """
+    def of_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator], output_type: str = "pt"
+                 ) -> torch.Tensor:
+        """Return the pipeline's decoded initial noise on the CPU, in its pictures' form; "latent": not decoded."""
         task = Segment(torch.zeros(1), range(0))
-        return self._drive(conditioning, task, self.guidance, generator=generators, output_type="pt")[0].float().cpu()
+        return self._drive(conditioning, task, self.guidance, generator=generators,
+                           output_type=output_type)[0].float().cpu()
 
     @torch.no_grad()
     def generate(self, conditioning: Conditioning, generators: list[torch.Generator], steps: int, guidance: float,

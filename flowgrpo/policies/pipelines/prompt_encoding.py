@@ -16,6 +16,8 @@ from flowgrpo.policies.pipelines.conditioning import Conditioning, gathered
 from flowgrpo.policies.weights.memory_options import Encoders
 from flowgrpo.samplers.scheduler import Segment
 
+Kinds = frozenset[tuple[str, bool]]
+
 
 class EncodePrompt:
     """Encodes prompts by calls of the pipeline with no steps to do, and keeps what its `encode_prompt` returns there.
@@ -29,12 +31,12 @@ class EncodePrompt:
         self._encode = inspect.unwrap(type(pipe).encode_prompt).__get__(pipe) if live else pipe.encode_prompt
         self.apart: bool | None = None  # whether the pipeline takes one prompt per call; known after `learn`
         self._shared: tuple[tuple[bool, ...], ...] = ()
-        self._learned: dict[frozenset[str], tuple[bool, tuple[tuple[bool, ...], ...]]] = {}  # by kinds of pictures
+        self._learned: dict[Kinds, tuple[bool, tuple[tuple[bool, ...], ...]]] = {}  # by kinds of pictures
         self._bare = False
 
     def knows(self, plain: Conditioning) -> bool:
         """Return True once it has learned from prompts with such pictures, or from prompts without any."""
-        return frozenset(plain.inputs) in self._learned
+        return _kinds(plain) in self._learned
 
     def learn(self, twice: Conditioning, guidance: float, stay_apart: Callable[[], bool]) -> None:
         """Find out which values serve all prompts, and whether a call may bring several prompts with their pictures.
@@ -51,12 +53,12 @@ class EncodePrompt:
         # What a pipeline for one prompt may raise; if it is something else, the next call raises it again.
         except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
             self.apart = True
-        self._learned[frozenset(twice.inputs)] = self.apart, self._shared
+        self._learned[_kinds(twice)] = self.apart, self._shared
 
     def __call__(self, plain: Conditioning, guidance: float) -> Conditioning:
         """Return the prompts' conditioning, with the values of `encode_prompt`."""
-        self.apart, self._shared = self._learned.get(frozenset(plain.inputs), (self.apart, self._shared))
-        if not self.apart and not (plain.inputs and plain.mixed):
+        self.apart, self._shared = self._learned.get(_kinds(plain), (self.apart, self._shared))
+        if not self.apart and not (plain.inputs and (plain.mixed or plain.differ)):
             calls = self._calls(plain, guidance)
             per_prompt = tuple(tuple(value is not None and not shared for value, shared in zip(values, shares))
                                for values, shares in zip(calls, self._shared, strict=True))
@@ -76,14 +78,15 @@ class EncodePrompt:
                         zip(*([id(picture) for picture in values] for values in conditioning.inputs.values()))
                         if conditioning.inputs else [()] * len(conditioning.prompts), strict=True))
         first = {row: rows.index(row) for row in rows}
-        plain = replace(conditioning, calls=(), per_prompt=(), parts=()).rows(torch.tensor(list(first.values())))
+        plain = replace(conditioning, calls=(), per_prompt=(), parts=(), sizes=[])
+        plain = plain.rows(torch.tensor(list(first.values())))
         parts = [self(plain.rows(torch.tensor([at])), guidance) for at in range(len(first))]
         if torch.is_grad_enabled() and not any(_in_graph(call) for one in parts for call in one.calls):
             raise UserError(f"encode_prompt of {type(self.driver.pipe).__name__} gives no gradient of its text "
                             "encoders: train the denoiser alone, parts: {adapted: {encoders: false, denoisers: true}}")
         places = {row: place for place, row in enumerate(first)}
         encoded = gathered(parts, conditioning.masks, pad=False)
-        return encoded.rows(torch.tensor([places[row] for row in rows]))
+        return replace(encoded.rows(torch.tensor([places[row] for row in rows])), sizes=conditioning.sizes)
 
     def _calls(self, plain: Conditioning, guidance: float) -> tuple[tuple[Any, ...], ...]:
         """Return the values of each call of `encode_prompt` during a pipeline call without steps."""
@@ -104,6 +107,11 @@ class EncodePrompt:
             raise UserError(f"{type(self.driver.pipe).__name__} does not call its encode_prompt: its conditioning "
                             "cannot be cached")
         return tuple(calls)
+
+
+def _kinds(plain: Conditioning) -> Kinds:
+    """Return the names of what prompts bring, and which of it are several pictures per prompt."""
+    return frozenset((name, isinstance(values[0], (list, tuple))) for name, values in plain.inputs.items())
 
 
 def _shared(one: Any, two: Any) -> bool:

@@ -1,32 +1,20 @@
-"""Reference pictures of prompts, several of them in one call of a pipeline: does each prompt see its own?"""
+"""Pictures of several prompts in one call of a pipeline: check that each prompt sees its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
-from flowgrpo.errors import UserError
+from flowgrpo.data.pictures import Clip
+from flowgrpo.policies.pipelines.prompt_inputs import SHARED
 from flowgrpo.samplers.denoiser import Denoiser, EncodedPrompts
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.scheduler import Segment
 
-# Arguments of a pipeline's call that belong to a prompt.
-PICTURES = ("image", "image_reference", "mask_image", "control_image", "last_image", "video")
 SHARE = 0.1  # of the difference that another picture makes: what company may change, in half precision
-
-
-class Pictured(Protocol):
-    """Policy whose pipeline may take pictures; given: those of its `call`, accepts: the call's arguments."""
-
-    pipe: Any
-    given: dict[str, Any]
-
-    @property
-    def accepts(self) -> Collection[str]: ...
 
 
 class PicturedPrompts(EncodedPrompts, Protocol):
@@ -52,33 +40,16 @@ class Pipeline(Denoiser[P], Protocol[P]):
     def encode_prompt(self) -> Callable[[P, float], P]: ...
 
 
-def pictures_of(policy: Pictured, count: int, images: Sequence[Any] | None = None) -> dict[str, list[Any]]:
-    """Return the reference pictures of `count` prompts by the name of the pipeline's argument.
-
-    images: of each prompt a picture, its file, or None for that of the policy's `call`. UserError where the pipeline
-    takes none.
-    """
-    from PIL import Image
-
-    pictures = {name: [value] * count for name, value in policy.given.items()}
-    if any(image is not None for image in images or ()):
-        if "image" not in policy.accepts:
-            raise UserError(f"{type(policy.pipe).__name__} takes no image, but a prompt brings one: leave it out")
-        opened = [Image.open(picture).convert("RGB") if isinstance(picture, (str, Path)) else picture
-                  for picture in images or ()]
-        pictures["image"] = [policy.given.get("image") if picture is None else picture for picture in opened]
-        if any(picture is None for picture in pictures["image"]):
-            raise UserError("some prompts of a batch bring an `image` and others do not: give all one, or none")
-    return pictures
-
-
 def stay_apart(policy: Pipeline[P], twice: P) -> bool:
     """Return True if a step of two prompts with separate pictures gives the result of each prompt alone.
 
     Some pipelines (Flux2) silently take a list for several references of one prompt.
-    twice: one prompt, two times, not yet encoded.
+    twice: one prompt, two times, not yet encoded. What is shared (`SHARED`) never differs within a call.
     """
-    pair = replace(twice, inputs={name: [first, other(second)] for name, (first, second) in twice.inputs.items()})
+    if not set(twice.inputs) - set(SHARED):
+        return True
+    pair = replace(twice, inputs={name: [first, second if name in SHARED else other(second)]
+                                  for name, (first, second) in twice.inputs.items()})
     grid, timesteps = make_grid("shifted", 2, 1.0, policy.stock, policy.strength)
     task = Segment(grid, range(1), timesteps=timesteps)
 
@@ -98,6 +69,8 @@ def other(picture: Any) -> Any:
 
     if isinstance(picture, Image.Image):
         return ImageOps.invert(picture.convert("RGB"))
+    if isinstance(picture, Clip):
+        return other(picture.frames)
     if isinstance(picture, (list, tuple)):
         return [other(part) for part in picture]
     return picture.flip(-1) if torch.is_tensor(picture) else picture[..., ::-1]

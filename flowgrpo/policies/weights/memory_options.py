@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from flowgrpo.errors import UserError
+from flowgrpo.policies.weights.host_weights import HostWeights
 
-PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes"}
+PACKAGES = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
 
 
 def require_quantiser(weights: str) -> None:
@@ -33,39 +34,74 @@ def require_package(setting: str, package: str) -> None:
 def quantisation(names: Iterable[str], weights: str, dtype: torch.dtype) -> Any:
     """Return diffusers' quantisation config for the components `names`; None for full weights.
 
-    int8: a scale per row of a weight, by torchao. nf4: 4 bits of a normal distribution's quantiles with a scale per 64
-    values (QLoRA, 2305.14314), by bitsandbytes, computed with in `dtype`.
+    int8: integers with a scale per row of a weight, by torchao. fp8: floats of 4 bits of exponent and 3 of mantissa
+    (e4m3) with a scale per row, by torchao; products are in `dtype`. nf4: 4 bits of a normal distribution's quantiles
+    with a scale per 64 values (QLoRA, 2305.14314), by bitsandbytes, computed with in `dtype`.
     """
     if weights == "full":
         return None
     from diffusers import BitsAndBytesConfig, PipelineQuantizationConfig, TorchAoConfig
 
     form: Any
-    if weights == "int8":
-        from torchao.quantization import Int8WeightOnlyConfig
+    if weights in ("int8", "fp8"):
+        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
 
         # The settings of torch's compiler are global to the process.
-        form = TorchAoConfig(Int8WeightOnlyConfig(set_inductor_config=False))
+        kind = Int8WeightOnlyConfig if weights == "int8" else Float8WeightOnlyConfig
+        form = TorchAoConfig(kind(set_inductor_config=False))
     else:
         form = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
     return PipelineQuantizationConfig(quant_mapping=dict.fromkeys(names, form))
 
 
-class Encoders:
+class Offloaded:
+    """Frozen modules that leave the device for `away` while they have nothing to do; with `away` None they stay.
+
+    Their weights stay in the CPU's memory, pinned for a GPU, and to leave drops the copies on the device.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module], device: torch.device, away: str | None, here: bool):
+        """here: they are on the device now."""
+        self.device, self.away, self.here = device, away, here
+        self._weights = HostWeights(modules, device)
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        return self._weights.modules
+
+    def come(self) -> None:
+        """Copy the modules to the device; the host does not wait for the copies."""
+        if self.here:
+            return
+        self.here = True
+        self._weights.come()
+        for module in self.modules:
+            module.to(self.device)  # quantised weights, which know how they are moved
+
+    def leave(self) -> None:
+        """Drop the copies on the device; nothing is copied back."""
+        if not self.here or self.away is None:
+            return
+        self._weights.leave()
+        self.here = False
+        for module in self.modules:
+            module.to(self.away)  # what was quantised, or added since
+
+
+class Encoders(Offloaded):
     """Text encoders of a pipeline, offloaded to the device `away` unless a prompt is encoded; with None they stay.
 
-    They come when a prompt is encoded and leave before other work, so a series of prompts moves them once. They are
-    frozen: their weights stay in the CPU's memory, pinned for a GPU, and to leave drops the copies on the device.
+    They come when a prompt is encoded and leave before other work, so a series of prompts moves them once.
     """
 
     def __init__(self, pipe: Any, device: torch.device, away: str | None, later: Iterable[str] = ()):
         """later: the components that come to the device in another way."""
-        self.device, self.away, self.here = device, away, away is None
         later = set(later)
-        self._waiting: list[tuple[dict[str, Any], str, torch.Tensor]] = []  # of each copy on the device, its original
+        self.beside: HostWeights | None = None  # weights that leave while encoders are on the device
         named = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
                  and name not in later}
-        self.modules = [part for name, part in named.items() if name.startswith("text_encoder")]
+        super().__init__([part for name, part in named.items() if name.startswith("text_encoder")], device, away,
+                         here=away is None)
         if away is None and not later:
             pipe.to(device)  # it knows which quantised parts may be moved
         for part in named.values() if away is not None or later else ():
@@ -87,54 +123,25 @@ class Encoders:
         pipe.encode_prompt = attended
 
     def come(self) -> None:
-        """Copy the encoders to the device; the host does not wait for the copies."""
-        if self.here:
-            return
-        self.here = True
-        copies: dict[int, torch.Tensor] = {}  # tied weights have one
-        for place, name, tensor in [*self._tensors()]:
-            if id(tensor) not in copies:
-                copies[id(tensor)] = self._copy(tensor)
-            self._waiting.append((place, name, tensor))
-            place[name] = copies[id(tensor)]
-        for module in self.modules:
-            module.to(self.device)  # quantised weights, which know how they are moved
+        """Copy the encoders to the device, where `beside` gives them room."""
+        if self.beside is not None and not self.here:
+            self.beside.leave()
+        super().come()
 
-    def leave(self) -> None:
-        """Drop the copies on the device; nothing is copied back."""
-        if not self.here or self.away is None:
-            return
-        for place, name, tensor in self._waiting:
-            place[name] = tensor
-        self._waiting, self.here = [], False
-        for module in self.modules:
-            module.to(self.away)  # what was quantised, or added since
 
-    def _tensors(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-        """Yield the plain parameters and buffers that wait, with the dictionary that holds each and its name there."""
-        for part in (part for module in self.modules for part in module.modules()):
-            places: tuple[dict[str, Any], ...] = part._parameters, part._buffers
-            for place in places:
-                for name, tensor in place.items():
-                    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device != self.device:
-                        yield place, name, tensor
-
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.device.type == "cuda" and not tensor.is_pinned():
-            tensor.data = tensor.data.pin_memory()
-        copy = tensor.detach().to(self.device, non_blocking=True)
-        return torch.nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else copy
+ONE_BY_ONE = ("AutoencoderKLHunyuanVideo15",)  # in diffusers 0.42 their attention mask serves one clip alone
 
 
 def decode_in_parts(pipe: Any, how: str) -> None:
     """Make the pipeline decode image by image ("sliced"), or also tile by tile ("tiled").
 
-    Raises UserError if its autoencoder cannot.
+    With "whole" nothing changes, but for autoencoders that cannot decode several images. Raises UserError if its
+    autoencoder cannot.
     """
-    if how == "whole":
-        return
     vaes: list[Any] = [part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
                        and ("vae" in name or name == "vqgan")]
+    if how == "whole" and not any(type(vae).__name__ in ONE_BY_ONE for vae in vaes):
+        return
     for option in ["slicing"] + ["tiling"] * (how == "tiled"):
         able = [vae for vae in vaes if hasattr(vae, f"use_{option}")]  # all have the method, but some raise in it
         if not able:

@@ -287,10 +287,10 @@ class TrainableWeights:
         """Load the files as a user would, in addition to the live adapter, and compare every weight and scale."""
         with self._beside(folder, "check"):
             for key, layer in self.layers().items():
-                # diffusers casts loaded weights, and the live adapter of a text encoder, to the module's dtype.
+                # diffusers casts loaded weights, and the live adapter of a text encoder, to the module's.
                 parts: list[Any] = [layer.lora_A, layer.lora_B]
                 parts += [layer.lora_magnitude_vector] if self.adapter.dora else []
                 sides = [(part["check"].weight, part["default"].weight) for part in parts if "check" in part]
                 if len(sides) < len(parts) or layer.scaling["check"] != layer.scaling["default"] or \
-                        not all(torch.equal(loaded, live.to(loaded.dtype)) for loaded, live in sides):
+                        not all(torch.equal(loaded, live.to(loaded)) for loaded, live in sides):
                     raise RuntimeError(f"{folder} does not give {key} back as it was saved")

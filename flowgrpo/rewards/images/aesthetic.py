@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,19 +11,21 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.images.vision import Preparation, batched, fill, perceptron, placed, pretrained, tensors
+from flowgrpo.rewards.images.vision import Preparation, fill, perceptron, pretrained, tensors
+from flowgrpo.rewards.local_model import Head, LocalModel
 
 
 @dataclass(frozen=True)
-class Aesthetic:
+class Aesthetic(LocalModel):
     """LAION's aesthetic score, trained on ratings from 1 to 10: a head on a picture's normalised CLIP embedding.
 
     head: a file, or `owner/name/file` on the hub. The default is the improved predictor (a perceptron, the file
     sac+logos+ava1-l14-linearMSE.pth of its repository); the linear heads of the first (sa_0_4_vit_l_14_linear.pth and
     others) are recognised by their tensors.
     model: the CLIP model that the head was trained on, a folder or hub id.
-    revision, head_revision: of the hub. device: None for a GPU if present. batch: pictures at a time.
-    parts: CLIP model with projection and head, ready-made.
+    revision, head_revision: of the hub.
+    parts: CLIP model with projection and head, ready-made. dtype (fp32; the head's is always), device and batch_size
+    (32): as in `LocalModel`.
     Raises UserError if the weights are unavailable or do not fit.
     """
 
@@ -31,16 +33,8 @@ class Aesthetic:
     revision: str | None = None
     head: str = "trl-lib/ddpo-aesthetic-predictor/aesthetic-model.pth"
     head_revision: str | None = None
-    device: str | None = None
-    batch: int = 32
-    parts: Any = field(default=None, repr=False)
+    reward, parameters = "aesthetic", 428e6
     about = About(modality="image", range=(None, None), needs="", licence="Apache-2.0, MIT weights")
-
-    def __post_init__(self) -> None:
-        device = placed(self.device)
-        encoder, head = self.parts or self._loaded()
-        object.__setattr__(self, "device", device)
-        object.__setattr__(self, "parts", (encoder.eval().to(device), head.eval().to(device)))
 
     def _loaded(self) -> tuple[Any, Any]:
         from transformers import CLIPVisionModelWithProjection
@@ -54,12 +48,12 @@ class Aesthetic:
         return encoder, head
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        return batched(self._scores, images, prompts, self.batch)
+        return self.batched(self._scores, images, prompts)
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
-        encoder, head = self.parts
+        encoder, head = self.models
         pictures = Preparation(encoder.config.image_size)(images.to(self.device))
-        embeddings = encoder(pixel_values=pictures).image_embeds
+        embeddings = encoder(pixel_values=pictures.to(self.float_type)).image_embeds.float()
         return head(embeddings / embeddings.norm(dim=-1, keepdim=True))[:, 0]
 
 
@@ -70,6 +64,9 @@ def made(reward: str, state: dict[str, Tensor], where: str) -> torch.nn.Module:
     if first is None:
         raise UserError(f"reward {reward!r}: {where} has {', '.join(list(state)[:3]) or 'nothing'}, expected the "
                         "tensors of a perceptron (layers.0.weight) or of a linear head (weight, bias)")
-    head = perceptron(first.shape[1]) if "0.weight" in state else torch.nn.Linear(first.shape[1], 1)
+    if "0.weight" in state:
+        head = perceptron(first.shape[1])
+    else:
+        head, state = Head(torch.nn.Linear(first.shape[1], 1)), {f"0.{key}": value for key, value in state.items()}
     fill(reward, head, state, where)
     return head

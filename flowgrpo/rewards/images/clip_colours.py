@@ -33,34 +33,37 @@ class ColourClip(ClipScore):
 class ClipColours:
     """Colours of detections in a picture, one of GenEval's ten each, by CLIP.
 
-    model, pretrained, device, batch, parts: as in `ClipScore`.
+    model, pretrained, parts: as in `ClipScore`. dtype (fp32), device and batch_size (32 objects): as in `LocalModel`.
     Raises UserError if open_clip or the weights are missing.
     """
 
     model: str = "ViT-L-14-quickgelu"
     pretrained: str = "openai"
+    dtype: str = "fp32"
     device: str | None = None
-    batch: int = 32
+    batch_size: int = 32
     parts: Any = field(default=None, repr=False)
-    clip: ClipScore = field(init=False, repr=False)
+    clip: ColourClip = field(init=False, repr=False)
     _texts: dict[str, Tensor] = field(init=False, repr=False, default_factory=dict)  # by label: [10, D]
 
     def __post_init__(self) -> None:
-        clip = ColourClip(self.model, self.pretrained, device=self.device, batch=self.batch, parts=self.parts)
+        clip = ColourClip(self.model, self.pretrained, dtype=self.dtype, device=self.device,
+                          batch_size=self.batch_size, parts=self.parts)
         object.__setattr__(self, "clip", clip)
 
     @torch.no_grad()
     def __call__(self, picture: np.ndarray, objects: Sequence[Detection], label: str) -> list[str | None]:
         if label not in self._texts:
             self._texts[label] = self._embedded(label)
-        shown = [self.clip.embedded(cut(picture, one))[0] for one in objects]
-        return [NAMES[int((self._texts[label] @ one).argmax())] for one in shown]
+        pictures = torch.cat([self.clip.prepare(cut(picture, one).to(self.clip.device)) for one in objects])
+        shown = torch.cat([self.clip.encoded(some).float().cpu() for some in pictures.split(self.batch_size)])
+        return [NAMES[best] for best in (shown @ self._texts[label].T).argmax(1).tolist()]
 
     def _embedded(self, label: str) -> Tensor:
-        """Return the embeddings of the ten colours of an object [10, D], of unit length."""
-        model, tokenizer = self.clip.parts
+        """Return the embeddings of the ten colours of an object [10, D], of unit length, on the CPU."""
+        model, tokenizer = self.clip.models
         texts = [text.format(colour=colour, label=label) for colour in NAMES for text in TEXTS]
-        embedded = model.encode_text(tokenizer(texts).to(self.clip.device), normalize=True)
+        embedded = model.encode_text(tokenizer(texts).to(self.clip.device), normalize=True).float().cpu()
         return normalize(embedded.unflatten(0, (len(NAMES), len(TEXTS))).mean(1), dim=-1)
 
 

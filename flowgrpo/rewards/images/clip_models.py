@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,21 +18,22 @@ from torch import Tensor
 from flowgrpo.errors import UserError
 from flowgrpo.extras import needed
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.images.vision import Preparation, batched, fill, loading, placed, pretrained, tensors
+from flowgrpo.rewards.images.vision import Preparation, fill, loading, pretrained, tensors
+from flowgrpo.rewards.local_model import LocalModel
 from flowgrpo.rewards.pixels import tensor_of
 
 SCORES = ("clipscore", "cosine")
 
 
 @dataclass(frozen=True)
-class ClipScore:
+class ClipScore(LocalModel):
     """CLIPScore: 2.5 max(cos, 0) of a picture's and its prompt's embedding (section 3 of the paper), or the cosine.
 
     model, pretrained: a model of open_clip with its tag or a file of weights (OpenAI's need a `-quickgelu` model).
     score: `clipscore` or `cosine`.
     prefix: put before each prompt ("A photo depicts " in the paper, which scores captions of photographs; not every
     prompt asks for one).
-    device: None for a GPU if present. batch: pictures at a time. parts: model and tokenizer, ready-made.
+    parts: model and tokenizer, ready-made. dtype (fp32), device and batch_size (32): as in `LocalModel`.
     Raises UserError if open_clip or the weights are missing.
     """
 
@@ -39,21 +41,21 @@ class ClipScore:
     pretrained: str = "openai"
     score: str = "clipscore"
     prefix: str = ""
-    device: str | None = None
-    batch: int = 32
-    parts: Any = field(default=None, repr=False)
-    prepare: Preparation = field(init=False, repr=False)
-    reward = "clip_score"  # name in error messages
+    reward, parameters = "clip_score", 428e6
     about = About(modality="image", range=(0, 2.5), needs="clip", licence="Apache-2.0, MIT weights")
 
     def __post_init__(self) -> None:
         if self.score not in SCORES:
             raise UserError(f"reward {self.reward!r}: score is {self.score!r}, expected {' or '.join(SCORES)}")
-        device = placed(self.device)
-        model, tokenizer = self.parts or self._loaded()
-        object.__setattr__(self, "device", device)
-        object.__setattr__(self, "parts", (model.eval().to(device), tokenizer))
-        object.__setattr__(self, "prepare", wanted(model, self.reward))
+        super().__post_init__()
+
+    def _require(self, parts: tuple[Any, ...]) -> None:
+        wanted(parts[0], self.reward)
+
+    @cached_property
+    def prepare(self) -> Preparation:
+        """Preprocessing of the model's pictures."""
+        return wanted(self.models[0], self.reward)
 
     def _loaded(self) -> tuple[Any, Any]:
         open_clip = needed("open_clip", "clip", f"reward {self.reward!r}")
@@ -63,26 +65,31 @@ class ClipScore:
             return model, open_clip.get_tokenizer(self.model)
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        similarities = batched(self._cosines, images, [self.prefix + prompt for prompt in prompts], self.batch)
+        similarities = self.batched(self._cosines, images, [self.prefix + prompt for prompt in prompts])
         return similarities if self.score == "cosine" else 2.5 * similarities.clamp(min=0)
 
     def features(self, images: Tensor) -> Tensor:
         """Return the unit-length embeddings of pictures [B, 3, H, W] -> [B, D] on the CPU."""
-        return batched(lambda some, _: self.embedded(some), images, [""] * len(images), self.batch)
+        return self.batched(lambda some, _: self.embedded(some), images, [""] * len(images))
 
     def embedded(self, images: Tensor) -> Tensor:
         """Return the same on the model's device, in one batch, with a gradient if required."""
-        return self.parts[0].encode_image(self.prepare(images.to(self.device)), normalize=True)
+        return self.encoded(self.prepare(images.to(self.device)))
+
+    def encoded(self, pictures: Tensor) -> Tensor:
+        """Return the embeddings of prepared pictures on the model's device [B, 3, size, size] -> [B, D]."""
+        return self.models[0].encode_image(pictures.to(self.float_type), normalize=True)
 
     def _cosines(self, images: Tensor, prompts: list[str]) -> Tensor:
-        model, tokenizer = self.parts
-        return cosines(model, tokenizer, self.prepare(images.to(self.device)), prompts)
+        model, tokenizer = self.models
+        return cosines(model, tokenizer, self.prepare(images.to(self.device)).to(self.float_type), prompts)
 
 
 def cosines(model: Any, tokenizer: Any, pictures: Tensor, prompts: list[str]) -> Tensor:
     """Return the cosine of each prepared picture [B, 3, H, W] with its prompt under a model of open_clip -> [B]."""
     shown = model.encode_image(pictures, normalize=True)
-    return (shown * model.encode_text(tokenizer(prompts).to(pictures.device), normalize=True)).sum(-1)
+    said = model.encode_text(tokenizer(prompts).to(pictures.device), normalize=True)
+    return (shown.float() * said.float()).sum(-1)
 
 
 def wanted(model: Any, reward: str) -> Preparation:
@@ -99,14 +106,14 @@ def wanted(model: Any, reward: str) -> Preparation:
 
 
 @dataclass(frozen=True)
-class PickScore:
+class PickScore(LocalModel):
     """PickScore: the model's logit scale (100) times the cosine of picture and prompt, around 15 to 25.
 
     This is the score of the paper and of its tables. Flow-GRPO trains with a 26th of it, so that it is near 1 like
     other rewards: `args: {divide: 26}`.
 
     model, revision: a CLIP model of transformers, a folder or hub id. tokenizer: the same.
-    device: None for a GPU if present. batch: pictures at a time. parts: model and tokenizer, ready-made.
+    parts: model and tokenizer, ready-made. dtype (fp32), device and batch_size (32): as in `LocalModel`.
     Raises UserError if the weights are unavailable.
     """
 
@@ -114,18 +121,13 @@ class PickScore:
     revision: str | None = None
     tokenizer: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
     divide: float = 1.0
-    device: str | None = None
-    batch: int = 32
-    parts: Any = field(default=None, repr=False)
+    reward, parameters = "pick_score", 986e6
     about = About(modality="image", range=(None, None), needs="", licence="Apache-2.0, MIT weights")
 
     def __post_init__(self) -> None:
         if not self.divide > 0:
             raise UserError(f"reward 'pick_score': divide is {self.divide}, expected a number above 0")
-        device = placed(self.device)
-        model, tokenizer = self.parts or self._loaded()
-        object.__setattr__(self, "device", device)
-        object.__setattr__(self, "parts", (model.eval().to(device), tokenizer))
+        super().__post_init__()
 
     def _loaded(self) -> tuple[Any, Any]:
         from transformers import AutoTokenizer, CLIPModel
@@ -134,19 +136,19 @@ class PickScore:
                 pretrained("pick_score", AutoTokenizer, self.tokenizer, None, "tokenizer"))
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        return batched(self._scores, images, prompts, self.batch) / self.divide
+        return self.batched(self._scores, images, prompts) / self.divide
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
-        model, tokenizer = self.parts
+        model, tokenizer = self.models
         longest, size = model.config.text_config.max_position_embeddings, model.config.vision_config.image_size
         texts = tokenizer(prompts, padding=True, truncation=True, max_length=longest, return_tensors="pt")
-        texts, pictures = texts.to(self.device), Preparation(size)(images.to(self.device))
+        texts, pictures = texts.to(self.device), Preparation(size)(images.to(self.device)).to(self.float_type)
         outputs = model(input_ids=texts.input_ids, attention_mask=texts.attention_mask, pixel_values=pictures)
-        return model.logit_scale.exp() * (outputs.image_embeds * outputs.text_embeds).sum(-1)
+        return model.logit_scale.float().exp() * (outputs.image_embeds.float() * outputs.text_embeds.float()).sum(-1)
 
 
 @dataclass(frozen=True)
-class HpsV2:
+class HpsV2(LocalModel):
     """HPSv2.1: the cosine of picture and prompt, around 0.2 to 0.35; tables print it times 100.
 
     The whole picture is scaled to 224 pixels and padded with black, as in the release, which does not crop it.
@@ -154,25 +156,23 @@ class HpsV2:
     checkpoint: a file, or `owner/name/file` on the hub (HPS_v2_compressed.pt there is version 2.0). revision: of the
     hub.
     model: the architecture's name in open_clip.
-    device: None for a GPU if present. batch: pictures at a time. parts: model and tokenizer, ready-made.
+    parts: model and tokenizer, ready-made. dtype (fp32), device and batch_size (32): as in `LocalModel`.
     Raises UserError if open_clip or the checkpoint is missing.
     """
 
     checkpoint: str = "xswu/HPSv2/HPS_v2.1_compressed.pt"
     revision: str | None = None
     model: str = "ViT-H-14"
-    device: str | None = None
-    batch: int = 32
-    parts: Any = field(default=None, repr=False)
-    prepare: Preparation = field(init=False, repr=False)
+    reward, parameters = "hps_v2", 986e6
     about = About(modality="image", range=(-1, 1), needs="clip", licence="Apache-2.0")
 
-    def __post_init__(self) -> None:
-        device = placed(self.device)
-        model, tokenizer = self.parts or self._loaded()
-        object.__setattr__(self, "device", device)
-        object.__setattr__(self, "parts", (model.eval().to(device), tokenizer))
-        object.__setattr__(self, "prepare", Preparation(wanted(model, "hps_v2").size, "longest"))
+    def _require(self, parts: tuple[Any, ...]) -> None:
+        wanted(parts[0], self.reward)
+
+    @cached_property
+    def prepare(self) -> Preparation:
+        """Preprocessing of the model's pictures."""
+        return Preparation(wanted(self.models[0], self.reward).size, "longest")
 
     def _loaded(self) -> tuple[Any, Any]:
         open_clip = needed("open_clip", "clip", "reward 'hps_v2'")
@@ -182,11 +182,11 @@ class HpsV2:
         return model, open_clip.get_tokenizer(self.model)
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        return batched(self._cosines, images, prompts, self.batch)
+        return self.batched(self._cosines, images, prompts)
 
     def _cosines(self, images: Tensor, prompts: list[str]) -> Tensor:
-        model, tokenizer = self.parts
-        return cosines(model, tokenizer, self.prepare(images.to(self.device)), prompts)
+        model, tokenizer = self.models
+        return cosines(model, tokenizer, self.prepare(images.to(self.device)).to(self.float_type), prompts)
 
 
 class SubjectClip(ClipScore):
@@ -196,34 +196,38 @@ class SubjectClip(ClipScore):
 
 
 @dataclass(frozen=True)
-class SubjectScore:
+class SubjectScore(LocalModel):
     """CLIP-I: cosine of the embeddings of a picture and of the subject's picture that its prompt brings.
 
     key: metadata key of the subject's picture, a path relative to the working folder; None for a prompt without one.
     `image` is the picture that a prompt brings to an editing pipeline; in recorded pairs `chosen` is the subject too.
-    model, pretrained, device, batch, parts: as in `ClipScore`.
+    model, pretrained and parts: as in `ClipScore`. dtype (fp32), device and batch_size (32): as in `LocalModel`.
     Raises UserError for an unreadable file, and if open_clip or the weights are missing.
     """
 
     key: str = "subject"
     model: str = "ViT-L-14-quickgelu"
     pretrained: str = "openai"
-    device: str | None = None
-    batch: int = 32
-    parts: Any = field(default=None, repr=False)
     clip: ClipScore = field(init=False, repr=False)
+    reward, parameters = "subject_score", 428e6
     about = About(modality="image", range=(-1, 1), needs="clip", licence="Apache-2.0, MIT weights")
 
     def __post_init__(self) -> None:
-        clip = SubjectClip(self.model, self.pretrained, device=self.device, batch=self.batch, parts=self.parts)
-        object.__setattr__(self, "clip", clip)
+        clip = SubjectClip(self.model, self.pretrained, dtype=self.dtype, device=self.device,
+                           batch_size=self.batch_size, parts=self.parts)
+        for name, value in (("clip", clip), ("device", clip.device)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def models(self) -> tuple[Any, ...]:
+        return self.clip.models
 
     def __call__(self, images: Tensor, prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         rows = [i for i, entry in enumerate(metadata) if self.key in entry]
         scores: list[float | None] = [None] * len(prompts)
         if rows:
-            similarities = batched(self._cosines, images[rows], [metadata[i][self.key] for i in rows], self.batch)
+            similarities = self.batched(self._cosines, images[rows], [metadata[i][self.key] for i in rows])
             for i, cosine in zip(rows, similarities.tolist()):
                 scores[i] = cosine
         return scores

@@ -17,7 +17,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,19 +29,26 @@ from torch import Tensor
 from flowgrpo.errors import UserError
 from flowgrpo.extras import needed
 from flowgrpo.rewards.images.detections import OBJECTS, Detection, Detector, named
-from flowgrpo.rewards.images.vision import placed
+from flowgrpo.rewards.local_model import LocalModel
 from flowgrpo.rewards.pixels import eight_bit
 
 WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torchvision's switch against unpickling anything but tensors
 OVERLAP = 0.35  # IoU threshold of FastestDet's own suppression
-AT_ONCE = 8  # pictures in one call of torchvision's models
 LARGEST = 2**24  # bytes of an answer
+ADDRESSES = ("http://", "https://")
 
 
-def detector(name: str) -> Detector:
-    """Return the detector of that name.
-    Raises UserError for one that does not exist or whose package is missing."""
-    if name.startswith(("http://", "https://")):
+def in_process(name: str) -> bool:
+    """Return True for the name of a detector that is a `LocalModel`."""
+    return not (name.startswith(ADDRESSES) or name.endswith(".onnx") or ".py:" in name)
+
+
+def detector(name: str, **arguments: Any) -> Detector:
+    """Return the detector of that name. arguments: of `LocalModel`, for one that is `in_process`.
+
+    Raises UserError for one that does not exist or lacks its package.
+    """
+    if name.startswith(ADDRESSES):
         return Remote(name)
     if name.endswith(".onnx"):
         return FastestDet(name)
@@ -53,25 +60,30 @@ def detector(name: str) -> Detector:
     if kind == "mask2former":
         from flowgrpo.rewards.images.mask2former import Mask2Former
 
-        return Mask2Former(model) if model else Mask2Former()
-    return Torchvision(name)
+        return Mask2Former(**arguments | ({"model": model} if model else {}))
+    return Torchvision(name, **arguments)
 
 
 @dataclass(frozen=True)
-class Torchvision:
+class Torchvision(LocalModel):
     """Detection model of torchvision with its COCO weights (BSD-3-Clause), downloaded on first use.
 
     model: given with `categories` (names by class number), replaces the one of that `name`.
+    dtype (fp32 alone: torchvision's operators take no other), device and batch_size (8): as in `LocalModel`.
     """
 
     name: str = "fasterrcnn_resnet50_fpn_v2"
     model: Any = None
     categories: tuple[str, ...] | None = None
-    device: str | None = None
+    batch_size: int = field(default=8, kw_only=True)
+    reward, parameters = "geneval", 43.7e6
 
     def __post_init__(self) -> None:
-        from torchvision.models import detection, get_model, get_model_weights, list_models
+        from torchvision.models import detection, get_model_weights, list_models
 
+        if self.dtype != "fp32":
+            raise UserError(f"detector {self.name!r}: dtype is {self.dtype!r}, expected fp32: leave it out, as "
+                            "torchvision's detectors take no other")
         if self.model is None:
             if self.name not in list_models(detection):
                 raise UserError(f"no detector {self.name!r}: expected one of torchvision's ("
@@ -79,11 +91,16 @@ class Torchvision:
                                 "address or path/to/file.py:function")
             weights = get_model_weights(self.name).DEFAULT
             object.__setattr__(self, "categories", tuple(weights.meta["categories"]))
-            with _reading(self.name, weights.url):
-                object.__setattr__(self, "model", get_model(self.name, weights=weights))
-        device = placed(self.device)
-        object.__setattr__(self, "device", device)
-        self.model.eval().to(device)
+        super().__post_init__()
+
+    def _loaded(self) -> tuple[Any]:
+        from torchvision.models import get_model, get_model_weights
+
+        if self.model is not None:
+            return (self.model,)
+        weights = get_model_weights(self.name).DEFAULT
+        with _reading(self.name, weights.url):
+            return (get_model(self.name, weights=weights),)
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -95,7 +112,8 @@ class Torchvision:
         assert categories is not None  # those of the weights, or given with the model
         return [[Detection(tuple(box), named(categories[label]), score) for box, label, score in
                  zip(*(output[key].tolist() for key in ("boxes", "labels", "scores")))]
-                for some in images.float().split(AT_ONCE) for output in self.model(list(some.to(self.device)))]
+                for some in images.float().split(self.batch_size)
+                for output in self.models[0](list(some.to(self.device)))]
 
 
 @contextmanager

@@ -27,7 +27,8 @@ from flowgrpo.errors import UserError, nearest
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.images.colours import NAMES, colour
 from flowgrpo.rewards.images.detections import Detection, Detector
-from flowgrpo.rewards.images.detectors import detector
+from flowgrpo.rewards.images.detectors import detector, in_process
+from flowgrpo.rewards.local_model import passed_on
 from flowgrpo.rewards.pixels import eight_bit
 
 RELATIONS = ("left of", "right of", "above", "below")
@@ -129,8 +130,10 @@ class GenEval:
     colours: `pixels`, measured; `clip`, GenEval's own: classified by CLIP; or a function as in `Rules`.
     clip: arguments of `clip_colours.ClipColours`.
     score: `strict`, 0 or 1, or `graded`, which gives credit for parts.
+    dtype, device, batch_size: as in `LocalModel`, of the detector and of CLIP; `clip` overrides them. By default fp32;
+    8 pictures for torchvision's detectors, which take fp32 alone; 4 for Mask2Former; 32 objects for CLIP.
     Other fields: as in `Rules`. A detector weaker than GenEval's needs a lower `counting_threshold`.
-    Raises UserError for a clause that cannot be judged.
+    Raises UserError for a clause that cannot be judged, and for common arguments that no model here takes.
     """
 
     detector: str | Detector = "fasterrcnn_resnet50_fpn_v2"
@@ -141,17 +144,25 @@ class GenEval:
     position_threshold: float = 0.1
     colours: str | Namer = "pixels"
     clip: dict[str, Any] = field(default_factory=dict)
+    dtype: str | None = None
+    device: str | None = None
+    batch_size: int | None = None
     about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0, the detector's")
 
     def __post_init__(self) -> None:
         if self.score not in SCORES:
             raise UserError(f"reward 'geneval': score is {self.score!r}, expected {', '.join(SCORES)}")
+        given = passed_on("geneval", self.dtype, self.device, self.batch_size)
+        local = isinstance(self.detector, str) and in_process(self.detector)
+        if given and not local and self.colours != "clip":
+            raise UserError(f"reward 'geneval': got {', '.join(given)}, which the detector {self.detector!r} does not "
+                            "take: leave them out, or name mask2former or one of torchvision's")
         if isinstance(self.colours, str):
-            object.__setattr__(self, "colours", self._namer(self.colours))
+            object.__setattr__(self, "colours", self._namer(self.colours, given))
         if isinstance(self.detector, str):
-            object.__setattr__(self, "detector", detector(self.detector))
+            object.__setattr__(self, "detector", detector(self.detector, **given if local else {}))
 
-    def _namer(self, name: str) -> Namer:
+    def _namer(self, name: str, given: dict[str, Any]) -> Namer:
         if name not in COLOURS or self.clip and name != "clip":
             raise UserError(f"reward 'geneval': colours is {name!r} and clip {self.clip}, expected "
                             f"{' or '.join(COLOURS)}, and arguments in clip for the latter alone")
@@ -159,7 +170,7 @@ class GenEval:
             return by_pixels
         from flowgrpo.rewards.images.clip_colours import ClipColours
 
-        return ClipColours(**self.clip)
+        return ClipColours(**given | self.clip)
 
     @property
     def made_of(self) -> list[str | Detector]:

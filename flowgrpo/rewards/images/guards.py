@@ -29,15 +29,15 @@ def pixels(images: Tensor) -> Tensor:
     return small.flatten(1) / small[0].numel() ** 0.5
 
 
-def extractor(features: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def extractor(features: str | dict[str, Any] | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Return a feature function, pictures [B, 3, H, W] -> [B, D]: `pixels`, CLIP's of unit length for `clip` (the model
-    of `clip_score`), a given function, or one in a file."""
+    of `clip_score`, or a dictionary of its arguments), a given function, or one in a file."""
     if features == "pixels":
         return pixels
-    if features == "clip":
+    if features == "clip" or isinstance(features, dict):
         from flowgrpo.rewards.images.clip_models import ClipScore
 
-        return ClipScore().features
+        return ClipScore(**features if isinstance(features, dict) else {}).features
     if callable(features):
         return features
     from flowgrpo.user_code import load
@@ -57,10 +57,11 @@ class Diversity:
     """Diversity: mean feature distance of a sample to the others of its group.
 
     features: "pixels" (miniatures of 16 by 16; a distance of 1 is black to white), "clip" (embeddings of unit length),
-    a function of pictures [B, 3, H, W] to [B, D], or `file.py:function`.
+    arguments of `clip_score` such as {device: "cuda:1"}, a function of pictures [B, 3, H, W] to [B, D], or
+    `file.py:function`.
     """
 
-    features: str | Callable[[Tensor], Tensor] = "pixels"
+    features: str | dict[str, Any] | Callable[[Tensor], Tensor] = "pixels"
     group = True
     about = About(modality="image", range=(0, None), needs="", licence=LICENCE)
 
@@ -86,7 +87,7 @@ class BaseSimilarity:
     """
 
     key: str = "base_image"
-    features: str | Callable[[Tensor], Tensor] = "pixels"
+    features: str | dict[str, Any] | Callable[[Tensor], Tensor] = "pixels"
     base = True
     about = About(modality="image", range=(None, 1), needs="", licence=LICENCE)
 
@@ -94,7 +95,7 @@ class BaseSimilarity:
         object.__setattr__(self, "features", extractor(self.features))
 
     @property
-    def made_of(self) -> list[str | Callable[[Tensor], Tensor]]:
+    def made_of(self) -> list[Any]:
         return [self.features]
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]],

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.images.vision import batched, fill, loading, placed, precision, pretrained, resized, tensors
+from flowgrpo.rewards.images.vision import fill, loading, pretrained, resized, tensors
+from flowgrpo.rewards.local_model import Head, LocalModel
 
 if TYPE_CHECKING:
     from transformers import Qwen2VLConfig, Qwen2VLModel
@@ -33,7 +34,7 @@ NAMES = ((r"^model\.(?=visual\.|language_model\.)", ""), (r"^model\.", "language
 
 
 @dataclass(frozen=True)
-class HpsV3:
+class HpsV3(LocalModel):
     """HPSv3: mean preference for a picture given its prompt, around -5 to 15.
 
     The weights were trained on one instruction. It is read from the source of the package hpsv3, which is never run
@@ -42,7 +43,7 @@ class HpsV3:
     instruction: that file, with {text_prompt} for the prompt and one <|Reward|>.
     checkpoint: a file, or `owner/name/file` on the hub. revision: of the hub.
     model: configuration and processor of Qwen2-VL-7B, a folder or hub id.
-    dtype: of the model; the head is float32. device: None for a GPU if present. batch: pictures at a time.
+    dtype (bf16; fp32 of the head), device and batch_size (4): as in `LocalModel`.
     Raises UserError if the weights, the instruction or one of its marks are missing.
     """
 
@@ -50,36 +51,32 @@ class HpsV3:
     revision: str | None = None
     model: str = "Qwen/Qwen2-VL-7B-Instruct"
     instruction: str | None = None
-    dtype: str = "bfloat16"
-    device: str | None = None
-    batch: int = 4
-    parts: Any = field(init=False, repr=False)  # model, head, processor, instruction text
+    dtype: str = field(default="bf16", kw_only=True)
+    batch_size: int = field(default=4, kw_only=True)
+    text: str = field(init=False, repr=False)
+    reward, parameters = "hps_v3", 8.29e9
     about = About(modality="image", range=(None, None), needs="hpsv3", licence="Apache-2.0, MIT weights")
 
     def __post_init__(self) -> None:
-        text = instruction(self.instruction)
-        device = placed(self.device)
-        model, head, processor = self._loaded()
-        object.__setattr__(self, "device", device)
-        object.__setattr__(self, "parts", (model.eval().to(device), head.eval().to(device), processor, text))
+        object.__setattr__(self, "text", instruction(self.instruction))
+        super().__post_init__()
 
     def _loaded(self) -> tuple[Any, nn.Module, Any]:
         from transformers import Qwen2VLConfig, Qwen2VLProcessor
 
-        dtype = precision("hps_v3", self.dtype)
         state = renamed(tensors("hps_v3", self.checkpoint, self.revision, "checkpoint"))
         config = pretrained("hps_v3", Qwen2VLConfig, self.model, None, "model")
         processor = pretrained("hps_v3", Qwen2VLProcessor, self.model, None, "model")
         processor.tokenizer.padding_side = "right"
         processor.tokenizer.add_tokens([MARK], special_tokens=True)
         with loading(f"reward 'hps_v3': {self.checkpoint}", "give the checkpoint that was made for this reward"):
-            return *assembled(config, state, dtype), processor
+            return *assembled(config, state, self.float_type), processor
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        return batched(self._scores, images, prompts, self.batch)
+        return self.batched(self._scores, images, prompts)
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
-        model, head, processor, _ = self.parts
+        model, head, processor = self.models
         pictures = list(resized(images.to(self.device), sides(*images.shape[-2:])).to(torch.uint8))
         seen = processor.image_processor(images=pictures, do_resize=False, return_tensors="pt").to(self.device)
         count = int(seen.image_grid_thw[0].prod()) // processor.image_processor.merge_size ** 2
@@ -97,8 +94,8 @@ class HpsV3:
     def _message(self, prompt: str, count: int) -> str:
         """Return the whole conversation, with `count` placeholders for the picture. Chat marks in a prompt are removed.
         """
-        *_, processor, text = self.parts
-        said = text.replace(PROMPT, re.sub(r"<\|\w+\|>", "", prompt))
+        *_, processor = self.models
+        said = self.text.replace(PROMPT, re.sub(r"<\|\w+\|>", "", prompt))
         content = [{"type": "image"}, {"type": "text", "text": said}]
         chat = processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False,
                                              add_generation_prompt=True)
@@ -151,8 +148,7 @@ def assembled(config: Qwen2VLConfig, state: dict[str, Tensor], dtype: torch.dtyp
 
     rows, width = state["language_model.embed_tokens.weight"].shape
     config.text_config.vocab_size = rows  # the release has one row more than tokens, the base model many more
-    head = nn.Sequential(nn.Linear(width, 1024), nn.ReLU(), nn.Identity(), nn.Linear(1024, 16), nn.ReLU(),
-                         nn.Linear(16, 2))
+    head = Head(nn.Linear(width, 1024), nn.ReLU(), nn.Identity(), nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2))
     of_head = {key for key in state if key.startswith("rm_head.")}
     fill("hps_v3", head, {key.removeprefix("rm_head."): state[key].float() for key in of_head}, "the head")
     body = {key: value for key, value in state.items() if key not in of_head}

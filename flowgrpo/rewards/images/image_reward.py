@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.images.vision import Preparation, batched, fill, perceptron, placed, pretrained, tensors
+from flowgrpo.rewards.images.vision import Preparation, fill, perceptron, pretrained, tensors
+from flowgrpo.rewards.local_model import LocalModel
 
 AVERAGE, SPREAD = 0.16717362830052426, 1.0333394966054072  # of the head on the release's training pairs
 LONGEST = 35  # tokens of a prompt
@@ -37,27 +38,27 @@ NAMES = (  # release's name of a tensor, this network's name
 
 
 @dataclass(frozen=True)
-class ImageReward:
+class ImageReward(LocalModel):
     """ImageReward: the head's value of a picture with its prompt, minus 0.167, divided by 1.033; around -2 to 2.
 
     checkpoint: a file, or `owner/name/file` on the hub. revision: of the hub. tokenizer: BERT's, a folder or hub id.
-    device: None for a GPU if present. batch: pictures at a time. parts: network and tokenizer, ready-made.
+    parts: network and tokenizer, ready-made. dtype (fp32; the head's is always), device and batch_size (32): as in
+    `LocalModel`.
     Raises UserError if the weights are unavailable.
     """
 
     checkpoint: str = "THUDM/ImageReward/ImageReward.pt"
     revision: str | None = None
     tokenizer: str = "google-bert/bert-base-uncased"
-    device: str | None = None
-    batch: int = 32
-    parts: Any = field(default=None, repr=False)
+    reward, parameters = "image_reward", 447e6
     about = About(modality="image", range=(None, None), needs="", licence="Apache-2.0")
 
-    def __post_init__(self) -> None:
-        device = placed(self.device)
-        parts, tokenizer = self.parts or self._loaded()
-        object.__setattr__(self, "device", device)
-        object.__setattr__(self, "parts", (parts.eval().to(device), tokenizer))
+    def _placed(self, part: Any) -> Any:
+        if not isinstance(part, nn.ModuleDict):
+            return part
+        for name, module in part.items():
+            part[name] = super()._placed(module)
+        return part
 
     def _loaded(self) -> tuple[Any, Any]:
         from transformers import AutoTokenizer
@@ -68,16 +69,16 @@ class ImageReward:
         return parts, pretrained("image_reward", AutoTokenizer, self.tokenizer, None, "tokenizer")
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        return batched(self._scores, images, prompts, self.batch)
+        return self.batched(self._scores, images, prompts)
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
-        parts, tokenizer = self.parts
+        parts, tokenizer = self.models
         texts = tokenizer(prompts, padding="max_length", truncation=True, max_length=LONGEST, return_tensors="pt")
         texts = texts.to(self.device)
         pictures = Preparation(parts["vision"].config.image_size)(images.to(self.device))
-        seen = parts["vision"](pixel_values=pictures).last_hidden_state
+        seen = parts["vision"](pixel_values=pictures.to(self.float_type)).last_hidden_state
         read = parts["text"](input_ids=texts.input_ids, attention_mask=texts.attention_mask, encoder_hidden_states=seen)
-        return (parts["head"](read.last_hidden_state[:, 0])[:, 0] - AVERAGE) / SPREAD
+        return (parts["head"](read.last_hidden_state[:, 0].float())[:, 0] - AVERAGE) / SPREAD
 
 
 def network(vision: dict[str, Any] | None = None, text: dict[str, Any] | None = None) -> nn.ModuleDict:

@@ -16,33 +16,27 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from flowgrpo.rewards.images.detections import Detection, named
-from flowgrpo.rewards.images.vision import loading, placed
+from flowgrpo.rewards.images.vision import loading
+from flowgrpo.rewards.local_model import LocalModel
 
 MOST = 100  # detections of a picture
 
 
 @dataclass(frozen=True)
-class Mask2Former:
+class Mask2Former(LocalModel):
     """Instance segmentation by Mask2Former of transformers: boxes, scores and masks of the 80 COCO classes.
 
     model, revision: a Mask2Former trained for instances, a folder or hub id. least: minimum score of a returned
-    detection. device: None for a GPU if present. batch: pictures at a time.
-    parts: model and image processor, ready-made.
+    detection.
+    parts: model and image processor, ready-made. dtype (fp32), device and batch_size (4): as in `LocalModel`.
     Raises UserError if the weights are unavailable.
     """
 
     model: str = "facebook/mask2former-swin-small-coco-instance"
     revision: str | None = None
     least: float = 0.1
-    device: str | None = None
-    batch: int = 4
-    parts: Any = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        device = placed(self.device)
-        model, processor = self.parts or self._loaded()
-        object.__setattr__(self, "device", device)
-        object.__setattr__(self, "parts", (model.eval().to(device), processor))
+    batch_size: int = field(default=4, kw_only=True)
+    reward, parameters = "geneval", 68.7e6
 
     def _loaded(self) -> tuple[Any, Any]:
         from transformers import AutoImageProcessor, Mask2FormerForUniversalSegmentation
@@ -50,22 +44,22 @@ class Mask2Former:
         with loading(f"detector mask2former: {self.model}",
                      "fetch it and give its folder as args: {detector: 'mask2former:FOLDER'}"):
             options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": False}
-            return (Mask2FormerForUniversalSegmentation.from_pretrained(self.model, **options),
+            return (Mask2FormerForUniversalSegmentation.from_pretrained(self.model, dtype=self.float_type, **options),
                     AutoImageProcessor.from_pretrained(self.model, **options))
 
     @property
     def labels(self) -> tuple[str, ...]:
         """Classes that the model knows, by GenEval's names."""
-        return tuple(named(name) for name in self.parts[0].config.id2label.values())
+        return tuple(named(name) for name in self.models[0].config.id2label.values())
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> list[list[Detection]]:
-        return [detections for some in images.float().split(self.batch) for detections in self._detections(some)]
+        return [detections for some in images.float().split(self.batch_size) for detections in self._detections(some)]
 
     def _detections(self, images: Tensor) -> list[list[Detection]]:
-        model, processor = self.parts
+        model, processor = self.models
         pictures = (images * 255).round().clamp(0, 255).to(torch.uint8)
-        inputs = processor(images=list(pictures), return_tensors="pt").to(self.device)
+        inputs = processor(images=list(pictures), return_tensors="pt").to(self.device, self.float_type)
         outputs = model(**inputs)
         maps = interpolate(outputs.masks_queries_logits.float(), inputs["pixel_values"].shape[-2:], mode="bilinear")
         there = inputs["pixel_mask"]  # 0 where the picture was padded

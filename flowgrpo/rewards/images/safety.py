@@ -8,38 +8,33 @@ The default is Falconsai/nsfw_image_detection (Apache-2.0): a ViT-B/16 at 224 pi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.images.vision import placed
+from flowgrpo.rewards.local_model import LocalModel
 from flowgrpo.rewards.pixels import eight_bit
-
-AT_ONCE = 32  # pictures
 
 
 @dataclass(frozen=True, eq=False)
-class Safety:
+class Safety(LocalModel):
     """Probability that a picture is safe: 1 minus that of the classes `unsafe`.
 
-    model: a folder or a hub id of an image classifier. revision: of a hub id. device: None for a GPU if present.
+    model: a folder or a hub id of an image classifier. revision: of a hub id. unsafe: names of classes.
+    dtype (fp32), device and batch_size (32): as in `LocalModel`.
     Raises UserError if the weights are unavailable, and for a classifier without these classes (names, in any case).
     """
 
     model: str = "Falconsai/nsfw_image_detection"
     revision: str | None = None
     unsafe: Sequence[str] = ("nsfw",)
-    device: str | None = None
-    classifier: Any = field(init=False, repr=False)
-    processor: Any = field(init=False, repr=False)
-    rows: list[int] = field(init=False, repr=False)
+    reward, parameters = "safety", 86e6
     about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0")
 
-    def __post_init__(self) -> None:
+    def _loaded(self) -> tuple[Any, Any, list[int]]:
         from transformers import AutoImageProcessor, AutoModelForImageClassification
 
         try:
@@ -53,17 +48,13 @@ class Safety:
         if len(rows) != len(unsafe):
             raise UserError(f"reward 'safety': unsafe is {', '.join(self.unsafe)}, but the classes of {self.model!r} "
                             f"are {', '.join(labels.values())}")
-        device = placed(self.device)
-        for name, value in {"processor": processor, "classifier": classifier.eval().to(device), "rows": rows,
-                            "device": device}.items():
-            object.__setattr__(self, name, value)
+        return classifier, processor, rows
 
-    @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        pictures = list(eight_bit(images))
-        return torch.cat([self._safe(pictures[at:at + AT_ONCE]) for at in range(0, len(pictures), AT_ONCE)])
+        return self.batched(self._safe, images, prompts)
 
-    def _safe(self, pictures: list) -> Tensor:
-        inputs = self.processor(images=pictures, return_tensors="pt", input_data_format="channels_last")
-        logits = self.classifier(**inputs.to(self.device)).logits.float()
-        return 1 - logits.softmax(-1)[:, self.rows].sum(-1).cpu()
+    def _safe(self, images: Tensor, prompts: list[str]) -> Tensor:
+        classifier, processor, rows = self.models
+        inputs = processor(images=list(eight_bit(images)), return_tensors="pt", input_data_format="channels_last")
+        logits = classifier(pixel_values=inputs.pixel_values.to(self.device, self.float_type)).logits.float()
+        return 1 - logits.softmax(-1)[:, rows].sum(-1)

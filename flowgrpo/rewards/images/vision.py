@@ -1,8 +1,8 @@
-"""Helpers of rewards with a vision model: preprocessing, device and weights."""
+"""Helpers of rewards with a vision model: preprocessing and weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
-from flowgrpo.device import default_device
 from flowgrpo.errors import UserError
+from flowgrpo.rewards.local_model import Head
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's training pictures, kept by BLIP's models
 DEVIATION = (0.26862954, 0.26130258, 0.27577711)
@@ -72,29 +72,6 @@ def _middle(pictures: Tensor, size: int) -> Tensor:
     return pictures[..., top:top + size, left:left + size]
 
 
-@torch.no_grad()
-def batched(scores: Callable[[Tensor, list[str]], Tensor], images: Tensor, prompts: Sequence[str], size: int) -> Tensor:
-    """Return `scores` of B pictures and their prompts, `size` at a time -> [B] float32 on the CPU."""
-    return torch.cat([scores(images[at:at + size], list(prompts[at:at + size])).float().cpu()
-                      for at in range(0, len(prompts), size)])
-
-
-def precision(reward: str, name: str) -> torch.dtype:
-    """Return the dtype of that name.
-    Raises UserError for any but float32, bfloat16 and float16."""
-    if name not in ("float32", "bfloat16", "float16"):
-        raise UserError(f"reward {reward!r}: dtype is {name!r}, expected float32, bfloat16 or float16")
-    return getattr(torch, name)
-
-
-def placed(device: str | None) -> str:
-    """Return the device of that name; None: for this process's GPU, with its index, or the CPU.
-
-    A name without an index would be another GPU in another thread.
-    """
-    return device or default_device()
-
-
 @contextmanager
 def loading(what: str, fix: str) -> Iterator[None]:
     """Context manager for loading weights: any error becomes a UserError with the object, the reason and the fix."""
@@ -150,7 +127,7 @@ def fill(reward: str, network: torch.nn.Module, state: dict[str, Tensor], where:
         network.load_state_dict(state)
 
 
-def perceptron(width: int) -> torch.nn.Sequential:
+def perceptron(width: int) -> Head:
     """Build the head of the aesthetic predictor and of ImageReward: linear layers in sequence, without activations.
 
     Their trainings had dropout at 1, 3 and 5; the numbers of the layers are those of their checkpoints.
@@ -159,4 +136,4 @@ def perceptron(width: int) -> torch.nn.Sequential:
 
     widths = (width, *HIDDEN, 1)
     layers = [Linear(*pair) for pair in zip(widths, widths[1:])]
-    return torch.nn.Sequential(layers[0], Identity(), layers[1], Identity(), layers[2], Identity(), *layers[3:])
+    return Head(layers[0], Identity(), layers[1], Identity(), layers[2], Identity(), *layers[3:])

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.images.vision import Preparation, batched, placed, precision, pretrained
+from flowgrpo.rewards.images.vision import Preparation, pretrained
+from flowgrpo.rewards.local_model import LocalModel
 
 LONGEST = 128  # tokens of a question
 
 
 @dataclass(frozen=True)
-class VqaScore:
+class VqaScore(LocalModel):
     """VQAScore: the probability of the answer "yes" to whether the picture shows its prompt.
 
     As in the release, it is the geometric mean over the answer's tokens, including the end of the text, each given
@@ -29,47 +30,45 @@ class VqaScore:
 
     model, revision: an InstructBLIP of transformers on an encoder-decoder, a folder or hub id.
     question: with {} for the prompt. answer: the one whose probability counts.
-    dtype: float32, bfloat16 or float16. device: None for a GPU if present. batch: pictures at a time.
-    parts: model, its tokenizer and its Q-Former's tokenizer, ready-made.
-    Raises UserError for a question without {}, for another dtype, and if the weights are unavailable.
+    parts: model, its tokenizer and its Q-Former's tokenizer, ready-made. dtype (bf16), device and batch_size (8): as in
+    `LocalModel`.
+    Raises UserError for a question without {}, and if the weights are unavailable.
     """
 
     model: str = "Salesforce/instructblip-flan-t5-xl"
     revision: str | None = None
     question: str = 'Question: Does this figure show "{}"? Please answer yes or no.'
     answer: str = "yes"
-    dtype: str = "bfloat16"
-    device: str | None = None
-    batch: int = 8
-    parts: Any = field(default=None, repr=False)
-    reward, within = "vqa_score", ""  # name in error messages, and the argument that holds these options
+    dtype: str = field(default="bf16", kw_only=True)
+    batch_size: int = field(default=8, kw_only=True)
+    reward, parameters = "vqa_score", 4.02e9
+    within = ""  # the argument that holds these options
     about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0, MIT weights")
 
     def __post_init__(self) -> None:
         if "{}" not in self.question:
             raise UserError(f"reward {self.reward!r}: question is {self.question!r}, expected one with {{}} for the "
                             "prompt")
-        device = placed(self.device)
-        model, *tokenizers = self.parts or self._loaded()
-        if getattr(model.config, "use_decoder_only_language_model", True):
+        super().__post_init__()
+
+    def _require(self, parts: tuple[Any, ...]) -> None:
+        if getattr(parts[0].config, "use_decoder_only_language_model", True):
             raise UserError(f"reward {self.reward!r}: {self.model} is no InstructBLIP on an encoder-decoder: expected "
                             "one such as Salesforce/instructblip-flan-t5-xl")
-        object.__setattr__(self, "device", device)
-        object.__setattr__(self, "parts", (model.eval().to(device), *tokenizers))
 
     def _loaded(self) -> tuple[Any, Any, Any]:
         from transformers import InstructBlipForConditionalGeneration, InstructBlipProcessor
 
         model = pretrained(self.reward, InstructBlipForConditionalGeneration, self.model, self.revision, "model",
-                           self.within, dtype=precision(self.reward, self.dtype))
+                           self.within, dtype=self.float_type)
         processor = pretrained(self.reward, InstructBlipProcessor, self.model, self.revision, "model", self.within)
         return model, processor.tokenizer, processor.qformer_tokenizer
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        return batched(self._scores, images, prompts, self.batch)
+        return self.batched(self._scores, images, prompts)
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
-        model, tokenizer, _ = self.parts
+        model, tokenizer, _ = self.models
         questions = [self.question.replace("{}", prompt) for prompt in prompts]
         tokens = self._tokens(tokenizer, questions)
         seen = self._seen(images, questions)
@@ -83,7 +82,7 @@ class VqaScore:
     def _seen(self, images: Tensor, questions: list[str]) -> Tensor:
         """Return the language model's visual inputs of the pictures, [B, queries, D]: the Q-Former reads the question
         too."""
-        model, _, tokenizer = self.parts
+        model, _, tokenizer = self.models
         pictures = Preparation(model.config.vision_config.image_size)(images.to(self.device))
         features = model.vision_model(pixel_values=pictures.to(model.dtype)).last_hidden_state
         tokens = self._tokens(tokenizer, questions)

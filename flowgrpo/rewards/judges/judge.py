@@ -12,8 +12,6 @@ refusal, is `Failed`: no score, and counted.
 
 from __future__ import annotations
 
-import base64
-import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,13 +23,14 @@ from flowgrpo.rewards.about import About, modality_of
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.judges.judge_client import Answer, Endpoint, user
 from flowgrpo.rewards.judges.judge_parse import answers, compared, parser, share
+from flowgrpo.rewards.judges.judge_pictures import ENCODINGS, data_url, picture_part, source_parts, spaced, text_part
 from flowgrpo.rewards.pairwise import Pairing
 from flowgrpo.rewards.remote.wire import one_line
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ENCODINGS = {"png": {"compress_level": 1}, "webp": {"quality": 90}}
+SHOWN = ("output", "source")
 NOUNS = {"image": "Image", "video": "Video", "text": "Text"}
 LICENCE = "Apache-2.0, the model's"
 
@@ -44,12 +43,14 @@ class Asking(Endpoint):
     longest: pixels of a picture's longer side; larger ones are shrunk.
     encoding: png, or webp, which is slightly lossy.
     frames: shown frames of a video, evenly spaced from the first to the last.
+    show: `output`, and `source` for the pictures or the video that the prompt brings, where it does; they come first.
     """
 
     template: str = "{prompt}"
     longest: int = 1024
     encoding: str = "png"
     frames: int = 8
+    show: Sequence[str] = ("output",)
     _question: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -57,6 +58,8 @@ class Asking(Endpoint):
         if self.encoding not in ENCODINGS or self.longest < 1 or self.frames < 1:
             raise UserError(f"a judge has encoding {self.encoding!r}, longest {self.longest}, frames {self.frames}: "
                             f"expected {' or '.join(ENCODINGS)}, and 1 or more")
+        if not {"output"} <= set(self.show) <= set(SHOWN):
+            raise UserError(f"a judge has show {list(self.show)!r}: expected [output] or [output, source]")
         self._set(_question=_read(self.template))
 
     def _values(self, question: Callable[[int], list[dict[str, Any]]], read: Callable[[Answer, int], float | None],
@@ -70,19 +73,31 @@ class Asking(Endpoint):
         """Return the messages of one question, made of content parts."""
         return user(parts)
 
-    def _pointwise(self, outputs: Tensor | Sequence[str], prompts: Sequence[str],
-                   read: Callable[[Answer], float | None]) -> list[float | Failed]:
-        """Return a value per output, shown alone before the question."""
+    def _pointwise(self, outputs: Tensor | Sequence[Tensor] | Sequence[str], prompts: Sequence[str],
+                   metadata: Sequence[dict[str, Any]], read: Callable[[Answer], float | None]) -> list[float | Failed]:
+        """Return a value per output, shown before the question, after its source where that is shown."""
         def question(row: int) -> list[dict[str, Any]]:
-            return [*self._parts(outputs[row]), _text(filled(self._question, prompt=prompts[row]))]
+            return [*self._shown(outputs, metadata, row), text_part(filled(self._question, prompt=prompts[row]))]
 
         return self._values(question, lambda answer, _: read(answer), len(prompts))
+
+    def _source(self, metadata: Sequence[dict[str, Any]], row: int) -> list[dict[str, Any]]:
+        """Return the source of a row as parts of a message; none where it has none, or where it is not shown."""
+        if "source" not in self.show or not metadata:
+            return []
+        return source_parts(metadata[row], self.frames, self.longest, self.encoding)
+
+    def _shown(self, outputs: Tensor | Sequence[Tensor] | Sequence[str], metadata: Sequence[dict[str, Any]], row: int
+               ) -> list[dict[str, Any]]:
+        """Return an output as parts of a message, after its source where that is shown."""
+        source = self._source(metadata, row)
+        return [*source, *[text_part("Output:")] * bool(source), *self._parts(outputs[row])]
 
     def _parts(self, output: Tensor | str) -> list[dict[str, Any]]:
         """Return a picture [3, H, W], the frames of a video [F, 3, H, W] or a text, as parts of a message."""
         if isinstance(output, str):
-            return [_text(output)]
-        return [{"type": "image_url", "image_url": {"url": data_url(picture, self.longest, self.encoding)}}
+            return [text_part(output)]
+        return [picture_part(data_url(picture, self.longest, self.encoding))
                 for picture in (output[None] if output.ndim == 3 else output[spaced(len(output), self.frames)])]
 
 
@@ -107,7 +122,8 @@ class Judge(Asking):
 
     def __call__(self, outputs: Tensor | Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]] = ()) -> list[float | Failed]:
-        return self._pointwise(outputs, prompts, lambda answer: None if answer.cut else self._parser(answer.text))
+        return self._pointwise(outputs, prompts, metadata,
+                               lambda answer: None if answer.cut else self._parser(answer.text))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -139,8 +155,9 @@ class JudgePairs(Asking):
         noun = NOUNS[modality_of(first)]
 
         def question(row: int) -> list[dict[str, Any]]:
-            sides = [[_text(f"{noun} {i}:"), *self._parts(side[row])] for i, side in enumerate((first, second), 1)]
-            return [*sides[0], *sides[1], _text(filled(self._question, prompt=prompts[row]))]
+            sides = [[text_part(f"{noun} {i}:"), *self._parts(side[row])] for i, side in enumerate((first, second), 1)]
+            return [*self._source(metadata, row), *sides[0], *sides[1],
+                    text_part(filled(self._question, prompt=prompts[row]))]
 
         return self._values(question, lambda answer, _: None if answer.cut else self._parser(answer.text), len(prompts))
 
@@ -175,8 +192,8 @@ class JudgeRubric(Asking):
         def question(place: int) -> list[dict[str, Any]]:
             row = rows[place]
             numbered = "\n".join(f"{i}. {text}" for i, (text, _) in enumerate(lists[row], 1))
-            return [*self._parts(outputs[row]),
-                    _text(filled(self._question, prompt=prompts[row], criteria=numbered))]
+            return [*self._shown(outputs, metadata, row),
+                    text_part(filled(self._question, prompt=prompts[row], criteria=numbered))]
 
         def read(answer: Answer, place: int) -> float | None:
             weights = [weight for _, weight in lists[rows[place]]]
@@ -203,34 +220,6 @@ def weighted(criteria: object) -> list[tuple[str, float]]:
 def filled(template: str, **texts: str) -> str:
     """Return a template with each {name} replaced by its text; other braces stay, and so do those inside the texts."""
     return re.sub("|".join(rf"\{{{name}\}}" for name in texts), lambda match: texts[match[0][1:-1]], template)
-
-
-def spaced(count: int, number: int) -> list[int]:
-    """Return `number` of `count` frames, evenly spaced from first to last; the middle one for one, all if fewer."""
-    if number >= count:
-        return list(range(count))
-    return [count // 2] if number == 1 else [round(i * (count - 1) / (number - 1)) for i in range(number)]
-
-
-def data_url(picture: Tensor, longest: int, encoding: str) -> str:
-    """Return a picture [3, H, W] in [0, 1] as an 8-bit data URL, its longer side at most `longest` pixels.
-    Raises Failed for a picture that holds NaN or an infinity."""
-    from PIL import Image
-
-    from flowgrpo.rewards.pixels import eight_bit
-
-    if not picture.isfinite().all():
-        raise Failed("a judge: a picture holds NaN or an infinity")
-    image, file = Image.fromarray(eight_bit(picture)), io.BytesIO()
-    if max(image.size) > longest:
-        width, height = (max(1, round(side * longest / max(image.size))) for side in image.size)
-        image = image.resize((width, height), Image.Resampling.LANCZOS)
-    image.save(file, encoding.upper(), **ENCODINGS[encoding])
-    return f"data:image/{encoding};base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
-def _text(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}
 
 
 def _read(template: str) -> str:

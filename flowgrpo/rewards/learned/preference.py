@@ -20,9 +20,11 @@ from torch import Tensor
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.rewards.about import TRAINED, About
 from flowgrpo.rewards.images.clip_models import ClipScore
-from flowgrpo.rewards.images.vision import batched, fill, loading, placed
+from flowgrpo.rewards.images.vision import fill, loading
 from flowgrpo.rewards.learned.preference_networks import TEXT, TOKENIZER, ClipHead, Film, saved_film
+from flowgrpo.rewards.local_model import LocalModel
 from flowgrpo.storage import paths
+from flowgrpo.types import required
 
 FILE, WEIGHTS = TRAINED, "network.safetensors"
 FORM = 1
@@ -66,7 +68,7 @@ class Description:
 
 
 @dataclass(frozen=True)
-class Preference:
+class Preference(LocalModel):
     """Human or judge preference, learned from pairs of pictures by `flowgrpo train-reward`.
 
     The sum over aspects of weight * (score - mean) / deviation. Mean and deviation are those of the held-out pictures,
@@ -74,38 +76,46 @@ class Preference:
 
     folder: written by `train-reward`. aspect: only this one, with the weight 1.
     weights: by aspect, in place of the folder's; omitted aspects get 0.
-    device: None for a GPU if present. batch: pictures at a time.
+    dtype (fp32; the head's is always), device and batch_size (64): as in `LocalModel`.
     Raises UserError for an unreadable folder and for an unknown aspect.
     """
 
     folder: str
     aspect: str | None = None
     weights: dict[str, float] | None = None
-    device: str | None = None
-    batch: int = 64
-    parts: Any = field(default=None, init=False, repr=False)
+    batch_size: int = field(default=64, kw_only=True)
+    chosen: dict[str, float] = field(init=False, repr=False)
+    known: Description = field(init=False, repr=False)
     about = About(modality="image", range=(None, None), needs="", licence="Apache-2.0, weights of your own")
 
     def __post_init__(self) -> None:
-        device, folder = placed(self.device), Path(self.folder)
-        known = Description.read(folder)
-        chosen = _weights(self.folder, known, self.aspect, self.weights)
-        network = read_network(folder, known, device)
-        scales = torch.tensor([(chosen[name], term.mean, term.deviation) for name, term in known.aspects.items()],
-                              dtype=torch.float64)
-        object.__setattr__(self, "device", device)
-        object.__setattr__(self, "parts", (network, scales))
+        known = Description.read(Path(self.folder))
+        for name, value in (("known", known), ("chosen", _weights(self.folder, known, self.aspect, self.weights))):
+            object.__setattr__(self, name, value)
+        super().__post_init__()
+
+    @property
+    def reward(self) -> str:  # type: ignore[override]  # of others the class states it
+        return self.folder
+
+    def _placed(self, part: Any) -> Any:
+        return part if isinstance(part, ClipHead) else super()._placed(part)
+
+    def _loaded(self) -> tuple[Any, Tensor]:
+        terms = [(self.chosen[name], term.mean, term.deviation) for name, term in self.known.aspects.items()]
+        return (read_network(Path(self.folder), self.known, required(self.device), self.dtype),
+                torch.tensor(terms, dtype=torch.float64))
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        weight, mean, deviation = self.parts[1].unbind(1)
+        weight, mean, deviation = self.models[1].unbind(1)
         return ((self.scores(images, prompts).double() - mean) / deviation) @ weight
 
     def scores(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Return the network's raw scores [B, A]; their differences between pictures of a prompt are log-odds."""
-        return batched(self._scores, images, prompts, self.batch)
+        return self.batched(self._scores, images, prompts)
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
-        network = self.parts[0]
+        network = self.models[0]
         return network(**network.rows(network.prepare(images.to(self.device)), prompts))
 
 
@@ -141,14 +151,14 @@ def save(folder: Path, network: Film | ClipHead, known: Description) -> None:
     known.write(folder)
 
 
-def read_network(folder: Path, known: Description, device: str) -> Film | ClipHead:
+def read_network(folder: Path, known: Description, device: str, dtype: str = "fp32") -> Film | ClipHead:
     """Load the network of a folder with its weights.
     Raises UserError if it is unreadable or does not fit."""
     with loading(f"reward {str(folder)!r}", "train it again, or copy its whole folder"):
         if known.network["kind"] == "film":
             network: Film | ClipHead = saved_film(folder, len(known.aspects), known.network["size"])
         else:
-            clip = ClipScore(known.network["model"], known.network["pretrained"], device=device)
+            clip = ClipScore(known.network["model"], known.network["pretrained"], device=device, dtype=dtype)
             network = ClipHead(clip, len(known.aspects))
         state = load_file(folder / WEIGHTS)
     fill(str(folder), network, state, str(folder / WEIGHTS))

@@ -65,7 +65,7 @@ class Film(nn.Module):
 
     def looked(self, pictures: Tensor) -> Tensor:
         """Return prompt-independent features of pictures [B, 3, S, S], [B, WIDTH, S / 8, S / 8]."""
-        return self.trunk(pictures.float() / 127.5 - 1)
+        return self.trunk(pictures.to(next(self.head.parameters()).dtype) / 127.5 - 1)
 
     def judged(self, seen: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
         """Return the scores [B, A] of `looked` features with the prompts' ids and mask [B, L]."""
@@ -108,7 +108,8 @@ class ClipHead(nn.Module):
 
     def __init__(self, clip: ClipScore, aspects: int) -> None:
         super().__init__()
-        self.parts, self.prepare, self.device = clip.parts, clip.prepare, clip.device  # a tuple: not registered
+        self.parts, self.prepare, self.device = clip.models, clip.prepare, clip.device  # a tuple: not registered
+        self.float_type = clip.float_type
         width = self._told(["a"]).shape[-1]
         self.head = nn.Sequential(nn.LayerNorm(3 * width), nn.Linear(3 * width, 256), nn.ReLU(),
                                   nn.Linear(256, aspects))
@@ -116,7 +117,8 @@ class ClipHead(nn.Module):
     @torch.no_grad()
     def rows(self, prepared: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         """Return features [B, 3 W] of embeddings of width W."""
-        text, seen = self._told(prompts), self.parts[0].encode_image(prepared.to(self.device), normalize=True)
+        pictures = prepared.to(self.device, self.float_type)
+        text, seen = self._told(prompts), self.parts[0].encode_image(pictures, normalize=True)
         scale = text.shape[-1] ** 0.5  # scales the numbers of a normalised embedding to around 1
         return {"features": torch.cat([seen * scale, text * scale, seen * text * scale**2], 1).float()}
 

@@ -10,47 +10,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo.rewards.images.vision import Preparation, batched, placed, pretrained
+from flowgrpo.rewards.images.vision import Preparation, pretrained
+from flowgrpo.rewards.local_model import LocalModel
 
 LONGEST = 35  # tokens of a question
 
 
 @dataclass(frozen=True)
-class BlipVqa:
+class BlipVqa(LocalModel):
     """Probability of "yes" against "no" as the answer to a question about a picture.
 
     model, revision: a BLIP of transformers for questions, a folder or hub id. size: pixels of a side, to which pictures
-    are squeezed; positions are interpolated. device: None for a GPU if present. batch: questions at a time.
-    parts: model and tokenizer, ready-made.
+    are squeezed; positions are interpolated.
+    parts: model and tokenizer, ready-made. dtype (fp32), device and batch_size (16 questions): as in `LocalModel`.
     Raises UserError if the weights are unavailable.
     """
 
     model: str = "Salesforce/blip-vqa-capfilt-large"
     revision: str | None = None
     size: int = 480
-    device: str | None = None
-    batch: int = 16
-    parts: Any = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        device = placed(self.device)
-        model, tokenizer = self.parts or self._loaded()
-        object.__setattr__(self, "device", device)
-        object.__setattr__(self, "parts", (model.eval().to(device), tokenizer))
+    batch_size: int = field(default=16, kw_only=True)
+    reward, parameters = "t2i_compbench", 361e6
 
     def _loaded(self) -> tuple[Any, Any]:
         from transformers import AutoTokenizer, BlipForQuestionAnswering
 
-        return (pretrained("t2i_compbench", BlipForQuestionAnswering, self.model, self.revision, "model", "vqa"),
+        return (pretrained("t2i_compbench", BlipForQuestionAnswering, self.model, self.revision, "model", "vqa",
+                           dtype=self.float_type),
                 pretrained("t2i_compbench", AutoTokenizer, self.model, self.revision, "model", "vqa"))
 
     def __call__(self, images: Tensor, questions: Sequence[str]) -> Tensor:
         """Return the probability for each picture [B, 3, H, W] in [0, 1] and its question: [B] on the CPU."""
-        return batched(self._probabilities, images, questions, self.batch)
+        return self.batched(self._probabilities, images, questions)
 
     def _probabilities(self, images: Tensor, questions: list[str]) -> Tensor:
-        model, tokenizer = self.parts
-        pictures = Preparation(self.size, "squash")(images.to(self.device))
+        model, tokenizer = self.models
+        pictures = Preparation(self.size, "squash")(images.to(self.device)).to(model.dtype)
         seen = model.vision_model(pixel_values=pictures, interpolate_pos_encoding=True).last_hidden_state
         read = tokenizer([plain(question) for question in questions], padding=True, truncation=True,
                          max_length=LONGEST, return_tensors="pt").to(self.device)

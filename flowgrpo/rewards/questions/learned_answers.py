@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +25,13 @@ ALWAYS = ("yes", "no")  # answers known by every such network
 class ByFolder:
     """Probability of the right answer, or 1 if it is the likeliest of the choices (`score` "share").
 
+    arguments: of `LocalModel`.
     Raises UserError for a folder whose aspects are not answers, and for a choice that is not among them.
     """
 
     folder: str
     score: str
+    arguments: dict[str, Any] = field(default_factory=dict)
     model: Preference = field(init=False, repr=False)
     names: tuple[str, ...] = field(init=False, repr=False)
 
@@ -39,7 +42,7 @@ class ByFolder:
                             "whose aspects are answers, yes and no among them: a reward from preferences answers no "
                             "questions")
         object.__setattr__(self, "names", names)
-        object.__setattr__(self, "model", Preference(self.folder))
+        object.__setattr__(self, "model", Preference(self.folder, **self.arguments))
 
     def right(self, images: Tensor, questions: Sequence[tuple[int, Question]]) -> list[float]:
         """Score n questions. images: [B, 3, H, W] in [0, 1]. questions: n pairs of a picture's row and its question."""

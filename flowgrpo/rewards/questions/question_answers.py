@@ -21,9 +21,11 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import TRAINED, About
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.images.vqa_score import VqaScore
-from flowgrpo.rewards.judges.judge import Asking, _text, filled
+from flowgrpo.rewards.judges.judge import Asking, filled
 from flowgrpo.rewards.judges.judge_client import Answer
 from flowgrpo.rewards.judges.judge_parse import conclusion, refused
+from flowgrpo.rewards.judges.judge_pictures import text_part
+from flowgrpo.rewards.local_model import passed_on
 from flowgrpo.rewards.questions.learned_answers import ByFolder
 from flowgrpo.rewards.questions.questions import NUMBERS, Question, Writer, of_claims, of_clauses, of_list
 from flowgrpo.starter.scenes import parse
@@ -49,6 +51,7 @@ class QuestionAnswers:
     key: metadata key of a prompt's own questions, {"question", "answer", "choices"}. Others are made from GenEval's
     metadata, from prompts of the starter's world, or by `writer`.
     writer: arguments of a language model's endpoint; its questions are cached in `file`.
+    dtype, device, batch_size: as in `LocalModel`; None: bf16 and 8 of "vqa", fp32 and 64 of a folder. Not with a judge.
 
     A picture without any answer is Failed.
     Raises UserError for a prompt that yields no question.
@@ -61,6 +64,9 @@ class QuestionAnswers:
     judge: dict[str, Any] = field(default_factory=dict)
     writer: dict[str, Any] | None = None
     file: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    batch_size: int | None = None
     _model: ByVqa | ByJudge | ByFolder = field(init=False, repr=False)
     _writer: Writer | None = field(init=False, repr=False)
     about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0, MIT weights")
@@ -73,14 +79,21 @@ class QuestionAnswers:
                             "a judge")
         if self.file is not None and self.writer is None:
             raise UserError("reward 'question_answers': file keeps what a writer wrote: give writer, or leave it out")
-        if self.by == "vqa":
-            options = {"question": "Question: {} Short answer:"} | self.vqa
-            model: ByVqa | ByJudge | ByFolder = ByVqa(Answering(**options), self.score)
-        else:
-            model = ByJudge(**self.judge) if self.by == "judge" else ByFolder(self.by, self.score)
         writer = None if self.writer is None else Writer(self.writer, self.file)
-        for name, value in (("_model", model), ("_writer", writer)):
+        for name, value in (("_model", self._answering()), ("_writer", writer)):
             object.__setattr__(self, name, value)
+
+    def _answering(self) -> ByVqa | ByJudge | ByFolder:
+        given = passed_on("question_answers", self.dtype, self.device, self.batch_size)
+        if self.by == "vqa":
+            options = {"question": "Question: {} Short answer:"} | given | self.vqa
+            return ByVqa(Answering(**options), self.score)
+        if self.by != "judge":
+            return ByFolder(self.by, self.score, given)
+        if given:
+            raise UserError(f"reward 'question_answers': got {', '.join(given)}, but a judge answers from elsewhere: "
+                            "leave them out, or take by: vqa")
+        return ByJudge(**self.judge)
 
     def __call__(self, images: Tensor, prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | Failed]:
@@ -139,8 +152,8 @@ class ByVqa:
         probabilities = torch.empty(len(rows))
         for answer in dict.fromkeys(answer for _, _, answer in rows):
             at = [i for i, row in enumerate(rows) if row[2] == answer]
-            probabilities[at] = replace(self.model, answer=answer)(images[[rows[i][0] for i in at]],
-                                                                   [rows[i][1].question for i in at])
+            model = replace(self.model, answer=answer, parts=self.model.models)
+            probabilities[at] = model(images[[rows[i][0] for i in at]], [rows[i][1].question for i in at])
         return probabilities
 
 
@@ -160,7 +173,7 @@ class ByJudge(Asking):
         def question(i: int) -> list[dict[str, Any]]:
             row, entry = questions[i]
             text = filled(self._question, question=entry.question, choices=", ".join(entry.choices))
-            return [*self._parts(images[row]), _text(text)]
+            return [*self._parts(images[row]), text_part(text)]
 
         def read(answer: Answer, i: int) -> float | None:
             chosen = None if answer.cut else chosen_in(answer.text, questions[i][1].choices)

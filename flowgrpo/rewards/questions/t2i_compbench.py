@@ -20,13 +20,16 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.images.clip_models import ClipScore
 from flowgrpo.rewards.images.detections import Detection, Detector
-from flowgrpo.rewards.images.detectors import detector
+from flowgrpo.rewards.images.detectors import detector, in_process
 from flowgrpo.rewards.images.owl import Owl
+from flowgrpo.rewards.local_model import passed_on
 from flowgrpo.rewards.questions.blip_vqa import BlipVqa
 from flowgrpo.rewards.questions.phrases import Phrases, counted, related, relation
 
 ATTRIBUTES = ("color", "shape", "texture")
 DIMENSIONS = (*ATTRIBUTES, "spatial", "numeracy", "non_spatial", "complex")
+MODELS = dict.fromkeys(ATTRIBUTES, ("vqa",)) | {"spatial": ("detector",), "numeracy": ("detector",),
+                                                 "non_spatial": ("clip",)}  # of a dimension that needs not all
 MOST = 8  # noun phrases that are asked for
 PEOPLE = dict.fromkeys(("girl", "boy", "man", "woman"), "person")
 KNOWN_AS = PEOPLE | {"ship": "boat", "television": "tv", "sofa": "couch"}  # by a detector of fixed classes
@@ -37,10 +40,13 @@ OVERLAP, NEAR = 0.1, 150 / 480  # IoU that costs nothing; distance, in longer si
 SAME, HALF = 0.9, 0.5  # overlap of one object seen twice; score below which two objects in place get 0
 
 
+@dataclass(frozen=True)
 class CompBenchClip(ClipScore):
     """CLIP model of `T2ICompBench`; its errors name the reward."""
 
-    reward = "t2i_compbench"
+    model: str = "ViT-B-32-quickgelu"
+    score: str = "cosine"
+    reward, parameters = "t2i_compbench", 151e6
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -50,7 +56,9 @@ class T2ICompBench:
     dimension: one for all prompts, in place of the metadata's. key: metadata key of the dimension.
     detector: `owl` or `owl:FOLDER`, a detector of named objects; or one of fixed classes (images/detectors.py).
     threshold: minimum score of a detection. spacy: the model that finds noun phrases, where metadata bring none.
-    vqa, clip: arguments of `BlipVqa` and of `ClipScore`. Each model is loaded when a prompt first needs it.
+    vqa, clip: arguments of `BlipVqa` and of `ClipScore`. With a dimension, only its models are loaded.
+    dtype, device, batch_size: as in `LocalModel`, of all models in this process; `vqa` and `clip` override them. By
+    default fp32; 16 questions for BLIP-VQA, 8 pictures for OWLv2, 32 for CLIP.
     Raises UserError for another dimension, and for models and packages that are missing.
     """
 
@@ -61,19 +69,28 @@ class T2ICompBench:
     spacy: str = "en_core_web_sm"
     vqa: dict[str, Any] = field(default_factory=dict)
     clip: dict[str, Any] = field(default_factory=dict)
+    dtype: str | None = None
+    device: str | None = None
+    batch_size: int | None = None
     phrases: Phrases = field(init=False, repr=False)
-    _models: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
+    _models: dict[str, Any] = field(init=False, repr=False)
     about = About(modality="image", range=(-1, 1), needs="", licence="Apache-2.0, the models'")
 
     def __post_init__(self) -> None:
         if self.dimension not in (None, *DIMENSIONS):
             raise UserError(f"reward 't2i_compbench': dimension is {self.dimension!r}, expected "
                             f"{', '.join(DIMENSIONS)}")
-        object.__setattr__(self, "phrases", Phrases(self.spacy))
+        given = passed_on("t2i_compbench", self.dtype, self.device, self.batch_size)
+        make: dict[str, Callable[[], Any]] = {
+            "vqa": lambda: BlipVqa(**given | self.vqa), "detector": lambda: self._detector(given),
+            "clip": lambda: CompBenchClip(**given | self.clip)}
+        models = {name: make[name]() for name in MODELS.get(self.dimension or "complex", make)}
+        for name, value in (("phrases", Phrases(self.spacy)), ("_models", models)):
+            object.__setattr__(self, name, value)
 
     @property
     def made_of(self) -> list[Detector]:
-        return [self._model("detector", self._detector)] if ".py:" in str(self.detector) else []
+        return [self._models["detector"]] if "detector" in self._models and ".py:" in str(self.detector) else []
 
     def __call__(self, images: Tensor, prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
@@ -97,9 +114,8 @@ class T2ICompBench:
         rows = [row for row, some in enumerate(phrases) for _ in some]
         if not rows:
             return [1.0] * len(prompts)
-        vqa = self._model("vqa", lambda: BlipVqa(**self.vqa))
         questions = [f"{phrase}?" for some in phrases for phrase in some]
-        yes = iter(vqa(images[rows], questions).tolist())
+        yes = iter(self._models["vqa"](images[rows], questions).tolist())
         return [math.prod(next(yes) for _ in some) for some in phrases]
 
     def _places(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]],
@@ -123,36 +139,29 @@ class T2ICompBench:
 
     def _actions(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]],
                  sentences: list[bool]) -> list[float]:
-        clip = self._model("clip", lambda: CompBenchClip(
-            **{"model": "ViT-B-32-quickgelu", "score": "cosine"} | self.clip))
         texts = [self.phrases.without_adjectives(prompt, entry) if sentence else prompt
                  for prompt, entry, sentence in zip(prompts, metadata, sentences)]
-        return clip(images, texts).tolist()
+        return self._models["clip"](images, texts).tolist()
 
     def _seen(self, images: Tensor, names: Sequence[Sequence[str]]) -> list[list[Detection]]:
         """Return the detections above the threshold in each picture, highest score first."""
-        found = self._model("detector", self._detector)
-        seen = found(images, [self._named(some) for some in names]) if isinstance(found, Owl) else found(images)
+        detect = self._models["detector"]
+        seen = detect(images, [self._named(some) for some in names]) if isinstance(detect, Owl) else detect(images)
         kept = [[one for one in (Detection(*each) for each in some) if one.score > self.threshold] for some in seen]
         return [sorted(some, key=lambda one: -one.score) for some in kept]
 
     def _named(self, names: Sequence[str]) -> list[str]:
         """Return the names by which the detector knows objects."""
-        table = PEOPLE if isinstance(self._model("detector", self._detector), Owl) else KNOWN_AS
+        table = PEOPLE if isinstance(self._models["detector"], Owl) else KNOWN_AS
         return [table.get(name, name) for name in names]
 
-    def _detector(self) -> Owl | Detector:
+    def _detector(self, given: dict[str, Any]) -> Owl | Detector:
         if not isinstance(self.detector, str):
             return self.detector
         kind, _, model = self.detector.partition(":")
         if kind == "owl":
-            return Owl(model) if model else Owl()
-        return detector(self.detector)
-
-    def _model(self, name: str, make: Callable[[], Any]) -> Any:
-        if name not in self._models:
-            self._models[name] = make()
-        return self._models[name]
+            return Owl(**given | ({"model": model} if model else {}))
+        return detector(self.detector, **given if in_process(self.detector) else {})
 
 
 def _parts(dimension: str | None, prompt: str, metadata: dict[str, Any]) -> tuple[str, ...]:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.images.vision import placed, precision, pretrained
+from flowgrpo.rewards.images.vision import pretrained
 from flowgrpo.rewards.judges.judge import filled
+from flowgrpo.rewards.local_model import LocalModel
 from flowgrpo.rewards.text.answer_keys import LICENCE, spoken
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class RewardModel:
+class RewardModel(LocalModel):
     """Score that a sequence classification model of transformers gives a prompt with its completion.
 
     model: its folder or name on the hub, with safetensors and one label. revision: of the hub.
@@ -28,8 +29,8 @@ class RewardModel:
     template: a text with {prompt} and {completion}, in place of the tokenizer's chat template.
     thoughts: show the <think> part.
     longest: tokens; a longer text loses its beginning, since the score is read at its end.
-    device: None for a GPU if present. dtype: float32, bfloat16 or float16. batch: texts at a time.
-    parts: model and tokenizer, ready-made. Code from a hub is never run.
+    parts: model and tokenizer, ready-made. dtype (fp32), device and batch_size (8): as in `LocalModel`.
+    Code from a hub is never run.
     Raises UserError for any other model, and for a tokenizer without a chat template.
     """
 
@@ -39,32 +40,30 @@ class RewardModel:
     template: str | None = None
     thoughts: bool = False
     longest: int = 4096
-    device: str | None = None
-    dtype: str = "float32"
-    batch: int = 8
-    parts: Any = field(default=None, repr=False)
+    batch_size: int = field(default=8, kw_only=True)
+    reward = "reward_model"
     about = About(modality="text", range=(None, None), needs="", licence=f"{LICENCE}, the model's")
 
     def __post_init__(self) -> None:
-        if self.batch < 1 or self.longest < 1 or not (self.model or self.parts):
-            raise UserError(f"reward 'reward_model': got model {self.model!r}, batch {self.batch}, longest "
-                            f"{self.longest}, expected args: {{model: FOLDER}}, and both others from 1")
-        network, tokenizer = self.parts or self._loaded()
+        if self.longest < 1 or not (self.model or self.parts):
+            raise UserError(f"reward 'reward_model': got model {self.model!r}, longest {self.longest}, expected args: "
+                            "{model: FOLDER}, and longest from 1")
+        super().__post_init__()
+
+    def _require(self, parts: tuple[Any, ...]) -> None:
+        network, tokenizer = parts
         if network.config.num_labels != 1:
             raise UserError(f"reward 'reward_model': {self.model} has {network.config.num_labels} labels, expected 1, "
                             "the reward")
         if self.template is None and getattr(tokenizer, "chat_template", None) is None:
             raise UserError(f"reward 'reward_model': the tokenizer of {self.model} has no chat template: set template, "
                             "such as \"{prompt}\\n{completion}\"")
-        device = placed(self.device)
-        object.__setattr__(self, "device", device)
-        object.__setattr__(self, "parts", (network.eval().to(device), tokenizer))
 
     def _loaded(self) -> tuple[Any, Any]:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         network = pretrained("reward_model", AutoModelForSequenceClassification, self.model, self.revision, "model",
-                             dtype=precision("reward_model", self.dtype), use_safetensors=True)
+                             dtype=self.float_type, use_safetensors=True)
         return network, pretrained("reward_model", AutoTokenizer, self.model, self.revision, "model")
 
     @torch.no_grad()
@@ -73,14 +72,14 @@ class RewardModel:
         rows = [self._tokens(prompt, completion) for prompt, completion in zip(prompts, completions)]
         order = sorted((row for row in range(len(rows)) if rows[row]), key=lambda row: len(rows[row]))
         scores: dict[int, float] = {}
-        for start in range(0, len(order), self.batch):  # sorted by length: little padding
-            some = order[start:start + self.batch]
+        for start in range(0, len(order), self.batch_size):  # sorted by length: little padding
+            some = order[start:start + self.batch_size]
             scores |= zip(some, self._scores([rows[row] for row in some]).tolist())
         return [scores.get(row) for row in range(len(rows))]
 
     def _tokens(self, prompt: str, completion: str) -> list[int]:
         """Return a prompt with its completion as tokens, the last `longest` of them."""
-        _, tokenizer = self.parts
+        _, tokenizer = self.models
         completion = completion if self.thoughts else spoken(completion)
         if self.template is not None:
             return tokenizer(filled(self.template, prompt=prompt, completion=completion))["input_ids"][-self.longest:]
@@ -91,7 +90,7 @@ class RewardModel:
 
     def _scores(self, rows: Sequence[list[int]]) -> Tensor:
         """Score token rows, padded at their ends -> [B] float32."""
-        network, _ = self.parts
+        network, _ = self.models
         config, length = network.config.get_text_config(), max(map(len, rows))
         padding, before = unused(rows, config), config.pad_token_id
         ids = torch.tensor([row + [padding] * (length - len(row)) for row in rows], device=self.device)

@@ -9,7 +9,7 @@ them beside a reward of motion.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch.nn.functional import interpolate, normalize
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, described
-from flowgrpo.rewards.images.vision import DEVIATION, MEAN, placed, pretrained
+from flowgrpo.rewards.images.vision import DEVIATION, MEAN, pretrained
+from flowgrpo.rewards.local_model import LocalModel
 
 SIZE = 224  # pixels of the shorter side
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -49,38 +50,31 @@ def consistency(features: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Consistency:
+class _Consistency(LocalModel):
     """Consistency of a clip's frames by the features of one network.
 
-    model, revision: of transformers, a folder or hub id. device: None for a GPU if present. batch: frames at a time.
-    parts: the network, ready-made.
+    model, revision: of transformers, a folder or hub id.
     """
 
     model: str = ""
     revision: str | None = None
-    device: str | None = None
-    batch: int = 32
-    parts: Any = field(default=None, repr=False)
-    reward = ""  # name in error messages
     about = About(modality="video", range=(0, 1), needs="", licence="Apache-2.0, the model's")
 
-    def __post_init__(self) -> None:
-        device = placed(self.device)
-        network = self.parts or pretrained(self.reward, self._kind(), self.model, self.revision, "model")
-        object.__setattr__(self, "device", device)
-        object.__setattr__(self, "parts", network.eval().to(device))
+    def _loaded(self) -> tuple[Any]:
+        return (pretrained(self.reward, self._kind(), self.model, self.revision, "model", dtype=self.float_type),)
 
     def _kind(self) -> Any:
         raise NotImplementedError
 
     def _features(self, frames: Tensor) -> Tensor:
-        """Return the features [N, D] of frames [N, 3, H, W], levels 0 to 255 on the model's device."""
+        """Return the features [N, D] of frames [N, 3, H, W], float32 levels 0 to 255 on the model's device."""
         raise NotImplementedError
 
     @torch.no_grad()
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> Tensor:
         frames = eight_bit_levels(videos, self.reward).flatten(0, 1)
-        features = torch.cat([self._features(some.to(self.device)).float().cpu() for some in frames.split(self.batch)])
+        features = torch.cat([self._features(some.to(self.device)).float().cpu()
+                              for some in frames.split(self.batch_size)])
         return consistency(features.unflatten(0, videos.shape[:2]))
 
 
@@ -94,7 +88,7 @@ class SubjectConsistency(_Consistency):
     """
 
     model: str = "facebook/dino-vitb16"
-    reward = "subject_consistency"
+    reward, parameters = "subject_consistency", 86.4e6
 
     def _kind(self) -> Any:
         from transformers import ViTModel
@@ -103,20 +97,21 @@ class SubjectConsistency(_Consistency):
 
     def _features(self, frames: Tensor) -> Tensor:
         frames = _normalised(interpolate(frames, _sides(frames), mode="bilinear"), *IMAGENET)
-        return self.parts(pixel_values=frames, interpolate_pos_encoding=True).last_hidden_state[:, 0]
+        states = self.models[0](pixel_values=frames.to(self.float_type), interpolate_pos_encoding=True)
+        return states.last_hidden_state[:, 0]
 
 
 @dataclass(frozen=True)
 class BackgroundConsistency(_Consistency):
     """VBench's background consistency: cosines of CLIP ViT-B/32 embeddings of a clip's frames, 1 for a still clip.
 
-    model, revision: a CLIP of transformers, a folder or hub id. device: None for a GPU if present. batch: frames at a
-    time. parts: the network, ready-made.
+    model, revision: a CLIP of transformers, a folder or hub id.
+    parts: the network alone, ready-made. dtype (fp32), device and batch_size (32 frames): as in `LocalModel`.
     Raises UserError for clips of one frame, and if the weights are unavailable.
     """
 
     model: str = "openai/clip-vit-base-patch32"
-    reward = "background_consistency"
+    reward, parameters = "background_consistency", 87.8e6
 
     def _kind(self) -> Any:
         from transformers import CLIPVisionModelWithProjection
@@ -127,7 +122,8 @@ class BackgroundConsistency(_Consistency):
         frames = interpolate(frames, _sides(frames), mode="bicubic")
         top, left = (round((side - SIZE) / 2) for side in frames.shape[-2:])
         frames = frames[..., top:top + SIZE, left:left + SIZE]
-        return self.parts(pixel_values=_normalised(frames, MEAN, DEVIATION)).image_embeds
+        frames = _normalised(frames, MEAN, DEVIATION).to(self.float_type)
+        return self.models[0](pixel_values=frames).image_embeds
 
 
 def _sides(frames: Tensor) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from flowgrpo.errors import UserError
 from flowgrpo.extras import needed
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.images.vision import placed
+from flowgrpo.rewards.local_model import placed, require_arguments
 from flowgrpo.rewards.pixels import eight_bit
 
 # Dimensions for any prompt, and those that judge facts of the prompt: its objects, colours, scene or style.
@@ -45,7 +45,7 @@ class VBench:
     one. fps: frames per second of the videos that are written. device: None for a GPU if present.
     listed: score the prompts alone whose metadata's `category` names the dimension, as VBench's tables do.
     seconds: time limit of a call; a longer one is a failure.
-    Raises UserError for another dimension, for an interpreter without the package, and without OpenCV.
+    Raises UserError for another dimension, an absent device, an interpreter without the package, and without OpenCV.
     """
 
     dimension: str = "motion_smoothness"
@@ -60,6 +60,7 @@ class VBench:
         if self.dimension not in PLAIN + WITH_FACTS:
             raise UserError(f"reward 'vbench': dimension is {self.dimension!r}, expected "
                             f"{', '.join(PLAIN + WITH_FACTS)}")
+        require_arguments("vbench", "fp32", self.device, 1)
         needed("cv2", "video", "reward 'vbench'")
         object.__setattr__(self, "python", self.python or sys.executable)
         found = self._run(["-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('vbench') is None)"])

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.images.hps_v3 import renamed
-from flowgrpo.rewards.images.vision import batched, from_hub, loading, placed, precision, pretrained, resized, tensors
+from flowgrpo.rewards.images.vision import from_hub, loading, pretrained, resized, tensors
+from flowgrpo.rewards.local_model import Head, LocalModel
 
 AXES = ("VQ", "MQ", "TA")
 MARKS = tuple(f"<|{axis}_reward|>" for axis in AXES)
@@ -37,7 +38,7 @@ FIX = "give the folder of KwaiVGI/VideoReward as args: {model: FOLDER}"
 
 
 @dataclass(frozen=True)
-class VideoReward:
+class VideoReward(LocalModel):
     """VideoReward: weighted sum of a video's visual quality, motion quality and text alignment, each around -3 to 3.
 
     The weights were trained on one instruction, which their authors' code holds: get prompt_template.py of the
@@ -47,8 +48,8 @@ class VideoReward:
     axes: weights of VQ, MQ and TA; an axis that is not named has none.
     model: the release, a folder or hub id, with model_config.json and checkpoint-*/model.safetensors or model.pth.
     base: configuration and processor of Qwen2-VL-2B, a folder or hub id.
-    fps: frames per second of the clips. dtype: of the model; the head is float32. device: None for a GPU if present.
-    batch: clips at a time.
+    fps: frames per second of the clips.
+    dtype (bf16; fp32 of the head), device and batch_size (2 clips): as in `LocalModel`.
     Raises UserError if the weights, the instruction or one of its marks are missing.
     """
 
@@ -57,26 +58,22 @@ class VideoReward:
     model: str = "KwaiVGI/VideoReward"
     base: str = "Qwen/Qwen2-VL-2B-Instruct"
     fps: float = 16
-    dtype: str = "bfloat16"
-    device: str | None = None
-    batch: int = 2
-    parts: Any = field(init=False, repr=False)  # model, head, processor, instruction text, constants
+    dtype: str = field(default="bf16", kw_only=True)
+    batch_size: int = field(default=2, kw_only=True)
+    text: str = field(init=False, repr=False)
+    reward, parameters = "video_reward", 2.21e9
     about = About(modality="video", range=(None, None), needs="", licence="Apache-2.0")
 
     def __post_init__(self) -> None:
         if not self.axes or not set(self.axes) <= set(AXES) or not self.fps > 0:
             raise UserError(f"reward 'video_reward': axes is {self.axes} and fps {self.fps}, expected weights of "
                             f"{', '.join(AXES)} and a number above 0")
-        text = instruction(self.instruction)
-        device = placed(self.device)
-        model, head, processor, constants = self._loaded()
-        object.__setattr__(self, "device", device)
-        object.__setattr__(self, "parts", (model.eval().to(device), head.to(device), processor, text, constants))
+        object.__setattr__(self, "text", instruction(self.instruction))
+        super().__post_init__()
 
     def _loaded(self) -> tuple[Any, nn.Module, Any, dict[str, float]]:
         from transformers import Qwen2VLConfig, Qwen2VLProcessor
 
-        dtype = precision("video_reward", self.dtype)
         with loading(f"reward 'video_reward': {self.model}", FIX):
             file, weights = files(self.model)
             released = json.loads(file.read_text(encoding="utf-8"))
@@ -86,14 +83,14 @@ class VideoReward:
         processor.tokenizer.add_tokens(list(MARKS), special_tokens=True)
         state = tensors("video_reward", str(weights), None, "model")
         with loading(f"reward 'video_reward': {weights}", FIX):
-            model, head = assembled(config, renamed(merged(state, released["peft_lora_config"])), dtype)
+            model, head = assembled(config, renamed(merged(state, released["peft_lora_config"])), self.float_type)
         return model, head, processor, CONSTANTS | (released.get("inference_config") or {})
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> Tensor:
-        return batched(self._scores, videos, prompts, self.batch)
+        return self.batched(self._scores, videos, prompts)
 
     def _scores(self, videos: Tensor, prompts: list[str]) -> Tensor:
-        constants = self.parts[-1]
+        constants = self.models[-1]
         raw = self.scores(videos, prompts)
         return sum((weight * (raw[:, AXES.index(axis)] - constants[f"{axis}_mean"]) / constants[f"{axis}_std"]
                     for axis, weight in self.axes.items()), torch.zeros(len(raw), device=raw.device))
@@ -102,7 +99,7 @@ class VideoReward:
     def scores(self, videos: Tensor, prompts: list[str]) -> Tensor:
         """Return the head's values [B, 3] of clips [B, F, 3, H, W] in [0, 1], before the constants.
         Raises UserError for clips of one frame."""
-        model, head, processor, *_ = self.parts
+        model, head, processor, _ = self.models
         seen = self._seen(videos)
         count = int(seen.video_grid_thw[0].prod()) // processor.video_processor.merge_size ** 2
         read = processor.tokenizer([self._message(prompt, count) for prompt in prompts], padding=True,
@@ -126,15 +123,15 @@ class VideoReward:
         height, width = videos.shape[-2:]
         sides = smart_resize(height, width, factor=28, min_pixels=LEAST, max_pixels=MOST)
         pictures = resized(frames.to(self.device).flatten(0, 1), sides).to(torch.uint8).unflatten(0, frames.shape[:2])
-        process = self.parts[2].video_processor
+        process = self.models[2].video_processor
         return process(videos=list(pictures), do_resize=False, do_sample_frames=False, return_tensors="pt"
                        ).to(self.device)
 
     def _message(self, prompt: str, count: int) -> str:
         """Return the whole conversation, with `count` placeholders for the video. Chat marks in a prompt are removed.
         """
-        _, _, processor, text, _ = self.parts
-        said = text.replace(PROMPT, re.sub(r"<\|\w+\|>", "", prompt))
+        _, _, processor, _ = self.models
+        said = self.text.replace(PROMPT, re.sub(r"<\|\w+\|>", "", prompt))
         content = [{"type": "video"}, {"type": "text", "text": said}]
         chat = processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False,
                                              add_generation_prompt=True)
@@ -185,15 +182,15 @@ def assembled(config: Any, state: dict[str, Tensor], dtype: torch.dtype) -> tupl
     from transformers import Qwen2VLModel
 
     weight = state.pop("rm_head.weight").float()
-    head = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    head.weight = nn.Parameter(weight, requires_grad=False)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
     config.text_config.vocab_size = len(state["language_model.embed_tokens.weight"])
     loaded: Any = Qwen2VLModel.from_pretrained(None, config=config, state_dict=state, dtype=dtype,
                                                output_loading_info=True)
     model, info = loaded
     if wrong := {*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]}:
         raise ValueError(f"missing or unknown: {', '.join(map(str, sorted(wrong, key=str)[:3]))}")
-    return model, head
+    return model, Head(linear)
 
 
 def instruction(file: str | None) -> str:

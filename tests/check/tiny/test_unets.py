@@ -8,7 +8,8 @@ import pytest
 import torch
 from diffusers import DDIMScheduler
 
-from flowgrpo.check.tiny import unets
+from flowgrpo.check import tiny
+from flowgrpo.check.tiny import conditioned, unets
 from flowgrpo.config.sections import Adapter
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.samplers.grids import alpha_bars
@@ -17,13 +18,14 @@ from flowgrpo.samplers.scheduler import Segment
 
 STEPS = 4
 DDIM = ["StableDiffusionPipeline", "StableDiffusionXLPipeline", "KolorsPipeline", "StableDiffusionInpaintPipeline",
-        "StableDiffusionControlNetPipeline", "StableDiffusionPAGPipeline", "StableDiffusionXLPAGPipeline",
+        "StableDiffusionControlNetPipeline", "StableDiffusionXLControlNetPipeline",
+        "StableDiffusionPipeline (IP-Adapter)", "StableDiffusionPAGPipeline", "StableDiffusionXLPAGPipeline",
         "PixArtAlphaPipeline", "PixArtSigmaPipeline", "HunyuanDiTPipeline", "CogView3PlusPipeline"]
 
 
 def driven(name: str, kind=None, **options) -> PipelinePolicy:
     """A policy over the tiny `name`, at guidance 3; its scheduler of the class `kind`, with the options that it has."""
-    pipe, call = unets.FACTORIES[name](0)
+    pipe, call = tiny.make(name)
     kind = kind or type(pipe.scheduler)
     options = {key: value for key, value in options.items() if key in inspect.signature(kind).parameters}
     pipe.register_modules(scheduler=kind.from_config(pipe.scheduler.config, **options))
@@ -70,9 +72,9 @@ def test_embedded_guidance_of_a_consistency_model_is_one_evaluation():
     assert policy.evaluations == before + 2 and (finals[0] - finals[1]).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("name", unets.FACTORIES)
+@pytest.mark.parametrize("name", [*unets.FACTORIES, *conditioned.FACTORIES])
 def test_they_are_small_and_repeatable(name):
-    weights = [dict(unets.FACTORIES[name](seed)[0].components) for seed in (0, 0, 1)]
+    weights = [dict(tiny.make(name, seed)[0].components) for seed in (0, 0, 1)]
     first, again, other = ([p for part in sorted(parts) if isinstance(parts[part], torch.nn.Module)
                             for p in parts[part].parameters()] for parts in weights)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

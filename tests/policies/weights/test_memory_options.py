@@ -70,12 +70,18 @@ def saved(tmp_path_factory):
 @pytest.fixture(scope="module")
 def both(saved):
     """The same model with the same LoRA, in full and in int8."""
-    made = []
-    for weights in ("full", "int8"):
-        pipe = load_pipeline(str(saved), weights=weights)
-        torch.manual_seed(0)
-        made.append(tiny.stir(PipelinePolicy(pipe, Adapter(rank=2, alpha=3.0), call=tiny.CALL)))
-    return made
+    return [with_weights(saved, weights) for weights in ("full", "int8")]
+
+
+@pytest.fixture(scope="module")
+def fp8(saved):
+    return with_weights(saved, "fp8")
+
+
+def with_weights(saved, weights: str) -> PipelinePolicy:
+    pipe = load_pipeline(str(saved), weights=weights)
+    torch.manual_seed(0)
+    return tiny.stir(PipelinePolicy(pipe, Adapter(rank=2, alpha=3.0), call=tiny.CALL))
 
 
 def quantised(policy) -> dict[str, torch.Tensor]:
@@ -106,6 +112,30 @@ def test_the_file_of_a_lora_on_int8_weights_is_the_same_as_ever(both, tmp_path):
     (tensors, told), (low, low_told) = (contents(tmp_path / name / LORA_FILE) for name in ("full", "int8"))
     assert tensors.keys() == low.keys() and all(torch.equal(tensors[key], low[key]) for key in tensors)
     assert told == low_told and told["transformer.lora_alpha"] == 3
+
+
+def test_fp8_weights_are_floats_of_three_bits_near_the_full_ones(both, fp8):
+    """A row's largest value is scaled to 448, the largest of e4m3; others round to 3 bits of mantissa, or, below
+    2^-6, to multiples of 2^-9."""
+    weights, low = dict(both[0].denoisers["transformer"].named_parameters()), quantised(fp8)
+    assert low.keys() == quantised(both[1]).keys()
+    for key, weight in low.items():
+        scale = weights[key].abs().amax(1, keepdim=True) / 448
+        bound = torch.maximum(weights[key].abs() * 2**-4, scale * 2**-10) * 1.001
+        assert weight.qdata.dtype == torch.float8_e4m3fn and ((weight.dequantize() - weights[key]).abs() <= bound).all()
+
+
+def test_a_lora_on_fp8_weights_samples_replays_and_is_saved_as_ever(both, fp8, tmp_path):
+    full, low = (rollout(policy).finals[0] for policy in (both[0], fp8))
+    assert 0 < ((low - full).norm() / full.norm()).item() < 0.1
+    assert first_log_ratio(fp8, rollout(fp8)) <= 1e-6
+    ours = {id(p) for p in fp8.weights.parameters()}
+    reached = [id(p) for p in fp8.denoisers["transformer"].parameters() if p.grad is not None and p.grad.any()]
+    assert reached and set(reached) <= ours
+    for policy, name in ((both[0], "full"), (fp8, "fp8")):
+        policy.weights.save(tmp_path / name)  # reads it back beside the live one
+    (tensors, told), (low, low_told) = (contents(tmp_path / name / LORA_FILE) for name in ("full", "fp8"))
+    assert told == low_told and all(torch.equal(tensors[key], low[key]) for key in tensors)
 
 
 def contents(file):
@@ -144,6 +174,7 @@ REFUSED = [
     ({"memory.weights": "nf4"}, "onto a GPU alone"),
     ({"memory.weights": "int8", "adapter.rank": 0}, "cannot be trained"),
     ({"memory.weights": "int8", "adapter.dora": True}, "adapter.dora"),
+    ({"memory.weights": "fp8", "adapter.rank": 0}, "memory.weights is 'fp8', but adapter.rank is 0"),
     ({"memory.weights": "int8", "method": "mix_grpo+sol_rl", "parts": {"preview": {"precision": "int8"}}}, "once"),
     ({"adapter.rank": 0, "adapter.rslora": True}, "set a rank"),
     ({"adapter.dora": True, "parts": {"reference": {"type": "WeightAverage"}, "kl": {"weight": 0.1}}},

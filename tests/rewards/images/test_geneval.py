@@ -299,7 +299,7 @@ def test_the_weights_in_the_cache_are_read(tmp_path, monkeypatch):
     checkpoints.mkdir(parents=True)
     state = get_model(LIGHT, weights=None, weights_backbone=None).state_dict()
     torch.save(state, checkpoints / LIGHT_FILE)
-    found = detectors.detector(LIGHT).model.state_dict()
+    found = detectors.detector(LIGHT).models[0].state_dict()
     assert all(torch.equal(value.cpu(), state[name]) for name, value in found.items())
 
 

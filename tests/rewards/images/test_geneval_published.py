@@ -55,7 +55,7 @@ PICTURES = (torch.rand(3, 3, 24, 36, generator=torch.Generator().manual_seed(1))
 
 def test_detections_of_mask2former_are_those_of_its_outputs(parts):
     model, processor = parts
-    found = Mask2Former(parts=parts, least=0.05, device="cpu", batch=2)(PICTURES)
+    found = Mask2Former(parts=parts, least=0.05, device="cpu", batch_size=2)(PICTURES)
     names = ["dog", "computer mouse", "cat"]
     for picture, detections in zip(PICTURES, found):
         inputs = processor(images=[(picture * 255).round().byte()], return_tensors="pt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 
@@ -139,9 +140,9 @@ def test_clip_score_is_the_scaled_cosine(tiny, batch):
     model, tokenizer, file = tiny
     images = pictures(5, 32, 32)
     expected = one_by_one(model, tokenizer, [by_pil(image, 32) for image in images], PROMPTS)
-    cosine = ClipScore("tiny-clip-of-tests", file, score="cosine", device="cpu", batch=batch)
+    cosine = ClipScore("tiny-clip-of-tests", file, score="cosine", device="cpu", batch_size=batch)
     assert torch.allclose(cosine(images, PROMPTS).double(), expected, atol=1e-5) and expected.std() > 0.01
-    clipped = ClipScore(score="clipscore", device="cpu", batch=batch, parts=(model, tokenizer))
+    clipped = ClipScore(score="clipscore", device="cpu", batch_size=batch, parts=(model, tokenizer))
     assert torch.allclose(clipped(images, PROMPTS).double(), 2.5 * expected.clamp(min=0), atol=1e-5)
     assert (expected < 0).any() and (expected > 0).any()  # both sides of the clip are seen
 
@@ -150,7 +151,7 @@ def test_clip_score_is_the_scaled_cosine(tiny, batch):
 def test_diversity_of_clips_features_is_the_distance_of_its_embeddings(tiny, batch):
     model, tokenizer, _ = tiny
     images = pictures(4, 32, 32)
-    own = ClipScore(parts=(model, tokenizer), batch=batch, device="cpu").features
+    own = ClipScore(parts=(model, tokenizer), batch_size=batch, device="cpu").features
     with torch.no_grad():
         embedded = model.encode_image(torch.stack([by_pil(image, 32) for image in images]))
     unit = (embedded / embedded.norm(dim=1, keepdim=True)).double()
@@ -183,7 +184,7 @@ def test_hps_v2_is_the_cosine_of_the_whole_picture(tiny):
     model, tokenizer, file = tiny
     images = pictures(5, 44, 90)
     expected = one_by_one(model, tokenizer, [by_pil(image, 32, padded(32)) for image in images], PROMPTS)
-    reward = HpsV2(file, model="tiny-clip-of-tests", device="cpu", batch=2)
+    reward = HpsV2(file, model="tiny-clip-of-tests", device="cpu", batch_size=2)
     assert torch.allclose(reward(images, PROMPTS).double(), expected, atol=2e-3)  # of one 8-bit step here and there
     assert expected.std() > 0.01
     ready = HpsV2(device="cpu", parts=(model, tokenizer))
@@ -234,7 +235,7 @@ def test_pick_score_is_the_scaled_cosine(pick, batch):
     model, tokenizer, folder = pick
     images = pictures(5, 32, 32, seed=1)
     expected = pick_expected(model, tokenizer, images, PROMPTS)
-    reward = PickScore(folder, tokenizer=folder, device="cpu", batch=batch)
+    reward = PickScore(folder, tokenizer=folder, device="cpu", batch_size=batch)
     assert reward(images, PROMPTS).tolist() == pytest.approx(expected, abs=1e-4) and np.std(expected) > 0.05
     trained = PickScore(divide=26, device="cpu", parts=(model, tokenizer))
     assert trained(images, PROMPTS).tolist() == pytest.approx([value / 26 for value in expected], abs=1e-5)
@@ -274,7 +275,7 @@ def test_the_perceptron_of_the_improved_predictor(pick, encoder, tmp_path, batch
     for layer in (0, 2, 4, 6, 7):
         weight, bias = (state[f"layers.{layer}.{kind}"].double().numpy() for kind in ("weight", "bias"))
         values = values @ weight.T + bias
-    reward = Aesthetic(pick[2], head=str(tmp_path / "head.pth"), device="cpu", batch=batch)
+    reward = Aesthetic(pick[2], head=str(tmp_path / "head.pth"), device="cpu", batch_size=batch)
     assert reward(images, [""] * 5).tolist() == pytest.approx(values[:, 0].tolist(), abs=1e-5)
 
 
@@ -326,6 +327,14 @@ def test_a_missing_package_is_named_with_its_extra(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "open_clip", None)
     with pytest.raises(UserError, match=rf"reward '{name}' needs open_clip .*pip install 'flowgrpo\[clip\]'"):
         find(name)
+
+
+def test_scores_in_bf16_are_near_those_in_fp32(tiny, pick, encoder):
+    images, head = pictures(5, 40, 40), vision.perceptron(8)
+    for kind, parts in ((ClipScore, tiny[:2]), (HpsV2, tiny[:2]), (PickScore, pick[:2]), (Aesthetic, (encoder, head))):
+        half, full = (kind(dtype=dtype, device="cpu", parts=copy.deepcopy(parts))(images, PROMPTS)
+                      for dtype in ("bf16", "fp32"))
+        assert half.dtype == torch.float32 and 0 < (half - full).abs().max() < 0.02 * full.abs().max() + 0.02, kind
 
 
 def test_they_are_rewards_like_others(tiny, pick):

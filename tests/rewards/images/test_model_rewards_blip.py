@@ -152,7 +152,7 @@ def tiny_network(state: dict[str, torch.Tensor]) -> torch.nn.ModuleDict:
 def test_image_reward_is_the_network_written_out(bert, batch):
     state, images = released(), pictures(5)
     expected = [written_out(state, image, bert(prompt)["input_ids"]) for image, prompt in zip(images, PROMPTS)]
-    reward = ImageReward(device="cpu", batch=batch, parts=(tiny_network(state), bert))
+    reward = ImageReward(device="cpu", batch_size=batch, parts=(tiny_network(state), bert))
     assert reward(images, PROMPTS).tolist() == pytest.approx(expected, abs=1e-4) and np.std(expected) > 0.01
 
 
@@ -162,6 +162,14 @@ def test_image_reward_sees_picture_and_prompt(bert):
     same, other = reward(images, ["two dogs", "two dogs"]), reward(images, ["a cat", "two dogs"])
     assert same[1] == pytest.approx(other[1].item(), abs=1e-6)
     assert abs(same[0] - same[1]) > 1e-4 and abs(same[0] - other[0]) > 1e-4
+
+
+def test_image_reward_in_bf16_is_near_that_in_fp32(bert):
+    images, state = pictures(5), released()
+    networks = [tiny_network(state) for _ in range(2)]
+    half, full = (ImageReward(dtype=dtype, device="cpu", parts=(network, bert))(images, PROMPTS)
+                  for dtype, network in zip(("bf16", "fp32"), networks))
+    assert 0 < (half - full).abs().max() < 0.05 and networks[0]["head"][0].weight.dtype == torch.float32
 
 
 def test_image_reward_cuts_prompts_at_35_tokens(bert):
@@ -242,14 +250,14 @@ def answered(model, texts, queries, image: torch.Tensor, prompt: str, answer: st
 def test_vqa_score_is_the_probability_of_the_answer(answering, batch, answer):
     images = pictures(5, seed=1)
     expected = [answered(*answering, image, prompt, answer) for image, prompt in zip(images, PROMPTS)]
-    reward = VqaScore(question=QUESTION, answer=answer, dtype="float32", device="cpu", batch=batch, parts=answering)
+    reward = VqaScore(question=QUESTION, answer=answer, dtype="fp32", device="cpu", batch_size=batch, parts=answering)
     found = reward(images, PROMPTS)
     assert found.tolist() == pytest.approx(expected, rel=1e-4)
     assert np.std(expected) / np.mean(expected) > 0.01 and 0 < found.min() and found.max() < 1
 
 
 def test_a_prompt_with_braces_is_asked_as_it_is(answering):
-    reward = VqaScore(question=QUESTION, dtype="float32", device="cpu", parts=answering)
+    reward = VqaScore(question=QUESTION, dtype="fp32", device="cpu", parts=answering)
     assert reward(pictures(1), ["a {cube} of {}"]).shape == (1,)
 
 
@@ -257,7 +265,7 @@ def test_a_prompt_with_braces_is_asked_as_it_is(answering):
     ("image_reward", {"checkpoint": "/no/ImageReward.pt"}, "/no/ImageReward.pt cannot be loaded .*: fetch it and give"),
     ("vqa_score", {"model": "/no/folder"}, "/no/folder cannot be loaded .*: fetch it and give its folder as args"),
     ("vqa_score", {"question": "Is it so?"}, "question is 'Is it so.', expected one with {} for the prompt"),
-    ("vqa_score", {"dtype": "int8"}, "dtype is 'int8', expected float32, bfloat16 or float16"),
+    ("vqa_score", {"dtype": "int8"}, "dtype is 'int8', expected fp32, bf16, fp16"),
 ])
 def test_mistakes_are_told_in_one_line(name, arguments, told):
     with pytest.raises(UserError, match=told) as error:

@@ -71,7 +71,7 @@ def release(tmp_path_factory):
         old[f"rm_head.{layer}.bias"] = torch.randn(out) * 0.1
     save_file(old, folder / "HPSv3.safetensors")
     (folder / "instruction.txt").write_text(TEXT)
-    arguments = {"checkpoint": str(folder / "HPSv3.safetensors"), "model": str(folder), "dtype": "float32",
+    arguments = {"checkpoint": str(folder / "HPSv3.safetensors"), "model": str(folder), "dtype": "fp32",
                  "device": "cpu", "instruction": str(folder / "instruction.txt")}
     return arguments, old, words, model
 
@@ -113,7 +113,7 @@ def expected(release, picture: torch.Tensor, prompt: str, height: int, width: in
 @pytest.mark.parametrize("height, width, sides", [(448, 448, (448, 448)), (60, 90, (392, 560))])
 def test_hps_v3_is_the_head_on_the_mark(release, height, width, sides):
     assert hps_v3.sides(height, width) == sides
-    images, reward = pictures(height, width), HpsV3(**release[0], batch=2)
+    images, reward = pictures(height, width), HpsV3(**release[0], batch_size=2)
     values = [expected(release, image, prompt, *sides) for image, prompt in zip(images, PROMPTS)]
     assert reward(images, PROMPTS).tolist() == pytest.approx(values, abs=2e-3 * np.std(values) + 1e-5)
     assert np.std(values) > 1e-3
@@ -152,7 +152,7 @@ def test_the_package_is_named_where_it_is_missing(monkeypatch):
 
 
 @pytest.mark.parametrize("change, told", [
-    ({"dtype": "int8"}, "dtype is 'int8', expected float32, bfloat16 or float16"),
+    ({"dtype": "int8"}, "dtype is 'int8', expected fp32, bf16, fp16"),
     ({"checkpoint": "/no/HPSv3.safetensors"}, "/no/HPSv3.safetensors cannot be loaded .*: fetch it and give its path"),
     ({"model": "/no/folder"}, "/no/folder cannot be loaded .*: fetch it and give its folder"),
     ({"instruction": "/no/file.txt"}, "/no/file.txt cannot be loaded .*: give a text file"),

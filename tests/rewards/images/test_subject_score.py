@@ -39,7 +39,7 @@ def test_cosines_of_pictures_and_their_subjects(model, tmp_path):
             found = model.encode_image(by_pil(picture, 32)[None])[0].double()
         return found / found.square().sum().sqrt()
 
-    reward = SubjectScore(device="cpu", batch=2, parts=(model, None))
+    reward = SubjectScore(device="cpu", batch_size=2, parts=(model, None))
     with torch.no_grad():
         found = reward(shown, ["a"] * 4, [{} if i is None else {"subject": paths[i]} for i in of])
     assert found[2] is None

@@ -121,7 +121,7 @@ def test_the_probability_and_the_share_of_right_answers(answering):  # noqa: F81
              [{"question": "a cube or a ball", "answer": "ball", "choices": ["cube", "ball", "cat"]}],
              [{"question": "two dogs on a mat", "answer": "yes"}, {"question": "is this blue", "answer": "red",
                                                                    "choices": ["blue", "red"]}]]
-    images, settings = pictures(3, seed=4), {"dtype": "float32", "device": "cpu", "batch": 2, "parts": answering}
+    images, settings = pictures(3, seed=4), {"dtype": "fp32", "device": "cpu", "batch_size": 2, "parts": answering}
     metadata = [{"questions": each} for each in asked]
     of = [[{choice: probability(*answering, image, each["question"], choice) for choice in each.get("choices", YES_NO)}
            for each in own] for image, own in zip(images, asked)]

@@ -117,10 +117,9 @@ def by_hand(model, tokenizer, picture: torch.Tensor, question: str) -> float:
 
 
 def test_attributes_are_the_product_over_phrases(blip):
-    reward = T2ICompBench(vqa={"parts": blip, "size": 16, "device": "cpu", "batch": 2})
+    reward = T2ICompBench(dimension="color", device="cpu", batch_size=2, vqa={"parts": blip, "size": 16})
     phrases = [["a red dog", "the big cat"], [], ["a blue cat", "a dog", "the dog"]]
-    metadata = [{"category": name, "noun_phrases": some}
-                for name, some in zip(("color", "shape", "texture"), phrases)]
+    metadata = [{"noun_phrases": some} for some in phrases]
     found = rewards.score({"it": reward}, PICTURES, ["any"] * 3, metadata)[:, 0].tolist()
     expected = [1.0, 1.0, 1.0]
     for row, some in enumerate(phrases):
@@ -165,11 +164,25 @@ def detector(images: torch.Tensor) -> list[list[Detection]]:
     return [[box("person", 0.8, 0), box("dog", 0.6, 200), box("dog", 0.1, 400)] for _ in images]
 
 
-class OnlyClip:
+class OnlyClip(torch.nn.Module):
     """CLIP whose cosine is a tenth of the words."""
 
-    def __call__(self, images, texts):
-        return torch.tensor([len(text.split()) / 10 for text in texts])
+    visual = types.SimpleNamespace(image_size=8)
+
+    def encode_image(self, pictures, normalize):
+        return torch.tensor([[1.0, 0.0]]).expand(len(pictures), -1)
+
+    def encode_text(self, counts, normalize):
+        return torch.stack([counts, (1 - counts ** 2) ** 0.5], 1)
+
+
+def counts(texts: list[str]) -> torch.Tensor:
+    return torch.tensor([min(len(text.split()) / 10, 1) for text in texts])
+
+
+def whole(blip, **further) -> T2ICompBench:
+    return T2ICompBench(detector=detector, device="cpu", vqa={"parts": blip, "size": 16},
+                        clip={"parts": (OnlyClip(), counts)}, **further)
 
 
 def sentence(monkeypatch, adjectives: tuple[str, ...]) -> None:
@@ -182,8 +195,7 @@ def sentence(monkeypatch, adjectives: tuple[str, ...]) -> None:
 
 def test_each_prompt_is_judged_in_its_dimension(monkeypatch, blip):
     sentence(monkeypatch, ("big",))
-    reward = T2ICompBench(detector=detector, vqa={"parts": blip, "size": 16, "device": "cpu"})
-    reward._models["clip"] = OnlyClip()
+    reward = whole(blip)
     prompts = ["a woman on the left of a dog", "one man and one dog", "a man reads", "a dog in front of a man",
                "The big woman is near the big dog.", "The big woman is near the big dog.", "The big dog eats."]
     phrases = [None, ["one man", "one dog"], None, None, ["the big woman", "the big dog"],
@@ -202,8 +214,7 @@ def test_each_prompt_is_judged_in_its_dimension(monkeypatch, blip):
 
 def test_packaged_prompts_need_no_spacy(monkeypatch, blip):
     monkeypatch.setitem(sys.modules, "spacy", None)
-    reward = T2ICompBench(detector=detector, vqa={"parts": blip, "size": 16, "device": "cpu"})
-    reward._models["clip"] = OnlyClip()
+    reward = whole(blip)
     set_ = sets.SETS["t2i_compbench"]
     kinds: dict[str, list] = {}
     for prompt in [*sets.load(set_.held_out), *sets.load(set_.train)]:
@@ -229,14 +240,14 @@ def test_a_dimension_for_all_prompts():
         PICTURES[:1], ["two dogs"], [{"noun_phrases": ["two dogs"]}]) == [1.0]
 
 
-def test_what_is_missing_is_told(monkeypatch):
+def test_what_is_missing_is_told(monkeypatch, blip):
     monkeypatch.setitem(sys.modules, "spacy", None)
     with pytest.raises(UserError, match="no spaCy model en_core_web_sm .*: pip install spacy && python -m spacy "
                                         "download en_core_web_sm; or give each prompt the metadata noun_phrases: "):
-        T2ICompBench(detector=detector)(PICTURES[:1], ["two dogs"], [{"category": "numeracy"}])
+        T2ICompBench(detector=detector, dimension="numeracy")(PICTURES[:1], ["two dogs"], [{}])
     with pytest.raises(UserError, match="has noun_phrases 'dogs': expected a list of texts"):
-        T2ICompBench(detector=detector)(PICTURES[:1], ["two dogs"], [{"category": "color", "noun_phrases": "dogs"}])
+        whole(blip)(PICTURES[:1], ["two dogs"], [{"category": "color", "noun_phrases": "dogs"}])
     with pytest.raises(UserError, match="dimension is 'colour', expected color, shape, texture, spatial"):
         rewards.find("t2i_compbench", {"dimension": "colour"})
     with pytest.raises(UserError, match=r"detector owl: /no/folder cannot be loaded .*\{detector: 'owl:FOLDER'\}"):
-        T2ICompBench(detector="owl:/no/folder")(PICTURES[:1], ["a dog next to a cat"], [{"category": "spatial"}])
+        T2ICompBench(detector="owl:/no/folder", dimension="spatial")

@@ -98,7 +98,7 @@ def test_the_score_is_that_of_each_text_alone(pad, side):
     model, words = network(pad), tokenizer(side=side)
     rows = [[WORDS.index(word) for word in f"user {prompt} <end> assistant {answer} <end>".split()]
             for prompt, answer in zip(PROMPTS, ANSWERS)]
-    reward = RewardModel(parts=(model, words), device="cpu", batch=3)
+    reward = RewardModel(parts=(model, words), device="cpu", batch_size=3)
     found = rewards.score({"m": reward}, COMPLETIONS, PROMPTS, [{}] * 5)
     assert found[:, 0].tolist() == pytest.approx([by_hand(model, row) for row in rows], abs=1e-5)
     assert model.config.pad_token_id == pad and found.std() > 0.01
@@ -144,4 +144,4 @@ def test_reward_models_that_are_none(tmp_path):
     assert "has 2 labels, expected 1" in message(RewardModel, parts=(network(labels=2), tokenizer()))
     assert "has no chat template: set template" in message(RewardModel, parts=(network(), tokenizer(None)))
     assert "none cannot be loaded" in message(RewardModel, str(tmp_path / "none"))
-    assert "dtype is 'int8', expected float32" in message(RewardModel, "x", dtype="int8")
+    assert "dtype is 'int8', expected fp32" in message(RewardModel, "x", dtype="int8")

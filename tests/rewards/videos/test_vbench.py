@@ -66,7 +66,8 @@ def test_subject_consistency_is_that_of_dinos_class_token():
                                    transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))])
     hand = [expected(clip, prepared, lambda x: model(pixel_values=x, interpolate_pos_encoding=True
                                                      ).last_hidden_state[:, 0]) for clip in CLIPS]
-    assert scored("subject_consistency", CLIPS, parts=model, device="cpu", batch=3) == pytest.approx(hand, abs=1e-4)
+    found = scored("subject_consistency", CLIPS, parts=(model,), device="cpu", batch_size=3)
+    assert found == pytest.approx(hand, abs=1e-4)
     assert 0 < min(hand) and max(hand) < 0.9999
 
 
@@ -78,13 +79,14 @@ def test_background_consistency_is_that_of_clips_embeddings():
                                    transforms.CenterCrop(224), transforms.Lambda(lambda x: x / 255),
                                    transforms.Normalize(vision.MEAN, vision.DEVIATION)])
     hand = [expected(clip, prepared, lambda x: model(pixel_values=x).image_embeds) for clip in CLIPS]
-    assert scored("background_consistency", CLIPS, parts=model, device="cpu", batch=3) == pytest.approx(hand, abs=1e-4)
+    found = scored("background_consistency", CLIPS, parts=(model,), device="cpu", batch_size=3)
+    assert found == pytest.approx(hand, abs=1e-4)
     assert 0 < min(hand) and max(hand) < 0.9999
 
 
 @pytest.mark.parametrize("name", ["temporal_flickering", "subject_consistency"])
 def test_clips_of_one_frame_are_refused(name):
-    args = {"parts": torch.nn.Identity(), "device": "cpu"} if name == "subject_consistency" else {}
+    args = {"parts": (torch.nn.Identity(),), "device": "cpu"} if name == "subject_consistency" else {}
     with pytest.raises(UserError, match=rf"reward '{name}': got videos of shape \[2, 1, 3, 30, 45\], expected .* at "
                                         "least two frames"):
         scored(name, CLIPS[:, :1], **args)

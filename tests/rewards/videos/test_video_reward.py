@@ -93,7 +93,7 @@ def release(tmp_path_factory):
         "peft_lora_config": LORA, "inference_config": {"TA_mean": 0.5, "TA_std": 2.0}}))
     (folder / "prompt_template.py").write_text(
         f'import gone\nOTHER = "x"\nDETAILED_PROMPT_WITH_SPECIAL_TOKEN = """{TEXT}"""\ngone.run()\n')
-    arguments = {"model": str(folder), "base": str(folder / "base"), "dtype": "float32", "device": "cpu",
+    arguments = {"model": str(folder), "base": str(folder / "base"), "dtype": "fp32", "device": "cpu",
                  "instruction": str(folder / "prompt_template.py"), "fps": 2}
     return arguments, words, model, head
 

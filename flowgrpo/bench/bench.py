@@ -1,0 +1,89 @@
+"""A bench from its first check to its page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flowgrpo.bench import collect, page, table
+from flowgrpo.bench.plan import FACTORS, Plan, Request, Run, begin
+from flowgrpo.bench.schedule import Workers, cores, duration, perform, remaining, seconds, trials
+from flowgrpo.errors import UserError
+from flowgrpo.storage import lock
+
+
+@dataclass
+class Bench:
+    """A bench under way: its plan, its workers, what has been run, and the errors of failed runs by label."""
+
+    plan: Plan
+    workers: Workers
+    runs: list[Run] = field(default_factory=list)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def measure(self) -> dict[str, float]:
+        """Return the cost of an epoch of the reference; of language models learn that of every method."""
+        plan = self.plan
+        entries = [plan.reference] if plan.counted else plan.entries
+        costs = trials(self.workers, [plan.trial(entry) for entry in entries])
+        if not plan.counted:
+            for entry, cost in zip(entries, costs):
+                plan.learn(entry, int(cost["first"]), int(cost["following"]))
+        return costs[entries.index(plan.reference)]
+
+    def train(self, runs: list[Run]) -> None:
+        """Train the runs that are left; keep the errors."""
+        self.runs += runs
+        self.errors |= perform(self.workers, runs, lambda line: print(line, flush=True))
+
+
+def run(request: Request, jobs: int | None = None) -> None:
+    """Run a bench, or what is left of it, and write results.md, results.json and index.html.
+
+    jobs: runs at the same time; None: half of the cores.
+    Raises UserError before anything is written for a request that cannot be run, and at the end if runs failed.
+    """
+    plan, jobs = Plan(request), jobs or max(cores() // 2, 1)
+    with lock.held(request.output):
+        begin(request)
+        with Workers(jobs, request.output) as workers:
+            bench = Bench(plan, workers)
+            print(f"measuring an epoch of {plan.reference.label} ...", flush=True)
+            cost = bench.measure()
+            published, sweep = plan.published(), plan.sweep()
+            _announce(plan, [*published, *sweep, *_likely(plan, sweep)], cost, jobs, workers.threads)
+            bench.train(sweep)
+            bench.train(published)
+            if sweep:
+                bench.train(plan.tuned(collect.best_factors(sweep, plan.of.measured)))
+        _finish(bench)
+
+
+def _likely(plan: Plan, sweep: list[Run]) -> list[Run]:
+    """Return the tuned runs as far as they are known; of methods without a sweep yet, runs unlike the published."""
+    unknown = {run.entry.label: (max(FACTORS), 1.0) for run in sweep}
+    return plan.tuned(unknown | collect.best_factors(sweep, plan.of.measured))
+
+
+def _announce(plan: Plan, runs: list[Run], cost: dict[str, float], jobs: int, threads: int) -> None:
+    from flowgrpo.bench.probe import PROMPTS, SAMPLES
+
+    left, request = remaining(runs), plan.request
+    expected = duration(seconds(runs, cost, request.evaluations, 2 * PROMPTS * SAMPLES, jobs))
+    kept = len(runs) - len(left)
+    print(f"{request.model}: {len(plan.entries)} methods, {len(left)} runs of {request.evaluations:,} evaluations"
+          f"{f' ({kept} more are finished)' if kept else ''}, {jobs} at a time with {threads} threads each: {expected}",
+          flush=True)
+
+
+def _finish(bench: Bench) -> None:
+    """Write and print the results. Raises UserError if a run failed."""
+    results, output = collect.write(bench.plan, bench.runs, bench.errors), bench.plan.request.output
+    if results["methods"]:
+        (output / "results.md").write_text(table.markdown(results), encoding="utf-8")
+        (output / "index.html").write_text(page.page(results), encoding="utf-8")
+        table.shown(results)
+        print(f"{output / 'results.md'}, {output / 'results.json'}, {output / 'index.html'}", flush=True)
+    if bench.errors:
+        label, error = next(iter(bench.errors.items()))
+        raise UserError(f"{len(bench.errors)} runs failed, the first one {label}: {error}: mend it, and the same "
+                        "command goes on with what is left")

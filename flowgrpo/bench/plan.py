@@ -1,0 +1,207 @@
+"""Runs of a bench: one per method, seed and settings, in a folder with their hash, so that finished runs are kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowgrpo import rewards
+from flowgrpo.bench import models
+from flowgrpo.bench.budget import epochs_for, epochs_of
+from flowgrpo.bench.methods import Entry, clip_of, entries, scaled
+from flowgrpo.config import parse
+from flowgrpo.config.schema import Config
+from flowgrpo.errors import UserError
+from flowgrpo.methods import validate
+from flowgrpo.storage import paths
+from flowgrpo.storage.json_files import read_object
+from flowgrpo.storage.lock import LOCK
+from flowgrpo.version import __version__
+
+BENCH, RESULT = "bench.json", "result.json"  # in the folder of a bench, and of a finished run
+FACTORS = (1.0, 1 / 3, 3.0)  # of the sweep; among equals the first is chosen
+PUBLISHED, SWEEP, TUNED = "published", "sweep", "tuned"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a bench compares.
+
+    methods: as given, without the reference if it is to be added. evaluations: of every run. points: measurements of
+    the held-out accuracy during training, the last at its end. prompts: of each measured side, at most.
+    """
+
+    methods: list[str]
+    model: str
+    reference: str
+    evaluations: int
+    seeds: int
+    points: int
+    prompts: int | None
+    sweep: bool
+    output: Path
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run. column: PUBLISHED, SWEEP or TUNED. lr, clip: factors. foretold: its evaluations, None if they are
+    not known beforehand."""
+
+    entry: Entry
+    seed: int
+    column: str
+    lr: float
+    clip: float
+    config: Config
+    foretold: int | None
+
+    @property
+    def folder(self) -> Path:
+        return self.config.folder
+
+    @property
+    def result(self) -> Path:
+        return self.folder / RESULT
+
+    @property
+    def label(self) -> str:
+        factors = "".join(f", {name} x{factor:.3g}" for name, factor in (("lr", self.lr), ("clip", self.clip))
+                          if factor != 1)
+        return f"{self.entry.label} seed {self.seed}{factors}" + (" (sweep)" if self.column == SWEEP else "")
+
+
+class Plan:
+    """Methods of a bench and their runs.
+
+    measured: of language models, the tokens of the first epoch and of the next, by method; set before runs are listed.
+    Raises UserError on the first problem, before anything is written.
+    """
+
+    def __init__(self, request: Request):
+        self.request, self.of = request, models.model(request.model)
+        if not request.methods:
+            raise UserError("--methods: got none, expected names such as mix_grpo,ddpo (`flowgrpo methods` lists all)")
+        given = request.methods + ([] if request.reference in request.methods else [request.reference])
+        self.entries = entries(given, request.model, self.of)
+        self.reference = next(entry for entry in self.entries if entry.given == request.reference)
+        self.measured: dict[str, tuple[int, int]] = {}
+        self.sides = models.split(request.model)
+        require_same(request)
+        for entry in self.entries:
+            self._require(entry)
+
+    @property
+    def counted(self) -> bool:
+        """Return True if evaluations are known beforehand: those of a denoiser."""
+        return self.of.process != "tokens"
+
+    def _require(self, entry: Entry) -> None:
+        config = self._config(entry, entry.settings, 0)
+        validate.resolve(config, self.of.process)
+        rewards.compose(config.trained | config.watched, None)
+        if self.counted:
+            self._afford(entry, epochs_for(config, 1, self.of.process)[1])
+
+    def _afford(self, entry: Entry, cost: int) -> None:
+        if cost > self.request.evaluations:
+            raise UserError(f"--evaluations: got {self.request.evaluations:,}, but the first epoch of {entry.label} "
+                            f"takes {cost:,}: expected at least as many")
+
+    def learn(self, entry: Entry, first: int, following: int) -> None:
+        """Keep the measured evaluations of a method's first epoch and of the next."""
+        self._afford(entry, first)
+        self.measured[entry.given] = first, following
+
+    def _config(self, entry: Entry, settings: dict[str, Any], seed: int, side: str = "held_out") -> Config:
+        """Return the configuration of a run, without its length, name and folder."""
+        sides = self.request.output / "prompts"
+        count = len(self.sides[side])
+        return parse.load(None, models.shared(self.request.model) | settings | {
+            "seed": seed, "prompts": str(sides / "train.jsonl"), "held_out": str(sides / f"{side}.jsonl"),
+            "eval.prompts": min(self.request.prompts or count, count)})
+
+    def trial(self, entry: Entry) -> Config:
+        """Return the configuration of a method's measured epochs."""
+        config = self._config(entry, entry.settings, 0)
+        train = config.train.model_copy(update={"epochs": 2})
+        return self._placed(entry, config.model_copy(update={"train": train}), "trials")
+
+    def run(self, entry: Entry, seed: int, column: str, lr: float = 1.0, clip: float = 1.0) -> Run:
+        """Return a run of a method, with factors on its learning rate and clip."""
+        side = "validation" if column == SWEEP else "held_out"
+        rate = self._config(entry, entry.settings, seed).train.lr
+        config = self._config(entry, scaled(entry, rate, lr, clip), seed, side)
+        budget, foretold = self.request.evaluations, None
+        if self.counted:
+            epochs, foretold = epochs_for(config, budget, self.of.process)
+        else:
+            epochs = epochs_of(*self.measured[entry.given], budget)
+        every = 0 if column == SWEEP else -(-epochs // self.request.points)
+        length = {"train": config.train.model_copy(update={"epochs": epochs, "save_every": max(epochs // 8, 1)}),
+                  "eval": config.eval.model_copy(update={"every": every})}
+        return Run(entry, seed, column, lr, clip, self._placed(entry, config.model_copy(update=length), "runs"),
+                   foretold)
+
+    def published(self) -> list[Run]:
+        """Return the runs with published parts, seed by seed, so that an interrupted bench has all methods."""
+        return [self.run(entry, seed, PUBLISHED) for seed in range(self.request.seeds) for entry in self.entries]
+
+    def sweep(self) -> list[Run]:
+        """Return the runs of the sweep, with a seed that no column reports."""
+        if not self.request.sweep:
+            return []
+        return [self.run(entry, self.request.seeds, SWEEP, lr, clip) for entry in self.entries
+                for lr in FACTORS for clip in (FACTORS if clip_of(entry, 1.0) else FACTORS[:1])]
+
+    def tuned(self, best: dict[str, tuple[float, float]]) -> list[Run]:
+        """Return the runs with the chosen factors (lr, clip), by label; those of factors 1 are the published ones."""
+        return [self.run(entry, seed, TUNED, *best[entry.label]) for seed in range(self.request.seeds)
+                for entry in self.entries if entry.label in best]
+
+    def _placed(self, entry: Entry, config: Config, folder: str) -> Config:
+        """Return the configuration with its folder, whose name has the hash of what the run depends on."""
+        name = f"{re.sub(r'[^A-Za-z0-9_+-]+', '_', entry.label)}-seed{config.seed}-{self._hash(config)}"
+        return config.model_copy(update={"name": name, "output": str(self.request.output / folder)})
+
+    def _hash(self, config: Config) -> str:
+        apart = {"name", "output", "prompts", "held_out"}  # places
+        said = [__version__, config.model_dump(mode="json", exclude=apart), Path(str(config.held_out)).stem,
+                [prompt.key for side in self.sides.values() for prompt in side],
+                [_digest(Path(file)) for file in re.findall(r"[^\s+'\"]+?\.py(?=:)", json.dumps(
+                    [config.method, config.parts, config.model_dump(mode="json")["reward"]]))]]
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:8]
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+
+def settings(request: Request) -> dict[str, Any]:
+    """Return what all runs of a bench share; methods, seeds and the reference may be added later."""
+    return {"model": request.model, "evaluations": request.evaluations, "points": request.points,
+            "prompts": request.prompts}
+
+
+def require_same(request: Request) -> None:
+    """Raise UserError if the output folder holds something else than this bench, or cannot be written."""
+    folder, file = request.output, request.output / BENCH
+    paths.require_folder(folder)
+    if file.is_file():
+        known = read_object(file, "name another --output")
+        for key, value in settings(request).items():
+            if known.get(key) != value:
+                raise UserError(f"--output: {folder} holds a bench with {key} {known.get(key)}, got {value}: name "
+                                "another folder, or give the same")
+    elif folder.is_dir() and any(path.name != LOCK for path in folder.iterdir()):
+        raise UserError(f"--output: {folder} holds other files and no bench: name a new folder")
+
+
+def begin(request: Request) -> None:
+    """Write the settings and the prompt files of a bench to its folder."""
+    request.output.mkdir(parents=True, exist_ok=True)
+    (request.output / BENCH).write_text(json.dumps(settings(request), indent=2) + "\n", encoding="utf-8")
+    models.write_sides(request.model, request.output / "prompts")

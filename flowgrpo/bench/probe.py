@@ -1,0 +1,125 @@
+"""Measurements of a bench beside those of a run: the cost of an epoch before it, diversity and KL after it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from flowgrpo import rewards
+from flowgrpo.bench import models
+from flowgrpo.config import parse
+from flowgrpo.config.schema import Config
+from flowgrpo.data import splits
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.device import pick_device
+from flowgrpo.evaluation import draw
+from flowgrpo.evaluation.measured import EVAL_SEED, measure, spread
+from flowgrpo.methods.targets import LatentEdits
+from flowgrpo.objectives.kl import divergence, k1
+from flowgrpo.policies.build import make_policy
+from flowgrpo.policies.policy import Policy
+from flowgrpo.policies.precision import settle
+from flowgrpo.rewards import pairwise
+from flowgrpo.run import make_accelerator
+from flowgrpo.samplers.rollout import Part, seeder
+from flowgrpo.storage import checkpoint
+from flowgrpo.train import Trainer
+from flowgrpo.training import state
+
+PROMPTS, SAMPLES = 24, 4  # held-out prompts of diversity and KL, and the samples of each
+TIMED = 8  # prompts of the timed evaluation
+
+
+def trainer_of(config: Config, policy: Policy | None = None) -> Trainer:
+    """Return the trainer of a configuration, as a run has it before its first epoch; nothing is written."""
+    device = pick_device(config.device)
+    config, _ = settle(config, device)
+    trained: dict[str, Any] = {**rewards.compose(config.trained, config.cache)}
+    return Trainer(config, make_accelerator(device), policy or make_policy(config, device), trained,
+                   splits.resolve(config))
+
+
+def trial(config: Config) -> dict[str, float]:
+    """Run two epochs and a small evaluation; return their cost.
+
+    first, following: evaluations of the epochs. seconds: of the second one. measuring: seconds per held-out prompt.
+    """
+    trainer, spent, seconds = trainer_of(config), [0], []
+    for trainer.epoch in range(2):
+        start = time.perf_counter()
+        trainer.run_epoch()
+        seconds.append(time.perf_counter() - start)
+        spent.append(trainer.policy.evaluations)
+    functions = pairwise.measured(trainer.scoring.functions, rewards.compose(config.watched, config.cache))
+    prompts, rollouts, start = spread(trainer.held_out, TIMED), cast(Any, trainer.rollouts), time.perf_counter()
+    measure(cast(Any, trainer.policy), prompts, functions, steps=config.eval.steps, guidance=config.eval.guidance,
+            samples=1, micro_batch=trainer.geometry.micro_batch, encode=rollouts.encode,
+            prepare=rollouts.prepare)
+    return {"first": spent[1], "following": spent[2] - spent[1], "seconds": seconds[1],
+            "measuring": (time.perf_counter() - start) / len(prompts)}
+
+
+def finished(folder: Path) -> dict[str, Any]:
+    """Return diversity and KL of a finished run, of its held-out prompts.
+
+    diversity: mean distance between the samples of a prompt, of the base and of the tuned model, as `flowgrpo eval`
+    measures it. kl: see `kl_to_base`; None for a method that leaves the model unchanged and edits its latents.
+    """
+    config = parse.load(folder / "config.yaml")
+    if models.MODELS[config.model].process == "tokens":  # greedy samples of a prompt are equal
+        config = config.model_copy(update={"text": config.text.model_copy(update={"eval_temperature": 1.0})})
+    trainer, last = trainer_of(config), checkpoint.latest(folder / "checkpoints")
+    assert last is not None, f"{folder} has no checkpoint"
+    state.restore(trainer, last)
+    policy, prompts = trainer.policy, spread(trainer.held_out, min(PROMPTS, config.eval.prompts))
+    with torch.no_grad(), policy.weights.swapped(trainer.evaluated_weights()):
+        kl = None if isinstance(trainer.method.target, LatentEdits) else kl_to_base(config, policy, prompts)
+        tuned = diversity(trainer, prompts)
+        with policy.reference():
+            base = diversity(trainer, prompts)
+    return {"kl": kl, "diversity": {"base": base, "tuned": tuned}}
+
+
+def diversity(trainer: Trainer, prompts: list[Prompt]) -> float:
+    """Return the mean over prompts of the mean distance between SAMPLES samples, with the evaluation's sampler."""
+    policy, settings, seed = cast(Any, trainer.policy), trainer.config.eval, seeder(EVAL_SEED, 0)
+    apart = (draw.TEXTS if policy.modality == "text" else draw.PICTURES).apart("pixels")
+    rollouts, distances = cast(Any, trainer.rollouts), []
+    rollouts.prepare(prompts)
+    for i, prompt in enumerate(prompts):
+        conditioning = rollouts.encode([prompt.text] * SAMPLES, [prompt.negative or ""] * SAMPLES,
+                                       [prompt.brings] * SAMPLES)
+        seeds = policy.generators([seed(i, k) for k in range(SAMPLES)])
+        distances.append(apart(policy.generate(conditioning, seeds, settings.steps, settings.guidance)))
+    return sum(distances) / len(distances)
+
+
+def kl_to_base(config: Config, policy: Policy, prompts: list[Prompt]) -> float:
+    """Return KL(tuned || base) per sample, on samples of the tuned model.
+
+    Denoisers: the sum over steps of `gaussian.kl`, with the sampler of the model's default reference method. Texts: the
+    sum over tokens of the difference of log-probabilities.
+    """
+    of, shared = models.MODELS[config.model], models.shared(config.model)
+    sampler = parse.load(None, shared | {
+        "method": of.reference, "parts": of.parts_of_kl, "seed": EVAL_SEED, "device": config.device,
+        "precision": config.precision, "prompts": config.prompts, "held_out": config.held_out,
+        "train.prompts": len(prompts), "train.group": SAMPLES})
+    trainer = trainer_of(sampler, policy)
+    parts, conditioning, _ = trainer.sample(prompts)
+    tuned = _scores(trainer, parts, conditioning)
+    with policy.reference():  # text encoders that were trained are the base's too
+        base = _scores(trainer, parts, trainer.rollouts.conditioning(prompts))
+    distance = divergence if of.process != "tokens" else lambda new, old: k1(new.logp, old.logp)
+    total = sum((distance(new, old) * new.mask).sum().item() for new, old in zip(tuned, base))
+    return total / (len(prompts) * SAMPLES)
+
+
+def _scores(trainer: Trainer, parts: Sequence[Part], conditioning: Any) -> list[Any]:
+    return [scored for part in parts for _, _, scored in trainer.rollouts.replay(part, conditioning)]
+
+

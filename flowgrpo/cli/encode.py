@@ -1,0 +1,65 @@
+"""`flowgrpo encode`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from flowgrpo.cli.root import app
+from flowgrpo.cli.train import recipe_and_options
+from flowgrpo.errors import UserError
+
+
+@app.command(context_settings={"ignore_unknown_options": True}, no_args_is_help=False)
+def encode(
+    arguments: Annotated[list[str] | None, typer.Argument(
+        metavar="RECIPE|--KEY=VALUE", show_default=False,
+        help="As for `flowgrpo train`: the recipe, and keys of the configuration such as --prompts=FILE.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="The recipe, in place of the argument.")] = None,
+    cache: Annotated[str | None, typer.Option(metavar="FOLDER", help="The folder of encoded prompts, `cache` of the "
+                                                                     "recipe.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or mps.")] = None,
+    precision: Annotated[str | None, typer.Option(help="That of the run, which only finds prompts of its own "
+                                                       "precision.")] = None,
+) -> None:
+    """Encode a recipe's prompts ahead of its run, training and held-out ones, on any machine.
+
+    Loads text encoders and tokenizers alone. A run with this `cache` then loads no text encoder.
+    """
+    from flowgrpo.config import parse
+
+    named, options = recipe_and_options(arguments or [])
+    if recipe is not None and named is not None:
+        raise UserError(f"expected one recipe, got {named} and {recipe}")
+    chosen = {key: value for key, value in dict(cache=cache, device=device, precision=precision).items()
+              if value is not None}
+    settings = parse.load(recipe or named, options | chosen)
+    _encode(settings)
+
+
+def _encode(settings: Any) -> None:
+    """Fill the cache of a configuration and print what it holds."""
+    import torch
+    from tqdm import tqdm
+
+    from flowgrpo.data import recorded_pairs, splits
+    from flowgrpo.device import described, pick_device
+    from flowgrpo.policies import build
+    from flowgrpo.policies.pipelines import encoded_prompts
+    from flowgrpo.policies.precision import settle
+    from flowgrpo.storage import paths
+
+    if build.kind(settings) != build.PIPELINE:
+        raise UserError(f"{settings.model} is a language model: its prompts are not encoded ahead")
+    encoded_prompts.require(settings)
+    splits.require_no_share(settings)
+    sides = recorded_pairs.in_place(settings, splits.resolve(settings))
+    paths.require_folder(settings.cache)
+    device = torch.device(pick_device(settings.device))
+    settings, said = settle(settings, device)
+    typer.echo(f"device: {described(device)}\nprecision: {said}")
+    filled = encoded_prompts.fill(settings, [prompt for side in sides for prompt in side], device,
+                                  lambda rows: tqdm(rows, desc="encoding", unit="prompt", leave=False))
+    typer.echo(f"{filled.folder}: {filled.prompts:,} prompts ({len(sides[0]):,} to train on, {len(sides[1]):,} held "
+               f"out), {filled.new:,} new, {filled.size / 2**20:,.1f} MiB")

@@ -1,0 +1,61 @@
+"""Recipes that extend another one: `extends: flux_dev.yaml` at the top of a recipe.
+
+A recipe inherits every key of its base that it does not set itself:
+
+- sections, such as `train`, key by key;
+- `parts` part by part, unless the recipe names a `method`: another method has other parts;
+- any other key, such as `reward` or `eval.rewards`, as a whole;
+- not `name`, which is that of the recipe's own file.
+
+A base may extend another recipe in turn. A run records the result, without `extends`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flowgrpo.config.schema import sections
+from flowgrpo.errors import UserError, nearest
+
+KEY = "extends"
+
+
+def base_of(raw: dict[str, Any], path: Path, below: Sequence[Path]) -> Path | None:
+    """Take `extends` out of a recipe's keys; return the file that it names, relative to the recipe's own.
+
+    path: of the recipe. below: recipes that extend it, the first one first. None if the recipe extends none.
+    Raises UserError for a value that is no file, and for recipes that extend each other in a circle.
+    """
+    if KEY not in raw:
+        return None
+    value = raw.pop(KEY)
+    if not isinstance(value, str) or not value:
+        raise UserError(f"{path}: {KEY}: got {value!r}, expected the file of one recipe, such as flux_dev.yaml")
+    base = path.parent / value
+    if not base.is_file():
+        beside = sorted(file.name for file in base.parent.glob("*.yaml") if file.name != path.name)
+        raise UserError(f"{path}: {KEY}: no recipe at {base}{nearest(base.name, beside)}")
+    chain = [*below, path]
+    if base.resolve() in [file.resolve() for file in chain]:
+        names = " -> ".join(file.name for file in [*chain, base])
+        raise UserError(f"{path}: {KEY}: recipes extend each other in a circle: {names}; leave one {KEY} out")
+    return base
+
+
+def merged(base: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe's keys over those of its base."""
+    left = {key: value for key, value in base.items() if key != "name"}
+    if "method" in raw:
+        left.pop("parts", None)
+    return _over(left, raw, {*sections(), "parts"}, "")
+
+
+def _over(base: dict[str, Any], raw: dict[str, Any], inner: set[str], prefix: str) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in raw.items():
+        below = result.get(key)
+        both = isinstance(below, dict) and isinstance(value, dict) and prefix + key in inner
+        result[key] = _over(below, value, inner, f"{prefix}{key}.") if both else value
+    return result

@@ -1,0 +1,133 @@
+"""Files beside a prompt's text: reference pictures, a source video, a control picture, a picture for an IP-Adapter.
+
+A prompt file names them by path, relative to itself. They are decoded later, by pictures.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flowgrpo.errors import UserError
+
+FILES = ("video", "control_image", "ip_adapter_image")  # keys of one path, besides `image`
+SCALE = "controlnet_conditioning_scale"
+KEYS = ("image", "images", *FILES, SCALE)
+SEPARATOR = ";"  # between the paths of a .csv file's cell
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Files that a prompt brings, as paths, and the scale of its control picture.
+
+    images: reference pictures, in order. video: a file, or a folder of frames. control_image: an edge map, depth map or
+    similar, for a ControlNet. ip_adapter_image: picture whose content or style an IP-Adapter takes up.
+    controlnet_conditioning_scale: factor of the ControlNet's part; None for the pipeline's default.
+    place: file and line, for error messages.
+    """
+
+    images: tuple[str, ...] = ()
+    video: str | None = None
+    control_image: str | None = None
+    ip_adapter_image: str | None = None
+    controlnet_conditioning_scale: float | None = None
+    place: str = field(default="a prompt", compare=False)
+
+    def given(self) -> dict[str, Any]:
+        """Return what is there by its key; one reference picture under `image`, several under `images`."""
+        images = {"image": self.images[0]} if len(self.images) == 1 else {"images": self.images} if self.images else {}
+        others = {key: getattr(self, key) for key in (*FILES, SCALE)}
+        return images | {key: value for key, value in others.items() if value is not None}
+
+    def paths(self) -> Iterator[tuple[str, str]]:
+        """Yield each key with each of its paths."""
+        for key, value in self.given().items():
+            for path in (value if isinstance(value, tuple) else (value,)) if key != SCALE else ():
+                yield key, path
+
+    def metadata(self) -> dict[str, Any]:
+        """Return what rewards see: full paths under the same keys. The first of several pictures is under `image` too.
+        """
+        facts: dict[str, Any] = {"image": str(Path(self.images[0]).resolve())} if self.images else {}
+        for key, value in self.given().items():
+            facts[key] = value if key == SCALE else [str(Path(path).resolve()) for path in value] \
+                if isinstance(value, tuple) else str(Path(value).resolve())
+        return facts
+
+    @property
+    def key(self) -> str:
+        """Identity among prompts of the same text and reference pictures; empty without other files."""
+        given = self.given().items()
+        return "\n".join(f"{key}={value}" for key, value in given if key not in ("image", "images"))
+
+    def error(self, key: str, what: str) -> UserError:
+        """Return the error for one key of this prompt."""
+        return UserError(f"{self.place}, {key!r}: {what}")
+
+
+def read_inputs(record: dict[str, Any], path: Path, line: int) -> Inputs:
+    """Return the files that a record of the prompt file `path` names.
+
+    Raises UserError with file, line and key: for another type, an absent file, and `image` beside `images`.
+    """
+    inputs = Inputs(place=f"prompts {path}, line {line}")
+    values: dict[str, Any] = {key: _file(inputs, key, record[key], path.parent) for key in ("image", *FILES)
+                              if record.get(key) is not None}
+    if record.get("images") is not None:
+        if "image" in values:
+            raise inputs.error("images", "got `image` and `images`: put all pictures into `images`")
+        values["images"] = tuple(_file(inputs, "images", name, path.parent)
+                                 for name in _listed(inputs, record["images"]))
+    if "image" in values:
+        values["images"] = (values.pop("image"),)
+    if record.get(SCALE) is not None:
+        values[SCALE] = _scale(inputs, record[SCALE])
+    return Inputs(**values, place=inputs.place)
+
+
+def _listed(inputs: Inputs, names: Any) -> list[Any]:
+    """Return the entries of `images`; a text, of a table's cell, is a JSON list or paths with semicolons between."""
+    if isinstance(names, str) and names.lstrip().startswith("["):
+        try:
+            names = json.loads(names)
+        except ValueError:
+            raise inputs.error("images", f"not a JSON list: {names!r}") from None
+    elif isinstance(names, str) and SEPARATOR in names:
+        names = [name.strip() for name in names.split(SEPARATOR)]
+    if not isinstance(names, list) or not names:
+        raise inputs.error("images", f"expected a list of paths, got {names!r}: a single path goes under `image`")
+    return names
+
+
+def _file(inputs: Inputs, key: str, name: Any, folder: Path) -> str:
+    if not isinstance(name, str) or not name.strip():
+        raise inputs.error(key, f"expected a path, got {name!r}"
+                           + ": several pictures go under `images`" * (key == "image" and isinstance(name, list)))
+    path = folder / name
+    if not path.is_file() and not (key == "video" and path.is_dir()):
+        what = "video" if key == "video" else "image"
+        raise inputs.error(key, f"no {what} at {path}{_nearest(path)}")
+    return str(path)
+
+
+def _nearest(path: Path) -> str:
+    """Return the nearest file of the same folder, as the end of an error."""
+    if not path.parent.is_dir():
+        return f"; there is no folder {path.parent}"
+    close = difflib.get_close_matches(path.name, sorted(other.name for other in path.parent.iterdir()), n=1)
+    return f": did you mean {close[0]!r}?" if close else ""
+
+
+def _scale(inputs: Inputs, value: Any) -> float:
+    try:
+        scale = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        scale = math.nan
+    if not 0 <= scale < math.inf:
+        raise inputs.error(SCALE, f"expected a number of 0 or more, such as 0.8, got {value!r}")
+    return scale

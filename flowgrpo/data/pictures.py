@@ -1,0 +1,148 @@
+"""Pictures and clips from the files that prompts name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowgrpo.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+ANIMATED = (".webp", ".gif", ".apng", ".png")  # clips that PIL reads
+STILLS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")  # frames of a folder
+KEPT = 4  # clips whose frames stay in memory
+
+Size = tuple[int, int]  # height, width
+
+
+def read_picture(path: str | Path, size: Size | None = None) -> Image:
+    """Return the picture of a file as RGB; with a size, scaled to fill it and cut at the sides that stand over.
+
+    Raises UserError if it is none.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(path) as picture:
+            return _fitted(picture.convert("RGB"), size)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise UserError(f"{path} cannot be read as a picture ({_short(error)})") from None
+
+
+def picture_size(path: str | Path) -> Size:
+    """Return (height, width) of a picture's file from its header. Raises UserError if it is no picture."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as picture:
+            return picture.height, picture.width
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise UserError(f"{path} cannot be read as a picture ({_short(error)})") from None
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Clip that is decoded when `frames` is read.
+
+    path: of a video, an animated WebP or GIF, or a folder of pictures in the order of their names. count: frames, from
+    the first on. size: (height, width) that each frame is scaled to fill; None leaves them. modified: of the file, so
+    that a changed one is another clip.
+    Raises UserError in `frames` for a clip that is shorter, and for one that cannot be read.
+    """
+
+    path: str
+    count: int
+    size: Size | None = None
+    modified: int = 0
+
+    @classmethod
+    def of(cls, path: str, count: int, size: Size | None = None) -> Clip:
+        return cls(path, count, size, Path(path).stat().st_mtime_ns)
+
+    @property
+    def frames(self) -> list[Image]:
+        """RGB pictures, `count` of them."""
+        return list(_decoded(self))
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _decoded(clip: Clip) -> tuple[Image, ...]:
+    frames = []
+    for frame in _frames(Path(clip.path)):
+        frames.append(_fitted(frame, clip.size))
+        if len(frames) == clip.count:
+            return tuple(frames)
+    raise UserError(f"{clip.path} has {len(frames)} frames, expected {clip.count}")
+
+
+def frame_count(path: str | Path) -> int:
+    """Return the number of frames of a clip. Raises UserError if it is none, or has no frame."""
+    path = Path(path)
+    if path.is_dir():
+        count = len(_stills(path))
+    elif path.suffix.lower() in ANIMATED:
+        from PIL import Image
+
+        try:
+            with Image.open(path) as picture:
+                count = int(getattr(picture, "n_frames", 1))
+        except (OSError, SyntaxError, ValueError) as error:
+            raise UserError(f"{path} cannot be read as a video ({_short(error)})") from None
+    else:
+        capture, cv2 = _opened(path)
+        count = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
+        if count <= 0:  # the container does not say
+            count = sum(1 for _ in _frames(path))
+    if not count:
+        raise UserError(f"{path} holds no frame: expected a video, or a folder of {', '.join(STILLS)} files")
+    return count
+
+
+def _frames(path: Path) -> Iterator[Image]:
+    """Yield the frames of a clip as RGB pictures."""
+    from PIL import Image, ImageSequence
+
+    if path.is_dir():
+        yield from map(read_picture, _stills(path))
+        return
+    if path.suffix.lower() in ANIMATED:
+        with Image.open(path) as picture:
+            yield from (frame.convert("RGB") for frame in ImageSequence.Iterator(picture))
+        return
+    capture, cv2 = _opened(path)
+    while (read := capture.read())[0]:
+        yield Image.fromarray(cv2.cvtColor(read[1], cv2.COLOR_BGR2RGB))
+    capture.release()
+
+
+def _opened(path: Path) -> tuple[Any, Any]:
+    """Return an open video and OpenCV, which reads it."""
+    from flowgrpo.extras import needed
+
+    cv2: Any = needed("cv2", "video", str(path))
+    capture = cv2.VideoCapture(str(path))
+    if not capture.isOpened():
+        raise UserError(f"{path} cannot be read as a video: expected one that OpenCV reads, such as .mp4, or a .webp, "
+                        "a .gif or a folder of frames")
+    return capture, cv2
+
+
+def _stills(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.suffix.lower() in STILLS)
+
+
+def _fitted(picture: Image, size: Size | None) -> Image:
+    from PIL import Image, ImageOps
+
+    if size is None or picture.size == size[::-1]:
+        return picture
+    return ImageOps.fit(picture, size[::-1], Image.Resampling.LANCZOS)
+
+
+def _short(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or "it is damaged, or no picture"

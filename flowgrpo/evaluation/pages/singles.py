@@ -1,0 +1,42 @@
+"""Pictures of a page one by one, full-sized: what `flowgrpo vote` shows.
+
+The PNG of the page names their folders in its text chunk `flowgrpo`, relative to itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowgrpo.evaluation.pages.clips import as_image, save_clip
+
+if TYPE_CHECKING:
+    import torch
+
+
+def save(folder: Path, samples: Sequence[torch.Tensor] | torch.Tensor) -> None:
+    """Write pictures [3, H, W] as 000.png, and clips [F, 3, H, W] as 000.webp, into a folder, in place of earlier
+    ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in folder.iterdir():
+        if re.fullmatch(r"\d+\.(png|webp|mp4)", file.name):
+            file.unlink()
+    for number, sample in enumerate(samples):
+        if sample.ndim == 4:
+            save_clip(folder / f"{number:03d}.webp", sample)
+        else:
+            as_image(sample).save(folder / f"{number:03d}.png")
+
+
+def save_columns(page: Path, names: Sequence[str], columns: Sequence[Sequence[Any]]) -> list[str]:
+    """Write the pictures of each column of a page into a folder below the page's name; return the folders.
+
+    columns: of pictures and clips, as of `save`.
+    """
+    folders = [f"{page.stem}/{number}-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}"
+               for number, name in enumerate(names)]
+    for folder, pictures in zip(folders, columns, strict=True):
+        save(page.parent / folder, pictures)
+    return folders

@@ -1,0 +1,92 @@
+"""Symptoms of a run that does not learn, from its metrics: the training loop alerts to them, and the report names those
+of the last epochs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flowgrpo.config.schema import Config
+from flowgrpo.evaluation.numbers import decimals, fixed
+
+FLAT, CLIPPED, EQUAL = 20, 10, 5  # epochs after which a flat reward, a clip fraction, and equal rewards are symptoms
+MOST = 0.9  # share of zero-variance groups from which on it is a symptom
+CERTAIN = 2.0  # standard errors of a rise
+SMALL = 0.1  # largest |log ratio| over the clip range, below which the clip never acts
+
+
+@dataclass(frozen=True)
+class Symptom:
+    """Symptom by its name, with a line on the numbers and what to look at."""
+
+    name: str
+    text: str
+
+
+def of_run(config: Config, lines: Sequence[dict[str, Any]], clip: float | None) -> list[Symptom]:
+    """Return the symptoms after the last of a run's lines of metrics; only the last FLAT lines are read.
+
+    clip: the narrower side of the clip range; None without a clip, or if it is unknown.
+    """
+    texts = {"flat reward": _flat(config, lines[-FLAT:]), "equal rewards": _equal(config, lines[-EQUAL:]),
+             "clip fraction": _clipped(config, lines[-CLIPPED:], clip)}
+    return [Symptom(name, text) for name, text in texts.items() if text]
+
+
+def _column(lines: Sequence[dict[str, Any]], key: str, count: int) -> np.ndarray | None:
+    """Return a metric of `count` lines; None if there are fewer, or one lacks it."""
+    values = [line.get(key) for line in lines]
+    known = [float(value) for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
+    return np.array(known) if len(known) == count else None
+
+
+def _flat(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:
+    """Describe trained rewards of which none rose: their second half of epochs over the first one."""
+    if config.preferences is not None and config.labels == "file":
+        return None  # its reward is 1/2 throughout
+    moves = []
+    for name, weight in config.rewards.items():
+        values = _column(lines, f"reward/{name}/mean", FLAT)
+        if values is None:
+            continue
+        first, second = np.split(values, 2)
+        error = math.sqrt((first.var(ddof=1) + second.var(ddof=1)) / len(first))
+        if math.copysign(1, weight) * (second.mean() - first.mean()) > CERTAIN * error:
+            return None
+        digits = decimals([first.mean(), second.mean()])
+        moves.append(f"{name} {fixed(first.mean(), digits)} to {fixed(second.mean(), digits)}")
+    if not moves:
+        return None
+    return (f"no trained reward has improved in {FLAT} epochs ({', '.join(moves)}): look at train.lr, the KL weight, "
+            "the clip fraction and the zero-variance groups; a reward at its ceiling is done")
+
+
+def _equal(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:
+    """Describe groups in which all samples earn the same of every reward."""
+    shares = [_column(lines, f"reward/{name}/zero_variance_groups", EQUAL) for name in config.rewards]
+    if config.train.group < 2 or not shares or any(share is None for share in shares):
+        return None
+    share = np.min(np.stack([values for values in shares if values is not None]), 0).mean()
+    if share < MOST:
+        return None
+    return (f"{100 * share:.0f} % of the groups of {EQUAL} epochs have equal rewards and teach nothing: look at the "
+            "prompts' difficulty, a reward with values in between, and train.group")
+
+
+def _clipped(config: Config, lines: Sequence[dict[str, Any]], clip: float | None) -> str | None:
+    """Describe a clip that never acts although the policy may leave the old one, or that cuts every decision."""
+    fractions, ratios = (_column(lines, key, CLIPPED) for key in ("clip_fraction", "log_ratio_max"))
+    if clip is None or fractions is None:
+        return None
+    if fractions.min() >= 0.99:
+        return (f"the clip fraction is 1 in {CLIPPED} epochs, so that hardly any decision has a gradient: look at "
+                f"train.lr, train.inner_epochs and the clip range ({clip:.1e})")
+    moves = config.train.updates * config.train.inner_epochs > 1  # else every ratio is 1
+    if moves and ratios is not None and fractions.max() == 0 and ratios.max() < SMALL * clip:
+        return (f"the clip fraction is 0 in {CLIPPED} epochs, and the largest |log ratio| {ratios.max():.1e} of a "
+                f"range of {clip:.1e}, so that the policy hardly moves: look at train.lr and the gradient norm")
+    return None

@@ -1,0 +1,54 @@
+"""Rewards of a run that is opened: without those that execute code or reach an address, unless the run is trusted."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from flowgrpo import rewards, trust
+from flowgrpo.config.reward_rules import RewardRule, WatchRule
+from flowgrpo.config.schema import Config
+from flowgrpo.errors import UserError
+from flowgrpo.rewards import pairwise
+
+Rule = TypeVar("Rule", bound=WatchRule)
+WHY = "executes code or sends samples to an address that the run's folder names"
+
+
+def measured(config: Config) -> dict[str, Any]:
+    """Return a run's rewards, made, for samples that are scored alone; none if all are left out."""
+    kept = rules(config)
+    return pairwise.measured(*(rewards.compose(some, config.cache) for some in kept)) if any(kept) else {}
+
+
+def rules(config: Config, needed: bool = False) -> tuple[dict[str, RewardRule], dict[str, WatchRule]]:
+    """Return the rules of a run's trained and watched rewards; those left out are printed.
+
+    needed: raise UserError if all are left out.
+    """
+    kept, known = (_kept(config.trained), _kept(config.watched)), config.trained | config.watched
+    out = [label for label in known if not any(label in some for some in kept)]
+    if needed and len(out) == len(known):
+        raise UserError(f"reward {out[0]!r} {WHY}: name rewards by --rewards, or add {trust.FLAG} if you trust the run")
+    for label in out:
+        trust.say(f"left out: reward {label!r}, which {WHY}; {trust.FLAG} includes it")
+    return kept
+
+
+def rule(config: Config | None, name: str) -> WatchRule:
+    """Return a run's rule of the reward of that name; without one, the default.
+
+    Raises UserError for a rule that executes code or reaches an address.
+    """
+    known = (config.trained | config.watched).get(name, WatchRule()) if config else WatchRule()
+    if _reaches_out(name, known):
+        raise UserError(f"reward {name!r} {WHY}: give its rule in --rewards FILE.yaml, or add {trust.FLAG} if you "
+                        "trust the run")
+    return known
+
+
+def _kept(given: dict[str, Rule]) -> dict[str, Rule]:
+    return {label: each for label, each in given.items() if not _reaches_out(label, each)}
+
+
+def _reaches_out(label: str, rule: WatchRule) -> bool:
+    return trust.reaches_out(rule.use or label, rule.args)

@@ -1,0 +1,104 @@
+"""HTTP servers for browsers of this machine alone: `report --live` and `vote`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TypeVar
+
+from flowgrpo.errors import UserError
+
+HOST = "127.0.0.1"
+NAMES = (HOST, "localhost")  # accepted host names: any other belongs to a foreign page that resolves to this machine
+DROPPED = 2**20  # bytes of a refused body that are read, so that its sender sees the refusal
+
+
+class Refused(Exception):
+    """Error: a request answered with a status and one line."""
+
+    def __init__(self, status: int, line: str) -> None:
+        super().__init__(line)
+        self.status = status
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Request handler that answers own pages only. A subclass defines `get` and `post`, which may raise Refused."""
+
+    timeout = 30  # seconds without a byte of a request
+
+    def get(self) -> None:
+        """Answer a GET request."""
+        raise Refused(405, "nothing to read here")
+
+    def post(self) -> None:
+        """Answer a POST request."""
+        raise Refused(405, "nothing to send here")
+
+    def do_GET(self) -> None:
+        self._answer(self.get)
+
+    def do_POST(self) -> None:
+        self._answer(self.post)
+
+    def _answer(self, method: Callable[[], None]) -> None:
+        try:
+            self._require_own_page()
+            method()
+        except Refused as refused:
+            self.send(str(refused).encode(), "text/plain; charset=utf-8", refused.status)
+        except (ConnectionError, TimeoutError):
+            self.close_connection = True  # the client has gone
+
+    def _require_own_page(self) -> None:
+        """Raise Refused for a request of another site's page: one under another host name, or sent from there."""
+        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
+        if host.partition(":")[0] not in NAMES:
+            raise Refused(403, f"expected the host {' or '.join(NAMES)}")
+        if origin is not None and origin != f"http://{host}":
+            raise Refused(403, f"expected a request of this server's own page, got one of {origin[:80]!r}")
+
+    def body(self, limit: int) -> bytes:
+        """Return the body of a JSON request.
+
+        Raises Refused for another content type, which pages of other sites may send, an unknown length, and more than
+        `limit` bytes.
+        """
+        length = self.headers.get("Content-Length", "")
+        if not (length.isdecimal() and len(length) < 20):
+            raise Refused(411, "expected a Content-Length")
+        if int(length) > limit:
+            with contextlib.suppress(OSError):
+                self.rfile.read(min(int(length), DROPPED))
+            raise Refused(413, f"a request of more than {limit} bytes")
+        content = self.rfile.read(int(length))
+        if self.headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
+            raise Refused(415, "expected the content type application/json")
+        return content
+
+    def send(self, content: bytes, kind: str, status: int = 200, **headers: str) -> None:
+        """Send an answer. headers: further ones by name, _ for -; `Cache_Control` is no-store unless given."""
+        self.send_response(status)
+        fields = {"Content_Type": kind, "Content_Length": str(len(content)), "Cache_Control": "no-store",
+                  "X_Content_Type_Options": "nosniff", "Referrer_Policy": "no-referrer"} | headers
+        for name, value in fields.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing: a page asks often."""
+
+
+H = TypeVar("H", bound=Handler)
+
+
+def listen(handler: type[H], port: int) -> ThreadingHTTPServer:
+    """Return a server on the loopback address. port: 0 takes a free one.
+
+    Raises UserError if the port is taken.
+    """
+    try:
+        return ThreadingHTTPServer((HOST, port), handler)
+    except OSError as error:
+        raise UserError(f"port {port} cannot be used ({error.strerror}): give another one with --port") from None

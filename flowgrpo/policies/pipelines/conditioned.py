@@ -1,0 +1,131 @@
+"""ControlNets and IP-Adapters: a loaded pipeline as the one of the same model that takes a control or prompt picture.
+
+Both stay frozen; what is trained is the denoiser's LoRA.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowgrpo.config.schema import Config
+from flowgrpo.config.sections import IPAdapter
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
+from flowgrpo.policies.pipelines import prompt_inputs
+from flowgrpo.starter import FOLDERS
+
+if TYPE_CHECKING:
+    import torch
+
+WIDTHS = ("cross_attention_dim", "joint_attention_dim")  # of a denoiser and its ControlNet alike
+ENCODERS = ("image_encoder_folder", "image_encoder_pretrained_model_name_or_path")  # arguments of load_ip_adapter
+
+
+def steered_class(name: str) -> Any:
+    """Return the class of a text-to-image pipeline's ControlNet form, `name` being the pipeline's.
+
+    Raises UserError where diffusers has none.
+    """
+    import diffusers
+
+    if "ControlNet" in name:
+        return getattr(diffusers, name)
+    cls = getattr(diffusers, name.replace("Pipeline", "ControlNetPipeline"), None)
+    if cls is None:
+        raise UserError(f"load.controlnet is set, but diffusers has no ControlNet pipeline of {name}: leave it out, or "
+                        "take SD 1.5, SDXL, SD3, FLUX or Qwen-Image")
+    return cls
+
+
+def with_controlnet(pipe: Any, source: str, dtype: torch.dtype) -> Any:
+    """Return a pipeline of the same parts with a ControlNet. source: its folder or hub id.
+
+    Raises UserError where it does not load, and for a ControlNet of another kind of model.
+    """
+    import diffusers
+
+    cls = steered_class(type(pipe).__name__)
+    parameters = inspect.signature(cls.__init__).parameters
+    try:
+        kind = diffusers.ControlNetModel.load_config(source)["_class_name"]
+        if not re.search(rf"\b{kind}\b", str(parameters["controlnet"].annotation)):
+            raise UserError(f"it is a {kind}, and a {cls.__name__} takes another")
+        control = getattr(diffusers, kind).from_pretrained(source, torch_dtype=dtype)
+        _require_alike(pipe, control)
+    except Exception as error:  # whatever stands in a stranger's files
+        raise UserError(f"load.controlnet is {source!r}, which does not load ({_short(error)}): expected the folder or "
+                        f"hub id of a ControlNet of the model's kind, with a config.json") from None
+    parts = pipe.components | {"controlnet": control}
+    settings = {name: pipe.config[name] for name in parameters if name not in parts and name in pipe.config}
+    return cls(**{name: part for name, part in parts.items() if name in parameters}, **settings)
+
+
+def _require_alike(pipe: Any, control: Any) -> None:
+    denoiser = getattr(pipe, "unet", None) or getattr(pipe, "transformer", None)
+    for name in WIDTHS:
+        expected, got = getattr(denoiser.config, name, None), getattr(control.config, name, None)
+        if None not in (expected, got) and expected != got:
+            raise UserError(f"its {name} is {got}, and the model's is {expected}")
+
+
+def add_ip_adapter(pipe: Any, adapter: IPAdapter) -> None:
+    """Load an IP-Adapter, and its image encoder where the pipeline has none, into a pipeline.
+
+    Raises UserError where it does not load, and for a pipeline that takes none.
+    """
+    if not hasattr(pipe, "load_ip_adapter"):
+        raise UserError(f"load.ip_adapter is set, but {type(pipe).__name__} takes no IP-Adapter: leave it out")
+    takes = inspect.signature(pipe.load_ip_adapter).parameters
+    options = {"weight_name": adapter.weights, "subfolder": adapter.subfolder or ""}
+    if adapter.encoder is not None:
+        key = next(name for name in ENCODERS if name in takes)
+        options[key] = adapter.encoder
+    try:
+        pipe.load_ip_adapter(adapter.path, **options)
+        pipe.set_ip_adapter_scale(adapter.scale)
+    except Exception as error:  # whatever stands in a stranger's files
+        raise UserError(f"load.ip_adapter: {adapter.weights} of {adapter.path!r} does not load into "
+                        f"{type(pipe).__name__} ({_short(error)}): expected an IP-Adapter of the model's kind, with "
+                        "its image encoder") from None
+    if getattr(pipe, "image_encoder", None) is None:
+        raise UserError(f"load.ip_adapter: {adapter.path!r} has no image encoder: set load.ip_adapter.encoder to its "
+                        "folder")
+
+
+def has_ip_adapter(pipe: Any) -> bool:
+    """Return True if a pipeline's denoiser reads the embedding of a picture by an IP-Adapter."""
+    parts = [getattr(pipe, name, None) for name in ("unet", "transformer")]
+    return any(part is not None and (getattr(part.config, "encoder_hid_dim_type", None) == "ip_image_proj"
+                                     or getattr(part, "image_proj", None) is not None) for part in parts)
+
+
+def require_prompts(config: Config, prompts: Sequence[Prompt], pipe: Any = None) -> None:
+    """Raise UserError for the first prompt whose files the run's pipeline does not take, or that lacks one.
+
+    pipe: the pipeline, once it is loaded; before, it is known of a local folder.
+    """
+    cls = type(pipe) if pipe is not None else _class_of(config)
+    present = has_ip_adapter(pipe) if pipe is not None else config.load.ip_adapter is not None or None
+    if cls is not None:
+        prompt_inputs.require(cls, prompts, config.call, present)
+
+
+def _class_of(config: Config) -> Any:
+    """Return the class of the pipeline that a run will load; None where no local folder says it."""
+    import diffusers
+
+    index = Path(FOLDERS.get(config.model, config.model)) / "model_index.json"
+    try:
+        name = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
+    except (OSError, ValueError, LookupError, TypeError):  # loading will say what is wrong
+        return None
+    return steered_class(name) if config.load.controlnet is not None else getattr(diffusers, name, None)
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

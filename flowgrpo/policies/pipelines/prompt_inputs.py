@@ -1,0 +1,218 @@
+"""Files that prompts bring, as arguments of a pipeline's call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from flowgrpo.data.inputs import SCALE, Inputs
+from flowgrpo.data.pictures import Clip, Size, frame_count, picture_size, read_picture
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
+
+# Arguments of a pipeline's call that belong to a prompt.
+PICTURES = ("image", "image_reference", "mask_image", "control_image", "last_image", "video", "reference_images",
+            "ip_adapter_image")
+# Of these a call has one for all its rows: rows with other values need a call of their own.
+SHARED = (SCALE, "ip_adapter_image")
+# Pipelines that take several reference pictures of one prompt.
+SEVERAL = ("Flux2Pipeline", "Flux2KleinPipeline", "Flux2KleinKVPipeline", "QwenImageEditPlusPipeline",
+           "WanVACEPipeline")
+
+
+class Pictured(Protocol):
+    """Policy whose pipeline may take pictures.
+
+    given: pictures of its `call`. accepts: the call's arguments. frames: number of a source video's; None: all.
+    """
+
+    pipe: Any
+    call: dict[str, Any]
+    given: dict[str, Any]
+    frames: int | None
+
+    @property
+    def accepts(self) -> Collection[str]: ...
+
+
+def accepted(cls: type) -> Mapping[str, inspect.Parameter]:
+    """Return the arguments of a pipeline class's call."""
+    return inspect.signature(inspect.unwrap(cls.__call__)).parameters
+
+
+def names(cls: type) -> dict[str, str]:
+    """Return the keys of a prompt file that a pipeline class takes, each with the argument of its call."""
+    takes = accepted(cls)
+    steered = "controlnet" in inspect.signature(cls).parameters
+    control = "control_image" if "control_image" in takes else "image" if steered and "image" in takes else None
+    reference = "image" if "image" in takes else "reference_images" if "reference_images" in takes else None
+    known = {"image": reference, "images": reference if cls.__name__ in SEVERAL else None, "control_image": control}
+    known |= {key: key for key in ("video", "ip_adapter_image", SCALE) if key in takes}
+    return {key: argument for key, argument in known.items() if argument}
+
+
+def parted(cls: type, call: Mapping[str, Any]) -> tuple[int | None, dict[str, Any], dict[str, Any]]:
+    """Return (the number of frames of a source video, the call's other arguments, the pictures among them).
+
+    `num_frames` stays an argument only where the pipeline takes it, or no video.
+    """
+    takes, given = accepted(cls), {key: value for key, value in call.items() if key in PICTURES}
+    alone = "video" in takes and "num_frames" not in takes
+    others = {key: value for key, value in call.items() if key not in given and not (alone and key == "num_frames")}
+    return call.get("num_frames"), others, given
+
+
+def require(cls: type, prompts: Iterable[Prompt], call: Mapping[str, Any] = {}, ip_adapter: bool | None = None) -> None:
+    """Raise UserError for the first prompt whose files a pipeline class does not take, or that lacks one.
+
+    call: arguments of every call. ip_adapter: True if the pipeline has one; None if that is not known. Files are
+    opened, and not decoded.
+    """
+    known, takes, sizes = names(cls), accepted(cls), set[Size]()
+    frames, sized = call.get("num_frames"), {"height", "width"} <= {key for key in call if call[key]}
+    for prompt in prompts:
+        given = prompt.inputs.given()
+        for key in given:
+            _require_key(cls, known, prompt.inputs, key)
+        if {"image", "control_image"} <= given.keys() and known["image"] == known["control_image"]:
+            raise prompt.inputs.error("image", f"{cls.__name__} takes a `control_image` and no other picture: leave it "
+                                      "out")
+        _require_present(cls, known, prompt, call, ip_adapter)
+        for key, path in prompt.inputs.paths():
+            size = _opened(prompt.inputs, key, path, frames)
+            if key == "control_image" and not sized and {"height", "width"} <= takes.keys():
+                sizes.add(size)
+        if len(sizes) > 1:
+            raise prompt.inputs.error("control_image", "differs in size from that of other prompts, and the pipeline "
+                                      "draws in its size: set picture.height and picture.width")
+
+
+def require_image_alone(prompts: Iterable[Prompt], model: str) -> None:
+    """Raise UserError for the first prompt that brings more than one picture to a language model."""
+    for prompt in prompts:
+        for key in prompt.inputs.given().keys() - {"image"}:
+            raise prompt.inputs.error(key, f"{model} is a language model, which takes one `image` at most: leave it "
+                                      "out")
+
+
+def _require_key(cls: type, known: Mapping[str, str], inputs: Inputs, key: str) -> None:
+    if key in known:
+        return
+    name = cls.__name__
+    if key == "images" and "image" in known:
+        raise inputs.error(key, f"{name} takes one picture per prompt, got {len(inputs.images)}: give one `image`, or "
+                           f"take a pipeline for several ({', '.join(SEVERAL)})")
+    hint = ": set load.controlnet" if key in ("control_image", SCALE) else ""
+    raise inputs.error(key, f"{name} takes no {key}{hint}; of a prompt file's keys it takes "
+                       f"{', '.join(known) or 'none beside the text'}")
+
+
+def _require_present(cls: type, known: Mapping[str, str], prompt: Prompt, call: Mapping[str, Any],
+                     ip_adapter: bool | None) -> None:
+    """Raise UserError for a prompt without a picture that the pipeline needs, and for one that it has no part for."""
+    given = prompt.inputs.given().keys() | call.keys()
+    if "ip_adapter_image" in given and ip_adapter is False:
+        raise prompt.inputs.error("ip_adapter_image", f"{cls.__name__} has no IP-Adapter loaded: set load.ip_adapter")
+    needed = [("ip_adapter_image", "an IP-Adapter", "load.ip_adapter")] * bool(ip_adapter)
+    if "ControlNet" in cls.__name__ and known.get("control_image") not in given:
+        needed.append(("control_image", "a ControlNet", "load.controlnet"))
+    for key, part, setting in needed:
+        if key not in given:
+            raise UserError(f"{prompt.inputs.place}: the model has {part}, but the prompt {prompt.text[:40]!r} has no "
+                            f"{key}: give every prompt one, or leave {setting} out")
+
+
+def _opened(inputs: Inputs, key: str, path: str, frames: int | None) -> Size:
+    """Return the size of a picture; (0, 0) of a clip. Raises UserError for one that cannot be read, or is too short."""
+    try:
+        if key != "video":
+            return picture_size(path)
+        count = frame_count(path)
+    except UserError as error:
+        raise inputs.error(key, str(error)) from None
+    if frames is not None and count < frames:
+        raise inputs.error(key, f"{path} has {count} frames, but picture.frames is {frames}: expected as many or more")
+    return 0, 0
+
+
+def pictures_of(policy: Pictured, count: int, images: Sequence[Any] | None = None) -> dict[str, list[Any]]:
+    """Return what `count` prompts bring beside their text, by the name of the pipeline's argument.
+
+    images: of each prompt a picture, its file, its `Inputs`, or None for what the policy's `call` gives. UserError
+    where the pipeline takes none.
+    """
+    brought = [_brought(policy, image) for image in images or [None] * count]
+    pictures = {name: [value] * count for name, value in policy.given.items()}
+    for name in dict.fromkeys(name for row in brought for name in row):
+        pictures[name] = [row.get(name, policy.given.get(name)) for row in brought]
+        if any(value is None for value in pictures[name]):
+            raise UserError(f"some prompts of a batch bring an `{name}` and others do not: give all one, or none")
+    return pictures
+
+
+def _brought(policy: Pictured, image: Any) -> dict[str, Any]:
+    if image is None:
+        return {}
+    if isinstance(image, Inputs):
+        return decoded(policy.pipe, image, policy.call | {"num_frames": policy.frames})
+    known = names(type(policy.pipe))
+    if "image" not in known:
+        raise UserError(f"{type(policy.pipe).__name__} takes no image, but a prompt brings one: leave it out")
+    return {known["image"]: read_picture(image) if isinstance(image, (str, Path)) else image}
+
+
+def decoded(pipe: Any, inputs: Inputs, call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a prompt's pictures, clip and scale by the argument of a pipeline's call.
+
+    call: arguments of every call. The control picture and the clip's frames are scaled to fill its height and width,
+    and what stands over is cut off; a clip is a `Clip` of its `num_frames`, counted from the first one.
+    Raises UserError for a file that cannot be read, and for what the pipeline does not take.
+    """
+    known = names(type(pipe))
+    values: dict[str, Any] = {}
+    height, width = (call.get(name) or _default(pipe, name) for name in ("height", "width"))
+    for key, value in inputs.given().items():
+        _require_key(type(pipe), known, inputs, key)
+        try:
+            if key == "images":
+                values[known[key]] = [read_picture(path) for path in value]
+            elif key == "video":
+                values[known[key]] = _clip(pipe, inputs, call, (height, width) if height and width else None)
+            elif key == "control_image":
+                sized = call.get("height") and call.get("width")
+                values[known[key]] = read_picture(value, (call["height"], call["width"]) if sized else None)
+            else:
+                values[known[key]] = value if key == SCALE else read_picture(value)
+        except UserError as error:
+            raise inputs.error(key, str(error)) from None
+    if inputs.control_image is not None and SCALE in known:  # all rows of a batch have it, or none
+        values.setdefault(SCALE, call.get(SCALE, _default(pipe, SCALE)))
+    return values
+
+
+def _default(pipe: Any, name: str) -> Any:
+    parameter = accepted(type(pipe)).get(name)
+    return None if parameter is None or parameter.default is parameter.empty else parameter.default
+
+
+def _clip(pipe: Any, inputs: Inputs, call: Mapping[str, Any], size: Size | None) -> Clip:
+    """Return a prompt's clip. Raises UserError for a number of frames that the pipeline's autoencoder does not take."""
+    assert inputs.video is not None
+    count = call.get("num_frames") or frame_count(inputs.video)
+    every = getattr(pipe, "vae_scale_factor_temporal", 1) or 1
+    if (count - 1) % every:
+        raise UserError(f"{count} frames, but {type(pipe).__name__} takes 1 more than a multiple of {every}: set "
+                        f"picture.frames: {max(1, count - (count - 1) % every)}")
+    return Clip.of(inputs.video, count, size)
+
+
+def arguments(inputs: Mapping[str, list[Any]], alone: bool) -> dict[str, Any]:
+    """Return prompts' inputs as arguments of one call, clips decoded. alone: the call takes no lists of prompts."""
+    return {name: _shown(values[0]) if alone or name in SHARED else [_shown(value) for value in values]
+            for name, values in inputs.items()}
+
+
+def _shown(value: Any) -> Any:
+    return value.frames if isinstance(value, Clip) else value

@@ -1,0 +1,88 @@
+"""Preservation of a source picture in an edit, without a model.
+
+SSIM (Wang et al. 2004, "Image quality assessment: from error visibility to structural similarity") of the luminance,
+with the paper's window and constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flowgrpo.data.pictures import read_picture
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import About
+from flowgrpo.rewards.pixels import grey, tensor_of
+
+MEASURES = ("ssim", "distance")
+SIDE, DEVIATION = 11, 1.5  # pixels of SSIM's Gaussian window
+STEADY = 0.01**2, 0.03**2  # SSIM's constants, for values in [0, 1]
+
+
+@dataclass(frozen=True)
+class Preservation:
+    """Likeness of an edit to its source picture, outside of the region that the edit may change.
+
+    The source is scaled to fill the output's size, and cut at the sides that stand over. None for a prompt without a
+    source, and for one whose mask leaves nothing to compare.
+
+    key: metadata key of the source's path; a prompt's `image` is under `image`. mask: metadata key of the path of a
+    picture, white (above half) where the edit may change things; prompts without one are compared everywhere.
+    measure: `ssim`, or `distance` for 1 - the root mean square difference of the colours, 0 to 1.
+    Raises UserError for an unreadable file, and for outputs too small for the window.
+    """
+
+    key: str = "image"
+    mask: str = "mask"
+    measure: str = "ssim"
+    about = About(modality="image", range=(-1, 1), needs="", licence="Apache-2.0")
+
+    def __post_init__(self) -> None:
+        if self.measure not in MEASURES:
+            raise UserError(f"reward 'preservation': measure is {self.measure!r}, expected {' or '.join(MEASURES)}")
+
+    def __call__(self, images: Tensor, prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+        if self.measure == "ssim" and min(images.shape[-2:]) < SIDE:
+            raise UserError(f"reward 'preservation': got pictures of {images.shape[-1]} x {images.shape[-2]} pixels, "
+                            f"expected {SIDE} x {SIDE} or more, or measure: distance")
+        return [self._score(image, entry) if self.key in entry else None for image, entry in zip(images, metadata)]
+
+    def _score(self, image: Tensor, entry: dict[str, Any]) -> float | None:
+        size = image.shape[-2], image.shape[-1]
+        source, image = _read(entry[self.key], size).double(), image.detach().cpu().double()
+        kept = grey(_read(entry[self.mask], size)) < 0.5 if self.mask in entry else torch.ones(size, dtype=torch.bool)
+        if self.measure == "ssim":
+            values, edge = ssim(grey(image), grey(source)), SIDE // 2
+            kept = kept[edge:size[0] - edge, edge:size[1] - edge]
+        else:
+            values = (image - source).square().mean(0)
+        if not kept.any():
+            return None
+        mean = values[kept].mean().item()
+        return mean if self.measure == "ssim" else 1 - mean**0.5
+
+
+def ssim(one: Tensor, two: Tensor) -> Tensor:
+    """Return SSIM at each place of two luminances [H, W] in [0, 1] that the window fits into: [H-10, W-10]."""
+    places = torch.arange(SIDE, dtype=one.dtype) - SIDE // 2
+    line = torch.exp(-places.square() / (2 * DEVIATION**2))
+    window = (line[:, None] * line / line.sum() ** 2)[None, None]
+    maps = torch.stack([one, two, one * one, two * two, one * two])[:, None]
+    mean, other, square, other_square, product = F.conv2d(maps, window)[:, 0]
+    variance, other_variance, covariance = square - mean**2, other_square - other**2, product - mean * other
+    light, contrast = STEADY
+    return ((2 * mean * other + light) * (2 * covariance + contrast)
+            / ((mean**2 + other**2 + light) * (variance + other_variance + contrast)))
+
+
+def _read(path: str, size: tuple[int, int]) -> Tensor:
+    try:
+        return tensor_of(read_picture(path, size))
+    except UserError as error:
+        raise UserError(f"reward 'preservation': {error}") from None

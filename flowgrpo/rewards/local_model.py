@@ -1,0 +1,131 @@
+"""Models that a reward runs in this process: their common arguments `dtype`, `device` and `batch_size`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from flowgrpo.device import DTYPES, default_device
+from flowgrpo.errors import UserError
+
+_LAZY: ContextVar[bool] = ContextVar("lazy", default=False)
+
+
+@contextmanager
+def lazily(lazy: bool = True) -> Iterator[None]:
+    """Context manager: rewards made inside it load their weights at their first call. lazy: False changes nothing."""
+    token = _LAZY.set(lazy or _LAZY.get())
+    try:
+        yield
+    finally:
+        _LAZY.reset(token)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalModel:
+    """Reward whose model runs in this process; a subclass loads it (`_loaded`) and calls it.
+
+    dtype: fp32, bf16 or fp16, of the weights and their products; a small head on top stays in fp32.
+    device: such as "cuda:1" or "cpu"; None for the GPU of this process, or the CPU without one.
+    batch_size: samples that go through the model at once.
+    parts: what `_loaded` returns, ready-made; filled at the first use.
+    parameters: number of weights of the default checkpoint, None where there is none. reward: name in error messages.
+    Raises UserError for an unknown dtype, an absent device and a batch_size below 1.
+    """
+
+    dtype: str = "fp32"
+    device: str | None = None
+    batch_size: int = 32
+    parts: Any = field(default=None, repr=False)
+    reward: ClassVar[str]
+    parameters: ClassVar[float | None] = None
+
+    def __post_init__(self) -> None:
+        require_arguments(self.reward, self.dtype, self.device, self.batch_size)
+        object.__setattr__(self, "device", placed(self.device))
+        if self.parts is not None or not _LAZY.get():
+            self.models
+
+    @property
+    def float_type(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def models(self) -> tuple[Any, ...]:
+        """Return the model with its tokenizer and the like, on the device; loaded at the first call."""
+        ready = vars(self).get("_ready")
+        if ready is None:
+            parts = self.parts if self.parts is not None else self._loaded()
+            self._require(parts)
+            ready = tuple(self._placed(part) for part in parts)
+            for name in ("_ready", "parts"):
+                object.__setattr__(self, name, ready)
+        return ready
+
+    def _loaded(self) -> tuple[Any, ...]:
+        """Load the model and what else the reward needs. Raises UserError if it is unavailable."""
+        raise NotImplementedError
+
+    def _require(self, parts: tuple[Any, ...]) -> None:
+        """Raise UserError for a model that the reward cannot use."""
+
+    def _placed(self, part: Any) -> Any:
+        """Return a part; a network in evaluation mode, on the device and in `dtype`."""
+        if not isinstance(part, nn.Module):
+            return part
+        part = part.eval().to(self.device)
+        return part if isinstance(part, Head) else part.to(self.float_type)
+
+    def batched(self, scores: Callable[[Tensor, list[str]], Tensor], images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Return `scores` of B pictures and their prompts, `batch_size` at a time -> [B] float32 on the CPU."""
+        with torch.no_grad():
+            return torch.cat([scores(images[at:at + self.batch_size], list(prompts[at:at + self.batch_size]))
+                              .float().cpu() for at in range(0, len(prompts), self.batch_size)])
+
+
+class Head(nn.Sequential):
+    """Small network on a model's embedding, which stays in fp32."""
+
+
+def require_arguments(reward: str, dtype: str, device: str | None, batch_size: int) -> None:
+    """Raise UserError for an unknown dtype, an absent device and a batch_size below 1."""
+    if dtype not in DTYPES:
+        raise UserError(f"reward {reward!r}: dtype is {dtype!r}, expected {', '.join(DTYPES)}: take one of these, or "
+                        "leave it out")
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise UserError(f"reward {reward!r}: batch_size is {batch_size!r}, expected a number from 1: lower it where "
+                        "memory runs out")
+    if device is not None:
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError, TypeError):
+            raise UserError(f"reward {reward!r}: device is {device!r}, expected {', '.join(devices())}: take one of "
+                            "these, or leave it out") from None
+
+
+def passed_on(reward: str, dtype: str | None, device: str | None, batch_size: int | None) -> dict[str, Any]:
+    """Return the common arguments that a reward passes on to its models, without those that are None.
+    Raises UserError as `require_arguments` does."""
+    require_arguments(reward, dtype or "fp32", device, 1 if batch_size is None else batch_size)
+    named: dict[str, Any] = {"dtype": dtype, "device": device, "batch_size": batch_size}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def devices() -> list[str]:
+    """Return the names of this machine's devices."""
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    return [*gpus, *["mps"] * torch.backends.mps.is_available(), "cpu"]
+
+
+def placed(device: str | None) -> str:
+    """Return the device of that name; None: for this process's GPU, with its index, or the CPU.
+
+    A name without an index would be another GPU in another thread.
+    """
+    return device or default_device()

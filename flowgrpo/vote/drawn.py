@@ -1,0 +1,48 @@
+"""Pairs drawn for a vote: the same prompts and seeds with two LoRAs of a model, or with the base and one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from flowgrpo.data import splits
+from flowgrpo.data.prompts import Prompt, as_line, load_prompts
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation import prompt_file
+from flowgrpo.evaluation.checkpoints import config_of
+from flowgrpo.evaluation.measured import spread
+from flowgrpo.vote.ballot import Comparison
+from flowgrpo.vote.sources import Sides, of_folders
+
+
+def pairs(source: Path, loras: Sequence[Path], prompts: Path | None, count: int, seed: int, folder: Path
+          ) -> tuple[list[Comparison], Sides]:
+    """Draw at most `count` prompts with each LoRA into `folder`, and return the pairs; existing pictures are kept.
+
+    source: a run, for its model and held-out prompts, or a model. loras: one, which is compared with the base, or two.
+    prompts: a prompt file in place of the run's held-out prompts.
+    Raises UserError as `prompt_file.sample` does, and for a model without `prompts`.
+    """
+    config = config_of(source)
+    if len(loras) > 2:
+        raise UserError(f"--lora: got {len(loras)}, expected one, which is compared with the base, or two")
+    if prompts is not None:
+        chosen = spread(load_prompts(prompts), count)
+    elif config is not None:
+        chosen = spread(splits.resolve(config)[1], count)
+    else:
+        raise UserError(f"{source} is no run, whose held-out prompts would be drawn: expected --prompts FILE too")
+    listing = folder / "prompts.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    listing.write_text(_lines(chosen), encoding="utf-8")
+    model = config.model if config is not None else str(source)
+    sides = [None, *loras] if len(loras) == 1 else list(loras)
+    for name, lora in zip("ab", sides):
+        prompt_file.sample(model, listing, folder / name, lora=lora, seed=seed, key="base_image")
+    names = [lora.resolve().name if lora is not None else "base" for lora in sides]
+    return of_folders(folder / "a", folder / "b")[0], (names[0], names[1])
+
+
+def _lines(prompts: Sequence[Prompt]) -> str:
+    return "".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in prompts)

@@ -1,0 +1,113 @@
+"""Web page of `flowgrpo vote`, for browsers of this machine: pairs side by side, and keys to vote.
+
+All addresses begin with a token: /TOKEN/ is the page, /TOKEN/state the present pair, /TOKEN/12/left the picture on a
+side of pair 12, /TOKEN/12/left.mp4 its video. POST /TOKEN/vote takes {"pair": 12, "choice": "left"}, /TOKEN/undo {}.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import re
+import secrets
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from flowgrpo import loopback
+from flowgrpo.loopback import Refused
+from flowgrpo.vote.ballot import CHOICES, Ballot, Changed
+
+PAGE = Path(__file__).with_name("page.html")
+LARGEST = 4096  # bytes of a request
+KINDS = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp", ".mp4": "video/mp4"}
+POLICY = ("default-src 'none'; img-src 'self' data:; media-src blob:; connect-src 'self'; style-src 'unsafe-inline'; "
+          "script-src 'nonce-{}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
+
+
+def server(ballot: Ballot, port: int) -> ThreadingHTTPServer:
+    """Return a server of the page. port: 0 takes a free one.
+
+    Raises UserError if the port is taken.
+    """
+    token = secrets.token_urlsafe(16)
+    return loopback.listen(type("Handler", (Handler,), {"ballot": ballot, "token": token}), port)
+
+
+def address(serving: ThreadingHTTPServer) -> str:
+    """Return the address of the page."""
+    return f"http://{loopback.HOST}:{serving.server_port}/{serving.RequestHandlerClass.token}/"  # type: ignore[attr-defined]
+
+
+class Handler(loopback.Handler):
+    """Request handler for one ballot."""
+
+    ballot: Ballot
+    token: str
+
+    def _asked(self) -> str:
+        """Return what follows the token. Raises Refused for another token."""
+        _, token, *rest = [*self.path.split("/", 2), ""]
+        if not hmac.compare_digest(token.encode(), self.token.encode()):
+            raise Refused(403, "expected the address that `flowgrpo vote` printed, with its token")
+        return rest[0]
+
+    def get(self) -> None:
+        path = self._asked()
+        if path == "":
+            nonce = secrets.token_urlsafe(12)
+            text = PAGE.read_text(encoding="utf-8").replace("[[NONCE]]", nonce)
+            self.send(text.encode(), "text/html; charset=utf-8", Content_Security_Policy=POLICY.format(nonce))
+        elif path == "state":
+            self._state()
+        elif match := re.fullmatch(r"(\d{1,9})/(left|right)(\.mp4)?", path):
+            self._picture(int(match[1]), match[2], match[3] or "")
+        else:
+            raise Refused(404, "no such page")
+
+    def _picture(self, number: int, side: str, ending: str) -> None:
+        if number >= len(self.ballot.comparisons):
+            raise Refused(404, f"expected a pair below {len(self.ballot.comparisons)}")
+        path = self.ballot.file(number, side, ending)
+        if path is None:
+            raise Refused(404, "this picture's file is gone" if not ending else "this picture has no video")
+        self.send(path.read_bytes(), KINDS[path.suffix.lower()], Cache_Control="private, max-age=3600")
+
+    def _state(self) -> None:
+        self.send(json.dumps(self.ballot.state(), allow_nan=False).encode(), "application/json")
+
+    def post(self) -> None:
+        path, content = self._asked(), _object(self.body(LARGEST))
+        try:
+            if path == "vote":
+                self.ballot.vote(*self._vote(content))
+            elif path == "undo":
+                self.ballot.undo()
+            else:
+                raise Refused(404, "no such page")
+        except Changed as error:
+            raise Refused(409, str(error)) from None
+        except OSError as error:
+            raise Refused(500, f"the vote was not kept: {self.ballot.output} cannot be written ({error.strerror})"
+                          ) from None
+        self._state()
+
+    def _vote(self, content: dict[str, Any]) -> tuple[int, str]:
+        """Return the pair and the choice of a vote. Raises Refused for anything else."""
+        number, choice = content.get("pair"), content.get("choice")
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(self.ballot.comparisons):
+            raise Refused(400, f"pair: expected a number below {len(self.ballot.comparisons)}")
+        if not isinstance(choice, str) or choice not in CHOICES:
+            raise Refused(400, f"choice: expected one of {', '.join(CHOICES)}")
+        return number, choice
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object of a request. Raises Refused for anything else."""
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise Refused(400, "expected a JSON object")
+    return content

@@ -1,0 +1,141 @@
+"""Pairs to vote on: a run's samples before and after, the pictures of a grid, or two folders with equal file names."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import ExifTags, Image
+
+from flowgrpo.data.prompts import Prompt, load_prompts
+from flowgrpo.errors import UserError
+from flowgrpo.storage.places import CONFIG
+from flowgrpo.vote.ballot import Comparison
+
+PAGE = "before_after.png"  # of a run
+ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
+Sides = tuple[str, str]  # names of A and B
+
+
+def pairs(places: Sequence[Path]) -> tuple[list[Comparison], Sides]:
+    """Return the pairs of a run, of the PNG of a grid, or of two folders, and the names of their sides.
+
+    Raises UserError for anything else, and if no pictures are there.
+    """
+    if len(places) == 2:
+        return of_folders(places[0], places[1])
+    if len(places) != 1:
+        raise UserError(f"got {len(places)} paths, expected a run, the PNG of a grid, or two folders of pictures")
+    [place] = places
+    if (place / CONFIG).is_file():
+        return of_page(place / PAGE)
+    if place.suffix.lower() == ".png" and place.is_file():
+        return of_page(place)
+    raise UserError(f"{place}: expected a finished run, the PNG that `flowgrpo grid` wrote, or two folders of pictures")
+
+
+def of_page(page: Path) -> tuple[list[Comparison], Sides]:
+    """Return the pairs of a page: of its first and its last column.
+
+    Raises UserError for a page without pictures beside it.
+    """
+    facts = _facts(page)
+    folders, names = facts.get("folders") or [], facts.get("columns") or []
+    if len(folders) < 2:
+        raise UserError(f"{page} names no two folders of pictures: expected the page of an image or video run, drawn "
+                        "by this version; `flowgrpo grid RUN` draws one")
+    sides = [page.parent / folders[at] for at in (0, -1)]
+    if not all(side.resolve().is_relative_to(page.parent.resolve()) for side in sides):
+        raise UserError(f"{page} names pictures outside its folder: expected what `flowgrpo grid` wrote")
+    columns = [_numbered(side) for side in sides]
+    prompts, tasks = facts.get("prompts") or [], facts.get("tasks") or []
+    if not all(len(column) == len(prompts) > 0 for column in columns):
+        raise UserError(f"{page} has {len(prompts)} prompts, but {len(columns[0])} and {len(columns[1])} pictures in "
+                        f"{sides[0]} and {sides[1]}: draw it again")
+    tasks = tasks if len(tasks) == len(prompts) else [None] * len(prompts)
+    return [Comparison(prompt, a, b, task) for prompt, a, b, task in zip(prompts, *columns, tasks)], \
+        (str(names[0]), str(names[-1]))
+
+
+def _facts(page: Path) -> dict[str, Any]:
+    """Return the JSON of a page's text chunk `flowgrpo`; empty without one."""
+    if not page.is_file():
+        raise UserError(f"no pictures at {page}: expected a finished run, or the PNG that `flowgrpo grid` wrote")
+    try:
+        with Image.open(page) as picture:
+            facts = json.loads(picture.info.get("flowgrpo", "{}"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{page} cannot be read ({' '.join(str(error).split())[:120]}): draw it again") from None
+    return facts if isinstance(facts, dict) else {}
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """Return the pictures 000.png, 001.png, ... of a folder, of clips the WebPs."""
+    files = sorted(file for file in folder.glob("*") if re.fullmatch(r"\d+\.(png|webp)", file.name))
+    return [file for file in files if file.suffix == ".webp"] or files
+
+
+def of_folders(a: Path, b: Path) -> tuple[list[Comparison], Sides]:
+    """Return the pairs of two folders: pictures of the same file name; others are left out.
+
+    A prompt is that of the folder's prompts.jsonl (`flowgrpo sample --prompts`), else what the picture says of its
+    drawing, else the text of a .txt file of the same name, else the file's name.
+    Raises UserError if no name is in both, and if a pair has two prompts.
+    """
+    for folder in (a, b):
+        if not folder.is_dir():
+            raise UserError(f"no folder at {folder}: expected two folders of pictures with equal file names")
+    left, right = _listed(a), _listed(b)
+    if not left.keys() & right.keys():
+        raise UserError(f"{a} and {b} have no pictures of equal file names ({len(left)} and {len(right)} pictures)")
+    comparisons = []
+    for name in left:
+        if name not in right:
+            continue
+        (one, prompt), (other, of_other) = left[name], right[name]
+        if prompt.text != of_other.text:
+            raise UserError(f"{one} was drawn for {prompt.text[:60]!r}, and {other} for {of_other.text[:60]!r}: "
+                            "expected the same prompt under the same name")
+        comparisons.append(Comparison(prompt.text, one, other, prompt.metadata.get("task")))
+    return comparisons, _names(a, b)
+
+
+def _names(a: Path, b: Path) -> Sides:
+    """Return the folders' names, or their paths if these are equal."""
+    first, second = a.resolve(), b.resolve()
+    return (first.name, second.name) if first.name != second.name else (str(a), str(b))
+
+
+def _listed(folder: Path) -> dict[str, tuple[Path, Prompt]]:
+    """Return pictures and their prompts by file name."""
+    listing = folder / "prompts.jsonl"
+    if listing.is_file():
+        given = [(Path(str(prompt.metadata.get("base_image", ""))), prompt) for prompt in load_prompts(listing)]
+        if pictures := {path.name: (path, prompt) for path, prompt in given if path.is_file()}:
+            return pictures
+    files = sorted(file for file in folder.iterdir() if file.suffix.lower() in ENDINGS)
+    moving = {file.stem for file in files if file.suffix == ".webp"}  # beside one, a PNG holds a clip's frames
+    return {file.name: (file, Prompt(_prompt(file))) for file in files
+            if file.suffix == ".webp" or file.stem not in moving}
+
+
+def _prompt(file: Path) -> str:
+    """Return the prompt of a picture."""
+    try:
+        with Image.open(file) as picture:
+            said = picture.info.get("parameters") or _comment(picture)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({' '.join(str(error).split())[:120]}): expected a picture") from None
+    beside = file.with_suffix(".txt")
+    if not said and beside.is_file():
+        said = beside.read_text(encoding="utf-8-sig")
+    return re.split(r"\nNegative prompt: |\nSteps: ", said)[0].strip() or file.stem
+
+
+def _comment(picture: Image.Image) -> str:
+    """Return the EXIF user comment of a WebP or JPEG; empty without one."""
+    content = picture.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.UserComment, b"")
+    return content[8:].decode("utf-16-be", "replace") if content[:8] == b"UNICODE\0" else ""

@@ -1,0 +1,160 @@
+"""Methods, prompts and runs of a bench, and the requests that it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flowgrpo.bench import models, plan
+from flowgrpo.bench.methods import clip_of, entries
+from flowgrpo.bench.plan import Plan, Request
+from flowgrpo.bench.schedule import duration, remaining, seconds
+from flowgrpo.cli import main
+from flowgrpo.config import load
+from flowgrpo.errors import UserError
+from flowgrpo.methods import PRESETS
+from flowgrpo.starter import EVAL
+
+RECIPES = Path(__file__).parents[2] / "configs"
+TRIAL = {"first": 200.0, "following": 100.0, "seconds": 2.0, "measuring": 0.5}
+
+
+@pytest.fixture
+def request_of(tmp_path):
+    def made(*methods, model="starter", **changes):
+        usual = Request(list(methods), model, models.model(model).reference, 40_000, 3, 4, None, False,
+                        tmp_path / "bench")
+        return replace(usual, **changes)
+
+    return made
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_three_sides_share_no_text_and_hold_all_tasks(name):
+    sides = models.split(name)
+    keys = [{prompt.key for prompt in sides[side]} for side in models.SIDES]
+    assert all(keys) and not (keys[0] & keys[1] or keys[0] & keys[2] or keys[1] & keys[2])
+    tasks = [{prompt.metadata["task"] for prompt in sides[side]} for side in ("validation", "held_out")]
+    assert tasks[0] == tasks[1]
+    assert len(keys[1]) == pytest.approx(len(keys[0] | keys[1]) / models.VALIDATION, abs=len(tasks[0]))
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_settings_are_those_of_the_models_recipe(name):
+    recipe, own = load(RECIPES / f"{name}.yaml"), load(None, models.shared(name))
+    assert own.reward == (recipe.reward if isinstance(recipe.reward, dict) else {recipe.reward: 1.0})
+    assert own.adapter == recipe.adapter and own.text == recipe.text
+    apart = {"epochs", "steps", "micro_batch"}
+    assert own.train.model_dump(exclude=apart) == recipe.train.model_dump(exclude=apart)
+    if card := EVAL.get(name):
+        assert (own.eval.steps, own.eval.guidance) == (card["num_inference_steps"], card["guidance"])
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_every_preset_of_a_model_can_be_run_or_says_why_not(request_of, name):
+    of, refused = models.MODELS[name], []
+    for preset in PRESETS:
+        try:
+            made = Plan(request_of(preset, model=name, evaluations=10**6))
+        except UserError as error:
+            refused.append((preset, str(error)))
+            continue
+        assert made.trial(made.entries[0]).method == preset
+    assert of.reference not in dict(refused) and all(error for _, error in refused)
+    assert len(refused) < len(PRESETS)
+
+
+def test_methods_are_presets_files_and_recipes(request_of, tmp_path):
+    file, recipe = tmp_path / "my.py", tmp_path / "wide.yaml"
+    file.write_text("from flowgrpo.methods import preset\n\n\ndef mine(method):\n    return preset('mix_grpo')\n")
+    recipe.write_text(yaml.dump({"method": "mix_grpo", "parts": {"plan": {"size": 3}}, "train": {"lr": 1e-4},
+                                 "eval": {"steps": 3}, "seed": 7}))
+    made = Plan(request_of("mix_grpo+grpo_guard", f"{file}:mine", str(recipe), "refl"))
+    assert [entry.label for entry in made.entries] == ["mix_grpo+grpo_guard", "mine", "wide", "refl", "flow_grpo"]
+    runs = made.published()
+    assert [run.label for run in runs[:6]] == [f"{entry.label} seed 0" for entry in made.entries] + [
+        "mix_grpo+grpo_guard seed 1"]
+    mine, wide, refl = (run.config for run in runs[1:4])
+    assert wide.parts == {"plan": {"size": 3}} and wide.train.lr == 1e-4 and wide.seed == 0
+    assert wide.eval.steps == mine.eval.steps == EVAL["starter"]["num_inference_steps"]
+    assert mine.method.endswith("my.py:mine") and refl.reward == {"scene_soft": 1.0}
+    assert all(run.foretold >= 40_000 for run in runs)
+
+
+def test_a_runs_folder_says_what_it_depends_on(request_of, tmp_path):
+    file = tmp_path / "my.py"
+    file.write_text("def mine(method):\n    return method\n")
+
+    def name(**changes):
+        return Plan(request_of(f"{file}:mine", **changes)).published()[0].folder.name
+
+    before = name()
+    assert name(seeds=5) == name(output=tmp_path / "elsewhere") == before != name(points=2)
+    file.write_text("def mine(method):\n    return method.having()\n")
+    assert name() != before
+
+
+def test_a_sweep_scales_rate_and_clip_on_validation_prompts(request_of):
+    made = Plan(request_of("ddpo", "refl", reference="ddpo", sweep=True))
+    runs = made.sweep()
+    assert [sum(run.entry.label == name for run in runs) for name in ("ddpo", "refl")] == [9, 3]
+    assert {run.seed for run in runs} == {3} and all("validation" in str(run.config.held_out) for run in runs)
+    usual = made.run(made.entries[0], 0, plan.PUBLISHED)
+    scaled = made.run(made.entries[0], 0, plan.TUNED, 3.0, 1 / 3)
+    clip = clip_of(made.entries[0], 1.0)
+    assert scaled.config.train.lr == pytest.approx(3 * usual.config.train.lr)
+    assert scaled.config.parts["surrogate"] == pytest.approx({key: value / 3 for key, value in clip.items()})
+    assert [run.folder for run in made.tuned({"ddpo": (1.0, 1.0)})] == [
+        made.run(made.entries[0], seed, plan.PUBLISHED).folder for seed in range(3)]
+    assert clip_of(made.entries[1], 1.0) == {}
+
+
+def test_a_wrapped_clip_is_scaled_inside():
+    [entry] = entries(["grpo+entropy_bonus"], "starter_text", models.MODELS["starter_text"])
+    assert clip_of(entry, 3.0) == {"surrogate": {"low": pytest.approx(0.6), "high": pytest.approx(0.6)}}
+
+
+@pytest.mark.parametrize("arguments, error", [
+    (["--methods", "mixgrpo"], "unknown method 'mixgrpo': did you mean 'mix_grpo'?"),
+    (["--methods", "mix_grpo,mix_grpo"], "--methods: mix_grpo is given twice"),
+    (["--methods", ","], "--methods: got none, expected names"),
+    (["--methods", "mix_grpo", "--evaluations", "50"], "--evaluations: got 50, but the first epoch of mix_grpo takes"),
+    (["--methods", "mix_grpo", "--model", "starter_text"], "the method is one of denoisers"),
+    (["--methods", "refl", "--model", "starter_video"], "reward 'motion' is not differentiable"),
+    (["--methods", "mix_grpo", "--reference", "flow_gpo"], "unknown method 'flow_gpo'"),
+    (["--methods", "none.yaml"], "no recipe at none.yaml"),
+])
+def test_what_cannot_be_run_is_one_line(arguments, error, tmp_path, capsys):
+    assert main(["bench", *arguments, "--output", str(tmp_path / "bench")]) == 2
+    assert error in capsys.readouterr().err and not (tmp_path / "bench").exists()
+
+
+def test_a_folder_holds_one_bench(request_of, tmp_path, capsys):
+    request = request_of("mix_grpo")
+    plan.begin(request)
+    files = {side: len((request.output / "prompts" / f"{side}.jsonl").read_text().splitlines())
+             for side in models.SIDES}
+    assert files == {side: len(prompts) for side, prompts in models.split("starter").items()}
+    Plan(request_of("ddpo", seeds=5))  # methods and seeds may be added
+    with pytest.raises(UserError, match="holds a bench with evaluations 40000, got 50000: name another folder"):
+        Plan(request_of("mix_grpo", evaluations=50_000))
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("mine")
+    with pytest.raises(UserError, match="notes holds other files and no bench"):
+        Plan(request_of("mix_grpo", output=tmp_path / "notes"))
+
+
+def test_expected_seconds_by_hand(request_of):
+    runs = Plan(request_of("mix_grpo", seeds=1)).published()
+    # 40,000 of 100 evaluations in 2 s each; the prompts before, at every point and after, and 10 samples, 0.5 s each
+    each = [400 * 2.0 + 0.5 * (10 + run.config.eval.prompts * (2 + run.config.train.epochs // run.config.eval.every))
+            for run in runs]
+    assert seconds(runs, TRIAL, 40_000, 10, 2) == pytest.approx(sum(each) / 2)
+    runs[0].folder.mkdir(parents=True)
+    runs[0].result.write_text(json.dumps({}))
+    assert remaining([*runs, *runs]) == runs[1:]
+    assert [duration(value) for value in (40, 720, 12_600)] == ["about 40 s", "about 12 min", "about 3.5 h"]

@@ -1,0 +1,134 @@
+"""Files beside a prompt's text, and their pictures and frames."""
+
+from __future__ import annotations
+
+import json
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+from flowgrpo.data.inputs import Inputs
+from flowgrpo.data.pictures import Clip, frame_count, picture_size, read_picture
+from flowgrpo.data.prompts import Prompt, as_line, load_prompts
+from flowgrpo.errors import UserError
+
+SHADES = (0, 80, 160, 240)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """a.png to c.png; clip/, clip.gif, clip.webp and clip.mp4 of four grey frames of 32 x 16."""
+    for name in "abc":
+        Image.new("RGB", (16, 16), "red").save(tmp_path / f"{name}.png")
+    frames = [Image.new("RGB", (32, 16), (shade,) * 3) for shade in SHADES]
+    (tmp_path / "clip").mkdir()
+    for number, frame in enumerate(frames):
+        frame.save(tmp_path / "clip" / f"{number:02}.png")
+    for ending in ("gif", "webp"):
+        frames[0].save(tmp_path / f"clip.{ending}", save_all=True, append_images=frames[1:], duration=100)
+    writer = cv2.VideoWriter(str(tmp_path / "clip.mp4"), cv2.VideoWriter_fourcc(*"mp4v"), 8, (32, 16))
+    for frame in frames:
+        writer.write(np.asarray(frame)[..., ::-1].copy())
+    writer.release()
+    return tmp_path
+
+
+def read(folder, *lines, name="p.jsonl"):
+    (folder / name).write_text("\n".join(lines if name.endswith(".csv") else map(json.dumps, lines)))
+    return load_prompts(folder / name)
+
+
+def test_keys_of_a_line_become_inputs_and_metadata(folder):
+    line = {"prompt": "edit", "images": ["a.png", "b.png"], "video": "clip.gif", "control_image": "c.png",
+            "ip_adapter_image": "a.png", "controlnet_conditioning_scale": 0.5, "metadata": {"video": "mine"}}
+    [prompt] = read(folder, line)
+    full = {name: str(folder / f"{name}.png") for name in "abc"}
+    assert prompt.inputs == Inputs((full["a"], full["b"]), str(folder / "clip.gif"), full["c"], full["a"], 0.5)
+    assert prompt.image == full["a"] and prompt.brings is prompt.inputs
+    assert prompt.metadata == {"image": full["a"], "images": [full["a"], full["b"]], "video": "mine",
+                               "control_image": full["c"], "ip_adapter_image": full["a"],
+                               "controlnet_conditioning_scale": 0.5}
+    [again] = read(folder, as_line(prompt), name="again.jsonl")
+    assert again == prompt and again.key == prompt.key
+
+
+def test_one_picture_is_an_image_by_either_key(folder):
+    one, listed, plain = read(folder, {"prompt": "x", "image": "a.png"}, {"prompt": "x", "images": ["a.png"]},
+                              {"prompt": "x"})
+    assert one == listed and one.brings == one.image == str(folder / "a.png")
+    assert plain.brings is None and plain.metadata == {} and plain.key == "x"
+    assert Prompt("x", image="a.png").inputs.images == ("a.png",)
+
+
+def test_a_prompt_is_another_one_with_another_file(folder):
+    lines = [{"prompt": "x"}, {"prompt": "x", "image": "a.png"}, {"prompt": "x", "images": ["a.png", "b.png"]},
+             {"prompt": "x", "control_image": "a.png"}, {"prompt": "x", "video": "clip"},
+             {"prompt": "x", "control_image": "a.png", "controlnet_conditioning_scale": 0.5}]
+    assert len({prompt.key for prompt in read(folder, *lines)}) == len(lines)
+
+
+def test_a_table_lists_pictures_in_one_cell(folder):
+    first, second = read(folder, "prompt,images,controlnet_conditioning_scale", "x,a.png; b.png,0.5",
+                         'y,"[""b.png"", ""c.png""]",', name="p.csv")
+    assert first.inputs.images == (str(folder / "a.png"), str(folder / "b.png"))
+    assert first.inputs.controlnet_conditioning_scale == 0.5
+    assert second.inputs.images == (str(folder / "b.png"), str(folder / "c.png"))
+
+
+@pytest.mark.parametrize("line, expected", [
+    ({"image": "aa.png"}, "'image': no image at {folder}/aa.png: did you mean 'a.png'?"),
+    ({"images": ["a.png", "q.png"]}, "'images': no image at {folder}/q.png: did you mean"),
+    ({"images": "a.png"}, "'images': expected a list of paths, got 'a.png': a single path goes under `image`"),
+    ({"images": []}, "'images': expected a list of paths, got []"),
+    ({"image": ["a.png"]}, "'image': expected a path, got ['a.png']: several pictures go under `images`"),
+    ({"image": "a.png", "images": ["b.png"]}, "'images': got `image` and `images`: put all pictures into `images`"),
+    ({"video": "clip.mp5"}, "'video': no video at {folder}/clip.mp5: did you mean 'clip.mp4'?"),
+    ({"control_image": "clip"}, "'control_image': no image at {folder}/clip"),
+    ({"control_image": "no/a.png"}, "'control_image': no image at {folder}/no/a.png; there is no folder {folder}/no"),
+    ({"controlnet_conditioning_scale": -1}, "'controlnet_conditioning_scale': expected a number of 0 or more"),
+    ({"control_imag": "a.png"}, "unknown key 'control_imag': did you mean 'control_image'?"),
+])
+def test_a_wrong_key_is_one_line_with_file_line_and_key(folder, line, expected):
+    with pytest.raises(UserError) as caught:
+        read(folder, {"prompt": "fine"}, {"prompt": "x"} | line)
+    assert str(caught.value).startswith(f"prompts {folder}/p.jsonl, line 2") and "\n" not in str(caught.value)
+    assert expected.format(folder=folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("name, off", [("clip", 0), ("clip.gif", 4), ("clip.webp", 6), ("clip.mp4", 12)])
+def test_a_clip_is_read_from_its_first_frame_on(folder, name, off):
+    path = str(folder / name)
+    assert frame_count(path) == 4
+    frames = Clip.of(path, 3).frames
+    assert [frame.size for frame in frames] == [(32, 16)] * 3
+    shades = [np.asarray(frame).mean() for frame in frames]
+    np.testing.assert_allclose(shades, SHADES[:3], atol=off)
+    assert [frame.size for frame in Clip.of(path, 2, (8, 8)).frames] == [(8, 8)] * 2
+    with pytest.raises(UserError, match="has 4 frames, expected 5"):
+        Clip.of(path, 5).frames
+
+
+def test_a_picture_fills_the_size_and_is_cut_at_its_sides(folder):
+    picture = Image.new("RGB", (32, 16), "red")
+    picture.paste((0, 0, 255), (8, 0, 24, 16))
+    picture.save(folder / "wide.png")
+    assert picture_size(folder / "wide.png") == (16, 32)
+    assert set(read_picture(folder / "wide.png", (16, 16)).getdata()) == {(0, 0, 255)}
+
+
+@pytest.mark.parametrize("call", [read_picture, picture_size, frame_count])
+def test_a_file_that_is_no_picture_is_one_line(folder, call):
+    (folder / "no.png").write_text("no picture")
+    with pytest.raises(UserError, match=r"no\.png cannot be read as a (picture|video)"):
+        call(folder / "no.png")
+
+
+def test_a_file_that_is_no_video_is_one_line(folder):
+    (folder / "no.mp4").write_text("no video")
+    with pytest.raises(UserError, match=r"no\.mp4 cannot be read as a video: expected one that OpenCV reads"):
+        frame_count(folder / "no.mp4")
+    (folder / "empty").mkdir()
+    with pytest.raises(UserError, match="holds no frame"):
+        frame_count(folder / "empty")

@@ -1,0 +1,69 @@
+"""Symptoms: each on its numbers, and neither before nor beside them."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowgrpo.config import validate
+from flowgrpo.evaluation.report import verdict
+from flowgrpo.evaluation.report.symptoms import CLIPPED, EQUAL, FLAT, of_run
+
+NOISE = [0.01, -0.01]
+
+
+def lines(rewards, zero=0.2, clipped=0.1, ratio=1e-5, name="a"):
+    return [{"epoch": i + 1, "evaluations": 1, "seconds": 1.0, f"reward/{name}/mean": value,
+             f"reward/{name}/zero_variance_groups": zero, "clip_fraction": clipped, "log_ratio_max": ratio}
+            for i, value in enumerate(rewards)]
+
+
+def names(config, metrics, clip=1e-4):
+    return [symptom.name for symptom in of_run(validate(config), metrics, clip)]
+
+
+def noisy(slope, count=FLAT):
+    return [0.5 + slope * i + NOISE[i % 2] for i in range(count)]
+
+
+@pytest.mark.parametrize("slope, weight, flat", [
+    (0.0, 1.0, True), (0.01, 1.0, False), (-0.01, 1.0, True), (-0.01, -1.0, False), (0.0001, 1.0, True)])
+def test_a_reward_that_does_not_improve(slope, weight, flat):
+    assert names({"reward": {"a": weight}}, lines(noisy(slope))) == ["flat reward"] * flat
+    assert names({"reward": {"a": weight}}, lines(noisy(slope, FLAT - 1))) == []
+    assert names({"reward": {"a": weight}}, lines([9.0, *noisy(slope)])) == ["flat reward"] * flat
+
+
+def test_one_of_several_rewards_that_improves_is_enough():
+    both = [one | other for one, other in zip(lines(noisy(0.0)), lines(noisy(0.01), name="b"))]
+    assert names({"reward": {"a": 1.0, "b": 1.0}}, both) == []
+    assert names({"reward": {"a": 1.0}}, lines([None] * FLAT)) == []  # no sample had a score
+
+
+def test_labels_of_a_file_have_no_reward_to_improve(tmp_path):
+    config = {"reward": {"a": 1.0}, "preferences": str(tmp_path / "pairs.jsonl"), "method": "diffusion_dpo"}
+    assert names(config, lines(noisy(0.0))) == [] and names(config | {"labels": "rewards"}, lines(noisy(0.0)))
+
+
+@pytest.mark.parametrize("share, count, said", [(0.95, EQUAL, True), (0.95, EQUAL - 1, False), (0.8, EQUAL, False)])
+def test_groups_of_equal_rewards(share, count, said):
+    [*found] = of_run(validate({"reward": {"a": 1.0}}), lines(noisy(0.01, count), zero=share), 1e-4)
+    assert [symptom.text.partition(" and teach")[0] for symptom in found] == \
+        ["95 % of the groups of 5 epochs have equal rewards"] * said
+
+
+@pytest.mark.parametrize("fraction, ratio, updates, clip, said", [
+    (1.0, 1e-2, 1, 1e-4, True), (0.0, 1e-6, 2, 1e-4, True), (0.0, 1e-6, 1, 1e-4, False), (0.0, 5e-5, 2, 1e-4, False),
+    (0.0, 1e-6, 2, None, False), (0.5, 1e-4, 2, 1e-4, False)])
+def test_a_clip_that_never_acts_or_always(fraction, ratio, updates, clip, said):
+    config = {"reward": {"a": 1.0}, "train": {"updates": updates, "prompts": 4}}
+    metrics = lines(noisy(0.01, CLIPPED), clipped=fraction, ratio=ratio)
+    assert names(config, metrics, clip) == ["clip fraction"] * said and names(config, metrics[1:], clip) == []
+
+
+def test_the_report_says_the_same():
+    config, metrics = validate({"reward": {"a": 1.0}}), lines(noisy(0.0), clipped=1.0)
+    told = verdict.sentences(config, metrics, [], {"first_ratio": {"clip": 1e-4}}, False)
+    flat, clipped = of_run(config, metrics, 1e-4)
+    assert told[1:] == [{"tone": "warn", "text": f"Flat reward: {flat.text}."},
+                        {"tone": "warn", "text": f"Clip fraction: {clipped.text}."}]
+    assert "(a 0.500 to 0.500): look at train.lr" in flat.text and "range (1.0e-04)" in clipped.text

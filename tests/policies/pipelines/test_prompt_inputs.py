@@ -1,0 +1,282 @@
+"""What prompts bring beside their text reaches the pipeline's call, in rollout and replay alike."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
+from PIL import Image
+from safetensors.torch import save_file
+
+from flowgrpo.check import tiny
+from flowgrpo.check.tiny import conditioned as builders
+from flowgrpo.check.tiny.images import sd3
+from flowgrpo.check.tiny.unets import sd15, sdxl
+from flowgrpo.config.sections import Adapter, Load
+from flowgrpo.data.inputs import Inputs
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
+from flowgrpo.policies.pipelines import conditioned, mid_loop_check
+from flowgrpo.policies.pipelines.conditioning import PromptCache
+from flowgrpo.policies.pipelines.load import load_pipeline
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.policies.pipelines.prompt_inputs import PICTURES, names, require
+from flowgrpo.run import run
+from flowgrpo.samplers.scheduler import Segment
+from tests.helpers.tiny import config, save
+
+CONTROL = ["StableDiffusionControlNetPipeline", "StableDiffusionXLControlNetPipeline",
+           "StableDiffusion3ControlNetPipeline", "FluxControlNetPipeline"]
+
+
+def policy(name, **more):
+    pipe, call = tiny.make(name)
+    call = {key: value for key, value in call.items() if key not in PICTURES}
+    return PipelinePolicy(pipe, Adapter(rank=2), call=call | more, guidance=2.0)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Four pictures of noise, 64 x 64, and two folders of nine frames of 16 x 16."""
+    rng = np.random.default_rng(0)
+    for name in "abcd":
+        Image.fromarray(rng.integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(tmp_path / f"{name}.png")
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        for i in range(9):
+            frame = Image.fromarray(rng.integers(0, 256, (16, 24, 3), dtype=np.uint8))
+            frame.save(tmp_path / name / f"{i}.png")
+    return {path.stem: str(path) for path in tmp_path.iterdir()}
+
+
+def encoded(live, brought):
+    return PromptCache(live)(["a"] * len(brought), [""] * len(brought), brought)
+
+
+def replayed(live, conditioning, one):
+    """The model outputs of a replay, every row of the same state `one`."""
+    grid, timesteps = mid_loop_check.few_steps(live, 3)
+    with torch.no_grad():
+        x = one.expand(len(conditioning.prompts), *one.shape[1:]).contiguous()
+        return live.replay(conditioning, x, grid, 1, timesteps)
+
+
+def sees_its_own(live, brought):
+    """Rows see what their own prompt brings, in a batch as alone; the loop resumes in its middle as the whole runs."""
+    conditioning = encoded(live, brought)
+    mid_loop_check.require(live, conditioning)
+    row = conditioning.rows(torch.tensor([0]))
+    grid, timesteps = mid_loop_check.few_steps(live, 3)
+    state = live.run(Segment(grid, range(1), timesteps=timesteps), row, None, live.generators([3]))[0]
+    together = replayed(live, conditioning, state)
+    for output, one in zip(together, brought, strict=True):
+        torch.testing.assert_close(replayed(live, encoded(live, [one]), state)[0], output, rtol=0, atol=2e-4)
+    return conditioning, (together[0] - together[1]).abs().max()
+
+
+@pytest.mark.parametrize("name", ["QwenImageEditPlusPipeline", "Flux2KleinPipeline"])
+def test_every_prompt_sees_all_its_reference_pictures(name, files, monkeypatch):
+    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", 128 * 128)  # pixels, 1024 x 1024 at first
+    a, b, c = (files[key] for key in "abc")
+    assert sees_its_own(policy(name), [Inputs((a, b)), Inputs((a, c))])[1] > 1e-3
+
+
+def test_prompts_with_other_numbers_of_pictures_share_a_batch(files):
+    a, b = files["a"], files["b"]
+    assert sees_its_own(policy("Flux2Pipeline"), [a, Inputs((a, b))])[1] > 1e-3
+
+
+@pytest.mark.parametrize("name", ["WanVideoToVideoPipeline", "CogVideoXVideoToVideoPipeline"])
+def test_every_prompt_sees_its_video(name, files):
+    live = policy(name, num_frames=5)
+    conditioning, _ = sees_its_own(live, [Inputs(video=files["one"]), Inputs(video=files["two"])])
+    assert [len(clip.frames) for clip in conditioning.inputs["video"]] == [5, 5]
+    first, second = live.of_noise(conditioning, live.generators([0, 0]))  # a video is in the first state alone
+    assert (first - second).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", CONTROL)
+def test_every_prompt_sees_its_control_picture(name, files):
+    live = policy(name, height=16, width=16)
+    assert sees_its_own(live, [Inputs(control_image=files["a"]), Inputs(control_image=files["b"])])[1] > 1e-3
+
+
+def test_rows_of_other_scales_are_calls_of_their_own(files):
+    live, a = policy(CONTROL[0], height=16, width=16), files["a"]
+    brought = [Inputs(control_image=a, controlnet_conditioning_scale=scale) for scale in (0.2, 0.9)]
+    conditioning, apart = sees_its_own(live, [*brought, Inputs(control_image=a)])
+    assert apart > 1e-3
+    assert conditioning.inputs["controlnet_conditioning_scale"] == [0.2, 0.9, 1.0]
+    assert conditioning.rows(torch.tensor([0, 0, 1, 1, 2])).runs() == [range(2), range(2, 4), range(4, 5)]
+
+
+def test_a_control_net_keeps_no_answers_and_no_gradients():
+    """Its input is the state, so that its answers are never the same; they would only fill the memory."""
+    live = PipelinePolicy(*_pipe_and_adapter("StableDiffusionControlNetPipeline"))
+    assert set(live.driver._memo.modules) == {"vae", "text_encoder"} and set(live.denoisers) == {"unet"}
+    assert not any(parameter.requires_grad for parameter in live.pipe.controlnet.parameters())
+
+
+def _pipe_and_adapter(name):
+    return tiny.make(name)[0], Adapter(rank=2)
+
+
+def test_every_prompt_sees_the_picture_of_its_ip_adapter(files):
+    live = policy("StableDiffusionPipeline (IP-Adapter)")
+    brought = [Inputs(ip_adapter_image=files[name]) for name in "ab"]
+    conditioning, apart = sees_its_own(live, brought)
+    assert apart > 1e-3
+    assert conditioning.rows(torch.tensor([0, 0, 1])).runs() == [range(2), range(2, 3)]
+    assert not any("_ip" in name for name in live.weights.named)
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """An SD 1.5 pipeline, ControlNets of SD 1.5 and SDXL, and an IP-Adapter with its image encoder."""
+    root = tmp_path_factory.mktemp("models")
+    save(sd15(), root / "sd15")
+    save(sdxl(add_watermarker=False), root / "sdxl")
+    save(sd3(), root / "sd3")
+    torch.manual_seed(0)
+    builders.unet_controlnet().save_pretrained(root / "control")
+    builders.xl_controlnet().controlnet.save_pretrained(root / "control_xl")
+    weights = builders.ip_adapter_weights(sd15().unet)
+    (root / "ip" / "models").mkdir(parents=True)
+    save_file({f"{part}.{key}": value for part, values in weights.items() for key, value in values.items()},
+              root / "ip" / "models" / "ip.safetensors")
+    builders.image_encoder()[0].save_pretrained(root / "ip" / "models" / "image_encoder")
+    return root
+
+
+def adapter(root, **more):
+    return {"path": str(root / "ip"), "subfolder": "models", "weights": "ip.safetensors"} | more
+
+
+def test_a_control_net_and_an_ip_adapter_are_added_to_a_pipeline(folders):
+    files = Load(controlnet=str(folders / "control"), ip_adapter=adapter(folders, scale=0.5))
+    pipe = load_pipeline(str(folders / "sd15"), files=files)
+    assert type(pipe).__name__ == "StableDiffusionControlNetPipeline" and conditioned.has_ip_adapter(pipe)
+    processor = pipe.unet.attn_processors["down_blocks.0.attentions.0.transformer_blocks.0.attn2.processor"]
+    assert processor.scale == [0.5]
+    torch.manual_seed(0)
+    torch.testing.assert_close(pipe.controlnet.state_dict(), builders.unet_controlnet().state_dict())
+    stock = load_pipeline(str(folders / "sd15"))
+    key = "down_blocks.0.attentions.0.proj_in.weight"
+    torch.testing.assert_close(pipe.unet.state_dict()[key], stock.unet.state_dict()[key])
+    assert not conditioned.has_ip_adapter(stock)
+    xl = load_pipeline(str(folders / "sdxl"), files=Load(controlnet=str(folders / "control_xl")))
+    assert type(xl).__name__ == "StableDiffusionXLControlNetPipeline"
+
+
+@pytest.mark.parametrize("model, files, expected", [
+    ("sdxl", {"controlnet": "control"}, "its cross_attention_dim is 16, and the model's is 32"),
+    ("sd3", {"controlnet": "control"}, "it is a ControlNetModel, and a StableDiffusion3ControlNetPipeline takes"),
+    ("sd15", {"controlnet": "sd15"}, "which has no config.json: expected a ControlNet's folder"),
+    ("sd15", {"controlnet": "no/such/place"}, "which has no config.json: expected a ControlNet's folder"),
+    ("sd15", {"ip_adapter": {"weights": "no.safetensors"}}, "load.ip_adapter: there is no file"),
+    ("sdxl", {"ip_adapter": {}}, "does not load into StableDiffusionXLPipeline"),
+])
+def test_what_does_not_fit_is_one_line(folders, model, files, expected):
+    if "controlnet" in files:
+        files = {"controlnet": str(folders / files["controlnet"])}
+    else:
+        files = {"ip_adapter": adapter(folders, **files["ip_adapter"])}
+    with pytest.raises(UserError) as caught:
+        load_pipeline(str(folders / model), files=Load(**files))
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_run_trains_on_a_prompt_file_with_pictures(folders, files, tmp_path):
+    """The reward sees the control picture's path; before the update a replay gives the rollout's probabilities."""
+    lines = [{"prompt": f"p {name}", "control_image": f"{name}.png", "ip_adapter_image": f"{name}.png",
+              "controlnet_conditioning_scale": scale} for name, scale in zip("abcd", (0.5, 1, 1, 0.7))]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    settings = config(tmp_path, model=str(folders / "sd15"), load__controlnet=str(folders / "control"),
+                      load__ip_adapter=adapter(folders), prompts=str(tmp_path / "p.jsonl"), method="ddpo",
+                      picture__call={}, picture__height=16, picture__width=16, train__epochs=1)
+    seen = []
+
+    def red(images, prompts, metadata):
+        seen.extend(entry["control_image"] for entry in metadata)
+        return images[:, 0].mean((1, 2))
+
+    summary = run(settings, functions={"red": red})
+    assert summary["max_first_log_ratio"] <= 1e-6 and summary["updates"] > 0
+    assert set(seen) == {files[name] for name in "abcd"}
+    with pytest.raises(UserError, match="line 1, 'control_image': StableDiffusionPipeline takes no control_image"):
+        run(settings.model_copy(update={"load": Load(), "name": "other"}), functions={"red": red})
+
+
+def test_diffusers_without_a_control_net_form_is_one_line():
+    with pytest.raises(UserError, match="diffusers has no ControlNet pipeline of SanaVideoPipeline"):
+        conditioned.steered_class("SanaVideoPipeline")
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, inputs, expected", [
+    ("FluxKontextPipeline", {"images": "ab"}, "'images': FluxKontextPipeline takes one picture per prompt, got 2"),
+    ("StableDiffusionPipeline", {"control_image": "a"}, "takes no control_image: set load.controlnet"),
+    ("StableDiffusionPipeline", {"images": "a"}, "'image': StableDiffusionPipeline takes no image"),
+    ("StableDiffusionPipeline", {"ip_adapter_image": "a"}, "no IP-Adapter loaded: set load.ip_adapter"),
+    ("FluxPipeline", {"video": "one"}, "'video': FluxPipeline takes no video; of a prompt file's keys it takes"),
+    ("WanVideoToVideoPipeline", {"video": "one"}, "one has 9 frames, but picture.frames is 12"),
+    ("StableDiffusionControlNetPipeline", {"images": "a", "control_image": "b"}, "`control_image` and no other"),
+    ("StableDiffusionControlNetPipeline", {"control_image": "broken"}, "'control_image': {broken} cannot be read as a"),
+])
+def test_files_that_a_pipeline_does_not_take_are_one_line(name, inputs, expected, files, tmp_path):
+    import diffusers
+
+    (tmp_path / "broken.png").write_text("no picture")
+    files["broken"] = str(tmp_path / "broken.png")
+    values = {key: tuple(files[one] for one in value) if key == "images" else files[value]
+              for key, value in inputs.items()}
+    prompts = [Prompt("a", inputs=Inputs(**values, place="prompts p.jsonl, line 3"))]
+    with pytest.raises(UserError) as caught:
+        require(getattr(diffusers, name), prompts, {"num_frames": 12}, False)
+    assert str(caught.value).startswith("prompts p.jsonl, line 3, '") and "\n" not in str(caught.value)
+    assert expected.format(**files) in str(caught.value)
+
+
+def test_control_pictures_of_other_sizes_need_a_size(files, tmp_path):
+    from diffusers import StableDiffusionControlNetPipeline as Steered
+
+    Image.new("RGB", (32, 16)).save(tmp_path / "wide.png")
+    prompts = [Prompt("a", inputs=Inputs(control_image=path)) for path in (files["a"], str(tmp_path / "wide.png"))]
+    with pytest.raises(UserError, match="set picture.height and picture.width"):
+        require(Steered, prompts)
+    require(Steered, prompts, {"height": 16, "width": 16})
+    require(Steered, prompts[:1])
+
+
+def test_a_prompt_without_a_picture_that_the_model_needs_is_one_line():
+    from diffusers import StableDiffusionControlNetPipeline, StableDiffusionPipeline
+
+    with pytest.raises(UserError, match="the model has an IP-Adapter, but the prompt 'a' has no ip_adapter_image"):
+        require(StableDiffusionPipeline, [Prompt("a")], {}, True)
+    require(StableDiffusionPipeline, [Prompt("a")], {}, None)
+    with pytest.raises(UserError, match="the model has a ControlNet, but the prompt 'a' has no control_image"):
+        require(StableDiffusionControlNetPipeline, [Prompt("a")])
+    require(StableDiffusionControlNetPipeline, [Prompt("a")], {"image": "a picture"})
+
+
+def test_frames_that_the_autoencoder_does_not_take_are_one_line(files):
+    with pytest.raises(UserError, match="6 frames, but WanVideoToVideoPipeline takes 1 more than a multiple of 2: set "
+                                        "picture.frames: 5"):
+        policy("WanVideoToVideoPipeline", num_frames=6).encode(["a"], images=[Inputs(video=files["one"])])
+
+
+def test_keys_by_class():
+    import diffusers
+
+    assert names(diffusers.StableDiffusionControlNetPipeline)["control_image"] == "image"
+    assert names(diffusers.StableDiffusionControlNetImg2ImgPipeline)["control_image"] == "control_image"
+    assert names(diffusers.WanVACEPipeline)["images"] == "reference_images"
+    assert "images" not in names(diffusers.QwenImageEditPipeline) and not names(diffusers.SanaPipeline)

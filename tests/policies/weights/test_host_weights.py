@@ -1,0 +1,175 @@
+"""Frozen weights that wait in the CPU's memory: where they are while a model samples and learns, and the same results.
+
+A policy on the meta device stands for one on a GPU: torch refuses a product of tensors on two devices there too.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from flowgrpo.check import memory
+from flowgrpo.config import load
+from flowgrpo.config.sections import Adapter, Memory
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation import images
+from flowgrpo.methods import validate
+from flowgrpo.policies.options import require_waiting
+from flowgrpo.policies.pipelines.load import load_pipeline
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.policies.weights.host_weights import offload
+from flowgrpo.run import run
+from tests.helpers import tiny
+from tests.helpers.syncs import META, HostSyncs
+
+LEVELS = ("block_level", "leaf_level")
+TURNS = {"encoders": "cpu", "denoiser": "cpu"}
+
+
+def on_meta(**memory) -> PipelinePolicy:
+    return PipelinePolicy(tiny.sd3(), Adapter(rank=2), device=META, call=tiny.CALL, checkpointing=1.0,
+                          memory=Memory(**memory))
+
+
+def frozen(module: torch.nn.Module) -> set[str]:
+    """Device types of a module's weights that are not trained."""
+    return {tensor.device.type for tensor in [*module.parameters(), *module.buffers()] if not tensor.requires_grad}
+
+
+def trained(policy: PipelinePolicy) -> set[str]:
+    return {parameter.device.type for parameter in policy.weights.parameters()}
+
+
+def step(policy: PipelinePolicy) -> None:
+    """Sample a step and learn from it."""
+    conditioning = policy.encode(["red"])
+    grid = torch.tensor([1.0, 0.6, 0.0])
+    x = torch.zeros(1, *tiny.LATENTS, device=policy.device)
+    policy.replay(conditioning, x, grid, 1).square().mean().backward()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_of_blocks_come_for_their_forward_alone(level):
+    policy, seen = on_meta(offload=level), []
+    module = policy.denoisers["transformer"]
+    blocks = list(module.transformer_blocks)
+    for block in blocks:
+        layer = block.attn.to_q.base_layer
+        layer.register_forward_pre_hook(lambda one, _: seen.append(
+            ([frozen(each) == {"meta"} for each in blocks], one.weight.device.type)))
+    with HostSyncs():
+        step(policy)
+    # A layer of its own comes behind this hook.
+    expected = {(1, "meta")} if level == "block_level" else {(0, "cpu")}
+    assert len(seen) >= 2 * len(blocks) and {(sum(here), device) for here, device in seen} == expected
+    assert all(frozen(block) == {"cpu"} for block in blocks) and trained(policy) == {"meta"}
+    assert frozen(module.proj_out) == frozen(module.pos_embed) == {"meta"}
+    assert any(parameter.grad is not None for parameter in policy.weights.parameters())
+
+
+def test_denoiser_and_text_encoders_are_on_the_device_by_turns():
+    policy, seen = on_meta(**TURNS), []
+    module = policy.denoisers["transformer"]
+
+    def look(*_):
+        seen.append((frozen(module), {tensor.device.type for tensor in policy.encoders.modules[0].parameters()}))
+
+    assert frozen(module) == {"cpu"} and trained(policy) == {"meta"}
+    policy.encoders.modules[0].register_forward_pre_hook(look)
+    module.register_forward_pre_hook(look)
+    with HostSyncs():
+        for _ in range(2):
+            step(policy)
+    turns = [place for place, _ in itertools.groupby(seen)]
+    assert turns == 2 * [({"cpu"}, {"meta"}), ({"meta"}, {"cpu"})] and trained(policy) == {"meta"}
+
+
+OPTIONS = [{"memory": TURNS}, {"memory": {"offload": "block_level"}, "train__checkpointing": True},
+           {"memory": {"offload": "leaf_level", "encoders": "cpu"}, "train__checkpointing": True}]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("sd3"))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_run_learns_the_same(options, saved, tmp_path):
+    results = []
+    for name, chosen in (("plain", {}), ("waiting", options)):
+        config = tiny.config(tmp_path / name, model=str(saved), train__lr=1e-2, **chosen)
+        summary = run(config, functions={"red": tiny.red}, prompts=[Prompt(text) for text in tiny.PROMPTS])
+        results.append((summary, (config.folder / "pytorch_lora_weights.safetensors").read_bytes()))
+    (plain, expected), (summary, weights) = results
+    assert summary["max_first_log_ratio"] == 0 and summary["after"] == plain["after"] and weights == expected
+
+
+@pytest.mark.parametrize("weights", ["int8", "fp8"])
+def test_quantised_blocks_wait_too(weights, saved):
+    pipe = load_pipeline(str(saved), weights=weights)
+    policy = PipelinePolicy(pipe, Adapter(rank=2), device=META, call=tiny.CALL, checkpointing=1.0,
+                            memory=Memory(offload="block_level"))
+    [block, *_] = policy.denoisers["transformer"].transformer_blocks
+    inner = [getattr(block.attn.to_q.base_layer.weight, name) for name in ("qdata", "scale")]
+    assert {tensor.device.type for tensor in inner} == {"cpu"}
+    with HostSyncs():
+        step(policy)
+    assert [getattr(block.attn.to_q.base_layer.weight, name) for name in ("qdata", "scale")] == inner
+
+
+@pytest.mark.parametrize("options", [TURNS, {"offload": "leaf_level"}])
+def test_pictures_of_a_run_are_drawn_with_weights_that_wait(options, saved, monkeypatch):
+    """The pipeline takes a LoRA that is loaded later, on whatever device its block is."""
+    monkeypatch.setattr(images, "place", lambda device=None: META)
+    pipe = images.make_pipeline(str(saved), "fp32", memory=Memory(**options))
+    [block, *_] = pipe.transformer.transformer_blocks
+    assert frozen(block) == {"cpu"} and pipe.vae.device.type == "meta"
+    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
+    assert block.attn.to_q.lora_A["default"].weight.device.type == "cpu"
+    with HostSyncs():
+        texts, _, pooled, _ = pipe.encode_prompt("red", None, None, device=META, **tiny.CALL)
+        pipe.transformer(torch.zeros(1, *tiny.LATENTS, device=META), texts, pooled, torch.zeros(1, device=META))
+    if "offload" in options:
+        assert frozen(block) == {"cpu"}
+
+
+def test_the_estimate_counts_the_largest_block_and_no_denoiser_beside_encoders():
+    config = load(None, {"train.micro_batch": 4, "train.group": 4})
+    plain, waiting, turns = (tiny.policy(memory=Memory(**options), checkpointing=1.0) for options in (
+        {}, {"offload": "block_level"}, TURNS))
+    of = [memory.memory(policy, config, policy.encode(["red"])) for policy in (plain, waiting, turns)]
+    sizes = [memory.tensor_bytes(t for t in block.parameters() if not t.requires_grad)
+             for block in plain.denoisers["transformer"].transformer_blocks]
+    assert of[0]["update"]["denoisers"] - of[1]["update"]["denoisers"] == sum(sizes) - max(sizes) > 0
+    assert of[2]["encode"]["denoisers"] == 0 and of[2]["update"]["denoisers"] == of[0]["update"]["denoisers"]
+
+
+REFUSED = [
+    ({"memory.denoiser": "cpu"}, "memory.encoders: keep"),
+    ({"memory.offload": "block_level"}, "train.checkpointing: false"),
+    ({"memory.offload": "block_level", "train.checkpointing": 0.5}, "train.checkpointing: 0.5"),
+    ({"memory.offload": "leaf_level", "train.checkpointing": True, "memory.shard": True}, "memory.shard: use false"),
+    ({"memory.offload": "leaf_level", "train.checkpointing": True, "train.compile": True}, "train.compile"),
+    ({"memory.offload": "block_level", "train.checkpointing": True, "memory.weights": "nf4"}, "use int8 or fp8"),
+    ({"memory.offload": "block_level", "train.checkpointing": True, "adapter.rank": 0}, "set a rank"),
+    ({"memory.offload": "block_level", "train.checkpointing": True, "adapter.dora": True}, "adapter.dora"),
+    ({"memory.offload": "block_level", "train.checkpointing": True, "memory.denoiser": "cpu"}, "use keep"),
+    ({"memory.denoiser": "cpu", "memory.encoders": "cpu", "memory.context_parallel": 2}, "context_parallel: use 1"),
+]
+
+
+@pytest.mark.parametrize("options, told", REFUSED)
+def test_what_does_not_go_together_is_refused_in_one_line(options, told):
+    config = load(None, options)
+    with pytest.raises(UserError, match=told) as error:
+        require_waiting(config, validate.resolve(config))
+    assert "\n" not in str(error.value)
+
+
+def test_a_denoiser_without_blocks_is_refused():
+    with pytest.raises(UserError, match="memory.offload is block_level, but Linear has no list of blocks"):
+        offload(torch.nn.Linear(2, 2), META, "block_level")

@@ -1,0 +1,109 @@
+"""Rewards that score clean latents, and pictures of several sizes in one call."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowgrpo import rewards
+from flowgrpo.cli import main
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation.measured import measure
+from flowgrpo.rewards.gradient import require_gradient
+from tests.helpers import tiny
+from tests.rewards.test_local_model import Mean
+
+DOCS = Path(__file__).parents[2] / "docs" / "rewards.md"
+
+
+def spread(latents, prompts):
+    return latents.flatten(1).std(1)
+
+
+spread.scores = "latents"
+
+
+def counted(policy, monkeypatch) -> list[int]:
+    """The sizes of the batches that the policy decodes."""
+    sizes, picture = [], policy.picture
+    monkeypatch.setattr(policy, "picture", lambda latents, of: sizes.append(len(latents)) or picture(latents, of))
+    return sizes
+
+
+def test_a_run_hands_latents_to_the_reward_and_decodes_nothing(monkeypatch):
+    trainer = tiny.trainer(rewards={"spread": spread}, reward="spread")
+    decoded = counted(trainer.policy, monkeypatch)
+    parts, _, scores = trainer.sample(trainer.prompts)
+    expected = torch.cat([part.finals[0].float().cpu().flatten(1).std(1) for part in parts])
+    torch.testing.assert_close(scores.flatten(), expected)
+    assert decoded == [] and trainer.scoring.extremes.told() == {"best": [], "worst": []}
+
+
+def test_pictures_are_decoded_for_a_reward_that_looks_at_them(monkeypatch):
+    trainer = tiny.trainer(rewards={"spread": spread, "red": tiny.red}, reward={"spread": 1.0, "red": 1.0})
+    decoded = counted(trainer.policy, monkeypatch)
+    parts, _, scores = trainer.sample(trainer.prompts)
+    assert sum(decoded) == sum(len(part.prompts) for part in parts) and scores.shape[-1] == 2
+    alone = tiny.trainer(rewards={"red": tiny.red}, reward="red").sample(trainer.prompts)[2]
+    torch.testing.assert_close(scores[..., 1:], alone)
+
+
+def test_held_out_samples_are_those_of_the_stock_pipeline():
+    policy, prompts, scored = tiny.policy(), [Prompt("red"), Prompt("blue")], []
+
+    def kept(latents, prompts):
+        scored.append(latents.clone())
+        return latents.flatten(1).std(1)
+
+    kept.scores = "latents"
+    how = dict(steps=3, guidance=1.0, samples=1, micro_batch=2, keep=2)
+    plain, both = (measure(policy, prompts, functions, **how)
+                   for functions in ({"red": tiny.red}, {"red": tiny.red, "kept": kept}))
+    torch.testing.assert_close(both.pictures, plain.pictures)
+    assert both.scores["red"] == pytest.approx(plain.scores["red"])
+    assert both.scores["kept"] == pytest.approx(torch.cat(scored).flatten(1).std(1).tolist())
+
+
+def test_latents_are_refused_where_there_are_none():
+    with pytest.raises(UserError, match="reward 'spread' scores latents .* only decoded samples are known"):
+        rewards.score({"spread": spread}, torch.rand(2, 3, 4, 4), ["", ""], [{}, {}])
+    with pytest.raises(UserError, match="'spread' is not differentiable"):
+        require_gradient({"spread": spread})
+    with pytest.raises(UserError, match="'spread' scores latents, and this method follows"):
+        require_gradient({"spread": rewards.differentiable(type("Soft", (), {"scores": "latents"}))})
+    with pytest.raises(UserError, match="scores latents .* and this model writes texts"):
+        rewards.require_latents({"spread": spread}, "text")
+
+
+def test_the_example_of_the_docs_trains_the_starter(tmp_path, monkeypatch):
+    [example] = re.findall(r"```python\n(# latents.py\n.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "latents.py").write_text(example)
+    monkeypatch.chdir(tmp_path)
+    few = {"train.epochs": 1, "train.prompts": 1, "train.group": 2, "train.steps": 2, "train.micro_batch": 2,
+           "eval.prompts": 1, "eval.steps": 1, "eval.grid": 1, "memory.rewards": "cpu"}
+    assert main(["train", str(DOCS.parents[1] / "configs" / "starter.yaml"), "--reward", "latents.py:smooth",
+         "--output", str(tmp_path), "--name", "smooth", "--parts.plan.stop=1",
+         *(f"--{key}={value}" for key, value in few.items())]) == 0
+    [line] = (tmp_path / "smooth" / "metrics.jsonl").read_text().splitlines()
+    metrics = json.loads(line)
+    assert metrics["reward/latents.py:smooth/mean"] < 0
+
+
+def test_pictures_of_several_sizes_are_scored_by_size_in_their_order():
+    reward, sizes = Mean(batch_size=2), [(4, 4), (6, 2), (4, 4), (4, 4), (6, 2)]
+    generator = torch.Generator().manual_seed(0)
+    images = [torch.rand(3, *size, generator=generator) for size in sizes]
+    scores = rewards.score({"mean": reward}, images, ["a"] * 5, [{}] * 5)[:, 0]
+    torch.testing.assert_close(scores, torch.stack([image.mean() for image in images]))
+    assert reward.calls == [(2, 4, 4), (1, 4, 4), (2, 6, 2)]
+
+
+def test_a_group_of_several_sizes_is_refused():
+    images = [torch.rand(3, 4, 4), torch.rand(3, 5, 5)]
+    with pytest.raises(UserError, match="the samples of a group of 2 differ in size"):
+        rewards.score({"diversity": rewards.find("diversity")}, images, ["", ""], [{}, {}], group=2)

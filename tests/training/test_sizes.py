@@ -1,0 +1,140 @@
+"""Several sizes of pictures in one run: one per group, drawn by the seed, and each with its grid."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flowgrpo.config import load
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
+from flowgrpo.methods import validate
+from flowgrpo.policies import build
+from flowgrpo.policies.options import require_sizes
+from flowgrpo.rollouts.sizes import drawn
+from flowgrpo.run import run
+from tests.helpers import tiny
+
+SIZES = [[16, 16], [8, 16], [16, 8]]
+
+
+class Seen:
+    """A reward that notes the sizes of the pictures of every batch."""
+
+    def __init__(self):
+        self.sizes = []
+
+    def __call__(self, images, prompts):
+        self.sizes.append(tuple(images.shape[-2:]))
+        return images[:, 0].mean((1, 2))
+
+
+def config(folder="nowhere", **options):
+    return tiny.config(folder, **{"picture__sizes": SIZES, "train__prompts": 4, "train__lr": 1e-2} | options)
+
+
+def test_sizes_are_drawn_by_seed_epoch_and_prompt():
+    sizes, keys = [(8, 8), (8, 16), (16, 8)], [f"prompt {i}" for i in range(600)]
+    first = drawn(sizes, keys, 3, 5)
+    assert first == drawn(sizes, keys, 3, 5) and first[10:] == drawn(sizes, keys[10:], 3, 5)
+    assert first != drawn(sizes, keys, 4, 5) and first != drawn(sizes, keys, 3, 6)
+    counts = collections.Counter(first)
+    assert len(counts) == 3 and min(counts.values()) > 150
+
+
+def trainer(seen, pipe=None, **options):
+    settings = config(**options)
+    torch.manual_seed(0)
+    policy = build.make_policy(settings, torch.device("cpu"), pipe or tiny.sd3())
+    made = tiny.Trainer(settings, tiny.Accelerator(cpu=True), policy, {"red": seen},
+                        ([Prompt(text) for text in tiny.PROMPTS], []))
+    return made
+
+
+@pytest.mark.parametrize("method, micro_batch", [("mix_grpo", 4), ("mix_grpo", 16), ("diffusion_nft", 8),
+                                                 ("flow_grpo", 8)])
+def test_every_group_is_sampled_scored_and_learned_in_its_size(method, micro_batch):
+    seen = Seen()
+    made = trainer(seen, method=method, train__micro_batch=micro_batch)
+    before = made.policy.weights.snapshot()
+    batch, parts, conditioning = made.draw()
+    wanted = drawn([tuple(size) for size in SIZES], [prompt.key for prompt in batch.prompts], 0, made.config.seed)
+    assert conditioning.sizes == wanted and len(set(wanted)) > 1
+    sizes = [{wanted[int(place)] for place in part.prompts} for part in parts]
+    assert all(len(of) == 1 for of in sizes) and [of.pop() for of in sizes] == seen.sizes
+    assert [place for part in parts for place in part.groups] == [0, 1, 2, 3]
+    for part, size in zip(parts, seen.sizes):
+        assert part.finals[0].shape[-2:] == (size[0] // 2, size[1] // 2)
+    metrics = made.run_epoch()
+    assert made.first_ratio.found == 0 and metrics["grad_norm"] > 0
+    assert any(not torch.equal(before[key], value) for key, value in made.policy.weights.snapshot().items())
+
+
+def test_each_size_has_the_pipelines_own_grid():
+    made = trainer(Seen(), tiny.flux(), train__grid="stock", picture__call=tiny.FLUX_CALL)
+    _, parts, conditioning = made.draw()
+    grids = {}
+    for part in parts:
+        size = conditioning.sizes[int(part.prompts[0])]
+        grids[size] = part.exploration.grid
+        row = conditioning.rows(part.prompts[:1])
+        assert torch.equal(grids[size], made.policy.stock_grid(row, made.config.train.steps))
+    areas = {size[0] * size[1]: grid for size, grid in grids.items()}
+    assert len(areas) == 2 and not torch.equal(*areas.values())
+    made.run_epoch()
+    assert made.first_ratio.found == 0
+
+
+def test_a_resumed_run_draws_the_same_sizes(tmp_path):
+    model = tiny.save(tiny.sd3(), tmp_path / "model")
+    prompts = [Prompt(text) for text in tiny.PROMPTS]
+    results, sizes = [], []
+    for name, parted in (("whole", False), ("parted", True)):
+        seen = Seen()
+        settings = config(tmp_path / name, model=str(model), train__save_every=1)
+        for epochs, resume in [(1, False), (2, True)] if parted else [(2, False)]:
+            train = settings.train.model_copy(update={"epochs": epochs})
+            run(settings.model_copy(update={"train": train}), resume, functions={"red": seen}, prompts=prompts)
+        results.append(load_file(settings.folder / "pytorch_lora_weights.safetensors"))
+        sizes.append(set(seen.sizes))
+    assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])
+    assert sizes[0] == sizes[1] == {tuple(size) for size in SIZES}
+
+
+def test_a_reward_that_does_not_take_a_size_is_refused_before_the_run(tmp_path):
+    def square(images, prompts):
+        if images.shape[-1] != images.shape[-2]:
+            raise ValueError("expected square pictures")
+        return images[:, 0].mean((1, 2))
+
+    settings = config(tmp_path, model=str(tiny.save(tiny.sd3(), tmp_path / "model")))
+    with pytest.raises(UserError, match="expected square pictures"):
+        run(settings, functions={"red": square}, prompts=[Prompt(text) for text in tiny.PROMPTS])
+    assert not (settings.folder / "before.json").exists()
+
+
+def test_evaluations_take_the_first_size_or_the_one_that_is_stated():
+    assert load(None, {"picture.sizes": [[64, 48], [48, 64]]}).call["height"] == 64
+    stated = load(None, {"picture.sizes": [[64, 48], [48, 64]], "picture.height": 96, "picture.width": 96}).call
+    assert stated["height"] == stated["width"] == 96
+
+
+REFUSED = [({"preferences": "pairs.jsonl", "method": "diffusion_dpo"}, "preferences"),
+           ({"method": "mix_grpo+sol_rl"}, "parts.preview"), ({"method": "expo"}, "trains more than the denoiser"),
+           ({"memory.shard": True}, "memory.shard: use false")]
+
+
+@pytest.mark.parametrize("options, told", REFUSED)
+def test_what_does_not_go_with_sizes_is_refused(options, told):
+    settings = load(None, {"picture.sizes": SIZES} | options)
+    with pytest.raises(UserError, match=told):
+        require_sizes(settings, validate.resolve(settings))
+
+
+def test_a_size_that_the_pipeline_does_not_make_is_refused_before_the_run():
+    with pytest.raises(UserError, match="picture.sizes: StableDiffusion3Pipeline (refuses|makes)") as error:
+        trainer(Seen(), picture__sizes=[[16, 16], [17, 16]])
+    assert "\n" not in str(error.value)
