@@ -4,8 +4,9 @@
     python scripts/recipe_table.py sd15 sdxl_24gb    # of those two; the table keeps what the other recipes say
     python scripts/recipe_table.py --none            # no dry run: docs/recipes.md of what the recipes say
 
-Each recipe has a comment `# One GPU (N GB): ...`, which names the GPU of its memory class. A dry run on that GPU writes
-the rest of the line: pictures, seconds and hours. docs/recipes.md is written from those lines and the recipes' keys.
+Each recipe has a comment `# One GPU (N GB): ...` or `# 8 GPU (N GB): ...`, which names the GPUs of its memory class. A
+dry run on one of them, as one of so many processes, writes the rest of the line: pictures, seconds and hours. The line
+before it states the rewards. docs/recipes.md is written from those lines and the recipes' keys.
 """
 
 from __future__ import annotations
@@ -24,17 +25,27 @@ from flowgrpo.gpus import gpu_named
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "recipes.md"
-LINE = re.compile(r"^# One (?P<gpu>\w+) \((?P<memory>\d+) GB\): (?P<said>.*)$", re.M)
+LINE = re.compile(r"^# (?P<count>One|\d+) (?P<gpu>\w+) \((?P<memory>\d+) GB\):(?P<said>.*)$", re.M)
+REWARDS = re.compile(r"^# Trained on: .*\n", re.M)
+LICENCE = re.compile(r"^# Licence: (?P<name>.+?), (?P<gated>gated|not gated)\b", re.M)
 HEAD = """# Recipes of full-size models
 
 Written by `scripts/recipe_table.py` from the recipes: do not edit. Memory and time are **computed, not measured**, by
-`flowgrpo check --recipe RECIPE --gpu GPU`, for one GPU of the memory class that the recipe's comment names
-([what is counted](performance.md#dry-run)). No recipe has been run at full size yet. Hours are those of all epochs'
-rollouts, decoding and updates, without rewards and evaluation; N GPUs share the pictures of an epoch. A run can end
-earlier: `eval.best` keeps the best weights, and `eval.stop` ends it.
+`flowgrpo check --recipe RECIPE --gpu GPU --processes N`, for the GPUs of the memory class that the recipe's comment
+names ([what is counted](performance.md#dry-run)). No recipe has been run at full size yet. Hours are those of all
+epochs' rollouts, decoding and updates, without rewards, evaluation and the exchange of gradients; N GPUs share the
+pictures of an epoch, and the peak is that of each. A run can end earlier: `eval.best` keeps the best weights, and
+`eval.stop` ends it. Check a licence on the model's page before you publish weights; a gated model is downloaded after
+you have accepted it there and have run `hf auth login`.
 
-| recipe | model | method | GPU | peak, GiB | pictures per epoch | epochs | seconds per epoch | hours | prompts | rewards | measured only |
-|---|---|---|---|---:|---:|---:|---:|---:|---|---|---|
+A recipe for another memory class extends the one of the same model (`extends:`,
+[docs/configuration.md](configuration.md)), and states what differs. Recipes of edits and of clips from a picture read a
+prompt file of your own, with a picture in each line: `{"prompt": "make the dog red", "image": "dog.png"}`, the path
+relative to the file; `geneval` reads `metadata` too, `{"tag": "colors", "include": [{"class": "dog", "count": 1,
+"color": "red"}]}` ([docs/prompts.md](prompts.md)).
+
+| recipe | model | method | GPUs | peak, GiB | pictures per epoch | epochs | seconds per epoch | hours | prompts | rewards | measured only | licence |
+|---|---|---|---|---:|---:|---:|---:|---:|---|---|---|---|
 """  # noqa: E501
 
 
@@ -44,14 +55,18 @@ def names() -> list[str]:
 
 
 def computed(name: str) -> str:
-    """Run a recipe dry on its GPU; return the comment's text. SystemExit if it does not fit."""
+    """Run a recipe dry on its GPUs; return the comment's text. SystemExit if it does not fit."""
     config, line = load(path(name)), comment(name)
     gpu = gpu_named(line["gpu"])
-    counts = dry_run(config, gpu)
+    counts = dry_run(config, gpu, processes(line))
     if above := counts.above(gpu.room):
         raise SystemExit(f"{name} does not fit a {line['gpu']} in {', '.join(above)}: {gib(counts.peak):.1f} GiB of "
                          f"{gib(gpu.room):.1f}")
     return said(config, counts.seconds, gib(counts.peak))
+
+
+def processes(line: re.Match[str]) -> int:
+    return 1 if line["count"] == "One" else int(line["count"])
 
 
 def said(config: Config, seconds: float, peak: float) -> str:
@@ -82,22 +97,41 @@ def write(name: str, text: str) -> None:
     """Replace what the recipe's comment says behind its GPU."""
     source = path(name).read_text(encoding="utf-8")
     place = comment(name)
-    path(name).write_text(source[:place.start("said")] + text + source[place.end("said"):], encoding="utf-8")
+    path(name).write_text(source[:place.start("said")] + " " + text + source[place.end("said"):], encoding="utf-8")
+
+
+def write_rewards(name: str) -> None:
+    """Write the recipe's comment `# Trained on: ...` of its rewards, before that of its GPUs."""
+    config, source = load(path(name)), REWARDS.sub("", path(name).read_text(encoding="utf-8"))
+    trained, watched = (", ".join(rewards(rules)) for rules in (config.trained, config.watched))
+    place = LINE.search(source)
+    at = place.start() if place else 0
+    said = f"# Trained on: {trained}. Only measured: {watched}.\n"
+    path(name).write_text(source[:at] + said + source[at:], encoding="utf-8")
 
 
 def row(name: str) -> str:
     """Return the recipe's row of the table."""
     config, line = load(path(name)), comment(name)
     facts = re.fullmatch(r"([\d,]+) \w+ an epoch in ([\d,]+) s, (\d+) epochs in ([\d,]+) h, peak ([\d.]+) GiB .*",
-                         line["said"])
+                         line["said"].strip())
     if facts is None:
         raise SystemExit(f"{name} says {line['said']!r}: run this script with its name")
     pictures, seconds, epochs, hours, peak = facts.groups()
     prompts = f"`{config.prompts}`" if not Path(str(config.prompts)).suffix else "your own, with pictures"
+    gpus = f"{line['gpu']} ({line['memory']} GB)"
     cells = [f"[`{name}`](../configs/{name}.yaml)", config.model.split("/")[-1], f"`{config.method}`",
-             f"{line['gpu']} ({line['memory']} GB)", peak, pictures, epochs, seconds, hours, prompts,
-             listed(rewards(config.trained)), listed(rewards(config.watched))]
+             gpus if line["count"] == "One" else f"{line['count']} x {gpus}", peak, pictures, epochs, seconds, hours,
+             prompts, listed(rewards(config.trained)), listed(rewards(config.watched)), licence(name)]
     return f"| {' | '.join(cells)} |"
+
+
+def licence(name: str) -> str:
+    """Return the name of the model's licence, and whether it is gated."""
+    stated = LICENCE.search(path(name).read_text(encoding="utf-8"))
+    if stated is None:
+        raise SystemExit(f"{name} names no licence: give it a comment such as '# Licence: Apache 2.0, not gated.'")
+    return stated["name"] + (", gated" if stated["gated"] == "gated" else "")
 
 
 def rewards(rules: dict[str, Any]) -> Iterator[str]:
@@ -115,9 +149,11 @@ def main() -> None:
     parser.add_argument("recipes", nargs="*", help=f"of {', '.join(names())}; all unless given")
     parser.add_argument("--none", action="store_true", help="run none, and write the table of what the recipes say")
     args = parser.parse_args()
+    for name in names():
+        write_rewards(name)
     for name in [] if args.none else args.recipes or names():
         write(name, computed(name))
-        print(name, comment(name)["said"], flush=True)
+        print(name, comment(name)["said"].strip(), flush=True)
     if not args.recipes:
         PAGE.write_text(HEAD + "\n".join(map(row, names())) + "\n", encoding="utf-8")
 

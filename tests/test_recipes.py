@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from flowgrpo.check import report, tiny
@@ -41,19 +42,28 @@ PIPELINES = {
     "sd35_medium": ("StableDiffusion3Pipeline", "flow"),
     "flux_dev": ("FluxPipeline", "flow"),
     "flux_kontext": ("FluxKontextPipeline", "flow"),
+    "flux2_klein": ("Flux2KleinPipeline", "flow"),
     "qwen_image": ("QwenImagePipeline", "flow"),
+    "qwen_image_edit": ("QwenImageEditPlusPipeline", "flow"),
     "z_image": ("ZImagePipeline", "flow"),
     "sana": ("SanaPipeline", "flow"),
     "wan21_1b": ("WanPipeline", "flow"),
     "wan21_14b": ("WanPipeline", "flow"),
     "wan22": ("WanPipeline (2.2)", "flow"),
+    "wan22_5b": ("WanPipeline (2.2, dense)", "flow"),
+    "ltx2": ("LTX2Pipeline", "flow"),
     "hunyuan_video": ("HunyuanVideoPipeline", "flow"),
+    "hunyuan_video15": ("HunyuanVideo15Pipeline", "flow"),
     "skyreels_i2v": ("HunyuanSkyreelsImageToVideoPipeline", "flow"),
 }
-# For one GPU, of the recipe whose name they begin with.
-SHORTER = ("sd15_24gb", "sdxl_24gb", "sd35_medium_24gb", "flux_dev_24gb", "qwen_image_80gb", "z_image_24gb",
-           "sana_24gb", "wan21_1b_24gb")
-PIPELINES |= {name: PIPELINES[name.rpartition("_")[0]] for name in SHORTER}
+# For other GPUs, of the recipe whose name they begin with: one of them, or eight.
+SHORTER = ("sd15_24gb", "sdxl_24gb", "sdxl_48gb", "sd35_medium_24gb", "flux_dev_24gb", "flux_dev_48gb",
+           "flux_kontext_48gb", "flux2_klein_24gb", "qwen_image_48gb", "qwen_image_80gb", "z_image_24gb", "sana_24gb",
+           "wan21_1b_24gb", "wan22_5b_24gb")
+SMALLER = ("qwen_image_edit_48gb", "hunyuan_video15_48gb")  # of recipes that are for one GPU already
+EIGHT = ("sdxl_8x80", "sd35_medium_8x80", "flux_dev_8x80", "flux_kontext_8x80", "qwen_image_8x80",
+         "wan22_8x80")
+PIPELINES |= {name: PIPELINES[name.rpartition("_")[0]] for name in (*SHORTER, *SMALLER, *EIGHT)}
 LANGUAGE_MODELS = {"qwen3_0_6b"}
 STARTERS = {path.stem for path in FOLDER.glob("starter*.yaml")}
 
@@ -120,8 +130,9 @@ def test_sana_is_trained_as_sol_rl_was():
     assert len(times.schedule.trained) == 6
 
 
-def test_edits_are_rewarded_for_their_likeness_to_the_prompts_picture():
-    config = load(FOLDER / "flux_kontext.yaml")
+@pytest.mark.parametrize("name", [name for name in PIPELINES if name.startswith(("flux_kontext", "qwen_image_edit"))])
+def test_edits_are_rewarded_for_their_likeness_to_the_prompts_picture(name):
+    config = load(FOLDER / f"{name}.yaml")
     args = config.trained["subject_score"].args
     assert config.rewards == {"geneval": 0.5, "subject_score": 0.5}
     assert set(args) <= set(signature(SubjectScore).parameters)
@@ -129,8 +140,9 @@ def test_edits_are_rewarded_for_their_likeness_to_the_prompts_picture():
 
 
 # Of models that do not fit into 24 GB in bf16: billions of weights of their denoisers and of their text encoders.
-BILLIONS = {"flux_dev": (11.9, 4.9), "flux_kontext": (11.9, 4.9), "qwen_image": (20.4, 8.3), "wan21_14b": (14.3, 5.7),
-            "wan22": (28.6, 5.7), "hunyuan_video": (12.8, 7.7), "skyreels_i2v": (12.8, 7.7)}
+BILLIONS = {"flux_dev": (11.9, 4.9), "flux_kontext": (11.9, 4.9), "flux_kontext_48gb": (11.9, 4.9),
+            "qwen_image": (20.4, 8.3), "qwen_image_edit": (20.4, 8.3), "wan21_14b": (14.3, 5.7), "wan22": (28.6, 5.7),
+            "hunyuan_video": (12.8, 7.7), "skyreels_i2v": (12.8, 7.7)}
 NF4 = (4 + 32 / 64) / 8  # bytes: 4 bits, and of 64 weights a scale in fp32
 
 
@@ -161,6 +173,7 @@ CPS_RECIPES = {
     "z_image": (shifted(8, 3.0), [16.483, 14.653, 12.563, 10.176]),
 }
 CPS_RECIPES |= {f"{name}_24gb": CPS_RECIPES[name] for name in ("flux_dev", "z_image")}
+CPS_RECIPES |= {f"flux_dev_{name}": CPS_RECIPES["flux_dev"] for name in ("48gb", "8x80")}
 
 
 def test_every_recipe_with_cps_is_held_to_its_range():
@@ -209,6 +222,7 @@ def test_it_says_whose_set_up_it_is_and_what_to_change(name):
     text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
     said = "".join(line for line in text.splitlines(True) if line.startswith("#"))
     assert "24 GB" in said and "80 GB" in said and "Several GPUs" in said
+    assert re.search(r"^# Licence: .+, (not )?gated\b", said, re.M)
     assert "published" in said or any(source in said for source in ("2305.", "2505.", "2507.", "2604.", "its code"))
     assert all((FOLDER / file).exists() for file in re.findall(r"\w+\.yaml", said))
 
@@ -217,13 +231,14 @@ def test_it_says_whose_set_up_it_is_and_what_to_change(name):
 def test_it_says_what_an_epoch_and_the_run_take_on_a_gpu(name):
     """Numbers of `scripts/recipe_table.py`, which agree with its keys and with each other; the GPU has the memory."""
     text, train = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8"), load(FOLDER / f"{name}.yaml").train
-    line = re.search(r"^# One (\w+) \((\d+) GB\): ([\d,]+) (?:pictures|clips) an epoch in ([\d,]+) s, (\d+) epochs in "
-                     r"([\d,]+) h, peak ([\d.]+) GiB \(computed\)$", text, re.M)
+    count = 8 if name.endswith("_8x80") else "One"
+    line = re.search(rf"^# {count} (\w+) \((\d+) GB\): ([\d,]+) (?:pictures|clips) an epoch in ([\d,]+) s, "
+                     r"(\d+) epochs in ([\d,]+) h, peak ([\d.]+) GiB \(computed\)$", text, re.M)
     gpu, (memory, count, seconds, epochs, hours) = line[1], (int(each.replace(",", "")) for each in line.groups()[1:6])
     assert (count, epochs) == (train.prompts * train.group, train.epochs)
-    assert hours == round(epochs * seconds / 3600) and GPUS[gpu].memory == pytest.approx(memory, abs=1)
+    assert hours == round(epochs * seconds / 3600) and 0.92 * memory <= GPUS[gpu].memory <= memory
     assert float(line[7]) * 2**30 <= GPUS[gpu].room
-    assert not name[-4:-2].isdigit() or int(name[-4:-2]) == memory
+    assert not re.search(r"_\d+gb$", name) or int(name[-4:-2]) == memory
 
 
 @pytest.mark.parametrize("name", SHORTER)
@@ -233,13 +248,25 @@ def test_a_recipe_for_one_gpu_has_fewer_pictures_than_the_published_set_up(name)
     assert short.train.prompts * short.train.group < whole.train.prompts * whole.train.group
 
 
+@pytest.mark.parametrize("name", [*SMALLER, *EIGHT, *(name for name in SHORTER if name.endswith("_48gb"))])
+def test_a_recipe_for_another_memory_class_states_only_what_differs(name):
+    raw = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    base, config = (load(FOLDER / file) for file in (raw["extends"], f"{name}.yaml"))
+    assert config.model == base.model == load(FOLDER / f"{name.rpartition('_')[0]}.yaml").model
+    assert (config.prompts, config.rewards, config.name) == (base.prompts, base.rewards, name)
+    assert set(raw) <= {"extends", "method", "parts", "picture", "memory", "train", "eval"}
+
+
 @pytest.mark.parametrize("name", PIPELINES)
 def test_it_trains_on_packaged_prompts_and_measures_two_rewards_that_it_does_not_train_on(name):
     """But edits and clips that go on from a picture need pictures, which no packaged set has."""
     config = load(FOLDER / f"{name}.yaml")
-    if name not in ("flux_kontext", "skyreels_i2v"):
+    if not name.startswith(("flux_kontext", "qwen_image_edit", "skyreels_i2v")):
         assert SETS[config.prompts].packaged
         assert SETS[config.prompts].kind == ("video" if (config.picture.frames or 1) > 1 else "image")
     used = [{rule.args.get("reward", rule.use or label) for label, rule in rules.items()}
             for rules in (config.trained, config.watched)]
+    text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+    said = re.search(r"^# Trained on: (.*)\. Only measured: (.*)\.$", text, re.M)
+    assert [set(names.split(", ")) for names in said.groups()] == used
     assert len(used[1]) == 2 and not used[0] & used[1] and all(locate(reward) for reward in used[1])

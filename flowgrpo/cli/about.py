@@ -25,8 +25,9 @@ def check(
         "or language model's class, for a tiny random instance. With --gpu: the recipe's model unless given.")] = None,
     recipe: Annotated[str | None, typer.Option(help="A YAML recipe, for its adapter, precision and memory.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; without it cuda where it is there.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="A100, H100, H200, B200, 4090 or 5090: predict memory and seconds of "
-                                            "the recipe's epoch on it, from configuration files alone.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="A100, H100, H200, B200, L40S, 4090 or 5090: predict memory and "
+                                            "seconds of the recipe's epoch on it, from configuration files "
+                                            "alone.")] = None,
     processes: Annotated[int, typer.Option(min=1, help="With --gpu: processes that share an epoch's prompts.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

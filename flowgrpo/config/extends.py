@@ -56,6 +56,7 @@ def _over(base: dict[str, Any], raw: dict[str, Any], inner: set[str], prefix: st
     result = dict(base)
     for key, value in raw.items():
         below = result.get(key)
-        both = isinstance(below, dict) and isinstance(value, dict) and prefix + key in inner
-        result[key] = _over(below, value, inner, f"{prefix}{key}.") if both else value
+        if isinstance(below, dict) and isinstance(value, dict) and prefix + key in inner:
+            value = _over(below, value, inner, f"{prefix}{key}.")
+        result[key] = value
     return result

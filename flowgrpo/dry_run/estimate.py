@@ -21,6 +21,7 @@ import torch
 from flowgrpo.config.geometry import geometry, prompts_per_part
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.data.sets import SETS
 from flowgrpo.device import AUTO, DTYPES
 from flowgrpo.dry_run import from_configs, weights
 from flowgrpo.dry_run.meta_gpu import META, MetaGPU, Phase
@@ -104,7 +105,8 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
         encoders = weights.hold(meta, policy, config.memory, processes)
         calls = Repeats(meta, policy)
         with meta.running():
-            trainer = _trainer(_short(config, few), policy, _picture(policy, Path(folder)))
+            image = None if config.prompts in SETS else _picture(policy, Path(folder))
+            trainer = _trainer(_short(config, few), policy, image)
             clock = trainer.clock = trainer.rollouts.clock = _Phases(meta, encoders)
             replay_waits = _counted_replays(trainer, meta)
             trainer.run_epoch()
@@ -141,7 +143,10 @@ def _short(config: Config, prompts: int) -> Config:
 
 
 def _picture(policy: Any, folder: Path) -> str | None:
-    """Write a picture of the call's size, for a pipeline that takes one; return its file."""
+    """Write a picture of the call's size, for a pipeline that takes one; return its file.
+
+    Named prompt sets have no pictures, and a pipeline that takes texts alone as well draws from them.
+    """
     if "image" not in policy.accepts:
         return None
     from PIL import Image

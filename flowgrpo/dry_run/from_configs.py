@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 WEIGHTS = ["*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5", "*.onnx*", "*.gguf", "*.png",
            "*.jpg", "*.mp4"]
+VISION_TOKENS = {"image": "<|image_pad|>", "video": "<|video_pad|>", "vision_start": "<|vision_start|>",
+                 "vision_end": "<|vision_end|>"}
 # The last message's text, as chat templates have it.
 TEMPLATE = ("{% set content = messages[-1]['content'] %}{% if content is string %}{{ content }}"
             "{% else %}{% for part in content %}{{ part['text'] }}{% endfor %}{% endif %}")
@@ -90,19 +93,40 @@ def _of_published(known: published.Published, dtype: torch.dtype) -> Any:
     import diffusers
 
     components = {name: part(kind, config, dtype) for name, (kind, config) in known.parts.items()}
-    tokenizers = {name: tokenizer(length) for name, length in known.tokenizers.items()}
+    tokenizers: dict[str, Any] = {name: tokenizer(length) for name, length in known.tokenizers.items()}
+    if known.processor:
+        tokenizers["processor"] = _processor(known.processor, tokenizers["tokenizer"],
+                                             components["text_encoder"].config)
     return getattr(diffusers, known.pipeline)(**components, **tokenizers, **known.options)
 
 
+def _processor(kind: str, tokens: PreTrainedTokenizerBase, config: Any) -> Any:
+    """Return a processor of pictures of Qwen2-VL's family.
+
+    The tokenizer learns the tokens of pictures, and the configuration of the text encoder their numbers.
+    """
+    import transformers
+
+    tokens.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS.values())})
+    for name, token in VISION_TOKENS.items():
+        setattr(config, f"{name}_token_id", tokens.convert_tokens_to_ids(token))
+    return getattr(transformers, kind)(transformers.Qwen2VLImageProcessor(), tokens,
+                                       transformers.Qwen2VLVideoProcessor(), chat_template=TEMPLATE)
+
+
 def part(kind: str, config: dict[str, Any], dtype: torch.dtype) -> Any:
-    """Return a component of a class of diffusers or transformers: a module without values, or a scheduler."""
+    """Return a component of a class of diffusers or transformers: a module without values, a scheduler or a guider.
+
+    kind: name of the class; below diffusers with its module, such as pipelines.ltx2.LTX2TextConnectors.
+    """
     import diffusers
     import transformers
 
-    if not hasattr(diffusers, kind):
+    if "." not in kind and not hasattr(diffusers, kind):
         cls: Any = getattr(transformers, kind)
         return _of_transformers(cls, cls.config_class(**config), dtype)
-    cls = getattr(diffusers, kind)
+    module, _, name = kind.rpartition(".")  # of a class that diffusers does not name at its top
+    cls = getattr(importlib.import_module(f"diffusers.{module}") if module else diffusers, name)
     return _of_diffusers(cls, config, dtype) if issubclass(cls, torch.nn.Module) else cls(**config)
 
 

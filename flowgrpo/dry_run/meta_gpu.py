@@ -27,6 +27,7 @@ from flowgrpo.dry_run.host_values import HostValues
 from flowgrpo.gpus import BUS, GPU
 
 META = torch.device("meta")
+UNIQUE = frozenset(("unique_consecutive", "_unique2", "unique_dim"))  # whose sizes depend on values
 FILLED = 2**26  # bytes of a copy to the host that is filled with zeros; a larger one is left as it comes
 # Operations that start no kernel.
 FREE = frozenset("""view _unsafe_view t transpose permute expand slice select unsqueeze squeeze split unbind
@@ -55,6 +56,16 @@ class Phase:
         self.waits.update(other.waits)
 
 
+_tensor = torch.tensor
+
+
+def from_host(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
+    """Return `torch.tensor`'s result; on the meta device as a copy of the host's, whose values are known."""
+    if device is None or torch.device(device) != META:
+        return _tensor(data, device=device, **options)
+    return _tensor(data, **options).to(META)
+
+
 class MetaGPU(TorchDispatchMode):
     """Counts of the operations on meta tensors, while `running`."""
 
@@ -68,13 +79,15 @@ class MetaGPU(TorchDispatchMode):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Context manager: count; attention is the fused kernel of a GPU."""
-        F.scaled_dot_product_attention, before = fused, F.scaled_dot_product_attention
+        """Context manager: count; attention is the fused kernel of a GPU, and tensors of host values are copied."""
+        stock: Any = torch
+        before = F.scaled_dot_product_attention, torch.tensor
+        F.scaled_dot_product_attention, stock.tensor = fused, from_host
         try:
             with torch.autograd.set_multithreading_enabled(False), self:
                 yield
         finally:
-            F.scaled_dot_product_attention = before
+            F.scaled_dot_product_attention, stock.tensor = before
 
     @contextlib.contextmanager
     def during(self, name: str) -> Iterator[None]:
@@ -118,6 +131,11 @@ class MetaGPU(TorchDispatchMode):
         name = function._schema.name.partition("::")[2]
         if name in ("_local_scalar_dense", "is_nonzero", "equal", "nonzero"):
             return self._read(function, name, args)
+        if name in UNIQUE:
+            return self._unique(function, args, kwargs)
+        if name == "repeat_interleave" and kwargs.get("output_size") is None:
+            kwargs = kwargs | {"output_size": self._length(args[0])}
+        given = args
         if name in ("index", "index_put", "index_put_"):
             args = self._without_masks(name, args)
         if name in ("_to_copy", "copy_") and (copied := self._copied(name, args, kwargs)) is not None:
@@ -127,7 +145,7 @@ class MetaGPU(TorchDispatchMode):
         self.hold(outputs)
         if name not in FREE:
             self._launch(function, name, inputs, outputs, result, args, kwargs)
-            self.values.follow(function, name, inputs, outputs, args, kwargs)
+            self.values.follow(function, name, inputs, outputs, given, kwargs)
         return result
 
     # --- memory ------------------------------------------------------------------------------------------------------
@@ -182,13 +200,35 @@ class MetaGPU(TorchDispatchMode):
         known = [self.values.of(value) if _on_meta(value) else value for value in args]
         if all(value is not None for value in known):
             value = function(*known)
-            return value.to(META) if torch.is_tensor(value) else value
+            return self._placed(value) if torch.is_tensor(value) else value
         tensor = args[0]
         if name == "nonzero":
             return torch.empty(tensor.numel(), tensor.ndim, dtype=torch.int64, device=META)
         if name == "equal":
             return tensor.shape == args[1].shape
         return True if tensor.dtype == torch.bool or name == "is_nonzero" else 0.0 if tensor.is_floating_point() else 1
+
+    def _unique(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Return the distinct values of a tensor, for which the host waits; unknown ones are all distinct."""
+        self._wait("unique")
+        source = args[0]
+        known = self.values.of(source) if _on_meta(source) else source
+        if known is None:
+            known = torch.arange(source.numel(), device="cpu").reshape(source.shape).to(source.dtype)
+        return tuple(self._placed(value) for value in function(known, *args[1:], **kwargs))
+
+    def _placed(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a tensor on the pretended GPU, whose values are known."""
+        copy = value.to(META)
+        self.hold([copy])
+        self.values.set(copy, value)
+        return copy
+
+    def _length(self, repeats: torch.Tensor) -> int:
+        """Return the sum of repetitions, for which the host waits; one each if they are unknown."""
+        self._wait("length")
+        known = self.values.of(repeats)
+        return repeats.numel() if known is None else int(known.sum())
 
     def _without_masks(self, name: str, args: Any) -> Any:
         """Replace masks among the indices by the places that they select; unknown ones select everything.

@@ -14,12 +14,14 @@ Part = tuple[str, dict[str, Any]]  # class of diffusers or transformers, and its
 
 @dataclass(frozen=True)
 class Published:
-    """A pipeline: its class, its parts by name, tokenizers by name with their longest sequence, further arguments."""
+    """A pipeline: its class, its parts by name, tokenizers by name with their longest sequence, further arguments, and
+    the class of transformers of its processor of pictures, if it has one."""
 
     pipeline: str
     parts: dict[str, Part]
     tokenizers: dict[str, int]
     options: dict[str, Any] = field(default_factory=dict)
+    processor: str | None = None
 
 
 # --- text encoders ---------------------------------------------------------------------------------------------------
@@ -45,6 +47,18 @@ QWEN_VL_7B: Part = "Qwen2_5_VLForConditionalGeneration", {
 QWEN3_4B: Part = "Qwen3Model", {
     "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
+# Of FLUX.2-klein-4B: the same with a language head, which has the embeddings' weights.
+QWEN3_4B_HEAD: Part = "Qwen3ForCausalLM", QWEN3_4B[1] | {"tie_word_embeddings": True}
+QWEN_VL_7B_TEXT: Part = "Qwen2_5_VLTextModel", QWEN_VL_7B[1]["text_config"]
+# google/byt5-small with the 1,126 colours and fonts of Glyph-SDXL-v2; their number is not confirmed.
+BYT5_SMALL: Part = "T5EncoderModel", {
+    "vocab_size": 1510, "d_model": 1472, "d_kv": 64, "d_ff": 3584, "num_layers": 12, "num_heads": 6,
+    "feed_forward_proj": "gated-gelu"}
+GEMMA3_12B: Part = "Gemma3ForConditionalGeneration", {
+    "text_config": {"vocab_size": 262208, "hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48,
+                    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "sliding_window": 1024},
+    "vision_config": {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
+                      "num_attention_heads": 16, "image_size": 896, "patch_size": 14, "vision_use_head": False}}
 LLAMA3_8B: Part = "LlamaModel", {
     "vocab_size": 128320, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
@@ -68,11 +82,17 @@ DC_AE: Part = "AutoencoderDC", {
     "decoder_qkv_multiscales": ((), (), (), (5,), (5,), (5,)), "scaling_factor": 0.41407}
 HUNYUAN_VAE: Part = "AutoencoderKLHunyuanVideo", {}
 WAN_VAE: Part = "AutoencoderKLWan", {}
+WAN22_VAE: Part = "AutoencoderKLWan", {
+    "base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": True, "in_channels": 12, "out_channels": 12,
+    "patch_size": 2, "scale_factor_spatial": 16, "latents_mean": [0.0] * 48, "latents_std": [1.0] * 48}
+QWEN_VAE: Part = "AutoencoderKLQwenImage", {}
 
 _SD_BETAS: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear",
                              "steps_offset": 1}
 FLOW = "FlowMatchEulerDiscreteScheduler"
 FLUX_GRID: Part = FLOW, {"shift": 3.0, "use_dynamic_shifting": True}
+QWEN_GRID: Part = FLOW, {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 0.9, "max_image_seq_len": 8192,
+                         "shift_terminal": 0.02}
 
 
 def _unipc(shift: float) -> Part:
@@ -100,6 +120,25 @@ def _hunyuan(pipeline: str, **transformer: Any) -> Published:
         "transformer": ("HunyuanVideoTransformer3DModel", transformer), "scheduler": (FLOW, {"shift": 7.0}),
         "vae": HUNYUAN_VAE, "text_encoder": LLAMA3_8B, "text_encoder_2": CLIP_L},
         {"tokenizer": 1024, "tokenizer_2": 77})
+
+
+def _ltx2() -> Published:
+    """scripts/convert_ltx2_to_diffusers.py of diffusers: version 2.0."""
+    connector = {"num_attention_heads": 30, "attention_head_dim": 128, "num_layers": 2,
+                 "num_learnable_registers": 128}
+    connectors = {f"{kind}_connector_{key}": value for kind in ("video", "audio") for key, value in connector.items()}
+    spatial = {"block_out_channels": (256, 512, 1024, 2048), "decoder_block_out_channels": (256, 512, 1024)}
+    return Published("LTX2Pipeline", {
+        "transformer": ("LTX2VideoTransformer3DModel", {"rope_type": "split"}),
+        "connectors": ("pipelines.ltx2.LTX2TextConnectors", connectors | {
+            "caption_channels": 3840, "text_proj_in_factor": 49, "connector_rope_base_seq_len": 4096,
+            "rope_theta": 10000.0, "rope_double_precision": True, "causal_temporal_positioning": False,
+            "rope_type": "split"}),
+        "vae": ("AutoencoderKLLTX2Video", spatial), "audio_vae": ("AutoencoderKLLTX2Audio", {}),
+        "vocoder": ("pipelines.ltx2.vocoder.LTX2Vocoder", {}), "text_encoder": GEMMA3_12B,
+        "scheduler": (FLOW, {"use_dynamic_shifting": True, "base_shift": 0.95, "max_shift": 2.05,
+                             "shift_terminal": 0.1})},
+        {"tokenizer": 1024})
 
 
 MODELS: dict[str, Published] = {
@@ -132,13 +171,25 @@ MODELS: dict[str, Published] = {
     "black-forest-labs/FLUX.1-dev": Published("FluxPipeline", _FLUX_PARTS, {"tokenizer": 77, "tokenizer_2": 512}),
     "black-forest-labs/FLUX.1-Kontext-dev": Published(
         "FluxKontextPipeline", _FLUX_PARTS, {"tokenizer": 77, "tokenizer_2": 512}),
+    # scripts/convert_flux2_to_diffusers.py of diffusers: klein-4b
+    "black-forest-labs/FLUX.2-klein-base-4B": Published(
+        "Flux2KleinPipeline", {
+            "transformer": ("Flux2Transformer2DModel", {
+                "num_layers": 5, "num_single_layers": 20, "num_attention_heads": 24, "joint_attention_dim": 7680,
+                "guidance_embeds": False}),
+            "vae": ("AutoencoderKLFlux2", {}), "text_encoder": QWEN3_4B_HEAD,
+            "scheduler": FLUX_GRID},  # not confirmed; the pipeline computes the shift
+        {"tokenizer": 512}),
     "Qwen/Qwen-Image": Published(
         "QwenImagePipeline", {
-            "transformer": ("QwenImageTransformer2DModel", {}), "vae": ("AutoencoderKLQwenImage", {}),
-            "text_encoder": QWEN_VL_7B,
-            "scheduler": (FLOW, {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 0.9,
-                                 "max_image_seq_len": 8192, "shift_terminal": 0.02})},
+            "transformer": ("QwenImageTransformer2DModel", {}), "vae": QWEN_VAE, "text_encoder": QWEN_VL_7B,
+            "scheduler": QWEN_GRID},
         {"tokenizer": 131072}),
+    "Qwen/Qwen-Image-Edit-2509": Published(
+        "QwenImageEditPlusPipeline", {
+            "transformer": ("QwenImageTransformer2DModel", {}), "vae": QWEN_VAE, "text_encoder": QWEN_VL_7B,
+            "scheduler": QWEN_GRID},
+        {"tokenizer": 131072}, processor="Qwen2VLProcessor"),
     "Efficient-Large-Model/Sana_1600M_512px_diffusers": Published(
         "SanaPipeline", {
             "transformer": ("SanaTransformer2DModel", {"caption_channels": 2304, "sample_size": 16}), "vae": DC_AE,
@@ -155,6 +206,21 @@ MODELS: dict[str, Published] = {
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": _wan(_WAN_1B),
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": _wan(_WAN_14B, shift=5.0),  # not confirmed; the recipe sets its own grid
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": _wan(_WAN_14B, _WAN_14B, boundary_ratio=0.875),
+    # scripts/convert_wan_to_diffusers.py of diffusers: Wan2.2-TI2V-5B
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": Published(
+        "WanPipeline", {
+            "transformer": ("WanTransformer3DModel", {
+                "num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48, "out_channels": 48}),
+            "scheduler": _unipc(5.0), "vae": WAN22_VAE, "text_encoder": UMT5_XXL},
+        {"tokenizer": 512}, {"expand_timesteps": True}),
+    "Lightricks/LTX-2": _ltx2(),
+    # scripts/convert_hunyuan_video1_5_to_diffusers.py of diffusers: 480p_t2v
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": Published(
+        "HunyuanVideo15Pipeline", {
+            "transformer": ("HunyuanVideo15Transformer3DModel", {}), "scheduler": (FLOW, {"shift": 5.0}),
+            "vae": ("AutoencoderKLHunyuanVideo15", {}), "text_encoder": QWEN_VL_7B_TEXT, "text_encoder_2": BYT5_SMALL,
+            "guider": ("ClassifierFreeGuidance", {"guidance_scale": 6.0})},
+        {"tokenizer": 131072, "tokenizer_2": 1024}),
     "hunyuanvideo-community/HunyuanVideo": _hunyuan("HunyuanVideoPipeline"),
     # The folder that configs/skyreels_i2v.yaml has put together. Not confirmed: guidance_embeds.
     "skyreels_i2v": _hunyuan("HunyuanSkyreelsImageToVideoPipeline", in_channels=32, guidance_embeds=False),

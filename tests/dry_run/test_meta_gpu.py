@@ -87,6 +87,19 @@ def test_values_that_come_from_the_host_stay_known():
         assert grid[0].item() == 0  # forgotten
 
 
+def test_sizes_that_depend_on_values_are_the_true_ones():
+    """Of values from the host; of unknown ones the largest."""
+    meta = MetaGPU(SLOW)
+    with meta.running(), meta.during("work"):
+        lengths, mask = torch.tensor([2, 3], device="meta"), torch.tensor([True, False, True], device="meta")
+        assert torch.repeat_interleave(lengths).tolist() == [0, 0, 1, 1, 1]
+        assert torch.unique_consecutive(lengths.repeat_interleave(lengths)).tolist() == [2, 3]
+        assert mask[mask].tolist() == [True, True] and mask.nonzero().tolist() == [[0], [2]]
+        unknown = torch.empty(4, dtype=torch.int64, device="meta")
+        assert unknown.unique_consecutive().shape == (4,) and torch.repeat_interleave(unknown).shape == (4,)
+    assert {reason.partition(":")[0] for reason in meta.phases["work"].waits} >= {"length", "unique", "mask"}
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_has_the_flops_of_two_products_and_a_backward(masked):
     meta = MetaGPU(GPUS["H100"])

@@ -17,7 +17,9 @@ TEXT = {"num_hidden_layers": 2}
 SHALLOW = {
     "SD3Transformer2DModel": {"num_layers": 2, "dual_attention_layers": (0,)},
     "FluxTransformer2DModel": {"num_layers": 2, "num_single_layers": 2},
+    "Flux2Transformer2DModel": {"num_layers": 1, "num_single_layers": 2},
     "HunyuanVideoTransformer3DModel": {"num_layers": 2, "num_single_layers": 2},
+    "HunyuanVideo15Transformer3DModel": {"num_layers": 2}, "LTX2VideoTransformer3DModel": {"num_layers": 2},
     "QwenImageTransformer2DModel": {"num_layers": 2}, "SanaTransformer2DModel": {"num_layers": 2},
     "WanTransformer3DModel": {"num_layers": 2}, "ZImageTransformer2DModel": {"n_layers": 2, "n_refiner_layers": 1},
     "UNet2DConditionModel": {"layers_per_block": 1, "transformer_layers_per_block": 1},
@@ -57,10 +59,15 @@ def test_a_recipe_runs_through_all_phases(name, monkeypatch):
     assert {"encode", "rollout", "decode", "reward", "update"} <= set(counts.phases)
     assert all(counts.phases[phase].flops > 0 for phase in ("encode", "rollout", "decode", "update"))
     assert counts.phases["update"].flops > counts.phases["rollout"].flops / 4
-    ours = [reason for reason in (*counts.step_waits, *counts.replay_waits) if "/pipeline_" not in reason]
-    assert not counts.step_waits or name.startswith("wan")
+    # Of diffusers: a pipeline's loop, a model's masks, noise that is drawn on the CPU.
+    theirs = ("/pipeline_", "transformers/transformer_", "utils/torch_utils.py")
+    reasons = [*counts.step_waits, *counts.replay_waits]
+    ours = [reason for reason in reasons if not any(part in reason for part in theirs)]
+    assert not counts.step_waits or name.startswith(("wan", "hunyuan_video15"))
     memo = "pipelines/conditioning.py"  # the digest of a reference picture, which is compared on the host
-    assert all(memo in reason and name in ("flux_kontext", "skyreels_i2v") for reason in ours), ours
+    pictured = name.startswith(("flux_kontext", "qwen_image_edit", "skyreels_i2v"))
+    masked = name.startswith("hunyuan_video15")  # its masks are read once more when blocks are recomputed
+    assert masked or all(memo in reason and pictured for reason in ours), ours
 
 
 def size(part: published.Part) -> float:

@@ -134,7 +134,8 @@ def test_sample_writes_one_mp4(tmp_path, monkeypatch):
         images.sample("starter_video", None, PROMPTS[:1], 2, 0, 3, None, file)
     assert images.sample("starter_video", None, PROMPTS[:1], 1, 0, 3, None, file) == [file]
     arguments, pixels = ffmpeg.call(log)
-    assert "64x64" in arguments and len(pixels) % (64 * 64 * 3) == 0 and len(pixels) > 64 * 64 * 3
+    size = 128 * 128 * 3  # twice as large
+    assert "128x128" in arguments and len(pixels) % size == 0 and len(pixels) > size
     assert f"comment={PROMPTS[0]}\n" in arguments[arguments.index("-metadata") + 1]
     assert [path.name for path in file.parent.iterdir()] == ["x.mp4"] and file.read_bytes() == ffmpeg.BYTES
     with pytest.raises(UserError, match="x.mp4: .*Pipeline draws pictures: name a folder"):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 TYPE = "video/mp4"
+SMALL = 160  # longer side in pixels
 MISSING = "mp4 needs ffmpeg with H.264: pip install 'flowgrpo[mp4]'"
 COLOURS = "scale=out_color_matrix=bt709,setparams=colorspace=bt709:color_primaries=bt709:color_trc=bt709"
 CODEC = ["-c:v", "libx264", "-preset", "veryfast", "-crf", "17", "-pix_fmt", "yuv420p", "-movflags", "+faststart"]
@@ -43,20 +44,22 @@ def require(what: str) -> None:
 def encode(frames: Sequence[Image.Image], milliseconds: float, comment: str = "") -> bytes | None:
     """Return RGB pictures of one size as an mp4; None, with a line printed once, if it cannot be encoded.
 
-    Odd sizes grow by a repeated pixel, since H.264 halves the resolution of colours.
+    H.264 halves the resolution of colours: small pictures are enlarged by a whole factor, to at most SMALL pixels, and
+    odd sizes grow by a repeated pixel.
     milliseconds: of a frame. comment: metadata.
     """
     program = encoder()
     if program is None:
         _warn(f"clips are saved as WebP alone: {MISSING}")
         return None
-    width, height = (length + length % 2 for length in frames[0].size)
+    factor = max(1, SMALL // max(frames[0].size))
+    width, height = (length * factor + length * factor % 2 for length in frames[0].size)
     source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", f"{1000 / milliseconds:.6g}"]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "clip.mp4"
         command = [program, "-loglevel", "error", *source, "-i", "-", "-vf", COLOURS, *CODEC,
                    "-metadata", f"comment={comment}", str(file)]
-        pixels = b"".join(_even(frame, width, height) for frame in frames)
+        pixels = b"".join(_pixels(frame, factor, width, height) for frame in frames)
         done = subprocess.run(command, input=pixels, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         if done.returncode == 0 and file.is_file():
             return file.read_bytes()
@@ -65,12 +68,14 @@ def encode(frames: Sequence[Image.Image], milliseconds: float, comment: str = ""
     return None
 
 
-def _even(frame: Image.Image, width: int, height: int) -> bytes:
-    """Return the pixels of a frame, grown to this size by repeating its last column and row."""
+def _pixels(frame: Image.Image, factor: int, width: int, height: int) -> bytes:
+    """Return the pixels of a frame, enlarged by a factor, and grown to this size by repeating its last column and row.
+    """
     import numpy as np
 
-    pixels = np.asarray(frame.convert("RGB"))
-    return np.pad(pixels, ((0, height - frame.height), (0, width - frame.width), (0, 0)), mode="edge").tobytes()
+    pixels = np.asarray(frame.convert("RGB")).repeat(factor, 0).repeat(factor, 1)
+    grown = (0, height - pixels.shape[0]), (0, width - pixels.shape[1]), (0, 0)
+    return np.pad(pixels, grown, mode="edge").tobytes()
 
 
 @functools.cache

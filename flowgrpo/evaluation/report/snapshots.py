@@ -132,14 +132,9 @@ def data_url(output: torch.Tensor) -> str:
 
 
 def video_url(clip: torch.Tensor) -> str | None:
-    """Encode a clip [F,3,H,W] in [0, 1] as an mp4 data URL, at most SIDE pixels long; None without an encoder.
-
-    Small ones are enlarged by a whole factor, since H.264 halves the resolution of colours.
-    """
+    """Encode a clip [F,3,H,W] in [0, 1] as an mp4 data URL, at most SIDE pixels long; None without an encoder."""
     frames = _frames(clip)
-    factor = max(1, SIDE // (2 * max(frames[0].size)))
-    large = [frame.resize((frame.width * factor, frame.height * factor), Image.Resampling.NEAREST) for frame in frames]
-    video = mp4.encode(large, pace(len(large)))
+    video = mp4.encode(frames, pace(len(frames)))
     return None if video is None else VIDEO + base64.b64encode(video).decode("ascii")
 
 
