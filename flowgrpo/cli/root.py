@@ -10,6 +10,7 @@ import typer
 
 from flowgrpo import __version__
 from flowgrpo.errors import UserError
+from flowgrpo.escaped import line
 from flowgrpo.log import silence
 from flowgrpo.storage import paths
 
@@ -55,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         _leave_group()
     if message:  # Typer's error for a call without a command is the help text it has already printed
-        print(f"flowgrpo: error: {' '.join(message.split())}", file=sys.stderr)
+        print(f"flowgrpo: error: {line(message)}", file=sys.stderr)
     return 2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flowgrpo.escaped import plain
 from flowgrpo.log import plain_console
 
 
@@ -13,5 +14,5 @@ def print_table(heads: list[str], rows: list[list[str]]) -> None:
     table = Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False)
     table.columns[0].no_wrap, table.columns[2].max_width = True, 20
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(plain, row))
     plain_console().print(table)

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from flowgrpo.data.suites import Suite
+from flowgrpo.escaped import markdown as markdown_of
+from flowgrpo.escaped import plain
 from flowgrpo.evaluation.numbers import decimals, ranged
 from flowgrpo.evaluation.statistics import (
     ALL,
@@ -120,9 +122,10 @@ def markdown(results: dict[str, Any]) -> str:
     for reward in next(iter(results["arms"].values())):
         heads, lines = table(results, reward)
         rule = ["---", *["---:"] * (len(heads) - 1)]
-        rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in [heads, rule, *lines]]
-        parts.append("\n".join([f"## {title(results, reward)}", "", *rows, "", methods(results, reward)]))
-    said = "\n".join(f"- {line}" for line in notes(results))
+        escaped = [list(map(markdown_of, line)) for line in [heads, *lines]]
+        rows = ["| " + " | ".join(row) + " |" for row in [escaped[0], rule, *escaped[1:]]]
+        parts.append("\n".join([f"## {markdown_of(title(results, reward))}", "", *rows, "", methods(results, reward)]))
+    said = "\n".join(f"- {markdown_of(line)}" for line in notes(results))
     return "\n\n".join([*parts, *([said] if said else [])]) + "\n"
 
 
@@ -133,11 +136,11 @@ def show(results: dict[str, Any]) -> None:
     console = plain_console()
     for reward in next(iter(results["arms"].values())):
         heads, lines = table(results, reward)
-        drawn = Table(title=title(results, reward), caption=methods(results, reward))
+        drawn = Table(title=plain(title(results, reward)), caption=methods(results, reward))
         for head in heads:
-            drawn.add_column(head, justify="left" if head == "category" else "right")
+            drawn.add_column(plain(head), justify="left" if head == "category" else "right")
         for line in lines:
-            drawn.add_row(*line, style="bold" if line[0] == ALL else "")
+            drawn.add_row(*map(plain, line), style="bold" if line[0] == ALL else "")
         console.print(drawn)
     for note in notes(results):
-        console.print(note, highlight=False)
+        console.print(plain(note), highlight=False)

@@ -21,6 +21,7 @@ from flowgrpo import rewards
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.escaped import plain
 from flowgrpo.evaluation import picture_files
 from flowgrpo.evaluation.compared import cells, compared
 from flowgrpo.evaluation.measured import EVAL_SEED, Generating, Measured, measure, spread
@@ -184,13 +185,15 @@ def print_report(summary: dict[str, Any], said: str, folder: Path) -> None:
     console = plain_console()
     for name, rows in summary["compared"].items():
         method = rows[ALL]["before"]["method"]
-        table = Table(title=f"{name} on {summary['evaluation']['prompts']} held-out {summary['evaluation']['of']}",
+        table = Table(title=f"{plain(name)} on "
+                            f"{summary['evaluation']['prompts']} held-out {summary['evaluation']['of']}",
                       caption=f"95 % intervals: {method}")
         for heading in ("task", "before", "after", "change"):
             table.add_column(heading, justify="left" if heading == "task" else "right")
         lines = cells(rows)
         for number, line in enumerate(lines, 1):
-            table.add_row(*line, end_section=number == len(lines) - 1, style="bold" if number == len(lines) else "")
+            table.add_row(*map(plain, line),
+                          end_section=number == len(lines) - 1, style="bold" if number == len(lines) else "")
         console.print(table)
     first = "-" if summary["max_first_log_ratio"] is None else f"{summary['max_first_log_ratio']:.1e}"
     console.print(f"{spent(summary)}; {summary['denoiser_evaluations']:,} {summary['unit']} "

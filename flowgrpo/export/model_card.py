@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from flowgrpo.config.schema import Config
+from flowgrpo.escaped import code, fenced, line, markdown
 from flowgrpo.evaluation.compared import Rows, digits_of
 from flowgrpo.evaluation.nouns import SAMPLE
 from flowgrpo.evaluation.numbers import decimals, fixed, ranged
 from flowgrpo.evaluation.pages import figures
 from flowgrpo.evaluation.statistics import ALL
+from flowgrpo.export import card_facts
 from flowgrpo.export.usage import snippet
 from flowgrpo.policies import sources
 from flowgrpo.starter import FOLDERS
@@ -26,44 +29,48 @@ PROMPTS = {"picture": "a photo of a cat", "clip": "a cat walks", "completion": "
 
 
 def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
-    """Return the card. place: what the snippet loads the weights from."""
-    lora, licence = has_lora(config, run), licence_of(config.model)
+    """Return the card, and write its gallery. place: what the snippet loads the weights from."""
+    lora, licence, pairs = has_lora(config, run), licence_of(config.model), card_facts.gallery(run)
     sample = _sample(summary, run)
-    known = f"`{licence['license']}`" if licence else "unknown: neither its folder nor its card here names one"
-    moving = (run / "before_after.webp").is_file()
-    front = yaml.safe_dump(metadata(config, licence, sample, lora), sort_keys=False).rstrip()
-    return f"""---
-{front}
----
+    front = yaml.safe_dump(metadata(config, licence, sample, lora, pairs), sort_keys=False).rstrip()
+    prompt = pairs[0].prompt if pairs else PROMPTS[sample]
+    page = "before_after.webp" if (run / "before_after.webp").is_file() else "before_after.png"
+    parts = {
+        "": f"{code(config.model)} aligned by flowgrpo with {code(config.method)} to {_weighted(config.rewards)}."
+            f"{_base(config)}",
+        "Usage": fenced(snippet(config, run, place, prompt), "python"),
+        "Result": "\n\n".join([results(config, summary), *([card_facts.beside(pairs)] if pairs else []),
+                               f"![The same prompts and seeds before and after]({page})",
+                               "![Rewards over training](curves.png)"]),
+        "Prompts": card_facts.prompts(config),
+        "Rewards": card_facts.rewards(config),
+        "Training": f"{settings(config, summary, run)}\n\nMade with: {card_facts.made_with(run)}.\n\nAll settings "
+                    "are in `config.yaml`, the numbers of each epoch in `metrics.jsonl`.",
+        "Files": f"SHA-256 of the weights:\n\n{card_facts.hashes(run)}",
+        "Limits": limits(config, summary),
+        "Licence": _licence(config, licence)}
+    body = "\n\n".join((f"## {head}\n\n" if head else "") + part for head, part in parts.items())
+    return f"---\n{front}\n---\n\n# {markdown(config.name)}\n\n{body}\n"
 
-# {config.name}
 
-`{config.model}` aligned by flowgrpo with `{config.method}` to {_weighted(config.rewards)}.{_base(config)}
+def limits(config: Config, summary: dict[str, Any]) -> str:
+    """Return what the measurements do not say."""
+    watched = [name for name in config.watched if name not in config.rewards]
+    hacking = f"{', '.join(map(code, watched))} {'was' if len(watched) == 1 else 'were'} only measured." if watched \
+        else "All of these rewards were trained on, so that reward hacking would not show in them."
+    return "\n".join([
+        f"- Measured on {summary['evaluation']['prompts']} held-out {summary['evaluation']['of']} of one set of "
+        "prompts; other prompts, guidance and numbers of steps were not measured.",
+        f"- {hacking}",
+        f"- The weights go with {code(config.model)} alone, and have its biases and limits besides.",
+        "- Nothing was done for safety: what the base draws or writes, these weights do too."])
 
-## Usage
 
-```python
-{snippet(config, run, place, _prompt(run, sample))}
-```
-
-## Result
-
-{results(config, summary)}
-
-![The same prompts and seeds before and after](before_after.{"webp" if moving else "png"})
-
-![Rewards over training](curves.png)
-
-## Settings
-
-{settings(config, summary)}
-
-All settings are in `config.yaml`, the numbers of each epoch in `metrics.jsonl`.
-
-## Licence
-
-Of the base model `{config.model}`: {known}.
-"""
+def _licence(config: Config, licence: dict[str, str]) -> str:
+    if not licence:
+        return (f"Of the base model {code(config.model)}: unknown, since neither its folder nor its card here names "
+                "one. These weights are derived from it: look its licence up before you share or use them.")
+    return f"Of the base model {code(config.model)}: {code(licence['license'])}. These weights are derived from it."
 
 
 def _base(config: Config) -> str:
@@ -73,13 +80,15 @@ def _base(config: Config) -> str:
     return f"\n\nIts base is {sources.base(config.model, config.load)}: on another base the weights do something else."
 
 
-def metadata(config: Config, licence: dict[str, str], sample: str, lora: bool) -> dict[str, Any]:
+def metadata(config: Config, licence: dict[str, str], sample: str, lora: bool, pairs: Sequence[card_facts.Pair] = ()
+             ) -> dict[str, Any]:
     """Return the hub's metadata. A base model that is no hub id has no entry, since the hub would refuse it."""
     library = "diffusers" if sample != "completion" else "peft" if lora else "transformers"
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", config.model) and not Path(config.model).is_dir()
     base = {"base_model": config.model, "base_model_relation": "adapter" if lora else "finetune"} if on_hub else {}
-    return {**base, "library_name": library, "license": "unknown", **licence, "pipeline_tag": PIPELINE_TAGS[sample],
-            "tags": ["flowgrpo", "reinforcement-learning", *(["lora"] if lora else [])]}
+    return {**base, "library_name": library, "license": "other", **licence, "pipeline_tag": PIPELINE_TAGS[sample],
+            "tags": ["flowgrpo", "reinforcement-learning", *(["lora"] if lora else [])],
+            **({"widget": card_facts.widget(pairs)} if pairs else {})}
 
 
 def licence_of(model: str) -> dict[str, str]:
@@ -98,7 +107,7 @@ def licence_of(model: str) -> dict[str, str]:
     except yaml.YAMLError:
         entries = {}
     named = isinstance(entries, dict) and isinstance(entries.get("license"), str)
-    return {key: str(entries[key]) for key in LICENCES if key in entries} if named else {}
+    return {key: line(str(entries[key])) for key in LICENCES if key in entries} if named else {}
 
 
 def has_lora(config: Config, run: Path) -> bool:
@@ -115,7 +124,7 @@ def results(config: Config, summary: dict[str, Any]) -> str:
     lines = [heads, ["---", "---:", "---:", "---:", "---"]]
     for name in summary["before"]:
         row = _row(compared[name]) if name in compared else _plain(summary["before"][name], summary["after"][name])
-        lines.append([name, *row, "yes" if name in config.rewards else "no"])
+        lines.append([markdown(name), *row, "yes" if name in config.rewards else "no"])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     methods = dict.fromkeys(rows[ALL]["before"]["method"] for rows in compared.values())
     scheduler = "" if summary["unit"] == TOKENS else ", with the pipeline's own scheduler"
@@ -134,7 +143,7 @@ def _plain(before: float | None, after: float | None) -> list[str]:
     return [fixed(before, digits), fixed(after, digits), fixed(change, digits, "+")]
 
 
-def settings(config: Config, summary: dict[str, Any]) -> str:
+def settings(config: Config, summary: dict[str, Any], run: Path) -> str:
     """Return the table of the settings that matter."""
     train, writes = config.train, summary["unit"] == TOKENS
     sampling = f"up to {config.text.max_tokens} tokens" if writes else f"{train.steps}, guidance {train.guidance:g}"
@@ -142,16 +151,17 @@ def settings(config: Config, summary: dict[str, Any]) -> str:
     adapter = f"rank {rank}, alpha {rank if alpha is None else alpha:g}" if rank else "none: all weights"
     epochs = (f"{summary['epochs']}, {train.prompts} prompts x {train.group} samples each; {summary['updates']} "
               "updates")
-    rows = {"method": f"`{config.method}`", "rewards": _weighted(config.rewards), "prompts": f"`{config.prompts}`",
+    measured = summary["evaluation"]["of"]
+    rows = {"method": card_facts.method(config), "rewards": _weighted(config.rewards), "sample with": measured,
             "epochs": epochs, "completions" if writes else "steps in training": sampling, "LoRA": adapter,
             "learning rate": f"{train.lr:g}, {train.schedule}", "precision": config.precision,
-            "cost": f"{summary['denoiser_evaluations']:,} {summary['unit']}, {summary['seconds']:,.0f} s of training",
+            "cost": card_facts.cost(summary, run),
             "seed": str(summary["seed"])}
     return "\n".join(["| setting | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
 
 
 def _weighted(rewards: dict[str, float]) -> str:
-    return " + ".join(f"`{name}`" if weight == 1 else f"{weight:g} `{name}`" for name, weight in rewards.items())
+    return " + ".join(code(name) if weight == 1 else f"{weight:g} {code(name)}" for name, weight in rewards.items())
 
 
 def _sample(summary: dict[str, Any], run: Path) -> str:
@@ -159,13 +169,6 @@ def _sample(summary: dict[str, Any], run: Path) -> str:
     if summary["unit"] == TOKENS:
         return SAMPLE["text"]
     return SAMPLE["video" if (run / "before_after.webp").is_file() else "image"]
-
-
-def _prompt(run: Path, sample: str) -> str:
-    """Return a held-out prompt of the run."""
-    file = run / "report" / "before.json"
-    cards = json.loads(file.read_text(encoding="utf-8"))["cards"] if file.is_file() else []
-    return cards[0]["prompt"] if cards else PROMPTS[sample]
 
 
 def curves(run: Path, path: Path, unit: str) -> None:
@@ -191,9 +194,9 @@ def points(lines: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
     """Return the (evaluations, mean) points of every reward in `metrics.jsonl`, as `reward/NAME` for training and
     `held_out/NAME`. Lines where a reward applied to nothing are skipped."""
     series: dict[str, list[tuple[int, float]]] = {}
-    for line in lines:
-        for key, value in line.items():
+    for entry in lines:
+        for key, value in entry.items():
             mean = key.startswith("reward/") and key.endswith("/mean")
             if (mean or key.startswith("held_out/")) and value is not None:
-                series.setdefault(key.removesuffix("/mean"), []).append((line["evaluations"], value))
+                series.setdefault(key.removesuffix("/mean"), []).append((entry["evaluations"], value))
     return series

@@ -100,3 +100,26 @@ def test_mistakes_in_reports_are_told(options, line, tmp_path, monkeypatch, caps
     for name in "ab":
         written(tmp_path, name, 1, time=1)
     assert line in told(capsys, "report", *options)
+
+
+def test_names_of_others_do_not_command_the_terminal(tmp_path, capsys):
+    evil = "\x1b[31m\x9b2J\u202eevil"
+    folder = written(tmp_path, "a\x1b[2Jb", 1, time=100)
+    for file in ("config.yaml", "before.json", "summary.json"):
+        if (folder / file).is_file():
+            text = (folder / file).read_text()
+            (folder / file).write_text(text.replace("mix_grpo", r'"\x1b]0;x\x07"') if file == "config.yaml" else
+                                       text.replace('"red"', json.dumps(evil)))
+    assert main(["runs", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert not set(out) & set("\x1b\x07\x9b\u202e") and r"\x1b[2J" in out and r"\u202eevil" in out
+    assert main(["runs", str(tmp_path / "no\x1b[2Jsuch")]) == 2
+    assert "\x1b" not in capsys.readouterr().err
+
+
+def test_the_page_of_several_runs_shows_hostile_names_as_text(tmp_path, capsys):
+    names = ["<script>alert(1)</script>".replace("/", ""), "x\"><img src=y onerror=z>"]
+    folders = [written(tmp_path, name, 1, time=1) for name in names]
+    assert main(["report", *map(str, folders), "--output", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "<script>" not in page and "<img" not in page and "&lt;script&gt;" in page

@@ -93,3 +93,12 @@ def test_a_table_says_what_its_texts_say(tmp_path):
     page = write_page(tmp_path / "page.html", "title", ["one", "two"], [row]).read_text()
     assert "<p>x *y*\n&lt;b&gt;|</p>" in page and '<dd class="rose">\u25b2 1.000</dd>' in page
     assert page.index("a|b") < page.index("x *y*")
+
+
+def test_hostile_names_are_text_in_a_table_and_a_page(tmp_path):
+    evil = "\x1b[2J](x) | <img src=y>\n# head"
+    row = Row(evil, [evil], [{evil: 0.5}])
+    table = write_table(tmp_path / "page.md", evil, [evil], [row]).read_text()
+    page = write_page(tmp_path / "page.html", evil, [evil], [row]).read_text()
+    assert "\x1b" not in table and "<img" not in table + page and "](x)" not in table.replace("\\](x)", "")
+    assert [line[:2] for line in table.splitlines()] == ["# ", "", "| ", "| ", "| "]

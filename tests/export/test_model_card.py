@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 
@@ -13,9 +14,12 @@ from PIL import Image
 
 from flowgrpo.check.tiny import make
 from flowgrpo.config import validate
+from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.escaped import plain
 from flowgrpo.evaluation.compared import compared
 from flowgrpo.evaluation.measured import Measured
+from flowgrpo.evaluation.report.snapshots import commit, data_url, write
 from flowgrpo.export import export, model_card, usage
 from flowgrpo.storage.json_files import finite
 from tests.export.test_export import SUMMARY, make_run
@@ -29,8 +33,11 @@ def sd3(tmp_path_factory):
 
 
 def code(card: str) -> str:
-    [found] = re.findall(r"```python\n(.*?)```", card, re.S)
+    [(_, found)] = re.findall(FENCED, card, re.S | re.M)
     return found
+
+
+FENCED = r"^(`{3,})python\n(.*?)^\1$"
 
 
 def test_the_card_says_what_the_run_says(sd3):
@@ -38,7 +45,7 @@ def test_the_card_says_what_the_run_says(sd3):
     assert "with `mix_grpo+grpo_guard` to 2 `bright`" in text and "| bright | 0.250 | 0.500 | +0.250 | yes |" in text
     assert "Means over 4 held-out pictures (2 steps, guidance 1), with the pipeline's own scheduler.\n" in text
     assert "1,234 denoiser evaluations" in text and "| LoRA | rank 2, alpha 3 |" in text
-    assert len(text.splitlines()) < 70 and "text:" not in text
+    assert len(text.splitlines()) < 110 and "text:" not in text
     assert (sd3 / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -62,7 +69,7 @@ def test_the_licence_is_the_base_models(sd3, front, expected, said):
             file.write_text(front)
         assert model_card.licence_of(str(sd3 / "model")) == expected
         card = ModelCard(export.card(sd3).read_text())
-        assert card.data.license == expected.get("license", "unknown")
+        assert card.data.license == expected.get("license", "other")
         assert f"Of the base model `{sd3 / 'model'}`: {said}" in card.text
     finally:
         file.unlink(missing_ok=True)
@@ -76,7 +83,7 @@ def test_the_metadata_is_what_a_hub_reads(sd3):
     on_hub = validate({"model": "owner/a-model", "reward": "bright"})
     told = model_card.metadata(on_hub, {}, "clip", True)
     assert told["base_model"] == "owner/a-model" and told["base_model_relation"] == "adapter"
-    assert told["pipeline_tag"] == "text-to-video" and told["license"] == "unknown"
+    assert told["pipeline_tag"] == "text-to-video" and told["license"] == "other"
     assert model_card.licence_of("starter") == {"license": "apache-2.0"} and model_card.licence_of("no/model") == {}
 
 
@@ -176,3 +183,67 @@ def test_the_snippet_of_a_replaced_denoiser_loads_it(tmp_path):
     assert "pipe = load_pipeline('owner/model', 'bf16', files=Load(denoiser='d.gguf'))" in told
     assert "from flowgrpo.config.sections import Load" in told
     compile(told, "snippet", "exec")
+
+
+HOSTILE = ["---\nlicense: mit\n---", "a ``` fence ~~~", "| cell | <script>alert(1)</script>",
+           "\x1b[31mred\x07 \u202etfel",
+           "![x](javascript:1) [y](z) `code` *b* __c__", "key: [value, \"quoted\" 'too'] # no comment\\"]
+
+
+@pytest.mark.parametrize("prompt", HOSTILE)
+def test_texts_of_others_are_neither_yaml_nor_markdown_nor_commands(tmp_path, prompt):
+    run = with_cards(tmp_path, prompt)
+    text = export.card(run).read_text()
+    card = ModelCard(text)
+    assert card.data.license == "apache-2.0" and card.data.to_dict()["widget"][0] == {
+        "text": plain(" ".join(prompt.split())), "output": {"url": "images/after-0.webp"}}
+    assert not set(text) & set("\x1b\x07\u202e")
+    body = re.sub(FENCED, "", card.text, flags=re.S | re.M)
+    markup = re.sub(r"(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)", "", re.sub(r"\\.", "", body))  # without spans of code
+    assert "![x](" not in markup and "](y)" not in markup and "<script" not in markup
+    [row] = [each for each in body.splitlines() if "images/before-0.webp" in each]
+    assert len(re.findall(r"(?<!\\)\|", row)) == 4
+    compile(code(text), "snippet", "exec")
+
+
+def with_cards(folder, prompt: str):
+    """A run's folder with one held-out prompt, whose name and reward are that text too."""
+    picture = {"prompt": prompt, "scores": {}, "picture": data_url(torch.rand(3, 8, 8))}
+    for name in ("before", "after"):
+        write(folder / "report" / f"{name}.json", {"name": name, "epoch": 0, "scores": {}, "cards": [picture]})
+    label = " ".join(prompt.split())
+    config = validate({"model": "starter", "reward": {label: {"use": "scene"}}, "name": prompt.replace("/", "")})
+    (folder / "config.yaml").write_text(config.yaml())
+    told = SUMMARY | {"before": {label: 0.25}, "after": {label: 0.5}}
+    (folder / "summary.json").write_text(json.dumps(told))
+    (folder / "metrics.jsonl").write_text("")
+    (folder / "pytorch_lora_weights.safetensors").write_bytes(b"weights")
+    return folder
+
+
+def test_the_card_says_where_everything_came_from(tmp_path):
+    text = export.card(with_cards(tmp_path, "a red star")).read_text()
+    assert f"`pytorch_lora_weights.safetensors`: `{hashlib.sha256(b'weights').hexdigest()}`" in text
+    train = sets.SETS["starter"].train
+    assert f"| training | `starter` | {len(train.read_text().splitlines()):,} | " \
+           f"`{hashlib.sha256(train.read_bytes()).hexdigest()}` |" in text
+    assert "- `a red star`: flowgrpo " in text and "reward hacking would not show" in text
+    assert (tmp_path / "images" / "before-0.webp").read_bytes()[8:12] == b"WEBP"
+    front = ModelCard(text).data.to_dict()
+    assert front["license"] == "apache-2.0" and front["library_name"] == "diffusers"
+
+
+def test_the_card_has_commit_versions_and_cost(tmp_path):
+    run = with_cards(tmp_path, "a red star")
+    machine = {"device": "cpu", "processes": "2", "torch": "2.9", "commit": "0" * 40}
+    write(run / "report" / "machine.json", machine)
+    text = export.card(run).read_text()
+    assert f"Made with: device cpu, processes 2, torch 2.9, commit {'0' * 40}." in text
+    assert "1,234 denoiser evaluations, 3 s of training (0.00167 hours of 2 x cpu)" in text
+    assert all(re.fullmatch("[0-9a-f]{40}( with changes)?", value) for value in commit().values())
+
+
+def test_a_base_without_a_licence_is_other_with_a_line(tmp_path):
+    config = validate({"model": "owner/model", "reward": "scene"})
+    assert model_card.metadata(config, {}, "picture", True)["license"] == "other"
+    assert "Of the base model `owner/model`: unknown" in model_card._licence(config, {})

@@ -60,7 +60,7 @@ def sd3_controlnet(seed: int = 0) -> Pipeline:
         sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_layers=1, attention_head_dim=8,
         num_attention_heads=2, joint_attention_dim=32, caption_projection_dim=16, pooled_projection_dim=32,
         pos_embed_max_size=4, qk_norm="rms_norm"))
-    vae = AutoencoderKL(
+    vae: Any = AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
         block_out_channels=(4, 4), layers_per_block=1, latent_channels=4, norm_num_groups=1, sample_size=16,
         scaling_factor=1.5, shift_factor=0.1)

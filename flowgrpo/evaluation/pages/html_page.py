@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flowgrpo.escaped import cell, markdown
 from flowgrpo.evaluation.numbers import bounds, ranged
 from flowgrpo.evaluation.pages import grid, mp4
 from flowgrpo.evaluation.pages.clips import pace
@@ -87,14 +88,14 @@ def write_table(path: str | Path, title: str, columns: Sequence[str], rows: Sequ
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     digits = grid.digits_of(rows)
-    lines = [["prompt", *columns], ["---"] * (len(columns) + 1)]
-    lines += [[_cell(row.caption), *(_scored(image, scores, digits) for image, scores in zip(row.images, row.scores))]
+    lines = [["prompt", *map(markdown, columns)], ["---"] * (len(columns) + 1)]
+    lines += [[cell(row.caption), *(_scored(image, scores, digits) for image, scores in zip(row.images, row.scores))]
               for row in rows]
     if summary:
-        lines.append([summary.label, *(", ".join(f"{_cell(_short(name))} {_ranged(of, digits[name])}"
+        lines.append([summary.label, *(", ".join(f"{cell(_short(name))} {_ranged(of, digits[name])}"
                                                  for name, of in means.items()) for means in summary.columns)])
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    path.write_text(f"# {title}\n\n{table}", encoding="utf-8")
+    path.write_text(f"# {markdown(title)}\n\n{table}", encoding="utf-8")
     return path
 
 
@@ -109,13 +110,7 @@ def _ranged(of: Interval, digits: int) -> str:
 def _scored(text: torch.Tensor | str, scores: dict[str, float], digits: Mapping[str, int]) -> str:
     assert isinstance(text, str), "a table is of texts"
     listed = ", ".join(f"{_short(name)} {grid.shown(value, digits[name])}" for name, value in scores.items())
-    return f"{_cell(text)}<br>{_cell(listed)}" if listed else _cell(text)
-
-
-def _cell(text: str) -> str:
-    """Escape a text for a table cell."""
-    marked = re.sub(r"([\\`*_|~])", r"\\\1", html.escape(text, quote=False))
-    return "<br>".join(marked.splitlines())
+    return f"{cell(text)}<br>{cell(listed)}" if listed else cell(text)
 
 
 def _row(row: grid.Row, digits: Mapping[str, int]) -> str:

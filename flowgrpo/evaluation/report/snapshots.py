@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import shutil
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,7 +186,24 @@ def machine(device: str | torch.device, processes: int, precision: str) -> dict[
     return {"device": described(device), "precision": precision, "processes": str(processes),
             "cores": str(os.cpu_count()),
             "system": f"{platform.system()} {platform.machine()}", "Python": platform.python_version(),
-            **{package: version(package) for package in PACKAGES}}
+            **{package: version(package) for package in PACKAGES}, **commit()}
+
+
+def commit() -> dict[str, str]:
+    """Return the commit of this package under `commit`, marked where files differ; empty outside its own repository."""
+    root = Path(__file__).parents[3]
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10,
+                              check=True).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != root:
+            return {}
+        changed = " with changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+        return {"commit": git("rev-parse", "HEAD") + changed}
+    except (OSError, subprocess.SubprocessError):
+        return {}
 
 
 def stage(run: Path, name: str, epoch: int, measured: Measured) -> None:

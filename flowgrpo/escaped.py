@@ -1,0 +1,47 @@
+"""Texts of others (prompts, names of rewards, metrics and runs) in terminals and in Markdown."""
+
+from __future__ import annotations
+
+import html
+import re
+
+# Control characters besides tab and newline, and those that change the direction of a text.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+_MARKS = re.compile(r"([\\`*_|~]|\](?=[(\[:]))")  # a bracket alone is no link
+
+
+def plain(text: str) -> str:
+    """Return a text with its control characters written out, such as \\x1b, so that a terminal does not obey them."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def line(text: str) -> str:
+    """Return a text as one line without control characters."""
+    return plain(" ".join(text.split()))
+
+
+def cell(text: str) -> str:
+    """Return a text for a cell of a Markdown table; line breaks become <br>."""
+    return "<br>".join(_MARKS.sub(r"\\\1", html.escape(plain(part), quote=False)) for part in text.splitlines())
+
+
+def markdown(text: str) -> str:
+    """Return a text as one line of Markdown in which nothing is markup."""
+    return cell(line(text))
+
+
+def code(text: str) -> str:
+    """Return a text as code within a line of Markdown, also within a table."""
+    shown = line(text).replace("|", "\\|")
+    ticks = _ticks(shown, 1)
+    space = " " if shown.startswith("`") or shown.endswith("`") else ""
+    return f"{ticks}{space}{shown}{space}{ticks}"
+
+
+def fenced(text: str, language: str) -> str:
+    """Return a text as a block of code in Markdown, whose fence does not occur in it."""
+    return f"{(ticks := _ticks(text, 3))}{language}\n{text}\n{ticks}"
+
+
+def _ticks(text: str, least: int) -> str:
+    return "`" * max(least, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
