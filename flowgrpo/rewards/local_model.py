@@ -76,11 +76,15 @@ class LocalModel:
         """Raise UserError for a model that the reward cannot use."""
 
     def _placed(self, part: Any) -> Any:
-        """Return a part; a network in evaluation mode, on the device and in `dtype`."""
+        """Return a part; a network in evaluation mode, on the device and in `dtype`.
+
+        One that was loaded in `dtype` keeps what its library holds in fp32, such as the frequencies of positions.
+        """
         if not isinstance(part, nn.Module):
             return part
         part = part.eval().to(self.device)
-        return part if isinstance(part, Head) else part.to(self.float_type)
+        loaded = next((weight.dtype for weight in part.parameters()), None)
+        return part if isinstance(part, Head) or loaded == self.float_type else part.to(self.float_type)
 
     def batched(self, scores: Callable[[Tensor, list[str]], Tensor], images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Return `scores` of B pictures and their prompts, `batch_size` at a time -> [B] float32 on the CPU."""

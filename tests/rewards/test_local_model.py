@@ -95,6 +95,18 @@ def test_a_head_stays_in_fp32():
     assert model.weight.dtype == torch.bfloat16 and head[0].weight.dtype == torch.float32
 
 
+def test_a_network_in_the_dtype_keeps_its_buffers_in_fp32():
+    class Turned(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(3, 1)
+            self.register_buffer("frequencies", torch.tensor([0.001]))
+
+    [loaded], [cast] = (Mean(dtype="bf16", parts=(part,)).models for part in (Turned().bfloat16(), Turned()))
+    loaded.frequencies = torch.tensor([0.001])  # as a model of transformers in bf16 has them
+    assert Mean(dtype="bf16", parts=(loaded,)).models[0].frequencies.dtype == torch.float32
+    assert cast.weight.dtype == cast.frequencies.dtype == torch.bfloat16
+
+
 def test_weights_are_loaded_at_the_first_call_where_that_is_asked():
     with lazily():
         reward = Mean()

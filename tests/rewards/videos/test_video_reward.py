@@ -141,6 +141,14 @@ def test_scores_are_the_head_on_the_three_marks(release):
     assert marked.tolist() == pytest.approx([values[1].sum().item()], abs=5e-3)
 
 
+def test_weights_in_half_precision_keep_the_head_in_fp32(release):
+    half, full = (find("video_reward", {**release[0], "dtype": dtype, "batch_size": 2}) for dtype in ("bf16", "fp32"))
+    model, head, *_ = half.models
+    assert model.dtype == torch.bfloat16 and head[0].weight.dtype == torch.float32
+    assert {buffer.dtype for name, buffer in model.named_buffers() if "inv_freq" in name} == {torch.float32}
+    assert half(CLIPS, PROMPTS).tolist() == pytest.approx(full(CLIPS, PROMPTS).tolist(), abs=0.5)
+
+
 @pytest.mark.parametrize("count, fps, frames", [
     (81, 16, [0, 9, 18, 27, 36, 44, 53, 62, 71, 80]),  # 10.1 frames at 2 a second
     (16, 16, [0, 5, 10, 15]), (3, 16, [0, 2]), (2, 30, [0, 1]),
