@@ -209,7 +209,7 @@ class SubjectScore(LocalModel):
     model: str = "ViT-L-14-quickgelu"
     pretrained: str = "openai"
     clip: ClipScore = field(init=False, repr=False)
-    reward, parameters = "subject_score", 428e6
+    reward, parameters = "subject_score", 0  # those of `clip` count
     about = About(modality="image", range=(-1, 1), needs="clip", licence="Apache-2.0, MIT weights")
 
     def __post_init__(self) -> None:

@@ -3,6 +3,8 @@ of their own; verdicts of all six tasks by a table worked by hand."""
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -231,6 +233,38 @@ def test_the_mask_decides_the_colour():
     assert named(picture, [Detection((10, 0, 40, 64), "dog", 1.0)], "dog") == ["blue"]
     assert named(picture, [Detection((20, 0, 24, 64), "dog", 1.0, mask)], "dog") == ["red"]
     assert clip_colours.GREY == 0x99
+
+
+def test_common_arguments_go_to_the_detector_and_to_clip(parts, tmp_path):
+    for part in parts:
+        part.save_pretrained(tmp_path)
+    options = {"clip": {"parts": (ByHand(), Same), "batch_size": 1}, "colours": "clip", "dtype": "bf16",
+               "device": "cpu:0", "batch_size": 2}
+    reward = GenEval(detector=f"mask2former:{tmp_path}", **options)
+    one, two = reward.detector, reward.colours.clip
+    assert [(model.dtype, model.device, model.batch_size) for model in (one, two)] == [
+        ("bf16", "cpu:0", 2), ("bf16", "cpu:0", 1)]
+    assert next(one.models[0].parameters()).dtype == torch.bfloat16
+    assert rewards.find("geneval", {"detector": "http://127.0.0.1:1/", **options}).colours.clip.dtype == "bf16"
+
+
+@pytest.mark.parametrize("args, message", [
+    ({"detector": "http://127.0.0.1:1/", "device": "cpu", "batch_size": 2},
+     "reward 'geneval': got device, batch_size, which the detector 'http://127.0.0.1:1/' does not take: leave them"),
+    ({"dtype": "bf16"}, "detector 'fasterrcnn_resnet50_fpn_v2': dtype is 'bf16', expected fp32: leave it out"),
+])
+def test_common_arguments_that_no_model_takes_are_refused(args, message):
+    with pytest.raises(UserError, match=message):
+        rewards.find("geneval", args)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_mask2former_in_half_precision_is_near_fp32(parts, dtype):
+    half, full = (Mask2Former(parts=copy.deepcopy(parts), least=0.0, device="cpu", dtype=name)(PICTURES)
+                  for name in (dtype, "fp32"))
+    for one, other in zip(half, full):
+        scores, expected = (sorted(each.score for each in some) for some in (one, other))
+        assert scores == pytest.approx(expected, abs=0.05)
 
 
 def test_other_names_of_colours_are_refused():

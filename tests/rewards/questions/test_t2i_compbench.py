@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import types
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from flowgrpo import rewards
+from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.data import sets
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.images import vision
@@ -134,7 +136,8 @@ def test_blip_at_another_size_takes_the_whole_picture(blip):
     assert BlipVqa(parts=blip, size=32, device="cpu")(wide, ["a dog?"] * 3).shape == (3,)
 
 
-def test_owl_finds_what_it_is_asked_for():
+@pytest.fixture(scope="module")
+def owl():
     from transformers import Owlv2Config, Owlv2ForObjectDetection, Owlv2ImageProcessor, Owlv2Processor
 
     words = ["[PAD]", "a", "photo", "of", "dog", "cat", "zebra"]
@@ -147,8 +150,12 @@ def test_owl_finds_what_it_is_asked_for():
                        "image_size": 16, "patch_size": 8}, projection_dim=16)
     model = stirred(Owlv2ForObjectDetection(config))
     processor = Owlv2Processor(Owlv2ImageProcessor(size={"height": 16, "width": 16}), tokenizer)
-    owl = Owl(parts=(model, processor), least=0.0, device="cpu")
-    both, one, none = owl(PICTURES, [["dog", "cat", "dog"], ["cat"], []])
+    return model, processor
+
+
+def test_owl_detects_the_names_of_each_picture(owl):
+    model, processor = owl
+    both, one, none = Owl(parts=owl, least=0.0, device="cpu")(PICTURES, [["dog", "cat", "dog"], ["cat"], []])
     assert len(both) == len(one) == 4 and none == []  # 2 by 2 patches
     assert {each.label for each in both} <= {"dog", "cat"} and {each.label for each in one} == {"cat"}
     assert [each.score for each in both] == sorted((each.score for each in both), reverse=True)
@@ -156,6 +163,27 @@ def test_owl_finds_what_it_is_asked_for():
     with torch.no_grad():
         logits = model(**inputs).logits[0, :, 0]
     assert [each.score for each in one] == pytest.approx(sorted(logits.sigmoid().tolist(), reverse=True), abs=1e-5)
+
+
+def test_owl_takes_pictures_with_equally_many_names_at_once(owl):
+    names = [["dog"], ["cat", "dog"], ["zebra"]]
+    at_once, single = (Owl(parts=owl, least=0.0, device="cpu", batch_size=size)(PICTURES, names) for size in (8, 1))
+    for some, others in zip(at_once, single, strict=True):
+        assert [one.label for one in some] == [one.label for one in others] and len(some) == 4
+        assert [value for one in some for value in (*one.box, one.score)] == pytest.approx(
+            [value for one in others for value in (*one.box, one.score)], abs=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_models_in_half_precision_are_near_fp32(blip, owl, dtype):
+    def scores(kind: str) -> tuple[list[float], list[float]]:
+        models = [copy.deepcopy(parts) for parts in (blip, owl)]
+        vqa = BlipVqa(parts=models[0], size=16, device="cpu", dtype=kind)
+        seen = Owl(parts=models[1], least=0.0, device="cpu", dtype=kind)(PICTURES, [["dog"]] * 3)
+        return vqa(PICTURES, ["a dog?"] * 3).tolist(), [one.score for some in seen for one in some]
+
+    for half, full in zip(scores(dtype), scores("fp32")):
+        assert half == pytest.approx(full, abs=0.05) and half != full
 
 
 # --- the reward ------------------------------------------------------------------------------------------------------
@@ -231,6 +259,35 @@ def test_packaged_prompts_need_no_spacy(monkeypatch, blip):
             assert all(prompt.metadata["noun_phrases"] for prompt in prompts)
         if kind == "numeracy":
             assert sum(not counted(prompt.metadata["noun_phrases"]) for prompt in prompts) < 5
+
+
+def test_common_arguments_go_to_every_model_and_its_own_come_first(blip):
+    with rewards.lazily():
+        reward = T2ICompBench(dtype="bf16", device="cpu:0", batch_size=3, vqa={"dtype": "fp32"}, clip={"batch_size": 4})
+    assert {name: (model.dtype, model.device, model.batch_size) for name, model in reward._models.items()} == {
+        "vqa": ("fp32", "cpu:0", 3), "detector": ("bf16", "cpu:0", 3), "clip": ("bf16", "cpu:0", 4)}
+    assert set(T2ICompBench(dimension="spatial", detector=detector)._models) == {"detector"}
+
+
+def test_weights_leave_between_scorings(blip, owl, tmp_path):
+    for name, parts in (("blip", blip), ("owl", owl)):
+        for part in parts:
+            part.save_pretrained(tmp_path / name)
+    with rewards.lazily():
+        reward = T2ICompBench(device="cpu:0", detector=f"owl:{tmp_path}/owl", threshold=0.1,
+                              vqa={"model": str(tmp_path / "blip"), "size": 16},
+                              clip={"parts": (OnlyClip(), counts)})
+    functions, scores = rewards.compose({"it": WatchRule()}, None, {"it": reward}, True), []
+    metadata = [{"category": kind, "noun_phrases": ["a dog", "a cat"]} for kind in ("color", "numeracy", "shape")]
+    networks = {name: reward._models[name].models[0] for name in ("vqa", "detector")}
+    weights = {name: next(network.parameters()) for name, network in networks.items()}
+    for _ in range(2):
+        scores.append(rewards.score(functions, PICTURES, ["a dog and a cat"] * 3, metadata)[:, 0].tolist())
+        here = [next(network.parameters()) is weights[name] for name, network in networks.items()]
+        assert here == [len(scores) == 1] * 2  # copies stand for them from the second scoring on
+        rewards.leave(functions.values())
+        assert all(next(network.parameters()) is weights[name] for name, network in networks.items())
+    assert scores[0] == scores[1] and 0 < min(scores[0])
 
 
 def test_a_dimension_for_all_prompts():

@@ -84,6 +84,21 @@ def test_background_consistency_is_that_of_clips_embeddings():
     assert 0 < min(hand) and max(hand) < 0.9999
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_features_in_half_precision_are_near_fp32(dtype):
+    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection, ViTConfig, ViTModel
+
+    def networks():
+        return {"subject_consistency": stirred(ViTModel(ViTConfig(image_size=224, **TINY), add_pooling_layer=False)),
+                "background_consistency": stirred(CLIPVisionModelWithProjection(
+                    CLIPVisionConfig(image_size=224, projection_dim=8, **TINY)))}
+
+    for name, network in networks().items():
+        half, full = (scored(name, CLIPS, parts=(part,), device="cpu", dtype=kind)
+                      for part, kind in ((networks()[name], dtype), (network, "fp32")))
+        assert half == pytest.approx(full, abs=0.02) and half != full
+
+
 @pytest.mark.parametrize("name", ["temporal_flickering", "subject_consistency"])
 def test_clips_of_one_frame_are_refused(name):
     args = {"parts": (torch.nn.Identity(),), "device": "cpu"} if name == "subject_consistency" else {}
@@ -193,6 +208,8 @@ def test_a_failure_of_the_package_has_its_message(package):
 def test_what_vbench_needs_is_told_at_the_start(tmp_path):
     with pytest.raises(UserError, match="dimension is 'hue', expected subject_consistency, "):
         rewards.find("vbench", {"dimension": "hue"})
+    with pytest.raises(UserError, match="reward 'vbench': device is 'cuda:99', expected .*cpu: take one of these"):
+        rewards.find("vbench", {"device": "cuda:99"})
     with pytest.raises(UserError, match=f"{sys.executable} has no package vbench: python -m venv vbench && "
                                         r"vbench/bin/pip install vbench, and give args: \{python: vbench/bin/python\}"):
         rewards.find("vbench")
