@@ -3,8 +3,8 @@
 The dimension of a prompt is its metadata's `category`. Colour, shape and texture: BLIP-VQA is asked for each noun
 phrase ("a red book?"); the score is the product of the probabilities of "yes". Spatial: boxes of both objects.
 Numeracy: boxes of each counted object. Non-spatial: the cosine of CLIP ViT-B/32. Complex: the mean of attributes with
-places, or with actions, or with both. Difference: boxes are OWLv2's or another detector's, where the release has
-UniDet.
+places, or with actions, or with both. Boxes are OWLv2's or another detector's. The release has UniDet,
+with whose scores they are not comparable.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class T2ICompBench:
     batch_size: int | None = None
     phrases: Phrases = field(init=False, repr=False)
     _models: dict[str, Any] = field(init=False, repr=False)
-    about = About(modality="image", range=(-1, 1), needs="", licence="Apache-2.0, the models'")
+    about = About(modality="image", range=(-1, 1), needs="clip", licence="Apache-2.0, the models'")
 
     def __post_init__(self) -> None:
         if self.dimension not in (None, *DIMENSIONS):
