@@ -4,7 +4,8 @@
 
 FOLDER holds geneval_evaluation_metadata.jsonl, t2i_compbench_*.txt, PartiPrompts.tsv, flow_grpo_ocr_test.txt,
 ddpo_simple_animals.txt, dpg_bench_prompts.jsonl, unigenbench_test_prompts_en.csv and VBench_full_info.json, as their
-repositories have them. A file that is missing leaves its set as it is. Sources and licences are in `sets.SETS`.
+repositories have them. A file that is missing leaves its set as it is. Sources and licences are in `sets.SETS`. The
+prompts of T2I-CompBench are read by spaCy's en_core_web_sm 3.8.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from build_suites import train
 
 from flowgrpo.data.sets import FOLDER
 from flowgrpo.data.suites import load_suite
+from flowgrpo.rewards.questions.phrases import Phrases
 
 
 def write(name: str, rows: Iterable[dict[str, Any]]) -> None:
@@ -39,7 +41,23 @@ def of_suite(path: Path) -> list[dict[str, Any]]:
 
 
 def compbench(folder: Path, side: str) -> list[dict[str, Any]]:
-    return [row for file in sorted(folder.glob(f"t2i_compbench_*_{side}.txt")) for row in of_suite(file)]
+    """Return the prompts of T2I-CompBench, with what its reward would otherwise ask spaCy for.
+
+    Noun phrases, except of prompts whose words tell them; complex prompts without their adjectives, and `action` for
+    one that the benchmark lists with a place and an action.
+    """
+    rows = [row for file in sorted(folder.glob(f"t2i_compbench_*_{side}.txt")) for row in of_suite(file)]
+    listed = (folder / f"t2i_compbench_complex_{side}_spatialaction.txt").read_text(encoding="utf-8").splitlines()
+    both, phrases = {line.strip().lower().rstrip(".") for line in listed}, Phrases()
+    for row in rows:
+        prompt, metadata = row["prompt"], row["metadata"]
+        if metadata["category"] in ("color", "shape", "texture", "numeracy", "complex"):
+            metadata["noun_phrases"] = phrases.of(prompt, {})
+        if metadata["category"] == "complex":
+            metadata["without_adjectives"] = phrases.without_adjectives(prompt, {})
+            if prompt.lower().rstrip(".") in both:
+                metadata["action"] = True
+    return rows
 
 
 def unigen(path: Path) -> list[dict[str, Any]]:

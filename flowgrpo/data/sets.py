@@ -58,7 +58,7 @@ SETS: dict[str, PromptSet] = {
                               FOLDER / "geneval_coco.jsonl", rewards=("geneval",)),
     "t2i_compbench": PromptSet("compositions of eight kinds; the published training and validation prompts", "image",
                                FOLDER / "t2i_compbench_train.jsonl", FOLDER / "t2i_compbench.jsonl", "MIT",
-                               "Karine-Huang/T2I-CompBench (2307.06350)"),
+                               "Karine-Huang/T2I-CompBench (2307.06350)", ("t2i_compbench",)),
     "partiprompts": PromptSet("1,632 prompts of 12 categories and 11 challenges", "image",
                               FOLDER / "partiprompts.jsonl", None, "Apache-2.0", "google-research/parti (2206.10789)"),
     "ocr": PromptSet("a text in quotes that the picture has to show", "image", FOLDER / "ocr.jsonl", None, "MIT",

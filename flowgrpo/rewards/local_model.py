@@ -63,11 +63,15 @@ class LocalModel:
         """Raise UserError for a model that the reward cannot use."""
 
     def _placed(self, part: Any) -> Any:
-        """Return a part; a network in evaluation mode, on the device and in `dtype`."""
+        """Return a part; a network in evaluation mode, on the device and in `dtype`.
+
+        One that was loaded in `dtype` keeps what its library holds in fp32, such as the frequencies of positions.
+        """
         if not isinstance(part, nn.Module):
             return part
         part = part.eval().to(self.device)
-        return part if isinstance(part, Head) else part.to(self.float_type)
+        loaded = next((weight.dtype for weight in part.parameters()), None)
+        return part if isinstance(part, Head) or loaded == self.float_type else part.to(self.float_type)
 
     def batched(self, scores: Callable[[Tensor, list[str]], Tensor], images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Return `scores` of B pictures and their prompts, `batch_size` at a time -> [B] float32 on the CPU."""
@@ -94,6 +98,14 @@ def require_arguments(reward: str, dtype: str, device: str | None, batch_size: i
         except (RuntimeError, AssertionError, TypeError):
             raise UserError(f"reward {reward!r}: device is {device!r}, expected {', '.join(devices())}: take one of "
                             "these, or leave it out") from None
+
+
+def passed_on(reward: str, dtype: str | None, device: str | None, batch_size: int | None) -> dict[str, Any]:
+    """Return the common arguments that a reward passes on to its models, without those that are None.
+    Raises UserError as `require_arguments` does."""
+    require_arguments(reward, dtype or "fp32", device, 1 if batch_size is None else batch_size)
+    named: dict[str, Any] = {"dtype": dtype, "device": device, "batch_size": batch_size}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def devices() -> list[str]:

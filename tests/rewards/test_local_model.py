@@ -15,10 +15,12 @@ from flowgrpo.rewards.find import BUILT_IN, find, locate
 from flowgrpo.rewards.images import vision
 from flowgrpo.rewards.laziness import lazily
 from flowgrpo.rewards.local_model import LocalModel
+from flowgrpo.rewards.videos.video_reward import MARKS
 from tests.rewards.images.test_safety import folder  # noqa: F401  # a fixture
 
 WITH_MODELS = {"safety", "clip_score", "subject_score", "aesthetic", "pick_score", "hps_v2", "hps_v3", "image_reward",
-               "vqa_score", "reward_model"}
+               "vqa_score", "reward_model", "subject_consistency", "background_consistency", "video_reward"}
+PASSING_ON = {"question_answers", "geneval", "t2i_compbench"}  # to models that they hold
 
 
 class Mean(LocalModel):
@@ -47,11 +49,11 @@ class Mean(LocalModel):
 def test_every_reward_with_a_model_takes_the_same_arguments():
     assert {name for name in BUILT_IN if inspect.isclass(locate(name)) and issubclass(locate(name), LocalModel)} \
         == WITH_MODELS
-    for name in WITH_MODELS | {"question_answers", "geneval"}:
+    for name in WITH_MODELS | PASSING_ON:
         assert {"dtype", "device", "batch_size"} <= set(inspect.signature(locate(name)).parameters), name
 
 
-@pytest.mark.parametrize("name", sorted(WITH_MODELS))
+@pytest.mark.parametrize("name", sorted(WITH_MODELS | PASSING_ON))
 @pytest.mark.parametrize("wrong, told", [
     ({"dtype": "float32"}, "dtype is 'float32', expected fp32, bf16, fp16: take one"),
     ({"device": "cuda:99"}, "device is 'cuda:99', expected .*cpu: take one"),
@@ -60,8 +62,10 @@ def test_every_reward_with_a_model_takes_the_same_arguments():
     ({"batch_size": True}, "batch_size is True, expected a number from 1"),
 ])
 def test_wrong_arguments_are_refused_in_one_line_before_weights_are_read(name, wrong, told, tmp_path):
-    (tmp_path / "text.txt").write_text("{text_prompt}<|Reward|>")
-    further = {"hps_v3": {"instruction": str(tmp_path / "text.txt")}, "reward_model": {"model": "/no/folder"}}
+    further = {"reward_model": {"model": "/no/folder"}}
+    for other, marks in (("hps_v3", "<|Reward|>"), ("video_reward", "".join(MARKS))):
+        (tmp_path / f"{other}.txt").write_text("{text_prompt}" + marks)
+        further[other] = {"instruction": str(tmp_path / f"{other}.txt")}
     with pytest.raises(UserError, match=told) as error:
         find(name, wrong | further.get(name, {}))
     assert "\n" not in str(error.value) and f"reward {name!r}" in str(error.value)
@@ -90,6 +94,18 @@ def test_a_head_stays_in_fp32():
 
     model, head = Headed(dtype="bf16").models
     assert model.weight.dtype == torch.bfloat16 and head[0].weight.dtype == torch.float32
+
+
+def test_a_network_in_the_dtype_keeps_its_buffers_in_fp32():
+    class Turned(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(3, 1)
+            self.register_buffer("frequencies", torch.tensor([0.001]))
+
+    [loaded], [cast] = (Mean(dtype="bf16", parts=(part,)).models for part in (Turned().bfloat16(), Turned()))
+    loaded.frequencies = torch.tensor([0.001])  # as a model of transformers in bf16 has them
+    assert Mean(dtype="bf16", parts=(loaded,)).models[0].frequencies.dtype == torch.float32
+    assert cast.weight.dtype == cast.frequencies.dtype == torch.bfloat16
 
 
 def test_weights_are_loaded_at_the_first_call_where_that_is_asked():

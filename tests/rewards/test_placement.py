@@ -73,6 +73,24 @@ def test_modules_are_those_of_attributes_and_of_parts():
     assert placement.modules(lambda images, prompts: None) == []
 
 
+COUNTS = {"clip_score": 428e6, "subject_score": 428e6, "pick_score": 986e6, "image_reward": 447e6,
+          "vqa_score": 4.02e9 / 2, "question_answers": 4.02e9 / 2, "geneval": 43.7e6, "subject_consistency": 86.4e6,
+          "background_consistency": 87.8e6, "t2i_compbench": (361 + 155 + 151) * 1e6}  # in fp32; half in bf16
+PARTS = [("geneval", {"detector": "mask2former"}, 68.7e6), ("geneval", {"colours": "clip"}, (43.7 + 428) * 1e6),
+         ("geneval", {"detector": "http://127.0.0.1:1/", "colours": "clip", "dtype": "bf16"}, 214e6),
+         ("t2i_compbench", {"dimension": "shape", "dtype": "fp16"}, 180.5e6),
+         ("t2i_compbench", {"dimension": "numeracy", "detector": "mask2former"}, 68.7e6),
+         ("t2i_compbench", {"dimension": "non_spatial", "clip": {"dtype": "bf16"}}, 75.5e6)]
+
+
+@pytest.mark.parametrize("name, args, count", [*((name, {}, count) for name, count in COUNTS.items()), *PARTS])
+def test_weights_are_counted_without_loading_them(name, args, count):
+    with rewards.lazily():
+        reward = rewards.find(name, {"device": "cpu"} | args)
+    assert placement.weight_bytes(reward) == {"cpu": 4 * count}
+    assert all(model.parts is None for model in placement.local_models(reward))
+
+
 class Rows(Mean):
     def __call__(self, images, prompts):
         return self._scores(images, prompts)
@@ -86,8 +104,8 @@ def test_a_run_is_the_same_with_weights_that_leave(method, kind):
         first, moved = reward.models[0].weight, []
         functions = composed(reward, away)
         if away:
-            waiting = functions["own"].placement.groups[torch.device("cpu:0")]._weights
-            waiting._copy = lambda tensor, moved=moved, copy=waiting._copy: moved.append(tensor.shape) or copy(tensor)
+            host = functions["own"].placement.groups[torch.device("cpu:0")]._weights
+            host._copy = lambda tensor, moved=moved, come=host._copy: moved.append(tensor.shape) or come(tensor)
         trainer = tiny.trainer(rewards=functions, method=method, reward="own", train__epochs=2)
         metrics.append([{key: value for key, value in trainer.run_epoch().items() if "seconds" not in key}
                         for _ in range(2)])

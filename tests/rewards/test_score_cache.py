@@ -107,6 +107,7 @@ features = boxes = f
     ("checklist", {"rewards": ["{}:f"], "thresholds": [0.5]}), ("harmonic", {"rewards": ["{}:f", "sharpness"]}),
     ("gated", {"rewards": ["sharpness", {"use": "ternary", "args": {"rewards": ["{}:f"]}}], "thresholds": [0]}),
     ("frames", {"reward": "{}:f"}), ("geneval", {"detector": "{}:boxes"}),
+    ("t2i_compbench", {"detector": "{}:boxes", "dimension": "spatial"}),
     ("base_similarity", {"features": "{}:features"}),
 ])
 def test_a_part_that_was_edited_is_another_reward(tmp_path, monkeypatch, name, args):

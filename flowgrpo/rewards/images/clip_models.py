@@ -74,8 +74,11 @@ class ClipScore(LocalModel):
 
     def embedded(self, images: Tensor) -> Tensor:
         """Return the same on the model's device, in one batch, with a gradient if required."""
-        pictures = self.prepare(images.to(self.device)).to(self.float_type)
-        return self.models[0].encode_image(pictures, normalize=True)
+        return self.encoded(self.prepare(images.to(self.device)))
+
+    def encoded(self, pictures: Tensor) -> Tensor:
+        """Return the embeddings of prepared pictures on the model's device [B, 3, size, size] -> [B, D]."""
+        return self.models[0].encode_image(pictures.to(self.float_type), normalize=True)
 
     def _cosines(self, images: Tensor, prompts: list[str]) -> Tensor:
         model, tokenizer = self.models
@@ -206,7 +209,7 @@ class SubjectScore(LocalModel):
     model: str = "ViT-L-14-quickgelu"
     pretrained: str = "openai"
     clip: ClipScore = field(init=False, repr=False)
-    reward, parameters = "subject_score", 428e6
+    reward, parameters = "subject_score", 0  # those of `clip` count
     about = About(modality="image", range=(-1, 1), needs="clip", licence="Apache-2.0, MIT weights")
 
     def __post_init__(self) -> None:

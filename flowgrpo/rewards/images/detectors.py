@@ -1,8 +1,9 @@
 """Object detectors for GenEval's rules: boxes of the 80 COCO classes.
 
 A detector is any function of pictures [B, 3, H, W] in [0, 1] that returns a list of `Detection`s for each. Its
-attribute `labels`, if present, lists the classes that it knows. In a recipe it is a name: one of torchvision's COCO
-models, `path/to/FastestDet.onnx`, `http://host:port/path`, or `path/to/file.py:function`.
+attribute `labels`, if present, lists the classes that it knows. In a recipe it is a name: `mask2former`, GenEval's own,
+or `mask2former:FOLDER`; one of torchvision's COCO models; `path/to/FastestDet.onnx`; `http://host:port/path`; or
+`path/to/file.py:function`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import os
 import pickle
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,47 +28,27 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.extras import needed
+from flowgrpo.rewards.images.detections import OBJECTS, Detection, Detector, named
 from flowgrpo.rewards.local_model import LocalModel
 from flowgrpo.rewards.pixels import eight_bit
 
-OBJECTS = tuple("""person,bicycle,car,motorcycle,airplane,bus,train,truck,boat,traffic light,fire hydrant,stop sign,
-parking meter,bench,bird,cat,dog,horse,sheep,cow,elephant,bear,zebra,giraffe,backpack,umbrella,handbag,tie,suitcase,
-frisbee,skis,snowboard,sports ball,kite,baseball bat,baseball glove,skateboard,surfboard,tennis racket,bottle,
-wine glass,cup,fork,knife,spoon,bowl,banana,apple,sandwich,orange,broccoli,carrot,hot dog,pizza,donut,cake,chair,couch,
-potted plant,bed,dining table,toilet,tv,laptop,computer mouse,tv remote,computer keyboard,cell phone,microwave,oven,
-toaster,sink,refrigerator,book,clock,vase,scissors,teddy bear,hair drier,toothbrush""".replace("\n", "").split(","))
-ALIASES = {"mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard", "motorbike": "motorcycle",
-           "aeroplane": "airplane", "sofa": "couch", "pottedplant": "potted plant", "diningtable": "dining table",
-           "tvmonitor": "tv", "hair dryer": "hair drier", "racket": "tennis racket"}
 WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torchvision's switch against unpickling anything but tensors
 OVERLAP = 0.35  # IoU threshold of FastestDet's own suppression
 LARGEST = 2**24  # bytes of an answer
+ADDRESSES = ("http://", "https://")
 
 
-class Detection(NamedTuple):
-    """Detected object: box (left, top, right, bottom) in pixels, label, and score in [0, 1]."""
-
-    box: tuple[float, float, float, float]
-    label: str
-    score: float
-
-
-Detector = Callable[[Tensor], list[list[Detection]]]
-
-
-def named(label: str) -> str:
-    """Return GenEval's name of an object that a detector calls by another one."""
-    return ALIASES.get(label, label)
+def in_process(name: str) -> bool:
+    """Return True for the name of a detector that is a `LocalModel`."""
+    return not (name.startswith(ADDRESSES) or name.endswith(".onnx") or ".py:" in name)
 
 
 def detector(name: str, **arguments: Any) -> Detector:
-    """Return the detector of that name. arguments: of `LocalModel`, for one of torchvision's.
+    """Return the detector of that name. arguments: of `LocalModel`, for one that is `in_process`.
 
-    Raises UserError for one that does not exist, takes no such arguments, or lacks its package."""
-    if arguments and (name.startswith(("http://", "https://")) or name.endswith(".onnx") or ".py:" in name):
-        raise UserError(f"reward 'geneval': got {', '.join(arguments)}, which the detector {name!r} does not take: "
-                        "leave them out, or name one of torchvision's")
-    if name.startswith(("http://", "https://")):
+    Raises UserError for one that does not exist or lacks its package.
+    """
+    if name.startswith(ADDRESSES):
         return Remote(name)
     if name.endswith(".onnx"):
         return FastestDet(name)
@@ -75,6 +56,11 @@ def detector(name: str, **arguments: Any) -> Detector:
         from flowgrpo.user_code import load
 
         return load(name)
+    kind, _, model = name.partition(":")
+    if kind == "mask2former":
+        from flowgrpo.rewards.images.mask2former import Mask2Former
+
+        return Mask2Former(**arguments | ({"model": model} if model else {}))
     return Torchvision(name, **arguments)
 
 
@@ -96,13 +82,13 @@ class Torchvision(LocalModel):
         from torchvision.models import detection, get_model_weights, list_models
 
         if self.dtype != "fp32":
-            raise UserError(f"reward 'geneval': dtype is {self.dtype!r}, expected fp32: leave it out, as torchvision's "
-                            "detectors take no other")
+            raise UserError(f"detector {self.name!r}: dtype is {self.dtype!r}, expected fp32: leave it out, as "
+                            "torchvision's detectors take no other")
         if self.model is None:
             if self.name not in list_models(detection):
                 raise UserError(f"no detector {self.name!r}: expected one of torchvision's ("
-                                f"{', '.join(list_models(detection))}), a .onnx file, an http address or "
-                                "path/to/file.py:function")
+                                f"{', '.join(list_models(detection))}), mask2former, a .onnx file, an http "
+                                "address or path/to/file.py:function")
             weights = get_model_weights(self.name).DEFAULT
             object.__setattr__(self, "categories", tuple(weights.meta["categories"]))
         super().__post_init__()

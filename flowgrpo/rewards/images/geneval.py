@@ -8,15 +8,16 @@ Metadata in GenEval's own format, one JSON object per prompt:
 
 The rules are those of its published evaluation. Detections above 0.3 count (0.9 if the tag is "counting"), at most the
 16 highest of a class, without suppressing overlaps. Every clause of `include` must hold and none of `exclude`. Colours
-and positions are checked only for the `count` highest detections of the class. Differences: any detector (theirs gave
-masks of Mask2Former), and colours are measured (`colours.py`) instead of classified by CLIP.
+and positions are checked only for the `count` highest detections of the class. The published detector and colours are
+`detector: mask2former` and `colours: clip`. By default the detector is one of torchvision's, and colours are measured
+(`colours.py`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,14 @@ from torch import Tensor
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.images.colours import NAMES, colour
-from flowgrpo.rewards.images.detectors import Detection, Detector, detector
+from flowgrpo.rewards.images.detections import Detection, Detector
+from flowgrpo.rewards.images.detectors import detector, in_process
+from flowgrpo.rewards.local_model import passed_on
 from flowgrpo.rewards.pixels import eight_bit
 
 RELATIONS = ("left of", "right of", "above", "below")
-SCORES = ("strict", "graded")
+SCORES, COLOURS = ("strict", "graded"), ("pixels", "clip")
+Namer = Callable[[np.ndarray, Sequence[Detection], str], "list[str | None]"]
 
 
 def relations(box: Sequence[float], other: Sequence[float], threshold: float = 0.1) -> set[str]:
@@ -47,15 +51,21 @@ def relations(box: Sequence[float], other: Sequence[float], threshold: float = 0
     return {name for name, holds in zip(RELATIONS, (x < -0.5, x > 0.5, y < -0.5, y > 0.5)) if holds}
 
 
+def by_pixels(picture: np.ndarray, objects: Sequence[Detection], label: str) -> list[str | None]:
+    """Return the colours of detections in a picture, bytes [H, W, 3], measured in the middle of their boxes."""
+    return [colour(picture, one.box) for one in objects]
+
+
 @dataclass(frozen=True)
 class Rules:
     """Thresholds of the evaluation: minimum detection scores, the maximum objects of a class, and the share of both
-    boxes that the offset of two positions must exceed."""
+    boxes that the offset of two positions must exceed. colours: function that names the colours of detections."""
 
     threshold: float = 0.3
     counting_threshold: float = 0.9
     max_objects: int = 16
     position_threshold: float = 0.1
+    colours: Namer = by_pixels
 
     def objects(self, detections: Sequence[Detection], tag: str | None) -> dict[str, list[Detection]]:
         """Return the detections that count, by class, highest score first."""
@@ -100,7 +110,8 @@ class Rules:
         """Return, for the colour and the position that a clause demands, if the objects have them."""
         right = []
         if "color" in clause:
-            right.append(all(colour(picture, one.box) == clause["color"] for one in those))
+            names = self.colours(picture, those, clause["class"])
+            right.append(all(name == clause["color"] for name in names))
         if "position" in clause:
             relation, target = clause["position"]
             right.append(matched[target] is not None and all(
@@ -114,11 +125,15 @@ class GenEval:
     """Score the objects that a prompt's metadata lists, in number, colour and position, as GenEval judges.
 
     None if the metadata has no `include`.
-    detector: a function or a name (detectors.py; torchvision's are under BSD-3-Clause, as are their weights).
+    detector: a function or a name (detectors.py; torchvision's are under BSD-3-Clause, as are their weights). GenEval's
+    own is `mask2former`.
+    colours: `pixels`, measured; `clip`, GenEval's own: classified by CLIP; or a function as in `Rules`.
+    clip: arguments of `clip_colours.ClipColours`.
     score: `strict`, 0 or 1, or `graded`, which gives credit for parts.
-    dtype (fp32 alone), device and batch_size (8): as in `LocalModel`, of a detector of torchvision.
+    dtype, device, batch_size: as in `LocalModel`, of the detector and of CLIP; `clip` overrides them. By default fp32;
+    8 pictures for torchvision's detectors, which take fp32 alone; 4 for Mask2Former; 32 objects for CLIP.
     Other fields: as in `Rules`. A detector weaker than GenEval's needs a lower `counting_threshold`.
-    Raises UserError for a clause that cannot be judged.
+    Raises UserError for a clause that cannot be judged, and for common arguments that no model here takes.
     """
 
     detector: str | Detector = "fasterrcnn_resnet50_fpn_v2"
@@ -127,6 +142,8 @@ class GenEval:
     counting_threshold: float = 0.9
     max_objects: int = 16
     position_threshold: float = 0.1
+    colours: str | Namer = "pixels"
+    clip: dict[str, Any] = field(default_factory=dict)
     dtype: str | None = None
     device: str | None = None
     batch_size: int | None = None
@@ -135,10 +152,25 @@ class GenEval:
     def __post_init__(self) -> None:
         if self.score not in SCORES:
             raise UserError(f"reward 'geneval': score is {self.score!r}, expected {', '.join(SCORES)}")
+        given = passed_on("geneval", self.dtype, self.device, self.batch_size)
+        local = isinstance(self.detector, str) and in_process(self.detector)
+        if given and not local and self.colours != "clip":
+            raise UserError(f"reward 'geneval': got {', '.join(given)}, which the detector {self.detector!r} does not "
+                            "take: leave them out, or name mask2former or one of torchvision's")
+        if isinstance(self.colours, str):
+            object.__setattr__(self, "colours", self._namer(self.colours, given))
         if isinstance(self.detector, str):
-            given: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "batch_size": self.batch_size}
-            given = {name: value for name, value in given.items() if value is not None}
-            object.__setattr__(self, "detector", detector(self.detector, **given))
+            object.__setattr__(self, "detector", detector(self.detector, **given if local else {}))
+
+    def _namer(self, name: str, given: dict[str, Any]) -> Namer:
+        if name not in COLOURS or self.clip and name != "clip":
+            raise UserError(f"reward 'geneval': colours is {name!r} and clip {self.clip}, expected "
+                            f"{' or '.join(COLOURS)}, and arguments in clip for the latter alone")
+        if name == "pixels":
+            return by_pixels
+        from flowgrpo.rewards.images.clip_colours import ClipColours
+
+        return ClipColours(**given | self.clip)
 
     @property
     def made_of(self) -> list[str | Detector]:
@@ -152,9 +184,9 @@ class GenEval:
             return scores
         for i in rows:
             require_judgeable(metadata[i], prompts[i], getattr(self.detector, "labels", None))
-        rules = Rules(self.threshold, self.counting_threshold, self.max_objects, self.position_threshold)
+        assert callable(self.detector) and callable(self.colours)  # found by their names at the start
+        rules = Rules(self.threshold, self.counting_threshold, self.max_objects, self.position_threshold, self.colours)
         judge = getattr(rules, self.score)
-        assert callable(self.detector)  # found by its name at the start
         detected = [[Detection(*one) for one in picture] for picture in self.detector(images[rows])]
         for i, picture, detections in zip(rows, eight_bit(images[rows]), detected):
             scores[i] = judge(picture, detections, metadata[i])

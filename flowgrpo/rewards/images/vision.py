@@ -102,7 +102,7 @@ def tensors(reward: str, where: str, revision: str | None, option: str) -> dict[
     Raises UserError, which names `option`, if it is unavailable.
     """
     with loading(f"reward {reward!r}: {where}", f"fetch it and give its path as args: {{{option}: FILE}}"):
-        path = Path(where) if Path(where).is_file() else _from_hub(where, revision)
+        path = Path(where) if Path(where).is_file() else from_hub(where, revision)
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
@@ -111,7 +111,7 @@ def tensors(reward: str, where: str, revision: str | None, option: str) -> dict[
         return checkpoint.get("state_dict", checkpoint)
 
 
-def _from_hub(where: str, revision: str | None) -> Path:
+def from_hub(where: str, revision: str | None) -> Path:
     if where.count("/") < 2 or where.startswith(("/", ".", "~")):
         raise FileNotFoundError("no such file")
     from huggingface_hub import hf_hub_download

@@ -65,9 +65,13 @@ class Asking(Endpoint):
     def _values(self, question: Callable[[int], list[dict[str, Any]]], read: Callable[[Answer, int], float | None],
                 count: int) -> list[float | Failed]:
         """Return `read(answer, i)` of the answers to `question(i)`, content parts, for i < count; Failed for None."""
-        replies = self.ask(lambda i: user(question(i)), count)
+        replies = self.ask(lambda i: self._messages(question(i)), count)
         values = [None if reply.refused else read(reply, i) for i, reply in enumerate(replies)]
         return [Failed(_told(reply)) if value is None else value for reply, value in zip(replies, values)]
+
+    def _messages(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the messages of one question, made of content parts."""
+        return user(parts)
 
     def _pointwise(self, outputs: Tensor | Sequence[Tensor] | Sequence[str], prompts: Sequence[str],
                    metadata: Sequence[dict[str, Any]], read: Callable[[Answer], float | None]) -> list[float | Failed]:

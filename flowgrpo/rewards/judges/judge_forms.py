@@ -54,22 +54,33 @@ class DeQA(Asking):
 
     2501.11561. The probabilities are those of the token that names the level, if the endpoint gives them; else only the
     named level counts. alternatives: number of alternatives requested, 0 if the endpoint refuses to give any.
+    begun: beginning of the answer, from which the endpoint goes on (vLLM and SGLang can). DeQA-Score was trained on the
+    template "How would you rate the quality of this image?" and an answer begun by "The quality of the image is".
     """
 
     template: str = ("How would you rate the quality of this image? Answer with one word: excellent, good, fair, poor "
                      "or bad.")
     max_tokens: int | None = 16
     alternatives: int = 20
+    begun: str = ""
     about = About(modality="image", range=(1, 5), needs="server", licence=LICENCE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        options = {"logprobs": True, "top_logprobs": self.alternatives} if self.alternatives else {}
+        options: dict[str, Any] = {}
+        if self.alternatives:
+            options = {"logprobs": True, "top_logprobs": self.alternatives}
+        if self.begun:
+            options |= {"continue_final_message": True, "add_generation_prompt": False}
         self._set(extra=options | self.extra)
 
     def __call__(self, images: Tensor, prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]] = ()) -> list[float | Failed]:
         return self._pointwise(images, prompts, metadata, self._level)
+
+    def _messages(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        begun = [{"role": "assistant", "content": self.begun}] if self.begun else []
+        return [*super()._messages(parts), *begun]
 
     def _level(self, answer: Answer) -> float | None:
         expected = None if refused(answer.text) else expected_level(answer.tokens)

@@ -25,6 +25,7 @@ from flowgrpo.rewards.judges.judge import Asking, filled
 from flowgrpo.rewards.judges.judge_client import Answer
 from flowgrpo.rewards.judges.judge_parse import conclusion, refused
 from flowgrpo.rewards.judges.judge_pictures import text_part
+from flowgrpo.rewards.local_model import passed_on
 from flowgrpo.rewards.questions.learned_answers import ByFolder
 from flowgrpo.rewards.questions.questions import NUMBERS, Question, Writer, of_claims, of_clauses, of_list
 from flowgrpo.starter.scenes import parse
@@ -83,8 +84,7 @@ class QuestionAnswers:
             object.__setattr__(self, name, value)
 
     def _answering(self) -> ByVqa | ByJudge | ByFolder:
-        given: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "batch_size": self.batch_size}
-        given = {name: value for name, value in given.items() if value is not None}
+        given = passed_on("question_answers", self.dtype, self.device, self.batch_size)
         if self.by == "vqa":
             options = {"question": "Question: {} Short answer:"} | given | self.vqa
             return ByVqa(Answering(**options), self.score)

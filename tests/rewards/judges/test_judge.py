@@ -541,5 +541,10 @@ def test_deqa_takes_probabilities_where_there_are_any():
         found = answered(reward(shades(1, 2, 3, 4, 5), ["p"] * 5))
         assert found == [pytest.approx(3.75, abs=1e-12), 4, 4, "failed", "failed"]
         DeQA(url=server.url, alternatives=0, **QUICK)(ONE, ["p"])
+        assert "logprobs" not in server.seen[-1][2] and len(server.seen[-1][2]["messages"]) == 1
+        DeQA(url=server.url, template="How is it?", begun="The quality is", **QUICK)(ONE, ["p"])
     assert server.seen[0][2]["logprobs"] is True and server.seen[0][2]["top_logprobs"] == 20
-    assert "logprobs" not in server.seen[-1][2]
+    begun = server.seen[-1][2]  # the answer goes on from the words that it is given
+    assert begun["messages"][1:] == [{"role": "assistant", "content": "The quality is"}]
+    assert begun["messages"][0]["content"][-1]["text"] == "How is it?"
+    assert (begun["continue_final_message"], begun["add_generation_prompt"]) == (True, False)

@@ -1,0 +1,209 @@
+"""VideoReward (VideoAlign, Liu et al. 2025, 2501.13918): visual quality, motion quality and text alignment of a video.
+
+Qwen2-VL-2B reads the frames and a long instruction with the prompt. A linear head maps the states at the marks
+<|VQ_reward|>, <|MQ_reward|> and <|TA_reward|> to the three scores, which are shifted and divided by the release's
+constants. As in the release, positions simply count up, also over the video's tokens; 2 frames per second are seen, at
+most 448 by 448 pixels each. The weights are read as tensors alone: nothing is unpickled. Their LoRA is merged.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import About
+from flowgrpo.rewards.images.hps_v3 import renamed
+from flowgrpo.rewards.images.vision import from_hub, loading, pretrained, resized, tensors
+from flowgrpo.rewards.local_model import Head, LocalModel
+
+AXES = ("VQ", "MQ", "TA")
+MARKS = tuple(f"<|{axis}_reward|>" for axis in AXES)
+VIDEO, PROMPT = "<|video_pad|>", "{text_prompt}"
+LEAST, MOST = 128 * 28 * 28, 448 * 448  # pixels of a scaled frame
+FEWEST, LONGEST = 4, 768  # frames
+CONSTANTS = {"VQ_mean": 3.6757, "VQ_std": 2.2476, "MQ_mean": 1.1646, "MQ_std": 1.3811, "TA_mean": 2.8105,
+             "TA_std": 2.5121}
+NAME = "DETAILED_PROMPT_WITH_SPECIAL_TOKEN"  # of the instruction in the release's prompt_template.py
+FIX = "give the folder of KwaiVGI/VideoReward as args: {model: FOLDER}"
+
+
+@dataclass(frozen=True)
+class VideoReward(LocalModel):
+    """VideoReward: weighted sum of a video's visual quality, motion quality and text alignment, each around -3 to 3.
+
+    The weights were trained on one instruction, which their authors' code holds: get prompt_template.py of the
+    repository KwaiVGI/VideoAlign. It is read and never run.
+
+    instruction: that file, or a text file with {text_prompt} and the three marks.
+    axes: weights of VQ, MQ and TA; an axis that is not named has none.
+    model: the release, a folder or hub id, with model_config.json and checkpoint-*/model.safetensors or model.pth.
+    base: configuration and processor of Qwen2-VL-2B, a folder or hub id.
+    fps: frames per second of the clips.
+    dtype (bf16; fp32 of the head), device and batch_size (2 clips): as in `LocalModel`.
+    Raises UserError if the weights, the instruction or one of its marks are missing.
+    """
+
+    instruction: str | None = None
+    axes: dict[str, float] = field(default_factory=lambda: dict.fromkeys(AXES, 1.0))
+    model: str = "KwaiVGI/VideoReward"
+    base: str = "Qwen/Qwen2-VL-2B-Instruct"
+    fps: float = 16
+    dtype: str = field(default="bf16", kw_only=True)
+    batch_size: int = field(default=2, kw_only=True)
+    text: str = field(init=False, repr=False)
+    reward, parameters = "video_reward", 2.21e9
+    about = About(modality="video", range=(None, None), needs="", licence="Apache-2.0")
+
+    def __post_init__(self) -> None:
+        if not self.axes or not set(self.axes) <= set(AXES) or not self.fps > 0:
+            raise UserError(f"reward 'video_reward': axes is {self.axes} and fps {self.fps}, expected weights of "
+                            f"{', '.join(AXES)} and a number above 0")
+        object.__setattr__(self, "text", instruction(self.instruction))
+        super().__post_init__()
+
+    def _loaded(self) -> tuple[Any, nn.Module, Any, dict[str, float]]:
+        from transformers import Qwen2VLConfig, Qwen2VLProcessor
+
+        with loading(f"reward 'video_reward': {self.model}", FIX):
+            file, weights = files(self.model)
+            released = json.loads(file.read_text(encoding="utf-8"))
+        config = pretrained("video_reward", Qwen2VLConfig, self.base, None, "base")
+        processor = pretrained("video_reward", Qwen2VLProcessor, self.base, None, "base")
+        processor.tokenizer.padding_side = "right"
+        processor.tokenizer.add_tokens(list(MARKS), special_tokens=True)
+        state = tensors("video_reward", str(weights), None, "model")
+        with loading(f"reward 'video_reward': {weights}", FIX):
+            model, head = assembled(config, renamed(merged(state, released["peft_lora_config"])), self.float_type)
+        return model, head, processor, CONSTANTS | (released.get("inference_config") or {})
+
+    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> Tensor:
+        return self.batched(self._scores, videos, prompts)
+
+    def _scores(self, videos: Tensor, prompts: list[str]) -> Tensor:
+        constants = self.models[-1]
+        raw = self.scores(videos, prompts)
+        return sum((weight * (raw[:, AXES.index(axis)] - constants[f"{axis}_mean"]) / constants[f"{axis}_std"]
+                    for axis, weight in self.axes.items()), torch.zeros(len(raw), device=raw.device))
+
+    @torch.no_grad()
+    def scores(self, videos: Tensor, prompts: list[str]) -> Tensor:
+        """Return the head's values [B, 3] of clips [B, F, 3, H, W] in [0, 1], before the constants.
+        Raises UserError for clips of one frame."""
+        model, head, processor, _ = self.models
+        seen = self._seen(videos)
+        count = int(seen.video_grid_thw[0].prod()) // processor.video_processor.merge_size ** 2
+        read = processor.tokenizer([self._message(prompt, count) for prompt in prompts], padding=True,
+                                   return_tensors="pt").to(self.device)
+        shown = model.visual(seen.pixel_values_videos.to(model.dtype), grid_thw=seen.video_grid_thw).pooler_output
+        words = model.get_input_embeddings()(read.input_ids)
+        there = read.input_ids == processor.tokenizer.convert_tokens_to_ids(VIDEO)
+        words = words.masked_scatter(there[..., None], shown.to(words))
+        places = torch.arange(words.shape[1], device=words.device).expand(3, len(prompts), -1)
+        hidden = model.language_model(inputs_embeds=words, attention_mask=read.attention_mask, position_ids=places)
+        marks = torch.tensor(processor.tokenizer.convert_tokens_to_ids(list(MARKS)), device=words.device)
+        marked = torch.isin(read.input_ids, marks)
+        values = head(hidden.last_hidden_state[marked].float()).unflatten(0, (len(prompts), len(AXES)))
+        return values.diagonal(dim1=1, dim2=2) if values.shape[-1] == len(AXES) else values[..., 0]
+
+    def _seen(self, videos: Tensor) -> Any:
+        """Return Qwen2-VL's patches of clips."""
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+        frames = videos[:, looked_at(videos.shape[1], self.fps)]
+        height, width = videos.shape[-2:]
+        sides = smart_resize(height, width, factor=28, min_pixels=LEAST, max_pixels=MOST)
+        pictures = resized(frames.to(self.device).flatten(0, 1), sides).to(torch.uint8).unflatten(0, frames.shape[:2])
+        process = self.models[2].video_processor
+        return process(videos=list(pictures), do_resize=False, do_sample_frames=False, return_tensors="pt"
+                       ).to(self.device)
+
+    def _message(self, prompt: str, count: int) -> str:
+        """Return the whole conversation, with `count` placeholders for the video. Chat marks in a prompt are removed.
+        """
+        _, _, processor, _ = self.models
+        said = self.text.replace(PROMPT, re.sub(r"<\|\w+\|>", "", prompt))
+        content = [{"type": "video"}, {"type": "text", "text": said}]
+        chat = processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False,
+                                             add_generation_prompt=True)
+        return chat.replace(VIDEO, VIDEO * count)
+
+
+def looked_at(count: int, fps: float) -> list[int]:
+    """Return the frames of a clip of `count` frames that are seen: 2 a second, evenly spread, an even number.
+    Raises UserError for fewer than two frames."""
+    if count < 2:
+        raise UserError("reward 'video_reward': got clips of one frame, expected at least two")
+    most = min(LONGEST, count) // 2 * 2
+    number = 2 * round(min(max(2 * count / fps, FEWEST), most) / 2)
+    return torch.linspace(0, count - 1, number).round().long().tolist()
+
+
+def files(model: str) -> tuple[Path, Path]:
+    """Return the configuration and the weights of the release in a folder, else on the hub.
+    Raises FileNotFoundError for a folder without them."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return from_hub(f"{model}/model_config.json", None), from_hub(f"{model}/checkpoint-11352/model.pth", None)
+    for name in ("model.safetensors", "model.pth"):
+        if weights := sorted(folder.glob(f"checkpoint-*/{name}")):
+            return folder / "model_config.json", weights[-1]
+    raise FileNotFoundError("no checkpoint-*/model.safetensors or model.pth")
+
+
+def merged(state: dict[str, Tensor], lora: dict[str, Any]) -> dict[str, Tensor]:
+    """Return a checkpoint of PEFT with its LoRA added to the weights, under the names without PEFT's parts.
+
+    lora: its configuration, with `lora_r` and `lora_alpha`.
+    """
+    rank, alpha = lora["lora_r"], lora["lora_alpha"]
+    scale = alpha / (math.sqrt(rank) if lora.get("use_rslora") else rank)
+    plain = {key.removeprefix("base_model.model."): value for key, value in state.items()}
+    result = {key.replace(".base_layer.", "."): value for key, value in plain.items() if ".lora_" not in key}
+    for key, down in plain.items():
+        if ".lora_A." in key:
+            up, name = plain[key.replace(".lora_A.", ".lora_B.")], key.partition(".lora_A.")[0] + ".weight"
+            result[name] = (result[name].float() + scale * up.float() @ down.float()).to(result[name].dtype)
+    return result
+
+
+def assembled(config: Any, state: dict[str, Tensor], dtype: torch.dtype) -> tuple[Any, nn.Module]:
+    """Build Qwen2VLModel and the linear head with every tensor of `state`.
+    Raises ValueError for a missing or an extra tensor."""
+    from transformers import Qwen2VLModel
+
+    weight = state.pop("rm_head.weight").float()
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    config.text_config.vocab_size = len(state["language_model.embed_tokens.weight"])
+    loaded: Any = Qwen2VLModel.from_pretrained(None, config=config, state_dict=state, dtype=dtype,
+                                               output_loading_info=True)
+    model, info = loaded
+    if wrong := {*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]}:
+        raise ValueError(f"missing or unknown: {', '.join(map(str, sorted(wrong, key=str)[:3]))}")
+    return model, Head(linear)
+
+
+def instruction(file: str | None) -> str:
+    """Return the instruction in a file: a text, or the release's source, which is read and not run."""
+    if file is None:
+        raise UserError("reward 'video_reward' needs the instruction of its weights: get prompt_template.py of "
+                        "KwaiVGI/VideoAlign, and give it as args: {instruction: prompt_template.py}")
+    with loading(f"reward 'video_reward': {file}", "give prompt_template.py of KwaiVGI/VideoAlign or a text file"):
+        text = Path(file).read_text(encoding="utf-8")
+        if file.endswith(".py"):
+            [text] = [ast.literal_eval(node.value) for node in ast.parse(text).body if isinstance(node, ast.Assign)
+                      and isinstance(node.targets[0], ast.Name) and node.targets[0].id == NAME]
+    if [mark for mark in re.findall(r"<\|\w+_reward\|>", text)] != list(MARKS) or PROMPT not in text:
+        raise UserError(f"reward 'video_reward': {file} has not {PROMPT} and {', '.join(MARKS)} once each, in "
+                        "this order")
+    return text
