@@ -134,6 +134,13 @@ def test_the_risk_has_to_be_accepted_by_name(monkeypatch, tmp_path):
     assert accepted([DOUBLE], ["p"], [{"tests": "assert f(2) == 4"}]) == [1]
 
 
+def test_a_run_records_the_boundary():
+    from flowgrpo.evaluation.report.snapshots import machine
+
+    kind = CodeRun(accept_risk=True).boundary.kind
+    assert kind in machine("cpu", 1, "fp32")["code boundary"].split(", ")
+
+
 def test_a_boundary_that_stops_working_is_an_error_not_a_score():
     reward = CodeRun(accept_risk=True)
     object.__setattr__(reward, "boundary", Boundary("bubblewrap", lambda job, files: ["false"]))

@@ -30,6 +30,7 @@ print(json.dumps({
     "writing outside of /tmp": any(can(os.mkdir, folder + "/x") for folder in ("/", "/box", "/job", "/dev")),
     "sockets": can(socket.socket), "processes": can(os.fork), "no folder of its own": not can(os.mkdir, "/tmp/x")}))
 """
+_used: set[str] = set()  # kinds that this process chose
 INSTALL = "install bubblewrap (the package `bubblewrap` of your system)"
 
 
@@ -69,12 +70,17 @@ def available() -> tuple[dict[str, Boundary], list[str]]:
 def choose(accept_risk: bool) -> Boundary:
     """Return the preferred boundary. Raises UserError if there is none, unless `accept_risk`."""
     working, reasons = available()
-    if working:
-        return next(iter(working.values()))
-    if accept_risk:
-        return nothing()
+    if working or accept_risk:
+        boundary = next(iter(working.values()), nothing())
+        _used.add(boundary.kind)
+        return boundary
     raise UserError(f"reward 'code_run' runs code that a model wrote, and this machine has no boundary for it "
                     f"({'; '.join(reasons)}): {INSTALL}, or accept the risk by args: {{accept_risk: true}}")
+
+
+def used() -> str | None:
+    """Return the boundary that this process's rewards chose, in words; None if no reward needed one."""
+    return ", ".join(sorted(_used)) or None
 
 
 def described() -> str:

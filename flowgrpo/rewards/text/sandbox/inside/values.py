@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 # Types and exceptions go by name, so that each process takes its own.
-NAMED = {name: thing for name, thing in vars(builtins).items()
+NAMED: dict[str, Any] = {name: thing for name, thing in vars(builtins).items()
          if isinstance(thing, type) and not name.startswith("_")} | {
     "Fraction": Fraction, "Decimal": Decimal, "date": datetime.date, "datetime": datetime.datetime,
     "NotImplemented": NotImplemented, "Ellipsis": Ellipsis}
@@ -21,7 +21,7 @@ TEXTS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
     bytes: (bytes.hex, bytes.fromhex), bytearray: (bytearray.hex, bytearray.fromhex), Fraction: (str, Fraction),
     Decimal: (str, Decimal), datetime.date: (datetime.date.isoformat, datetime.date.fromisoformat),
     datetime.datetime: (datetime.datetime.isoformat, datetime.datetime.fromisoformat)}
-SEQUENCES: tuple[type, ...] = (list, tuple, set, frozenset)
+SEQUENCES: tuple[Any, ...] = (list, tuple, set, frozenset)
 OF_TEXT, OF_SEQUENCE = {kind.__name__: kind for kind in TEXTS}, {kind.__name__: kind for kind in SEQUENCES}
 SCALARS = (bool, int, float, str)
 
@@ -43,8 +43,8 @@ def encode(value: Any, reference: Callable[[Any], list]) -> Any:
     if isinstance(value, dict):
         return ["dict", [[encode(key, reference), encode(inner, reference)] for key, inner in value.items()]]
     if isinstance(value, (complex, range)):
-        inner = [value.real, value.imag] if isinstance(value, complex) else [value.start, value.stop, value.step]
-        return [type(value).__name__, inner]
+        parts = [value.real, value.imag] if isinstance(value, complex) else [value.start, value.stop, value.step]
+        return [type(value).__name__, parts]
     for kind in SEQUENCES:
         if isinstance(value, kind):
             return [kind.__name__, [encode(inner, reference) for inner in value]]
