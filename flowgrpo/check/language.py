@@ -37,7 +37,7 @@ KINDS = {build.CAUSAL_LM: "causal language model", build.VISION_LM: "language mo
 FIELDS = ("precision", "kind", "class", "weights", "tokenizer", "vocabulary", "chat_template", "end_tokens",
           "pad_token", "parameters", "trained_parameters", "lora_parameters", "lora_targets", "prompt_tokens",
           "shared_prefix", "head_alone", "completion_tokens", "first_log_ratio", "lora_grad", "gradient_error",
-          "memory", "memory_parts", "notes")
+          "memory", "memory_parts", "code_boundary", "notes")
 
 
 def is_text(model: str | tuple[Any, Any]) -> bool:

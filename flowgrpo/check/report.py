@@ -21,7 +21,8 @@ Keys of a pipeline, None where the check did not come that far:
 Additional keys of a language model: kind, class, tokenizer, vocabulary, chat_template (present or not), end_tokens,
 pad_token; prompt_tokens, completion_tokens: of a prompt and the longest of its two completions; trained_parameters
 if all are trained; unless masked: shared_prefix (a group's prompt is read once) and head_alone (logits are the
-head's, so only those of sampled tokens are computed).
+head's, so only those of sampled tokens are computed). code_boundary: boundaries on this machine for the reward
+`code_run`, or why there is none.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from flowgrpo.check.tiny import texts
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.policies import sources
+from flowgrpo.rewards.text.sandbox.choose import described as boundaries
 from flowgrpo.starter import FOLDERS
 
 # Reported fields of a pipeline; `language.FIELDS` are those of a language model.
@@ -66,6 +68,7 @@ def report(model: str | tuple[Any, Any], config: Config | None = None, device: s
         with torch.random.fork_rng():
             if language.is_text(model):
                 fields = language.FIELDS
+                result["code_boundary"] = boundaries()
                 language.drive(model, config, device, result)
             else:
                 drive(model, config, device, result)

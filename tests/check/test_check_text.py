@@ -12,6 +12,7 @@ from flowgrpo.check.tiny import texts
 from flowgrpo.cli import main
 from flowgrpo.config import load
 from flowgrpo.policies.language.causal_lm import TARGETS
+from flowgrpo.rewards.text.sandbox import choose
 from tests.evaluation.test_text_evaluate import save
 from tests.helpers import tiny_masked, tiny_text, tiny_vision
 
@@ -29,7 +30,8 @@ def test_a_model_that_can_be_trained(model):
         "model": model, "drivable": True, "reason": None, "kind": "causal language model", "class": "Qwen3ForCausalLM",
         "chat_template": True, "end_tokens": ["</s> (2)"], "pad_token": "<pad> (0)", "vocabulary": 16,
         "parameters": sum(p.numel() for p in tiny_text.model()[0].parameters()), "lora_parameters": 2 * layer,
-        "lora_targets": sorted(TARGETS), "prompt_tokens": 5, "shared_prefix": True, "head_alone": True}
+        "lora_targets": sorted(TARGETS), "prompt_tokens": 5, "shared_prefix": True, "head_alone": True,
+        "code_boundary": choose.described()}
     assert told["first_log_ratio"] <= 1e-5 and told["lora_grad"] > 0 and told["gradient_error"] <= 0.01
     assert told == report.report(model)
 

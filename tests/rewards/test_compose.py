@@ -144,15 +144,16 @@ def test_a_route_that_no_prompt_takes_is_told_with_what_there_is():
     rewards.require_routes(rewards.compose({"scene": WatchRule(when={"n": 3})}), METADATA)
 
 
-@pytest.mark.parametrize("name", ["exact_match", "numeric_match", "code_run"])
-def test_a_key_that_no_prompt_has_is_told_from_the_prompts(name):
-    keyed = rewards.compose({name: WatchRule(when={"n": 2})})
+@pytest.mark.parametrize("name, args", [("exact_match", {}), ("numeric_match", {}),
+                                        ("code_run", {"accept_risk": True})])
+def test_a_key_that_no_prompt_has_is_told_from_the_prompts(name, args):
+    keyed = rewards.compose({name: WatchRule(when={"n": 2}, args=args)})
     key = keyed[name].function.key
     assert message(rewards.require_routes, keyed, METADATA) == (
         f"reward {name!r} compares with metadata.{key}, which none of the 2 prompts has: their metadata has n, task; "
         "write it into the prompt file, or name another key, args: {key: NAME}")
     rewards.require_routes(keyed, [*METADATA, {"n": 2, key: "1"}])
-    rewards.require_routes(rewards.compose({name: WatchRule(args={"key": "task"})}), METADATA)
+    rewards.require_routes(rewards.compose({name: WatchRule(args={"key": "task", **args})}), METADATA)
 
 
 # --- how rewards are made --------------------------------------------------------------------------------------------

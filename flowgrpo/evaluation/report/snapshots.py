@@ -180,12 +180,14 @@ def begin(run: Path, epoch: int, device: str | torch.device, processes: int, pre
 
 
 def machine(device: str | torch.device, processes: int, precision: str) -> dict[str, str]:
-    """Describe hardware, precision and versions in words."""
+    """Describe hardware, precision, versions, and the boundary of a model's code if a reward has one, in words."""
     from flowgrpo.device import described
+    from flowgrpo.rewards.text.sandbox.choose import used
 
     return {"device": described(device), "precision": precision, "processes": str(processes),
             "cores": str(os.cpu_count()),
             "system": f"{platform.system()} {platform.machine()}", "Python": platform.python_version(),
+            **({"code boundary": boundary} if (boundary := used()) else {}),
             **{package: version(package) for package in PACKAGES}, **commit()}
 
 

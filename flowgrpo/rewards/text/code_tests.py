@@ -1,29 +1,22 @@
-"""Reward of a completion's Python code: the tests in its prompt's metadata, run under limits (sandbox.py)."""
+"""Reward of a completion's Python code: the tests in its prompt's metadata, run within a boundary (sandbox/)."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.remote.exchange import side_by_side
 from flowgrpo.rewards.text.answer_keys import LICENCE, keys, spoken
-from flowgrpo.rewards.text.sandbox import Bounds, isolation, run
+from flowgrpo.rewards.text.sandbox.choose import choose
+from flowgrpo.rewards.text.sandbox.kinds import Boundary
+from flowgrpo.rewards.text.sandbox.run import Checks, Limits, run
 
 _BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.S | re.I)
-ISOLATION = ("any", "namespace")
-
-
-@dataclass(frozen=True)
-class Checks:
-    """Tests: either asserts, or pairs of a program's input and its expected output."""
-
-    asserts: Sequence[str] = ()
-    pairs: Sequence[tuple[str, str]] = ()
 
 
 def code_of(text: str) -> str:
@@ -55,25 +48,19 @@ def _require_python(test: str) -> None:
         raise ValueError(f"and {test[:60]!r} in it is not Python ({error})") from None
 
 
-def printed(text: str) -> list[str]:
-    """Return the printed lines, without trailing spaces and trailing empty lines."""
-    return [line.rstrip() for line in text.rstrip().splitlines()]
-
-
 @dataclass(frozen=True)
 class CodeRun:
-    """Share of its prompt's tests that a completion's Python code passes, run in a process with limits.
+    """Share of its prompt's tests that a completion's Python code passes, run within a boundary (docs/security.md).
 
     key: of the metadata, a list of asserts, which see the code's definitions, or of {input, output}, for a program that
     reads standard input and prints; None for a prompt without it.
     strict: 1 if all tests pass, else 0.
     seconds: wall-clock time for all asserts of a completion together, or for each pair.
-    memory: MiB. files: MiB of the largest file and of the printed output.
+    memory: MiB of a process. files: MiB of its folder and of the printed output.
     workers: completions that run at the same time.
-    isolation: `namespace` to refuse to run if the system grants no network namespace, `any` to accept Python's own
-    guard.
+    accept_risk: run without a boundary, as this user, where the machine has none.
     Code that does not compile, raises, or exceeds a limit fails the remaining tests.
-    Raises UserError for a missing namespace, and for invalid tests.
+    Raises UserError without a boundary, unless `accept_risk`, and for invalid tests.
     """
 
     key: str = "tests"
@@ -82,7 +69,8 @@ class CodeRun:
     memory: int = 1024
     files: int = 8
     workers: int = 4
-    isolation: str = "any"
+    accept_risk: bool = False
+    boundary: Boundary = field(init=False)
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
     keyed = True  # nothing is scored without the key
 
@@ -90,17 +78,10 @@ class CodeRun:
         if not (self.seconds > 0 and self.memory >= 64 and self.files >= 1 and self.workers >= 1):
             raise UserError(f"reward 'code_run': got seconds {self.seconds}, memory {self.memory}, files {self.files}, "
                             f"workers {self.workers}, expected above 0, from 64, from 1 and from 1")
-        if self.isolation not in ISOLATION:
-            raise UserError(f"reward 'code_run': isolation is {self.isolation!r}, expected {' or '.join(ISOLATION)}")
         if importlib.util.find_spec("resource") is None:
             raise UserError("reward 'code_run' needs the limits of a Unix system: run it there, behind "
                             "`flowgrpo serve-reward code_run`")
-        if (granted := isolation()) is None:
-            raise UserError("reward 'code_run' cannot start a Python process under its limits on this machine: run it "
-                            "on another, behind `flowgrpo serve-reward code_run`")
-        if self.isolation == "namespace" and granted != "namespace":
-            raise UserError("reward 'code_run': this system grants no network namespace: allow unprivileged user "
-                            "namespaces, or set isolation: any")
+        object.__setattr__(self, "boundary", choose(self.accept_risk))
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
@@ -116,12 +97,6 @@ class CodeRun:
         return [scores.get(row) for row in range(len(prompts))]
 
     def _share(self, code: str, tests: Checks) -> float:
-        bounds = Bounds(self.seconds, self.memory, self.files)
-        if tests.asserts:
-            passed = run(code, tests.asserts, "", bounds).passed
-            share = sum(passed[:len(tests.asserts)]) / len(tests.asserts)
-        else:
-            done = [(run(code, None, given, bounds), expected) for given, expected in tests.pairs]
-            passed = [outcome.status == 0 and printed(outcome.out) == printed(expected) for outcome, expected in done]
-            share = sum(passed) / len(done)
+        passed = run(code, tests, Limits(self.seconds, self.memory, self.files), self.boundary).passed
+        share = sum(passed) / len(passed)
         return float(share == 1) if self.strict else share

@@ -1,19 +1,17 @@
-"""Code that is run: what passes, what the limits end, and what it may not touch. The processes are real ones."""
+"""Code that is run: what passes. The processes are real ones; what the boundary holds is in test_sandbox.py."""
 
 from __future__ import annotations
-
-import os
-import socket
-import sys
-from pathlib import Path
 
 import pytest
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.text.code_tests import Checks, CodeRun, code_of, printed, read_tests
-from flowgrpo.rewards.text.sandbox import Bounds, isolation, run
+from flowgrpo.rewards import find
+from flowgrpo.rewards.text.code_tests import CodeRun, code_of, read_tests
+from flowgrpo.rewards.text.sandbox.choose import choose
+from flowgrpo.rewards.text.sandbox.kinds import Boundary
+from flowgrpo.rewards.text.sandbox.run import Checks, Limits, asserts, printed
 
-SLOW = Bounds(seconds=60)
+SLOW = Limits(seconds=60)
 
 
 def message(call, *arguments, **keywords) -> str:
@@ -21,13 +19,6 @@ def message(call, *arguments, **keywords) -> str:
         call(*arguments, **keywords)
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-def refusal(code: str, bounds: Bounds = SLOW) -> str:
-    """The name of what a line of code raises; "" where it raises nothing."""
-    done = run(f"try:\n    {code}\nexcept BaseException as error:\n    print(type(error).__name__)", None, "", bounds)
-    assert done.status == 0
-    return done.out.strip()
 
 
 # --- what is asked for -----------------------------------------------------------------------------------------------
@@ -67,7 +58,7 @@ def scores():
             ("print(8)\nraise SystemExit(3)", pairs), ("print(8)", pairs), (RECORD, "assert A(3).x == 3"), ("", tests)]
     metadata = [{} if tests is None else {"tests": tests} for _, tests in rows]
     return [made([code for code, _ in rows], ["p"] * len(rows), metadata)
-            for made in (CodeRun(seconds=60), CodeRun(seconds=60, strict=True))]
+            for made in (CodeRun(seconds=60, accept_risk=True), CodeRun(seconds=60, strict=True, accept_risk=True))]
 
 
 def test_the_share_of_tests_that_pass(scores):
@@ -78,89 +69,80 @@ def test_all_or_nothing(scores):
     assert scores[1] == [0, 0, 0, 0, None, 0, 1, 1, 0]
 
 
-def test_a_report_is_not_taken_from_the_code():
-    """What the code prints, and what it writes to any open file, does not pass for a test that was passed."""
-    forged = "import os\nprint('1\\n' * 9)\nfor number in range(3, 20):\n    try: os.write(number, b'1\\n' * 9)\n" \
-             "    except OSError: pass\n"
-    assert run(forged, ["assert False"], "", SLOW).passed == [False]
+# --- tests see definitions through a link -------------------------------------------------------------------------
+
+DEFINED = """
+count = 0
+class Point:
+    def __init__(self, x, y=0): self.x, self.y = x, y
+    def __add__(self, other): return Point(self.x + other.x, self.y + other.y)
+    def __eq__(self, other): return (self.x, self.y) == (other.x, other.y)
+    def __len__(self): return 2
+    def __repr__(self): return f"Point({self.x})"
+    def __enter__(self): return self
+    def __exit__(self, *args): return True
+class Wrong(ValueError): pass
+def wrong(): raise Wrong("text")
+def steps(n): yield from range(n)
+def apply(function, values): return [function(value) for value in values]
+def arrange(values): values.sort()
+def grow(): global count; count += 1
+def many(): return [(1, 2.5), {"a": {1}}, b"x", None, 3j, range(2), float("inf"), 10**5000]
+"""
 
 
-# --- limits ----------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("code", [
-    "while True: pass", "import time; time.sleep(600)",
-    "import signal, time\nsignal.signal(signal.SIGALRM, signal.SIG_IGN)\ntime.sleep(600)",
+@pytest.mark.parametrize("test", [
+    "assert Point(1).x == 1 and Point(1, y=2).y == 2", "assert Point(1) + Point(2) == Point(3)",
+    "p = Point(1)\np.x = 5\nassert p == Point(5) and p != Point(1) and p == p", "assert len(Point(1)) == 2",
+    "assert repr(Point(4)) == 'Point(4)' and isinstance(Point(1), Point) and not isinstance(4, Point)",
+    "with Point(1) as p:\n    assert p.x == 1",
+    "try:\n    wrong()\n    done = True\nexcept Wrong as error:\n    done = str(error)\nassert done == 'text'",
+    "try:\n    wrong()\n    assert False\nexcept ValueError:\n    pass",
+    "assert list(steps(3)) == [0, 1, 2] and next(steps(1)) == 0 and 2 in steps(3)",
+    "assert apply(lambda x: x + 1, [1, 2]) == [2, 3]", "assert apply(len, ['a']) == [1] and apply(int, ['3']) == [3]",
+    "a = [3, 1]\narrange(a)\nassert a == [1, 3]", "grow()\nassert count == 1\ngrow()\nassert count == 2",
+    "def check(candidate):\n    assert all(list(candidate(n)) == list(range(n)) for n in range(3))\ncheck(steps)",
+    "assert many() == [(1, 2.5), {'a': {1}}, b'x', None, 3j, range(2), float('inf'), 10**5000]",
+    "import math\nassert math.sqrt(Point(4).x) == 2", "assert hasattr(Point(1), 'x') and not hasattr(Point(1), 'z')",
 ])
-def test_time_is_limited(code):
-    # The clock, SIGXCPU, or SIGKILL: the soft and the hard limit of processor time are the same second.
-    assert run(code, None, "", Bounds(seconds=1)).status in (None, -24, -9)
+def test_what_tests_may_do_with_definitions(test):
+    assert asserts(DEFINED, [test], SLOW, choose(accept_risk=True)) == [True]
 
 
-def test_memory_output_and_files_are_limited():
-    assert refusal("x = bytearray(2**30)", Bounds(seconds=60, memory=512)) == "MemoryError"
-    assert refusal("open('a', 'wb').write(bytes(2**22))", Bounds(seconds=60, files=1)) == "OSError"
-    done = run("while True: print('a' * 1000)", None, "", Bounds(seconds=60, files=1))
-    assert done.status != 0 and len(done.out) == 2**20
+@pytest.mark.parametrize("test", ["assert Point(1) == 1", "assert Point(1) + 1", "assert Point(1) < 2",
+                                  "assert nothing", "assert apply(print, 3)"])
+def test_what_they_may_not(test):
+    assert asserts(DEFINED, [test], SLOW, choose(accept_risk=True)) == [False]
 
 
 def test_a_test_that_hangs_leaves_those_before_it():
-    assert run("", ["assert 1", "while True: pass", "assert 1"], "", Bounds(seconds=3)).passed == [True]
-
-
-@pytest.mark.parametrize("code", [
-    "import os; os.fork()", "import subprocess; subprocess.run(['true'])", "import os; os.system('true')",
-    "import os; os.execv('/bin/true', ['true'])", "import os; os.kill(os.getppid(), 0)",
-    "import ctypes; ctypes.CDLL(None)", "import os; os.posix_spawn('/bin/true', ['true'], {})",
-])
-def test_processes_and_libraries_are_refused(code):
-    assert refusal(code) == "PermissionError"
-
-
-def test_files_outside_the_folder_are_safe(tmp_path):
-    (tmp_path / "mine").write_text("kept")
-    for code in (f"open({str(tmp_path / 'mine')!r}, 'w')", f"open({str(tmp_path / 'new')!r}, 'x')",
-                 f"import os; os.remove({str(tmp_path / 'mine')!r})",
-                 f"import shutil; shutil.rmtree({str(tmp_path)!r})",
-                 f"import os; os.rename({str(tmp_path / 'mine')!r}, 'taken')", "open('../job.json', 'w')",
-                 f"import os; os.symlink({str(tmp_path)!r}, 'in'); open('in/new', 'w')"):
-        assert refusal(code) == "PermissionError", code
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"] and (tmp_path / "mine").read_text() == "kept"
-    assert refusal("open('a', 'w').write('b'); import os; os.remove('a'); open(os.devnull, 'w')") == ""
-
-
-def test_the_environment_is_not_handed_over(monkeypatch):
-    monkeypatch.setenv("A_SECRET_TOKEN", "word")
-    code = "import os; print(sorted(os.environ), os.path.realpath(os.environ['HOME']) == os.getcwd())"
-    done = run(code, None, "", SLOW)
-    assert "A_SECRET_TOKEN" not in done.out and done.out.strip().endswith("True")
-
-
-# --- the network -----------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("namespace", [True, False])
-def test_a_server_that_is_there_cannot_be_reached(namespace):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        call = f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}))"
-        assert refusal(call, Bounds(seconds=60, namespace=namespace)) == "PermissionError"
-
-
-def test_it_is_told_how_the_network_is_kept_away():
-    assert run("", None, "", Bounds(seconds=60, namespace=False)).isolation == "hook"
-    devices = [line.split(":")[0].strip() for line in
-               run("print(open('/proc/net/dev').read())", None, "", SLOW).out.splitlines() if ":" in line]
-    assert isolation() in ("namespace", "hook")
-    assert sys.platform != "linux" or (isolation() == "namespace") == (os.path.exists("/proc/net/dev") and
-                                                                       set(devices) <= {"lo"})
+    done = asserts("", ["assert 1", "while True: pass", "assert 1"], Limits(seconds=1), choose(accept_risk=True))
+    assert done == [True, False, False]
 
 
 def test_code_runs_that_cannot_be():
     assert "seconds 0, memory 1024" in message(CodeRun, seconds=0)
-    assert "isolation is 'jail', expected any or namespace" in message(CodeRun, isolation="jail")
-    told = message(CodeRun(), ["x"], ["p"], [{"tests": [3]}])
+    told = message(CodeRun(accept_risk=True), ["x"], ["p"], [{"tests": [3]}])
     assert told.startswith("reward 'code_run': metadata.tests is [3], expected a list of texts")
 
 
-def test_nothing_is_left_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    run("open('a', 'w').write('b')", None, "", SLOW)
-    assert list(Path(tmp_path).iterdir()) == []
+def test_the_risk_has_to_be_accepted_by_name(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "no boundary for it" in message(find, "code_run") and "{accept_risk: true}" in message(find, "code_run")
+    accepted = find("code_run", {"accept_risk": True})
+    assert accepted.boundary.kind == "none"
+    assert accepted([DOUBLE], ["p"], [{"tests": "assert f(2) == 4"}]) == [1]
+
+
+def test_a_run_records_the_boundary():
+    from flowgrpo.evaluation.report.snapshots import machine
+
+    kind = CodeRun(accept_risk=True).boundary.kind
+    assert kind in machine("cpu", 1, "fp32")["code boundary"].split(", ")
+
+
+def test_a_boundary_that_stops_working_is_an_error_not_a_score():
+    reward = CodeRun(accept_risk=True)
+    object.__setattr__(reward, "boundary", Boundary("bubblewrap", lambda job, files: ["false"]))
+    assert message(reward, [DOUBLE], ["p"], [{"tests": "assert f(2) == 4"}]) == (
+        "the boundary bubblewrap does not start a process (it ended without a message): check its installation")
