@@ -7,7 +7,6 @@ user's starting point, on prompts never trained on.
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -34,6 +33,7 @@ from flowgrpo.evaluation.statistics import ALL
 from flowgrpo.evaluation.trainer import Trainer
 from flowgrpo.log import plain_console
 from flowgrpo.policies.policy import Policy
+from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import finite, read_object
 
 
@@ -94,16 +94,18 @@ def write_before(folder: Path, measured: Measured, settings: dict[str, Any]) -> 
 
     texts, frames = measured.pictures if isinstance(measured.pictures, list) else None, None
     if texts is None:
-        shutil.rmtree(folder / "before", ignore_errors=True)
-        (folder / "before").mkdir()
+        (folder / "before.json").unlink(missing_ok=True)  # first, as it says that the samples are there
+        atomic.remove(folder / "before")
+        atomic.make_folder(folder / "before")
         frames = measured.pictures.shape[1] if measured.pictures.ndim == 5 else None
         for i, picture in enumerate(measured.pictures):
-            save_image(tall(picture), folder / "before" / f"{i:03d}.png")
+            with atomic.replacing(folder / "before" / f"{i:03d}.png") as file:
+                save_image(tall(picture), file, format="png")
             if frames is not None:
                 save_clip(folder / "before" / f"{i:03d}.webp", picture)
     content = {"settings": settings, "scores": measured.scores, "failed": measured.failed, "frames": frames,
                "texts": texts}
-    (folder / "before.json").write_text(json.dumps(finite(content)))
+    atomic.write_text(folder / "before.json", json.dumps(finite(content)))
 
 
 def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Measured, began: float, resumed: bool
@@ -136,7 +138,7 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
     if first:
         _draw_after(folder, base, after, config)
         summary |= {"total_seconds": round(time.perf_counter() - began, 1), "resumed": resumed}
-        (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n")
+        atomic.write_text(folder / "summary.json", json.dumps(finite(summary), indent=2) + "\n")
         snapshots.stage(folder, "after", trainer.best.best.epoch if trainer.best.weights else trainer.epoch, after)
         snapshots.last(folder, trainer)
         report.write(folder)
@@ -169,7 +171,6 @@ def sample_pictures(trainer: Trainer, functions: dict[str, Any], folder: Path) -
         measured = _measure(trainer, functions, f"held-out prompts, epoch {trainer.epoch}", trainer.policy.reference)
     trainer.policy.evaluations = evaluations
     if trainer.processes.first:
-        (folder / "samples").mkdir(exist_ok=True)
         rows = [Row(text, [picture], [scores]) for text, picture, scores in cards(measured)]
         draw_grid(folder / "samples" / f"epoch-{trainer.epoch:05d}.png", [f"epoch {trainer.epoch}"], rows,
                   means_of([arrays(measured)]))

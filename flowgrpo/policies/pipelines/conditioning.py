@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
-from uuid import uuid4
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -32,7 +31,7 @@ from flowgrpo.device import queued
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines import padding
 from flowgrpo.policies.pipelines.prompt_inputs import SHARED, Pictured, pictures_of
-from flowgrpo.storage import paths
+from flowgrpo.storage import atomic, paths
 
 Size = tuple[int, int]  # height and width of a picture, in pixels
 Brought = str | Inputs | None  # beside a prompt's text
@@ -213,10 +212,7 @@ class PromptCache:
         self._require_encoders(parts[0].prompts[0])
         masks = padding.learn(lambda texts: self.policy.encode(texts, texts, None).to("cpu").calls)
         if path:
-            temporary = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
-            temporary.write_text(padding.written(masks))
-            paths.readable(temporary)
-            temporary.replace(path)
+            atomic.write_text(path, padding.written(masks), shared=True)
         return masks
 
     def _require_encoders(self, prompt: str) -> None:
@@ -342,13 +338,11 @@ def _write(path: Path, conditioning: Conditioning) -> bool:
     values |= {key: values[key][0] for key in lists}
     if any(value is not None and not torch.is_tensor(value) for value in values.values()):
         return False
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{uuid4().hex}.tmp")  # another process may write the same prompt
     tensors = {key: value.cpu().contiguous() for key, value in values.items() if value is not None}
-    save_file(tensors, temporary, {"form": json.dumps([conditioning.per_prompt, lists, conditioning.apart,
-                                                       conditioning.bare])})
-    paths.readable(temporary)
-    temporary.replace(path)
+    form = json.dumps([conditioning.per_prompt, lists, conditioning.apart, conditioning.bare])
+    with atomic.replacing(path, shared=True) as file:  # another process may write the same prompt
+        save_file(tensors, file, {"form": form})
+        paths.readable(file)
     return True
 
 
