@@ -50,28 +50,40 @@ def _measure(trainer: Trainer, functions: dict[str, Any], title: str,
 
 def before(trainer: Trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Measured:
     """Return the base's scores, measured once per run. A resumed run reads them back if it measures in the same way."""
-    from torchvision.transforms.functional import to_tensor
-
     if trainer.processes.first:
         snapshots.write(folder / snapshots.FOLDER / "ranges.json",
                         {name: rewards.about(reward).range for name, reward in functions.items()})
     path, evaluations = folder / "before.json", trainer.policy.evaluations
     settings = measured_how(trainer.config, spread(trainer.held_out, trainer.config.eval.prompts), functions)
     known = read_object(path, "remove it, and the base is measured again") if reuse and path.exists() else {}
-    if known.get("settings") != settings:
-        if reuse and {**known.get("settings", {}), "grid": settings["grid"]} != settings:
-            trainer.best.forget()
-        with trainer.policy.reference():
-            measured = _measure(trainer, functions, "held-out prompts, before")
-        trainer.policy.evaluations = evaluations
+    if known.get("settings") == settings and (kept := _read_before(trainer, folder, known)):
+        return kept
+    if reuse and {**known.get("settings", {}), "grid": settings["grid"]} != settings:
+        trainer.best.forget()
+    with trainer.policy.reference():
+        measured = _measure(trainer, functions, "held-out prompts, before")
+    trainer.policy.evaluations = evaluations
+    if trainer.processes.first:
+        write_before(folder, measured, settings)
+    return measured
+
+
+def _read_before(trainer: Trainer, folder: Path, known: dict[str, Any]) -> Measured | None:
+    """Return the base's samples and scores as `write_before` wrote them; None, with a line, for damaged pictures."""
+    from torchvision.transforms.functional import to_tensor
+
+    prompts, pictures = spread(trainer.held_out, trainer.config.eval.prompts), torch.empty(0)
+    try:
+        kept = [untall(to_tensor(Image.open(file).convert("RGB")), known.get("frames"))
+                for file in sorted((folder / "before").glob("[0-9]*.png"))]
+        pictures = torch.stack(kept) if kept else pictures
+    except (OSError, SyntaxError, ValueError, RuntimeError) as error:  # Pillow's, and torch's for other shapes
         if trainer.processes.first:
-            write_before(folder, measured, settings)
-        return measured
-    prompts = spread(trainer.held_out, trainer.config.eval.prompts)
-    kept = [untall(to_tensor(Image.open(file).convert("RGB")), known.get("frames"))
-            for file in sorted((folder / "before").glob("*.png"))]
+            print(f"{folder / 'before'} is damaged ({' '.join(str(error).split())[:120]}): the base is measured again",
+                  flush=True)
+        return None
     return Measured([p for p in prompts for _ in range(trainer.config.eval.samples)], known["scores"],
-                    known["texts"] or (torch.stack(kept) if kept else torch.empty(0)), known["failed"])
+                    known["texts"] or pictures, known["failed"])
 
 
 def measured_how(config: Config, prompts: list[Prompt], functions: dict[str, Any]) -> dict[str, Any]:

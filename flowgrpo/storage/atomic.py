@@ -59,6 +59,7 @@ def remove(folder: Path) -> None:
     """Delete a folder of which no part may stay under its name; one that does not exist is no error."""
     if folder.is_dir():
         shutil.rmtree(rename(folder, folder.with_name(f".{folder.name}.old")))
+        sync(folder.parent)
 
 
 @contextlib.contextmanager
