@@ -193,8 +193,7 @@ class PromptCache:
             kept = rows[0] in self._known
 
     def fill(self, rows: Iterable[tuple[str, str]]) -> None:
-        """Encode prompts with their negative prompts into the folder, and how they are padded if they differ in length.
-        """
+        """Encode prompts with their negative prompts into the folder, and their padding if they differ in length."""
         of_shape: dict[Any, Conditioning] = {}
         for prompt, negative in rows:
             part = self._one(prompt, negative, None)
@@ -329,19 +328,15 @@ def _tell(value: Any, content: hashlib.blake2b) -> None:
 
 
 def _write(path: Path, conditioning: Conditioning) -> bool:
-    """Write tensors as `call.value`, of lists their one element.
-
-    Returns False for what is neither tensor nor None, which is not kept on disk.
-    """
+    """Write tensors as `call.value`, of lists their one element. Returns False for values of other types."""
     values = {f"{c}.{v}": value for c, call in enumerate(conditioning.calls) for v, value in enumerate(call)}
     lists = [key for key, value in values.items() if isinstance(value, list)]
     values |= {key: values[key][0] for key in lists}
     if any(value is not None and not torch.is_tensor(value) for value in values.values()):
         return False
-    tensors = {key: value.cpu().contiguous() for key, value in values.items() if value is not None}
-    form = json.dumps([conditioning.per_prompt, lists, conditioning.apart, conditioning.bare])
+    form = {"form": json.dumps([conditioning.per_prompt, lists, conditioning.apart, conditioning.bare])}
     with atomic.replacing(path, shared=True) as file:  # another process may write the same prompt
-        save_file(tensors, file, {"form": form})
+        save_file({key: v.cpu().contiguous() for key, v in values.items() if v is not None}, file, form)
         paths.readable(file)
     return True
 
