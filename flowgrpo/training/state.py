@@ -31,8 +31,9 @@ SNAPSHOTS = ("weights", "ema", "old", "best", "reference")  # parts of a checkpo
 COUNTERS = ("epoch", "update", "skipped", "sampled", "seconds", "reward_wait_seconds")
 SAMPLING = ("rollout_evaluations", "saved_evaluations")
 NUMBER = (int, float)
-REQUIRED = {"epoch": int, "memory": dict, "reward_failures": dict, "evaluations": NUMBER, "rescore": bool,
-            **dict.fromkeys(SAMPLING, NUMBER)}  # values that every checkpoint holds, with their types
+REQUIRED: dict[str, type | tuple[type, ...]] = {  # values that every checkpoint holds, with their types
+    "epoch": int, "memory": dict, "reward_failures": dict, "evaluations": NUMBER, "rescore": bool,
+    **dict.fromkeys(SAMPLING, NUMBER)}
 
 
 class Run(Protocol):
