@@ -36,9 +36,9 @@ from flowgrpo.policies.weights import sharding
 from flowgrpo.policies.weights.restore import as_before
 from flowgrpo.rewards import pairwise
 from flowgrpo.rewards.find import place
-from flowgrpo.storage import checkpoint, lock, paths
+from flowgrpo.storage import atomic, lock, paths
 from flowgrpo.train import Trainer
-from flowgrpo.training import announcement, batch_size, best, hints, run_folder, state, tracker, trial
+from flowgrpo.training import announcement, batch_size, best, hints, inputs, run_folder, state, tracker, trial
 from flowgrpo.user_code import reading
 
 if TYPE_CHECKING:
@@ -143,7 +143,8 @@ def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
         if trainer.processes.first:
             prepare(config, trainer.epoch, ready.last is not None, ready.changes, stack)
             if listed is not None:
-                (folder / provenance.PROMPTS).write_text(listed, encoding="utf-8")
+                atomic.write_text(folder / provenance.PROMPTS, listed)
+            inputs.write(folder, inputs.of_run(config, ready.split))
             snapshots.begin(folder, trainer.epoch, ready.device, trainer.processes.count, ready.precision,
                             SAMPLE[policy.modality], policy.unit)
         tracker.start(ready.accelerator, config, trainer.epoch, resumed=ready.last is not None)
@@ -196,11 +197,9 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
     build.require_inputs(config, [*split[0], *split[1]], pipe)
     for routed, side in zip((trained, further), split):
         rewards.require_routes(routed, [prompt.metadata for prompt in side])
-    last = checkpoint.latest(config.folder / "checkpoints") if resume else None
-    if resume and last is None:
-        raise UserError(f"--resume: no checkpoint in {config.folder / 'checkpoints'}: expected one that an earlier "
-                        "run left")
-    changes = run_folder.require_same(config, last) if last else []
+    last = run_folder.last_whole(config, accelerator) if resume else None
+    changes = run_folder.require_same(config, last) + inputs.changes(config.folder, inputs.of_run(config, split)) \
+        if last else []
     if accelerator.is_main_process:
         paths.require_folder(config.folder)
     if config.eval.weights == "ema" and not config.train.ema:
@@ -252,7 +251,7 @@ def prepare(config: Config, epoch: int, resumed: bool, changes: list[str], stack
     for change in changes:
         print(f"resumed with {change}")
     stack.enter_context(lock.held(folder))
-    (folder / "config.yaml").write_text(config.yaml(), encoding="utf-8")
+    atomic.write_text(folder / "config.yaml", config.yaml())
     run_folder.keep_lines(folder / "metrics.jsonl", epoch)
 
 

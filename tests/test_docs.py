@@ -150,3 +150,10 @@ def test_the_table_of_recipes_says_what_the_recipes_say():
     script = runpy.run_path(str(ROOT / "scripts" / "recipe_table.py"))
     table = script["HEAD"] + "\n".join(map(script["row"], script["names"]())) + "\n"
     assert (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8") == table
+
+
+def test_the_tests_of_promises_exist():
+    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page)
+    assert len(named) > 10
+    assert [name for file, name in named if f"def {name}(" not in (ROOT / file).read_text(encoding="utf-8")] == []

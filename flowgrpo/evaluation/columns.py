@@ -32,7 +32,7 @@ from flowgrpo.policies import build
 from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage import paths
-from flowgrpo.storage.places import is_checkpoint, run_of
+from flowgrpo.storage.places import is_checkpoint, listed, run_of
 from flowgrpo.types import Completion
 
 SEEDS = ("0", "1", "2", "3")
@@ -103,8 +103,7 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
 def _checkpoints(tuned: Column, values: list[str]) -> list[Column]:
     """Columns by epoch, 0 for the base; without values the base and every kept checkpoint."""
     assert tuned.weights is not None
-    folders = {int(folder.name.removeprefix("epoch-")): folder
-               for folder in sorted((run_of(tuned.weights) / "checkpoints").glob("epoch-*"))}
+    folders = listed(run_of(tuned.weights))
     epochs = [_number("checkpoints", value, int) for value in values] or [0, *folders]
     missing = [epoch for epoch in epochs if epoch and epoch not in folders]
     if missing or not folders:

@@ -37,7 +37,7 @@ from flowgrpo.policies import build
 from flowgrpo.rewards import Failed, pairwise
 from flowgrpo.rewards.remote import exchange
 from flowgrpo.rewards.score import columns
-from flowgrpo.storage import paths
+from flowgrpo.storage import atomic, paths
 from flowgrpo.storage.json_files import finite
 
 AT_ONCE = 8  # samples scored in one call
@@ -228,8 +228,8 @@ def _finish(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLed
                "tries": {arm: tries({name: scores[arm][name] for name in verdicts(functions)},
                                     _answers(arm, shape, functions, ledger)) for arm in plan.arms}}
     text = json.dumps(finite(results), indent=2)
-    (ledger.folder / "results.json").write_text(text + "\n")
-    (ledger.folder / "table.md").write_text(findings.markdown(results))
+    atomic.write_text(ledger.folder / "results.json", text + "\n")
+    atomic.write_text(ledger.folder / "table.md", findings.markdown(results))
     _page(plan, suite, scores, ledger)
     if plan.rlg == "sweep":
         rlg_sweep.plot(rlg_sweep.curves(plan.arms, results["arms"]), ledger.folder / "rlg.png")

@@ -7,7 +7,6 @@ user's starting point, on prompts never trained on.
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -35,6 +34,7 @@ from flowgrpo.evaluation.statistics import ALL
 from flowgrpo.evaluation.trainer import Trainer
 from flowgrpo.log import plain_console
 from flowgrpo.policies.policy import Policy
+from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import finite, read_object
 
 
@@ -51,28 +51,40 @@ def _measure(trainer: Trainer, functions: dict[str, Any], title: str,
 
 def before(trainer: Trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Measured:
     """Return the base's scores, measured once per run. A resumed run reads them back if it measures in the same way."""
-    from torchvision.transforms.functional import to_tensor
-
     if trainer.processes.first:
         snapshots.write(folder / snapshots.FOLDER / "ranges.json",
                         {name: rewards.about(reward).range for name, reward in functions.items()})
     path, evaluations = folder / "before.json", trainer.policy.evaluations
     settings = measured_how(trainer.config, spread(trainer.held_out, trainer.config.eval.prompts), functions)
     known = read_object(path, "remove it, and the base is measured again") if reuse and path.exists() else {}
-    if known.get("settings") != settings:
-        if reuse and {**known.get("settings", {}), "grid": settings["grid"]} != settings:
-            trainer.best.forget()
-        with trainer.policy.reference():
-            measured = _measure(trainer, functions, "held-out prompts, before")
-        trainer.policy.evaluations = evaluations
+    if known.get("settings") == settings and (kept := _read_before(trainer, folder, known)):
+        return kept
+    if reuse and {**known.get("settings", {}), "grid": settings["grid"]} != settings:
+        trainer.best.forget()
+    with trainer.policy.reference():
+        measured = _measure(trainer, functions, "held-out prompts, before")
+    trainer.policy.evaluations = evaluations
+    if trainer.processes.first:
+        write_before(folder, measured, settings)
+    return measured
+
+
+def _read_before(trainer: Trainer, folder: Path, known: dict[str, Any]) -> Measured | None:
+    """Return the base's samples and scores as `write_before` wrote them; None, with a line, for damaged pictures."""
+    from torchvision.transforms.functional import to_tensor
+
+    prompts, pictures = spread(trainer.held_out, trainer.config.eval.prompts), torch.empty(0)
+    try:
+        kept = [untall(to_tensor(Image.open(file).convert("RGB")), known.get("frames"))
+                for file in sorted((folder / "before").glob("[0-9]*.png"))]
+        pictures = torch.stack(kept) if kept else pictures
+    except (OSError, SyntaxError, ValueError, RuntimeError) as error:  # Pillow's, and torch's for other shapes
         if trainer.processes.first:
-            write_before(folder, measured, settings)
-        return measured
-    prompts = spread(trainer.held_out, trainer.config.eval.prompts)
-    kept = [untall(to_tensor(Image.open(file).convert("RGB")), known.get("frames"))
-            for file in sorted((folder / "before").glob("*.png"))]
+            print(f"{folder / 'before'} is damaged ({' '.join(str(error).split())[:120]}): the base is measured again",
+                  flush=True)
+        return None
     return Measured([p for p in prompts for _ in range(trainer.config.eval.samples)], known["scores"],
-                    known["texts"] or (torch.stack(kept) if kept else torch.empty(0)), known["failed"])
+                    known["texts"] or pictures, known["failed"])
 
 
 def measured_how(config: Config, prompts: list[Prompt], functions: dict[str, Any]) -> dict[str, Any]:
@@ -95,16 +107,18 @@ def write_before(folder: Path, measured: Measured, settings: dict[str, Any]) -> 
 
     texts, frames = measured.pictures if isinstance(measured.pictures, list) else None, None
     if texts is None:
-        shutil.rmtree(folder / "before", ignore_errors=True)
-        (folder / "before").mkdir()
+        (folder / "before.json").unlink(missing_ok=True)  # first, as it says that the samples are there
+        atomic.remove(folder / "before")
+        atomic.make_folder(folder / "before")
         frames = measured.pictures.shape[1] if measured.pictures.ndim == 5 else None
         for i, picture in enumerate(measured.pictures):
-            save_image(tall(picture), folder / "before" / f"{i:03d}.png")
+            with atomic.replacing(folder / "before" / f"{i:03d}.png") as file:
+                save_image(tall(picture), file, format="png")
             if frames is not None:
                 save_clip(folder / "before" / f"{i:03d}.webp", picture)
     content = {"settings": settings, "scores": measured.scores, "failed": measured.failed, "frames": frames,
                "texts": texts}
-    (folder / "before.json").write_text(json.dumps(finite(content)))
+    atomic.write_text(folder / "before.json", json.dumps(finite(content)))
 
 
 def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Measured, began: float, resumed: bool
@@ -137,7 +151,7 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
     if first:
         _draw_after(folder, base, after, config)
         summary |= {"total_seconds": round(time.perf_counter() - began, 1), "resumed": resumed}
-        (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n")
+        atomic.write_text(folder / "summary.json", json.dumps(finite(summary), indent=2) + "\n")
         snapshots.stage(folder, "after", trainer.best.best.epoch if trainer.best.weights else trainer.epoch, after)
         snapshots.last(folder, trainer)
         report.write(folder)
@@ -170,7 +184,6 @@ def sample_pictures(trainer: Trainer, functions: dict[str, Any], folder: Path) -
         measured = _measure(trainer, functions, f"held-out prompts, epoch {trainer.epoch}", trainer.policy.reference)
     trainer.policy.evaluations = evaluations
     if trainer.processes.first:
-        (folder / "samples").mkdir(exist_ok=True)
         rows = [Row(text, [picture], [scores]) for text, picture, scores in cards(measured)]
         draw_grid(folder / "samples" / f"epoch-{trainer.epoch:05d}.png", [f"epoch {trainer.epoch}"], rows,
                   means_of([arrays(measured)]))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -19,6 +18,7 @@ from PIL import Image, PngImagePlugin
 
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.pages.clips import as_image, save_clip, tall, untall
+from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import read_object
 from flowgrpo.types import Completion
 
@@ -127,9 +127,8 @@ class Ledger(BaseLedger[torch.Tensor, torch.Tensor]):
         if sample.ndim == 4:
             chunks.add_text("frames", str(len(sample)))
             save_clip(path.with_suffix(".webp"), sample, facts)
-        part = path.with_suffix(".part")
-        as_image(tall(sample)).save(part, format="PNG", pnginfo=chunks)
-        part.replace(path)
+        with atomic.replacing(path) as file:
+            as_image(tall(sample)).save(file, format="PNG", pnginfo=chunks)
 
     def load(self, place: Place) -> torch.Tensor:
         """Load a picture [3, H, W] or clip [F, 3, H, W] in [0, 1].
@@ -160,17 +159,11 @@ def entries(folder: Path, names: str) -> Iterator[dict[str, Any]]:
 
 def append(path: Path, entry: dict[str, Any]) -> None:
     """Append a line; first end a line that a kill cut off."""
-    with path.open("ab+") as file:
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(end - 1, 0))
-        cut = file.read(1) not in (b"", b"\n")
-        file.write(b"\n" * cut + (json.dumps(entry) + "\n").encode())
+    atomic.append_line(path, json.dumps(entry))
 
 
 def _replace(path: Path, text: str) -> None:
-    part = path.with_suffix(".part")
-    part.write_text(text)
-    part.replace(path)
+    atomic.write_text(path, text)
 
 
 class TextLedger(BaseLedger[Completion, list[Completion]]):

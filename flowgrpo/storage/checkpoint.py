@@ -1,7 +1,8 @@
-"""Checkpoints: written under a temporary name, then renamed, so a kill never leaves a partial one.
+"""Checkpoints: written under a temporary name with a manifest of checksums, forced to the disk, then renamed.
 
-A checkpoint is a folder of safetensors and JSON, never a pickle. Sampling, windows and data order are pure functions of
-(seed, epoch). So weights, optimiser, moving average and a few counters are the whole state of a run.
+So neither a kill nor a power cut leaves a partial one under a checkpoint's name. A checkpoint is a folder of
+safetensors and JSON, never a pickle. Sampling, windows and data order are pure functions of (seed, epoch). So weights,
+optimiser, moving average and a few counters are the whole state of a run.
 
 Sharded tensors are in one file per shard: the rows (dimension 0) of a tensor in the order of the files' names. They are
 read row by row, so a run can be resumed with another number of shards, or whole.
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -20,9 +23,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from flowgrpo.errors import UserError
-from flowgrpo.storage import paths
-from flowgrpo.storage.places import STATE
+from flowgrpo.storage import atomic, manifest, paths
+from flowgrpo.storage.places import STATE, checkpoint_name, checkpoints
 
+VALUES = "state.json"
 Tensors = dict[str, torch.Tensor]
 
 
@@ -37,10 +41,12 @@ class Stateful(Protocol):
 
 
 def begin(folder: Path, epoch: int) -> Path:
-    """Make the temporary folder of a checkpoint and return it, empty."""
+    """Make the temporary folder of a checkpoint and return it, empty; delete what a kill left of others."""
+    for left in folder.glob(".epoch-*"):
+        if left.suffix in (".tmp", ".old"):
+            shutil.rmtree(left, ignore_errors=True)
     temporary = _temporary(folder, epoch)
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    atomic.make_folder(temporary)
     return temporary
 
 
@@ -61,30 +67,81 @@ def save(folder: Path, epoch: int, tensors: Tensors, state: dict[str, Any], keep
 
     begun: `begin` was called, and the shards are written.
     """
-    target, temporary = folder / f"epoch-{epoch:05d}", _temporary(folder, epoch)
+    target, temporary = folder / checkpoint_name(epoch), _temporary(folder, epoch)
     if not begun:
         begin(folder, epoch)
     _write(temporary / STATE, tensors)
-    (temporary / "state.json").write_text(json.dumps(state, indent=1))
-    shutil.rmtree(target, ignore_errors=True)
-    temporary.rename(target)
-    for old in sorted(folder.glob("epoch-*"))[:-keep]:
-        shutil.rmtree(old)
+    atomic.write_text(temporary / VALUES, json.dumps(state, indent=1))
+    manifest.write(temporary)
+    if target.is_dir():
+        atomic.rename(target, _replaced(target))
+    atomic.rename(temporary, target)
+    shutil.rmtree(_replaced(target), ignore_errors=True)
+    for old in list(checkpoints(folder).values())[:-keep]:
+        atomic.remove(old)
     return target
 
 
+def undo_replacing(folder: Path) -> None:
+    """Give checkpoints their names back that a kill kept from being replaced."""
+    for replaced in folder.glob(".epoch-*.replaced"):
+        target = folder / replaced.name.removeprefix(".").removesuffix(".replaced")
+        if target.is_dir():
+            shutil.rmtree(replaced)
+        else:
+            atomic.rename(replaced, target)
+
+
+def _replaced(target: Path) -> Path:
+    return target.with_name(f".{target.name}.replaced")
+
+
 def _temporary(folder: Path, epoch: int) -> Path:
-    return folder / f".epoch-{epoch:05d}.tmp"
+    return folder / f".{checkpoint_name(epoch)}.tmp"
 
 
 def _write(file: Path, tensors: Tensors) -> None:
     save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, file)
     paths.readable(file)
+    atomic.sync(file)
 
 
 def latest(folder: Path) -> Path | None:
-    """Return the checkpoint with the highest epoch; None without one."""
-    return max(folder.glob("epoch-*"), default=None)
+    """Return the checkpoint with the highest epoch, unchecked; None without one."""
+    return next(reversed(checkpoints(folder).values()), None)
+
+
+def damage(folder: Path, required: Mapping[str, type | tuple[type, ...]] = MappingProxyType({})) -> str | None:
+    """Return the damage of a checkpoint in words; None if it is whole.
+
+    All its files are read once. Without a manifest, only their form is checked. required: types of values by key.
+    """
+    if not manifest.has_manifest(folder):
+        try:
+            values = _values(folder)
+            shapes = Reader(folder).shapes
+        except Exception as error:  # of any library that reads the files
+            return " ".join(str(error).split()) or type(error).__name__
+        for key, kind in required.items():
+            if not isinstance(values.get(key), kind):
+                return f"{VALUES} has {str(values.get(key))[:40]} under {key!r}"
+        if values.get("update") and not any(key.startswith("optimizer/") for key in shapes):
+            return "the optimiser's state is missing"
+        return None
+    return manifest.difference(folder)
+
+
+def _values(folder: Path) -> dict[str, Any]:
+    values = json.loads((folder / VALUES).read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise ValueError(f"{VALUES} holds a {type(values).__name__}, expected an object")
+    return values
+
+
+def unchecked(folder: Path) -> str | None:
+    """Return a sentence about a checkpoint without a manifest; None with one."""
+    return None if manifest.has_manifest(folder) else \
+        f"{folder} has no {manifest.MANIFEST}, as it is of an older run: its checksums cannot be verified"
 
 
 class Reader:
@@ -124,17 +181,22 @@ class Reader:
         return torch.cat(pieces) if pieces else self.parts[key][0].get_tensor(key).new_empty(0, *self.shapes[key][1:])
 
 
-def load(folder: Path, rows: Callable[[str], slice | None] = lambda key: None) -> tuple[Tensors, dict[str, Any]]:
+def load(folder: Path, rows: Callable[[str], slice | None] = lambda key: None, verify: bool = True
+         ) -> tuple[Tensors, dict[str, Any]]:
     """Return the (tensors, state) that `save` wrote; whole tensors, or those rows of a key that `rows` names.
 
+    verify: compare with the manifest first; a line on stderr says if there is none.
     Raises UserError if they cannot be read.
     """
     try:
+        if verify and (line := unchecked(folder)):
+            print(line, file=sys.stderr)
+        if verify and (difference := manifest.difference(folder)):
+            raise ValueError(difference)
         reader = Reader(folder)
-        return {key: reader.read(key, rows(key)) for key in reader.shapes}, \
-            json.loads((folder / "state.json").read_text())
+        return {key: reader.read(key, rows(key)) for key in reader.shapes}, _values(folder)
     except Exception as error:
-        raise _unreadable(folder, error) from None
+        raise unreadable(folder, error) from None
 
 
 def shapes(folder: Path) -> dict[str, torch.Size]:
@@ -142,14 +204,18 @@ def shapes(folder: Path) -> dict[str, torch.Size]:
     try:
         return Reader(folder).shapes
     except Exception as error:
-        raise _unreadable(folder, error) from None
+        raise unreadable(folder, error) from None
 
 
-def _unreadable(folder: Path, error: Exception) -> UserError:
-    earlier = [other.name for other in sorted(folder.parent.glob("epoch-*")) if other.name < folder.name]
+def unreadable(folder: Path, error: Exception) -> UserError:
+    """Return the one-line error for a checkpoint that cannot be read, with the fix."""
+    known = checkpoints(folder.parent)
+    epoch = next((epoch for epoch, path in known.items() if path.name == folder.name), 0)
+    earlier = [other.name for number, other in known.items() if number < epoch]
     way = f"remove it to go on from {earlier[-1]}" if earlier else \
         "no earlier one is there, begin anew without --resume"
-    return UserError(f"the checkpoint {folder} cannot be read ({error}): {way}")
+    message = " ".join(str(error).split()) or type(error).__name__
+    return UserError(f"the checkpoint {folder} cannot be read ({message}): {way}")
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

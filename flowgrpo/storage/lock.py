@@ -9,6 +9,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from flowgrpo.errors import UserError
+from flowgrpo.storage import atomic
 
 LOCK = ".lock"  # in the folder of an active run
 
@@ -19,7 +20,7 @@ def held(folder: Path) -> Iterator[None]:
 
     Raises UserError if another run has it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    atomic.make_folder(folder)
     lock = FileLock(folder / LOCK)
     try:
         lock.acquire(blocking=False)

@@ -2,12 +2,48 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 
 from flowgrpo.errors import UserError
 
 STATE = "state.safetensors"  # the file that makes a folder a checkpoint
 CONFIG = "config.yaml"  # the file that makes a folder a run
+NAMED = re.compile(r"epoch-(\d{5,})")  # folder of a checkpoint
+
+
+def checkpoint_name(epoch: int) -> str:
+    """Return the name of a checkpoint's folder: epoch-00042."""
+    return f"epoch-{epoch:05d}"
+
+
+def epoch_of(folder: Path) -> int:
+    """Return the epoch of a checkpoint by its folder's name."""
+    return int(folder.name.removeprefix("epoch-"))
+
+
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """Return the checkpoints in a run's folder of checkpoints by epoch, in the order of the numbers."""
+    matches = [(NAMED.fullmatch(path.name), path) for path in folder.glob("epoch-*")]
+    return {epoch: path for epoch, path in sorted((int(match[1]), path) for match, path in matches if match)}
+
+
+def foreign(folder: Path) -> list[str]:
+    """Return the names in a folder of checkpoints that look like one and are none, such as epoch-copy.
+
+    Damaged checkpoints that a run has set aside are left out.
+    """
+    return sorted(path.name for path in folder.glob("epoch-*")
+                  if not NAMED.fullmatch(path.name) and ".damaged" not in path.name)
+
+
+def listed(run: Path) -> dict[int, Path]:
+    """Return a run's checkpoints by epoch; print a line on stderr about other folders beside them."""
+    for name in foreign(run / "checkpoints"):
+        print(f"ignored {run / 'checkpoints' / name}: it is no checkpoint, expected a name such as epoch-00042",
+              file=sys.stderr)
+    return checkpoints(run / "checkpoints")
 
 
 def is_checkpoint(path: Path | None) -> bool:
@@ -41,8 +77,7 @@ def weights_of(path: Path, epoch: int | None = None) -> Path:
         return path if is_checkpoint(path) else run
     if is_checkpoint(path):
         raise UserError(f"--epoch {epoch}: {path} is a checkpoint already; leave one of them out")
-    folders = sorted((run / "checkpoints").glob("epoch-*"))
-    saved = {int(folder.name.removeprefix("epoch-")): folder for folder in folders}
+    saved = listed(run)
     if epoch not in saved:
         raise UserError(f"--epoch {epoch}: {run} has no such checkpoint; there are: "
                         f"{', '.join(map(str, saved)) or 'none'} (train.keep says how many are kept)")

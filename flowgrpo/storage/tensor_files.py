@@ -1,4 +1,4 @@
-"""Safetensors files with the same bytes for the same content."""
+"""Safetensors files and adapter configurations with the same bytes for the same content."""
 
 from __future__ import annotations
 
@@ -18,3 +18,12 @@ def order_metadata(file: Path) -> None:
         if len(text) <= size:  # else the library escapes a sign otherwise, and the file stays as it is
             opened.seek(8)
             opened.write(text.ljust(size))
+
+
+def order_config(file: Path) -> None:
+    """Sort the lists of names in an adapter's configuration, which peft writes from sets."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    for key, value in content.items():
+        if isinstance(value, list) and all(isinstance(name, str) for name in value):
+            content[key] = sorted(value)
+    file.write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from flowgrpo.config.schema import Config
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.evaluation.report import report, symptoms
+from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import finite, read_lines
 from flowgrpo.training import tracker
 
@@ -37,8 +38,7 @@ class Log:
             return
         line = finite({"epoch": epoch, **metrics})
         self.recent.append(line)
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        atomic.append_line(self.path, json.dumps(line))
         self.accelerator.log({k: v for k, v in metrics.items() if isinstance(v, (int, float))}, step=epoch)
         self.bar.set_postfix(shown)
         self.bar.update()

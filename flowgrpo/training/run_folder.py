@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowgrpo.config.parse import load
 from flowgrpo.config.schema import Config, sections
@@ -13,9 +15,14 @@ from flowgrpo.data.provenance import PROMPTS
 from flowgrpo.device import AUTO
 from flowgrpo.errors import UserError
 from flowgrpo.starter import FOLDERS
-from flowgrpo.storage import checkpoint
+from flowgrpo.storage import atomic, recovery
 from flowgrpo.storage.json_files import read_lines
 from flowgrpo.storage.lock import held
+from flowgrpo.storage.places import checkpoints, epoch_of
+from flowgrpo.training import state
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 # Keys that change the meaning of a checkpoint's weights and state.
 FIXED = ("model", "method", "preferences", "adapter.rank", "adapter.alpha", "adapter.dora", "adapter.rslora",
@@ -23,12 +30,27 @@ FIXED = ("model", "method", "preferences", "adapter.rank", "adapter.alpha", "ada
 APART = ("name", "output")  # the location of the run
 
 
+def last_whole(config: Config, accelerator: Accelerator) -> Path:
+    """Return the newest whole checkpoint of the configuration's run: the one that the first process chooses for all.
+
+    The first process sets damaged ones aside. Raises UserError without one.
+    """
+    from accelerate.utils import broadcast_object_list
+
+    folder, first = config.folder / "checkpoints", accelerator.is_main_process
+    chosen = [recovery.newest_whole(folder, print, state.REQUIRED) if first else None]
+    [last] = broadcast_object_list(chosen)
+    if last is None:
+        raise UserError(f"--resume: no checkpoint in {folder}: expected one that an earlier run left")
+    return last
+
+
 def require_same(config: Config, last: Path) -> list[str]:
     """Return the changes since the run that left the checkpoint `last`, such as "train.lr: 0.001, was 0.0005".
 
     Raises UserError if a change does not fit its weights, or takes back epochs.
     """
-    epoch, changes = int(last.name.removeprefix("epoch-")), []
+    epoch, changes = epoch_of(last), []
     if epoch > config.train.epochs:
         raise UserError(f"--resume: train.epochs is {config.train.epochs}, but {epoch} are done: expected as many, or "
                         "more")
@@ -98,8 +120,8 @@ def require_outside(config: Config) -> None:
 
 def holds_run(folder: Path) -> bool:
     """True if a run has left a result or whole epochs in the folder."""
-    last = checkpoint.latest(folder / "checkpoints")
-    return (folder / "summary.json").is_file() or (last is not None and last.name > "epoch-00000")
+    damaged = any((folder / "checkpoints").glob("*.damaged*"))
+    return (folder / "summary.json").is_file() or damaged or any(checkpoints(folder / "checkpoints"))
 
 
 def set_aside(folder: Path) -> Path | None:
@@ -112,16 +134,36 @@ def set_aside(folder: Path) -> Path | None:
         return None
     free = next(name for number in count(1) if not (name := folder.with_name(f"{folder.name}.{number}")).exists())
     try:
-        return folder.rename(free)
+        return atomic.rename(folder, free)
     except OSError as error:
         raise UserError(f"{folder} holds an earlier run and cannot be renamed to {free} ({error.strerror}): give this "
                         "one another name, or --resume that one") from None
 
 
-def keep_lines(path: Path, epoch: int) -> None:
-    """Drop the metrics of epochs that will be run (again), and a last line that a kill cut off."""
-    if path.exists():
-        records, kept = read_lines(path, "epoch"), path.with_suffix(".tmp")
-        whole = path.read_text().splitlines(keepends=True)
-        kept.write_text("".join(line for line, record in zip(whole, records) if record["epoch"] <= epoch))
-        kept.replace(path)
+def keep_lines(path: Path, epoch: int, say: Callable[[str], None] = print) -> None:
+    """Drop the metrics of epochs that will be run (again), and a last line that a kill cut off.
+
+    A damaged last line is moved to NAME.damaged and reported. Raises UserError for another damaged line.
+    """
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    lines = content.split(b"\n")[:-1]
+    if lines and _number(lines[-1]) is None:
+        aside = path.with_name(f"{path.name}.damaged")
+        atomic.append_line(aside, lines.pop().decode("utf-8", "backslashreplace"))
+        say(f"{path}: the last line is damaged: it is now in {aside.name}")
+        atomic.write_bytes(path, b"".join(line + b"\n" for line in lines))
+    read_lines(path, "epoch")  # raises
+    kept = b"".join(line + b"\n" for line in lines if (_number(line) or 0) <= epoch)
+    if kept != content:
+        atomic.write_bytes(path, kept)
+
+
+def _number(line: bytes) -> float | None:
+    """Return the epoch of a line of metrics; None if it is damaged."""
+    try:
+        number = json.loads(line.decode())["epoch"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return number if isinstance(number, (int, float)) else None

@@ -19,6 +19,7 @@ from flowgrpo.methods.method import Method
 from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.base import GroupSampler
 from flowgrpo.storage import checkpoint
+from flowgrpo.storage.places import checkpoints
 from flowgrpo.training.best import BestWeights
 from flowgrpo.training.critic import Critic
 from flowgrpo.training.first_ratio import FirstRatio
@@ -29,6 +30,10 @@ from flowgrpo.training.scoring import Scoring
 SNAPSHOTS = ("weights", "ema", "old", "best", "reference")  # parts of a checkpoint that have the weights' names
 COUNTERS = ("epoch", "update", "skipped", "sampled", "seconds", "reward_wait_seconds")
 SAMPLING = ("rollout_evaluations", "saved_evaluations")
+NUMBER = (int, float)
+REQUIRED: dict[str, type | tuple[type, ...]] = {  # values that every checkpoint holds, with their types
+    "epoch": int, "memory": dict, "reward_failures": dict, "evaluations": NUMBER, "rescore": bool,
+    **dict.fromkeys(SAMPLING, NUMBER)}
 
 
 class Run(Protocol):
@@ -140,16 +145,26 @@ def room(trainer: Run) -> int:
     one = sum(tensor.numel() * tensor.element_size() for tensor in weights)
     snapshots = (trainer.ema is not None) + (trainer.config.eval.best is not None) + len(trainer.kl_reference.held)
     moments = sum(tensor.numel() for tensor in weights) * (2 if train.optimizer == "adamw8bit" else 8)
-    kept = list((trainer.config.folder / "checkpoints").glob("epoch-*/*"))
+    folders = checkpoints(trainer.config.folder / "checkpoints").values()
+    kept = [file for folder in folders for file in folder.iterdir()]
     written = min(train.keep, -(-train.epochs // train.save_every)) + 1
     return max(written * (one * (1 + snapshots) + moments) - sum(file.stat().st_size for file in kept), 0)
 
 
 def restore(trainer: Run, folder: Path) -> None:
-    """Load a checkpoint's state.
+    """Load the state of a checkpoint that is whole, as `recovery.newest_whole` returns it.
 
-    Raises UserError if it is of other weights.
+    Raises UserError if it is of other weights, or its state does not fit the run.
     """
+    try:
+        _restore(trainer, folder)
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        raise checkpoint.unreadable(folder, error) from None
+
+
+def _restore(trainer: Run, folder: Path) -> None:
     weights, shapes = trainer.policy.weights, checkpoint.shapes(folder)
     live = {f"weights/{key}": parameter.shape for key, parameter in weights.named.items()}
     if live != {key: shape for key, shape in shapes.items() if key.startswith("weights/")}:
@@ -161,7 +176,7 @@ def restore(trainer: Run, folder: Path) -> None:
         parameter = owners[key]
         return None if parameter is None else shards.rows(parameter)
 
-    tensors, state = checkpoint.load(folder, rows)
+    tensors, state = checkpoint.load(folder, rows, verify=False)
     taken: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
         room, key = name.split("/", 1)

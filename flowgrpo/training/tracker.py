@@ -21,6 +21,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.evaluation.report.symptoms import Symptom
+from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import read_object
 
 if TYPE_CHECKING:
@@ -207,8 +208,7 @@ def identity(config: Config, resumed: bool) -> str:
         if kept["tracker"] == config.tracker:
             return kept["id"]
     run_id = uuid.uuid4().hex[:8]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"tracker": config.tracker, "id": run_id}) + "\n", encoding="utf-8")
+    atomic.write_text(file, json.dumps({"tracker": config.tracker, "id": run_id}) + "\n")
     return run_id
 
 

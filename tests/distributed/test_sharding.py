@@ -227,7 +227,8 @@ def test_each_process_holds_and_writes_its_shard(folder):
     for source in ("of two", "of four"):
         [path] = (folder / source / "checkpoints").iterdir()
         assert sorted(file.name for file in path.iterdir()) == [
-            "shard-00000-of-00002.safetensors", "shard-00001-of-00002.safetensors", "state.json", "state.safetensors"]
+            "manifest.json", "shard-00000-of-00002.safetensors", "shard-00001-of-00002.safetensors", "state.json",
+            "state.safetensors"]
         assert all(key.endswith(".step") for key in load_file(path / "state.safetensors"))
         sizes = [file.stat().st_size for file in path.glob("shard-*")]
         assert max(sizes) < 0.55 * sum(sizes)

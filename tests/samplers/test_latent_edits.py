@@ -396,3 +396,12 @@ def test_defaults():
     expo = preset("expo")
     assert (expo.target, expo.loss.surrogate) == (LatentEdits(Edit()), ActorCritic(1e-3, 1e-3, 0.5))
     assert (expo.credit.advantage, expo.credit.value, expo.loss.kl) == (Paired(), Recall(), GaussianKL(0.01))
+
+
+def test_networks_are_saved_with_the_same_bytes(tmp_path):
+    weights, saved = EditWeights(Editor(Edit(width=8, depth=1), 2, 1)), set()
+    for number in range(8):
+        weights.save(tmp_path / str(number))
+        [file] = (tmp_path / str(number)).iterdir()
+        saved.add(file.read_bytes())
+    assert len(saved) == 1

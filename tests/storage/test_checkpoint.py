@@ -1,12 +1,17 @@
-"""Checkpoints: whole or not at all."""
+"""Checkpoints: whole or not at all, and the newest whole one is used."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from flowgrpo.errors import UserError
-from flowgrpo.storage import checkpoint
+from flowgrpo.storage import checkpoint, manifest
+from flowgrpo.storage.places import checkpoints, foreign
+from flowgrpo.storage.recovery import newest_whole
 
 
 def save(folder, epoch, keep=2, value=1.0):
@@ -110,10 +115,117 @@ def test_a_shard_that_is_missing_is_told(tmp_path):
     _, path = sharded(tmp_path)
     (path / "shard-00001-of-00003.safetensors").unlink()
     for read in (checkpoint.load, checkpoint.shapes):
-        with pytest.raises(UserError, match="epoch-00001 cannot be read .*one of 2 shards.*begin anew"):
+        with pytest.raises(UserError, match="epoch-00001 cannot be read .*shard.*begin anew"):
             read(path)
 
 
 def test_a_shard_that_another_disk_would_get_is_told(tmp_path):
     with pytest.raises(UserError, match="put `output` on a disk that all nodes share"):
         checkpoint.save_shard(tmp_path, 1, {"weights/a": torch.ones(1)}, 0, 2)
+
+
+def test_epochs_are_numbers(tmp_path):
+    for epoch in (99_999, 100_000, 100_001):
+        save(tmp_path, epoch)
+    assert [path.name for path in checkpoints(tmp_path).values()] == ["epoch-100000", "epoch-100001"]
+    assert checkpoint.latest(tmp_path).name == "epoch-100001"
+
+
+def flip(file, place: int = -1) -> None:
+    """Change one bit of a file."""
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+def without_optimizer(path) -> None:
+    save_file({"weights/a": torch.ones(2, 3)}, path / "state.safetensors")
+
+
+DAMAGE = {
+    "flipped bit of a tensor": (lambda path: flip(path / "state.safetensors"), "SHA-256 of state.safetensors differs"),
+    "flipped bit of a value": (lambda path: flip(path / "state.json", 20), "SHA-256 of state.json differs"),
+    "flipped bit of the manifest": (lambda path: flip(path / "manifest.json", -40), "differs"),
+    "empty manifest": (lambda path: (path / "manifest.json").write_bytes(b""), "manifest.json cannot be read"),
+    "empty tensors": (lambda path: (path / "state.safetensors").write_bytes(b""), "has 0 bytes, expected"),
+    "absent tensors": (lambda path: (path / "state.safetensors").unlink(), "state.safetensors is missing"),
+    "no optimiser": (without_optimizer, "state.safetensors has"),
+    "other shape": (lambda path: save_file({"weights/a": torch.ones(3, 3)}, path / "state.safetensors"), "has"),
+    "missing key": (lambda path: (path / "state.json").write_text("{}"), "state.json has 2 bytes"),
+    "list": (lambda path: (path / "state.json").write_text("[]"), "state.json has 2 bytes"),
+}
+UNSIGNED = {  # of an older run, without a manifest: what the form of the files shows
+    "empty tensors": "", "absent tensors": "No such file", "no optimiser": "the optimiser's state is missing",
+    "missing key": "state.json has None under 'epoch'", "list": "state.json holds a list, expected an object",
+}
+
+
+def saved(folder, epoch):
+    tensors = {"weights/a": torch.ones(2, 3), "optimizer/0.exp_avg": torch.zeros(2, 3)}
+    return checkpoint.save(folder, epoch, tensors, {"epoch": epoch, "update": epoch}, 3)
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_one_is_set_aside_and_the_one_before_is_used(tmp_path, kind):
+    harm, why = DAMAGE[kind]
+    earlier, path, lines = saved(tmp_path, 1), saved(tmp_path, 2), []
+    harm(path)
+    content = {file.name: file.read_bytes() for file in path.iterdir()}
+    assert newest_whole(tmp_path, lines.append, {"epoch": int}) == earlier
+    [line] = lines
+    assert line.startswith(f"the checkpoint {path} is damaged (") and why in line
+    assert line.endswith("it is now epoch-00002.damaged, and epoch-00001 is tried")
+    assert {file.name: file.read_bytes() for file in (tmp_path / "epoch-00002.damaged").iterdir()} == content
+    saved(tmp_path, 2)
+    harm(path)
+    assert newest_whole(tmp_path, lines.append, {"epoch": int}) == earlier
+    assert (tmp_path / "epoch-00002.damaged.2").is_dir() and foreign(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", UNSIGNED)
+def test_without_checksums_the_form_is_checked(tmp_path, kind):
+    earlier, path, lines = saved(tmp_path, 1), saved(tmp_path, 2), []
+    for each in (earlier, path):
+        (each / "manifest.json").unlink()
+    DAMAGE[kind][0](path)
+    assert newest_whole(tmp_path, lines.append, {"epoch": int}) == earlier
+    assert "epoch-00002 is damaged (" in lines[0] and UNSIGNED[kind] in lines[0]
+    assert lines[1:] == [f"{earlier} has no manifest.json, as it is of an older run: its checksums cannot be verified"]
+
+
+def test_where_all_are_damaged_there_is_none(tmp_path):
+    lines = []
+    flip(saved(tmp_path, 1) / "state.json")
+    assert newest_whole(tmp_path, lines.append, {}) is None
+    assert lines[0].endswith("it is now epoch-00001.damaged, and there is no earlier one")
+
+
+def test_a_folder_of_another_name_is_ignored(tmp_path):
+    path, lines = saved(tmp_path, 1), []
+    (tmp_path / "epoch-copy").mkdir()
+    assert newest_whole(tmp_path, lines.append, {}) == path
+    assert lines == [f"ignored {tmp_path / 'epoch-copy'}: it is no checkpoint, expected a name such as epoch-00042"]
+    saved(tmp_path, 2), saved(tmp_path, 3), saved(tmp_path, 4)
+    assert (tmp_path / "epoch-copy").is_dir()
+
+
+def test_a_checkpoint_that_was_being_replaced_has_its_name_again(tmp_path):
+    path = saved(tmp_path, 1)
+    path.rename(tmp_path / ".epoch-00001.replaced")
+    assert newest_whole(tmp_path, print, {}) == path and checkpoint.damage(path) is None
+
+
+def test_a_reader_names_the_damage_and_changes_nothing(tmp_path):
+    path = saved(tmp_path, 1)
+    flip(path / "state.safetensors")
+    with pytest.raises(UserError, match="epoch-00001 cannot be read .the SHA-256 of state.safetensors differs"):
+        checkpoint.load(path)
+    assert path.is_dir()
+
+
+def test_a_manifest_has_the_digest_of_every_file(tmp_path):
+    path = saved(tmp_path, 1)
+    listed = json.loads((path / "manifest.json").read_text())["files"]
+    assert sorted(listed) == ["state.json", "state.safetensors"]
+    assert listed["state.json"] == {"bytes": (path / "state.json").stat().st_size,
+                                    "sha256": manifest.sha256(path / "state.json")}

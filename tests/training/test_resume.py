@@ -10,14 +10,16 @@ import signal
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from flowgrpo.cli import main
+from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.signals import Stop, Stopped
 from flowgrpo.errors import UserError
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage import checkpoint
 from flowgrpo.storage.lock import held
+from flowgrpo.training import inputs
 from flowgrpo.training.run_folder import keep_lines
 from tests.helpers import tiny
 from tests.helpers.forked import Forked
@@ -230,11 +232,84 @@ def test_what_does_not_fit_is_told(finished, options, told, capsys):
     assert (run / "config.yaml").read_text() == kept and len(lines(run)) == EPOCHS
 
 
-def test_a_broken_checkpoint_is_told(finished, capsys):
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_goes_on(finished, uninterrupted, capsys):
     command, run = finished
     (checkpoint.latest(run / "checkpoints") / "state.safetensors").write_bytes(b"half of it")
+    assert main([*command, "--resume"]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if " is damaged (" in line]
+    assert "epoch-00006 is damaged (state.safetensors has 10 bytes, expected" in line
+    assert line.endswith("it is now epoch-00006.damaged, and epoch-00004 is tried")
+    assert_same(run, uninterrupted)
+
+
+def test_where_all_checkpoints_are_damaged_nothing_is_lost(finished, capsys):
+    command, run = finished
+    (run / "summary.json").unlink()
+    for path in (run / "checkpoints").iterdir():
+        (path / "state.json").write_text("[]")
     assert main([*command, "--resume"]) == 2
-    assert "epoch-00006 cannot be read" in capsys.readouterr().err
+    assert "--resume: no checkpoint in " in capsys.readouterr().err
+    assert main([*command, "--train.epochs=1"]) == 0
+    assert sorted(path.name for path in (run.with_name("run.1") / "checkpoints").iterdir()) == [
+        "epoch-00004.damaged", "epoch-00006.damaged"]
+
+
+def test_a_state_that_does_not_fit_is_told_in_a_line(finished, capsys):
+    """Without a manifest, and with a form that only restoring shows to be wrong."""
+    command, run = finished
+    last = checkpoint.latest(run / "checkpoints")
+    (last / "manifest.json").unlink()
+    tensors = load_file(last / "state.safetensors")
+    key = next(key for key in tensors if key.startswith("optimizer/") and key.endswith("exp_avg"))
+    save_file(tensors | {f"optimizer/x{key.removeprefix('optimizer/')}": torch.ones(1)}, last / "state.safetensors")
+    assert main([*command, "--resume"]) == 2
+    said = capsys.readouterr()
+    assert "epoch-00006 has no manifest.json, as it is of an older run" in said.out
+    assert "epoch-00006 cannot be read (" in said.err and "remove it to go on from epoch-00004" in said.err
+
+
+def test_damaged_samples_of_the_base_are_measured_again(finished, uninterrupted, capsys):
+    command, run = finished
+    assert main([*command, "--resume"]) == 0  # the folder was copied, and is measured anew
+    kept = (run / "before" / "000.png").read_bytes()
+    (run / "before" / "000.png").write_bytes(b"")
+    (run / LORA_FILE).unlink()
+    assert main([*command, "--resume"]) == 0
+    assert f"{run / 'before'} is damaged (" in capsys.readouterr().out
+    assert (run / "before" / "000.png").read_bytes() == kept
+    assert_same(run, uninterrupted)
+
+
+def test_changed_code_prompts_and_packages_are_told(finished, capsys):
+    command, run = finished
+    assert main([*command, "--resume"]) == 0
+    capsys.readouterr()
+    known = json.loads((run / "inputs.json").read_text())
+    (run / "inputs.json").write_text(json.dumps(known | {"packages": known["packages"] | {"torch": "1.0"}}))
+    (run.parent / "reward.py").write_text(f"{REWARD}# the same\n")
+    prompts = run.parent / "prompts.txt"
+    prompts.write_text(prompts.read_text().replace("a cat", "a dog"))
+    assert main([*command, "--resume"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed with other")]
+    assert lines[0] == f"resumed with other code in {run.parent / 'reward.py'}"
+    assert [line for line in lines[1:] if "texts of the" not in line] == []
+    assert main([*command, "--resume"]) == 0
+    assert "resumed with other" not in capsys.readouterr().out
+
+
+def test_what_is_compared_on_resuming(tmp_path):
+    config = tiny.config(tmp_path)
+    first = [Prompt("red", metadata={"n": 1}), Prompt("blue")], [Prompt("old")]
+    now = inputs.of_run(config, first)
+    assert inputs.changes(tmp_path, now) == []  # an older run
+    inputs.write(tmp_path, now | {"packages": {**now["packages"], "torch": "1.0"}})
+    second = [Prompt("red", metadata={"n": 2}), Prompt("blue")], [Prompt("older")]
+    changes = inputs.changes(tmp_path, inputs.of_run(config, second))
+    assert changes == [f"torch {now['packages']['torch']}, was 1.0", "other metadata of the training prompts",
+                       "other texts of the held-out prompts"]
+    (tmp_path / "inputs.json").write_text("{}")
+    [line] = inputs.changes(tmp_path, now)
+    assert line.startswith("unknown inputs: ") and "it is written anew" in line
 
 
 def test_lines_of_epochs_that_come_again_are_dropped(tmp_path):
@@ -251,6 +326,16 @@ def test_lines_of_epochs_that_come_again_are_dropped(tmp_path):
     with pytest.raises(UserError, match="metrics.jsonl, line 2: damaged .*: remove that line"):
         keep_lines(path, 3)
     assert path.read_text() == '{"epoch": 1}\n{"epo\n{"epoch": 3}\n'
+
+
+def test_a_damaged_last_line_is_set_aside(tmp_path):
+    path, lines = tmp_path / "metrics.jsonl", []
+    for last in (b"\0\0\0\xff", b"[3]", b'{"epoch": "three"}'):
+        path.write_bytes(b'{"epoch": 1}\n{"epoch": 2}\n' + last + b"\n")
+        keep_lines(path, 5, lines.append)
+        assert path.read_text() == '{"epoch": 1}\n{"epoch": 2}\n'
+    assert lines == [f"{path}: the last line is damaged: it is now in metrics.jsonl.damaged"] * 3
+    assert (tmp_path / "metrics.jsonl.damaged").read_text() == '\0\0\0\\xff\n[3]\n{"epoch": "three"}\n'
 
 
 def test_a_stop_waits_for_its_check_and_a_second_one_does_not():

@@ -10,6 +10,7 @@ from PIL import ExifTags, Image
 
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.pages import mp4
+from flowgrpo.storage import atomic
 
 if TYPE_CHECKING:
     import torch
@@ -34,11 +35,11 @@ def animate(path: str | Path, frames: Sequence[Image.Image], facts: str | None =
     """Write pictures of one size as a lossless animated WebP that loops forever, and beside it as an mp4 of the same
     name if there is an encoder. facts: the WebP's EXIF user comment, and the comment of the mp4."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    frames[0].save(path, format="WEBP", save_all=True, append_images=frames[1:], duration=pace(len(frames)), loop=0,
-                   lossless=True, exif=b"" if facts is None else comment(facts))
+    with atomic.replacing(path) as file:
+        frames[0].save(file, format="WEBP", save_all=True, append_images=frames[1:], duration=pace(len(frames)), loop=0,
+                       lossless=True, exif=b"" if facts is None else comment(facts))
     if video := mp4.encode(frames, pace(len(frames)), facts or ""):
-        path.with_suffix(".mp4").write_bytes(video)
+        atomic.write_bytes(path.with_suffix(".mp4"), video)
     return path
 
 
@@ -60,8 +61,7 @@ def save_clip(path: str | Path, clip: torch.Tensor, facts: str | None = None) ->
     video = mp4.encode(frames, pace(len(frames)), facts or "")
     if video is None:
         raise UserError(f"{path} cannot be written: {mp4.MISSING}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(video)
+    atomic.write_bytes(path, video)
     return path
 
 

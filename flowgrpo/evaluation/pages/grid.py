@@ -20,6 +20,7 @@ from PIL.PngImagePlugin import PngInfo
 from flowgrpo.evaluation.numbers import bounds, decimals, fixed
 from flowgrpo.evaluation.pages.clips import animate, as_image, moving, still
 from flowgrpo.evaluation.pages.fonts import WORDS, Font
+from flowgrpo.storage import atomic
 
 if TYPE_CHECKING:
     import torch
@@ -68,11 +69,11 @@ def draw_grid(path: str | Path, columns: Sequence[str], rows: Sequence[Row], sum
     """
     assert rows and all(len(row.images) == len(row.scores) == len(columns) for row in rows)
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     chunks = PngInfo()
     for key, text in (facts or {}).items():
         chunks.add_text(key, text)
-    _drawn(columns, rows, summary).save(path, format="PNG", pnginfo=chunks)
+    with atomic.replacing(path) as file:
+        _drawn(columns, rows, summary).save(file, format="PNG", pnginfo=chunks)
     if moments := moving([image for row in rows for image in row.images]):
         stills = ([replace(row, images=[_still(image, at) for image in row.images]) for row in rows] for at in moments)
         animate(path.with_suffix(".webp"), [_drawn(columns, at, summary) for at in stills])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo.evaluation.pages.clips import as_image, save_clip
+from flowgrpo.storage import atomic
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def save(folder: Path, samples: Sequence[torch.Tensor] | torch.Tensor) -> None:
     """Write pictures [3, H, W] as 000.png, and clips [F, 3, H, W] as 000.webp, into a folder, in place of earlier
     ones."""
-    folder.mkdir(parents=True, exist_ok=True)
+    atomic.make_folder(folder)
     for file in folder.iterdir():
         if re.fullmatch(r"\d+\.(png|webp|mp4)", file.name):
             file.unlink()
@@ -27,7 +28,8 @@ def save(folder: Path, samples: Sequence[torch.Tensor] | torch.Tensor) -> None:
         if sample.ndim == 4:
             save_clip(folder / f"{number:03d}.webp", sample)
         else:
-            as_image(sample).save(folder / f"{number:03d}.png")
+            with atomic.replacing(folder / f"{number:03d}.png") as file:
+                as_image(sample).save(file, format="PNG")
 
 
 def save_columns(page: Path, names: Sequence[str], columns: Sequence[Sequence[Any]]) -> list[str]:

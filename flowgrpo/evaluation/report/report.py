@@ -18,6 +18,7 @@ from flowgrpo.evaluation.compared import cells
 from flowgrpo.evaluation.numbers import decimals
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.evaluation.report.verdict import Nouns, changes, mean, sentences
+from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import read_lines, read_object
 from flowgrpo.storage.places import run_of
 
@@ -43,9 +44,7 @@ def write(run: Path) -> Path:
     """Write `report.html` into a run's folder; returns its path.
     Raises UserError for a folder that is not a run."""
     text = page(data(run))
-    temporary = run / f".{FILE}.tmp"
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(run / FILE)
+    atomic.write_text(run / FILE, text)
     return run / FILE
 
 

@@ -27,6 +27,7 @@ from PIL import Image, ImageSequence
 from flowgrpo.evaluation.pages import mp4
 from flowgrpo.evaluation.pages.clips import as_image, moving, pace, still
 from flowgrpo.extras import version
+from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import finite, read_object
 
 if TYPE_CHECKING:
@@ -228,8 +229,5 @@ def last(run: Path, trainer: Trainer) -> None:
 
 
 def write(path: Path, content: object) -> None:
-    """Write JSON under a temporary name, then rename it, so that readers never see a partial file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
-    temporary.replace(path)
+    """Write a JSON file."""
+    atomic.write_text(path, json.dumps(content, allow_nan=False))

@@ -10,7 +10,8 @@ import torch
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
 from flowgrpo.policies.weights.trainable import TrainableWeights
-from flowgrpo.storage import paths
+from flowgrpo.storage import atomic, paths
+from flowgrpo.storage.tensor_files import order_config
 
 
 class TextWeights(TrainableWeights):
@@ -24,13 +25,15 @@ class TextWeights(TrainableWeights):
         and compare. Returns a sentence for the log."""
         module: Any = self.modules["model"]
         if not self.adapter.rank:
-            module.save_pretrained(folder / "model")
-            paths.readable(folder / "model")
-            self.pipe.save_pretrained(folder / "model")
+            with atomic.filling(folder / "model") as place:
+                module.save_pretrained(place)
+                paths.readable(place)
+                self.pipe.save_pretrained(place)
             return f"saved all weights to {folder / 'model'}"
-        with quiet():
-            module.save_pretrained(folder)
-        paths.readable(folder / "adapter_model.safetensors")
+        with quiet(), atomic.filling(folder) as place:
+            module.save_pretrained(place)
+            order_config(place / "adapter_config.json")
+            paths.readable(place / "adapter_model.safetensors")
         with self._beside(folder, "check"):
             for key, layer in self.layers().items():
                 parts: list[Any] = [layer.lora_A, layer.lora_B]

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
-from uuid import uuid4
 from weakref import WeakValueDictionary
 
 import torch
@@ -32,7 +31,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines import padding
 from flowgrpo.policies.pipelines.digest import digest
 from flowgrpo.policies.pipelines.prompt_inputs import SHARED, Pictured, pictures_of
-from flowgrpo.storage import paths
+from flowgrpo.storage import atomic, paths
 
 Size = tuple[int, int]  # height and width of a picture, in pixels
 Brought = str | Inputs | None  # beside a prompt's text
@@ -194,8 +193,7 @@ class PromptCache:
             kept = rows[0] in self._known
 
     def fill(self, rows: Iterable[tuple[str, str]]) -> None:
-        """Encode prompts with their negative prompts into the folder, and how they are padded if they differ in length.
-        """
+        """Encode prompts with their negative prompts into the folder, and their padding if they differ in length."""
         of_shape: dict[Any, Conditioning] = {}
         for prompt, negative in rows:
             part = self._one(prompt, negative, None)
@@ -213,10 +211,7 @@ class PromptCache:
         self._require_encoders(parts[0].prompts[0])
         masks = padding.learn(lambda texts: self.policy.encode(texts, texts, None).to("cpu").calls)
         if path:
-            temporary = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
-            temporary.write_text(padding.written(masks))
-            paths.readable(temporary)
-            temporary.replace(path)
+            atomic.write_text(path, padding.written(masks), shared=True)
         return masks
 
     def _require_encoders(self, prompt: str) -> None:
@@ -306,22 +301,16 @@ def _digest(text: str) -> str:
 
 
 def _write(path: Path, conditioning: Conditioning) -> bool:
-    """Write tensors as `call.value`, of lists their one element.
-
-    Returns False for what is neither tensor nor None, which is not kept on disk.
-    """
+    """Write tensors as `call.value`, of lists their one element. Returns False for values of other types."""
     values = {f"{c}.{v}": value for c, call in enumerate(conditioning.calls) for v, value in enumerate(call)}
     lists = [key for key, value in values.items() if isinstance(value, list)]
     values |= {key: values[key][0] for key in lists}
     if any(value is not None and not torch.is_tensor(value) for value in values.values()):
         return False
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{uuid4().hex}.tmp")  # another process may write the same prompt
-    tensors = {key: value.cpu().contiguous() for key, value in values.items() if value is not None}
-    save_file(tensors, temporary, {"form": json.dumps([conditioning.per_prompt, lists, conditioning.apart,
-                                                       conditioning.bare])})
-    paths.readable(temporary)
-    temporary.replace(path)
+    form = {"form": json.dumps([conditioning.per_prompt, lists, conditioning.apart, conditioning.bare])}
+    with atomic.replacing(path, shared=True) as file:  # another process may write the same prompt
+        save_file({key: v.cpu().contiguous() for key, v in values.items() if v is not None}, file, form)
+        paths.readable(file)
     return True
 
 

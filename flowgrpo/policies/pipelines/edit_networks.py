@@ -20,7 +20,8 @@ from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers.latent_edits import Edit
-from flowgrpo.storage import paths
+from flowgrpo.storage import atomic, paths
+from flowgrpo.storage.tensor_files import order_metadata
 
 FILE = "edit.safetensors"
 
@@ -138,10 +139,11 @@ class EditWeights(TrainableWeights):
 
     def save(self, folder: Path) -> str:
         """Write the networks and how they are made, read them back and compare. Returns a sentence for the log."""
-        folder.mkdir(parents=True, exist_ok=True)
         metadata = {"edit": json.dumps(asdict(self.editor.edit)), "sizes": json.dumps(self.editor.sizes)}
-        save_file({key: value.contiguous() for key, value in self.snapshot().items()}, folder / FILE, metadata)
-        paths.readable(folder / FILE)
+        with atomic.replacing(folder / FILE) as file:
+            save_file({key: value.contiguous() for key, value in self.snapshot().items()}, file, metadata)
+            order_metadata(file)
+            paths.readable(file)
         again = dict(load_editor(folder).networks.named_parameters())
         if not all(torch.equal(again[key], value) for key, value in self.snapshot().items()):
             raise RuntimeError(f"{folder / FILE} does not give the weights back as they were saved")

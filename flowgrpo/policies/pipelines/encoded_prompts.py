@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from uuid import uuid4
 
 import torch
 
@@ -29,7 +28,7 @@ from flowgrpo.policies.pipelines.load import ENCODERS, load_pipeline, text_encod
 from flowgrpo.policies.pipelines.prompt_encoding import EncodePrompt
 from flowgrpo.policies.pipelines.prompt_inputs import PICTURES
 from flowgrpo.starter import FOLDERS
-from flowgrpo.storage import paths
+from flowgrpo.storage import atomic
 
 HEAD = 2**16  # bytes of a file that are compared, beside its size
 Row = tuple[str, str]  # a prompt and its negative prompt
@@ -174,7 +173,4 @@ def _files(config: Config) -> Iterator[bytes]:
 
 
 def _write(path: Path, content: dict[str, str]) -> None:
-    temporary = path.with_name(f"{path.name}.{uuid4().hex}.tmp")  # another process may write the same index
-    temporary.write_text(json.dumps(content))
-    paths.readable(temporary)
-    temporary.replace(path)
+    atomic.write_text(path, json.dumps(content), shared=True)  # another process may write the same index

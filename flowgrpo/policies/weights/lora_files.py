@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
 from flowgrpo.storage.places import CONFIG, is_checkpoint
-from flowgrpo.storage.tensor_files import order_metadata
+from flowgrpo.storage.tensor_files import order_config, order_metadata
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -123,6 +123,7 @@ def save_peft(module: Any, folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     module.peft_config["default"].save_pretrained(folder)
+    order_config(folder / "adapter_config.json")
     save_file({key: value.contiguous() for key, value in get_peft_model_state_dict(module).items()},
               folder / "adapter_model.safetensors")
 

@@ -26,7 +26,7 @@ from flowgrpo.policies.weights.lora_files import (
     save_stock,
     take_off,
 )
-from flowgrpo.storage import paths
+from flowgrpo.storage import atomic, paths
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -254,14 +254,15 @@ class TrainableWeights:
                 self._save_all(module, folder / name)
             return f"saved all weights of {', '.join(self.modules)} to {folder}"
         by = {name: loader(self.pipe, name) for name in self.modules}
-        if named := [name for name, how in by.items() if how == PIPELINE]:
-            save_stock(self.pipe, folder, {name: name for name in named})
-        for name in self.modules:
-            if by[name] == EXPERT:
-                save_stock(self.pipe, folder / name, {"transformer": name})
-            elif by[name] == PEFT:
-                save_peft(self.modules[name], folder / name)
-        for place in (folder / LORA_FILE, *(folder / name for name in self.modules)):
+        named = [name for name, how in by.items() if how == PIPELINE]
+        with atomic.filling(folder) as place:
+            if named:
+                save_stock(self.pipe, place, {name: name for name in named})
+            for name in self.modules:
+                if by[name] == EXPERT:
+                    save_stock(self.pipe, place / name, {"transformer": name})
+                elif by[name] == PEFT:
+                    save_peft(self.modules[name], place / name)
             paths.readable(place)
         self._verify(folder)
         where = folder / LORA_FILE if named else folder
@@ -275,8 +276,9 @@ class TrainableWeights:
             if not first:
                 return
             module = sharding.twin(module, values)
-        module.save_pretrained(folder, safe_serialization=True)
-        paths.readable(folder)
+        with atomic.filling(folder) as place:
+            module.save_pretrained(place, safe_serialization=True)
+            paths.readable(place)
 
     def layers(self) -> dict[str, LoraLayer]:
         """Return the layers with an adapter, by module and key."""

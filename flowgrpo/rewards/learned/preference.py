@@ -23,7 +23,7 @@ from flowgrpo.rewards.images.clip_models import ClipScore
 from flowgrpo.rewards.images.vision import fill, loading
 from flowgrpo.rewards.learned.preference_networks import TEXT, TOKENIZER, ClipHead, Film, saved_film
 from flowgrpo.rewards.local_model import LocalModel
-from flowgrpo.storage import paths
+from flowgrpo.storage import atomic, paths
 from flowgrpo.types import required
 
 FILE, WEIGHTS = TRAINED, "network.safetensors"
@@ -53,7 +53,7 @@ class Description:
     def write(self, folder: Path) -> None:
         """Write a folder's `reward.json`."""
         text = json.dumps({"form": FORM, **asdict(self)}, indent=2)
-        (folder / FILE).write_text(text + "\n", encoding="utf-8")
+        atomic.write_text(folder / FILE, text + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Description:
@@ -141,13 +141,12 @@ def _weights(folder: str, known: Description, aspect: str | None, weights: dict[
 
 def save(folder: Path, network: Film | ClipHead, known: Description) -> None:
     """Write a reward's folder; `reward.json` comes last, so a folder with one is complete."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({key: value.detach().cpu().clone() for key, value in network.state_dict().items()},
-              folder / WEIGHTS)
-    paths.readable(folder / WEIGHTS)
-    if isinstance(network, Film):
-        network.text.config.save_pretrained(folder / TEXT)
-        network.tokenizer.save_pretrained(folder / TOKENIZER)
+    with atomic.filling(folder) as place:
+        save_file({key: value.detach().cpu().clone() for key, value in network.state_dict().items()}, place / WEIGHTS)
+        paths.readable(place / WEIGHTS)
+        if isinstance(network, Film):
+            network.text.config.save_pretrained(place / TEXT)
+            network.tokenizer.save_pretrained(place / TOKENIZER)
     known.write(folder)
 
 

@@ -18,6 +18,7 @@ from flowgrpo.rewards.judges.judge_client import Answer, Endpoint, user
 from flowgrpo.rewards.judges.judge_parse import conclusion, objects, refused
 from flowgrpo.rewards.remote.wire import one_line
 from flowgrpo.starter.scenes import SHAPES, Claims
+from flowgrpo.storage import atomic
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 PLACES = {"left of": "left", "right of": "right", "above": "above", "below": "below"}
@@ -169,11 +170,10 @@ class Writer:
         written = {prompt: questions for prompt, answer in zip(new, answers) if (questions := written_in(answer))}
         self.known |= written
         if written and self.file:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("a", encoding="utf-8") as file:
-                file.writelines(
-                    json.dumps({"prompt": prompt, "questions": [asdict(question) for question in questions]}) + "\n"
-                    for prompt, questions in written.items())
+            atomic.make_folder(self.file.parent)
+            atomic.append_line(self.file, "\n".join(
+                json.dumps({"prompt": prompt, "questions": [asdict(question) for question in questions]})
+                for prompt, questions in written.items()))
         return {prompt: self.known.get(prompt, []) for prompt in prompts}
 
     def _read(self) -> dict[str, list[Question]]:

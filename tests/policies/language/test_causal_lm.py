@@ -234,6 +234,18 @@ def test_the_adapter_loads_in_stock_peft_and_changes_the_output_identically(tmp_
     torch.testing.assert_close(replayed(own, asked, found).logp, found.logp, rtol=0, atol=1e-5)  # none is left behind
 
 
+def test_the_adapter_is_saved_with_the_same_bytes(tmp_path):
+    """peft writes the names of its targets in the order of a set, which is another in every process."""
+    own = CausalLM(*tiny.model(), tiny.Adapter(rank=2), tiny.Text(max_tokens=6))
+    config, saved = own.model.peft_config["default"], set()
+    names = sorted(config.target_modules)
+    for folder, order in ((tmp_path / "one", names), (tmp_path / "two", names[::-1])):
+        config.target_modules = order
+        own.weights.save(folder)
+        saved.add(tuple((folder / f"adapter_{name}").read_bytes() for name in ("config.json", "model.safetensors")))
+    assert len(names) > 1 and len(saved) == 1
+
+
 def test_all_weights_are_saved_with_what_reads_prompts(tmp_path):
     from flowgrpo.evaluation import texts
 

@@ -17,7 +17,7 @@ from flowgrpo.methods.presets import suited
 from flowgrpo.methods.targets import RecordedSteps
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.policies.weights.lora_files import LORA_FILE
+from flowgrpo.policies.weights.lora_files import LORA_FILE, save_peft
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.kernels import FlowSDE
 from flowgrpo.samplers.plans import Schedule
@@ -262,6 +262,17 @@ def test_the_file_carries_rank_alpha_and_targets(tmp_path):
     assert "transformer_blocks.0.attn.to_q" in told["transformer.target_modules"]
     assert len(tensors) == 2 * len(told["transformer.target_modules"])
     assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
+
+
+def test_the_format_of_peft_is_saved_with_the_same_bytes(tmp_path):
+    policy, saved = tiny.policy(), set()
+    config = policy.pipe.transformer.peft_config["default"]
+    names = sorted(config.target_modules)
+    for folder, order in ((tmp_path / "one", names), (tmp_path / "two", names[::-1])):
+        config.target_modules = order
+        save_peft(policy.pipe.transformer, folder)
+        saved.add(tuple((folder / f"adapter_{name}").read_bytes() for name in ("config.json", "model.safetensors")))
+    assert len(names) > 1 and len(saved) == 1
 
 
 def test_saving_leaves_the_adapter_as_it_was(tmp_path):

@@ -1,0 +1,49 @@
+"""Atomic writes: the new content, or the earlier one, and nothing beside it."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowgrpo.storage import atomic
+
+
+def test_a_write_that_fails_leaves_the_earlier_file(tmp_path):
+    path = tmp_path / "new" / "a.json"
+    atomic.write_text(path, "one")
+    with pytest.raises(OSError, match="full"), atomic.replacing(path) as file:
+        file.write_text("tw")
+        raise OSError("full")
+    assert path.read_text() == "one" and list(path.parent.iterdir()) == [path]
+    atomic.write_text(path, "two", shared=True)
+    assert path.read_text() == "two" and list(path.parent.iterdir()) == [path]
+
+
+def test_lines_are_whole(tmp_path):
+    path = tmp_path / "lines"
+    atomic.append_line(path, "1")
+    with path.open("a") as file:
+        file.write("cut")
+    atomic.append_line(path, "2")
+    assert path.read_text() == "1\ncut\n2\n"
+
+
+def test_files_of_a_folder_take_their_places_together(tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "a").write_text("old")
+    (tmp_path / "other").write_text("stays")
+    with pytest.raises(RuntimeError), atomic.filling(tmp_path) as place:
+        (place / "other").write_text("lost")
+        raise RuntimeError
+    with atomic.filling(tmp_path) as place:
+        (place / "inner").mkdir()
+        (place / "inner" / "a").write_text("new")
+        (place / "b").write_text("new too")
+    content = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    assert content == {"inner/a": "new", "b": "new too", "other": "stays"}
+
+
+def test_a_folder_is_removed(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    atomic.remove(tmp_path / "a")
+    atomic.remove(tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
