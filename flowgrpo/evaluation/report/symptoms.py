@@ -13,7 +13,9 @@ import numpy as np
 from flowgrpo.config.schema import Config
 from flowgrpo.evaluation.numbers import decimals, fixed
 
-FLAT, CLIPPED, EQUAL = 20, 10, 5  # epochs after which a flat reward, a clip fraction, and equal rewards are symptoms
+# Epochs after which a flat reward, a clip fraction, equal rewards and a collapse are symptoms.
+FLAT, CLIPPED, EQUAL, COLLAPSED = 20, 10, 5, 3
+SAME, STILL = 1e-3, 1e-4  # diversity within a group and gradient norm, below which both are as of a collapsed policy
 MOST = 0.9  # share of zero-variance groups from which on it is a symptom
 CERTAIN = 2.0  # standard errors of a rise
 SMALL = 0.1  # largest |log ratio| over the clip range, below which the clip never acts
@@ -33,7 +35,8 @@ def of_run(config: Config, lines: Sequence[dict[str, Any]], clip: float | None) 
     clip: the narrower side of the clip range; None without a clip, or if it is unknown.
     """
     texts = {"flat reward": _flat(config, lines[-FLAT:]), "equal rewards": _equal(config, lines[-EQUAL:]),
-             "clip fraction": _clipped(config, lines[-CLIPPED:], clip)}
+             "clip fraction": _clipped(config, lines[-CLIPPED:], clip), "skipped updates": _skipped(config, lines[-1:]),
+             "collapse": _collapsed(lines[-COLLAPSED:])}
     return [Symptom(name, text) for name, text in texts.items() if text]
 
 
@@ -90,3 +93,25 @@ def _clipped(config: Config, lines: Sequence[dict[str, Any]], clip: float | None
         return (f"the clip fraction is 0 in {CLIPPED} epochs, and the largest |log ratio| {ratios.max():.1e} of a "
                 f"range of {clip:.1e}, so that the policy hardly moves: look at train.lr and the gradient norm")
     return None
+
+
+def _skipped(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:
+    """Describe updates without an effect, as counted since the run began."""
+    count = lines[0].get("skipped_updates") if lines else None
+    if not count:
+        return None
+    scale = "; with fp16 the first few only set the loss scale" if config.precision == "fp16" else ""
+    return (f"{count:g} of the updates so far {'were' if count > 1 else 'was'} skipped, because the gradient was not "
+            f"finite: look at train.lr, the precision and the rewards' scale{scale}")
+
+
+def _collapsed(lines: Sequence[dict[str, Any]]) -> str | None:
+    """Describe a policy that draws one sample whatever the noise, and has no gradient to leave it."""
+    apart, norms = (_column(lines, key, COLLAPSED) for key in ("diversity", "grad_norm"))
+    if apart is None or norms is None or apart.max() >= SAME or norms.max() >= STILL:
+        return None
+    kl = _column(lines[-1:], "kl", 1)
+    distance = "not measured" if kl is None else f"{kl[0]:.1e}"
+    return (f"the samples of a group are all the same in {COLLAPSED} epochs (diversity within a group {apart[-1]:.1e}, "
+            f"gradient norm {norms[-1]:.1e}, KL to the reference {distance}): go back to an earlier checkpoint with a "
+            "smaller train.lr")

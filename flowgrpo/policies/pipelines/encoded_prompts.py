@@ -27,7 +27,7 @@ from flowgrpo.policies.pipelines.call import PipelineCall
 from flowgrpo.policies.pipelines.conditioning import Conditioning, PromptCache, PromptEncoder, entry
 from flowgrpo.policies.pipelines.load import ENCODERS, load_pipeline, text_encoders
 from flowgrpo.policies.pipelines.prompt_encoding import EncodePrompt
-from flowgrpo.policies.pipelines.reference_images import PICTURES
+from flowgrpo.policies.pipelines.prompt_inputs import PICTURES
 from flowgrpo.starter import FOLDERS
 from flowgrpo.storage import paths
 
@@ -44,6 +44,7 @@ class TextEncoders:
     def __init__(self, pipe: Any, config: Config, device: torch.device):
         self.pipe, self.call, self.given = pipe, config.call, dict[str, Any]()
         self.device, self.dtype, self.guidance = device, DTYPES[config.precision], config.train.guidance
+        self.frames: int | None = None
         driver = PipelineCall(pipe, self.call, device, self.dtype, (), lambda rows: None)
         driver.loads = driver.casts = False
         self.accepts = driver.accepts
