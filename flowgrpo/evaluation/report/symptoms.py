@@ -15,7 +15,8 @@ from flowgrpo.evaluation.numbers import decimals, fixed
 
 # Epochs after which a flat reward, a clip fraction, equal rewards and a collapse are symptoms.
 FLAT, CLIPPED, EQUAL, COLLAPSED = 20, 10, 5, 3
-SAME, STILL = 1e-3, 1e-4  # diversity within a group and gradient norm, below which both are as of a collapsed policy
+# Of a collapse, at most: the diversity within a group, the gradient norm, and its share of the largest norm before.
+SAME, STILL, FADED = 1e-3, 1e-4, 1e-3
 MOST = 0.9  # share of zero-variance groups from which on it is a symptom
 CERTAIN = 2.0  # standard errors of a rise
 SMALL = 0.1  # largest |log ratio| over the clip range, below which the clip never acts
@@ -36,7 +37,7 @@ def of_run(config: Config, lines: Sequence[dict[str, Any]], clip: float | None) 
     """
     texts = {"flat reward": _flat(config, lines[-FLAT:]), "equal rewards": _equal(config, lines[-EQUAL:]),
              "clip fraction": _clipped(config, lines[-CLIPPED:], clip), "skipped updates": _skipped(config, lines[-1:]),
-             "collapse": _collapsed(lines[-COLLAPSED:])}
+             "collapse": _collapsed(lines[-FLAT:])}
     return [Symptom(name, text) for name, text in texts.items() if text]
 
 
@@ -106,12 +107,16 @@ def _skipped(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:
 
 
 def _collapsed(lines: Sequence[dict[str, Any]]) -> str | None:
-    """Describe a policy that draws one sample whatever the noise, and has no gradient to leave it."""
-    apart, norms = (_column(lines, key, COLLAPSED) for key in ("diversity", "grad_norm"))
-    if apart is None or norms is None or apart.max() >= SAME or norms.max() >= STILL:
+    """Describe a gradient that has vanished, or samples that are all the same, as after updates that are too large."""
+    last = lines[-COLLAPSED:]
+    apart, norms = (_column(last, key, COLLAPSED) for key in ("diversity", "grad_norm"))
+    if norms is None or norms.max() >= STILL:
         return None
-    kl = _column(lines[-1:], "kl", 1)
-    distance = "not measured" if kl is None else f"{kl[0]:.1e}"
-    return (f"the samples of a group are all the same in {COLLAPSED} epochs (diversity within a group {apart[-1]:.1e}, "
-            f"gradient norm {norms[-1]:.1e}, KL to the reference {distance}): go back to an earlier checkpoint with a "
-            "smaller train.lr")
+    highest = max((line["grad_norm"] for line in lines if line.get("grad_norm") is not None), default=0.0)
+    if not (norms.max() < FADED * highest or (apart is not None and apart.max() < SAME)):
+        return None
+    kl = _column(last[-1:], "kl", 1)
+    diversity, distance = ("not measured" if values is None else f"{values[-1]:.1e}" for values in (apart, kl))
+    return (f"gradient norm {norms[-1]:.1e} after {highest:.1e}, diversity within a group {diversity}, KL to the "
+            f"reference {distance}: the policy no longer learns; unless the reward is at its ceiling, go back to an "
+            "earlier checkpoint with a smaller train.lr")
