@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -131,3 +133,11 @@ def test_a_second_signal_ends_at_once_with_the_last_checkpoint(number, code, mod
     [kept] = (tmp_path / "run" / "checkpoints").iterdir()
     _, state = checkpoint.load(kept)
     assert state["epoch"] == 2
+
+
+def test_the_end_of_the_program_waits_for_no_thread():
+    """As one of a reward's own pool."""
+    code = ("import threading, time\nfrom flowgrpo.distributed.signals import leave\n"
+            "threading.Thread(target=time.sleep, args=(600,)).start()\nprint('said')\nleave(143)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "said\n", "")
