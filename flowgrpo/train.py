@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,10 +19,9 @@ from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
 from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.device import current_gpu, queued, use_gpu
-from flowgrpo.distributed.processes import OutOfMemoryElsewhere, Processes
-from flowgrpo.distributed.signals import Stop, Stopped
-from flowgrpo.errors import UserError
+from flowgrpo.device import queued
+from flowgrpo.distributed.processes import Processes
+from flowgrpo.distributed.signals import Stop
 from flowgrpo.evaluation import held_out
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods import validate
@@ -35,12 +34,14 @@ from flowgrpo.training import state
 from flowgrpo.training.best import BestWeights
 from flowgrpo.training.credit import credit
 from flowgrpo.training.critic import make_critic
+from flowgrpo.training.endings import saved
 from flowgrpo.training.first_ratio import ROUNDED, FirstRatio
 from flowgrpo.training.hints import RewardHints
 from flowgrpo.training.kl_reference import KLReference
 from flowgrpo.training.metrics import Log, UpdateStats, shown
 from flowgrpo.training.optimizer import clip_gradients, make_optimizer, make_scaler, rate, update_average
 from flowgrpo.training.out_of_memory import fitted
+from flowgrpo.training.scorer import Scorer
 from flowgrpo.training.scoring import Functions, Scoring
 from flowgrpo.training.shares import moved, shares, slices, whole_groups
 from flowgrpo.training.throughput import Throughput
@@ -65,7 +66,7 @@ class Trainer:
         self.processes.turns = policy.turns
         self.geometry = geometry(config.train, self.processes.count)
         self.scoring = Scoring(train_rewards, config.rewards, self.geometry.group, self.processes)
-        self.clock, self.stop = PhaseTimer(policy.device.type == "cuda"), Stop()
+        self.clock, self.stop = PhaseTimer(policy.device.type == "cuda"), Stop(self.processes.members > 1)
         self.hints = RewardHints(self.method.credit.advantage)
         self.throughput = Throughput(config, policy, self.processes)
         self.say: Callable[[str], None] = print
@@ -83,7 +84,8 @@ class Trainer:
                                       math.inf if policy.modality == "text" else ROUNDED)
         self.critic = make_critic(self.method, policy, self.geometry, self.processes)
         self.epoch = self.update = self.skipped = self.sampled = 0
-        self.seconds = self.reward_wait_seconds = 0.0
+        self.unmeasured = False  # the last epoch is trained, and its evaluation is due
+        self.seconds = self.reward_wait_seconds = self.begun = 0.0
         self.marked = state.counters(self)
 
     # --- one epoch, read from top to bottom --------------------------------------------------------------------------
@@ -139,7 +141,7 @@ class Trainer:
         self.rollouts.old_policy.updates = self.update
         scoring.begin(turn)
         self.geometry.begin()
-        with self.processes.together(), ThreadPoolExecutor(1, initializer=use_gpu, initargs=(current_gpu(),)) as pool:
+        with self.processes.together(), Scorer(self.stop) as scorer:
             conditioning = self.rollouts.conditioning(batch, self.epoch)
             for part, outputs in self.rollouts.sample(conditioning, self.epoch, partial(scoring.total, batch),
                                                       partial(scoring.value, batch), turn):
@@ -147,10 +149,10 @@ class Trainer:
                 self.stop.check()
                 parts.append(part)
                 base = self.rollouts.base(part, conditioning) if scoring.compares else None
-                pending += [pool.submit(scoring.judge, batch, part.prompts, *given, base)
+                pending += [scorer.submit(scoring.judge, batch, part.prompts, *given, base)
                             for given in zip(outputs, scoring.latents(part.finals, len(outputs)))]
             with self.clock("reward"):
-                scores, strides = [future.result() for future in pending], len(self.method.rollout.strides)
+                scores, strides = scorer.results(pending), len(self.method.rollout.strides)
         scoring.leave()
         columns = [torch.cat(scores[stride::strides]) for stride in range(strides)]
         return parts, conditioning, torch.cat(columns, 1).unflatten(0, (-1, self.geometry.group))
@@ -215,8 +217,15 @@ class Trainer:
         self.rollouts.meet(share, conditioning, partial(self.reference, conditioning=conditioning))
         with self.processes.together():
             for part in share:
+                self.leave()
                 self.backward(part, conditioning, weights, count, stats)
         return stats.decisions
+
+    def leave(self) -> None:
+        """Raise Stopped if a stop was requested and this epoch has changed nothing that a checkpoint holds."""
+        if self.update == self.marked["update"] and self.critic is None:
+            self.stop.asked = self.processes.any_of_team(self.stop.asked)
+            self.stop.check()
 
     def fitted(self, work: Callable[[], T], phase: str = "") -> T:
         """Return work(), repeated with half the micro-batch each time that memory runs out.
@@ -296,55 +305,34 @@ class Trainer:
         """Run the remaining epochs; save in between, at the end, and when asked to stop."""
         train = self.config.train
         log = Log(folder, self.accelerator, train.epochs, self.epoch)
-        self.say, start, earlier_seconds = log.say, time.perf_counter(), self.seconds
-        try:
-            with self.stop:
-                while self.epoch < train.epochs and not self.best.stopped:
-                    metrics = self.throughput.epoch(lambda: self.run_epoch() | self.clock.take(), lambda: self.sampled)
-                    self.reward_wait_seconds += metrics["seconds/reward"]
-                    self.seconds = earlier_seconds + time.perf_counter() - start
-                    self.epoch += 1
-                    self.marked = state.counters(self)
-                    metrics |= {"evaluations": self.marked["evaluations"], "seconds": round(self.seconds, 2)}
-                    try:
-                        if self.config.eval.every and self.epoch % self.config.eval.every == 0:
-                            paused = time.perf_counter()
-                            metrics |= held_out.sample_pictures(self, measured, folder)
-                            self.best.see(metrics, self.epoch, self.evaluated_weights)
-                            start += time.perf_counter() - paused  # no training
-                    finally:
-                        log.epoch(self.epoch, metrics, shown(metrics, self.config))
-                    log.report(self)
-                    with self.processes.together():
-                        self.stop.check()
-                    if self.epoch % train.save_every == 0 or self.epoch == train.epochs or self.best.stopped:
-                        state.save(self, folder)
-        except torch.OutOfMemoryError as error:
-            self.save_whole(folder, self.processes.parted)
-            if isinstance(error, OutOfMemoryElsewhere):
-                raise Stopped(str(error)) from None
-            raise UserError(f"out of memory ({str(error).splitlines()[0]}): lower train.micro_batch (now "
-                            f"{self.geometry.micro_batch}) or set train.checkpointing: true; --resume goes on from the "
-                            "last checkpoint") from None
-        except Stopped:
-            if self.save_whole(folder):
-                self.say(f"stopped after epoch {self.epoch}, saved in {folder}; --resume goes on")
-            raise
-        except UserError:
-            if self.save_whole(folder):
-                self.say(f"epoch {self.epoch} is saved in {folder}; --resume goes on from it")
-            raise
-        finally:
-            log.close()
+        self.say, self.begun = log.say, time.perf_counter() - self.seconds
+        with closing(log), self.stop, saved(self, folder):
+            if self.unmeasured:  # the run was stopped in the evaluation of its last epoch
+                log.amend(self.measure(folder, measured))
+            while self.epoch < train.epochs and not self.best.stopped:
+                metrics = self.throughput.epoch(lambda: self.run_epoch() | self.clock.take(), lambda: self.sampled)
+                self.reward_wait_seconds += metrics["seconds/reward"]
+                self.seconds = time.perf_counter() - self.begun
+                self.epoch += 1
+                self.unmeasured = bool(self.config.eval.every) and self.epoch % self.config.eval.every == 0
+                self.marked = state.counters(self)
+                metrics |= {"evaluations": self.marked["evaluations"], "seconds": round(self.seconds, 2)}
+                try:
+                    if self.unmeasured:
+                        metrics |= self.measure(folder, measured)
+                finally:
+                    log.epoch(self.epoch, metrics, shown(metrics, self.config))
+                log.report(self)
+                with self.processes.together():
+                    self.stop.check()
+                if self.epoch % train.save_every == 0 or self.epoch == train.epochs or self.best.stopped:
+                    state.save(self, folder)
 
-    def save_whole(self, folder: Path, wait: bool = True) -> bool:
-        """Save an interrupted run, unless the broken epoch has already changed the weights: it will be run again.
-
-        wait: for the other processes, which have to be here too; weights that changed on one of them are not whole.
-        Returns True if it was saved.
-        """
-        broken = self.update != self.marked["update"]
-        whole = not (self.processes.any(broken) if wait else broken)
-        if whole:
-            state.save(self, folder, wait)
-        return whole
+    def measure(self, folder: Path, measured: Functions) -> dict[str, float]:
+        """Measure held-out scores after an epoch and return them; the time is not training's."""
+        paused = time.perf_counter()
+        metrics = held_out.sample_pictures(self, measured, folder)
+        self.best.see(metrics, self.epoch, self.evaluated_weights)
+        self.unmeasured = self.marked["unmeasured"] = False
+        self.begun += time.perf_counter() - paused
+        return metrics

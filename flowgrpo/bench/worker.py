@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from flowgrpo.distributed.signals import leave
 from flowgrpo.errors import UserError
 
 Task = dict[str, str]
@@ -120,4 +121,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:  # a run that saved its last whole epoch
-        sys.exit(130)
+        leave(130)

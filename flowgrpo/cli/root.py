@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from flowgrpo import __version__
+from flowgrpo.distributed.signals import exit_code, leave
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import line
 from flowgrpo.log import silence
@@ -37,7 +38,20 @@ def _flowgrpo(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0; 2 after a user or file error; 130 after an interrupt."""
+    """Run the command line and return the exit code: 0; 2 after a user or file error; 130 after an interrupt, or 128
+    and the number of a second signal.
+
+    Without arguments it is the program, which then ends whatever threads of rewards still do.
+    """
+    code = _run(arguments)
+    if code != 130:
+        return code
+    if arguments is None:
+        leave(exit_code())
+    return exit_code()
+
+
+def _run(arguments: list[str] | None) -> int:
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")  # else its import prints notes about optional packages
     silence()
     try:

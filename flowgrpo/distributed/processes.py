@@ -10,14 +10,16 @@ With context parallelism a team of processes runs the same rows and counts as on
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed
 
+from flowgrpo.distributed import signals
 from flowgrpo.distributed.lockstep import DONE, Lockstep
 from flowgrpo.distributed.shards import is_shard
 from flowgrpo.distributed.signals import Stopped
@@ -30,6 +32,9 @@ ELSEWHERE = "another process failed or was asked to stop"
 DIMENSIONS = 8  # largest number of dimensions of a gathered tensor
 # How long a process waits for others with slower rewards; `watch` notices those that are lost.
 PATIENCE = timedelta(hours=2)
+
+# Since when (time.monotonic), and of what, this process has failed while it waits for the others.
+failures: list[tuple[float, Exception]] = []
 
 Rows = TypeVar("Rows", bound="Sliceable")
 
@@ -180,9 +185,10 @@ class Processes:
             if self.members > 1 and not isinstance(error, (UserError, Stopped)):
                 raise
             full = isinstance(error, torch.OutOfMemoryError)
-            if self.turns is not None:
-                self.turns.leave()
-            others = self.turns is None and self.total([1, not full])[1]
+            with _failing(error) if not full and isinstance(error, Exception) else nullcontext():
+                if self.turns is not None:
+                    self.turns.leave()
+                others = self.turns is None and self.total([1, not full])[1]
             self.parted = True
             if full and others:
                 raise Stopped(ELSEWHERE) from error
@@ -217,6 +223,18 @@ class Processes:
         for parameter in parameters if self.count * self.members > 1 else ():
             if not is_shard(parameter):
                 distributed.broadcast(parameter.data, 0)
+
+
+@contextmanager
+def _failing(error: Exception) -> Iterator[None]:
+    """Context manager in which this process has failed, and waits for the others to leave too: `watch` limits that, and
+    asks them to stop."""
+    failures.append((time.monotonic(), error))
+    signals.ask()
+    try:
+        yield
+    finally:
+        failures.pop()
 
 
 def require_replicated(environment: Mapping[str, str]) -> None:

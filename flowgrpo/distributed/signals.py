@@ -1,10 +1,28 @@
-"""Ctrl-C and SIGTERM: save the work done so far before the run ends."""
+"""Ctrl-C and SIGTERM: save the work done so far before the run ends. Calls that a signal may leave."""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from types import FrameType
+from typing import TypeVar
+
+from flowgrpo.errors import UserError
+
+T = TypeVar("T")
+
+TICK = 0.1  # seconds between two looks at the signals while a reward is waited for
+# Seconds that one call of the rewards may take on one of several processes, whose others wait for it.
+PATIENCE = float(os.environ.get("FLOWGRPO_REWARD_SECONDS", 1800))
+
+_active: list[Stop] = []  # that of the run that trains now
+_latest: list[Stop] = []  # the last one that trained
+_limit: list[float] = []  # PATIENCE, within a run of several processes
 
 
 class Stopped(KeyboardInterrupt):
@@ -14,23 +32,30 @@ class Stopped(KeyboardInterrupt):
 class Stop:
     """Context manager: the first signal requests a stop at the next `check`; a second one interrupts at once.
 
+    code: the exit code of an interrupt, 130, or 128 and the number of the second signal.
+    teams: True where several processes run the same rows, which leave an evaluation together alone.
+
     Python sends signals to the main thread alone: in another one (a notebook server's) nothing is caught.
     """
 
-    def __init__(self):
-        self.asked = False
+    def __init__(self, teams: bool = False):
+        self.asked, self.teams, self.code = False, teams, 130
 
     def __enter__(self) -> Stop:
         caught = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
         self._before = {number: signal.signal(number, self._ask) for number in caught}
+        _active.append(self)
+        _latest[:] = [self]
         return self
 
     def __exit__(self, *_: object) -> None:
+        _active.remove(self)
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
+            self.code = 128 + number
             raise KeyboardInterrupt
         self.asked = True
 
@@ -38,3 +63,95 @@ class Stop:
         """Raise Stopped if a stop was requested."""
         if self.asked:
             raise Stopped
+
+
+def exit_code() -> int:
+    """Return the exit code of this process after a KeyboardInterrupt."""
+    return _latest[0].code if _latest else 130
+
+
+def ask() -> None:
+    """Request a stop of the run that trains now, as its first signal does; without one do nothing."""
+    for stop in _active:
+        stop.asked = True
+
+
+def asked() -> bool:
+    """Return True if the run that trains now was asked to stop."""
+    return any(stop.asked for stop in _active)
+
+
+def check() -> None:
+    """Raise Stopped if the run that trains now was asked to stop and its processes need not leave together."""
+    if asked() and not any(stop.teams for stop in _active):
+        raise Stopped
+
+
+def begun(call: Callable[[], T]) -> Future[T]:
+    """Run `call` in a daemon thread, on the GPU of this one; return its future.
+
+    A call that hangs does not keep the process from ending.
+    """
+    from flowgrpo.device import current_gpu, use_gpu  # loads torch
+
+    future: Future[T] = Future()
+    gpu = current_gpu()
+
+    def work() -> T:
+        use_gpu(gpu)
+        return call()
+
+    threading.Thread(target=complete, args=(future, work), daemon=True).start()
+    return future
+
+
+def complete(future: Future[T], call: Callable[[], T]) -> None:
+    """Run `call`, and give the future its result or its error."""
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def result(future: Future[T], check: Callable[[], None] = check) -> T:
+    """Return the future's result, for which this thread waits.
+
+    check: raises an error at which the wait ends.
+    Raises UserError after PATIENCE in a run of several processes.
+    """
+    began = time.monotonic()
+    while not wait([future], TICK).done:
+        check()
+        if _limit and time.monotonic() - began > _limit[0]:
+            raise UserError(f"a reward hangs: no answer within {_limit[0]:g} s, for which the other processes wait: "
+                            "set the reward's timeout, or the environment variable FLOWGRPO_REWARD_SECONDS")
+    return future.result()
+
+
+def promptly(call: Callable[[], T]) -> T:
+    """Return `call()`; in the main thread a signal ends the wait for it, whatever it does."""
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+    return result(begun(call))
+
+
+class Limit:
+    """Context manager: one call of the rewards may take PATIENCE seconds."""
+
+    def __enter__(self) -> None:
+        _limit.append(PATIENCE)
+
+    def __exit__(self, *_: object) -> None:
+        _limit.pop()
+
+
+def leave(code: int) -> None:
+    """End the process with an exit code. Threads and worker processes of rewards that hang do not hold it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if "multiprocessing" in sys.modules:
+        from multiprocessing import active_children
+
+        for child in active_children():
+            child.terminate()
+    os._exit(code)

@@ -1,7 +1,9 @@
 """Watch of a run's processes: when one is lost, the others end with its reason, not when a collective times out.
 
 Every process keeps a connection to the first one, and says why it ends. The system closes the connection of a process
-that is killed; a machine that is gone no longer answers the system's probes. No process has to send anything in time.
+that is killed; a machine that is gone no longer answers the system's probes. A thread sends a heartbeat every second:
+a process that is frozen, or whose interpreter is held, is noticed by its silence. The connection also hands on that a
+process was asked to stop. A process that has failed, and waits in vain for the others to leave with it, ends them all.
 """
 
 from __future__ import annotations
@@ -13,20 +15,25 @@ import selectors
 import socket
 import sys
 import threading
+import time
 from types import TracebackType
 from typing import Any
 
 from torch import distributed
 
-from flowgrpo.distributed.processes import Processes
+from flowgrpo.distributed import signals
+from flowgrpo.distributed.processes import Processes, failures
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import UserError
 
 GRACE = 20.0  # seconds in which the others may end by themselves, as after an error that all of them learned of
 NOTICE = 5.0  # seconds between a collective's error and the reason for it
 CONNECT = 60.0  # seconds for all processes to connect
+BEAT = 1.0  # seconds between two heartbeats
+SILENCE = 40.0  # seconds without a heartbeat after which a process is lost
+FAILED = 40.0  # seconds in which the others meet a process that has failed
 HELLO = 256  # bytes of the first message: token, rank and host
-DONE = b"done"
+DONE, STOP = b"done", b"stop"
 KILLED = "was killed, or its machine is gone"
 RESUME = "--resume goes on from the last checkpoint"
 # Probes of a silent connection: the first after 10 s, then one in 5 s; four without an answer end it.
@@ -40,13 +47,17 @@ class Watch:
 
     Within `grace` seconds after a loss the process ends with this line and exit code 2, wherever it waits. If it fails
     before, because a collective did, it raises UserError with the line.
+
+    silence, failed: seconds, see SILENCE and FAILED.
     """
 
-    def __init__(self, processes: Processes, grace: float = GRACE):
-        self.processes, self.grace = processes, grace
+    def __init__(self, processes: Processes, grace: float = GRACE, silence: float = SILENCE, failed: float = FAILED):
+        self.processes, self.grace, self.silence, self.failed = processes, grace, silence, failed
         self.lost: str | None = None
         self._links: dict[socket.socket, str] = {}  # connections to the others, with their names
+        self._heard: dict[socket.socket, float] = {}  # when, of those that have not ended
         self._noticed, self._ended = threading.Event(), threading.Event()
+        self._limit, self._sending = signals.Limit(), threading.Lock()
 
     def __enter__(self) -> Watch:
         if self.processes.count > 1:
@@ -56,12 +67,14 @@ class Watch:
                 raise UserError(f"process {self.processes.rank} on {socket.gethostname()}: the processes cannot "
                                 f"connect to the first one ({error}): expected open TCP ports between the machines"
                                 ) from None
+            self._limit.__enter__()
             threading.Thread(target=self._listen, daemon=True, name="watch").start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if not self._links:
             return
+        self._limit.__exit__()
         collective = isinstance(error, RuntimeError)  # perhaps that of a collective that another process has left
         if collective:
             self._noticed.wait(NOTICE)
@@ -108,38 +121,70 @@ class Watch:
         """Wait for the end of each of the others; at a loss tell the rest, and end this process after the grace."""
         with selectors.DefaultSelector() as selector:
             for link, name in self._links.items():
+                self._heard[link] = time.monotonic()
                 selector.register(link, selectors.EVENT_READ, (name, bytearray()))
+            stopping, beaten = False, 0.0
             while selector.get_map() and self.lost is None:
-                for key, _ in selector.select():
+                for key, _ in selector.select(BEAT):
                     name, said = key.data
-                    with contextlib.suppress(OSError):
-                        if received := key.fileobj.recv(65536):
-                            said += received
-                            continue
-                    selector.unregister(key.fileobj)
-                    if said != DONE:
-                        self._lose(name, said.decode(errors="replace"))
-                        break
+                    if not self._hear(key.fileobj, name, said):
+                        selector.unregister(key.fileobj)
+                now = time.monotonic()
+                if now - beaten >= BEAT and not self._ended.is_set():
+                    beaten, news = now, signals.asked() and not stopping
+                    stopping = stopping or news
+                    self._tell(STOP + b"\n" if news else b"\n", last=False)
+                self._look(now)
         for link in self._links if self.lost is None else ():
             link.close()
         if self.lost is not None and not self._ended.wait(self.grace):
             print(f"flowgrpo: error: {self.lost}", file=sys.stderr, flush=True)
             os._exit(2)
 
+    def _hear(self, link: socket.socket, name: str, said: bytearray) -> bool:
+        """Read what a process sends, `said` before; return False at its end."""
+        with contextlib.suppress(OSError):
+            if received := link.recv(65536):
+                self._heard[link] = time.monotonic()
+                said += received
+                *lines, rest = said.split(b"\n")
+                said[:] = rest
+                if STOP in lines:
+                    signals.ask()
+                return True
+        del self._heard[link]
+        if said != DONE:
+            self._lose(name, said.decode(errors="replace"))
+        return False
+
+    def _look(self, now: float) -> None:
+        """Note the loss of a process that is silent, and of this one if it has failed and none comes to meet it."""
+        for link, heard in [*self._heard.items()]:
+            if now - heard > self.silence:
+                self._lose(self._links[link], f"has sent nothing for {self.silence:g} s, frozen or cut off")
+        for since, error in failures if self.lost is None else ():
+            if now - since > self.failed:
+                self._lose(_name(self.processes.rank, socket.gethostname()), _reason(error))
+                if not self.processes.first:
+                    self._tell(_reason(error).encode())
+
     def _lose(self, name: str, said: str) -> None:
         """Note the loss of a process and tell the others; the first process hands on a whole line."""
+        if self.lost is not None:
+            return
         told = said if said.startswith("process ") else f"{name} {said or KILLED}; {RESUME}"
         self.lost = told
         self._noticed.set()
         if self.processes.first:
             self._tell(told.encode())
 
-    def _tell(self, line: bytes) -> None:
-        """Send the others the last line that this process has for them."""
+    def _tell(self, line: bytes, last: bool = True) -> None:
+        """Send the others a line. last: it is the last one that this process has for them."""
         for link in self._links:
-            with contextlib.suppress(OSError):  # it is gone, or was told before
+            with contextlib.suppress(OSError), self._sending:  # it is gone, or was told before
                 link.sendall(line)
-                link.shutdown(socket.SHUT_WR)
+                if last:
+                    link.shutdown(socket.SHUT_WR)
 
 
 def _name(rank: int | str, host: str) -> str:

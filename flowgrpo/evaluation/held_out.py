@@ -213,6 +213,9 @@ def print_report(summary: dict[str, Any], said: str, folder: Path) -> None:
                   f"({summary['rollout_evaluations_per_picture']:.2f} per sample in the rollout; shared "
                   f"prefixes saved {summary['rollout_evaluations_saved_by_sharing']:,}), "
                   f"largest first |log ratio| {first}", highlight=False)
+    if skipped := summary["skipped_updates"]:
+        console.print(f"{skipped} updates were skipped, because the gradient was not finite, and {summary['updates']} "
+                      "were made", highlight=False)
     if summary["kept"]:
         console.print(summary["kept"], highlight=False)
     console.print(said, highlight=False)

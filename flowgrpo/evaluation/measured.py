@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from flowgrpo import rewards
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.distributed import signals
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.evaluation.nouns import SAMPLE
 from flowgrpo.samplers.rollout import seeder
@@ -111,6 +112,7 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
         if prepare is not None:
             prepare([prompts[i] for i in dict.fromkeys(i for i, _ in local or rows[:1])])
         for start in range(0, len(local) if processes.turns is None else processes.most(rows), micro_batch):
+            signals.check()
             local_batch = local[start:start + micro_batch]
             batch = local_batch or rows[:1]  # sharded weights are gathered by all processes or by none
             of = [prompts[i] for i, _ in batch]

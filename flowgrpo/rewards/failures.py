@@ -7,13 +7,14 @@ is the user's mistake (a missing package, a wrong setting): it ends the run unde
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from typing import TypeVar
 
 from flowgrpo.config.reward_rules import Retry
+from flowgrpo.distributed.signals import begun
 from flowgrpo.errors import UserError
 
 T = TypeVar("T")
@@ -88,24 +89,7 @@ def within(seconds: float | None, message: str, call: Callable[[], T]) -> T:
     """
     if seconds is None:
         return call()
-    from flowgrpo.device import current_gpu, use_gpu  # loads torch
-
-    answers: list[T] = []
-    errors: list[BaseException] = []
-    gpu = current_gpu()
-
-    def work() -> None:
-        try:
-            use_gpu(gpu)
-            answers.append(call())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not answers:
+    future = begun(call)
+    if not wait([future], seconds).done:
         raise TimedOut(f"{message}: no answer within {seconds:g} s")
-    return answers[0]
+    return future.result()

@@ -90,6 +90,9 @@ def _checked(name: str, scores: Any, pictures: Tensor) -> Tensor:
     if not torch.is_tensor(scores) or scores.shape != pictures.shape[:1]:
         got = f"the shape {list(scores.shape)}" if torch.is_tensor(scores) else f"a {type(scores).__name__}"
         raise UserError(f"reward {name!r} is differentiable and returned {got}: {expected}")
+    if scores.is_meta:
+        raise UserError(f"reward {name!r} is differentiable and returned a tensor on the meta device, which has no "
+                        f"values: {expected}")
     if pictures.requires_grad and not scores.requires_grad:
         raise UserError(f"reward {name!r} is differentiable and returned numbers without a gradient: {expected}")
     if not scores.isfinite().all():

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import Reward, modality_of, require_modality, scores_latents
 from flowgrpo.rewards.beside_base import sees_base
@@ -64,6 +65,13 @@ def columns(
 
     NaN only means that a reward does not apply.
     """
+    return promptly(lambda: _columns(rewards, outputs, prompts, metadata, group, tally, base, latents))
+
+
+def _columns(
+    rewards: Mapping[str, Reward | Composed], outputs: Shown | None, prompts: Sequence[str],
+    metadata: Sequence[dict[str, Any]], group: int, tally: Tally | None, base: Tensor | None, latents: Tensor | None,
+) -> list[list[float | Failed]]:
     from flowgrpo.types import Completion
 
     assert all(len(given) == len(prompts) for given in (outputs, metadata, latents) if given is not None)
@@ -241,7 +249,7 @@ def _number(name: str, value: Any, prompt: str) -> float | Failed:
                      f"(prompt: {prompt!r})")
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last of a tensor without values (meta device)
         number = math.nan
     if not abs(number) <= 3.4e38:  # float32 is infinite beyond it
         raise Failed(f"reward {name!r} returned {_short(value)}, expected a finite number, or None where it does "

@@ -43,6 +43,17 @@ class Log:
         self.bar.set_postfix(shown)
         self.bar.update()
 
+    def amend(self, metrics: dict[str, float]) -> None:
+        """Add metrics to the line of the last epoch, whose evaluation was left out."""
+        if not self.speaks or not self.recent:
+            return
+        self.recent[-1] |= finite(metrics)
+        kept = self.path.read_text().splitlines()[:-1]
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text("\n".join([*kept, json.dumps(self.recent[-1])]) + "\n")
+        temporary.replace(self.path)
+        self.accelerator.log(metrics, step=self.recent[-1]["epoch"])
+
     def report(self, trainer: Trainer) -> None:
         """Alert to new symptoms, write the report where one is due, and send the best and worst samples to the tracker.
 

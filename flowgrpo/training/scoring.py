@@ -13,6 +13,7 @@ import torch
 from flowgrpo import rewards
 from flowgrpo.advantages.group import group_std, weighted_sum, zero_variance
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.distributed import signals
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report.snapshots import Extremes
@@ -43,6 +44,7 @@ class Scoring:
         self.reward_failures: dict[str, int] = {}
         self.spreads: dict[str, float] = {}
         self._lock = Lock()
+        self._apart: dict[int, list[float]] = {}  # by turn, the diversity of every group
         self.extremes, self._tally = Extremes(list(functions)), rewards.Tally()
         self._before = {0: (self.extremes, self._tally)}  # by the present turn: samples of the turns before it
         self._unscored = False  # an epoch without any score was reported
@@ -54,6 +56,7 @@ class Scoring:
             self._before = {0: (Extremes(list(self.functions)), rewards.Tally())}
         elif turn not in self._before:
             self._before = {turn: (self.extremes, self._tally)}
+        self._apart = {earlier: values for earlier, values in self._apart.items() if earlier < turn} | {turn: []}
         extremes, tally = self._before[turn]
         self.extremes = replace(extremes, best=[*extremes.best], worst=[*extremes.worst])
         self._tally = rewards.Tally()
@@ -70,6 +73,7 @@ class Scoring:
         scores = self.score(batch, rows, outputs, self.group, base, latents)
         if outputs is not None:
             totals = self.weighted(scores.unflatten(0, (-1, self.group))).flatten()
+            self._apart.setdefault(max(self._apart, default=0), []).extend(diversity(outputs, self.group))
             self.extremes.add([batch[p].text for p in rows], outputs, scores, totals)
         return scores
 
@@ -82,9 +86,13 @@ class Scoring:
         of = [batch[p] for p in rows]
         if not self.processes.reports:  # the scores of its team's first member are taken
             return torch.zeros(len(of), len(self.functions))
-        with self._lock:
-            return rewards.score(self.functions, outputs, [p.text for p in of], [p.metadata for p in of], group,
-                                 self._tally, base, latents)
+
+        def call() -> torch.Tensor:
+            with self._lock:
+                return rewards.score(self.functions, outputs, [p.text for p in of], [p.metadata for p in of], group,
+                                     self._tally, base, latents)
+
+        return signals.promptly(call)
 
     def total(self, batch: list[Prompt], outputs: Outputs | None, group: int, rows: torch.Tensor | None = None,
               latents: torch.Tensor | None = None) -> torch.Tensor:
@@ -127,7 +135,8 @@ class Scoring:
             metrics |= {f"reward/{name}/mean": present.mean().item(), f"reward/{name}/std": spread,
                         f"reward/{name}/failed": failed[name],
                         f"reward/{name}/zero_variance_groups": zero_variance(groups).float().mean().item()}
-        return metrics
+        apart = self.processes.gather(torch.tensor([value for values in self._apart.values() for value in values]))
+        return metrics | ({"diversity": apart.mean().item()} if len(apart) else {})
 
     def require_scores(self, metrics: dict[str, float], prompt: str, epoch: int, say: Callable[[str], None]) -> None:
         """Raise UserError if no sample of the first epoch, 0, has a score, though none was left out as a failure.
@@ -156,3 +165,19 @@ class Scoring:
         tally.failed.clear()
         tally.said.clear()
         return failed
+
+
+def diversity(outputs: Outputs, group: int) -> list[float]:
+    """Return how far the samples of every group are apart; nothing for groups of one.
+
+    Pictures and videos: the mean standard deviation of a value in [0, 1], over a grid of at most 64 x 64 pixels. Texts:
+    the share of the samples that repeat none before them.
+    """
+    return [_apart(outputs[start:start + group]) for start in range(0, len(outputs), group)] if group > 1 else []
+
+
+def _apart(samples: Outputs) -> float:
+    if isinstance(samples[0], str):
+        return (len({*samples}) - 1) / (len(samples) - 1)
+    steps = [max(1, size // 64) for size in samples[0].shape[-2:]]
+    return torch.stack([sample[..., ::steps[0], ::steps[1]].float() for sample in samples]).std(0).mean().item()

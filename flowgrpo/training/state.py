@@ -28,7 +28,7 @@ from flowgrpo.training.replay_buffer import Recalling
 from flowgrpo.training.scoring import Scoring
 
 SNAPSHOTS = ("weights", "ema", "old", "best", "reference")  # parts of a checkpoint that have the weights' names
-COUNTERS = ("epoch", "update", "skipped", "sampled", "seconds", "reward_wait_seconds")
+COUNTERS = ("epoch", "update", "skipped", "sampled", "seconds", "reward_wait_seconds", "unmeasured")
 SAMPLING = ("rollout_evaluations", "saved_evaluations")
 NUMBER = (int, float)
 REQUIRED: dict[str, type | tuple[type, ...]] = {  # values that every checkpoint holds, with their types

@@ -13,6 +13,7 @@ from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives.references import EMA, Base, PreviousPolicy, WeightAverage
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import state
+from flowgrpo.training.endings import save_whole
 from tests.helpers import tiny
 
 PARTS = {"ema": {"type": "EMA", "decay": 0.75}, "old": {"type": "PreviousPolicy", "every": 2},
@@ -173,7 +174,7 @@ def test_a_resumed_run_holds_to_the_same_to_the_last_bit(reference, tmp_path):
         if trainer.epoch == 2:
             trainer.sample(trainer.prompts[:2])  # an epoch that is interrupted before its first update
             trainer.marked = state.counters(trainer)
-            trainer.save_whole(tmp_path)
+            save_whole(trainer, tmp_path)
         metrics = trainer.run_epoch()
     again = made(PARTS[reference], **options)
     state.restore(again, checkpoint.latest(tmp_path / "checkpoints"))

@@ -67,6 +67,7 @@ def test_what_raises_is_told_in_one_line_with_its_place():
     (lambda images: [1.0, 2.0], "returned a list"),
     (lambda images: images.mean((2, 3)), r"returned the shape \[2, 3\]"),
     (lambda images: images.detach().mean((1, 2, 3)), "returned numbers without a gradient"),
+    (lambda images: images.mean((1, 2, 3)).to("meta"), "returned a tensor on the meta device"),
     (lambda images: images.sum((1, 2, 3)).log() * torch.inf, "returned NaN or an infinity")])
 def test_what_carries_no_gradient_on_is_told(returned, told):
     pictures = torch.rand(2, 3, 2, 2).requires_grad_()

@@ -77,7 +77,8 @@ class Counted:
 
 
 @pytest.mark.parametrize("answer", [
-    torch.zeros(2, device="meta"), torch.zeros(2).to_sparse(), [10**400, 1.0], [10**5000, 1.0], Counted(), {1.0, 2.0},
+    torch.zeros(2, device="meta"), [0.5, torch.zeros((), device="meta")],
+    torch.zeros(2).to_sparse(), [10**400, 1.0], [10**5000, 1.0], Counted(), {1.0, 2.0},
     torch.zeros(2, dtype=torch.complex64), [[1.0], [2.0]], iter([1.0, 2.0]), {"a": 1.0, "b": 2.0}])
 def test_what_holds_no_numbers_is_one_line_that_names_the_reward(answer):
     with pytest.raises(UserError, match="^reward 'mine' returned ") as caught:

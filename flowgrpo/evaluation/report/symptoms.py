@@ -13,7 +13,10 @@ import numpy as np
 from flowgrpo.config.schema import Config
 from flowgrpo.evaluation.numbers import decimals, fixed
 
-FLAT, CLIPPED, EQUAL = 20, 10, 5  # epochs after which a flat reward, a clip fraction, and equal rewards are symptoms
+# Epochs after which a flat reward, a clip fraction, equal rewards and a collapse are symptoms.
+FLAT, CLIPPED, EQUAL, COLLAPSED = 20, 10, 5, 3
+# Of a collapse, at most: the diversity within a group, the gradient norm, and its share of the largest norm before.
+SAME, STILL, FADED = 1e-3, 1e-4, 1e-3
 MOST = 0.9  # share of zero-variance groups from which on it is a symptom
 CERTAIN = 2.0  # standard errors of a rise
 SMALL = 0.1  # largest |log ratio| over the clip range, below which the clip never acts
@@ -33,7 +36,8 @@ def of_run(config: Config, lines: Sequence[dict[str, Any]], clip: float | None) 
     clip: the narrower side of the clip range; None without a clip, or if it is unknown.
     """
     texts = {"flat reward": _flat(config, lines[-FLAT:]), "equal rewards": _equal(config, lines[-EQUAL:]),
-             "clip fraction": _clipped(config, lines[-CLIPPED:], clip)}
+             "clip fraction": _clipped(config, lines[-CLIPPED:], clip), "skipped updates": _skipped(config, lines[-1:]),
+             "collapse": _collapsed(lines[-FLAT:])}
     return [Symptom(name, text) for name, text in texts.items() if text]
 
 
@@ -90,3 +94,29 @@ def _clipped(config: Config, lines: Sequence[dict[str, Any]], clip: float | None
         return (f"the clip fraction is 0 in {CLIPPED} epochs, and the largest |log ratio| {ratios.max():.1e} of a "
                 f"range of {clip:.1e}, so that the policy hardly moves: look at train.lr and the gradient norm")
     return None
+
+
+def _skipped(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:
+    """Describe updates without an effect, as counted since the run began."""
+    count = lines[0].get("skipped_updates") if lines else None
+    if not count:
+        return None
+    scale = "; with fp16 the first few only set the loss scale" if config.precision == "fp16" else ""
+    return (f"{count:g} of the updates so far {'were' if count > 1 else 'was'} skipped, because the gradient was not "
+            f"finite: look at train.lr, the precision and the rewards' scale{scale}")
+
+
+def _collapsed(lines: Sequence[dict[str, Any]]) -> str | None:
+    """Describe a gradient that has vanished, or samples that are all the same, as after updates that are too large."""
+    last = lines[-COLLAPSED:]
+    apart, norms = (_column(last, key, COLLAPSED) for key in ("diversity", "grad_norm"))
+    if norms is None or norms.max() >= STILL:
+        return None
+    highest = max((line["grad_norm"] for line in lines if line.get("grad_norm") is not None), default=0.0)
+    if not (norms.max() < FADED * highest or (apart is not None and apart.max() < SAME)):
+        return None
+    kl = _column(last[-1:], "kl", 1)
+    diversity, distance = ("not measured" if values is None else f"{values[-1]:.1e}" for values in (apart, kl))
+    return (f"gradient norm {norms[-1]:.1e} after {highest:.1e}, diversity within a group {diversity}, KL to the "
+            f"reference {distance}: the policy no longer learns; unless the reward is at its ceiling, go back to an "
+            "earlier checkpoint with a smaller train.lr")

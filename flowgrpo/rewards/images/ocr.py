@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.extras import needed
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.pixels import eight_bit
+from flowgrpo.rewards.remote.exchange import side_by_side
 
 MOST = 16  # engines of a process: each holds its own copy of the weights and its workspace
 QUOTED = re.compile(r'["“”„«]([^"“”„«»]+)["“”»]')
@@ -101,8 +101,8 @@ def read(pictures: Sequence[np.ndarray]) -> list[str]:
 
     Pictures are read by several engines at a time, each on one core. Upside-down text is not turned, as in Flow-GRPO.
     """
-    with ThreadPoolExecutor(engines()) as pool:
-        return list(pool.map(_read, pictures))
+    return side_by_side(lambda one: _read(pictures[one.start]), [range(i, i + 1) for i in range(len(pictures))],
+                        engines())
 
 
 def engines() -> int:

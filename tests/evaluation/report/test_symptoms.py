@@ -6,7 +6,7 @@ import pytest
 
 from flowgrpo.config import validate
 from flowgrpo.evaluation.report import verdict
-from flowgrpo.evaluation.report.symptoms import CLIPPED, EQUAL, FLAT, of_run
+from flowgrpo.evaluation.report.symptoms import CLIPPED, COLLAPSED, EQUAL, FLAT, of_run
 
 NOISE = [0.01, -0.01]
 
@@ -67,3 +67,28 @@ def test_the_report_says_the_same():
     assert told[1:] == [{"tone": "warn", "text": f"Flat reward: {flat.text}."},
                         {"tone": "warn", "text": f"Clip fraction: {clipped.text}."}]
     assert "(a 0.500 to 0.500): look at train.lr" in flat.text and "range (1.0e-04)" in clipped.text
+
+
+@pytest.mark.parametrize("apart, norms, kl, said", [
+    (1e-5, [1e-6] * COLLAPSED, 3.5, "norm 1.0e-06 after 1.0e-06, diversity within a group 1.0e-05, KL to the reference "
+                                    "3.5e+00"),
+    (0.1, [1e-2, *[1e-6] * COLLAPSED], None, "norm 1.0e-06 after 1.0e-02, diversity within a group 1.0e-01, KL to the "
+                                             "reference not measured"),
+    (1e-5, [1e-6] * (COLLAPSED - 1), 3.5, None), (0.1, [1e-6] * COLLAPSED, 3.5, None),
+    (0.1, [0.0] * 9, 3.5, None), (1e-5, [1e-2] * COLLAPSED, 3.5, None)])
+def test_a_collapse_is_told_by_diversity_gradient_and_kl(apart, norms, kl, said):
+    metrics = [line | {"diversity": apart, "grad_norm": norm, "kl": kl}
+               for line, norm in zip(lines(noisy(0.01, len(norms))), norms)]
+    [*found] = of_run(validate({"reward": {"a": 1.0}}), metrics, 1e-4)
+    assert [symptom.name for symptom in found] == ["collapse"] * (said is not None)
+    assert said is None or said in found[0].text
+
+
+@pytest.mark.parametrize("counts, precision, said", [
+    ([0, 0], "fp32", None), ([0, 1], "fp32", "1 of the updates so far was skipped, because the gradient was not"),
+    ([1, 3], "fp16", "3 of the updates so far were skipped")])
+def test_skipped_updates(counts, precision, said):
+    metrics = [line | {"skipped_updates": count} for line, count in zip(lines(noisy(0.01, 2)), counts)]
+    [*found] = of_run(validate({"reward": {"a": 1.0}, "precision": precision}), metrics, 1e-4)
+    assert [symptom.text.startswith(said) for symptom in found] == [True] * (said is not None)
+    assert all(("fp16" in symptom.text) == (precision == "fp16") for symptom in found)

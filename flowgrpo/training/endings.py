@@ -1,0 +1,57 @@
+"""Early ends of a run: what is saved, and what is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from flowgrpo.distributed.processes import OutOfMemoryElsewhere
+from flowgrpo.distributed.signals import Stopped
+from flowgrpo.errors import UserError
+from flowgrpo.training import state
+
+
+class Run(state.Run, Protocol):
+    """`train.Trainer`, as its end reads it."""
+
+    update: int
+    say: Callable[[str], None]
+
+
+@contextmanager
+def saved(trainer: Run, folder: Path) -> Iterator[None]:
+    """Context manager around the epochs: save the last whole one if a stop or an error ends them."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        save_whole(trainer, folder, trainer.processes.parted)
+        if isinstance(error, OutOfMemoryElsewhere):
+            raise Stopped(str(error)) from None
+        raise UserError(f"out of memory ({str(error).splitlines()[0]}): lower train.micro_batch (now "
+                        f"{trainer.geometry.micro_batch}) or set train.checkpointing: true; --resume goes on from the "
+                        "last checkpoint") from None
+    except Stopped:
+        if save_whole(trainer, folder):
+            trainer.say(f"stopped after epoch {trainer.epoch}, saved in {folder}; --resume goes on")
+        raise
+    except UserError:
+        if save_whole(trainer, folder):
+            trainer.say(f"epoch {trainer.epoch} is saved in {folder}; --resume goes on from it")
+        raise
+
+
+def save_whole(trainer: Run, folder: Path, wait: bool = True) -> bool:
+    """Save an interrupted run, unless the broken epoch has already changed the weights: it will be run again.
+
+    wait: for the other processes, which have to be here too; weights that changed on one of them are not whole.
+    Returns True if it was saved.
+    """
+    broken = trainer.update != trainer.marked["update"]
+    whole = not (trainer.processes.any(broken) if wait else broken)
+    if whole:
+        state.save(trainer, folder, wait)
+    return whole

@@ -1,0 +1,56 @@
+"""Thread that scores the parts of a rollout, one after the other, while the next ones are sampled."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from flowgrpo.device import current_gpu, use_gpu
+from flowgrpo.distributed import signals
+from flowgrpo.distributed.signals import Stop
+
+
+class Scorer:
+    """Context manager around a rollout. A reward that hangs holds neither a stop nor the end of the process.
+
+    At a stop the scores are dropped. At any other error the call that runs is waited for, and the rest is dropped.
+    """
+
+    def __init__(self, stop: Stop):
+        self.stop, self._closed = stop, False
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._idle = Future[None]()  # done at the thread's end
+
+    def __enter__(self) -> Scorer:
+        threading.Thread(target=self._work, args=(current_gpu(),), daemon=True, name="rewards").start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._closed = kind is not None
+        self._calls.put(None)
+        if kind is None or issubclass(kind, Exception):
+            signals.result(self._idle, self.stop.check)
+
+    def submit(self, function: Callable[..., torch.Tensor], *arguments: Any) -> Future[torch.Tensor]:
+        """Return the future of `function(*arguments)`."""
+        future = Future[torch.Tensor]()
+        self._calls.put((future, partial(function, *arguments)))
+        return future
+
+    def results(self, futures: list[Future[torch.Tensor]]) -> list[torch.Tensor]:
+        """Return the results in order. Raises Stopped when a stop was requested."""
+        return [signals.result(future, self.stop.check) for future in futures]
+
+    def _work(self, gpu: int | None) -> None:
+        use_gpu(gpu)
+        while (call := self._calls.get()) is not None:
+            if not self._closed:
+                signals.complete(*call)
+            del call  # and with it the tensors that it holds
+        self._idle.set_result(None)

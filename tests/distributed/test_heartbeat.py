@@ -1,0 +1,116 @@
+"""A process that hangs or fails ends the others within a bound, with its reason; a stop of one is one of all."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from accelerate import Accelerator
+
+from flowgrpo.cli import main
+from flowgrpo.distributed import signals
+from flowgrpo.distributed.processes import Processes
+from flowgrpo.distributed.watch import Watch
+from flowgrpo.errors import UserError
+from flowgrpo.storage import checkpoint
+from tests.distributed.test_split_groups import launch
+from tests.helpers import tiny
+
+REWARD = '''
+import os
+import signal
+import time
+from pathlib import Path
+
+def red(images, prompts):
+    """Hang on the second process when the checkpoint of the first epoch is there; the first one may get a signal."""
+    here = Path(__file__).parent
+    if not list(here.glob("run/checkpoints/epoch-00001")):
+        return images[:, 0].mean((1, 2))
+    if os.environ["RANK"] == "0" and (here / "signal").exists():
+        (here / "signal").unlink()
+        os.kill(os.getpid(), signal.SIGTERM)
+    if os.environ["RANK"] == "1":
+        time.sleep(600)
+    return images[:, 0].mean((1, 2))
+'''
+
+
+def hangs(folder: Path, kind: str) -> int:
+    """Hold the second process's interpreter, or fail there, while the first never comes to meet it."""
+    processes = Processes(Accelerator(cpu=True))
+    with Watch(processes, grace=0.5, silence=1.5, failed=1.0), processes.together():
+        if processes.rank and kind == "fails":
+            raise ValueError("singular")
+        if processes.rank:
+            ctypes.PyDLL(None).usleep(4_000_000)
+        time.sleep(600)
+    return 0
+
+
+@pytest.mark.parametrize("kind, reason", [
+    ("holds", "has sent nothing for 1.5 s"), ("fails", "failed (ValueError: singular)")])
+def test_the_reason_of_a_process_that_hangs_or_fails_ends_all(kind, reason, tmp_path):
+    for code, said in launch(hangs, 2, tmp_path, kind, timeout=60):
+        [line] = [line for line in said.splitlines() if "flowgrpo: error:" in line]
+        assert code == 2 and "process 1 on " in line and reason in line
+
+
+def waits(folder: Path) -> int:
+    """Get a signal on the second process alone, while the first waits for a reward."""
+    processes, stop = Processes(Accelerator(cpu=True)), signals.Stop()
+    try:
+        with Watch(processes), stop, processes.together():
+            if processes.rank:
+                os.kill(os.getpid(), signal.SIGTERM)
+            signals.promptly(lambda: time.sleep(600))
+    except signals.Stopped:
+        return 3
+    return 0
+
+
+def test_a_signal_of_one_process_stops_all(tmp_path):
+    assert [code for code, _ in launch(waits, 2, tmp_path, timeout=60)] == [3, 3]
+
+
+# --- a run -----------------------------------------------------------------------------------------------------------
+
+def run(folder: Path) -> int:
+    signals.PATIENCE = 5.0
+    return main(["train", str(folder / "recipe.yaml")])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "prompts.txt").write_text("\n".join(tiny.PROMPTS))
+    settings = tiny.config(
+        tmp_path, model=str(tiny.save(tiny.sd3(), tmp_path / "model")), reward=f"{tmp_path}/reward.py:red",
+        method="flow_grpo", prompts=str(tmp_path / "prompts.txt"), train__epochs=9, train__save_every=1,
+        train__steps=3, train__prompts=2, train__group=2, train__micro_batch=2, eval__prompts=1)
+    (tmp_path / "recipe.yaml").write_text(settings.yaml())
+    return tmp_path
+
+
+@pytest.mark.parametrize("stopped, codes, reason", [
+    (False, [130, 2], "a reward hangs: no answer within 5 s, for which the other processes wait: set the reward's"),
+    (True, [130, 130], "")])
+def test_a_reward_that_hangs_on_one_process(stopped, codes, reason, folder):
+    """Without a signal its limit ends the run; a signal to the other process stops both."""
+    if stopped:
+        (folder / "signal").touch()
+    ended = launch(run, 2, folder, timeout=120)
+    assert [code for code, _ in ended] == codes and reason in ended[1][1], ended
+    _, state = checkpoint.load(checkpoint.latest(folder / "run" / "checkpoints"))
+    assert state["epoch"] >= 1 and not (folder / "signal").exists()
+
+
+def test_a_limit_is_of_runs_of_several_processes(monkeypatch):
+    monkeypatch.setattr(signals, "PATIENCE", 0.0)
+    assert signals.promptly(lambda: time.sleep(0.3) or 5) == 5
+    with signals.Limit(), pytest.raises(UserError, match="a reward hangs: no answer within 0 s"):
+        signals.promptly(lambda: time.sleep(5))

@@ -1,0 +1,143 @@
+"""A stop does not wait for a reward: the last whole epoch is saved, and the run goes on from it to the same end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flowgrpo.cli import main
+from flowgrpo.policies.weights.lora_files import LORA_FILE
+from flowgrpo.storage import checkpoint
+from tests.helpers import tiny
+from tests.helpers.forked import Forked
+
+EPOCHS = 4
+REWARD = '''
+import time
+from pathlib import Path
+
+calls, plan = 0, Path(__file__).with_name("plan")  # the number of the call that never returns
+
+def red(images, prompts):
+    global calls
+    calls += 1
+    if plan.exists() and int(plan.read_text()) == calls:
+        plan.unlink()
+        Path(__file__).with_name("hanging").touch()
+        while True:
+            try:
+                time.sleep(600)
+            except BaseException:
+                pass
+    return images[:, 0].mean((1, 2))
+'''
+METHOD = '''
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowgrpo.advantages.group import Advantage
+
+@dataclass(frozen=True)
+class Hanging(Advantage):
+    def __call__(self, rewards, weights, context=None):
+        if context.epoch == 2:
+            Path(__file__).with_name("hanging").touch()
+            time.sleep(600)
+        return super().__call__(rewards, weights, context)
+
+def hanging(method):
+    return method.having(advantage=Hanging())
+'''
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("model"))
+
+
+def arguments(model, folder) -> list[str]:
+    """A run that is measured after every epoch, keeps its best weights, and is saved every second epoch."""
+    folder.mkdir(exist_ok=True)
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "prompts.txt").write_text("\n".join(tiny.PROMPTS))
+    settings = tiny.config(folder, model=str(model), reward=f"{folder}/reward.py:red", train__lr=0.02,
+                           prompts=str(folder / "prompts.txt"), train__epochs=EPOCHS, train__save_every=2,
+                           train__updates=2, train__steps=4, parts__plan__size=2, eval__every=1)
+    recipe = settings.yaml().replace("best: null", f"best: {folder}/reward.py:red")
+    (folder / "recipe.yaml").write_text(recipe)
+    return ["train", str(folder / "recipe.yaml")]
+
+
+def signalled(command, folder, *numbers, timeout=60) -> int:
+    """The exit code of a run that gets signals, one every second, once the file `hanging` is there."""
+    process = Forked(main, command)
+    until = time.monotonic() + timeout
+    try:
+        while not (folder / "hanging").exists():
+            assert process.process.is_alive() and time.monotonic() < until, process.streams()
+            time.sleep(0.05)
+        for number in numbers:
+            os.kill(process.process.pid, number)
+            process.process.join(1)
+        return process.wait(timeout)
+    finally:
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    assert main(arguments(model, folder)) == 0
+    return folder / "run"
+
+
+def lines(run) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+# Call 1 is the trial, call 2 measures the base, then come two per epoch and one that measures.
+@pytest.mark.parametrize("call, epoch, number", [
+    (9, 2, signal.SIGTERM), (10, 2, signal.SIGINT), (11, 3, signal.SIGTERM)], ids=["first", "second", "evaluation"])
+def test_a_reward_that_hangs_does_not_hold_a_stop(call, epoch, number, model, uninterrupted, tmp_path):
+    command = arguments(model, tmp_path)
+    (tmp_path / "plan").write_text(str(call))
+    assert signalled(command, tmp_path, number) == 130
+    run = tmp_path / "run"
+    assert checkpoint.latest(run / "checkpoints").name == f"epoch-{epoch:05d}"
+    assert main([*command, "--resume"]) == 0
+    for file in (LORA_FILE, f"checkpoints/epoch-{EPOCHS:05d}/state.safetensors"):
+        found, expected = load_file(run / file), load_file(uninterrupted / file)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected), file
+    held_out = [[value for key, value in line.items() if key.startswith("held_out/")] for line in lines(run)]
+    assert held_out == [[value for key, value in line.items() if key.startswith("held_out/")]
+                        for line in lines(uninterrupted)]
+    assert all(held_out) and [line["epoch"] for line in lines(run)] == list(range(1, EPOCHS + 1))
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_second_signal_ends_at_once_with_the_last_checkpoint(number, code, model, tmp_path):
+    """User code in the main thread, which the first one waits for."""
+    command = [*arguments(model, tmp_path), f"--method=mix_grpo+{tmp_path}/method.py:hanging"]
+    (tmp_path / "method.py").write_text(METHOD)
+    assert signalled(command, tmp_path, number, number) == code
+    [kept] = (tmp_path / "run" / "checkpoints").iterdir()
+    _, state = checkpoint.load(kept)
+    assert state["epoch"] == 2
+
+
+def test_the_end_of_the_program_waits_for_no_thread():
+    """As one of a reward's own pool."""
+    code = ("import threading, time\nfrom flowgrpo.distributed.signals import leave\n"
+            "threading.Thread(target=time.sleep, args=(600,)).start()\nprint('said')\nleave(143)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "said\n", "")
