@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TypeVar
@@ -12,6 +13,15 @@ from flowgrpo.errors import UserError
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")  # accepted host names: any other belongs to a foreign page that resolves to this machine
 DROPPED = 2**20  # bytes of a refused body that are read, so that its sender sees the refusal
+
+
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[\w.-]+)(?::\d{1,5})?", re.IGNORECASE)
+
+
+def host_name(header: str) -> str:
+    """Return the name in a Host header, in small letters, without brackets and port; "" if it has another form."""
+    match = _HOST.fullmatch(header)
+    return match[1].strip("[]").lower() if match else ""
 
 
 class Refused(Exception):
@@ -49,11 +59,13 @@ class Handler(BaseHTTPRequestHandler):
             self.send(str(refused).encode(), "text/plain; charset=utf-8", refused.status)
         except (ConnectionError, TimeoutError):
             self.close_connection = True  # the client has gone
+        except Exception as error:  # one request's fault does not end the server, nor its connection without an answer
+            self.send(f"internal error ({type(error).__name__})".encode(), "text/plain; charset=utf-8", 500)
 
     def _require_own_page(self) -> None:
         """Raise Refused for a request of another site's page: one under another host name, or sent from there."""
         host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
-        if host.partition(":")[0] not in NAMES:
+        if host_name(host) not in NAMES:
             raise Refused(403, f"expected the host {' or '.join(NAMES)}")
         if origin is not None and origin != f"http://{host}":
             raise Refused(403, f"expected a request of this server's own page, got one of {origin[:80]!r}")
