@@ -82,6 +82,11 @@ class QuestionAnswers:
         for name, value in (("_model", self._answering()), ("_writer", writer)):
             object.__setattr__(self, name, value)
 
+    @property
+    def privileged(self) -> bool:
+        """True if a judge answers or writes, with the user's key."""
+        return self.by == "judge" or self.writer is not None
+
     def _answering(self) -> ByVqa | ByJudge | ByFolder:
         given: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "batch_size": self.batch_size}
         given = {name: value for name, value in given.items() if value is not None}
