@@ -86,6 +86,14 @@ def test_tests_that_a_page_names_exist(name):
         assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file} has no {test}"
 
 
+def test_tests_of_the_promises_exist():
+    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    named = re.findall(r"`tests/((?:\w+/)*test_\w+\.py)::(\w+)`", page)
+    assert named and page.count("::") == len(named)
+    for file, test in named:
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file} has no {test}"
+
+
 COMMAND = r"(?:[^`\n]*-m )?flowgrpo [a-z-]+(?: [^`\n]*)?"  # `python -m flowgrpo`, `accelerate launch -m flowgrpo` too
 STAND_INS = {"N": "1", "RECIPE": "configs/starter.yaml", "--KEY=VALUE": "--train.lr=1e-4", "...": None}
 
