@@ -25,9 +25,11 @@ def echoing(seconds: float = 30.0):
     with loopback.listen(type("Short", (Echo,), {"timeout": seconds}), 0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield server.server_port
-        server.shutdown()
-        thread.join()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def answered(port: int, sent: bytes, drip: bytes = b"") -> bytes:
