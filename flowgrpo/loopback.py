@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import socket
+import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TypeVar
@@ -12,6 +15,15 @@ from flowgrpo.errors import UserError
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")  # accepted host names: any other belongs to a foreign page that resolves to this machine
 DROPPED = 2**20  # bytes of a refused body that are read, so that its sender sees the refusal
+
+
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[\w.-]+)(?::\d{1,5})?", re.IGNORECASE)
+
+
+def host_name(header: str) -> str:
+    """Return the name in a Host header, in small letters, without brackets and port; "" if it has another form."""
+    match = _HOST.fullmatch(header)
+    return match[1].strip("[]").lower() if match else ""
 
 
 class Refused(Exception):
@@ -25,7 +37,23 @@ class Refused(Exception):
 class Handler(BaseHTTPRequestHandler):
     """Request handler that answers own pages only. A subclass defines `get` and `post`, which may raise Refused."""
 
-    timeout = 30  # seconds without a byte of a request
+    timeout = 30.0  # seconds for a whole request to arrive
+    _late = False
+
+    def handle(self) -> None:
+        """Answer the connection's request; a request that takes longer than `timeout` to arrive is cut off."""
+        timer = threading.Timer(self.timeout, self._cut)
+        timer.daemon = True
+        timer.start()
+        try:
+            super().handle()
+        finally:
+            timer.cancel()
+
+    def _cut(self) -> None:
+        self._late = True
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RD)
 
     def get(self) -> None:
         """Answer a GET request."""
@@ -43,17 +71,25 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self, method: Callable[[], None]) -> None:
         try:
+            self._require_whole()
             self._require_own_page()
             method()
         except Refused as refused:
             self.send(str(refused).encode(), "text/plain; charset=utf-8", refused.status)
         except (ConnectionError, TimeoutError):
             self.close_connection = True  # the client has gone
+        except Exception as error:  # one request's fault does not end the server, nor its connection without an answer
+            self.send(f"internal error ({type(error).__name__})".encode(), "text/plain; charset=utf-8", 500)
+
+    def _require_whole(self) -> None:
+        """Raise Refused for a request that was cut off: its headers or its body may lack their end."""
+        if self._late:
+            raise Refused(408, f"the request did not arrive within {self.timeout:g} s")
 
     def _require_own_page(self) -> None:
         """Raise Refused for a request of another site's page: one under another host name, or sent from there."""
         host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
-        if host.partition(":")[0] not in NAMES:
+        if host_name(host) not in NAMES:
             raise Refused(403, f"expected the host {' or '.join(NAMES)}")
         if origin is not None and origin != f"http://{host}":
             raise Refused(403, f"expected a request of this server's own page, got one of {origin[:80]!r}")
@@ -71,7 +107,11 @@ class Handler(BaseHTTPRequestHandler):
             with contextlib.suppress(OSError):
                 self.rfile.read(min(int(length), DROPPED))
             raise Refused(413, f"a request of more than {limit} bytes")
-        content = self.rfile.read(int(length))
+        try:
+            content = self.rfile.read(int(length))
+        except TimeoutError:
+            self._late = True
+        self._require_whole()
         if self.headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
             raise Refused(415, "expected the content type application/json")
         return content

@@ -121,8 +121,8 @@ def serve_reward(
     host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 is every network of this machine.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8765,
     token_file: Annotated[Path | None, typer.Option(
-        help="A file with the token that clients have to send; without: the environment's FLOWGRPO_REWARD_TOKEN, if "
-             "set.")] = None,
+        help="A file with the token that clients have to send; without: the environment's FLOWGRPO_REWARD_TOKEN. "
+             "Where neither is set, a reward that may run code, read files or use a key makes one.")] = None,
     max_mb: Annotated[float, typer.Option(min=0.001, help="MiB of one request.")] = 64,
     max_batch: Annotated[int, typer.Option(min=1, help="Samples of one request.")] = 64,
     args: Annotated[str, typer.Option(metavar="YAML", help="Arguments of a reward that is a class.")] = "{}",
@@ -133,8 +133,7 @@ def serve_reward(
     from flowgrpo.rewards.remote.client import token
     from flowgrpo.rewards.remote.wire import Limits
 
-    for module in ("uvicorn", "fastapi"):
-        needed(module, "server", "serve-reward")
+    needed("uvicorn", "server", "serve-reward")
     from flowgrpo.rewards.server import serve
 
     secret, reward = token(token_file), find(name, made_with(name, args))

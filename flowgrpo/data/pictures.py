@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowgrpo.data.client_files import require_open
 from flowgrpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def read_picture(path: str | Path, size: Size | None = None) -> Image:
     """
     from PIL import Image
 
+    require_open()
     try:
         with Image.open(path) as picture:
             return _fitted(picture.convert("RGB"), size)
@@ -38,6 +40,7 @@ def picture_size(path: str | Path) -> Size:
     """Return (height, width) of a picture's file from its header. Raises UserError if it is no picture."""
     from PIL import Image
 
+    require_open()
     try:
         with Image.open(path) as picture:
             return picture.height, picture.width
@@ -62,6 +65,7 @@ class Clip:
 
     @classmethod
     def of(cls, path: str, count: int, size: Size | None = None) -> Clip:
+        require_open()
         return cls(path, count, size, Path(path).stat().st_mtime_ns)
 
     @property
@@ -82,6 +86,7 @@ def _decoded(clip: Clip) -> tuple[Image, ...]:
 
 def frame_count(path: str | Path) -> int:
     """Return the number of frames of a clip. Raises UserError if it is none, or has no frame."""
+    require_open()
     path = Path(path)
     if path.is_dir():
         count = len(_stills(path))

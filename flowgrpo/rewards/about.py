@@ -61,6 +61,18 @@ def require_modality(rewards: Mapping[str, object], modality: str) -> None:
                             f"reward for {modality} (`flowgrpo rewards` lists them)")
 
 
+def privileged(reward: object) -> bool:
+    """True if a reward, or a part of it, may do more for a request than score it: run code, read files, use a key.
+
+    Built-in rewards say so by the attribute `privileged`; any code from elsewhere may.
+    """
+    if isinstance(reward, str):
+        return ".py:" in reward
+    module = getattr(reward, "__module__", None) or type(reward).__module__
+    return (not module.startswith("flowgrpo.") or getattr(reward, "privileged", False) is True
+            or any(map(privileged, getattr(reward, "made_of", ()))))
+
+
 def scores_latents(reward: object) -> bool:
     """True if a reward, or one with its rule, scores clean latents (its attribute `scores`), which are not decoded."""
     return getattr(reward, "scores", None) == "latents"

@@ -1,53 +1,37 @@
-"""Reward server over HTTP: POST /NAME scores a batch, GET /info describes the reward, GET /health reports that it is
-up.
+"""Reward server over HTTP: POST /NAME scores a batch; GET /info describes the reward, /health and /metrics the server.
 
-The protocol is in rewards/remote/wire.py, the client in rewards/remote/client.py. Only serving imports this module: it
-needs the extra `server`.
+The protocol is in rewards/remote/wire.py, the client in rewards/remote/client.py, queue and time-outs are in
+rewards/serving/gate.py. Only serving imports this module: it needs the extra `server`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import hmac
-import ipaddress
-import logging
+import secrets
 import socket
+import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 from urllib.parse import quote
 
 import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import JSONResponse
-from starlette.requests import ClientDisconnect
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import Reward, about
-from flowgrpo.rewards.failures import Failed
-from flowgrpo.rewards.pairwise import sees_groups
+from flowgrpo.rewards.about import Reward, privileged
 from flowgrpo.rewards.remote import wire
-from flowgrpo.rewards.score import columns
+from flowgrpo.rewards.remote.client import TOKEN
+from flowgrpo.rewards.serving.answers import Application, served
+from flowgrpo.rewards.serving.gate import Bounds
+from flowgrpo.rewards.serving.hosts import is_loopback, names
 
-WAITING = 32  # requests being read or waiting; a further one is asked to come back
-DRAINED = 4  # up to so many times the limit of a request is read and dropped, so that its sender sees the refusal
-GONE = "the client has gone"  # no client reads it
-GRACE = 5  # seconds for a batch to finish when the server stops
-log = logging.getLogger("uvicorn.error")
-
-
-class Refused(Exception):
-    """Error: a request answered with a status and one line."""
-
-    def __init__(self, status: int, line: str) -> None:
-        super().__init__(wire.one_line(line))
-        self.status = status
+CUT = 1  # seconds for answers to be sent after `Bounds.drain`
 
 
 def serve(name: str, reward: Reward, host: str, port: int, limits: wire.Limits, token: str | None,
-          say: Callable[[str], None] = print) -> None:
-    """Serve a reward until the process is stopped; `say` gets its address. port 0: any free one.
+          say: Callable[[str], None] = print, bounds: Bounds = Bounds()) -> None:
+    """Serve a reward until the process gets SIGTERM or SIGINT; `say` gets its address. port 0: any free one.
 
+    token: None asks for none, except of a privileged reward, for which one is made and printed.
     Raises UserError if it cannot listen there.
     """
     try:
@@ -57,110 +41,66 @@ def serve(name: str, reward: Reward, host: str, port: int, limits: wire.Limits, 
         raise UserError(f"cannot listen on {host} port {port} ({error}): choose another --host or --port") from None
     assert isinstance(address[0], str)  # the IP address
     place = f"[{host}]" if ":" in host else host
+    fresh = secrets.token_urlsafe(32) if token is None and privileged(reward) else None
     say(f"reward {served(name)!r} at http://{place}:{listening.getsockname()[1]}/{quote(served(name), safe='')}, "
-        f"{_openness(address[0], token)}")
-    config = uvicorn.Config(application(name, reward, limits, token), log_level="warning", access_log=False,
-                            server_header=False, timeout_graceful_shutdown=GRACE)
-    uvicorn.Server(config).run(sockets=[listening])
-
-
-def served(name: str) -> str:
-    """Return the name in the URL: the reward's; for one in a file, that of its function or class."""
-    return name.rpartition(":")[2] if ".py:" in name else name
+        f"{_openness(address[0], token or fresh)}")
+    if fresh:
+        say(f"This reward may run code, read files or use a key, so a token was made: {TOKEN}={fresh}")
+    application = Application(name, reward, limits, token or fresh, names(host), bounds)
+    config = uvicorn.Config(application, log_level="warning", access_log=False, server_header=False, lifespan="off",
+                            ws="none", http="h11", timeout_graceful_shutdown=CUT)
+    Server(config, application, bounds, say).run(sockets=[listening])
 
 
 def _openness(address: str, token: str | None) -> str:
     if token is not None:
         return "asks for its token"
-    if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+    if is_loopback(address):
         return "open to everybody on this machine (no token)"
     return "open to everybody who reaches this machine (no token: set --token-file)"
 
 
-def application(name: str, reward: Reward, limits: wire.Limits, token: str | None) -> FastAPI:
-    """Return the server as an ASGI application. One batch is scored at a time; waiting requests are not unpacked yet.
-    """
-    app = FastAPI(openapi_url=None)
-    info = wire.Info(served(name), about(reward), sees_groups(reward), limits)
-    turn, waiting = asyncio.Lock(), asyncio.Semaphore(WAITING)
+class Server(uvicorn.Server):
+    """Server that ends connections without a request, and drains on SIGTERM and SIGINT; a second signal ends it."""
 
-    @app.exception_handler(Refused)
-    async def refuse(request: Request, error: Refused) -> JSONResponse:
-        return JSONResponse({"error": str(error)}, error.status)
+    def __init__(self, config: uvicorn.Config, application: Application, bounds: Bounds, say: Callable[[str], None]
+                 ) -> None:
+        super().__init__(config)
+        self._application, self._bounds, self._say = application, bounds, say
+        self._until: float | None = None
+        self._silent: dict[Any, float] = {}
 
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to drain; end at the second signal."""
+        if self._until is None:
+            self._until = time.monotonic() + self._bounds.drain
+        else:
+            self.should_exit = self.force_exit = True
 
-    @app.get("/info")
-    async def tell(request: Request) -> JSONResponse:
-        _authorise(request, token)
-        return JSONResponse(info.told())
+    async def on_tick(self, counter: int) -> bool:
+        """Return True if the server has to end. Called ten times a second."""
+        gate = self._application.gate
+        if self._until is not None:
+            if not gate.draining:
+                gate.drain()
+                self._say(f"Stopping: what is being scored has {self._bounds.drain:g} s; a second signal ends it.")
+            elif not self._application.metrics.in_flight or time.monotonic() > self._until:
+                self.should_exit = True
+        self._end_silent()
+        return await super().on_tick(counter)
 
-    @app.post("/{path:path}")
-    async def answer(path: str, request: Request) -> JSONResponse:
-        _authorise(request, token)
-        _require_sound(request, path, info.name, limits)
-        if waiting.locked():
-            raise Refused(503, f"{WAITING} requests are waiting already: come back later")
-        async with waiting:
-            body = await _body(request, limits.size)
-            async with turn:
-                if await request.is_disconnected():  # no one waits for the answer any more
-                    raise Refused(499, GONE)
-                return JSONResponse(await run_in_threadpool(_scored, info.name, reward, body, limits))
-
-    return app
-
-
-def _authorise(request: Request, token: str | None) -> None:
-    given = request.headers.get("authorization", "")
-    if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-        raise Refused(401, "expected `Authorization: Bearer TOKEN` with the server's token")
-
-
-def _require_sound(request: Request, path: str, name: str, limits: wire.Limits) -> None:
-    """Raise Refused for bad requests before anything is read. The required content type blocks unsolicited requests of
-    web pages: a browser asks the server before it sends JSON to another site."""
-    if path != name:
-        raise Refused(404, f"this server has the reward {name!r} alone")
-    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-        raise Refused(415, "expected the content type application/json")
+    def _end_silent(self) -> None:
+        """Close connections whose request's headers take longer than a body may."""
+        now, waiting = time.monotonic(), {}
+        for connection in list(self.server_state.connections):
+            cycle = getattr(connection, "cycle", None)
+            if cycle is None or cycle.response_complete:
+                waiting[connection] = self._silent.get(connection, now)
+                if now - waiting[connection] > self._bounds.read:
+                    connection.transport.close()
+        self._silent = waiting
 
 
-async def _body(request: Request, limit: int) -> bytes:
-    """Return the body of a request; a body that is too large is dropped."""
-    body, size = bytearray(), 0
-    try:
-        async for some in request.stream():
-            size += len(some)
-            if size > DRAINED * limit:
-                break
-            if size <= limit:
-                body += some
-    except ClientDisconnect:
-        raise Refused(499, GONE) from None
-    if size > limit:
-        raise Refused(413, f"a request of more than {limit / 2**20:g} MiB: send less at once, or start the server with "
-                           "a larger --max-mb")
-    return bytes(body)
-
-
-def _scored(name: str, reward: Reward, body: bytes, limits: wire.Limits) -> dict[str, Any]:
-    """Return the answer to a request.
-    Raises Refused: 400 for an invalid request or the user's mistake; 413 if too large; 422 if the reward fails on these
-    samples; 500 for our own error."""
-    try:
-        batch = wire.unpacked(body, limits)
-        return wire.answer(*columns({name: reward}, batch.outputs, batch.prompts, batch.metadata, batch.group))
-    except wire.TooLarge as error:
-        refused = Refused(413, str(error))
-    except Failed as error:
-        refused = Refused(422, str(error))
-    except ValueError as error:
-        refused = Refused(400, str(error))
-    except Exception as error:
-        log.exception("internal error")
-        refused = Refused(500, f"internal error ({type(error).__name__})")
-    log.warning("%s", refused)
-    raise refused
+def application(name: str, reward: Reward, limits: wire.Limits, token: str | None) -> Application:
+    """Return the server of this machine alone as an ASGI application."""
+    return Application(name, reward, limits, token, names("127.0.0.1"))

@@ -171,6 +171,7 @@ def tensors(**named: torch.Tensor) -> str:
 @pytest.mark.parametrize("sent, line", [
     (b"\x80\x04K\x01.", "not JSON"),
     (b"[" * 100_000, "not JSON"),
+    (b'{"format": 1, "samples": [%s[]]}' % (b"[]," * 2**20), "not JSON of 1048576 lists and objects at most"),
     (b"[]", "format: got no object, expected 1"),
     (of({"text": "t"}, format=2), "format: got 2, expected 1"),
     (of(), "expected `samples`, a list of objects"),
@@ -737,5 +738,5 @@ def test_the_help_loads_neither_torch_nor_a_server():
 
 
 def test_a_missing_package_is_told(monkeypatch):
-    monkeypatch.setitem(sys.modules, "httpx", None)
+    monkeypatch.setitem(sys.modules, "httpcore", None)
     assert "pip install 'flowgrpo[server]'" in message(rewards.find, dead())

@@ -6,6 +6,7 @@ markup, since prompts are untrusted text.
 
 from __future__ import annotations
 
+import hashlib
 import html
 import json
 import re
@@ -86,10 +87,22 @@ def data(run: Path) -> dict[str, Any]:
 
 
 def changed(run: Path) -> str:
-    """Return a mark that changes with the report: the newest time and the number of its source files."""
-    files = [run / "config.yaml", run / "metrics.jsonl", *(run / snapshots.FOLDER).glob("*.json")]
-    times = [file.stat().st_mtime_ns for file in files if file.is_file()]
-    return f"{max(times, default=0)}-{len(times)}"
+    """Return a mark that changes with the report's source files: of their names, sizes, inodes and times.
+
+    A time that goes back is a change as well.
+    """
+    files = [run / "config.yaml", run / "metrics.jsonl", *sorted((run / snapshots.FOLDER).glob("*.json"))]
+    marks = [(file.name, _mark(file)) for file in files]
+    return hashlib.sha256(repr(marks).encode()).hexdigest()[:32]
+
+
+def _mark(file: Path) -> tuple[int, int, int] | None:
+    """Return size, inode and time of a file; None if it is gone."""
+    try:
+        facts = file.stat()
+    except OSError:
+        return None
+    return facts.st_size, facts.st_ino, facts.st_mtime_ns
 
 
 def columns(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:

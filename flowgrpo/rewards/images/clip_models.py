@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowgrpo.data.client_files import require_open
 from flowgrpo.errors import UserError
 from flowgrpo.extras import needed
 from flowgrpo.rewards.about import About
@@ -210,6 +211,7 @@ class SubjectScore(LocalModel):
     pretrained: str = "openai"
     clip: ClipScore = field(init=False, repr=False)
     reward, parameters = "subject_score", 0  # those of `clip` count
+    privileged = True  # reads files that metadata name
     about = About(modality="image", range=(-1, 1), needs="clip", licence="Apache-2.0, MIT weights")
 
     def __post_init__(self) -> None:
@@ -243,6 +245,7 @@ class SubjectScore(LocalModel):
 def _read(path: str) -> Tensor:
     from PIL import Image
 
+    require_open()
     try:
         with Image.open(path) as image:
             return tensor_of(image)

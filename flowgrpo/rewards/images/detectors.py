@@ -13,8 +13,6 @@ import io
 import json
 import os
 import pickle
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,7 +32,6 @@ from flowgrpo.rewards.pixels import eight_bit
 
 WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torchvision's switch against unpickling anything but tensors
 OVERLAP = 0.35  # IoU threshold of FastestDet's own suppression
-LARGEST = 2**24  # bytes of an answer
 ADDRESSES = ("http://", "https://")
 
 
@@ -200,15 +197,23 @@ class Remote:
 
     def __call__(self, images: Tensor) -> list[list[Detection]]:
         body = json.dumps({"format": 1, "images": [_png(picture) for picture in eight_bit(images)]}).encode()
-        request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as answer:
-                detections = json.loads(answer.read(LARGEST))["detections"]
+            status, _, answer = self._client.exchange("POST", self.url, body, self.timeout, self.timeout)
+            if status != 200:
+                raise ValueError(f"status {status}")
+            detections = json.loads(answer)["detections"]
             if len(detections) != len(images):
                 raise ValueError(f"{len(detections)} answers, expected {len(images)}")
             return [[_parsed(**entry) for entry in picture] for picture in detections]
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (*self._client.faults, ValueError, TypeError, KeyError, RecursionError) as error:
             raise RuntimeError(f"the detector at {self.url} did not answer as it should: {error!r}") from None
+
+    @cached_property
+    def _client(self) -> Any:
+        needed("httpcore", "server", f"detector {self.url}")
+        from flowgrpo.rewards.remote.http import Client
+
+        return Client({"Content-Type": "application/json"}, connections=8)
 
 
 def _parsed(box: list[float], label: str, score: float) -> Detection:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowgrpo.data.client_files import require_open
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.pixels import grey, tensor_of
@@ -89,6 +90,7 @@ class BaseSimilarity:
     key: str = "base_image"
     features: str | dict[str, Any] | Callable[[Tensor], Tensor] = "pixels"
     base = True
+    privileged = True  # reads files that metadata name
     about = About(modality="image", range=(None, 1), needs="", licence=LICENCE)
 
     def __post_init__(self) -> None:
@@ -122,6 +124,7 @@ def _read(path: str, size: Sequence[int]) -> Tensor:
     from PIL import Image
     from torchvision.transforms.functional import resize
 
+    require_open()
     try:
         picture = tensor_of(Image.open(Path(path)))
     except OSError as error:

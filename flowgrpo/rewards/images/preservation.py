@@ -40,6 +40,7 @@ class Preservation:
     key: str = "image"
     mask: str = "mask"
     measure: str = "ssim"
+    privileged = True  # reads files that metadata name
     about = About(modality="image", range=(-1, 1), needs="", licence="Apache-2.0")
 
     def __post_init__(self) -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.remote.client import addresses
-from flowgrpo.rewards.remote.exchange import Later, Service, Unanswered, side_by_side
+from flowgrpo.rewards.remote.exchange import Later, Service, Unanswered, seconds, side_by_side
 from flowgrpo.rewards.remote.wire import one_line
 
 FILTERED = ("content_filter", "content_policy_violation")  # codes of a refusal
@@ -61,6 +58,7 @@ class Endpoint:
     timeout: float = 60.0
     retries: int = 4
     wait: float = 1.0
+    privileged = True  # spends the user's key
     _served: dict[str, str] = field(init=False, repr=False)
     _lock: threading.Lock = field(init=False, repr=False)
     _service: Service = field(init=False, repr=False)
@@ -71,7 +69,7 @@ class Endpoint:
                             f"{self.retries}, wait {self.wait}: expected 1 or more, above 0, and the others 0 or more")
         self._set(_served={}, _lock=threading.Lock(), _service=Service(
             "a judge", addresses(self.url), self.timeout, self.retries, self.wait, _authorisation(self.key_env),
-            unpacked=True, connections=self.concurrency))
+            connections=self.concurrency))
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
@@ -165,20 +163,6 @@ def _error(body: bytes) -> dict[str, Any]:
         return {}
     error = record.get("error", record) if isinstance(record, dict) else {}
     return error if isinstance(error, dict) else {"message": error}
-
-
-def seconds(after: str) -> float:
-    """Return a Retry-After in seconds, given as a number or a date; 0 for anything else."""
-    try:
-        wait = float(after)
-    except ValueError:
-        try:
-            date = parsedate_to_datetime(after)
-        except (TypeError, ValueError):
-            return 0.0
-        date = date if date.tzinfo else date.replace(tzinfo=timezone.utc)
-        wait = (date - datetime.now(timezone.utc)).total_seconds()
-    return max(wait, 0.0) if math.isfinite(wait) else 0.0
 
 
 def _authorisation(key_env: str | None) -> dict[str, str]:

@@ -8,6 +8,7 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowgrpo.data.client_files import require_open
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.failures import Failed
 
@@ -66,6 +67,8 @@ def source_parts(entry: dict[str, Any], frames: int, longest: int, encoding: str
     entry: the prompt's metadata; without a source there are no parts. Raises UserError for an unreadable file.
     """
     key, paths = sources(entry)
+    if paths:
+        require_open()
     parts: list[dict[str, Any]] = []
     for number, path in enumerate(paths, 1):
         try:

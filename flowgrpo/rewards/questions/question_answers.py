@@ -83,6 +83,11 @@ class QuestionAnswers:
         for name, value in (("_model", self._answering()), ("_writer", writer)):
             object.__setattr__(self, name, value)
 
+    @property
+    def privileged(self) -> bool:
+        """True if a judge answers or writes, with the user's key."""
+        return self.by == "judge" or self.writer is not None
+
     def _answering(self) -> ByVqa | ByJudge | ByFolder:
         given = passed_on("question_answers", self.dtype, self.device, self.batch_size)
         if self.by == "vqa":

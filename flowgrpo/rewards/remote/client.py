@@ -15,7 +15,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed, TimedOut
 from flowgrpo.rewards.remote import wire
-from flowgrpo.rewards.remote.exchange import Service, Unanswered, brief, side_by_side
+from flowgrpo.rewards.remote.exchange import Later, Service, Unanswered, brief, seconds, side_by_side
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +38,8 @@ class Remote:
     a limit, a package that the server lacks).
     """
 
+    privileged = True  # passes requests on with the user's token
+
     def __init__(self, urls: str, timeout: float = 60.0, retries: int = 3, wait: float = 0.5,
                  token_file: str | None = None, exact: bool = False) -> None:
         if not (timeout > 0 and retries >= 0 and wait >= 0):
@@ -45,8 +47,7 @@ class Remote:
                             "timeout above 0 and the others not below")
         self.name, self._urls, self._token, self.exact = urls, addresses(urls), token(token_file), exact
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        self._service = Service(f"reward {urls!r}", self._urls, timeout, retries, wait,
-                                {"Accept-Encoding": "identity"} | headers, unpacked=False)
+        self._service = Service(f"reward {urls!r}", self._urls, timeout, retries, wait, headers)
         self.info = self._asked_for_info()
 
     @property
@@ -90,19 +91,20 @@ class Remote:
                                 "another")
         return info
 
-    def _refused(self, url: str, status: int, _headers: Mapping[str, str], answer: bytes) -> NoReturn:
+    def _refused(self, url: str, status: int, headers: Mapping[str, str], answer: bytes) -> NoReturn:
         """Raise the error for a status: the reward's, the user's, or one that may pass on retry. A refusal in another
         format comes from a proxy between, and may pass."""
-        if status in (401, 403):
-            how = "another token" if self._token else f"a token: set {TOKEN}, or token_file in its args"
-            raise UserError(f"reward {self.name!r}: {url} expects {how}")
         line = wire.refusal(answer)
         message = f"{url} answered {status}" + (f": {line}" if line else "")
+        if status == 401 or status == 403 and not line:
+            how = "another token" if self._token else f"a token: set {TOKEN}, or token_file in its args"
+            raise UserError(f"reward {self.name!r}: {url} expects {how}")
         if status == 422 and line:
             raise Failed(f"reward {self.name!r}: {message}")
         if status == 413 or (line and 400 <= status < 500 and status not in (408, 429)):
             raise UserError(f"reward {self.name!r}: {message}")
-        raise Unanswered(message)
+        after = headers.get("retry-after")
+        raise Later(message, seconds(after)) if after else Unanswered(message)
 
 
 def is_address(name: str) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
 from flowgrpo.errors import UserError
@@ -18,7 +21,6 @@ from flowgrpo.rewards.remote.wire import one_line
 
 CONNECT = 10.0  # seconds within which a live server accepts a connection
 REST = 30.0  # seconds for which a failed URL is used only if all others failed as well
-LONGEST_ANSWER = 2**24  # bytes
 BRIEF_CONNECT, BRIEF = 4.0, 6.0  # seconds in `brief`: connection timeout, and the time after which no attempt begins
 T = TypeVar("T")
 U = TypeVar("U")
@@ -94,18 +96,18 @@ class Service:
     who: name at the start of errors. timeout: seconds for one request.
     retries: further attempts, after every URL was asked once.
     wait: seconds before the first retry, doubled for each next, times a random number from 0.5 to 1.5.
-    headers: of every request. unpacked: decompress answers. connections: at the same time.
+    headers: of every request. connections: at the same time.
     """
 
     def __init__(self, who: str, urls: Sequence[str], timeout: float, retries: int, wait: float,
-                 headers: dict[str, str], unpacked: bool, connections: int = 100) -> None:
-        self._httpx = needed("httpx", "server", who)
-        self.who, self.timeout, self.wait, self.unpacked = who, timeout, wait, unpacked
+                 headers: dict[str, str], connections: int = 100) -> None:
+        self._httpcore = needed("httpcore", "server", who)
+        from flowgrpo.rewards.remote.http import Client
+
+        self.who, self.timeout, self.wait = who, timeout, wait
         self.urls, self.attempts, self._places = len(urls), retries + len(urls), Places(urls)
         self._random = random.Random()  # leaves the run's random state untouched
-        self._http = self._httpx.Client(
-            headers={"Content-Type": "application/json"} | headers, trust_env=False,
-            limits=self._httpx.Limits(max_connections=connections))
+        self._http = Client({"Content-Type": "application/json"} | headers, connections)
 
     def asked(self, attempt: Callable[[str], T]) -> T:
         """Return `attempt(url)` of the first URL with a proper answer.
@@ -135,39 +137,46 @@ class Service:
     def request(self, method: str, url: str, body: bytes | None, read: Callable[[bytes], T],
                 refused: Callable[[str, int, Mapping[str, str], bytes], U]) -> T | U:
         """Return `read` of an answer, or `refused(url, status, headers, answer)` for a status other than 200.
-        Raises Unanswered if none came in time; `Absent` without a connection, and if `read` raises ValueError."""
+        Raises Unanswered if none came in time, or a redirect; `Absent` without a connection, and if `read` raises
+        ValueError."""
+        core = self._httpcore
         try:
-            status, headers, answer = self._exchange(method, url, body)
+            status, headers, answer = self._http.exchange(method, url, body, self.timeout, self._connect())
             if status == 200:
                 return read(answer)
-        except self._httpx.ConnectTimeout:
+        except core.ConnectTimeout:
             raise Absent(f"{url} took no connection within {self._connect():g} s") from None
-        except self._httpx.TimeoutException:
+        except core.TimeoutException:
             raise Unanswered(f"{url} gave no answer within {self.timeout:g} s") from None
-        except self._httpx.TransportError as error:
-            absent = isinstance(error, (self._httpx.ConnectError, self._httpx.UnsupportedProtocol))
+        except self._http.faults as error:
+            absent = isinstance(error, (core.ConnectError, core.UnsupportedProtocol))
             kind = Absent if absent else Unanswered
             raise kind(f"{url} gave no answer ({type(error).__name__}: {one_line(error)})") from None
         except ValueError as error:
             raise Absent(f"{url} gave no proper answer: {one_line(error)}") from None
+        if 300 <= status < 400:
+            place = one_line(headers.get("location", "")) or "another address"
+            raise Unanswered(f"{url} answered {status}, a redirect to {place}, which is not followed: name the address "
+                             "that answers")
         return refused(url, status, headers, answer)
-
-    def _exchange(self, method: str, url: str, body: bytes | None) -> tuple[int, Mapping[str, str], bytes]:
-        """Return status, headers and body of an answer. All of it must arrive in time: httpx limits only each piece."""
-        until, content = time.monotonic() + self.timeout, bytearray()
-        limits = self._httpx.Timeout(self.timeout, connect=self._connect())
-        with self._http.stream(method, url, content=body, timeout=limits) as response:
-            for some in response.iter_bytes() if self.unpacked else response.iter_raw():
-                content += some
-                if len(content) > LONGEST_ANSWER:
-                    raise ValueError(f"it sent more than {LONGEST_ANSWER} bytes")
-                if time.monotonic() > until:
-                    raise self._httpx.ReadTimeout("")
-        return response.status_code, response.headers, bytes(content)
 
     def _connect(self) -> float:
         """Return the connection timeout in seconds."""
         return min(self.timeout, BRIEF_CONNECT if _brief else CONNECT)
+
+
+def seconds(after: str) -> float:
+    """Return a Retry-After in seconds, given as a number or a date; 0 for anything else."""
+    try:
+        wait = float(after)
+    except ValueError:
+        try:
+            date = parsedate_to_datetime(after)
+        except (TypeError, ValueError):
+            return 0.0
+        date = date if date.tzinfo else date.replace(tzinfo=timezone.utc)
+        wait = (date - datetime.now(timezone.utc)).total_seconds()
+    return max(wait, 0.0) if math.isfinite(wait) else 0.0
 
 
 def side_by_side(call: Callable[[range], T], parts: Sequence[range], lanes: int) -> list[T]:

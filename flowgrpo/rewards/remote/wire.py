@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FORMAT = 1
+CONTAINERS = 2**20  # lists and objects of one message: empty ones take 30 times their bytes in memory
 
 
 class TooLarge(ValueError):
@@ -192,7 +193,7 @@ class Request:
     group: int
 
 
-def unpacked(body: bytes, limits: Limits) -> Request:
+def unpacked(body: bytes | bytearray, limits: Limits) -> Request:
     """Parse a request.
     Raises ValueError, and TooLarge beyond the limits."""
     record = _object(body)
@@ -292,7 +293,11 @@ def _tensor(content: object, budget: _Budget) -> Tensor:
     if name != "output" or output.ndim not in (3, 4) or output.shape[-3] != 3 or not output.is_floating_point():
         raise ValueError(f"the tensor {name!r} is {output.dtype} {list(output.shape)}, expected floats 'output' "
                          "[3, H, W] or [F, 3, H, W]")
+    if not output.numel():
+        raise ValueError(f"the tensor 'output' is {list(output.shape)}, expected one frame and one pixel at least")
     budget.spend(output[..., 0, 0, 0].numel(), *output.shape[-2:])
+    if not output.isfinite().all():
+        raise ValueError("the tensor 'output' holds NaN or an infinity")
     return output
 
 
@@ -302,8 +307,10 @@ def _bytes(content: object) -> bytes:
     return base64.b64decode(content, validate=True)
 
 
-def _object(body: bytes) -> dict[str, Any]:
+def _object(body: bytes | bytearray) -> dict[str, Any]:
     """Parse a JSON object of our format."""
+    if body.count(b"[") + body.count(b"{") > CONTAINERS:
+        raise ValueError(f"not JSON of {CONTAINERS} lists and objects at most")
     try:
         record = json.loads(body)
     except (ValueError, RecursionError) as error:

@@ -73,6 +73,7 @@ class CodeRun:
     boundary: Boundary = field(init=False)
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
     keyed = True  # nothing is scored without the key
+    privileged = True  # runs code of completions and metadata
 
     def __post_init__(self) -> None:
         if not (self.seconds > 0 and self.memory >= 64 and self.files >= 1 and self.workers >= 1):

@@ -6,11 +6,13 @@ import base64
 import io
 import json
 import math
+import os
 import re
 import subprocess
 import sys
 import threading
 from http.client import HTTPConnection
+from pathlib import Path
 
 import pytest
 import torch
@@ -415,6 +417,74 @@ def test_live_it_gives_nothing_else(served, path):
 def test_live_it_answers_no_other_host(served):
     assert ask(served[1], "/", Host="evil.example:80")[0] == 403
     assert ask(served[1], "/", Host=f"localhost:{served[1][1]}")[0] == 200
+
+
+@pytest.mark.parametrize("line, notice", [
+    ("{\"epoch\": 5, ", "metrics.jsonl, line 5: damaged"), ("\0\0", "metrics.jsonl, line 5: damaged"),
+    ("[" * 100_000, "Not up to date"), ('{"epoch": NaN, "evaluations": 1, "seconds": 1}', "Not up to date"),
+    ('{"epoch": 5, "evaluations": 50, "seconds": 7.5, "seconds/rollout": "x"}', "Not up to date"),
+])
+def test_live_a_damaged_line_is_shown_and_the_server_goes_on(served, line, notice):
+    run, address = served
+    whole = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(whole + line + "\n")
+    status, text = ask(address, "/data.json")
+    content = json.loads(text)
+    assert status == 200 and notice in content["notice"] and "\n" not in content["notice"]
+    assert content["metrics"]["epoch"] == [1, 2, 3, 4]
+    assert notice in read(ask(address, "/")[1])["notice"]
+    (run / "metrics.jsonl").write_text(whole)
+    assert json.loads(ask(address, "/data.json")[1])["notice"] is None
+
+
+def test_live_a_deleted_folder_is_shown_and_the_server_goes_on(served):
+    run, address = served
+    version = json.loads(ask(address, "/data.json")[1])["version"]
+    run.rename(run.with_name("away"))
+    status, text = ask(address, "/data.json", **{"If-None-Match": version})
+    assert status == 200 and "no run at" in json.loads(text)["notice"]
+    assert ask(address, "/")[0] == 200
+    run.with_name("away").rename(run)
+    status, text = ask(address, "/data.json", **{"If-None-Match": json.loads(text)["version"]})
+    assert status == 200 and json.loads(text)["notice"] is None
+
+
+def test_live_a_file_written_after_the_clock_went_back_is_seen(served):
+    run, address = served
+    version = json.loads(ask(address, "/data.json")[1])["version"]
+    before = (run / "metrics.jsonl").stat()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 5, "evaluations": 50, "seconds": 7.5}\n')
+    os.utime(run / "metrics.jsonl", (before.st_atime - 3600, before.st_mtime - 3600))
+    status, text = ask(address, "/data.json", **{"If-None-Match": version})
+    assert status == 200 and json.loads(text)["metrics"]["epoch"] == [1, 2, 3, 4, 5]
+    version, size = json.loads(text)["version"], (run / "metrics.jsonl").stat().st_size
+    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().replace("7.5", "8.5"))
+    os.utime(run / "metrics.jsonl", (before.st_atime - 7200, before.st_mtime - 7200))
+    assert (run / "metrics.jsonl").stat().st_size == size
+    assert ask(address, "/data.json", **{"If-None-Match": version})[0] == 200
+
+
+def test_live_a_file_replaced_at_the_same_size_and_time_is_seen(served):
+    run, address = served
+    version, file = json.loads(ask(address, "/data.json")[1])["version"], run / "metrics.jsonl"
+    before, other = file.stat(), run / "other"
+    other.write_bytes(file.read_bytes())
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other.replace(file)
+    assert ask(address, "/data.json", **{"If-None-Match": version})[0] == 200
+
+
+def test_live_a_fault_of_one_request_is_answered(served, monkeypatch):
+    monkeypatch.setattr(Path, "glob", lambda *_: 1 / 0)
+    assert ask(served[1], "/data.json") == (500, "internal error (ZeroDivisionError)")
+    monkeypatch.undo()
+    assert ask(served[1], "/data.json")[0] == 200
+
+
+@pytest.mark.parametrize("host", ["localhost@evil.example", "127.0.0.1.evil.example", "[localhost", "localhost:x", ""])
+def test_live_a_host_in_another_form_is_refused(served, host):
+    assert ask(served[1], "/", Host=host)[0] == 403
 
 
 def test_a_taken_port_is_told(served):

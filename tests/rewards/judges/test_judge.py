@@ -24,10 +24,10 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards import Composed, Failed, Tally
 from flowgrpo.rewards.failures import TimedOut
 from flowgrpo.rewards.judges.judge import Judge, JudgePairs, JudgeRubric, filled
-from flowgrpo.rewards.judges.judge_client import seconds
 from flowgrpo.rewards.judges.judge_forms import DeQA, UnifiedReward, UnifiedRewardPairs
 from flowgrpo.rewards.judges.judge_parse import answers, compared, expected_level, level, parser, share, verdict
 from flowgrpo.rewards.judges.judge_pictures import data_url, spaced
+from flowgrpo.rewards.remote.exchange import seconds
 
 
 def message(call, *arguments, error=UserError, **keywords) -> str:

@@ -1,0 +1,1 @@
+"""Server of a reward: admission, answers, metrics."""

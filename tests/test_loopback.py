@@ -1,0 +1,93 @@
+"""Pages of this machine: foreign host names and sites, requests without end, and faults of one request."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from flowgrpo import loopback
+
+
+class Echo(loopback.Handler):
+    def get(self) -> None:
+        self.send(b"%d" % (1 // (self.path != "/fault")), "text/plain")
+
+    def post(self) -> None:
+        self.send(self.body(1000), "text/plain")
+
+
+@contextmanager
+def echoing(seconds: float = 30.0):
+    """A server whose requests have to arrive within so many seconds; yields its port."""
+    with loopback.listen(type("Short", (Echo,), {"timeout": seconds}), 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def answered(port: int, sent: bytes, drip: bytes = b"") -> bytes:
+    """Send bytes, and `drip` again and again until the answer; return all of it."""
+    answer = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(sent)
+        connection.settimeout(0.05 if drip else 60)
+        with suppress(ConnectionError):  # an end with unread bytes
+            while True:
+                try:
+                    some = connection.recv(65536)
+                    if not some:
+                        break
+                    answer += some
+                except TimeoutError:
+                    connection.sendall(drip)
+    return answer
+
+
+POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+
+
+def test_a_request_is_answered():
+    with echoing() as port:
+        assert answered(port, POST % 2 + b"\r\n{}").endswith(b"\r\n\r\n{}")
+
+
+@pytest.mark.parametrize("sent, drip, status", [
+    (b"", b"", b""), (b"POST / HT", b"T", b""), (POST % 2, b"X-More: 1\r\n", b" 408 "),
+    (POST % 900 + b"\r\n", b" ", b" 408 "), (POST % 900 + b"\r\n", b"", b" 408 "),
+], ids=["nothing", "line", "headers", "body", "silence"])
+def test_a_request_without_end_is_cut_off(sent, drip, status):
+    with echoing(0.5) as port:
+        answer = answered(port, sent, drip)
+        assert status in answer and b"200 OK" not in answer
+        assert b"200 OK" in answered(port, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+
+
+def test_a_fault_of_one_request_is_answered():
+    with echoing() as port:
+        line = b"internal error (ZeroDivisionError)"
+        assert answered(port, b"GET /fault HTTP/1.1\r\nHost: localhost\r\n\r\n").endswith(line)
+        assert b"200 OK" in answered(port, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+
+
+@pytest.mark.parametrize("header, name", [
+    ("localhost", "localhost"), ("LocalHost:80", "localhost"), ("127.0.0.1:1", "127.0.0.1"), ("[::1]:80", "::1"),
+    ("a.example", "a.example"), ("localhost@evil.example", ""), ("localhost:x", ""), ("[::1", ""), ("", ""),
+    ("localhost evil", ""), ("localhost:123456", ""),
+])
+def test_the_name_of_a_host_header(header, name):
+    assert loopback.host_name(header) == name
+
+
+def test_a_foreign_page_is_refused():
+    with echoing() as port:
+        request = b"GET / HTTP/1.1\r\nHost: %s\r\n%s\r\n"
+        assert b" 403 " in answered(port, request % (b"evil.example", b""))
+        assert b" 403 " in answered(port, request % (b"localhost", b"Origin: http://evil.example\r\n"))
+        assert b" 200 " in answered(port, request % (b"localhost", b"Origin: http://localhost\r\n"))
