@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowgrpo.data.open_picture import SIDEWAYS, opened, orientation, rgb
 from flowgrpo.errors import UserError
+from flowgrpo.files import unfit
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -16,33 +18,24 @@ if TYPE_CHECKING:
 ANIMATED = (".webp", ".gif", ".apng", ".png")  # clips that PIL reads
 STILLS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")  # frames of a folder
 KEPT = 4  # clips whose frames stay in memory
+PIXELS = 2**28  # of a clip's frames together; 768 MiB
 
 Size = tuple[int, int]  # height, width
 
 
 def read_picture(path: str | Path, size: Size | None = None) -> Image:
-    """Return the picture of a file as RGB; with a size, scaled to fill it and cut at the sides that stand over.
+    """Return the picture of a file as upright RGB; with a size, scaled to fill it and cut at the sides that stand over.
 
     Raises UserError if it is none.
     """
-    from PIL import Image
-
-    try:
-        with Image.open(path) as picture:
-            return _fitted(picture.convert("RGB"), size)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path} cannot be read as a picture ({_short(error)})") from None
+    with opened(path) as picture:
+        return _fitted(rgb(picture), size)
 
 
 def picture_size(path: str | Path) -> Size:
-    """Return (height, width) of a picture's file from its header. Raises UserError if it is no picture."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as picture:
-            return picture.height, picture.width
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path} cannot be read as a picture ({_short(error)})") from None
+    """Return (height, width) of a picture's file, upright, from its header. Raises UserError if it is no picture."""
+    with opened(path) as picture:
+        return picture.size if orientation(picture) >= SIDEWAYS else picture.size[::-1]
 
 
 @dataclass(frozen=True)
@@ -72,9 +65,12 @@ class Clip:
 
 @functools.lru_cache(maxsize=KEPT)
 def _decoded(clip: Clip) -> tuple[Image, ...]:
-    frames = []
+    frames: list[Image] = []
     for frame in _frames(Path(clip.path)):
         frames.append(_fitted(frame, clip.size))
+        if sum(kept.width * kept.height for kept in frames) > PIXELS:
+            raise UserError(f"{clip.path} has more than {PIXELS:,} pixels in its first {len(frames)} frames: scale it "
+                            "down")
         if len(frames) == clip.count:
             return tuple(frames)
     raise UserError(f"{clip.path} has {len(frames)} frames, expected {clip.count}")
@@ -86,13 +82,8 @@ def frame_count(path: str | Path) -> int:
     if path.is_dir():
         count = len(_stills(path))
     elif path.suffix.lower() in ANIMATED:
-        from PIL import Image
-
-        try:
-            with Image.open(path) as picture:
-                count = int(getattr(picture, "n_frames", 1))
-        except (OSError, SyntaxError, ValueError) as error:
-            raise UserError(f"{path} cannot be read as a video ({_short(error)})") from None
+        with opened(path, what="a video") as picture:
+            count = int(getattr(picture, "n_frames", 1))
     else:
         capture, cv2 = _opened(path)
         count = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
@@ -111,8 +102,8 @@ def _frames(path: Path) -> Iterator[Image]:
         yield from map(read_picture, _stills(path))
         return
     if path.suffix.lower() in ANIMATED:
-        with Image.open(path) as picture:
-            yield from (frame.convert("RGB") for frame in ImageSequence.Iterator(picture))
+        with opened(path, what="a video") as picture:
+            yield from map(rgb, ImageSequence.Iterator(picture))
         return
     capture, cv2 = _opened(path)
     while (read := capture.read())[0]:
@@ -125,6 +116,8 @@ def _opened(path: Path) -> tuple[Any, Any]:
     from flowgrpo.extras import needed
 
     cv2: Any = needed("cv2", "video", str(path))
+    if why := unfit(path):
+        raise UserError(f"{path} cannot be read as a video (it {why})")
     capture = cv2.VideoCapture(str(path))
     if not capture.isOpened():
         raise UserError(f"{path} cannot be read as a video: expected one that OpenCV reads, such as .mp4, or a .webp, "
@@ -142,7 +135,3 @@ def _fitted(picture: Image, size: Size | None) -> Image:
     if size is None or picture.size == size[::-1]:
         return picture
     return ImageOps.fit(picture, size[::-1], Image.Resampling.LANCZOS)
-
-
-def _short(error: BaseException) -> str:
-    return getattr(error, "strerror", None) or "it is damaged, or no picture"

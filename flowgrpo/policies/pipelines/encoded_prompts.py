@@ -27,7 +27,7 @@ from flowgrpo.policies.pipelines.call import PipelineCall
 from flowgrpo.policies.pipelines.conditioning import Conditioning, PromptCache, PromptEncoder, entry
 from flowgrpo.policies.pipelines.load import ENCODERS, load_pipeline, text_encoders
 from flowgrpo.policies.pipelines.prompt_encoding import EncodePrompt
-from flowgrpo.policies.pipelines.reference_images import PICTURES
+from flowgrpo.policies.pipelines.prompt_inputs import PICTURES
 from flowgrpo.starter import FOLDERS
 from flowgrpo.storage import paths
 
