@@ -85,7 +85,8 @@ def _described(folder: Path, name: str, changed: float) -> Run:
     if finished:
         before, after = summary["before"], summary["after"]
     total = (config.get("train") or {}).get("epochs")
-    if not all(value is None or isinstance(value, (int, float)) for value in (total, *before.values(), *after.values())):
+    numbers = (total, *before.values(), *after.values())
+    if not all(value is None or isinstance(value, (int, float)) for value in numbers):
         raise TypeError("rewards or epochs that are no numbers")
     state = "running" if is_held(folder) else "finished" if finished else "stopped"
     return Run(name, state, str(config.get("model", "")), str(config.get("method", "")), epochs, total, before, after,

@@ -120,8 +120,8 @@ def _stock(file: Path) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any
     try:
         metadata = dict(decoded(described.get("lora_adapter_metadata", "{}")))
     except (TypeError, ValueError) as error:
-        raise UserError(f"{file} has no readable lora_adapter_metadata ({error}): expected a file that `flowgrpo train` "
-                        "wrote") from None
+        raise UserError(f"{file} has no readable lora_adapter_metadata ({error}): expected a file that `flowgrpo "
+                        "train` wrote") from None
     parts = dict.fromkeys(key.partition(".")[0] for key in tensors)
     loras: dict[str, Any] = {part: tuple({key.removeprefix(f"{part}."): value for key, value in those.items()
                           if key.startswith(f"{part}.")} for those in (tensors, metadata)) for part in parts}

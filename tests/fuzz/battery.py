@@ -78,8 +78,13 @@ def child(name: str, seconds: float, first: int) -> dict[str, Any]:
     limit()
     end, number = time.monotonic() + seconds, first
     while time.monotonic() < end:
-        run = settings(max_examples=ROUND, deadline=None, database=None, phases=[Phase.generate],
-                       suppress_health_check=list(HealthCheck))(given(target.strategy)(once))
+        run = settings(
+            max_examples=ROUND,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )(given(target.strategy)(once))
         seed(number)(run)()
         number += 1
     return {**counts, "failures": failures}
@@ -101,19 +106,37 @@ def main() -> int:
     total = 0
     for name in names:
         share = given_.seconds / len(names)
-        command = [sys.executable, "-m", "tests.fuzz.battery", "--child", name, "--seconds", str(share),
-                   "--seed", str(given_.seed)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.fuzz.battery",
+            "--child",
+            name,
+            "--seconds",
+            str(share),
+            "--seed",
+            str(given_.seed),
+        ]
         try:
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                  timeout=share + 10 * SECONDS)
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=share + 10 * SECONDS
+            )
             result = json.loads(done.stdout.splitlines()[-1])
         except (subprocess.TimeoutExpired, IndexError, ValueError) as error:
             said = getattr(error, "stderr", None) or getattr(locals().get("done"), "stderr", "")
-            result = {"cases": 0, "refused": 0, "slowest": 0.0, "failures": {f"the process ended: {error}": str(said)[-2000:]}}
+            result = {
+                "cases": 0,
+                "refused": 0,
+                "slowest": 0.0,
+                "failures": {f"the process ended: {error}": str(said)[-2000:]},
+            }
         total += result["cases"]
         failed |= {f"{name}: {where}": case for where, case in result["failures"].items()}
-        print(f"{name:<20}{result['cases']:>8,}{result['refused']:>9,}{result['slowest']:>8.1f} s"
-              f"{len(result['failures']):>10}", flush=True)
+        print(
+            f"{name:<20}{result['cases']:>8,}{result['refused']:>9,}{result['slowest']:>8.1f} s"
+            f"{len(result['failures']):>10}",
+            flush=True,
+        )
     print(f"{'all':<20}{total:>8,}")
     for where in failed:
         print(f"- {where}")

@@ -15,11 +15,24 @@ from typing import Any
 from hypothesis import strategies as st
 
 from flowgrpo.errors import UserError
-from tests.fuzz import cases
-from tests.fuzz.cases import CORPUS, lines, mutated, nested, structures
+from tests.fuzz import CORPUS, cases
+from tests.fuzz.cases import lines, mutated, nested, structures
 
-PROMPT_KEYS = ["prompt", "negative_prompt", "metadata", "weight", "image", "images", "video", "control_image",
-               "controlnet_conditioning_scale", "question", "answer", "tag", "include"]
+PROMPT_KEYS = [
+    "prompt",
+    "negative_prompt",
+    "metadata",
+    "weight",
+    "image",
+    "images",
+    "video",
+    "control_image",
+    "controlnet_conditioning_scale",
+    "question",
+    "answer",
+    "tag",
+    "include",
+]
 
 
 @dataclass(frozen=True)
@@ -43,7 +56,10 @@ def refused(target: Target, case: Any, folder: Path) -> bool:
     try:
         target.read(case, folder)
     except target.refuses as error:
-        if re.search("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\ud800-\udfff]", str(error)) or len(str(error)) > 5000:
+        if (
+            re.search("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\ud800-\udfff]", str(error))
+            or len(str(error)) > 5000
+        ):
             raise Broken(f"no printable line: {str(error)[:200]!r}") from error
         return True
     return False
@@ -63,6 +79,7 @@ def written(folder: Path, name: str, content: bytes) -> Path:
 
 
 # --- readers ---------------------------------------------------------------------------------------------------------
+
 
 def recipe(content: bytes, folder: Path) -> None:
     from flowgrpo import config
@@ -110,8 +127,12 @@ def picture(case: tuple[str, bytes], folder: Path) -> None:
 
     file = written(folder, f"picture.{case[0]}", case[1])
     errors = []
-    for read in (picture_size, read_picture, lambda path: read_picture(path, (8, 8)),
-                 lambda path: Clip.of(str(path), min(3, frame_count(path)), (8, 8)).frames):
+    for read in (
+        picture_size,
+        read_picture,
+        lambda path: read_picture(path, (8, 8)),
+        lambda path: Clip.of(str(path), min(3, frame_count(path)), (8, 8)).frames,
+    ):
         try:
             read(file)
         except UserError as error:
@@ -189,8 +210,11 @@ def request(content: bytes, folder: Path) -> None:
 
     _ = wire.refusal(content)
     errors = []
-    for read in (lambda: wire.unpacked(content, wire.Limits()), lambda: wire.scores(content, 2),
-                 lambda: wire.Info.read(content)):
+    for read in (
+        lambda: wire.unpacked(content, wire.Limits()),
+        lambda: wire.scores(content, 2),
+        lambda: wire.Info.read(content),
+    ):
         try:
             read()
         except ValueError as error:
@@ -200,6 +224,7 @@ def request(content: bytes, folder: Path) -> None:
 
 
 # --- all -------------------------------------------------------------------------------------------------------------
+
 
 def _keys() -> st.SearchStrategy[str]:
     from flowgrpo.config.schema import keys, sections
@@ -214,19 +239,30 @@ PICTURES = st.tuples(SUFFIX, st.one_of(mutated("pictures/*"), cases.bombs()))
 TARGETS = {
     "recipes": Target(YAML, recipe),
     "recipe values": Target(cases.recipes(), recipe),
-    "overrides": Target(st.tuples(_keys(), st.one_of(st.text(max_size=12), cases.VALUES.map(json.dumps),
-                                                     nested().map(bytes.decode))), override),
-    "templates": Target(st.one_of(mutated("templates/*"), nested(), structures(["templates", "slots", "metadata"])), templates),
-    "prompts txt": Target(st.tuples(st.just("p.txt"), st.one_of(mutated("prompts/*.txt"), st.binary(max_size=60))), prompts),
+    "overrides": Target(
+        st.tuples(_keys(), st.one_of(st.text(max_size=12), cases.VALUES.map(json.dumps), nested().map(bytes.decode))),
+        override,
+    ),
+    "templates": Target(
+        st.one_of(mutated("templates/*"), nested(), structures(["templates", "slots", "metadata"])), templates
+    ),
+    "prompts txt": Target(
+        st.tuples(st.just("p.txt"), st.one_of(mutated("prompts/*.txt"), st.binary(max_size=60))), prompts
+    ),
     "prompts jsonl": Target(st.tuples(st.just("p.jsonl"), RECORDS), prompts),
     "prompts csv": Target(st.tuples(st.just("p.csv"), mutated("prompts/*.csv")), prompts),
-    "pairs": Target(st.one_of(mutated("pairs/*"), nested(), lines(structures(["prompt", "chosen", "rejected", "aspects"]))), pairs),
+    "pairs": Target(
+        st.one_of(mutated("pairs/*"), nested(), lines(structures(["prompt", "chosen", "rejected", "aspects"]))), pairs
+    ),
     "pictures": Target(PICTURES, picture),
     "pictures to score": Target(PICTURES, scored),
     "run folders": Target(cases.run_files(), run),
-    "pages to vote on": Target(st.one_of(nested(), structures(["folders", "columns", "prompts", "tasks"]), cases.facts()), page),
-    "folders to vote on": Target(st.tuples(st.sampled_from(["a.png", "a.jpg", "a.webp", "a.txt"]), mutated("pictures/*"), RECORDS),
-                                 folders),
+    "pages to vote on": Target(
+        st.one_of(nested(), structures(["folders", "columns", "prompts", "tasks"]), cases.facts()), page
+    ),
+    "folders to vote on": Target(
+        st.tuples(st.sampled_from(["a.png", "a.jpg", "a.webp", "a.txt"]), mutated("pictures/*"), RECORDS), folders
+    ),
     "safetensors": Target(st.one_of(cases.tensor_files(), mutated("tensors/*")), tensors),
     "server requests": Target(cases.requests(), request, ValueError),
 }
