@@ -18,6 +18,7 @@ from flowgrpo.config.sections import Load
 from flowgrpo.device import DTYPES, pick_device
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.checkpoints import run_config
+from flowgrpo.evaluation.runs import whole
 from flowgrpo.export import comfy_names, model_card
 from flowgrpo.files import decoded, tensors_of
 from flowgrpo.policies import sources
@@ -38,7 +39,8 @@ def finished(run: Path) -> tuple[Config, dict[str, Any]]:
     Raises UserError if the folder is not a finished run."""
     if not (run_of(run) / "summary.json").is_file():
         raise UserError(f"the run {run} has not finished (it has no summary.json): --resume it")
-    return run_config(run), read_object(run / "summary.json", "restore it, or --resume the run", unit=str)
+    with whole(run):
+        return run_config(run), read_object(run / "summary.json", "restore it, or --resume the run", unit=str)
 
 
 def kohya(run: Path, output: Path) -> list[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from PIL import ExifTags, Image
@@ -45,7 +46,8 @@ def of_page(page: Path) -> tuple[list[Comparison], Sides]:
     Raises UserError for a page without pictures beside it.
     """
     facts = _facts(page)
-    folders, names, prompts, tasks = (_texts(facts.get(key)) for key in ("folders", "columns", "prompts", "tasks"))
+    folders, names, prompts = (_texts(facts.get(key)) for key in ("folders", "columns", "prompts"))
+    tasks = _texts(facts.get("tasks"), str, NoneType)
     if len(folders) < 2 or not names:
         raise UserError(f"{page} names no two folders of pictures: expected the page of an image or video run, drawn "
                         "by this version; `flowgrpo grid RUN` draws one")
@@ -61,10 +63,9 @@ def of_page(page: Path) -> tuple[list[Comparison], Sides]:
         (names[0], names[-1])
 
 
-def _texts(value: Any) -> list[Any]:
-    """Return a list of texts and nulls; an empty one for anything else, and for texts with a NUL."""
-    whole = isinstance(value, list) and all(text is None or (isinstance(text, str) and not unsafe(text))
-                                            for text in value)
+def _texts(value: Any, *kinds: type) -> list[Any]:
+    """Return a list of texts, or of values of other kinds; an empty one for anything else, and for a NUL in a text."""
+    whole = isinstance(value, list) and all(isinstance(text, kinds or str) and not unsafe(text or "") for text in value)
     return value if whole else []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import runs
+from flowgrpo.evaluation.ledger import entries
 from flowgrpo.evaluation.report import report
 from flowgrpo.export.export import finished, kohya, lora
 from flowgrpo.policies.weights.lora_files import LORA_FILE
@@ -62,10 +64,10 @@ def test_a_report_of_damaged_files_is_refused(run, name, content):
     assert "damaged" in refusal(report.write, run)
 
 
-@pytest.mark.parametrize("content", ["[" * 50, "3", "{}", '{"unit": 3}'])
+@pytest.mark.parametrize("content", ["[" * 50, "[" * 100_000, "3", "{}", '{"unit": 3}'])
 def test_a_damaged_summary_is_refused_by_exports(run, content):
     (run / "summary.json").write_text(content)
-    assert "summary.json is damaged" in refusal(finished, run)
+    assert "damaged" in refusal(finished, run)
 
 
 @pytest.mark.parametrize("tensors, adapter, message", [
@@ -88,12 +90,19 @@ def test_a_file_that_is_no_safetensors_is_refused_by_exports(run):
 
 
 @pytest.mark.parametrize("facts", ['{"folders": 3}', '{"folders": ["0", "1"], "columns": {}}', "[" * 100_000,
-                                   '{"folders": ["0", "a\\u0000b"], "columns": ["x", "y"]}', '{"folders": [[], 1]}'])
+                                   '{"folders": ["0", "a\\u0000b"], "columns": ["x", "y"]}', '{"folders": [[], 1]}',
+                                   '{"folders": [null, "1", null], "columns": ["x", "y"], "prompts": ["a"]}'])
 def test_a_page_of_others_is_refused(tmp_path, facts):
     info = PngImagePlugin.PngInfo()
     info.add_itxt("flowgrpo", facts)
     Image.new("RGB", (2, 2)).save(tmp_path / "page.png", pnginfo=info)
     assert "page.png" in refusal(pairs, [tmp_path / "page.png"])
+
+
+def test_an_evaluation_skips_lines_that_nest_and_a_fifo(tmp_path):
+    (tmp_path / "scores-0.jsonl").write_text("[" * 100_000 + '\n{"a": 1}\n')
+    os.mkfifo(tmp_path / "scores-1.jsonl")
+    assert list(entries(tmp_path, "scores-*.jsonl")) == [{"a": 1}]
 
 
 def test_votes_that_are_no_text_are_refused(tmp_path):
