@@ -46,11 +46,11 @@ class Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
             kind = node.tag.rpartition(":")[2][:60]
             raise ConstructorError(problem=f"not a valid {kind}", problem_mark=node.start_mark) from None
 
-    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         if why := unsafe(node.value) if isinstance(node, yaml.ScalarNode) else None:
             raise ConstructorError(problem=f"a text with {why}", problem_mark=node.start_mark)
         return super().construct_scalar(node)

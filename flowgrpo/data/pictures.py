@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 ANIMATED = (".webp", ".gif", ".apng", ".png")  # clips that PIL reads
 STILLS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")  # frames of a folder
 KEPT = 4  # clips whose frames stay in memory
+FRAME = 2**25  # pixels of a frame that OpenCV decodes, which takes several copies
 PIXELS = 2**28  # of a clip's frames together; 768 MiB
 
 Size = tuple[int, int]  # height, width
@@ -106,9 +107,13 @@ def _frames(path: Path) -> Iterator[Image]:
             yield from map(rgb, ImageSequence.Iterator(picture))
         return
     capture, cv2 = _opened(path)
-    while (read := capture.read())[0]:
-        yield Image.fromarray(cv2.cvtColor(read[1], cv2.COLOR_BGR2RGB))
-    capture.release()
+    try:
+        while (read := capture.read())[0]:
+            yield Image.fromarray(cv2.cvtColor(read[1], cv2.COLOR_BGR2RGB))
+    except cv2.error as error:
+        raise UserError(f"{path} cannot be read as a video ({' '.join(str(error).split())[:120]})") from None
+    finally:
+        capture.release()
 
 
 def _opened(path: Path) -> tuple[Any, Any]:
@@ -122,6 +127,9 @@ def _opened(path: Path) -> tuple[Any, Any]:
     if not capture.isOpened():
         raise UserError(f"{path} cannot be read as a video: expected one that OpenCV reads, such as .mp4, or a .webp, "
                         "a .gif or a folder of frames")
+    width, height = (int(capture.get(side)) for side in (cv2.CAP_PROP_FRAME_WIDTH, cv2.CAP_PROP_FRAME_HEIGHT))
+    if width * height > FRAME:
+        raise UserError(f"{path} has frames of {width} x {height} pixels, expected {FRAME:,} at most: scale it down")
     return capture, cv2
 
 

@@ -25,7 +25,7 @@ from flowgrpo.storage.json_files import read_object
 from flowgrpo.types import Completion
 
 SETTINGS = "settings.json"
-PIXELS = 2**27  # of a picture, in which a clip's frames stand below each other
+PIXELS = 2**28  # of a picture, in which a clip's frames stand below each other
 Sample = TypeVar("Sample")  # as stored: a picture or clip, or a text
 Batch = TypeVar("Batch")  # as rewards take samples
 

@@ -54,7 +54,10 @@ def of_page(page: Path) -> tuple[list[Comparison], Sides]:
     sides = [page.parent / folders[at] for at in (0, -1)]
     if not all(side.resolve().is_relative_to(page.parent.resolve()) for side in sides):
         raise UserError(f"{page} names pictures outside its folder: expected what `flowgrpo grid` wrote")
-    columns = [_numbered(side) for side in sides]
+    try:
+        columns = [_numbered(side) for side in sides]
+    except OSError as error:
+        raise UserError(f"{page} names a folder that cannot be read ({error.strerror}): draw it again") from None
     if not all(len(column) == len(prompts) > 0 for column in columns):
         raise UserError(f"{page} has {len(prompts)} prompts, but {len(columns[0])} and {len(columns[1])} pictures in "
                         f"{sides[0]} and {sides[1]}: draw it again")
@@ -65,7 +68,7 @@ def of_page(page: Path) -> tuple[list[Comparison], Sides]:
 
 def _texts(value: Any, *kinds: type) -> list[Any]:
     """Return a list of texts, or of values of other kinds; an empty one for anything else, and for a NUL in a text."""
-    whole = isinstance(value, list) and all(isinstance(text, kinds or str) and not unsafe(text or "") for text in value)
+    whole = isinstance(value, list) and all(isinstance(text, kinds or str) and not unsafe(str(text)) for text in value)
     return value if whole else []
 
 

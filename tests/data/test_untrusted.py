@@ -56,6 +56,7 @@ LAUGHS = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else 'x'}]\n
         ('name: "\\U00110000"', "not valid YAML"),
         ("seed: 2020-13-45", "not a valid timestamp (line 1, column 7)"),
         ("seed: !!bool maybe", "not a valid bool"),
+    ("held_out: !!float ", "not a valid float (line 1, column"),
         ("true: 1\nyes: 2", "the key 'yes' stands twice (line 2, column 1)"),
         ("seed: 1\n'seed': 2", "the key 'seed' stands twice (line 2, column 1)"),
         ("train: {lr: 1, lr: 2}", "the key 'lr' stands twice"),
@@ -203,6 +204,14 @@ def test_a_clip_of_too_many_pixels_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("flowgrpo.data.pictures.PIXELS", 130)
     with pytest.raises(UserError, match="has more than 130 pixels in its first 3 frames"):
         _ = Clip(str(tmp_path / "a.gif"), 5).frames
+
+
+def test_a_video_of_too_large_frames_is_refused(tmp_path):
+    frame = b",\0\0\0\0" + struct.pack("<HH", 8191, 8191) + b"\0\x02\x02D\x01\0"
+    head = b"GIF89a" + struct.pack("<HH", 8191, 8191) + b"\x80\0\0" + bytes(6)
+    file = write(tmp_path, "a.mp4", head + 9 * frame + b";")
+    line = refusal(frame_count, file)
+    assert "has frames of 8191 x 8191 pixels" in line or "cannot be read as a video" in line  # by OpenCV's build
 
 
 def test_a_format_that_starts_a_program_is_no_picture(tmp_path):
