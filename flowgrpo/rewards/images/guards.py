@@ -123,7 +123,7 @@ def _read(path: str, size: Sequence[int]) -> Tensor:
     try:
         picture = read_tensor(path)
     except UserError as error:
-        raise UserError(f"reward 'base_similarity': the base model's picture: {error}") from None
+        raise UserError(f"reward 'base_similarity': the base model's picture {error}") from None
     return picture if picture.shape[-2:] == tuple(size) else resize(picture, list(size), antialias=True)
 
 
