@@ -110,7 +110,7 @@ def _frames(path: Path) -> Iterator[Image]:
     try:
         while (read := capture.read())[0]:
             yield Image.fromarray(cv2.cvtColor(read[1], cv2.COLOR_BGR2RGB))
-    except cv2.error as error:
+    except (cv2.error, TypeError) as error:  # TypeError: frames of 16 bits
         raise UserError(f"{path} cannot be read as a video ({' '.join(str(error).split())[:120]})") from None
     finally:
         capture.release()
