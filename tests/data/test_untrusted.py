@@ -262,10 +262,3 @@ def test_safetensors_that_harm_are_refused(tmp_path):
 
 def test_json_within_the_limits_is_read():
     assert decoded('{"a": [1, -2.5e3, "\\ud83d\\ude00", null]}') == {"a": [1, -2500.0, "\U0001f600", None]}
-
-
-def test_a_video_of_sixteen_bits_is_refused(tmp_path):
-    Image.fromarray(np.zeros((4, 4), np.uint16)).save(tmp_path / "a.png")
-    (tmp_path / "a.png").rename(tmp_path / "a.mp4")
-    with pytest.raises(UserError, match="cannot be read as a video"):
-        _ = Clip(str(tmp_path / "a.mp4"), 1).frames
