@@ -1,14 +1,17 @@
 # `make demo` aligns the starter model and shows what changed, `make test` runs the tests, `make lint` checks style and
-# types.
+# types, `make fuzz` reads hostile inputs for ten minutes.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint
+.PHONY: demo test lint fuzz
 demo: .venv/installed
 	$(BIN)/python -m flowgrpo train configs/starter.yaml
 
 test: .venv/tested
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+fuzz: .venv/tested
+	$(BIN)/python -m tests.fuzz.battery --seconds 600 --failures fuzz_failures.json
 
 lint: .venv/linted
 	$(BIN)/ruff check

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import difflib
+import re
 
 LIKE = 0.6  # likeness from 0 to 1 at which one word is taken for a slip of another
+LONGEST = 4000  # characters of an error; a longer one loses its middle
+COMPARED = 200  # characters of a word that are compared with others
+# Control characters, line ends, changes of a text's direction, and halves of surrogate pairs.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class UserError(ValueError):
-    """One line with what was got, what was expected and the fix."""
+    """One line with what was got, what was expected and the fix.
+
+    Line ends become spaces, and control characters are written out, such as \\x1b. Of a text of more than LONGEST
+    characters the middle is left out.
+    """
+
+    def __init__(self, text: object = "") -> None:
+        super().__init__(_one_line(str(text)))
+
+
+def _one_line(text: str) -> str:
+    if len(text) > LONGEST:
+        text = f"{text[:LONGEST * 2 // 3]} [...] {text[-LONGEST // 4:]}"
+    return _CONTROL.sub(lambda match: " " if match[0] in "\n\r\t" else ascii(match[0])[1:-1], text)
 
 
 def nearest(word: str, choices: list[str]) -> str:
@@ -16,6 +34,8 @@ def nearest(word: str, choices: list[str]) -> str:
 
     The last part of dotted words counts first, so `lr` finds `train.lr`, and `eval.stepss` finds `eval.steps`.
     """
+    word = word[:COMPARED]
+
     def likeness(choice: str) -> tuple[float, float]:
         ends = word.rpartition(".")[2], choice.rpartition(".")[2]
         return difflib.SequenceMatcher(None, *ends).ratio(), difflib.SequenceMatcher(None, word, choice).ratio()

@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[1] / "flowgrpo"
 LAYERS = [
     ("errors", "version"),
     ("escaped", "trust"),
-    ("device", "extras", "gpus", "loopback", "starter", "user_code"),
+    ("device", "extras", "files", "gpus", "loopback", "starter", "user_code"),
     ("types", "config"),
     ("gaussian",),
     ("data", "objectives"),

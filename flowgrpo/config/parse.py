@@ -10,12 +10,13 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from flowgrpo.config import extends
-from flowgrpo.config.base import Loader, Section
+from flowgrpo.config import extends, yaml_text
+from flowgrpo.config.base import Section
 from flowgrpo.config.reward_rules import Retry, RewardRule, WatchRule
 from flowgrpo.config.schema import Config, fields, keys, owner, sections
 from flowgrpo.config.sections import EarlyStop, Fused, IPAdapter
 from flowgrpo.errors import UserError, nearest
+from flowgrpo.files import unfit, unsafe
 
 
 def load(recipe: str | Path | None, overrides: dict[str, Any] | None = None) -> Config:
@@ -49,10 +50,21 @@ def validate(raw: dict[str, Any], where: str = "the options") -> Config:
 
     Raises UserError with the path of the first wrong key.
     """
+    _require_text(raw, where)
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
         raise UserError(f"{where}: {_explain(error.errors())}") from None
+
+
+def _require_text(value: Any, where: str, path: str = "") -> None:
+    """Raise UserError for a text that can be no name and no UTF-8, with its dotted key."""
+    if isinstance(value, str) and (why := unsafe(value)):
+        raise UserError(f"{where}: {path}: got {value!r}, expected a text without {why}")
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for key, inner in entries:
+        _require_text(key, where, path)
+        _require_text(inner, where, f"{path}.{key}".lstrip("."))
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -60,12 +72,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
     Raises UserError for a missing or broken file.
     """
-    if not path.is_file():
-        raise UserError(f"no recipe at {path}: expected a YAML file, such as configs/starter.yaml")
-    try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {_broken(error)}") from None
+    if why := unfit(path):
+        raise UserError(f"no recipe at {path}: it {why}; expected a YAML file, such as configs/starter.yaml")
+    raw = yaml_text.read(path)
     if not isinstance({} if raw is None else raw, dict):
         raise UserError(f"{path}: expected keys with values at the top, got a {type(raw).__name__}")
     return raw or {}
@@ -76,14 +85,9 @@ def parse_value(path: str, text: str) -> Any:
     if path in fields() and fields()[path].annotation is str:
         return text
     try:
-        return yaml.load(text, Loader)
+        return yaml_text.parse(text)
     except yaml.YAMLError as error:
-        raise UserError(f"--{path}: {text!r} is not valid YAML: {_broken(error)}") from None
-
-
-def _broken(error: yaml.YAMLError | UnicodeDecodeError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    return f"{error.problem} (line {mark.line + 1}, column {mark.column + 1})" if mark else " ".join(str(error).split())
+        raise UserError(f"--{path}: {text!r} is not valid YAML: {yaml_text.broken(error)}") from None
 
 
 def _assign(raw: dict[str, Any], path: str, value: Any) -> None:
@@ -102,17 +106,25 @@ def _explain(errors: Sequence[Any]) -> str:
     if "." in first and errors[0]["loc"] == (first,) and first in keys():
         section, _, name = first.rpartition(".")
         return f"unknown key {first!r}: in a file, write {name!r} below {section!r}"
-    errors = [error | {"loc": tuple(part for part in error["loc"] if not _UNION_TAG.match(str(part)))}
-              for error in errors]
+    errors = [error | {"loc": _without_tags(error)} for error in errors]
     key = owner(_dotted(errors[0]["loc"])) or first
     # A union reports every type it tried; the deepest path is the likely one.
-    tried = [error for error in errors if f"{_dotted(error['loc'])}.".startswith(f"{key}.")]
-    tried = [error for error in tried if len(error["loc"]) == max(len(other["loc"]) for other in tried)]
+    tried = [error for error in errors if f"{_dotted(error['loc'])}.".startswith(f"{key}.")] or list(errors)
+    deepest = max(len(error["loc"]) for error in tried)
+    tried = [error for error in tried if len(error["loc"]) == deepest]
     unknown = next((error["loc"] for error in tried if error["type"] == "extra_forbidden"), None)
     if unknown:
         return f"unknown key {_dotted(unknown)!r}{_nearest_of(unknown)}"
     expected = " or ".join(dict.fromkeys(_expected(error["msg"]) for error in tried))
     return f"{_dotted(tried[0]['loc'])}: got {tried[0]['input']!r}, expected {expected}"
+
+
+def _without_tags(error: Any) -> tuple[str | int, ...]:
+    """Return an error's path without the names of a union's branches; an unknown key may look like one."""
+    loc = error["loc"]
+    last = len(loc) - 1 if error["type"] == "extra_forbidden" else len(loc)
+    return tuple(part for place, part in enumerate(loc)
+                 if place in (0, last) or not _UNION_TAG.match(str(part)))
 
 
 # pydantic's names of the branches of a union

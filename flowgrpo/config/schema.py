@@ -16,9 +16,10 @@ import yaml
 from pydantic import Field, field_validator
 from pydantic.fields import FieldInfo
 
-from flowgrpo.config.base import Dumper, Section
+from flowgrpo.config.base import Section
 from flowgrpo.config.reward_rules import RewardRule, WatchRule, Weighted
 from flowgrpo.config.sections import Adapter, Eval, Load, Memory, Picture, Text, Train
+from flowgrpo.config.yaml_text import Dumper
 from flowgrpo.starter import CALLS
 
 

@@ -6,7 +6,6 @@ A prompt file names them by path, relative to itself. They are decoded later, by
 from __future__ import annotations
 
 import difflib
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo.errors import UserError
+from flowgrpo.files import decoded, unfit, unsafe
 
 FILES = ("video", "control_image", "ip_adapter_image")  # keys of one path, besides `image`
 SCALE = "controlnet_conditioning_scale"
@@ -94,7 +94,7 @@ def _listed(inputs: Inputs, names: Any) -> list[Any]:
     """Return the entries of `images`; a text, of a table's cell, is a JSON list or paths with semicolons between."""
     if isinstance(names, str) and names.lstrip().startswith("["):
         try:
-            names = json.loads(names)
+            names = decoded(names)
         except ValueError:
             raise inputs.error("images", f"not a JSON list: {names!r}") from None
     elif isinstance(names, str) and SEPARATOR in names:
@@ -108,10 +108,13 @@ def _file(inputs: Inputs, key: str, name: Any, folder: Path) -> str:
     if not isinstance(name, str) or not name.strip():
         raise inputs.error(key, f"expected a path, got {name!r}"
                            + ": several pictures go under `images`" * (key == "image" and isinstance(name, list)))
+    if why := unsafe(name):
+        raise inputs.error(key, f"expected a path, got {name!r}, which holds {why}")
     path = folder / name
-    if not path.is_file() and not (key == "video" and path.is_dir()):
+    why = unfit(path)
+    if why and not (key == "video" and path.is_dir()):
         what = "video" if key == "video" else "image"
-        raise inputs.error(key, f"no {what} at {path}{_nearest(path)}")
+        raise inputs.error(key, f"no {what} at {path}{_nearest(path) if why == 'does not exist' else f': it {why}'}")
     return str(path)
 
 
@@ -126,7 +129,7 @@ def _nearest(path: Path) -> str:
 def _scale(inputs: Inputs, value: Any) -> float:
     try:
         scale = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         scale = math.nan
     if not 0 <= scale < math.inf:
         raise inputs.error(SCALE, f"expected a number of 0 or more, such as 0.8, got {value!r}")

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo.data import splits
-from flowgrpo.data.prompts import Prompt, decoded
+from flowgrpo.data.prompts import LARGEST, Prompt
 from flowgrpo.errors import UserError, nearest
+from flowgrpo.files import decoded, require_size, unfit, unsafe
 
 KEYS = ("prompt", "chosen", "rejected", "aspects")
 OVERALL = "overall"
@@ -41,8 +42,9 @@ def load_pairs(path: str | Path) -> list[Pair]:
     path = Path(path)
     if path.suffix != ".jsonl":
         raise UserError(f"pairs {path}: expected a .jsonl file, got {path.suffix or 'no ending'!r}")
-    if not path.is_file():
-        raise UserError(f"pairs {path}: no such file")
+    if why := unfit(path):
+        raise UserError(f"pairs {path}: {'no such file' if why == 'does not exist' else why}")
+    require_size(path, LARGEST, f"pairs {path}")
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
@@ -102,6 +104,8 @@ def _pair(text: str, path: Path, line: int) -> Pair:
     prompt = record.get("prompt")
     if not isinstance(prompt, str) or not prompt.strip():
         raise _wrong(path, line, f"expected a text under 'prompt', got {prompt!r}")
+    if why := unsafe(prompt):
+        raise _wrong(path, line, f"the text under 'prompt' holds {why}")
     chosen, rejected = (_picture(record.get(key), key, path, line) for key in ("chosen", "rejected"))
     if chosen == rejected:
         raise _wrong(path, line, f"chosen and rejected are the same picture, {record['chosen']}")
@@ -111,8 +115,9 @@ def _pair(text: str, path: Path, line: int) -> Pair:
 def _picture(name: Any, key: str, path: Path, line: int) -> Path:
     if not isinstance(name, str) or not name:
         raise _wrong(path, line, f"expected the path of a picture under {key!r}, got {name!r}")
-    if not (path.parent / name).is_file():
-        raise _wrong(path, line, f"no picture at {path.parent / name}")
+    if why := unfit(path.parent / name):
+        raise _wrong(path, line, f"no picture at {path.parent / name}"
+                     + ("" if why == "does not exist" else f": it {why}"))
     return path.parent / name
 
 

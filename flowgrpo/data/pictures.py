@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo.data.client_files import require_open
+from flowgrpo.data.open_picture import SIDEWAYS, opened, orientation, rgb
 from flowgrpo.errors import UserError
+from flowgrpo.files import unfit
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -17,35 +19,27 @@ if TYPE_CHECKING:
 ANIMATED = (".webp", ".gif", ".apng", ".png")  # clips that PIL reads
 STILLS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")  # frames of a folder
 KEPT = 4  # clips whose frames stay in memory
+FRAME = 2**25  # pixels of a frame that OpenCV decodes, which takes several copies
+PIXELS = 2**28  # of a clip's frames together; 768 MiB
 
 Size = tuple[int, int]  # height, width
 
 
 def read_picture(path: str | Path, size: Size | None = None) -> Image:
-    """Return the picture of a file as RGB; with a size, scaled to fill it and cut at the sides that stand over.
+    """Return the picture of a file as upright RGB; with a size, scaled to fill it and cut at the sides that stand over.
 
     Raises UserError if it is none.
     """
-    from PIL import Image
-
     require_open()
-    try:
-        with Image.open(path) as picture:
-            return _fitted(picture.convert("RGB"), size)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path} cannot be read as a picture ({_short(error)})") from None
+    with opened(path) as picture:
+        return _fitted(rgb(picture), size)
 
 
 def picture_size(path: str | Path) -> Size:
-    """Return (height, width) of a picture's file from its header. Raises UserError if it is no picture."""
-    from PIL import Image
-
+    """Return (height, width) of a picture's file, upright, from its header. Raises UserError if it is no picture."""
     require_open()
-    try:
-        with Image.open(path) as picture:
-            return picture.height, picture.width
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path} cannot be read as a picture ({_short(error)})") from None
+    with opened(path) as picture:
+        return picture.size if orientation(picture) >= SIDEWAYS else picture.size[::-1]
 
 
 @dataclass(frozen=True)
@@ -76,9 +70,12 @@ class Clip:
 
 @functools.lru_cache(maxsize=KEPT)
 def _decoded(clip: Clip) -> tuple[Image, ...]:
-    frames = []
+    frames: list[Image] = []
     for frame in _frames(Path(clip.path)):
         frames.append(_fitted(frame, clip.size))
+        if sum(kept.width * kept.height for kept in frames) > PIXELS:
+            raise UserError(f"{clip.path} has more than {PIXELS:,} pixels in its first {len(frames)} frames: scale it "
+                            "down")
         if len(frames) == clip.count:
             return tuple(frames)
     raise UserError(f"{clip.path} has {len(frames)} frames, expected {clip.count}")
@@ -91,13 +88,8 @@ def frame_count(path: str | Path) -> int:
     if path.is_dir():
         count = len(_stills(path))
     elif path.suffix.lower() in ANIMATED:
-        from PIL import Image
-
-        try:
-            with Image.open(path) as picture:
-                count = int(getattr(picture, "n_frames", 1))
-        except (OSError, SyntaxError, ValueError) as error:
-            raise UserError(f"{path} cannot be read as a video ({_short(error)})") from None
+        with opened(path, what="a video") as picture:
+            count = int(getattr(picture, "n_frames", 1))
     else:
         capture, cv2 = _opened(path)
         count = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
@@ -116,13 +108,17 @@ def _frames(path: Path) -> Iterator[Image]:
         yield from map(read_picture, _stills(path))
         return
     if path.suffix.lower() in ANIMATED:
-        with Image.open(path) as picture:
-            yield from (frame.convert("RGB") for frame in ImageSequence.Iterator(picture))
+        with opened(path, what="a video") as picture:
+            yield from map(rgb, ImageSequence.Iterator(picture))
         return
     capture, cv2 = _opened(path)
-    while (read := capture.read())[0]:
-        yield Image.fromarray(cv2.cvtColor(read[1], cv2.COLOR_BGR2RGB))
-    capture.release()
+    try:
+        while (read := capture.read())[0]:
+            yield Image.fromarray(cv2.cvtColor(read[1], cv2.COLOR_BGR2RGB))
+    except (cv2.error, TypeError) as error:  # TypeError: frames of 16 bits
+        raise UserError(f"{path} cannot be read as a video ({' '.join(str(error).split())[:120]})") from None
+    finally:
+        capture.release()
 
 
 def _opened(path: Path) -> tuple[Any, Any]:
@@ -130,10 +126,15 @@ def _opened(path: Path) -> tuple[Any, Any]:
     from flowgrpo.extras import needed
 
     cv2: Any = needed("cv2", "video", str(path))
+    if why := unfit(path):
+        raise UserError(f"{path} cannot be read as a video (it {why})")
     capture = cv2.VideoCapture(str(path))
     if not capture.isOpened():
         raise UserError(f"{path} cannot be read as a video: expected one that OpenCV reads, such as .mp4, or a .webp, "
                         "a .gif or a folder of frames")
+    width, height = (int(capture.get(side)) for side in (cv2.CAP_PROP_FRAME_WIDTH, cv2.CAP_PROP_FRAME_HEIGHT))
+    if width * height > FRAME:
+        raise UserError(f"{path} has frames of {width} x {height} pixels, expected {FRAME:,} at most: scale it down")
     return capture, cv2
 
 
@@ -147,7 +148,3 @@ def _fitted(picture: Image, size: Size | None) -> Image:
     if size is None or picture.size == size[::-1]:
         return picture
     return ImageOps.fit(picture, size[::-1], Image.Resampling.LANCZOS)
-
-
-def _short(error: BaseException) -> str:
-    return getattr(error, "strerror", None) or "it is damaged, or no picture"

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from flowgrpo.config.base import Loader
+from flowgrpo.config import yaml_text
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError, nearest
 
@@ -50,7 +49,7 @@ class Templates:
         names = slots_of(template)
         sizes = [len(self.slots[name]) for name in names]
         whole = math.prod(sizes)
-        start, stride = int(rng.integers(whole)), int(rng.integers(1, whole + 1))
+        start, stride = _drawn(rng, whole), 1 + _drawn(rng, whole)
         while math.gcd(stride, whole) > 1:
             stride += 1
         for step in range(whole):
@@ -63,6 +62,13 @@ class Templates:
             yield Prompt(template.format(**words), metadata={**self.metadata, **facts})
 
 
+def _drawn(rng: np.random.Generator, below: int) -> int:
+    """Return a number from 0 to below - 1, which may have any number of digits."""
+    if below < 2**63:
+        return int(rng.integers(below))
+    return int.from_bytes(rng.bytes(below.bit_length() // 8 + 8), "big") % below
+
+
 def slots_of(template: str) -> list[str]:
     """Return the names of a template's slots, each once."""
     return list(dict.fromkeys(name for _, name, _, _ in string.Formatter().parse(template) if name is not None))
@@ -70,15 +76,15 @@ def slots_of(template: str) -> list[str]:
 
 def load_templates(path: Path) -> Templates:
     """Read a YAML file with `templates`, `slots` and maybe `metadata`. Raises UserError with the key of a mistake."""
-    try:
-        given = yaml.load(path.read_text(encoding="utf-8"), Loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: not a YAML file that can be read ({' '.join(str(error).split())[:200]})") from None
+    given = yaml_text.read(path)
     if not isinstance(given, dict) or not isinstance(given.get("templates"), list) or not given["templates"]:
         raise UserError(f"{path}: expected a list under 'templates', such as [\"a photo of {{animal}}\"]")
     for key in given:
         if key not in ("templates", "slots", "metadata"):
             raise UserError(f"{path}: unknown key {key!r}{nearest(str(key), ['templates', 'slots', 'metadata'])}")
+    for key in ("slots", "metadata"):
+        if not isinstance(given.get(key) or {}, dict):
+            raise UserError(f"{path}: {key}: got {given[key]!r}, expected names with values")
     slots = {name: _words(path, name, words) for name, words in (given.get("slots") or {}).items()}
     for template in given["templates"]:
         _require_slots(path, template, slots)
@@ -95,6 +101,8 @@ def _words(path: Path, name: str, words: Any) -> dict[str, Any]:
 def _require_slots(path: Path, template: Any, slots: Mapping[str, Any]) -> None:
     try:
         names = slots_of(template)
+        if any(form or conversion for _, _, form, conversion in string.Formatter().parse(template)):
+            raise ValueError("a slot has a format")  # which could ask for a text of any length
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: the template {template!r} is not one ({error})") from None
     for name in names:

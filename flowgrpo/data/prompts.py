@@ -30,9 +30,11 @@ from typing import Any
 from flowgrpo.data import inputs as files
 from flowgrpo.data.inputs import Inputs
 from flowgrpo.errors import UserError, nearest
+from flowgrpo.files import decoded, require_size, unfit, unsafe
 
 KEYS = ("prompt", "negative_prompt", "metadata", "weight", *files.KEYS)
 GSM8K, GENEVAL = {"question", "answer"}, {"prompt", "tag", "include"}
+LARGEST = 2**28  # bytes of a file
 STARTER = Path(__file__).parents[1] / "starter"
 
 
@@ -109,8 +111,9 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     if path.suffix not in readers:
         raise UserError(f"prompts {path}: expected a .txt, .jsonl, .csv or .parquet file, got "
                         f"{path.suffix or 'no ending'!r}")
-    if not path.is_file():
-        raise UserError(f"prompts {path}: no such file")
+    if why := unfit(path):
+        raise UserError(f"prompts {path}: {'no such file' if why == 'does not exist' else why}")
+    require_size(path, LARGEST, f"prompts {path}")
     try:
         text = path.read_text(encoding="utf-8-sig") if path.suffix != ".parquet" else ""
     except UnicodeDecodeError as error:
@@ -159,6 +162,8 @@ def _read_csv(text: str, path: Path) -> Records:
         headings = reader.fieldnames or ()
         if text.strip() and "prompt" not in headings:
             raise _wrong(path, 1, f"expected the heading 'prompt' in the first line, got {reader.fieldnames!r}")
+        if len(set(headings)) < len(headings):
+            raise _wrong(path, 1, f"expected different headings, got {reader.fieldnames!r}")
         for record in reader:
             line = reader.line_num
             if None in record:
@@ -233,14 +238,6 @@ def _known(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if value is not None}
 
 
-def decoded(text: str) -> Any:
-    """Return the value of a JSON text. Raises json.JSONDecodeError, for one that is nested too deeply too."""
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise json.JSONDecodeError("nested too deeply", text, 0) from None
-
-
 def _json(text: str, path: Path, line: int) -> Any:
     try:
         return decoded(text)
@@ -261,6 +258,9 @@ def _prompt(record: Any, path: Path, line: int) -> Prompt:
         raise _wrong(path, line, f"expected a text under 'negative_prompt', got {negative!r}")
     if not isinstance(metadata, dict | None):
         raise _wrong(path, line, f"expected an object under 'metadata', got {metadata!r}")
+    for key in ("prompt", "negative_prompt"):
+        if why := unsafe(record.get(key) or ""):
+            raise _wrong(path, line, f"the text under {key!r} holds {why}")
     return Prompt(text.strip(), negative, metadata or {}, None, _weight(record.get("weight"), path, line),
                   files.read_inputs(record, path, line))
 
@@ -270,7 +270,7 @@ def _weight(value: Any, path: Path, line: int) -> float:
         return 1.0
     try:
         weight = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         weight = math.nan
     if isinstance(value, bool) or not 0 < weight < math.inf:
         raise _wrong(path, line, f"expected a positive number under 'weight', got {value!r}")

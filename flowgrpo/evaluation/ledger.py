@@ -14,15 +14,18 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from PIL import Image, PngImagePlugin
+from PIL import PngImagePlugin
 
+from flowgrpo.data.open_picture import opened
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.pages.clips import as_image, save_clip, tall, untall
+from flowgrpo.files import unfit
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import read_object
 from flowgrpo.types import Completion
 
 SETTINGS = "settings.json"
+PIXELS = 2**28  # of a picture, in which a clip's frames stand below each other
 Sample = TypeVar("Sample")  # as stored: a picture or clip, or a text
 Batch = TypeVar("Batch")  # as rewards take samples
 
@@ -137,7 +140,7 @@ class Ledger(BaseLedger[torch.Tensor, torch.Tensor]):
 
         path = self.picture(place)
         try:
-            with Image.open(path) as file:
+            with opened(path, PIXELS) as file:
                 frames = file.info.get("frames")
                 return untall(to_tensor(file.convert("RGB")), None if frames is None else int(frames))
         except (OSError, SyntaxError, ValueError) as error:  # Pillow's errors for a damaged file
@@ -152,8 +155,8 @@ class Ledger(BaseLedger[torch.Tensor, torch.Tensor]):
 def entries(folder: Path, names: str) -> Iterator[dict[str, Any]]:
     """Yield the lines of all files that match, without lines that a kill cut off."""
     for file in sorted(folder.glob(names)):
-        for line in file.read_bytes().split(b"\n"):
-            with contextlib.suppress(ValueError):
+        for line in () if unfit(file) else file.read_bytes().split(b"\n"):
+            with contextlib.suppress(ValueError, RecursionError):
                 yield json.loads(line)
 
 

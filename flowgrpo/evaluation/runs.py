@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,18 @@ class Run:
     changed: float = 0.0
 
 
+@contextmanager
+def whole(folder: Path) -> Iterator[None]:
+    """Context manager: raise UserError for files of a run whose content has another form than a run writes."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise UserError(f"{folder}: a file of the run is damaged ({said[:200]}): {MEND}") from error
+
+
 def listed(folder: Path) -> list[Run]:
     """Return the runs in a folder, or the run that the folder is, the newest first. Raises UserError if there are
     none."""
@@ -53,20 +67,30 @@ def read(folder: Path) -> Run:
     name = folder.resolve().name
     changed = max(file.stat().st_mtime for file in (folder / CONFIG, metrics) if file.is_file())
     try:
-        config, lines = read_yaml(folder / CONFIG), read_lines(metrics, "epoch")
-        summary = _read(folder / "summary.json")
-        scores = _read(folder / "before.json").get("scores", {})
+        with whole(folder):
+            return _described(folder, name, changed)
     except UserError:
         return Run(name, changed=changed)
+
+
+def _described(folder: Path, name: str, changed: float) -> Run:
+    config, lines = read_yaml(folder / CONFIG), read_lines(folder / "metrics.jsonl", "epoch")
+    summary = _read(folder / "summary.json")
+    scores = _read(folder / "before.json").get("scores", {})
     epochs = lines[-1]["epoch"] if lines else 0
     finished = bool(summary) and summary["epochs"] >= epochs
     held: dict[str, Any] = next((line for line in reversed(lines) if any(key.startswith(HELD_OUT) for key in line)), {})
     before = {reward: _mean(values) for reward, values in scores.items()}
     after = {key.removeprefix(HELD_OUT): value for key, value in held.items() if key.startswith(HELD_OUT)}
+    if finished:
+        before, after = summary["before"], summary["after"]
+    total = (config.get("train") or {}).get("epochs")
+    numbers = (total, *before.values(), *after.values())
+    if not all(value is None or isinstance(value, (int, float)) for value in numbers):
+        raise TypeError("rewards or epochs that are no numbers")
     state = "running" if is_held(folder) else "finished" if finished else "stopped"
-    return Run(name, state, str(config.get("model", "")), str(config.get("method", "")), epochs,
-               (config.get("train") or {}).get("epochs"), summary["before"] if finished else before,
-               summary["after"] if finished else after, changed)
+    return Run(name, state, str(config.get("model", "")), str(config.get("method", "")), epochs, total, before, after,
+               changed)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ the files in the run's folder.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,15 @@ from flowgrpo.config.sections import Load
 from flowgrpo.device import DTYPES, pick_device
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.checkpoints import run_config
+from flowgrpo.evaluation.runs import whole
 from flowgrpo.export import comfy_names, model_card
+from flowgrpo.files import decoded, tensors_of
 from flowgrpo.policies import sources
 from flowgrpo.policies.pipelines import edit_networks
 from flowgrpo.policies.precision import settle
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage import paths
+from flowgrpo.storage.json_files import read_object
 from flowgrpo.storage.places import run_of
 
 SIDES = {".lora_A.weight": ".lora_down.weight", ".lora_B.weight": ".lora_up.weight"}  # peft's names -> kohya's
@@ -37,7 +39,8 @@ def finished(run: Path) -> tuple[Config, dict[str, Any]]:
     Raises UserError if the folder is not a finished run."""
     if not (run_of(run) / "summary.json").is_file():
         raise UserError(f"the run {run} has not finished (it has no summary.json): --resume it")
-    return run_config(run), json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    with whole(run):
+        return run_config(run), read_object(run / "summary.json", "restore it, or --resume the run", unit=str)
 
 
 def kohya(run: Path, output: Path) -> list[Path]:
@@ -76,7 +79,11 @@ def _kohya(name: Callable[[str], str], tensors: dict[str, torch.Tensor], adapter
     """Rename one part's tensors to the kohya layout."""
     layers: dict[str, torch.Tensor] = {}
     for key, tensor in tensors.items():
-        [(ending, side)] = [(ending, side) for ending, side in SIDES.items() if key.endswith(ending)]
+        ending = next((ending for ending in SIDES if key.endswith(ending)), None)
+        if ending is None or tensor.ndim < 2 or 0 in tensor.shape:
+            raise UserError(f"the LoRA has the tensor {key} {list(tensor.shape)}, expected matrices that end in "
+                            f"{' or '.join(SIDES)}")
+        side = SIDES[ending]
         layer = name(key.removesuffix(ending))
         layers[layer + side] = tensor.contiguous()
         if ending == ".lora_A.weight":
@@ -91,14 +98,15 @@ def lora(run: Path) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]
     Reads diffusers' file, the second expert's separate file, or peft's file where diffusers has no loader.
     Raises UserError for a run without a LoRA, and for a file that does not state its alpha.
     """
-    from safetensors.torch import load_file
-
     parts = _stock(run / LORA_FILE) if (run / LORA_FILE).is_file() else {}
     for file in sorted(run.glob(f"*/{LORA_FILE}")):
-        [parts[file.parent.name]] = _stock(file).values()
+        stock = _stock(file)
+        if len(stock) != 1:
+            raise UserError(f"{file} holds the LoRAs of {', '.join(stock)}, expected those of one part")
+        [parts[file.parent.name]] = stock.values()
     for file in sorted(run.glob("*/adapter_config.json")):
-        adapter = json.loads(file.read_text(encoding="utf-8"))
-        parts[file.parent.name] = load_file(file.with_name("adapter_model.safetensors")), adapter
+        adapter = _with_alpha(file, read_object(file, "expected a file that `flowgrpo train` wrote"))
+        parts[file.parent.name] = tensors_of(file.with_name("adapter_model.safetensors"))[0], adapter
     if (run / "adapter_config.json").is_file():
         raise UserError(f"the LoRA of {run} is of a language model, which ComfyUI does not load: use --form merged, or "
                         "the folder as it is with peft")
@@ -110,17 +118,24 @@ def lora(run: Path) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]
 
 
 def _stock(file: Path) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
-    from safetensors import safe_open
-
-    with safe_open(file, "pt") as opened:
-        metadata = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
-        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118, not a dictionary
+    tensors, described = tensors_of(file)
+    try:
+        metadata = dict(decoded(described.get("lora_adapter_metadata", "{}")))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{file} has no readable lora_adapter_metadata ({error}): expected a file that `flowgrpo "
+                        "train` wrote") from None
     parts = dict.fromkeys(key.partition(".")[0] for key in tensors)
     loras: dict[str, Any] = {part: tuple({key.removeprefix(f"{part}."): value for key, value in those.items()
                           if key.startswith(f"{part}.")} for those in (tensors, metadata)) for part in parts}
-    if not all("lora_alpha" in adapter for _, adapter in loras.values()):
-        raise UserError(f"{file} does not say its alpha: expected a file that `flowgrpo train` wrote")
+    for _, adapter in loras.values():
+        _with_alpha(file, adapter)
     return loras
+
+
+def _with_alpha(file: Path, adapter: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(adapter.get("lora_alpha"), (int, float)):
+        raise UserError(f"{file} does not say its alpha: expected a file that `flowgrpo train` wrote")
+    return adapter
 
 
 def scale(adapter: dict[str, Any], rank: int) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo.errors import UserError
+from flowgrpo.files import text_of
 from flowgrpo.rewards.about import About, about
 from flowgrpo.rewards.find import find, locate, names, source
 from flowgrpo.rewards.score import score
@@ -108,21 +109,18 @@ def _stacked(outputs: list[Any]) -> torch.Tensor | list[str]:
 def _read(path: Path) -> torch.Tensor | str:
     """Read a picture [3,H,W] in [0, 1], a video [F,3,H,W], or a text."""
     import torch
-    from PIL import Image, ImageSequence, UnidentifiedImageError
 
-    from flowgrpo.rewards.pixels import tensor_of
+    from flowgrpo.rewards.pixels import read_tensor, read_tensors
 
+    if not path.exists():
+        raise UserError(f"no file at {path}")
     try:
         if path.suffix == ".txt":
-            return path.read_text(encoding="utf-8")
+            return text_of(path)
         if path.is_dir():
-            frames = [tensor_of(Image.open(file)) for file in sorted(path.iterdir())]
-            return torch.stack(frames)
-        picture = Image.open(path)
-        frames = [tensor_of(frame) for frame in ImageSequence.Iterator(picture)]
+            return torch.stack([read_tensor(file) for file in sorted(path.iterdir())])
+        frames = read_tensors(path)
         return torch.stack(frames) if len(frames) > 1 else frames[0]
-    except FileNotFoundError:
-        raise UserError(f"no file at {path}") from None
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, UnicodeDecodeError, RuntimeError) as error:
-        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())[:120]}): expected a picture, a folder "
+    except RuntimeError as error:  # frames of several sizes, or none
+        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())[:200]}): expected a picture, a folder "
                         "of frames of one size, or a .txt file") from None

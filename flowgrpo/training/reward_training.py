@@ -29,6 +29,7 @@ from flowgrpo.rewards.images.clip_models import ClipScore
 from flowgrpo.rewards.learned.preference import FILE, Aspect, Description, save
 from flowgrpo.rewards.learned.preference_networks import ClipHead, Film, with_text
 from flowgrpo.rewards.local_model import placed
+from flowgrpo.rewards.pixels import read_tensor
 from flowgrpo.storage import paths
 from flowgrpo.types import required
 
@@ -211,21 +212,9 @@ def _rows(network: Film | ClipHead, pairs: Sequence[Pair], title: str) -> Rows:
     parts = []
     for at in tqdm(range(0, len(shown), AT_ONCE), desc=title, unit="batch", mininterval=1):
         prompts, files = zip(*shown[at:at + AT_ONCE])
-        prepared = torch.cat([network.prepare(_picture(file)[None]) for file in files])
+        prepared = torch.cat([network.prepare(read_tensor(file)[None]) for file in files])
         parts.append({key: value.cpu() for key, value in network.rows(prepared, prompts).items()})
     return {key: torch.cat([part[key] for part in parts]).unflatten(0, (2, len(pairs))) for key in parts[0]}
-
-
-def _picture(file: Path) -> Tensor:
-    """[3, H, W] in [0, 1]."""
-    from PIL import Image
-
-    from flowgrpo.rewards.pixels import tensor_of
-
-    try:
-        return tensor_of(Image.open(file))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read ({' '.join(str(error).split())[:120]}): expected a picture") from None
 
 
 def _fit(network: nn.Module, pairs: Sequence[Pair], trained: tuple[Rows, Tensor], held: tuple[Rows, Tensor],

@@ -65,8 +65,9 @@ class Ballot:
         if not self.output.is_file() or not self.output.read_bytes().strip():
             return
         numbers = {comparison.key: number for number, comparison in enumerate(self.comparisons)}
+        known = load_pairs(self.output)
         lines = [line for line in self.output.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
-        for pair, line in zip(load_pairs(self.output), lines, strict=True):
+        for pair, line in zip(known, lines, strict=True):
             key = (pair.prompt, frozenset((pair.chosen.resolve(), pair.rejected.resolve())))
             number = numbers.get(key, -1)
             if number < 0 or number in self._rows:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from PIL import ExifTags, Image
 
+from flowgrpo.data.open_picture import opened
 from flowgrpo.data.prompts import Prompt, load_prompts
 from flowgrpo.errors import UserError
+from flowgrpo.files import decoded, text_of, unsafe
 from flowgrpo.storage.places import CONFIG
 from flowgrpo.vote.ballot import Comparison
 
 PAGE = "before_after.png"  # of a run
+PAGE_PIXELS = 2**27  # its header alone is read
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
 Sides = tuple[str, str]  # names of A and B
 
@@ -43,21 +46,30 @@ def of_page(page: Path) -> tuple[list[Comparison], Sides]:
     Raises UserError for a page without pictures beside it.
     """
     facts = _facts(page)
-    folders, names = facts.get("folders") or [], facts.get("columns") or []
-    if len(folders) < 2:
+    folders, names, prompts = (_texts(facts.get(key)) for key in ("folders", "columns", "prompts"))
+    tasks = _texts(facts.get("tasks"), str, NoneType)
+    if len(folders) < 2 or not names:
         raise UserError(f"{page} names no two folders of pictures: expected the page of an image or video run, drawn "
                         "by this version; `flowgrpo grid RUN` draws one")
     sides = [page.parent / folders[at] for at in (0, -1)]
     if not all(side.resolve().is_relative_to(page.parent.resolve()) for side in sides):
         raise UserError(f"{page} names pictures outside its folder: expected what `flowgrpo grid` wrote")
-    columns = [_numbered(side) for side in sides]
-    prompts, tasks = facts.get("prompts") or [], facts.get("tasks") or []
+    try:
+        columns = [_numbered(side) for side in sides]
+    except OSError as error:
+        raise UserError(f"{page} names a folder that cannot be read ({error.strerror}): draw it again") from None
     if not all(len(column) == len(prompts) > 0 for column in columns):
         raise UserError(f"{page} has {len(prompts)} prompts, but {len(columns[0])} and {len(columns[1])} pictures in "
                         f"{sides[0]} and {sides[1]}: draw it again")
     tasks = tasks if len(tasks) == len(prompts) else [None] * len(prompts)
     return [Comparison(prompt, a, b, task) for prompt, a, b, task in zip(prompts, *columns, tasks)], \
-        (str(names[0]), str(names[-1]))
+        (names[0], names[-1])
+
+
+def _texts(value: Any, *kinds: type) -> list[Any]:
+    """Return a list of texts, or of values of other kinds; an empty one for anything else, and for a NUL in a text."""
+    whole = isinstance(value, list) and all(isinstance(text, kinds or str) and not unsafe(str(text)) for text in value)
+    return value if whole else []
 
 
 def _facts(page: Path) -> dict[str, Any]:
@@ -65,10 +77,10 @@ def _facts(page: Path) -> dict[str, Any]:
     if not page.is_file():
         raise UserError(f"no pictures at {page}: expected a finished run, or the PNG that `flowgrpo grid` wrote")
     try:
-        with Image.open(page) as picture:
-            facts = json.loads(picture.info.get("flowgrpo", "{}"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{page} cannot be read ({' '.join(str(error).split())[:120]}): draw it again") from None
+        with opened(page, PAGE_PIXELS, "a page") as picture:  # which tells of text that is no JSON too
+            facts = decoded(str(picture.info.get("flowgrpo", "{}")))
+    except UserError as error:
+        raise UserError(f"{error}: draw it again") from None
     return facts if isinstance(facts, dict) else {}
 
 
@@ -125,13 +137,13 @@ def _listed(folder: Path) -> dict[str, tuple[Path, Prompt]]:
 def _prompt(file: Path) -> str:
     """Return the prompt of a picture."""
     try:
-        with Image.open(file) as picture:
+        with opened(file) as picture:
             said = picture.info.get("parameters") or _comment(picture)
-    except OSError as error:
-        raise UserError(f"{file} cannot be read ({' '.join(str(error).split())[:120]}): expected a picture") from None
+    except UserError as error:
+        raise UserError(f"{error}: expected a picture") from None
     beside = file.with_suffix(".txt")
     if not said and beside.is_file():
-        said = beside.read_text(encoding="utf-8-sig")
+        said = text_of(beside)
     return re.split(r"\nNegative prompt: |\nSteps: ", said)[0].strip() or file.stem
 
 

@@ -189,12 +189,12 @@ def png_head(width: int, height: int) -> bytes:
 
 
 @pytest.mark.parametrize("arguments, line", [
-    (["mine.py:level", "huge.png"], "huge.png cannot be read (Image size (400000000 pixels) exceeds limit"),
+    (["mine.py:level", "huge.png"], "huge.png has more than 33,554,432 pixels: scale it down"),
     (["gated", "0.png"], "reward 'gated' needs args: {rewards: ...}: give them in its rule, or to `flowgrpo score` by"),
     (["scen", "0.png"], "unknown reward 'scen': did you mean 'scene'?"),
     (["mine.py:level"], "IMAGES..."),
     (["mine.py:level", "no.png"], "no file at no.png"),
-    (["mine.py:level", "mine.py"], "mine.py cannot be read (cannot identify image file"),
+    (["mine.py:level", "mine.py"], "mine.py cannot be read as a picture (it is damaged, or no picture)"),
     (["mine.py:level", "empty"], "empty cannot be read ("),
     (["mine.py:level", "0.png", "--prompt", "a", "--prompts", "p.txt"], "got --prompt and --prompts, expected one"),
     (["mine.py:level", "0.png", "--prompts", "p.txt"], "prompts p.txt: no such file"),

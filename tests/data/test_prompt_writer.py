@@ -44,7 +44,7 @@ def test_templates_take_turns_and_the_seed_chooses(tmp_path):
     ("templates: ['{animal']\nslots: {animal: [owl]}", "the template '{animal' is not one"),
     ("templates: ['{animal}']\nslots: {animal: []}", "slots.animal: got [], expected a list of words"),
     ("template: ['x']\ntemplates: ['x']", "unknown key 'template': did you mean 'templates'?"),
-    ("templates: [", "not a YAML file that can be read"),
+    ("templates: [", "is not valid YAML: expected the node content"),
 ])
 def test_mistakes_name_the_key(tmp_path, text, message):
     with pytest.raises(UserError) as caught:

@@ -254,7 +254,7 @@ def test_a_picture_on_the_command_line_is_what_a_pipeline_starts_from(moving, tm
 
 @pytest.mark.parametrize("options, told", [
     ([], ["WanImageToVideoPipeline takes an image, and fails without one (", "): give `sample` an --image FILE, or"]),
-    (["--image", "nowhere.png"], ["nowhere.png cannot be read as a picture (No such file or directory)"]),
+    (["--image", "nowhere.png"], ["nowhere.png cannot be read as a picture (it does not exist)"]),
     (["--image", "config.json"], ["config.json cannot be read as a picture (it is damaged, or no picture)"])])
 def test_a_picture_that_is_missing_is_told(moving, tmp_path, monkeypatch, capsys, options, told):
     monkeypatch.chdir(moving[0] / "model" / "transformer")

@@ -12,8 +12,8 @@ import yaml
 
 from flowgrpo import rewards
 from flowgrpo.cli import main
-from flowgrpo.config.base import Loader
 from flowgrpo.config.parse import load
+from flowgrpo.config.yaml_text import Loader
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.naming import recorded

@@ -19,6 +19,7 @@ from flowgrpo.evaluation.compared import cells
 from flowgrpo.evaluation.numbers import decimals
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.evaluation.report.verdict import Nouns, changes, mean, sentences
+from flowgrpo.evaluation.runs import whole
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import read_lines, read_object
 from flowgrpo.storage.places import run_of
@@ -44,7 +45,8 @@ def during(trainer: Trainer, run: Path) -> bool:
 def write(run: Path) -> Path:
     """Write `report.html` into a run's folder; returns its path.
     Raises UserError for a folder that is not a run."""
-    text = page(data(run))
+    with whole(run):  # NaN has no form in the page
+        text = page(data(run))
     atomic.write_text(run / FILE, text)
     return run / FILE
 
@@ -66,8 +68,13 @@ def embedded(content: dict[str, Any]) -> str:
 
 def data(run: Path) -> dict[str, Any]:
     """Return all data of a report.
-    Raises UserError for a folder that is not a run."""
+    Raises UserError for a folder that is not a run, and for a damaged file."""
     run = run_of(run)
+    with whole(run):
+        return _data(run)
+
+
+def _data(run: Path) -> dict[str, Any]:
     config, lines, stages = load(run / "config.yaml"), read_lines(run / "metrics.jsonl", *PLAIN), read_stages(run)
     last = _read(run / snapshots.FOLDER / "last.json", first_ratio=dict, best=list, worst=list)
     finished = bool(stages) and stages[-1]["name"] == "after"

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flowgrpo.config.sections import Adapter, Text
+from flowgrpo.data.pictures import read_picture
 from flowgrpo.errors import UserError
 from flowgrpo.policies.language.causal_lm import TARGETS, CausalLM
 from flowgrpo.policies.language.load import load_causal_lm
@@ -151,15 +152,7 @@ class VisionLM(CausalLM):
 
 
 def _opened(image: Any) -> Any:
-    from PIL import Image
-
-    if not isinstance(image, (str, Path)):
-        return image
-    try:
-        return Image.open(image).convert("RGB")
-    except OSError as error:
-        raise UserError(f"the image {image} cannot be read ({error}): expected a picture such as a PNG or JPEG") \
-            from None
+    return read_picture(image) if isinstance(image, (str, Path)) else image
 
 
 def _by_token(tokenized: Shown, length: int, before: bool, device: torch.device) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flowgrpo.data.pictures import read_picture
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.samplers.scheduler import Segment
@@ -93,14 +94,12 @@ def read(path: str | Path, size: tuple[int, int]) -> Tensor:
 
     Raises UserError if it is none.
     """
-    from PIL import Image, ImageOps
     from torchvision.transforms.functional import to_tensor
 
     try:
-        with Image.open(path) as picture:
-            return to_tensor(ImageOps.fit(picture.convert("RGB"), size[::-1], Image.Resampling.LANCZOS))
-    except OSError as error:
-        raise UserError(f"preferences: {path} cannot be read as a picture ({' '.join(str(error).split())})") from None
+        return to_tensor(read_picture(path, size))
+    except UserError as error:
+        raise UserError(f"preferences: {error}") from None
 
 
 def mode(vae: Any, pictures: Tensor) -> Tensor:

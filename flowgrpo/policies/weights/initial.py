@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file
 
 from flowgrpo.errors import UserError
+from flowgrpo.files import tensors_of
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 
 if TYPE_CHECKING:
@@ -72,10 +72,10 @@ def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a path's files, with names that begin with their module's."""
     folder = path.parent if path.is_file() else path
     for file in [path] if path.is_file() else [folder / LORA_FILE, *folder.glob(f"*/{LORA_FILE}")]:
-        for key, value in load_file(file).items() if file.is_file() else ():
+        for key, value in tensors_of(file)[0].items() if file.is_file() else ():
             _, _, rest = key.partition(".")
             yield (key if file.parent == folder else f"{file.parent.name}.{rest}"), value
     for file in (folder / ADAPTER, *folder.glob(f"*/{ADAPTER}")) if path.is_dir() else ():
-        for key, value in load_file(file).items() if file.is_file() else ():
+        for key, value in tensors_of(file)[0].items() if file.is_file() else ():
             name = "model" if file.parent == folder else file.parent.name  # a language model's lies in the folder
             yield f"{name}.{key.removeprefix('base_model.model.')}", value

@@ -21,7 +21,7 @@ from flowgrpo.extras import needed
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.images.vision import Preparation, fill, loading, pretrained, tensors
 from flowgrpo.rewards.local_model import LocalModel
-from flowgrpo.rewards.pixels import tensor_of
+from flowgrpo.rewards.pixels import read_tensor
 
 SCORES = ("clipscore", "cosine")
 
@@ -243,11 +243,8 @@ class SubjectScore(LocalModel):
 
 
 def _read(path: str) -> Tensor:
-    from PIL import Image
-
     require_open()
     try:
-        with Image.open(path) as image:
-            return tensor_of(image)
-    except OSError as error:
-        raise UserError(f"reward 'subject_score': {path} cannot be read as a picture ({error})") from None
+        return read_tensor(path)
+    except UserError as error:
+        raise UserError(f"reward 'subject_score': {error}") from None

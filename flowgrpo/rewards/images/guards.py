@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from flowgrpo.data.client_files import require_open
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.pixels import grey, tensor_of
+from flowgrpo.rewards.pixels import grey, read_tensor
 
 LICENCE = "Apache-2.0"
 SMALL = 16  # side of the miniatures of `pixels`
@@ -121,14 +120,13 @@ class BaseSimilarity:
 
 
 def _read(path: str, size: Sequence[int]) -> Tensor:
-    from PIL import Image
     from torchvision.transforms.functional import resize
 
     require_open()
     try:
-        picture = tensor_of(Image.open(Path(path)))
-    except OSError as error:
-        raise UserError(f"reward 'base_similarity': the base model's picture {path} cannot be read ({error})") from None
+        picture = read_tensor(path)
+    except UserError as error:
+        raise UserError(f"reward 'base_similarity': the base model's picture {error}") from None
     return picture if picture.shape[-2:] == tuple(size) else resize(picture, list(size), antialias=True)
 
 

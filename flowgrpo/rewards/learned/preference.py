@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from flowgrpo.errors import UserError, nearest
+from flowgrpo.files import tensors_of
 from flowgrpo.rewards.about import TRAINED, About
 from flowgrpo.rewards.images.clip_models import ClipScore
 from flowgrpo.rewards.images.vision import fill, loading
@@ -159,6 +160,6 @@ def read_network(folder: Path, known: Description, device: str, dtype: str = "fp
         else:
             clip = ClipScore(known.network["model"], known.network["pretrained"], device=device, dtype=dtype)
             network = ClipHead(clip, len(known.aspects))
-        state = load_file(folder / WEIGHTS)
+        state, _ = tensors_of(folder / WEIGHTS)
     fill(str(folder), network, state, str(folder / WEIGHTS))
     return network.eval().requires_grad_(False).to(device)

@@ -78,7 +78,7 @@ def test_pictures_fill_the_runs_size(tmp_path):
 
 def test_a_broken_picture_is_told_in_one_line(tmp_path):
     (tmp_path / "a.png").write_text("no picture")
-    with pytest.raises(UserError, match=r"preferences: .*a\.png cannot be read as a picture \(cannot identify.*\)$"):
+    with pytest.raises(UserError, match=r"preferences: .*a\.png cannot be read as a picture \(it is damaged.*\)$"):
         read(tmp_path / "a.png", (16, 16))
 
 

@@ -1,0 +1,130 @@
+"""Files that others wrote: regular ones alone, texts and headers of a limited size, JSON of a limited depth."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowgrpo.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HEADER = 2**24  # bytes of a safetensors file's header
+DEEPEST = 64  # levels of lists and objects
+DIGITS = 300  # of a number
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+          stat.S_IFDIR: "a folder"}
+
+
+def unfit(path: str | Path) -> str | None:
+    """Return why a path is no regular file, such as "is a FIFO"; None for a regular file, and a link to one.
+
+    Reading a FIFO, a device or a socket may wait for ever.
+    """
+    try:
+        mode = Path(path).stat().st_mode
+    except FileNotFoundError:
+        return "does not exist"
+    except (OSError, ValueError) as error:  # ValueError: a NUL
+        return f"cannot be opened ({getattr(error, 'strerror', None) or error})"
+    kind = _KINDS.get(stat.S_IFMT(mode), "special")
+    return None if stat.S_ISREG(mode) else f"is {kind}, expected a regular file"
+
+
+def require_size(path: Path, most: int, what: str) -> None:
+    """Raise UserError for a file of more than `most` bytes. what: begins the error."""
+    size = path.stat().st_size
+    if size > most:
+        raise UserError(f"{what}: {size / 2**20:,.1f} MiB, expected {most / 2**20:,.0f} MiB at most: split it")
+
+
+def text_of(path: str | Path, most: int = 2**26) -> str:
+    """Return the text of a file. Raises UserError for one that is not regular, larger than `most` bytes or no UTF-8."""
+    if why := unfit(path):
+        raise UserError(f"{path} {why}")
+    require_size(Path(path), most, str(path))
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+
+
+def tensors_of(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and the metadata of a safetensors file.
+
+    Raises UserError for a file that is not regular or is damaged, and for a header of more than HEADER bytes.
+    """
+    from safetensors import safe_open
+
+    if why := unfit(path):
+        raise UserError(f"{path} {why}")
+    with Path(path).open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if HEADER < size < Path(path).stat().st_size:
+        raise UserError(f"{path}: a header of {size / 2**20:,.0f} MiB, expected {HEADER / 2**20:,.0f} MiB at most")
+    try:
+        with safe_open(path, "pt") as opened:
+            return {key: opened.get_tensor(key) for key in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
+    except Exception as error:  # a broken file can raise anything
+        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())[:200]}): expected a .safetensors file"
+                        ) from None
+
+
+def unsafe(text: str, nul: bool = True) -> str | None:
+    """Return what keeps a text from being a name or being written as UTF-8; None for a good one.
+
+    nul: whether a NUL counts.
+    """
+    if nul and "\0" in text:
+        return "a NUL character"
+    return "half of a surrogate pair" if _SURROGATE.search(text) else None
+
+
+def decoded(text: str) -> Any:
+    """Return the value of a JSON text.
+
+    Raises json.JSONDecodeError, also for nesting deeper than DEEPEST, a number of more than DIGITS digits, a key that
+    stands twice in an object, and half of a surrogate pair.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_once, parse_int=_integer)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise json.JSONDecodeError("nested too deeply", text, 0) from None
+    except ValueError as error:
+        raise json.JSONDecodeError(str(error), text, 0) from None
+    if text.count("[") + text.count("{") > DEEPEST and _deep(value):
+        raise json.JSONDecodeError("nested too deeply", text, 0)
+    if "\\u" in text and unsafe(json.dumps(value, ensure_ascii=False), nul=False):
+        raise json.JSONDecodeError("half of a surrogate pair", text, 0)
+    return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for place, name in enumerate(names) if name in names[:place])
+        raise ValueError(f"the key {twice[:60]!r} stands twice")
+    return record
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _deep(value: Any) -> bool:
+    """True for a value with more than DEEPEST levels."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [inner for outer in level if isinstance(outer, (dict, list))
+                 for inner in (outer.values() if isinstance(outer, dict) else outer)]
+    return any(isinstance(inner, (dict, list)) for inner in level)

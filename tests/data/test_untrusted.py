@@ -1,0 +1,264 @@
+"""Files that others made: what is refused in one line, and what of a picture is followed."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from flowgrpo import config
+from flowgrpo.config.parse import parse_value, read_yaml
+from flowgrpo.data.open_picture import PIXELS
+from flowgrpo.data.pairs import load_pairs
+from flowgrpo.data.pictures import Clip, frame_count, picture_size, read_picture
+from flowgrpo.data.prompt_writer import load_templates
+from flowgrpo.data.prompts import load_prompts
+from flowgrpo.errors import LONGEST, UserError, nearest
+from flowgrpo.files import decoded, tensors_of
+
+
+def refusal(call, *arguments) -> str:
+    """Return the one line of a UserError."""
+    with pytest.raises(UserError) as caught:
+        call(*arguments)
+    line = str(caught.value)
+    assert line.isprintable() and len(line) < 2 * LONGEST
+    return line
+
+
+def write(folder: Path, name: str, content: str | bytes) -> Path:
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
+    return folder / name
+
+
+LAUGHS = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else 'x'}]\n" for i in range(9))
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("train: " + "[" * 20_000, "nested deeper than 64 levels (line 1, column 7"),
+        ("- " * 20_000, "nested deeper than 64 levels"),
+        ("{a: " * 20_000, "nested deeper than 64 levels"),
+        (LAUGHS, "more than 50,000 values (line"),
+        ("parts: &a {plan: *a}", "an alias stands within its own anchor (line 1"),
+        ("seed: " + "9" * 10_000, "a number of 10000 digits (line 1, column 7)"),
+        ("seed: 0x" + "f" * 10_000, "a number of 10002 digits"),
+        ('name: "a\\0b"', "a text with a NUL character (line 1, column 7)"),
+        ('name: "\\ud800"', "a text with half of a surrogate pair"),
+        ('name: "\\U00110000"', "not valid YAML"),
+        ("seed: 2020-13-45", "not a valid timestamp (line 1, column 7)"),
+        ("seed: !!bool maybe", "not a valid bool"),
+    ("held_out: !!float ", "not a valid float (line 1, column"),
+        ("true: 1\nyes: 2", "the key 'yes' stands twice (line 2, column 1)"),
+        ("seed: 1\n'seed': 2", "the key 'seed' stands twice (line 2, column 1)"),
+        ("train: {lr: 1, lr: 2}", "the key 'lr' stands twice"),
+        ("a: 1\n" + "# long\n" * 200_000, "1.3 MiB, expected 1 MiB at most"),
+        ("<b>: 1", "unknown key '<b>'"),
+        ("train: {<b>: 1}", "unknown key 'train.<b>'"),
+        ("<: 1\nbool: 2", "unknown key '<'"),
+    ],
+)
+def test_recipes_that_harm_are_refused(tmp_path, text, message):
+    assert message in refusal(config.load, write(tmp_path, "recipe.yaml", text))
+
+
+def test_options_that_harm_are_refused():
+    assert "nested deeper" in refusal(parse_value, "train.lr", "[" * 20_000)
+    assert "name: got 'a\\x00b', expected a text without a NUL character" in refusal(
+        config.load, None, {"name": "a\0b"}
+    )
+    assert "stands twice" in refusal(parse_value, "train", "{lr: 1, lr: 2}")
+
+
+def test_many_wrong_entries_are_explained_at_once(tmp_path):
+    line = refusal(config.validate, {"picture": {"sizes": [["x", 1]] * 20_000}})
+    assert line.startswith("the options: picture.sizes")
+
+
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("p.jsonl", '{"prompt": "a", "metadata": ' + "[" * 100_000, "nested too deeply"),
+        ("p.jsonl", '{"prompt": "a", "metadata": {"x": ' + "[" * 500 + "]" * 500 + "}}", "nested too deeply"),
+        ("p.jsonl", '{"prompt": "a", "weight": ' + "9" * 10_000 + "}", "a number of 10000 digits"),
+        ("p.jsonl", '{"prompt": "a", "controlnet_conditioning_scale": "1e999"}', "expected a number of 0 or more"),
+        ("p.jsonl", '{"prompt": "a", "prompt": "b"}', "the key 'prompt' stands twice"),
+        ("p.jsonl", '{"prompt": "a\\ud800"}', "half of a surrogate pair"),
+        ("p.jsonl", '{"prompt": "a\\u0000"}', "the text under 'prompt' holds a NUL character"),
+        (
+            "p.jsonl",
+            '{"prompt": "a", "image": "a\\u0000.png"}',
+            "'image': expected a path, got 'a\\x00.png', which holds a NUL",
+        ),
+        ("p.jsonl", '{"prompt": "a", "image": "' + "x" * 300 + '.png"}', "File name too long"),
+        ("p.jsonl", '{"prompt": "a", "image": "pipe"}', "'image': no image at"),
+        ("p.jsonl", '{"prompt": "a", "images": "[[[' + "[" * 5000 + '"}', "not a JSON list"),
+        ("p.csv", "prompt,prompt\na,b\n", "expected different headings"),
+        ("p.csv", "prompt,weight\na," + "9" * 400 + "\n", "expected a positive number under 'weight'"),
+        ("p.txt", "a\0b\n", "the text under 'prompt' holds a NUL character"),
+    ],
+)
+def test_prompt_files_that_harm_are_refused(tmp_path, name, text, message):
+    os.mkfifo(tmp_path / "pipe")
+    assert message in refusal(load_prompts, write(tmp_path, name, text))
+
+
+@pytest.mark.parametrize(
+    "read, name",
+    [
+        (read_yaml, "x.yaml"),
+        (load_prompts, "x.jsonl"),
+        (load_pairs, "x.jsonl"),
+        (load_templates, "x.yaml"),
+        (read_picture, "x.png"),
+        (picture_size, "x.png"),
+        (frame_count, "x.gif"),
+        (frame_count, "x.mp4"),
+        (tensors_of, "x.safetensors"),
+    ],
+)
+def test_a_fifo_a_socket_and_a_device_are_refused_without_waiting(tmp_path, monkeypatch, read, name):
+    monkeypatch.chdir(tmp_path)  # the path of a socket is short
+    os.mkfifo(name)
+    assert "is a FIFO, expected a regular file" in refusal(read, Path(name))
+    os.remove(name)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(name)
+        assert "is a socket, expected a regular file" in refusal(read, Path(name))
+    os.remove(name)
+    os.symlink("/dev/zero", name)
+    assert "is a device, expected a regular file" in refusal(read, Path(name))
+
+
+def test_a_fifo_among_the_frames_of_a_clip_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "0.png")
+    with pytest.raises(UserError, match="is a FIFO"):
+        _ = Clip(str(tmp_path), 1).frames
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+COLOURS = {"r": (255, 0, 0), "g": (0, 255, 0), "b": (0, 0, 255), "w": (255, 255, 255)}
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_followed(tmp_path, orientation):
+    from PIL import ImageOps
+
+    stored = np.zeros((8, 16, 3), np.uint8)
+    for place, name in enumerate("rgbw"):
+        stored[4 * (place // 2) : 4 * (place // 2) + 4, 8 * (place % 2) : 8 * (place % 2) + 8] = COLOURS[name]
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.fromarray(stored).save(tmp_path / "a.png", exif=exif)
+    expected = np.asarray(ImageOps.exif_transpose(Image.open(tmp_path / "a.png")))
+    assert picture_size(tmp_path / "a.png") == expected.shape[:2] == ((16, 8) if orientation >= 5 else (8, 16))
+    np.testing.assert_array_equal(np.asarray(read_picture(tmp_path / "a.png")), expected)
+
+
+def test_a_reward_sees_a_picture_upright(tmp_path):
+    from flowgrpo.rewards.pixels import read_tensor, read_tensors
+
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (16, 8)).save(tmp_path / "a.jpg", exif=exif)
+    assert read_tensor(tmp_path / "a.jpg").shape == read_tensors(tmp_path / "a.jpg")[0].shape == (3, 16, 8)
+
+
+def test_damaged_exif_leaves_a_picture_as_it_is(tmp_path):
+    Image.new("RGB", (16, 8), "red").save(tmp_path / "a.jpg", exif=b"Exif\0\0II*\0\xff\xff\xff\x7f")
+    assert picture_size(tmp_path / "a.jpg") == (8, 16)
+
+
+def test_sixteen_bits_are_scaled_to_eight(tmp_path):
+    Image.fromarray(np.full((4, 4), 32_896, np.uint16)).save(tmp_path / "a.png")
+    assert np.unique(np.asarray(read_picture(tmp_path / "a.png"))).tolist() == [128]
+
+
+def png(width: int, height: int) -> bytes:
+    """Return a PNG that claims a size and has no pixel."""
+    parts = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0), b"IDAT"
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(part) - 4) + part + struct.pack(">I", zlib.crc32(part)) for part in parts
+    )
+
+
+@pytest.mark.parametrize("side", [PIXELS // 8192 + 1, 2**14 + 1, 2**20])
+def test_a_picture_of_too_many_pixels_is_refused_by_its_header(tmp_path, side):
+    file = write(tmp_path, "a.png", png(side, 8192))
+    for read in (read_picture, picture_size, frame_count):
+        assert "pixels" in refusal(read, file)
+
+
+def test_a_clip_of_too_many_pixels_is_refused(tmp_path, monkeypatch):
+    frames = [Image.new("RGB", (8, 8), (shade, 0, 0)) for shade in range(0, 250, 50)]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    monkeypatch.setattr("flowgrpo.data.pictures.PIXELS", 130)
+    with pytest.raises(UserError, match="has more than 130 pixels in its first 3 frames"):
+        _ = Clip(str(tmp_path / "a.gif"), 5).frames
+
+
+def test_a_video_of_too_large_frames_is_refused(tmp_path):
+    frame = b",\0\0\0\0" + struct.pack("<HH", 8191, 8191) + b"\0\x02\x02D\x01\0"
+    head = b"GIF89a" + struct.pack("<HH", 8191, 8191) + b"\x80\0\0" + bytes(6)
+    file = write(tmp_path, "a.mp4", head + 9 * frame + b";")
+    line = refusal(frame_count, file)
+    assert "has frames of 8191 x 8191 pixels" in line or "cannot be read as a video" in line  # by OpenCV's build
+
+
+def test_a_format_that_starts_a_program_is_no_picture(tmp_path):
+    file = write(tmp_path, "a.eps", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n")
+    assert "cannot be read as a picture" in refusal(read_picture, file)
+
+
+# --- the rest --------------------------------------------------------------------------------------------------------
+
+
+def test_errors_are_one_printable_line():
+    error = UserError("a\nb\x1b[2J\u202e\ud800" + "x" * 10_000 + "end")
+    assert str(error).startswith("a b\\x1b[2J\\u202e\\ud800x") and str(error).endswith("xend")
+    assert len(str(error)) < LONGEST
+    assert nearest("learning" * 10_000, ["train.lr"]) == "; there are: train.lr"
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("templates: ['{a:>999999999}']\nslots: {a: [x]}", "a slot has a format"),
+        ("templates: ['{a}']\nslots: [a]", "slots: got ['a'], expected names with values"),
+        ("templates: ['a']\nmetadata: 3", "metadata: got 3, expected names with values"),
+    ],
+)
+def test_templates_that_harm_are_refused(tmp_path, text, message):
+    assert message in refusal(load_templates, write(tmp_path, "t.yaml", text))
+
+
+def test_templates_with_more_combinations_than_64_bits_count_are_drawn_from(tmp_path):
+    slots = {f"s{i}": list("abcdefghij") for i in range(25)}
+    text = json.dumps({"templates": [" ".join(f"{{{name}}}" for name in slots)], "slots": slots})
+    assert len({prompt.text for prompt in load_templates(write(tmp_path, "t.yaml", text)).write(4, 0)}) == 4
+
+
+def test_safetensors_that_harm_are_refused(tmp_path):
+    for header in (
+        b"not JSON",
+        b"[" * 5000,
+        json.dumps({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 4]}}).encode(),
+    ):
+        assert "cannot be read" in refusal(
+            tensors_of, write(tmp_path, "a.safetensors", struct.pack("<Q", len(header)) + header + b"1234")
+        )
+    long = struct.pack("<Q", 2**24 + 1) + b" " * (2**24 + 2)
+    assert "a header of 16 MiB, expected 16 MiB at most" in refusal(tensors_of, write(tmp_path, "a.safetensors", long))
+
+
+def test_json_within_the_limits_is_read():
+    assert decoded('{"a": [1, -2.5e3, "\\ud83d\\ude00", null]}') == {"a": [1, -2500.0, "\U0001f600", None]}

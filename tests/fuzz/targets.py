@@ -1,0 +1,268 @@
+"""Targets of the battery: by name the strategy of its cases, and the readers that each case passes through."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from flowgrpo.errors import UserError
+from tests.fuzz import CORPUS, cases
+from tests.fuzz.cases import lines, mutated, nested, structures
+
+PROMPT_KEYS = [
+    "prompt",
+    "negative_prompt",
+    "metadata",
+    "weight",
+    "image",
+    "images",
+    "video",
+    "control_image",
+    "controlnet_conditioning_scale",
+    "question",
+    "answer",
+    "tag",
+    "include",
+]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kind of input. strategy: of its cases. read: takes a case and a folder that it may write to.
+
+    refuses: error that a refusal is.
+    """
+
+    strategy: st.SearchStrategy[Any]
+    read: Callable[[Any, Path], None]
+    refuses: type[ValueError] = UserError
+
+
+class Broken(AssertionError):
+    """Error: a property does not hold."""
+
+
+def refused(target: Target, case: Any, folder: Path) -> bool:
+    """Read a case; return True if it was refused. Raises Broken for a refusal that is not one printable line."""
+    try:
+        target.read(case, folder)
+    except target.refuses as error:
+        if (
+            re.search("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\ud800-\udfff]", str(error))
+            or len(str(error)) > 5000
+        ):
+            raise Broken(f"no printable line: {str(error)[:200]!r}") from error
+        return True
+    return False
+
+
+def prepare(folder: Path) -> None:
+    """Write into a folder the pictures, the FIFO and the sub-folder that cases name."""
+    shutil.copy(CORPUS / "pictures" / "rgb.png", folder / "a.png")
+    shutil.copy(CORPUS / "pictures" / "turned.jpg", folder / "b.png")
+    (folder / "clip").mkdir()
+    os.mkfifo(folder / "pipe")
+
+
+def written(folder: Path, name: str, content: bytes) -> Path:
+    (folder / name).write_bytes(content)
+    return folder / name
+
+
+# --- readers ---------------------------------------------------------------------------------------------------------
+
+
+def recipe(content: bytes, folder: Path) -> None:
+    from flowgrpo import config
+
+    settings = config.load(written(folder, "recipe.yaml", content))
+    settings.yaml().encode()
+    _ = settings.rewards, settings.watched, settings.call, settings.folder
+
+
+def override(case: tuple[str, str], folder: Path) -> None:
+    from flowgrpo import config
+
+    config.load(None, dict([case])).yaml().encode()
+
+
+def templates(content: bytes, folder: Path) -> None:
+    from flowgrpo.data.prompt_writer import load_templates
+
+    for prompt in load_templates(written(folder, "templates.yaml", content)).write(5, 0):
+        prompt.text.encode()
+
+
+def prompts(case: tuple[str, bytes], folder: Path) -> None:
+    from flowgrpo.data.prompts import as_line, load_prompts
+
+    name, content = case
+    for prompt in load_prompts(written(folder, name, content)):
+        json.dumps(as_line(prompt), ensure_ascii=False).encode()
+        _ = prompt.key, hash(prompt)
+
+
+def pairs(content: bytes, folder: Path) -> None:
+    from flowgrpo.data.pairs import aspects, load_pairs, split
+    from flowgrpo.vote.ballot import Ballot, Comparison
+
+    file = written(folder, "pairs.jsonl", content)
+    with contextlib.suppress(UserError):
+        Ballot([Comparison("a star", folder / "a.png", folder / "b.png")], ("a", "b"), file).state()
+    pairs = load_pairs(file)
+    aspects(*split(pairs, 0.5))
+
+
+def picture(case: tuple[str, bytes], folder: Path) -> None:
+    from flowgrpo.data.pictures import Clip, frame_count, picture_size, read_picture
+
+    file = written(folder, f"picture.{case[0]}", case[1])
+    errors = []
+    for read in (
+        picture_size,
+        read_picture,
+        lambda path: read_picture(path, (8, 8)),
+        lambda path: Clip.of(str(path), min(3, frame_count(path)), (8, 8)).frames,
+    ):
+        try:
+            read(file)
+        except UserError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def scored(case: tuple[str, bytes], folder: Path) -> None:
+    from flowgrpo.rewards.table import _read
+
+    _read(written(folder, f"picture.{case[0]}", case[1]))
+
+
+def run(changes: dict[str, bytes | None], folder: Path) -> None:
+    from flowgrpo.evaluation import runs
+    from flowgrpo.evaluation.report import report
+
+    place = folder / "runs" / "mine"
+    shutil.copytree(CORPUS / "run", place)
+    for name, content in changes.items():
+        (place / name).unlink(missing_ok=True)
+        if content is not None:
+            other = place / os.fsdecode(content[1:]) if content[:1] == b"=" else None
+            (place / name).write_bytes(other.read_bytes() if other and other.is_file() else content)
+    with contextlib.suppress(UserError):
+        from flowgrpo.cli.runs import _cells
+
+        json.dumps([_cells(each) for each in runs.listed(folder / "runs")])
+    with contextlib.suppress(UserError):
+        from flowgrpo.export.export import finished
+
+        finished(place)
+    report.write(place)
+
+
+def page(content: bytes, folder: Path) -> None:
+    from PIL import Image, PngImagePlugin
+
+    from flowgrpo.vote.sources import pairs as listed
+
+    info = PngImagePlugin.PngInfo()
+    info.add_itxt("flowgrpo", content.decode("utf-8", "replace"))
+    Image.new("RGB", (2, 2)).save(folder / "page.png", pnginfo=info)
+    for name in ("0", "1"):
+        (folder / name).mkdir()
+        shutil.copy(CORPUS / "pictures" / "rgb.png", folder / name / "000.png")
+    listed([folder / "page.png"])
+
+
+def folders(case: tuple[str, bytes, bytes], folder: Path) -> None:
+    from flowgrpo.vote.sources import pairs as listed
+
+    for name in ("0", "1"):
+        (folder / name).mkdir()
+        written(folder / name, case[0], case[1])
+    written(folder / "1", "prompts.jsonl", case[2])
+    listed([folder / "0", folder / "1"])
+
+
+def tensors(content: bytes, folder: Path) -> None:
+    from flowgrpo.export.export import _kohya, lora
+    from flowgrpo.policies.pipelines.single_file import _shapes
+    from flowgrpo.policies.weights.lora_files import LORA_FILE
+
+    file = written(folder, LORA_FILE, content)
+    with contextlib.suppress(UserError):
+        _shapes(str(file))
+    for tensors, adapter in lora(folder).values():
+        _kohya(str, tensors, adapter)
+
+
+def request(content: bytes, folder: Path) -> None:
+    from flowgrpo.rewards.remote import wire
+
+    _ = wire.refusal(content)
+    errors = []
+    for read in (
+        lambda: wire.unpacked(content, wire.Limits()),
+        lambda: wire.scores(content, 2),
+        lambda: wire.Info.read(content),
+    ):
+        try:
+            read()
+        except ValueError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+# --- all -------------------------------------------------------------------------------------------------------------
+
+
+def _keys() -> st.SearchStrategy[str]:
+    from flowgrpo.config.schema import keys, sections
+
+    return st.one_of(st.sampled_from([*keys(), *sections()]), st.text(max_size=8))
+
+
+YAML = st.one_of(mutated("recipes/*"), nested())
+RECORDS = st.one_of(mutated("prompts/*.jsonl"), nested(), lines(structures(PROMPT_KEYS)))
+SUFFIX = st.sampled_from(["png", "gif", "webp", "jpg", "tiff"])
+PICTURES = st.tuples(SUFFIX, st.one_of(mutated("pictures/*"), cases.bombs()))
+TARGETS = {
+    "recipes": Target(YAML, recipe),
+    "recipe values": Target(cases.recipes(), recipe),
+    "overrides": Target(
+        st.tuples(_keys(), st.one_of(st.text(max_size=12), cases.VALUES.map(json.dumps), nested().map(bytes.decode))),
+        override,
+    ),
+    "templates": Target(
+        st.one_of(mutated("templates/*"), nested(), structures(["templates", "slots", "metadata"])), templates
+    ),
+    "prompts txt": Target(
+        st.tuples(st.just("p.txt"), st.one_of(mutated("prompts/*.txt"), st.binary(max_size=60))), prompts
+    ),
+    "prompts jsonl": Target(st.tuples(st.just("p.jsonl"), RECORDS), prompts),
+    "prompts csv": Target(st.tuples(st.just("p.csv"), mutated("prompts/*.csv")), prompts),
+    "pairs": Target(
+        st.one_of(mutated("pairs/*"), nested(), lines(structures(["prompt", "chosen", "rejected", "aspects"]))), pairs
+    ),
+    "pictures": Target(PICTURES, picture),
+    "pictures to score": Target(PICTURES, scored),
+    "run folders": Target(cases.run_files(), run),
+    "pages to vote on": Target(
+        st.one_of(nested(), structures(["folders", "columns", "prompts", "tasks"]), cases.facts()), page
+    ),
+    "folders to vote on": Target(
+        st.tuples(st.sampled_from(["a.png", "a.jpg", "a.webp", "a.txt"]), mutated("pictures/*"), RECORDS), folders
+    ),
+    "safetensors": Target(st.one_of(cases.tensor_files(), mutated("tensors/*")), tensors),
+    "server requests": Target(cases.requests(), request, ValueError),
+}

@@ -1,0 +1,79 @@
+"""Hostile inputs: corpus and a few examples of each target; `make fuzz` runs many."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from tests.fuzz import CORPUS
+from tests.fuzz.battery import SECONDS, Hang, place
+from tests.fuzz.targets import TARGETS, prepare, refused
+
+
+@pytest.fixture
+def late():
+    """Turn a hang into an error."""
+
+    def stop(*_):
+        raise Hang(f"longer than {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_few_examples_return_or_are_refused_in_one_line(name, tmp_path_factory, late):
+    target = TARGETS[name]
+
+    @settings(max_examples=6, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(target.strategy)
+    def once(case):
+        folder = tmp_path_factory.mktemp("case")
+        prepare(folder)
+        refused(target, case, folder)
+
+    once()
+
+
+FILES = {
+    "recipes": "recipes/*",
+    "templates": "templates/*",
+    "prompts txt": "prompts/*.txt",
+    "prompts csv": "prompts/*.csv",
+    "prompts jsonl": "prompts/*.jsonl",
+    "pairs": "pairs/*",
+    "pictures": "pictures/*",
+    "pictures to score": "pictures/*",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_whole_files_of_the_corpus_are_read(name, tmp_path_factory, late):
+    for file in sorted(CORPUS.glob(FILES[name])):
+        folder, content = tmp_path_factory.mktemp("case"), file.read_bytes()
+        prepare(folder)
+        case = (
+            content
+            if name in ("recipes", "templates", "pairs")
+            else (f"p{file.suffix}" if name.startswith("prompts") else file.suffix[1:], content)
+        )
+        refusal = refused(TARGETS[name], case, folder)
+        assert not refusal or name in ("recipes", "templates", "pairs"), file  # some of these have odd content
+
+
+def test_a_failure_is_named_by_its_kind_and_line():
+    from flowgrpo.data.splits import split
+
+    with pytest.raises(Exception) as caught:
+        split(None, 0.5, 0)
+    assert place(caught.value).startswith(f"{type(caught.value).__name__} at splits.py:")
+
+
+def test_a_folder_of_a_case_has_what_cases_name(tmp_path):
+    prepare(tmp_path)
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "a.png").is_file()
