@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from torch import distributed
 
@@ -127,7 +127,7 @@ class Watch:
             while selector.get_map() and self.lost is None:
                 for key, _ in selector.select(BEAT):
                     name, said = key.data
-                    if not self._hear(key.fileobj, name, said):
+                    if not self._hear(cast(socket.socket, key.fileobj), name, said):
                         selector.unregister(key.fileobj)
                 now = time.monotonic()
                 if now - beaten >= BEAT and not self._ended.is_set():

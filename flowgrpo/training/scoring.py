@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from threading import Lock
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -180,4 +180,5 @@ def _apart(samples: Outputs) -> float:
     if isinstance(samples[0], str):
         return (len({*samples}) - 1) / (len(samples) - 1)
     steps = [max(1, size // 64) for size in samples[0].shape[-2:]]
-    return torch.stack([sample[..., ::steps[0], ::steps[1]].float() for sample in samples]).std(0).mean().item()
+    shown = torch.stack([cast(torch.Tensor, sample)[..., ::steps[0], ::steps[1]].float() for sample in samples])
+    return shown.std(0).mean().item()
