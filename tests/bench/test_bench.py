@@ -29,12 +29,14 @@ def interrupted(output: Path) -> Iterator[None]:
                 return
 
     thread = threading.Thread(target=press)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of xdist ignore the signal
     thread.start()
     try:
         yield
     finally:
         ended.set()
         thread.join()
+        signal.signal(signal.SIGINT, before)
 
 
 class Tags(html.parser.HTMLParser):

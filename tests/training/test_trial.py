@@ -361,7 +361,7 @@ def test_a_judge_of_pairs_is_asked_of_one_pair(capsys):
 
 def test_a_busy_service_is_asked_again():
     def service(**options) -> Service:
-        return Service("it", ["a", "b"], timeout=1, headers={}, unpacked=True, **{"retries": 3, "wait": 0} | options)
+        return Service("it", ["a", "b"], timeout=1, headers={}, **{"retries": 3, "wait": 0} | options)
 
     def attempts(error: Exception, **options) -> int:
         asked = []
