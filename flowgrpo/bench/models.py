@@ -21,7 +21,7 @@ SIDES = ("train", "validation", "held_out")
 
 @dataclass(frozen=True)
 class BenchModel:
-    """What a bench needs to know of a model.
+    """Facts of a model that a bench needs.
 
     process: as in `Method.on`. prompts: name of its set. settings: dotted keys of a recipe, shared by all methods.
     measured: reward that is the accuracy. watched: rule of a reward that is not trained on, by name.

@@ -29,7 +29,7 @@ PUBLISHED, SWEEP, TUNED = "published", "sweep", "tuned"
 
 @dataclass(frozen=True)
 class Request:
-    """What a bench compares.
+    """Comparison that a bench makes.
 
     methods: as given, without the reference if it is to be added. evaluations: of every run. points: measurements of
     the held-out accuracy during training, the last at its end. prompts: of each measured side, at most.

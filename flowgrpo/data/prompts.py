@@ -68,7 +68,7 @@ class Prompt:
 
     @property
     def brings(self) -> str | Inputs | None:
-        """What a policy encodes beside the text: nothing, one reference picture's path, or all inputs."""
+        """Input that a policy encodes beside the text: nothing, one reference picture's path, or all inputs."""
         return self.image if self.inputs.given().keys() <= {"image"} else self.inputs
 
 

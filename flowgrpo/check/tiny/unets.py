@@ -174,6 +174,7 @@ def omnigen(seed: int = 0) -> Pipeline:
 
 
 def unet(**options: Any) -> Network:
+    """Return a tiny U-Net of one block with random weights; options: of its class, over the defaults."""
     from diffusers import UNet2DConditionModel
 
     small = dict(sample_size=8, block_out_channels=(8,), layers_per_block=1, norm_num_groups=4, attention_head_dim=2,

@@ -107,8 +107,12 @@ def has_ip_adapter(pipe: Any) -> bool:
 def require_prompts(config: Config, prompts: Sequence[Prompt], pipe: Any = None) -> None:
     """Raise UserError for the first prompt whose files the run's pipeline does not take, or that lacks one.
 
-    pipe: the pipeline, once it is loaded; before, it is known of a local folder.
+    pipe: the pipeline, once it is loaded; before, it is known of a local folder, and its class is imported only where
+    a file is at stake.
     """
+    if pipe is None and config.load.controlnet is None and config.load.ip_adapter is None and not any(
+            prompt.brings is not None for prompt in prompts):
+        return
     cls = type(pipe) if pipe is not None else _class_of(config)
     present = has_ip_adapter(pipe) if pipe is not None else config.load.ip_adapter is not None or None
     if cls is not None:

@@ -66,7 +66,7 @@ class TextEncoders:
 
 @dataclass(frozen=True)
 class Filled:
-    """What a cache holds of a run's prompts: its folder, their number, their bytes, and how many are new."""
+    """Contents of a cache for a run's prompts: its folder, their number, their bytes, and how many are new."""
 
     folder: Path
     prompts: int

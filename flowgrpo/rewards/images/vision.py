@@ -112,6 +112,7 @@ def tensors(reward: str, where: str, revision: str | None, option: str) -> dict[
 
 
 def from_hub(where: str, revision: str | None) -> Path:
+    """Return the local path of the hub's file OWNER/NAME/FILE. Raises FileNotFoundError for another form."""
     if where.count("/") < 2 or where.startswith(("/", ".", "~")):
         raise FileNotFoundError("no such file")
     from huggingface_hub import hf_hub_download
