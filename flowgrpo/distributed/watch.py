@@ -125,6 +125,7 @@ class Watch:
                 selector.register(link, selectors.EVENT_READ, (name, bytearray()))
             stopping, beaten = False, 0.0
             while selector.get_map() and self.lost is None:
+                before = time.monotonic()
                 for key, _ in selector.select(BEAT):
                     name, said = key.data
                     if not self._hear(cast(socket.socket, key.fileobj), name, said):
@@ -134,7 +135,8 @@ class Watch:
                     beaten, news = now, signals.asked() and not stopping
                     stopping = stopping or news
                     self._tell(STOP + b"\n" if news else b"\n", last=False)
-                self._look(now)
+                if now - before < 2 * BEAT:  # after a pause of its own, this process first reads what was sent in it
+                    self._look(now)
         for link in self._links if self.lost is None else ():
             link.close()
         if self.lost is not None and not self._ended.wait(self.grace):

@@ -60,6 +60,31 @@ def test_the_reason_of_a_process_that_hangs_or_fails_ends_all(kind, reason, tmp_
         assert code == 2 and "process 1 on " in line and reason in line
 
 
+class Paused(Watch):
+    """Watch whose process stands still for 4 s between reading what was sent and looking at the time."""
+
+    paused = False
+
+    def _hear(self, link, name, said):
+        goes_on = super()._hear(link, name, said)
+        if self.processes.rank and not self.paused:
+            self.paused = True
+            ctypes.PyDLL(None).usleep(4_000_000)
+        return goes_on
+
+
+def pauses(folder: Path) -> int:
+    """Stand still on the second process, which alone has a short patience."""
+    processes = Processes(Accelerator(cpu=True))
+    with Paused(processes, grace=0.5, silence=1.5 if processes.rank else 60.0), processes.together():
+        time.sleep(8)
+    return 0
+
+
+def test_a_process_does_not_call_the_others_silent_after_a_pause_of_its_own(tmp_path):
+    assert [code for code, _ in launch(pauses, 2, tmp_path, timeout=60)] == [0, 0]
+
+
 def waits(folder: Path) -> int:
     """Get a signal on the second process alone, while the first waits for a reward."""
     processes, stop = Processes(Accelerator(cpu=True)), signals.Stop()
