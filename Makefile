@@ -1,9 +1,9 @@
 # `make demo` aligns the starter model and shows what changed, `make test` runs the tests, `make lint` checks style and
-# types, `make fuzz` reads hostile inputs for ten minutes.
+# types, `make fuzz` reads hostile inputs for ten minutes, `make docs` builds the site into site/.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint fuzz
+.PHONY: demo test lint fuzz docs
 demo: .venv/installed
 	$(BIN)/python -m flowgrpo train configs/starter.yaml
 
@@ -12,6 +12,9 @@ test: .venv/tested
 
 fuzz: .venv/tested
 	$(BIN)/python -m tests.fuzz.battery --seconds 600 --failures fuzz_failures.json
+
+docs: .venv/documented
+	$(BIN)/python -m mkdocs build --quiet
 
 lint: .venv/linted
 	$(BIN)/ruff check
@@ -25,6 +28,10 @@ lint: .venv/linted
 
 .venv/linted: .venv/installed
 	$(BIN)/python -m pip install --quiet --editable '.[lint]'
+	touch $@
+
+.venv/documented: .venv/installed
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	touch $@
 
 .venv/tested: .venv/installed

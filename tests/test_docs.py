@@ -44,13 +44,23 @@ def test_every_part_has_its_place_in_the_index():
     assert [name for name in registry.TYPES if f"| `{name}` |" not in PAGES["index"]] == []
 
 
-def test_every_preset_has_a_short_page_and_its_line_in_the_readme():
+def test_every_preset_has_a_short_page_and_its_line_in_the_index():
     assert PRESETS.keys() == methods.PRESETS.keys()
     pages = {name: text for name, text in PAGES.items() if name != "index"}
     assert all(text.startswith(f"# {name}\n") and len(text.splitlines()) <= 30 for name, text in pages.items())
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [name for name in methods.PRESETS if f"| [`{name}`](docs/methods/{name}.md) |" not in readme] == []
-    assert [name for name in INFERENCE if f"[`{name}`](docs/methods/{name}.md)" not in readme] == []
+    assert [name for name in methods.PRESETS if f"| [`{name}`]({name}.md) |" not in PAGES["index"]] == []
+    assert [name for name in INFERENCE if f"[`{name}`]({name}.md)" not in PAGES["index"]] == []
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_every_page_is_in_the_navigation():
+    """The methods' pages are put there by scripts/docs_site.py."""
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = [page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")]
+    assert [str(page) for page in pages if page.parts[0] != "methods" and f": {page}\n" not in site] == []
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -99,19 +109,21 @@ STAND_INS = {"N": "1", "RECIPE": "configs/starter.yaml", "--KEY=VALUE": "--train
 
 
 def command_lines() -> list[str]:
-    """Those of all code blocks, and of README.md's text those with arguments: `flowgrpo check` alone is a name."""
-    blocks = [block for file in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-              for language, block in re.findall(r"^```(.*?)\n(.*?)^```$", file.read_text(encoding="utf-8"), re.S | re.M)
+    """Those of all code blocks; of README.md and docs/get_started also those with arguments in the text, where
+    `flowgrpo check` alone is a name."""
+    first = [ROOT / "README.md", *sorted((ROOT / "docs" / "get_started").glob("*.md"))]
+    texts = [page.read_text(encoding="utf-8") for page in [*first, *(ROOT / "docs").rglob("*.md")]]
+    blocks = [block for text in texts for language, block in re.findall(r"^```(.*?)\n(.*?)^```$", text, re.S | re.M)
               if not language]
-    text = re.sub(r"^```.*?^```", "", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S | re.M)
-    inline = [line for line in re.findall(f"`({COMMAND})`", text) if not re.fullmatch("flowgrpo [a-z-]+", line)]
+    plain = "\n".join(re.sub(r"^```.*?^```", "", text, flags=re.S | re.M) for text in texts[:len(first)])
+    inline = [line for line in re.findall(f"`({COMMAND})`", plain) if not re.fullmatch("flowgrpo [a-z-]+", line)]
     return inline + [line for block in blocks for line in re.findall(f"^{COMMAND}$", block, re.M)]
 
 
 def test_command_lines_are_found():
     assert {line.split()[1] for line in command_lines() if line.startswith("flowgrpo ")} == {
         "train", "sample", "grid", "eval", "bench", "report", "runs", "export", "check", "methods", "new", "prompts",
-        "score", "train-reward", "serve-reward", "encode", "vote", "push"}
+        "rewards", "score", "train-reward", "serve-reward", "encode", "vote", "push"}
     assert any(line.startswith("accelerate launch") for line in command_lines())
 
 
