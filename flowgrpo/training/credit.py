@@ -46,7 +46,7 @@ def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[flo
                 values = below(shaped, width)
                 advantage = method.credit.advantage(values, weights, copy.deepcopy(context))
                 advantage_of[width] = local(advantage)
-                kept_of[width] = local(of_nodes(selection, leaves, advantage) & ~values.isnan().all(2))
+                kept_of[width] = local(of_nodes(selection, leaves, advantage, context.splits) & ~values.isnan().all(2))
             alike = advantage_of[width][at].flatten()
             advantages.append(spread(cast(Completions, taken), alike, totals[at]) if spread else alike)
             kept.append(kept_of[width][at].flatten())

@@ -85,7 +85,7 @@ CLAMPS = {"rlcm": 10.0}  # of the advantage
 # What a preset has beside these.
 OTHER = {"tempflow_grpo": {"step_weight": NoiseLevel()}, "granular_grpo": {"strides": (1, 2, 3)},
          "tree_rpo": {"surrogate": AdaptiveClip(1e-4, 2e-4, 1.0), "tuning": LayerTuning(1e-4)},
-         "pref_grpo": {"shaping": WinRate()}, "b2_diffurl": {"selection": Extremes(-0.5, 0.5, branch=4)}}
+         "pref_grpo": {"shaping": WinRate()}, "b2_diffurl": {"selection": Extremes(-0.5, 0.5)}}
 OVERLAYS = {"grpo_guard", "flow_dppo", "sol_rl", "texforce", "dynamic_sampling", "mopps", "scaf_grpo", "ghpo",
             "knapsack_rl"}
 # Of language models: ratio, surrogate, reduction, advantage's scale and order, KL.

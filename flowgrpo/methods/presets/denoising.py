@@ -121,7 +121,7 @@ def b2_diffurl(method: Method = Method()) -> Method:
     """
     return method.having(kernel=kernels.FlowDDIM(1.0), plan=plans.GrowingTail(branch=4), roots=None,
                          advantage=group.Advantage(scale="running", order="rewards"),
-                         selection=selection.Extremes(-0.5, 0.5, branch=4), surrogate=objectives.Clip(0.1, 0.1),
+                         selection=selection.Extremes(-0.5, 0.5), surrogate=objectives.Clip(0.1, 0.1),
                          kl=objectives.GaussianKL(0.0))
 
 
