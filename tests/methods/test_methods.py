@@ -50,6 +50,7 @@ from flowgrpo.objectives.sequence_losses import (
     TaperedReinforce,
 )
 from flowgrpo.objectives.token_losses import ConflictTokens, EntropyBonus, ExpertMixture, HighEntropy, LikelihoodFloor
+from flowgrpo.samplers.grids import TailPoints
 from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowDDIM, FlowSDE
 from flowgrpo.samplers.plans import AllSteps, Branches, EachStep, GrowingTail, RandomSubset, Single, Sliding, TreeWindow
 from flowgrpo.samplers.solvers import DPMSolver2M, Euler
@@ -228,6 +229,7 @@ def test_parts_are_laid_over_a_method():
     method = with_parts(preset("mix_grpo"), {"plan": {"size": 2}, "kernel": {"type": "CPS"}, "tail": 0.5})
     assert method == preset("mix_grpo").having(plan=Sliding(size=2), kernel=CPS(), tail=0.5)
     assert laid("mix_grpo", kernel={"type": "FlowSDE", "level": 0.9}) == FlowSDE(0.9)
+    assert laid("mix_grpo_flash", tail={"type": "TailPoints", "share": 0.2}) == TailPoints(0.2)
     assert laid("mix_grpo", plan={"type": "Single", "step": 3}) == Single(3)
     assert laid("mix_grpo", plan={"type": "Sliding", "size": 2}) == Sliding(size=2)
     assert laid("dance_grpo", selection={"type": "BestWorst", "n": 8}) == BestWorst(8)
