@@ -22,6 +22,7 @@ from flowgrpo.data.pictures import picture_size
 from flowgrpo.data.prompts import Prompt, load_prompts
 from flowgrpo.device import concrete, drawing
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation import best_of as choice
 from flowgrpo.evaluation import checkpoints, picture_files, run_rewards
 from flowgrpo.evaluation.checkpoints import config_of, run_config
 from flowgrpo.evaluation.measured import Measured, spread
@@ -55,7 +56,8 @@ def memory_told() -> Iterator[None]:
 @memory_told()
 def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, seed: int, steps: int | None,
            guidance: float | None, output: str | Path, rlg: float | None = None,
-           image: str | Path | None = None, precision: str | None = None) -> list[Path]:
+           image: str | Path | None = None, precision: str | None = None, best_of: int = 1,
+           by: str | dict[str, Any] = "") -> list[Path]:
     """Draw `count` pictures per prompt to the folder `output`, clips as animated WebP and mp4; returns the paths of the
     pictures or WebPs, in order. An `output` that ends with .mp4 is the file of one clip.
 
@@ -67,6 +69,7 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     steps, guidance: None takes the pipeline's defaults, for a starter those of its card.
     rlg: draw with base + rlg * (tuned - base), see policies/weights/rlg.py.
     image: file of a picture from which all prompts start. precision: None takes the run's, or the device's default.
+    best_of: draws per picture, of which the one with the highest reward `by` is kept, a name or its rule by name.
     A picture depends only on the seed, its prompt's number and its number within the prompt.
     Raises UserError for a model or weights that do not load, and for an unreadable picture.
     """
@@ -79,6 +82,7 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     if run:
         require_weights(run)
     config = config_of(run) or Config()
+    best = choice.make(best_of, by, config)
     pipe = make_pipeline(model, drawing(config.precision, place(), precision), config.trust_remote_code,
                          memory=config.memory, files=files_of(config, model))
     if image is not None and "image" not in inspect.signature(pipe.__call__).parameters:
@@ -87,15 +91,14 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
         raise UserError(f"--output {output}: {type(pipe).__name__} draws pictures: name a folder")
     arguments = call_arguments(model, run, steps, guidance)
     with contextlib.nullcontext() if run is None else tuned(pipe, run, rlg):
-        pictures = _draw(pipe, given, count, seed, arguments)
-    names = _names(prompts, count, "webp" if pictures[0].ndim == 4 else "png")
-    folder, names = (Path(output).parent, [Path(output).name]) if film else (Path(output), names)
+        pictures = _draw(pipe, given, count * best_of, seed, arguments)
+    settings = picture_files.settings(pipe, model, arguments, run, rlg)
+    folder, names = Path(output), _names(prompts, count, "webp" if pictures[0].ndim == 4 else "png")
+    folder, names = (folder.parent, [folder.name]) if film else (folder, names)
     paths = [picture_files.free(folder / name) for name in names]
     folder.mkdir(parents=True, exist_ok=True)
-    seed_of, settings = seeder(seed, 0), picture_files.settings(pipe, model, arguments, run, rlg)
-    for number, (path, picture) in enumerate(zip(paths, pictures)):
-        i, k = divmod(number, count)
-        picture_files.save(path, picture, picture_files.parameters(prompts[i], seed_of(i, k), picture, settings))
+    for path, (picture, facts) in zip(paths, choice.kept(pictures, given, count, seed, settings, best)):
+        picture_files.save(path, picture, facts)
     return paths
 
 

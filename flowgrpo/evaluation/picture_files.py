@@ -64,6 +64,11 @@ def parameters(prompt: str, seed: int, picture: torch.Tensor, settings: dict[str
     return f"{prompt}\nNegative prompt: {negative}\n{line}"
 
 
+def extended(parameters: str, fields: dict[str, Any]) -> str:
+    """Return `parameters` with further fields behind its line of settings."""
+    return ", ".join([parameters, *(f"{name}: {quoted(value)}" for name, value in fields.items())])
+
+
 def quoted(value: object) -> str:
     """Return a value as AUTOMATIC1111 writes it: in quotes if it has a comma, a colon or a line break."""
     text = str(value)
