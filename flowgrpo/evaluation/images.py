@@ -30,7 +30,7 @@ from flowgrpo.evaluation.nouns import SAMPLE
 from flowgrpo.evaluation.pages import mp4, singles
 from flowgrpo.evaluation.pages.before_after import captions, draw_pairs
 from flowgrpo.policies.generators import seeded
-from flowgrpo.policies.pipelines import edit_networks, prompt_inputs
+from flowgrpo.policies.pipelines import edit_networks, edit_policy, prompt_inputs
 from flowgrpo.policies.pipelines.call import guidance_argument, placed
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline, modality, text_encoders
 from flowgrpo.policies.weights import host_weights
@@ -154,7 +154,9 @@ def tuned(pipe: Any, path: Path, rlg: float | None) -> contextlib.AbstractContex
 
 
 def load_branches(pipe: Any, path: Path) -> Branches:
-    """Load weights as `load_tuned` does, and keep the base for RLG."""
+    """Load weights as `load_tuned` does, and keep the base for RLG. Raises UserError for an edit policy."""
+    if checkpoints.holds_edits(path):
+        raise UserError(f"--rlg: {path} holds an edit policy, which leaves the denoiser as it is: leave --rlg out")
     first = denoisers(pipe)
     load_tuned(pipe, path)
     return Branches(pipe, first)
@@ -169,6 +171,9 @@ def load_tuned(pipe: Any, path: Path) -> None:
     modules |= text_encoders(pipe)
     if checkpoints.is_checkpoint(path):
         checkpoints.load(pipe, path)
+    elif checkpoints.holds_edits(path):
+        config = config_of(path)
+        edit_policy.over(pipe, path, config.call if config else {}).attach()
     elif path.is_file():
         _load_lora(pipe, path)
     elif (path / LORA_FILE).is_file() or any((path / name / "adapter_config.json").is_file() for name in modules):
@@ -187,13 +192,11 @@ def load_tuned(pipe: Any, path: Path) -> None:
 
 
 def require_weights(path: Path) -> None:
-    """Raise UserError, before anything is drawn, if a path has no weights or those of edits."""
-    if path.is_file() or checkpoints.is_checkpoint(path) or (path / LORA_FILE).is_file() or any(
+    """Raise UserError, before anything is drawn, if a path has no weights."""
+    known = any((path / name).is_file() for name in (LORA_FILE, edit_networks.FILE))
+    if path.is_file() or checkpoints.is_checkpoint(path) or known or any(
             file for name in ("adapter_config.json", "config.json") for file in path.glob(f"*/{name}")):
         return
-    if (path / edit_networks.FILE).is_file():
-        raise UserError(f"{path} holds an edit policy, which no stock pipeline loads: draw with "
-                        "flowgrpo.policies.pipelines.edit_policy.EditPolicy(pipe, path)")
     hint = "the run has not finished: --resume it" if (path / "config.yaml").is_file() else \
         "expected a finished run, a folder with a LoRA, or its file"
     raise UserError(f"no weights at {path} ({LORA_FILE} is missing): {hint}")
@@ -301,6 +304,8 @@ def draw_one(pipe: Any, prompt: Prompt, seed: int, arguments: dict[str, Any], ne
     arguments: further ones of the call, from `call_arguments`. negative: for a prompt without its own.
     Raises UserError for a pipeline with another output, and for a missing input file.
     """
+    if (edits := edit_policy.attached(pipe)) is not None:
+        return edits.draw([prompt], [seed], arguments, negative)[0]
     generator, image = torch.Generator().manual_seed(seed), _brought(pipe, prompt, arguments)
     with seeded(pipe.scheduler, generator), _picture_missed(pipe, arguments | image):
         pictures = call(pipe, arguments, prompt=prompt.text, generator=generator, output_type="pt", **image,
