@@ -33,6 +33,7 @@ from flowgrpo.policies import build, options
 from flowgrpo.policies.pipelines import prompt_lengths
 from flowgrpo.policies.precision import settle
 from flowgrpo.policies.weights import sharding
+from flowgrpo.policies.weights.low_precision import notice
 from flowgrpo.policies.weights.restore import as_before
 from flowgrpo.rewards import pairwise
 from flowgrpo.rewards.find import place
@@ -133,8 +134,11 @@ def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
     if ready.last:
         state.restore(trainer, ready.last)
     trial.require(trainer, ready.measured)
-    if trainer.processes.first and (line := substituted(config, trainer.method)):
-        print(line, flush=True)
+    preview = trainer.method.rollout.preview
+    for line in (substituted(config, trainer.method),
+                 notice(preview.precision, policy.device) if preview else None) if trainer.processes.first else ():
+        if line:
+            print(line, flush=True)
     if policy.modality != "text" and trainer.processes.first:
         texts = [prompt.text for side in ready.split for prompt in side]
         if line := prompt_lengths.cut(policy.pipe, config.call, texts):

@@ -177,7 +177,7 @@ class Trainer:
         strides = len(self.method.rollout.strides)
         return Context(groups[::shape.slices], logp.float(), lengths.long(), longest, self.epoch,
                        self.config.train.epochs, self.memory, self.scoring.paired * strides, deducted.float(),
-                       list(self.scoring.weights.values()) * strides)
+                       list(self.scoring.weights.values()) * strides, self.rollouts.splits(self.epoch))
 
     def learn(self, credited: list[Part | None], conditioning: Encoded) -> dict[str, Any]:
         """Replay the recorded decisions and minimise the method's loss: `updates` optimiser steps per inner epoch.

@@ -307,6 +307,7 @@ class Context:
     win_rates: for each of the R rewards, whether it is already a win rate within its group, as a judge's (empty: none).
     deducted: [P, G], subtracted from every reward of a sample before all else (None: nothing).
     weights: of the R rewards (empty: 1 each).
+    splits: children of a state at each split of the plan's tree, in order (empty: the plan lists no split).
     """
 
     prompts: Sequence[str] = ()
@@ -319,3 +320,4 @@ class Context:
     win_rates: Sequence[bool] = ()
     deducted: Tensor | None = None
     weights: Sequence[float] = ()
+    splits: Sequence[int] = ()

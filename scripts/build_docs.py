@@ -144,7 +144,9 @@ released CPS drops 1/(2 s^2) from it, ours is the true density: a released clip 
 here. With `log_ratio: {type: SquaredErrorRatio}`, which is the released one, it is taken as it is.
 
 **At inference** a tuned model and its base draw together with `--rlg W`: [`rlg`](rlg.md) (2508.21016), which is no
-preset.
+preset. `--best-of N --by REWARD` of `sample` and `eval` draws N times and keeps the picture or text that a reward
+scores highest, such as one that `flowgrpo train-reward` learned (Gen-Drive, 2410.05582); a picture records N, the
+reward and its score.
 """
 
 METHODS_TAIL = """## How to add a method

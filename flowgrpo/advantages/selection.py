@@ -4,13 +4,14 @@ scores rank the samples of a group: the total reward or the combined advantage, 
 computed on the full group first; a selection only leaves rows out of the loss.
 
 In a tree a selection ranks the leaves, and an edge is trained if a leaf below it is kept. One that prunes inner edges
-too has a method `nodes(scores) -> keep` for the nodes of a depth, [P, N] to bool [P, N]. Other samples are neither
-replayed nor counted.
+too has a method `nodes(scores, siblings) -> keep` for the nodes of a depth, [P, N] to bool [P, N]. Other samples are
+neither replayed nor counted. Which samples are siblings follows from the plan alone, by `context.splits`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,27 +75,21 @@ class MaxVariance:
 class Extremes:
     """Keep the best sample of every branch group, if its score is at least `high`, and the worst, if at most `low`.
 
-    A branch group is `branch` consecutive samples, those that share a trunk (None: all of a prompt's). Scores should be
-    deviations from a prompt's usual reward, as `Advantage(scale="running")` gives them (B2-DiffuRL, 2503.11240,
-    released selection: thresholds 0.5 in its script, 0.7 by default).
+    A branch group is the siblings of the plan's last split; without a listed split it is all samples of a prompt.
+    Scores should be deviations from a prompt's usual reward, as `Advantage(scale="running")` gives them (B2-DiffuRL,
+    2503.11240, released selection: thresholds 0.5 in its script, 0.7 by default).
     """
 
     low: float = -0.5
     high: float = 0.5
-    branch: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.low <= self.high or (self.branch is not None and self.branch < 1):
-            raise ValueError(f"Extremes: low is {self.low}, high {self.high} and branch {self.branch}, expected "
-                             "low <= high and branch 1 or more")
+        if not self.low <= self.high:
+            raise ValueError(f"Extremes: low is {self.low} and high {self.high}, expected low <= high")
 
     def __call__(self, scores: Tensor, context: Context | None = None) -> Tensor:
         _require_ranked(scores)
-        branch = self.branch or scores.shape[1]
-        if scores.shape[1] % branch:
-            raise ValueError(f"Extremes: branch is {branch}, expected a divisor of the {scores.shape[1]} samples of a "
-                             "group")
-        groups = scores.unflatten(1, (-1, branch))
+        groups = _siblings(scores, context)
         best, worst = (_at(groups, end(dim=2, keepdim=True)) for end in (groups.argmax, groups.argmin))
         return ((best & (groups >= self.high)) | (worst & (groups <= self.low))).flatten(1)
 
@@ -103,8 +98,7 @@ class Extremes:
 class WidthPruning:
     """Keep a share of the edges of a depth of a tree (BranchGRPO, 2509.06040, one half).
 
-    of: "siblings", the best of the `branch` edges that leave one state; "depth", equally many of the best and the worst
-    of all.
+    of: "siblings", the best of the edges that leave one state; "depth", equally many of the best and the worst of all.
     depths: "last", only the edges behind the last split are pruned, and all others trained, as in the released code;
     "all", every depth is pruned separately.
     At least one of the siblings, or the two extremes, are kept; ties by position.
@@ -113,34 +107,33 @@ class WidthPruning:
     of: str = "siblings"
     share: float = 0.5
     depths: str = "last"
-    branch: int = 2
 
     def __post_init__(self) -> None:
         for name, known in (("of", ("siblings", "depth")), ("depths", ("last", "all"))):
             if getattr(self, name) not in known:
                 raise ValueError(f"WidthPruning: {name} is {getattr(self, name)!r}, expected {' or '.join(known)}")
-        if not 0 < self.share <= 1 or self.branch < 2:
-            raise ValueError(f"WidthPruning: share is {self.share} and branch {self.branch}, expected above 0 and at "
-                             "most 1, and 2 or more")
+        if not 0 < self.share <= 1:
+            raise ValueError(f"WidthPruning: share is {self.share}, expected above 0 and at most 1")
 
     def __call__(self, scores: Tensor, context: Context | None = None) -> Tensor:
         _require_ranked(scores)
-        if self.of == "siblings" and scores.shape[1] % self.branch:
-            raise ValueError(f"WidthPruning: branch is {self.branch}, expected a divisor of the {scores.shape[1]} "
-                             "samples of a group")
-        return self._pruned(scores)
+        return self._pruned(_siblings(scores, context))
 
-    def nodes(self, scores: Tensor) -> Tensor:
-        """Return the kept inner nodes of one depth: scores [P, N] to bool [P, N]."""
-        alone = self.of == "siblings" and scores.shape[1] % self.branch  # before the first split nothing has siblings
-        return torch.ones_like(scores, dtype=torch.bool) if self.depths == "last" or alone else self._pruned(scores)
+    def nodes(self, scores: Tensor, siblings: int | None) -> Tensor:
+        """Return the kept inner nodes of one depth: scores [P, N] to bool [P, N].
 
-    def _pruned(self, scores: Tensor) -> Tensor:
+        siblings: nodes that leave one state; None before the first split, where nothing has siblings.
+        """
+        if self.depths == "last" or siblings is None and self.of == "siblings":
+            return torch.ones_like(scores, dtype=torch.bool)
+        return self._pruned(scores.unflatten(1, (-1, siblings or scores.shape[1])))
+
+    def _pruned(self, siblings: Tensor) -> Tensor:
         if self.of == "depth":
+            scores = siblings.flatten(1)
             return BestWorst(2 * max(1, int(scores.shape[1] * self.share / 2)))(scores)
-        siblings = scores.unflatten(1, (-1, self.branch))
-        best = siblings.argsort(dim=2, descending=True, stable=True)[..., :max(1, int(self.branch * self.share))]
-        return _at(siblings, best).flatten(1)
+        kept = max(1, int(siblings.shape[2] * self.share))
+        return _at(siblings, siblings.argsort(dim=2, descending=True, stable=True)[..., :kept]).flatten(1)
 
 
 @dataclass(frozen=True)
@@ -178,15 +171,28 @@ class DropZeroVariance:
         return (~zero_variance(scores))[:, None].expand(scores.shape)
 
 
-def of_nodes(part: Callable[..., Tensor] | None, leaves: Tensor, scores: Tensor) -> Tensor:
+def of_nodes(part: Callable[..., Tensor] | None, leaves: Tensor, scores: Tensor, splits: Sequence[int]) -> Tensor:
     """Return the trained inner nodes of one depth: bool [P, N].
 
     A selection with `nodes` decides by their scores [P, N]; otherwise nodes with a kept leaf below are trained, leaves
-    bool [P, G].
+    bool [P, G]. splits: children per state of the tree's splits, in order.
     """
     if hasattr(part, "nodes"):
-        return part.nodes(scores)
+        return part.nodes(scores, siblings(scores.shape[1], leaves.shape[1], splits))
     return leaves.unflatten(1, (scores.shape[1], -1)).any(dim=2)
+
+
+def siblings(nodes: int, leaves: int, splits: Sequence[int]) -> int | None:
+    """Return how many of the nodes of a depth leave one state; None if the depth has as many nodes as roots.
+
+    nodes, leaves: per prompt. splits: children per state of the tree's splits, in order.
+    """
+    count = leaves // math.prod(splits)
+    for children in splits:
+        count *= children
+        if count == nodes:
+            return children
+    return None
 
 
 def widest(scores: Tensor, n: int) -> Tensor:
@@ -199,6 +205,15 @@ def widest(scores: Tensor, n: int) -> Tensor:
     ends = torch.stack([torch.cat([torch.arange(low), torch.arange(size - n + low, size)]) for low in range(1, n)])
     best = values[:, ends].var(dim=2, correction=0).argmax(dim=1)
     return _at(scores, ranked.gather(1, ends.to(ranked.device)[best]))
+
+
+def _siblings(scores: Tensor, context: Context | None) -> Tensor:
+    """Return leaf scores [P, G] by the state that they leave at the last split: [P, n, siblings].
+
+    Without a listed split the samples of a group are siblings.
+    """
+    last = context.splits[-1] if context and context.splits else scores.shape[1]
+    return scores.unflatten(1, (-1, last))
 
 
 def _at(scores: Tensor, positions: Tensor) -> Tensor:

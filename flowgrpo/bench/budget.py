@@ -32,7 +32,7 @@ def epoch_cost(config: Config, epoch: int, process: str = "flow") -> int:
 def _cost(config: Config, method: Method, epoch: int) -> int:
     """Return the evaluations of one epoch of a resolved method."""
     train = config.train
-    drawn = train.group // 2 if isinstance(method.target, LatentEdits) else train.group  # the other half are edits
+    drawn = method.target.edit.bases(train.group) if isinstance(method.target, LatentEdits) else train.group
     explorations = method.explorations(shifted(train.steps, train.shift), drawn, train.shift, epoch, config.seed)
     doubled = 2 if train.guidance > 1 else 1
     if method.target.follows_reward:

@@ -10,6 +10,8 @@ import typer
 
 from flowgrpo import trust
 from flowgrpo.cli.options import (
+    BEST_OF,
+    BY,
     EPOCH,
     LORA,
     PRECISION,
@@ -17,6 +19,7 @@ from flowgrpo.cli.options import (
     RUN,
     TRUST,
     Precision,
+    best_by,
     local,
     local_lora,
     local_source,
@@ -28,6 +31,10 @@ from flowgrpo.cli.root import app
 from flowgrpo.errors import UserError
 from flowgrpo.storage import places
 
+TEMPERATURE = "Of a language model; 0 takes the likeliest token. Without: the run's, or 0 for one text, 1 for several."
+IMAGE = "A picture: what a pipeline starts from, or a language model reads."
+BATCH = "With --prompts: samples per call of the model. Without: 1 picture, 8 texts."
+KEY = "With --prompts: what prompts.jsonl calls a sample in the metadata. Without: base_image or base_text."
 ColumnKind = Literal["checkpoints", "runs", "seeds", "guidance", "steps", "rlg"]
 
 
@@ -48,20 +55,19 @@ def sample(
     guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale; without: the pipeline's own.")] = None,
     rlg: Annotated[str | None, typer.Option(metavar="W", help=RLG)] = None,
     output: Annotated[Path, typer.Option(help="The folder of the pictures; or x.mp4, for one clip.")] = Path("samples"),
-    temperature: Annotated[float | None, typer.Option(min=0, help="Of a language model; 0 takes the likeliest token. "
-                                                      "Without: the run's, or 0 for one text, 1 for several.")] = None,
-    image: Annotated[Path | None, typer.Option(help="A picture: what a pipeline starts from, or a language model "
-                                               "reads.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="With --prompts: samples per call of the model. Without: 1 "
-                                              "picture, 8 texts.")] = None,
-    key: Annotated[str | None, typer.Option(metavar="NAME", help="With --prompts: what prompts.jsonl calls a sample "
-                                            "in the metadata. Without: base_image or base_text.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help=TEMPERATURE)] = None,
+    image: Annotated[Path | None, typer.Option(help=IMAGE)] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help=BATCH)] = None,
+    key: Annotated[str | None, typer.Option(metavar="NAME", help=KEY)] = None,
     precision: Annotated[Precision | None, typer.Option(help=PRECISION)] = None,
     epoch: Annotated[int | None, typer.Option(min=0, help=EPOCH)] = None,
+    best_of: Annotated[int, typer.Option(metavar="N", min=1, help=BEST_OF)] = 1,
+    by: Annotated[str, typer.Option(metavar="REWARD|FILE.yaml", help=BY)] = "",
     trust_run: Annotated[bool, typer.Option(trust.FLAG, help=TRUST)] = False,
 ) -> None:
     """Draw pictures with a model, or write texts, with or without a LoRA."""
-    opening(context, trust_run)
+    scorer = best_by(by)
+    opening(context, trust_run, scorer)
     weight = one_weight(rlg)
     _require_options(prompt, prompts, image, output, {"batch": batch, "key": key})
     model, weights = _source(local_source(model), local_lora(lora), epoch, weight)
@@ -70,18 +76,19 @@ def sample(
 
         typer.echo(prompt_file.sample(model, prompts, output, lora=weights, count=count, seed=seed, steps=steps,
                                       guidance=guidance, rlg=weight, batch=batch, temperature=temperature, key=key,
-                                      precision=precision))
+                                      precision=precision, best_of=best_of, by=scorer))
         return
     given = prompt or []
     if _writes(model, weights, weight):
         from flowgrpo.evaluation import texts
 
         shown = str(image) if image else None
-        _print(texts.sample(model, weights, given, count, seed, temperature, shown, precision))
+        _print(texts.sample(model, weights, given, count, seed, temperature, shown, precision, best_of, scorer))
     else:
         from flowgrpo.evaluation import images
 
-        _print(images.sample(model, weights, given, count, seed, steps, guidance, output, weight, image, precision))
+        _print(images.sample(model, weights, given, count, seed, steps, guidance, output, weight, image, precision,
+                             best_of, scorer))
 
 
 def _print(lines: Sequence[object]) -> None:

@@ -9,6 +9,8 @@ import typer
 
 from flowgrpo import trust
 from flowgrpo.cli.options import (
+    BEST_OF,
+    BY,
     EPOCH,
     LORA,
     PRECISION,
@@ -16,6 +18,7 @@ from flowgrpo.cli.options import (
     TRUST,
     Precision,
     asked_rewards,
+    best_by,
     local_lora,
     local_source,
     opening,
@@ -53,6 +56,8 @@ def evaluate(
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Of a completion; without: the run's, or 256.")] = None,
     precision: Annotated[Precision | None, typer.Option(help=PRECISION)] = None,
     epoch: Annotated[int | None, typer.Option(min=0, help=EPOCH)] = None,
+    best_of: Annotated[int, typer.Option(metavar="N", min=1, help=BEST_OF)] = 1,
+    by: Annotated[str, typer.Option(metavar="REWARD|FILE.yaml", help=BY)] = "",
     trust_run: Annotated[bool, typer.Option(trust.FLAG, help=TRUST)] = False,
 ) -> None:
     """Score a model on a suite of prompts, by several rewards, and against its base."""
@@ -61,13 +66,13 @@ def evaluate(
         raise UserError("--base: several weights of --rlg are told side by side; leave it out, weight 0 is the base")
     from flowgrpo.evaluation import evaluate as evaluation
 
-    named = asked_rewards(rewards)
-    opening(context, trust_run, named, features)
+    named, scorer = asked_rewards(rewards), best_by(by)
+    opening(context, trust_run, named, features, scorer)
     try:
         results = evaluation.evaluate(local_source(source), suite, named, output, lora=local_lora(lora), base=base,
                                       samples=samples, steps=steps, guidance=guidance, seed=seed, features=features,
                                       rlg=weights, batch=batch, temperature=temperature, max_tokens=max_tokens,
-                                      precision=precision, epoch=epoch)
+                                      precision=precision, epoch=epoch, best_of=best_of, by=scorer)
     except KeyboardInterrupt:
         typer.echo(f"flowgrpo: interrupted; the same command goes on with what is in {output}", err=True)
         raise

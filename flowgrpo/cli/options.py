@@ -21,6 +21,16 @@ TRUST = "Execute code that the run's recipe names: FILE.py:NAME of rewards, meth
         "and rewards with an address. Without: only what this command line names."
 RLG = "Draw with base + W * (tuned - base): 0 the base, 1 the tuned model, above 1 beyond it (RLG). Other weights " \
       "run the denoiser twice as often."
+BEST_OF = "Draw N for each kept sample, and keep the one that --by scores highest."
+BY = "The reward of --best-of: a name that `flowgrpo rewards` lists, the run's, or a file of one with its args."
+
+
+def best_by(text: str) -> str | dict[str, Any]:
+    """Parse --by: a reward's name, or a YAML file with its rule."""
+    given = asked_rewards(text)
+    if isinstance(given, list) and len(given) > 1:
+        raise UserError(f"--by: got {text!r}, expected one reward")
+    return given if isinstance(given, dict) else "".join(given)
 
 
 def opening(context: typer.Context, trusted: bool, *named: object) -> None:

@@ -11,6 +11,7 @@ from tqdm import tqdm
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.images import call, draw_one
+from flowgrpo.policies.pipelines.edit_policy import attached
 
 SHARE = 0.1  # maximum effect of the batch in half precision, as a share of the difference between two pictures
 # Errors of a pipeline that takes one prompt; any other error is raised again by drawing singly.
@@ -29,6 +30,8 @@ class Together:
         """Draw pictures [3, H, W] or clips [F, 3, H, W] in [0, 1], one per prompt and seed. They equal those of
         `draw_one` up to rounding of other matrix shapes. Prompts that bring files are drawn singly.
         Raises UserError if the device runs out of memory."""
+        if (edits := attached(pipe)) is not None and len(prompts) > 1:
+            return list(edits.draw(prompts, seeds, arguments, negative))
         if len(prompts) < 2 or self.works is False or any(prompt.brings for prompt in prompts):
             return [draw_one(pipe, prompt, seed, arguments, negative) for prompt, seed in zip(prompts, seeds)]
         try:

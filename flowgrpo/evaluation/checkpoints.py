@@ -17,8 +17,11 @@ from flowgrpo.data import provenance
 from flowgrpo.device import drawing, pick_device
 from flowgrpo.errors import UserError
 from flowgrpo.methods import overlay
+from flowgrpo.methods.method import Method
+from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.policies import build
 from flowgrpo.policies.language.causal_lm import CausalLM
+from flowgrpo.policies.pipelines import edit_networks
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers import learned_noise
 from flowgrpo.storage import checkpoint
@@ -64,15 +67,31 @@ def source(model: str, lora: str | Path | None = None, epoch: int | None = None)
     return model, weights_of(weights, epoch)
 
 
+def holds_edits(path: Path) -> bool:
+    """Return True for the result or a checkpoint of a run that trained an edit policy."""
+    return (path / edit_networks.FILE).is_file() or is_checkpoint(path) and \
+        isinstance(_method(run_config(path)).target, LatentEdits)
+
+
+def _method(config: Config) -> Method:
+    return overlay.with_parts(overlay.preset(config.method), config.parts)
+
+
 def load(pipe: Any, path: Path) -> TrainableWeights:
     """Load a checkpoint's weights (their moving average if the run evaluates that) into a stock pipeline; return them.
 
-    Raises UserError if they belong to another model.
+    Edits of finals are attached to it. Raises UserError if they belong to another model.
     """
+    from flowgrpo.policies.pipelines import edit_policy
     from flowgrpo.policies.pipelines.load import trained_modules
 
     config = run_config(path)
-    method = overlay.with_parts(overlay.preset(config.method), config.parts)
+    method = _method(config)
+    if isinstance(method.target, LatentEdits):
+        policy = edit_policy.over(pipe, method.target.edit, config.call)
+        take(policy.weights, config, path)
+        policy.attach()
+        return policy.weights
     weights = TrainableWeights(pipe, trained_modules(pipe, method.rollout.adapted), _fresh(config.adapter))
     take(weights, config, path)
     return weights

@@ -26,6 +26,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.data.suites import Suite, load_suite
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation import best_of as choice
 from flowgrpo.evaluation import checkpoints, draw, findings, held_out, images, measured, run_rewards, texts
 from flowgrpo.evaluation.ledger import BaseLedger, Place
 from flowgrpo.evaluation.pages import rlg_sweep
@@ -49,7 +50,8 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
              lora: str | Path | None = None, base: bool = False, samples: int = 1, steps: int | None = None,
              guidance: float | None = None, seed: int = 0, features: str | Callable = "pixels",
              rlg: Sequence[float] = (), batch: int | None = None, temperature: float | None = None,
-             max_tokens: int | None = None, precision: str | None = None, epoch: int | None = None) -> dict[str, Any]:
+             max_tokens: int | None = None, precision: str | None = None, epoch: int | None = None, best_of: int = 1,
+             by: str | dict[str, Any] = "") -> dict[str, Any]:
     """Sample a suite, score it, and write samples, `results.json`, `table.md` and `grid.png` to the folder `output`;
     returns the results.
 
@@ -64,12 +66,13 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
     temperature, max_tokens: of a language model, in place of the run's `text` settings. Several samples default to
     temperature 1.
     precision: None takes the run's, or the device's default. epoch: of a run's checkpoint, in place of its result.
+    best_of: draws per sample, of which the one with the highest reward `by` is kept, a name or its rule by name.
     A sample depends only on the seed, its prompt's number and its number within the prompt. With a `batch` of several
     per call (None: 1 picture, 8 texts) this holds up to rounding.
     Raises UserError for what cannot be loaded, and for a folder that holds another evaluation.
     """
     plan = make_plan(source, lora, base, samples, steps, guidance, seed, rlg, temperature, max_tokens, precision,
-                     epoch)
+                     epoch, best_of, by)
     processes, apart = _processes(), plan.medium.apart(features)
     if processes.first:
         paths.require_folder(output)
@@ -93,7 +96,8 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
 
 def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, steps: int | None,
               guidance: float | None, seed: int, rlg: Sequence[float] = (), temperature: float | None = None,
-              max_tokens: int | None = None, precision: str | None = None, epoch: int | None = None) -> Plan:
+              max_tokens: int | None = None, precision: str | None = None, epoch: int | None = None, best_of: int = 1,
+              by: str | dict[str, Any] = "") -> Plan:
     """Resolve the source to a run or a model, of pictures or of texts.
     Raises UserError for a run with another LoRA, for a base with nothing to compare, for RLG weights without a tuned
     model or with a base, and for options of the other medium."""
@@ -107,7 +111,7 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
     _require_fitting(medium, {"steps": steps, "guidance": guidance, "rlg": rlg or None},
                      {"temperature": temperature, "max-tokens": max_tokens})
     if medium is draw.TEXTS:
-        arguments = texts.asked(config, samples, temperature, max_tokens)
+        arguments = texts.asked(config, samples * best_of, temperature, max_tokens)
     else:
         if config is not None:
             steps, guidance = steps or config.eval.steps, config.eval.guidance if guidance is None else guidance
@@ -118,7 +122,7 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
     if len(arms) < len(rlg):
         raise UserError(f"--rlg: got a weight twice in {', '.join(f'{weight:g}' for weight in rlg)}")
     return Plan(model, tuned, arms, "sweep" if len(rlg) > 1 else next(iter(rlg), None), config, arguments, samples,
-                seed, medium, precision)
+                seed, medium, precision, choice.make(best_of, by, config))
 
 
 def _require_fitting(medium: Medium, of_pictures: dict[str, Any], of_texts: dict[str, Any]) -> None:
@@ -158,7 +162,7 @@ def _processes() -> Processes:
 def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedger, known: dict[Place, dict[str, float]],
           processes: Processes, batch: int) -> dict[str, int]:
     """Sample and score what is missing. Returns the number of failed samples by reward, over all processes."""
-    hand, at_once = plan.medium.hand(plan, processes.device), max(AT_ONCE, batch)
+    hand, at_once = plan.drawer(processes.device), max(AT_ONCE, batch)
     failed: Counter[str] = Counter()
     for arm in plan.arms:
         processes.wait()  # the tuned samples are compared with the base's of all processes

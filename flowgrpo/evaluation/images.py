@@ -22,6 +22,7 @@ from flowgrpo.data.pictures import picture_size
 from flowgrpo.data.prompts import Prompt, load_prompts
 from flowgrpo.device import concrete, drawing
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation import best_of as choice
 from flowgrpo.evaluation import checkpoints, picture_files, run_rewards
 from flowgrpo.evaluation.checkpoints import config_of, run_config
 from flowgrpo.evaluation.measured import Measured, spread
@@ -29,7 +30,7 @@ from flowgrpo.evaluation.nouns import SAMPLE
 from flowgrpo.evaluation.pages import mp4, singles
 from flowgrpo.evaluation.pages.before_after import captions, draw_pairs
 from flowgrpo.policies.generators import seeded
-from flowgrpo.policies.pipelines import edit_networks, prompt_inputs
+from flowgrpo.policies.pipelines import edit_networks, edit_policy, prompt_inputs
 from flowgrpo.policies.pipelines.call import guidance_argument, placed
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline, modality, text_encoders
 from flowgrpo.policies.weights import host_weights
@@ -55,7 +56,8 @@ def memory_told() -> Iterator[None]:
 @memory_told()
 def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, seed: int, steps: int | None,
            guidance: float | None, output: str | Path, rlg: float | None = None,
-           image: str | Path | None = None, precision: str | None = None) -> list[Path]:
+           image: str | Path | None = None, precision: str | None = None, best_of: int = 1,
+           by: str | dict[str, Any] = "") -> list[Path]:
     """Draw `count` pictures per prompt to the folder `output`, clips as animated WebP and mp4; returns the paths of the
     pictures or WebPs, in order. An `output` that ends with .mp4 is the file of one clip.
 
@@ -67,6 +69,7 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     steps, guidance: None takes the pipeline's defaults, for a starter those of its card.
     rlg: draw with base + rlg * (tuned - base), see policies/weights/rlg.py.
     image: file of a picture from which all prompts start. precision: None takes the run's, or the device's default.
+    best_of: draws per picture, of which the one with the highest reward `by` is kept, a name or its rule by name.
     A picture depends only on the seed, its prompt's number and its number within the prompt.
     Raises UserError for a model or weights that do not load, and for an unreadable picture.
     """
@@ -79,6 +82,7 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     if run:
         require_weights(run)
     config = config_of(run) or Config()
+    best = choice.make(best_of, by, config)
     pipe = make_pipeline(model, drawing(config.precision, place(), precision), config.trust_remote_code,
                          memory=config.memory, files=files_of(config, model))
     if image is not None and "image" not in inspect.signature(pipe.__call__).parameters:
@@ -87,15 +91,14 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
         raise UserError(f"--output {output}: {type(pipe).__name__} draws pictures: name a folder")
     arguments = call_arguments(model, run, steps, guidance)
     with contextlib.nullcontext() if run is None else tuned(pipe, run, rlg):
-        pictures = _draw(pipe, given, count, seed, arguments)
-    names = _names(prompts, count, "webp" if pictures[0].ndim == 4 else "png")
-    folder, names = (Path(output).parent, [Path(output).name]) if film else (Path(output), names)
+        pictures = _draw(pipe, given, count * best_of, seed, arguments)
+    settings = picture_files.settings(pipe, model, arguments, run, rlg)
+    folder, names = Path(output), _names(prompts, count, "webp" if pictures[0].ndim == 4 else "png")
+    folder, names = (folder.parent, [folder.name]) if film else (folder, names)
     paths = [picture_files.free(folder / name) for name in names]
     folder.mkdir(parents=True, exist_ok=True)
-    seed_of, settings = seeder(seed, 0), picture_files.settings(pipe, model, arguments, run, rlg)
-    for number, (path, picture) in enumerate(zip(paths, pictures)):
-        i, k = divmod(number, count)
-        picture_files.save(path, picture, picture_files.parameters(prompts[i], seed_of(i, k), picture, settings))
+    for path, (picture, facts) in zip(paths, choice.kept(pictures, given, count, seed, settings, best)):
+        picture_files.save(path, picture, facts)
     return paths
 
 
@@ -151,7 +154,9 @@ def tuned(pipe: Any, path: Path, rlg: float | None) -> contextlib.AbstractContex
 
 
 def load_branches(pipe: Any, path: Path) -> Branches:
-    """Load weights as `load_tuned` does, and keep the base for RLG."""
+    """Load weights as `load_tuned` does, and keep the base for RLG. Raises UserError for an edit policy."""
+    if checkpoints.holds_edits(path):
+        raise UserError(f"--rlg: {path} holds an edit policy, which leaves the denoiser as it is: leave --rlg out")
     first = denoisers(pipe)
     load_tuned(pipe, path)
     return Branches(pipe, first)
@@ -166,6 +171,9 @@ def load_tuned(pipe: Any, path: Path) -> None:
     modules |= text_encoders(pipe)
     if checkpoints.is_checkpoint(path):
         checkpoints.load(pipe, path)
+    elif checkpoints.holds_edits(path):
+        config = config_of(path)
+        edit_policy.over(pipe, path, config.call if config else {}).attach()
     elif path.is_file():
         _load_lora(pipe, path)
     elif (path / LORA_FILE).is_file() or any((path / name / "adapter_config.json").is_file() for name in modules):
@@ -184,13 +192,11 @@ def load_tuned(pipe: Any, path: Path) -> None:
 
 
 def require_weights(path: Path) -> None:
-    """Raise UserError, before anything is drawn, if a path has no weights or those of edits."""
-    if path.is_file() or checkpoints.is_checkpoint(path) or (path / LORA_FILE).is_file() or any(
+    """Raise UserError, before anything is drawn, if a path has no weights."""
+    known = any((path / name).is_file() for name in (LORA_FILE, edit_networks.FILE))
+    if path.is_file() or checkpoints.is_checkpoint(path) or known or any(
             file for name in ("adapter_config.json", "config.json") for file in path.glob(f"*/{name}")):
         return
-    if (path / edit_networks.FILE).is_file():
-        raise UserError(f"{path} holds an edit policy, which no stock pipeline loads: draw with "
-                        "flowgrpo.policies.pipelines.edit_policy.EditPolicy(pipe, path)")
     hint = "the run has not finished: --resume it" if (path / "config.yaml").is_file() else \
         "expected a finished run, a folder with a LoRA, or its file"
     raise UserError(f"no weights at {path} ({LORA_FILE} is missing): {hint}")
@@ -298,6 +304,8 @@ def draw_one(pipe: Any, prompt: Prompt, seed: int, arguments: dict[str, Any], ne
     arguments: further ones of the call, from `call_arguments`. negative: for a prompt without its own.
     Raises UserError for a pipeline with another output, and for a missing input file.
     """
+    if (edits := edit_policy.attached(pipe)) is not None:
+        return edits.draw([prompt], [seed], arguments, negative)[0]
     generator, image = torch.Generator().manual_seed(seed), _brought(pipe, prompt, arguments)
     with seeded(pipe.scheduler, generator), _picture_missed(pipe, arguments | image):
         pictures = call(pipe, arguments, prompt=prompt.text, generator=generator, output_type="pt", **image,

@@ -16,6 +16,7 @@ from PIL.PngImagePlugin import PngInfo
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.evaluation.pages.clips import save_clip
 from flowgrpo.policies.pipelines.call import guidance_argument
+from flowgrpo.policies.pipelines.edit_networks import FILE as EDITS
 from flowgrpo.policies.pipelines.load import denoisers
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage.places import STATE
@@ -64,6 +65,11 @@ def parameters(prompt: str, seed: int, picture: torch.Tensor, settings: dict[str
     return f"{prompt}\nNegative prompt: {negative}\n{line}"
 
 
+def extended(parameters: str, fields: dict[str, Any]) -> str:
+    """Return `parameters` with further fields behind its line of settings."""
+    return ", ".join([parameters, *(f"{name}: {quoted(value)}" for name, value in fields.items())])
+
+
 def quoted(value: object) -> str:
     """Return a value as AUTOMATIC1111 writes it: in quotes if it has a comma, a colon or a line break."""
     text = str(value)
@@ -83,7 +89,7 @@ def weight_files(run: Path) -> list[tuple[str, Path]]:
         return [(run.parent.name, run)]
     if (run / STATE).is_file():
         return [(f"{run.parent.parent.name}-{run.name}", run / STATE)]
-    own = [(run.name, file) for file in (run / LORA_FILE, run / ADAPTER_FILE) if file.is_file()]
+    own = [(run.name, file) for file in (run / LORA_FILE, run / ADAPTER_FILE, run / EDITS) if file.is_file()]
     parts = [file for name in (LORA_FILE, ADAPTER_FILE, WHOLE) for file in sorted(run.glob(f"*/{name}"))]
     return own + [(f"{run.name}-{file.parent.name}", file) for file in parts]
 

@@ -18,6 +18,18 @@ from flowgrpo.types import Completion
 BASE, TUNED = "base", "tuned"
 
 
+class BestOf(Protocol):
+    """Choice of one of several draws (`best_of.BestOf`)."""
+
+    count: int
+
+    def over(self, hand: Hand) -> Hand:
+        """Return a generator whose samples are the best of several of another one's."""
+
+    def told(self) -> dict[str, Any]:
+        """Return how samples are chosen."""
+
+
 class Hand(Protocol):
     """Generator of an evaluation's samples."""
 
@@ -57,6 +69,7 @@ class Plan:
     arms: weight of the tuned model by arm: 0 for the base, 1, or an RLG weight.
     rlg: requested RLG weights: None, one, or "sweep" for several, to which others may be added.
     precision: None takes the run's, or the device's default.
+    best: how each sample is chosen among several draws; None: it is drawn once.
     """
 
     model: str
@@ -69,6 +82,12 @@ class Plan:
     seed: int
     medium: Medium
     precision: str | None = None
+    best: BestOf | None = None
+
+    def drawer(self, device: torch.device) -> Hand:
+        """Return what makes the samples."""
+        hand = self.medium.hand(self, device)
+        return hand if self.best is None else self.best.over(hand)
 
     @property
     def negative(self) -> str:
@@ -83,7 +102,8 @@ class Plan:
         """Return the settings that the pictures depend on, besides the prompts."""
         return {"model": self.model, "tuned": str(self.tuned) if self.tuned else None, "weights": _digest(self.tuned),
                 "samples": self.samples, "seed": self.seed, "call": self.asked, "negative_prompt": self.negative,
-                "rlg": self.rlg, **({"precision": self.precision} if self.precision else {})}
+                "rlg": self.rlg, **({"precision": self.precision} if self.precision else {}),
+                **(self.best.told() if self.best else {})}
 
 
 def _digest(path: Path | None) -> str | None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -26,7 +27,7 @@ KEYS = {draw.PICTURES: "base_image", draw.TEXTS: "base_text"}
 def sample(source: str, prompts: str | Path, output: str | Path, *, lora: str | Path | None = None, count: int = 1,
            seed: int = 0, steps: int | None = None, guidance: float | None = None, rlg: float | None = None,
            batch: int | None = None, temperature: float | None = None, key: str | None = None,
-           precision: str | None = None) -> Path:
+           precision: str | None = None, best_of: int = 1, by: str | dict[str, Any] = "") -> Path:
     """Draw `count` samples of each prompt of a file, as `evaluate` does; returns `output`/prompts.jsonl.
 
     That file has a line per sample: the prompt with its metadata, and under `key` the absolute path of the picture (of
@@ -35,7 +36,7 @@ def sample(source: str, prompts: str | Path, output: str | Path, *, lora: str | 
     Raises UserError as `evaluate` does, and for a folder with samples of other settings.
     """
     plan = make_plan(source, lora, False, count, steps, guidance, seed, [] if rlg is None else [rlg], temperature,
-                     precision=precision)
+                     precision=precision, best_of=best_of, by=by)
     paths.require_folder(output)
     given, [arm] = load_prompts(prompts), plan.arms
     ledger = plan.medium.ledger(Path(output))
@@ -55,7 +56,7 @@ def sample(source: str, prompts: str | Path, output: str | Path, *, lora: str | 
 
 def _draw(plan: Plan, prompts: Sequence[Prompt], places: Sequence[Place], ledger: BaseLedger, batch: int) -> None:
     """Make the missing samples, `batch` per call, and save each call's at once."""
-    hand = plan.medium.hand(plan, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    hand = plan.drawer(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     missing = [place for place in places if not ledger.has(place)]
     with tqdm(total=len(places), initial=len(places) - len(missing), desc="drawing", unit=plan.medium.unit,
               leave=False) as bar:

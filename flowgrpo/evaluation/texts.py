@@ -11,6 +11,7 @@ from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt, load_prompts
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation import best_of as choice
 from flowgrpo.evaluation import checkpoints, run_rewards
 from flowgrpo.evaluation.checkpoints import config_of, run_config
 from flowgrpo.evaluation.measured import Measured, measure, spread
@@ -49,18 +50,25 @@ def asked(run: Config | None, count: int, temperature: float | None, max_tokens:
 
 
 def sample(model: str, lora: Path | None, prompts: list[str], count: int, seed: int, temperature: float | None = None,
-           image: str | None = None, precision: str | None = None) -> list[Completion]:
+           image: str | None = None, precision: str | None = None, best_of: int = 1,
+           by: str | dict[str, Any] = "") -> list[Completion]:
     """Sample `count` completions per prompt, in order; greedy for a count of one without a temperature.
 
     lora: a finished run, whose `text` settings apply, or a folder with a peft adapter. image: file of a picture shown
     with every prompt to a model that reads images. precision: None takes the run's, or the device's default.
+    best_of: draws per completion, of which the one with the highest reward `by` is kept, a name or its rule by name.
     Raises UserError for a model or weights that do not load.
     """
     run = config_of(lora)
-    policy = load(settings(model, run, asked(run, count, temperature), precision=precision), lora)
-    of, numbers = seeder(seed, 0), [(i, k) for i in range(len(prompts)) for k in range(count)]
+    best, drawn = choice.make(best_of, by, run), count * best_of
+    policy = load(settings(model, run, asked(run, drawn, temperature), precision=precision), lora)
+    of, numbers = seeder(seed, 0), [(i, k) for i in range(len(prompts)) for k in range(drawn)]
     given = policy.encode([prompts[i] for i, _ in numbers], images=[image] * len(numbers))
-    return policy.generate(given, policy.generators(of(i, k) for i, k in numbers))
+    written = policy.generate(given, policy.generators(of(i, k) for i, k in numbers))
+    if best is None:
+        return written
+    picked = best.pick(written, [Prompt(text) for text in prompts for _ in range(count)])
+    return [written[place * best_of + number] for place, (number, _) in enumerate(picked)]
 
 
 def grid(run: Path, prompts: Path | None, count: int, seed: int, output: Path) -> Path:

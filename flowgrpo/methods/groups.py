@@ -27,6 +27,7 @@ from flowgrpo.objectives.kl import Penalty
 from flowgrpo.objectives.ratios import LogRatio
 from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.samplers import kernels, old_policy, plans, preview, solvers
+from flowgrpo.samplers.grids import TailPoints
 from flowgrpo.samplers.text import decoding, groups
 
 
@@ -37,7 +38,7 @@ class Denoising:
     kernel: the transition of stochastic steps.
     plan: which steps are stochastic and which are trained.
     solver: of the deterministic steps.
-    tail: share of the steps kept after the last stochastic one; 1 keeps the grid.
+    tail: share of the steps kept after the last stochastic one, or `TailPoints`; 1 keeps the grid.
     roots: initial noises per prompt, from which its samples grow (1: all share it, None: each has its own).
     strides: granularities of the grid behind the last split.
     preview: how initial noises are chosen; None: they are not.
@@ -48,7 +49,7 @@ class Denoising:
     kernel: Kernel = kernels.FlowSDE(0.7)
     plan: Plan = plans.AllSteps()
     solver: Solver = solvers.Euler()
-    tail: float = 1.0
+    tail: float | TailPoints = 1.0
     roots: int | None = None
     strides: tuple[int, ...] = (1,)
     preview: preview.Preview | None = None
@@ -57,7 +58,7 @@ class Denoising:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strides", tuple(self.strides))  # a recipe gives a list
-        if not 0 < self.tail <= 1:
+        if not isinstance(self.tail, TailPoints) and not 0 < self.tail <= 1:
             raise ValueError(f"tail is {self.tail}, expected above 0 and at most 1")
 
 

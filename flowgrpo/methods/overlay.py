@@ -165,8 +165,9 @@ def _suited(cls: Any, name: str, place: str, path: str) -> type:
 
 
 def _nested(part: Any, value: Any) -> bool:
-    """Return True if a recipe's value is a mapping for a part, or for the place of an absent one."""
-    return isinstance(value, dict) and (part is None or dataclasses.is_dataclass(part))
+    """Return True if a recipe's value is a mapping for a part, for the place of an absent one, or in a number's place.
+    """
+    return isinstance(value, dict) and (part is None or dataclasses.is_dataclass(part) or "type" in value)
 
 
 def _build(make: Callable[..., Any], values: dict[str, Any], path: str) -> Any:

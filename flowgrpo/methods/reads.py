@@ -34,6 +34,13 @@ TYPES: dict[type, tuple[type[targets.Target], ...]] = {
 # Plans by which every step draws noise, all of them or all but the last; a single step is Euler's of any solver.
 _NOISY = {plans.AllSteps, plans.RandomSubset, plans.Branches, plans.GrowingTail, plans.LastSteps, plans.RandomLast,
           plans.LateStep}
+
+
+def _by_critic(method: Method) -> bool:
+    """Return True for a method of edits whose loss reads the critic alone."""
+    return isinstance(method.loss.surrogate, actor_critic.ActorCritic) and not method.loss.surrogate.ratio
+
+
 # Of a part that is read, what leaves it without effect: a test of the method, and its cure.
 _IDLE: dict[str, tuple[Callable[[Method], bool], str]] = {
     "kernel": (lambda m: isinstance(m.denoising.plan, plans.NoSteps), "its plan NoSteps draws no noise"),
@@ -41,9 +48,11 @@ _IDLE: dict[str, tuple[Callable[[Method], bool], str]] = {
         lambda m: type(m.denoising.plan) in _NOISY, "its plan leaves no two deterministic steps in a row")),
     "reference": (lambda m: not objectives.is_active(m.loss.kl) and not m.compares_with_reference,
                   "it is read by a KL alone, whose weight is 0: set parts.kl.weight"),
-    **dict.fromkeys(("advantage", "shaping"),
-                    (lambda m: isinstance(m.target, targets.RewardGradient) and m.credit.selection is None,
-                     "its surrogate follows the reward itself, and its selection keeps all samples"))}
+    "advantage": (lambda m: (isinstance(m.target, targets.RewardGradient) or _by_critic(m)) and
+                  m.credit.selection is None,
+                  "its surrogate follows the reward itself or a critic of it, and its selection keeps all samples"),
+    "shaping": (lambda m: isinstance(m.target, targets.RewardGradient) and m.credit.selection is None,
+                "its surrogate follows the reward itself, and its selection keeps all samples")}
 
 
 def names(method: Method) -> list[str]:

@@ -41,6 +41,7 @@ from flowgrpo.objectives.kl import Penalty
 from flowgrpo.objectives.ratios import LogRatio
 from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.samplers import (
+    grids,
     kernels,
     latent_edits,
     learned_noise,
@@ -60,6 +61,7 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "decoding": (decoding,),
     "plan": (plans,),
     "solver": (solvers,),
+    "tail": (grids,),
     "preview": (preview,),
     "shaping": (shaping, length_shaping),
     "advantage": (group, baselines, reward_weights, correctness),

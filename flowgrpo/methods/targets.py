@@ -130,7 +130,7 @@ class RewardGradient(Target):
 
 @dataclass(frozen=True)
 class LatentEdits(Target):
-    """Edits of final states by a small policy, half of a group, beside their bases, the other half (EXPO, 2507.07986).
+    """Edits of final states by a small policy, and the critic's choice among them and their bases (EXPO, 2507.07986).
 
     edit: the small policy.
     """
@@ -144,13 +144,16 @@ class LatentEdits(Target):
     def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
                  explorations: Sequence[RolloutSpec], group: int) -> None:
         assert isinstance(loss.surrogate, ActorCritic), "the only kind that fits"
+        if loss.surrogate.ratio and self.edit.acting != "pairs":
+            raise ValueError(f"surrogate.ratio is {loss.surrogate.ratio:g}, but samples are chosen by the critic: set "
+                             "parts.edit.acting: pairs, or surrogate: {ratio: 0, through: 1}")
         if loss.surrogate.ratio and not isinstance(credit.advantage, Paired):
             raise ValueError(f"the advantage {type(credit.advantage).__name__} gives bases some, which no policy drew: "
                              "set parts.advantage: {type: Paired}, or surrogate: {ratio: 0, through: 1}")
         if not loss.surrogate.critic and credit.value is None:
             raise ValueError("surrogate.critic is 0 and there is no value part: the critic would learn nothing, set "
                              "parts.value: {type: Recall}")
-        if group % 2:
+        if group % 2 and self.edit.acting == "pairs":
             raise ValueError(f"train.group is {group}: half of the samples are bases, the others their edits: use an "
                              "even number")
 

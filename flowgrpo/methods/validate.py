@@ -18,6 +18,7 @@ from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.learned_noise import LearnedNoise
 from flowgrpo.samplers.preview import require_choice
 from flowgrpo.samplers.rollout import RolloutSpec
+from flowgrpo.types import Context
 
 
 def resolve(config: Config, process: str = "flow") -> Method:
@@ -33,9 +34,10 @@ def resolve(config: Config, process: str = "flow") -> Method:
     reads.require_set(host, requested, method, overlays(config.method))
     reads.require_types(method)
     try:
-        if method.credit.selection is not None:
-            method.credit.selection(torch.zeros(1, train.group))
         explorations = [] if process in OF_TEXT else _explorations(method, config, process)
+        if method.credit.selection is not None:
+            splits = explorations[0].listed if explorations else ()
+            method.credit.selection(torch.zeros(1, train.group), Context(splits=splits))
         method.target.validate(method.rollout, method.credit, method.loss, explorations, train.group)
     except (TypeError, ValueError) as error:
         steps = "" if process in OF_TEXT else f"train.steps {train.steps}, "

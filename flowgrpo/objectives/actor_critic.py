@@ -16,8 +16,8 @@ class Seen:
 
     value: [b, 1], the critic's value of the samples' final states, with its gradient.
     reward: [b, 1], their rewards.
-    edited: [b, 1], the value of their bases as the present weights edit them, with the gradient of the edit alone; None
-        if the loss does not read it.
+    edited: [b, 1], the value of their bases, edited by the present weights with the noise that the rollout drew, with
+        the gradient of the edit alone; None if the loss does not read it.
     """
 
     value: Tensor
@@ -29,17 +29,21 @@ class Seen:
 class ActorCritic(Surrogate):
     """Loss of an edit and its critic, [B, 1] (EXPO, 2507.07986).
 
-    Critic: critic * (Q - R)^2 of its value Q of every sample, base or edited, with R the weighted sum of its rewards.
-    Edit: through * -Q(x0 + edit), as published, here at the edit's mean; its gradient passes the critic and leaves it
-    unchanged. Plus ratio * PPO's clipped loss with bounds low and high, which is ours and reads no critic.
+    Critic: critic * (Q - R)^2 of its value Q of every sample, with R the weighted sum of its rewards.
+    That is EXPO's TD loss with one step. Its target is r + gamma (1 - done) max Q(s', a'), the maximum over n bases of
+    the next state and their n edits. An edit of a finished latent ends its episode: done is 1, no next state has
+    candidates, and the target is r for every gamma.
+    Edit: through * -Q(x0 + edit), as published; its gradient passes the critic and leaves it unchanged, and reaches the
+    edit's mean through the decision m + std * noise. Plus ratio * PPO's clipped loss with bounds low and high, which is
+    ours and reads no critic.
     The two networks share no weights.
     """
 
     low: float = 1e-3
     high: float = 1e-3
     critic: float = 0.5
-    through: float = 0.0
-    ratio: float = 1.0
+    through: float = 1.0
+    ratio: float = 0.0
 
     def __post_init__(self) -> None:
         require_range("ActorCritic", self.low, self.high)

@@ -1,9 +1,9 @@
 """LayerTuning (Dynamic-TreeRPO, 2509.23352), a reconstruction: a supervised term in a policy-gradient loss.
 
 Its abstract and reviews give these facts. The clip bounds lie between two values and depend on the reward with a
-sensitivity (its equation 11). A regression to the prediction along the best path of the group, weighted as a progress
-reward, is added with a coefficient (equation 13). The equations themselves could not be read. The forms here (the
-sigmoid, the upper bound alone, the weight by the best advantage) are ours.
+sensitivity (its equation 11). A regression to the prediction along the best path of the group, dynamically weighted as
+a progress reward, is added with a coefficient (equation 13). The equations themselves could not be read. The forms here
+(the sigmoid in both bounds, progress as the gain of the mean advantage below) are ours.
 """
 
 from __future__ import annotations
@@ -21,15 +21,37 @@ class LayerTuning:
     """weight * w * mean((v - v*)^2) per decision, [B, 1] (LayerTuning, 2509.23352, a reconstruction).
 
     v is the model's output on a sample's own state. v* is the old policy's at the same step on the path to the best
-    sample of its group, and w that sample's advantage. A best sample far above its group pulls strongly; a group
-    without variance has no pull (`towards_best`). Weight 0 omits the term and reads no means.
+    sample of its group. Weight 0 omits the term and reads no means.
+
+    by: what w is, 0 where it is negative. "advantage": that of the best sample, at every step. "progress": what its
+        path gained at this step, the mean advantage of the samples below its edge less that of the samples below the
+        state that the edge leaves. Over the steps of a tree these gains add up to the best sample's advantage above its
+        root's mean; a step that splits nothing gains nothing.
+    A group without variance has no pull (`towards_best`).
     """
 
     weight: float = 0.0
+    by: str = "advantage"
 
     def __post_init__(self) -> None:
         if not self.weight >= 0:
             raise ValueError(f"LayerTuning: weight is {self.weight}, expected 0 or more")
+        if self.by not in ("advantage", "progress"):
+            raise ValueError(f"LayerTuning: by is {self.by!r}, expected advantage or progress")
+
+    def weights(self, advantages: Tensor, edges: int, states: int) -> Tensor:
+        """Return the weight w [N] of each group at one step.
+
+        advantages: [N, G] of the samples. edges, states: transitions of the step in a group, and states that they
+        leave.
+        """
+        top, best = advantages.max(dim=1)
+        if self.by == "advantage":
+            return top.clamp(min=0)
+        width = advantages.shape[1]
+        after, before = (advantages.unflatten(1, (count, -1)).mean(2).gather(1, (best * count // width)[:, None])
+                         for count in (edges, states))
+        return (after - before)[:, 0].clamp(min=0)
 
     def __call__(self, new: Scored, goal: RegressionTarget) -> Tensor:
         assert new.mean is not None and new.slope is not None, "LayerTuning needs means and slopes"

@@ -84,10 +84,11 @@ class Clip(ClippedSurrogate):
 
 @dataclass(frozen=True)
 class AdaptiveClip(ClippedSurrogate):
-    """`Clip` whose upper bound grows with the advantage, r <= 1 + low + (high - low) sigmoid(sensitivity * A)
-    (LayerTuning, 2509.23352, a reconstruction).
+    """`Clip` whose bounds follow the advantage, 1 - e(-A) <= r <= 1 + e(A) with e(A) = low + (high - low) sigmoid(
+    sensitivity * A) (LayerTuning, 2509.23352, a reconstruction).
 
-    A good sample may move farther than an average one; the lower bound is 1 - low. 0 <= low <= 1, low <= high.
+    A good sample may become likelier by more than an average one, and a bad one less likely by more. The range is low
+    + high wide for every sample. 0 <= low <= 1, low <= high.
     """
 
     low: float = 1e-4
@@ -102,7 +103,7 @@ class AdaptiveClip(ClippedSurrogate):
 
     def bounds(self, advantage: Tensor, old: Tensor | None) -> tuple[Tensor, Tensor]:
         highest = self.low + (self.high - self.low) * torch.sigmoid(self.sensitivity * advantage)
-        return torch.full_like(highest, -self.low), highest
+        return highest - (self.low + self.high), highest  # sigmoid(-a) = 1 - sigmoid(a)
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,10 @@ class GroupSampler(Generic[C]):
         """Return the weight of every trained step, by its index."""
         return {0: 1.0}
 
+    def splits(self, epoch: int) -> tuple[int, ...]:
+        """Return the children per state at each split that the plan lists, in order; none of a language model."""
+        return ()
+
     def metrics(self) -> dict[str, float]:
         """Return what an epoch's sampling adds to its metrics."""
         return {}

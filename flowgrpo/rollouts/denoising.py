@@ -114,6 +114,9 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             self.planned[epoch, size] = [self._sliced(spec) for spec in specs]
         return self.planned[epoch, size]
 
+    def splits(self, epoch: int) -> tuple[int, ...]:
+        return self.explorations(epoch)[0].listed
+
     def _sliced(self, spec: RolloutSpec) -> RolloutSpec:
         """Return the sampling of a slice of a group, whose samples have the initial noises that they have in it."""
         if self.geometry.slices == 1:

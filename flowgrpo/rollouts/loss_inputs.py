@@ -152,15 +152,18 @@ class EditInputs:
         x = self.editor.edit.applied(taken.x[of.to(taken.x.device)].to(device), taken.x_next[rows].to(device))
         value = self.editor.value(self.conditioning.rows(taken.prompts[of]), x)
         seen = Seen(value[:, None], taken.rewards[rows, None].to(value))
-        return replace(seen, edited=self._edited(taken, of, required(new.mean)[:, 0])) if self.through else seen
+        if not self.through:
+            return seen
+        noise = taken.proposed[rows].to(device) - required(old.mean)[:, 0].to(device)
+        return replace(seen, edited=self._edited(taken, of, required(new.mean)[:, 0] + noise))
 
-    def _edited(self, taken: Any, of: Tensor, means: Tensor) -> Tensor:
+    def _edited(self, taken: Any, of: Tensor, decisions: Tensor) -> Tensor:
         """Return the value [b, 1] of states `of` [b] moved by decisions [b,*D].
 
         A base and its edit left the same state, which is valued once.
         """
         left, at, count = of.unique_consecutive(return_inverse=True, return_counts=True)
-        first = (count.cumsum(0) - count).to(means.device)
-        x = self.editor.edit.applied(taken.x[left.to(taken.x.device)].to(means.device), means[first])
+        first = (count.cumsum(0) - count).to(decisions.device)
+        x = self.editor.edit.applied(taken.x[left.to(taken.x.device)].to(decisions.device), decisions[first])
         value = self.editor.value(self.conditioning.rows(taken.prompts[left]), x, frozen=True)
         return value[at.to(value.device), None]

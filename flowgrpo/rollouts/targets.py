@@ -154,14 +154,14 @@ class RewardGradient(RecordedSteps):
 
 
 class LatentEdits(RecordedSteps):
-    """Edits of final states by a small policy, half of a group, beside their bases, the other half (EXPO)."""
+    """Edits of final states by a small policy, and the critic's choice among them and their bases (EXPO)."""
 
     own: targets.LatentEdits
     policy: Any  # an `edit_policy.EditPolicy`
 
     @property
     def drawn(self) -> int:
-        return self.rollouts.config.train.group // 2
+        return self.own.edit.bases(self.rollouts.config.train.group)
 
     @property
     def editor(self) -> Editor:

@@ -6,6 +6,7 @@ A variance-preserving process has T+1 rising alpha-bars instead, and the timeste
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -122,19 +123,39 @@ def _timesteps(scheduler: Any, steps: int) -> Tensor:
     return fresh.timesteps
 
 
-def compress_tail(grid: Tensor, after: int, ratio: float, shift: float) -> Tensor:
+@dataclass(frozen=True)
+class TailPoints:
+    """Tail of a grid as the released MixGRPO-Flash (2507.21802) counts it: n = int((T - last) * share) points.
+
+    `last` is the last step that draws noise, and the first point is the sigma behind it, so n points are n - 1 steps.
+    A number in its place, such as `tail: 0.4`, counts steps behind the noise: int((T - last - 1) * 0.4) of them.
+    One step is left at least and ends at 0; with n below 2 the released code stops above it.
+    """
+
+    share: float = 0.4
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"TailPoints: share is {self.share}, expected above 0 and at most 1")
+
+
+def compress_tail(grid: Tensor, after: int, ratio: float | TailPoints, shift: float) -> Tensor:
     """Replace the intervals after index `after` by fewer: n = max(int((T - after) * ratio), 1) of them (MixGRPO-Flash).
 
     The new sigmas are shift(linspace(t, 0, n+1)) with t the unshifted time of grid[after]. grid[:after+1] is kept bit
     for bit, and the result [after+1+n] always ends at 0 (the released code's does not when n is 1).
+    ratio: of the steps, or `TailPoints`, by which n = max(int((T - after + 1) * share) - 1, 1).
     """
     steps = len(grid) - 1
     if not 0 <= after < steps:
         raise ValueError(f"after is {after}, expected 0 to {steps - 1} on a grid of {steps} steps")
-    if not 0 < ratio <= 1:
+    if not isinstance(ratio, TailPoints) and not 0 < ratio <= 1:
         raise ValueError(f"ratio is {ratio}, expected above 0 and at most 1")
     _require_shift(shift)
-    count = max(int((steps - after) * ratio), 1)
+    if isinstance(ratio, TailPoints):
+        count = max(int((steps - after + 1) * ratio.share) - 1, 1)
+    else:
+        count = max(int((steps - after) * ratio), 1)
     start = _shift(grid[after].double(), 1 / shift)
     tail = _shift(start * torch.linspace(1, 0, count + 1, dtype=torch.float64, device=grid.device), shift)
     return torch.cat([grid[: after + 1], tail[1:].to(grid.dtype)])

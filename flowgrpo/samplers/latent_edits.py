@@ -2,9 +2,11 @@
 
 A small policy reads a final state x0 and its prompt and draws a decision u ~ N(m, std^2). The edited state is x0 +
 bound * tanh(u). The density of u is that of the edit up to the Jacobian of the tanh, which has no weights, so ratios
-are the same. A prompt's samples are the candidates of EXPO's acting policy: half are bases, and each base is followed
-by its edit. An edit is recorded, replayed and scored as a transition "from x0 to u" under N(m, std^2). A base is the
-transition to u = 0; no policy drew it, and `baselines.Paired` gives it no advantage.
+are the same. A decision is recorded, replayed and scored as a transition "from x0 to u" under N(m, std^2); a base that
+stays as it is is the transition to u = 0, which no policy drew.
+
+Samples are those of EXPO's acting policy: of n bases and their n edits the one that the critic values most. For a loss
+by the edit's ratio they are pairs: half of a group are bases, and each base is followed by its edit.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class Edit:
     bound: largest change of a latent value (0.05 to 0.7 in the paper).
     std: of the decision before the tanh, in training.
     width, depth: of the small networks of policy and critic.
-    candidates: bases per sample at inference; the critic chooses one of them and of their edits.
+    candidates: bases per sample; the critic chooses one of them and of their edits.
+    acting: samples of training: "argmax", each such a choice, as at inference, but of drawn edits; or "pairs", a base
+        and its edit in turn, for a loss by the edit's ratio.
     """
 
     bound: float = 0.3
@@ -41,6 +45,7 @@ class Edit:
     width: int = 64
     depth: int = 2
     candidates: int = 1
+    acting: str = "argmax"
 
     def __post_init__(self) -> None:
         counts = min(self.width, self.depth, self.candidates)
@@ -48,6 +53,12 @@ class Edit:
             raise ValueError(f"Edit: bound is {self.bound}, std {self.std}, width {self.width}, depth {self.depth} and "
                              f"candidates {self.candidates}, expected bound and std above 0, a width that 4 divides, "
                              "and 1 or more")
+        if self.acting not in ("argmax", "pairs"):
+            raise ValueError(f"Edit: acting is {self.acting!r}, expected argmax or pairs")
+
+    def bases(self, group: int) -> int:
+        """Return how many bases are drawn for a group of samples in training."""
+        return group // 2 if self.acting == "pairs" else group * self.candidates
 
     def __call__(self, decision: Tensor) -> Tensor:
         """Return the edit [B,*D], within +-bound, of decisions [B,*D]."""
@@ -74,17 +85,21 @@ class Edits(Transitions):
     """Decisions of edits and the rewards of their samples.
 
     x: [n,*D], final states.
-    x_next: [m,*D], decisions.
+    x_next: [m,*D], decisions, 0 of a sample that is its base.
     rewards: [m], or None before they are known.
+    proposed: [m,*D], the decisions that the policy drew for the samples' bases.
     """
 
     rewards: Tensor | None = None
+    proposed: Tensor | None = None
 
     def kept(self, keep: Tensor) -> Edits | None:
         left = super().kept(keep)
         if left is None or left is self:
             return None if left is None else self
-        return Edits(**vars(left), rewards=None if self.rewards is None else self.rewards[keep])
+        rewards, proposed = (None if value is None else value[keep.to(value.device)]
+                             for value in (self.rewards, self.proposed))
+        return Edits(**vars(left), rewards=rewards, proposed=proposed)
 
 
 class Editor(Replayer[C], Protocol[C]):
@@ -102,27 +117,56 @@ class Editor(Replayer[C], Protocol[C]):
 
 def edited(editor: Editor[C], conditioning: C, part: Part, exploration: RolloutSpec, micro_batch: int, seed: Seed
            ) -> Part:
-    """Return the part with two samples for each of its finals: the final, and its edit by the present weights.
+    """Return the part with samples in place of its finals, by the present weights: pairs, or those of the acting
+    policy.
 
     seed: seeds of the leaves, as in the rollout; the noise of an edit is a separate draw.
     """
-    (x0,), of = part.finals, range(exploration.group // 2)
-    seeds = (_forked(seed(int(p), leaf)) for p, leaf in zip(part.prompts, (*of,) * (len(x0) // len(of)), strict=True))
+    (x0,), count = part.finals, editor.edit.bases(exploration.group)
+    seeds = (_forked(seed(int(p), leaf % count)) for leaf, p in enumerate(part.prompts))
     noise = noise_like(x0, [torch.Generator().manual_seed(number) for number in seeds])
     with torch.no_grad():
         means = torch.cat([editor.replay(conditioning.rows(part.prompts[rows]), x0[rows.to(x0.device)])
                            for rows in torch.arange(len(x0)).split(micro_batch)])
     drawn = gaussian.sample(editor.edit.transition(x0, means, exploration.grid, 0), noise)
-    decisions = torch.stack([torch.zeros_like(drawn), drawn], 1).flatten(0, 1)
-    logp, parent = torch.zeros(len(decisions), 1), torch.arange(len(x0)).repeat_interleave(2)
-    unscored = Scored(logp, torch.ones_like(logp, dtype=torch.bool),
-                      decisions[:, None].to(editor.states) if exploration.keep_means else None)
-    taken = Edits(0, x0.to(editor.states), part.prompts, parent, decisions.to(editor.states), unscored)
-    part = replace(part, prompts=part.prompts.repeat_interleave(2), exploration=exploration, transitions=(taken,),
-                   finals=(editor.edit.applied(x0.repeat_interleave(2, 0), decisions),),
-                   seeds=None if part.seeds is None else part.seeds.repeat_interleave(2))
+    if editor.edit.acting == "pairs":
+        bases, parent = torch.arange(len(x0)), torch.arange(len(x0)).repeat_interleave(2)
+        decisions = torch.stack([torch.zeros_like(drawn), drawn], 1).flatten(0, 1)
+    else:
+        chosen = _chosen(editor, conditioning, part.prompts, x0, drawn, micro_batch)
+        bases, parent = chosen % len(x0), torch.arange(len(chosen))
+        decisions = torch.cat([torch.zeros_like(drawn), drawn])[chosen]
+    part = _taken(editor, part, exploration, x0, bases, parent, decisions, drawn[bases[parent]])
     with torch.no_grad():
         return rescored(part, replay(editor, conditioning, part, micro_batch))
+
+
+def _chosen(editor: Editor[C], conditioning: C, prompts: Tensor, x0: Tensor, drawn: Tensor, micro_batch: int) -> Tensor:
+    """Return the choices of the acting policy among bases x0 [b,*D] and their edits: int64 [b / candidates].
+
+    `candidates` consecutive bases make a sample. A choice below b is a base, b + k the edit of base k. Ties go to the
+    first, bases before edits.
+    """
+    n, count = editor.edit.candidates, len(x0)
+    both = torch.cat([x0, editor.edit.applied(x0, drawn)])
+    with torch.no_grad():
+        values = torch.cat([editor.value(conditioning.rows(prompts[rows % count]), both[rows.to(both.device)])
+                            for rows in torch.arange(2 * count).split(micro_batch)]).cpu()
+    best = values.view(2, -1, n).transpose(0, 1).flatten(1).argmax(1)
+    return best // n * count + torch.arange(count // n) * n + best % n
+
+
+def _taken(editor: Editor[C], part: Part, exploration: RolloutSpec, x0: Tensor, bases: Tensor, parent: Tensor,
+           decisions: Tensor, proposed: Tensor) -> Part:
+    """Return the part with recorded decisions [m,*D], not scored yet, at the bases [n] that samples come from."""
+    logp, of = torch.zeros(len(decisions), 1), bases[parent]
+    unscored = Scored(logp, torch.ones_like(logp, dtype=torch.bool),
+                      decisions[:, None].to(editor.states) if exploration.keep_means else None)
+    taken = Edits(0, x0[bases.to(x0.device)].to(editor.states), part.prompts[bases], parent,
+                  decisions.to(editor.states), unscored, proposed=proposed.to(editor.states))
+    return replace(part, prompts=part.prompts[of], exploration=exploration, transitions=(taken,),
+                   finals=(editor.edit.applied(x0[of.to(x0.device)], decisions),),
+                   seeds=None if part.seeds is None else part.seeds[of])
 
 
 def rewarded(part: Part, rewards: Tensor) -> Part:

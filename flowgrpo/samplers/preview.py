@@ -27,14 +27,15 @@ class Preview:
     pool: noises per prompt.
     steps: steps of the deterministic preview grid.
     precision: of the products of the denoiser's linear layers in a preview: "full" or, by torchao, "int8", "fp8",
-        "nvfp4", or "auto", which is the one that suits the GPU (policies/weights/low_precision.py).
+        "nvfp4". "auto" is the one that suits the GPU, and "full" on other devices and without torchao
+        (policies/weights/low_precision.py).
 
     Raises ValueError for an unknown precision, a pool below 2 or steps below 1.
     """
 
     pool: int = 96
     steps: int = 6
-    precision: str = "full"
+    precision: str = "auto"
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:

@@ -88,6 +88,11 @@ class RolloutSpec:
         return {step: self.group // self.roots for step in schedule.stochastic[:self.roots < self.group or self.shared]}
 
     @property
+    def listed(self) -> tuple[int, ...]:
+        """Return the children per state of the splits that the schedule lists, in order."""
+        return tuple(n for n in self.schedule.children if n > 1)
+
+    @property
     def alone(self) -> bool:
         """True if every sample has a separate initial noise."""
         return self.roots == self.group and not self.shared

@@ -14,6 +14,7 @@ from flowgrpo.advantages.group import below, weighted_sum
 from flowgrpo.advantages.selection import of_nodes
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.targets import LatentEdits
+from flowgrpo.objectives.best_path import LayerTuning
 from flowgrpo.samplers.latent_edits import rewarded
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import Completions, Context, RegressionTarget, Transitions
@@ -46,33 +47,32 @@ def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[flo
                 values = below(shaped, width)
                 advantage = method.credit.advantage(values, weights, copy.deepcopy(context))
                 advantage_of[width] = local(advantage)
-                kept_of[width] = local(of_nodes(selection, leaves, advantage) & ~values.isnan().all(2))
+                kept_of[width] = local(of_nodes(selection, leaves, advantage, context.splits) & ~values.isnan().all(2))
             alike = advantage_of[width][at].flatten()
             advantages.append(spread(cast(Completions, taken), alike, totals[at]) if spread else alike)
             kept.append(kept_of[width][at].flatten())
         if method.tuning.weight:
-            part = towards_best(part, advantage_of[1][at])
+            part = towards_best(part, advantage_of[1][at], method.tuning)
         if isinstance(method.target, LatentEdits):
             part = rewarded(part, local(weighted_sum(shaped, weights))[at].flatten())
         yield part.credited(advantages, kept)
 
 
-def towards_best(part: Part, advantages: Tensor) -> Part:
+def towards_best(part: Part, advantages: Tensor, tuning: LayerTuning) -> Part:
     """Return the part with a goal for each of its transitions, from the best leaf of its group.
 
     The goal is the mean that the transition would have with the output v* of the policy on the path to the best leaf,
-    and that leaf's advantage. advantages: [N, G] of the leaves of the part's N groups. The part must have its means
+    and its weight by `tuning`. advantages: [N, G] of the leaves of the part's N groups. The part must have its means
     recorded.
     """
-    weight, best = advantages.max(dim=1)
-    weight = weight.clamp(min=0)
-    return replace(part, transitions=tuple(_aimed(taken, part, weight, best) for taken in part.transitions))
+    return replace(part, transitions=tuple(_aimed(taken, part, advantages, tuning) for taken in part.transitions))
 
 
-def _aimed(taken: Any, part: Part, weight: Tensor, best: Tensor) -> Transitions:
+def _aimed(taken: Any, part: Part, advantages: Tensor, tuning: LayerTuning) -> Transitions:
     assert taken.old.mean is not None, "LayerTuning needs recorded means"
-    exploration, groups, edges = part.exploration, len(best), len(taken.parent)
-    width = len(part.prompts) // edges
+    exploration, groups, edges = part.exploration, len(advantages), len(taken.parent)
+    width, best = len(part.prompts) // edges, advantages.argmax(1)
+    weight = tuning.weights(advantages, edges // groups, len(taken.x) // groups)
     of_best = torch.arange(groups) * (edges // groups) + best.cpu() // width
     parent, group = taken.parent, torch.arange(edges) // (edges // groups)
     rest = exploration.transition(taken.x, torch.zeros_like(taken.x), exploration.grid, taken.step).mean

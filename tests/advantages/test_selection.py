@@ -13,6 +13,7 @@ from flowgrpo.advantages.selection import (
     MaxVariance,
     WidthPruning,
     of_nodes,
+    siblings,
 )
 from flowgrpo.types import Context
 
@@ -102,9 +103,9 @@ def test_extremes_by_hand():
     whole = [[False, True, False, True, False, False], [False, False, False, True, False, False]]
     assert Extremes(-0.5, 0.5)(scores).tolist() == whole
     pairs = [[False, True, False, True, False, True], [False, False, False, True, False, False]]
-    assert Extremes(-0.5, 0.5, branch=2)(scores).tolist() == pairs
+    assert Extremes(-0.5, 0.5)(scores, Context(splits=(2,))).tolist() == pairs
     alone = (scores >= 0.5) | (scores <= -0.5)
-    assert torch.equal(Extremes(-0.5, 0.5, branch=1)(scores), alone)
+    assert torch.equal(Extremes(-0.5, 0.5)(scores, Context(splits=(6, 1))), alone)
 
 
 def test_extremes_keep_one_sample_of_a_tie():
@@ -112,9 +113,8 @@ def test_extremes_keep_one_sample_of_a_tie():
 
 
 def test_extremes_names_mistakes():
-    for call in (lambda: Extremes(1, 0), lambda: Extremes(branch=0), lambda: Extremes(branch=4)(SCORES)):
-        with pytest.raises(ValueError, match="Extremes: .* expected"):
-            call()
+    with pytest.raises(ValueError, match="Extremes: low is 1 and high 0, expected low <= high"):
+        Extremes(1, 0)
 
 
 # The width of a tree
@@ -122,29 +122,38 @@ def test_extremes_names_mistakes():
 TREE = torch.tensor([[1.0, 2, 9, 3, 4, 4, 0, 7]])
 
 
-@pytest.mark.parametrize("part, kept", [
-    (WidthPruning(), [1, 2, 4, 7]),  # the better of each pair, a tie by position
-    (WidthPruning(branch=4), [2, 3, 4, 7]), (WidthPruning(branch=4, share=0.3), [2, 7]),
-    (WidthPruning(of="depth"), [0, 6, 2, 7]), (WidthPruning(of="depth", share=0.3), [6, 2]),
-    (WidthPruning(share=1), range(8)),
+@pytest.mark.parametrize("part, splits, kept", [
+    (WidthPruning(), (2, 2, 2), [1, 2, 4, 7]),  # the better of each pair, a tie by position
+    (WidthPruning(), (2, 4), [2, 3, 4, 7]), (WidthPruning(share=0.3), (4,), [2, 7]),
+    (WidthPruning(), (), [2, 4, 5, 7]),  # no split is listed: all are siblings
+    (WidthPruning(of="depth"), (2, 2, 2), [0, 6, 2, 7]), (WidthPruning(of="depth", share=0.3), (2, 2, 2), [6, 2]),
+    (WidthPruning(share=1), (2, 2, 2), range(8)),
 ])
-def test_width_pruning_by_hand(part, kept):
-    assert part(TREE)[0].nonzero().flatten().tolist() == sorted(kept)
+def test_width_pruning_by_hand(part, splits, kept):
+    assert part(TREE, Context(splits=splits))[0].nonzero().flatten().tolist() == sorted(kept)
+
+
+@pytest.mark.parametrize("nodes, leaves, splits, expected", [
+    (2, 16, (2, 2, 2, 2), 2), (16, 16, (2, 2, 2, 2), 2), (6, 24, (2, 4), 2), (24, 24, (2, 4), 4), (3, 24, (2, 4), None),
+    (2, 32, (2, 2, 2, 2), None),  # two roots leave no common state
+    (8, 8, (), None),
+])
+def test_siblings_follow_from_the_splits_of_the_plan(nodes, leaves, splits, expected):
+    assert siblings(nodes, leaves, splits) == expected
 
 
 def test_inner_nodes_are_pruned_where_it_is_asked_for():
     scores = torch.tensor([[1.0, 2, 4, 3]])
-    assert WidthPruning().nodes(scores).all() and WidthPruning(depths="all").nodes(torch.ones(1, 1)).all()
-    assert WidthPruning(depths="all").nodes(scores).tolist() == [[False, True, True, False]]
-    assert WidthPruning("depth", depths="all").nodes(scores).tolist() == [[True, False, True, False]]
+    assert WidthPruning().nodes(scores, 2).all() and WidthPruning(depths="all").nodes(torch.ones(1, 2), None).all()
+    assert WidthPruning(depths="all").nodes(scores, 2).tolist() == [[False, True, True, False]]
+    assert WidthPruning("depth", depths="all").nodes(scores, 2).tolist() == [[True, False, True, False]]
     leaves = torch.tensor([[True, False, False, False, True, True, False, True]])
-    assert of_nodes(BestWorst(2), leaves, scores).tolist() == [[True, False, True, True]]
-    assert of_nodes(WidthPruning(depths="all"), leaves, scores).tolist() == [[False, True, True, False]]
+    assert of_nodes(BestWorst(2), leaves, scores, (2, 2, 2)).tolist() == [[True, False, True, True]]
+    assert of_nodes(WidthPruning(depths="all"), leaves, scores, (2, 2, 2)).tolist() == [[False, True, True, False]]
 
 
 def test_width_pruning_names_mistakes():
-    for call in (lambda: WidthPruning("leaves"), lambda: WidthPruning(depths="first"), lambda: WidthPruning(share=0),
-                 lambda: WidthPruning(branch=1), lambda: WidthPruning(branch=4)(SCORES)):
+    for call in (lambda: WidthPruning("leaves"), lambda: WidthPruning(depths="first"), lambda: WidthPruning(share=0)):
         with pytest.raises(ValueError, match="WidthPruning: .* expected"):
             call()
 

@@ -16,7 +16,7 @@ from flowgrpo.methods.overlay import with_parts
 from flowgrpo.methods.validate import resolve
 from tests.helpers import tiny_runs
 
-ALL = {*registry.MODULES, "tail", "roots", "strides"}
+ALL = {*registry.MODULES, "roots", "strides"}
 # Hosts of everything that is trained of every kind of model, and the places whose parts are trained there.
 TRAINED = {("flow", "mix_grpo"): ALL - {"advantage", "kl.schedule", "reference", "curriculum", "redraw"},  # as tokens
            ("flow", "reinflow"): {"kernel", "plan", "target"},

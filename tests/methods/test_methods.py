@@ -50,6 +50,7 @@ from flowgrpo.objectives.sequence_losses import (
     TaperedReinforce,
 )
 from flowgrpo.objectives.token_losses import ConflictTokens, EntropyBonus, ExpertMixture, HighEntropy, LikelihoodFloor
+from flowgrpo.samplers.grids import TailPoints
 from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowDDIM, FlowSDE
 from flowgrpo.samplers.plans import AllSteps, Branches, EachStep, GrowingTail, RandomSubset, Single, Sliding, TreeWindow
 from flowgrpo.samplers.solvers import DPMSolver2M, Euler
@@ -84,8 +85,8 @@ PUBLISHED = {
 CLAMPS = {"rlcm": 10.0}  # of the advantage
 # What a preset has beside these.
 OTHER = {"tempflow_grpo": {"step_weight": NoiseLevel()}, "granular_grpo": {"strides": (1, 2, 3)},
-         "tree_rpo": {"surrogate": AdaptiveClip(1e-4, 2e-4, 1.0), "tuning": LayerTuning(1e-4)},
-         "pref_grpo": {"shaping": WinRate()}, "b2_diffurl": {"selection": Extremes(-0.5, 0.5, branch=4)}}
+         "tree_rpo": {"surrogate": AdaptiveClip(1e-4, 2e-4, 1.0), "tuning": LayerTuning(1e-4, by="progress")},
+         "pref_grpo": {"shaping": WinRate()}, "b2_diffurl": {"selection": Extremes(-0.5, 0.5)}}
 OVERLAYS = {"grpo_guard", "flow_dppo", "sol_rl", "texforce", "dynamic_sampling", "mopps", "scaf_grpo", "ghpo",
             "knapsack_rl"}
 # Of language models: ratio, surrogate, reduction, advantage's scale and order, KL.
@@ -228,6 +229,7 @@ def test_parts_are_laid_over_a_method():
     method = with_parts(preset("mix_grpo"), {"plan": {"size": 2}, "kernel": {"type": "CPS"}, "tail": 0.5})
     assert method == preset("mix_grpo").having(plan=Sliding(size=2), kernel=CPS(), tail=0.5)
     assert laid("mix_grpo", kernel={"type": "FlowSDE", "level": 0.9}) == FlowSDE(0.9)
+    assert laid("mix_grpo_flash", tail={"type": "TailPoints", "share": 0.2}) == TailPoints(0.2)
     assert laid("mix_grpo", plan={"type": "Single", "step": 3}) == Single(3)
     assert laid("mix_grpo", plan={"type": "Sliding", "size": 2}) == Sliding(size=2)
     assert laid("dance_grpo", selection={"type": "BestWorst", "n": 8}) == BestWorst(8)

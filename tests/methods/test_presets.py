@@ -290,6 +290,17 @@ def test_b2_trains_only_extremes_past_the_thresholds():
     assert [len(taken.x) for taken in part.transitions] == [2, 4, 4]  # at its beginning a branch group is one state
 
 
+def test_b2_takes_its_branch_groups_from_the_plan_and_a_second_number_is_refused():
+    """Of five branches the best and the worst: samples 0 and 4, 7 and 9, in units of the prompt's deviation."""
+    trainer = made("b2_diffurl", train__group=10, parts__plan__branch=5)
+    parts, conditioning, _ = sampled(trainer)
+    rewards = torch.tensor([[4.0, 0, 0, 0, -4, 0, 0, 4, 0, -4], [1.0] * 10])
+    [part] = credited(trainer, parts, conditioning, rewards[..., None])
+    assert torch.equal(part.transitions[-1].x_next, parts[0].transitions[-1].x_next[[0, 4, 7, 9]])
+    with pytest.raises(UserError, match="unknown key parts.selection.branch"):
+        made("b2_diffurl", parts__plan__branch=5, parts__selection__branch=4)
+
+
 # --- sol_rl ----------------------------------------------------------------------------------------------------------
 
 def noises(prompt: int, samples) -> torch.Tensor:

@@ -25,17 +25,23 @@ def f64(values: list) -> torch.Tensor:
 # --- the clip --------------------------------------------------------------------------------------------------------
 
 def test_the_adaptive_clip_by_hand():
-    # sigmoid(log 3) = 3/4 and sigmoid(-log 3) = 1/4: upper bounds 0.1 + 0.2 * 3/4 = 0.25 and 0.1 + 0.2 / 4 = 0.15.
+    # sigmoid(log 3) = 3/4 and sigmoid(-log 3) = 1/4: of a good sample r is within 1 - 0.15 and 1 + 0.25, of a bad one
+    # within 1 - 0.25 and 1 + 0.15.
     clip, good, bad = AdaptiveClip(0.1, 0.3), math.log(3), -math.log(3)
-    ratios = f64([[0.8, 1.2, 1.24, 1.26, 2.0]])
+    ratios = f64([[0.7, 0.8, 1.2, 1.26, 2.0]])
     log_ratio = ratios.log()
-    expected = -good * f64([[0.8, 1.2, 1.24, 1.25, 1.25]])
+    expected = -good * f64([[0.7, 0.8, 1.2, 1.25, 1.25]])
     torch.testing.assert_close(clip(log_ratio, f64([[good]])), expected, rtol=0, atol=1e-10)
     assert clip.clipped(log_ratio, f64([[good]])).tolist() == [[False, False, False, True, True]]
-    # A bad sample's ratio is bounded from below alone, at 0.9.
-    torch.testing.assert_close(clip(log_ratio, f64([[bad]])), -bad * f64([[0.9, 1.2, 1.24, 1.26, 2.0]]), rtol=0,
+    torch.testing.assert_close(clip(log_ratio, f64([[bad]])), -bad * f64([[0.75, 0.8, 1.2, 1.26, 2.0]]), rtol=0,
                                atol=1e-10)
     assert clip.clipped(log_ratio, f64([[bad]])).tolist() == [[True, False, False, False, False]]
+
+
+def test_both_bounds_follow_the_advantage_over_a_table():
+    lowest, highest = AdaptiveClip(0.1, 0.3).bounds(f64([[-50], [-math.log(3)], [0], [math.log(3)], [50]]), None)
+    torch.testing.assert_close(lowest[:, 0], f64([-0.3, -0.25, -0.2, -0.15, -0.1]), rtol=0, atol=1e-12)
+    torch.testing.assert_close(highest[:, 0], f64([0.1, 0.15, 0.2, 0.25, 0.3]), rtol=0, atol=1e-12)
 
 
 def test_every_row_has_its_own_bound_between_low_and_high():
@@ -51,7 +57,7 @@ def test_without_a_range_it_is_the_plain_clip():
     noise = torch.Generator().manual_seed(0)
     log_ratio, advantage = torch.randn(2, 50, 1, generator=noise, dtype=F64) * torch.tensor([[[0.2]], [[1.0]]])
     for part in (AdaptiveClip(0.1, 0.1, 3.0), AdaptiveClip(0.0, 0.2, 0.0)):
-        plain = Clip(part.low, (part.low + part.high) / 2)
+        plain = Clip((part.low + part.high) / 2, (part.low + part.high) / 2)
         torch.testing.assert_close(part(log_ratio, advantage), plain(log_ratio, advantage), rtol=0, atol=1e-12)
         assert torch.equal(part.clipped(log_ratio, advantage), plain.clipped(log_ratio, advantage))
 
@@ -73,6 +79,32 @@ def test_the_pull_by_hand():
     torch.testing.assert_close(LayerTuning(0.1)(new, goal.rows(slice(0, 1)))[0, 0], f64(1.5))
     with pytest.raises(ValueError, match="LayerTuning: weight is -1, expected 0 or more"):
         LayerTuning(-1)
+    with pytest.raises(ValueError, match="LayerTuning: by is 'reward', expected advantage or progress"):
+        LayerTuning(by="reward")
+
+
+def test_progress_divides_the_best_advantage_over_the_depths_of_the_tree():
+    """Eight leaves of a binary tree: means below the path to leaf 5 are 0, 1, 2.5, 4; a path that falls gains nothing.
+    """
+    advantages = f64([[-2, 0, -1, -1, 1, 4, 0, -1], [5, -5, -3, 0, 3, 0, 0, 0]])
+    part = LayerTuning(1.0, by="progress")
+    gains = torch.stack([part.weights(advantages, edges, edges // 2) for edges in (2, 4, 8)])
+    torch.testing.assert_close(gains, f64([[1, 0], [1.5, 0.75], [1.5, 5]]), rtol=0, atol=1e-12)
+    assert gains[:, 0].sum() == advantages[0].max() and (part.weights(advantages, 8, 8) == 0).all()
+    assert LayerTuning(1.0).weights(advantages, 2, 1).tolist() == [4, 5]
+
+
+def test_the_preset_pulls_by_progress():
+    trainer = made()
+    parts, conditioning, _ = trainer.sample(trainer.prompts[:2])
+    rewards = torch.zeros(2, 16)
+    rewards[0, 4:8], rewards[0, 5] = 1.0, 2.0
+    [part] = trainer.credit(parts, rewards[..., None], conditioning.prompts)
+    gained = [taken.goal.weight[0, 0].item() for taken in part.transitions]
+    # Means below the path to leaf 5: 5/16, 5/8, 5/4, 3/2, 2.
+    std = rewards[0].std().item()
+    assert gained == pytest.approx([5 / 16 / std, 5 / 8 / std, 1 / 4 / std, 1 / 2 / std], rel=1e-4)
+    assert all((taken.goal.weight[-1] == 0).all() for taken in part.transitions)
 
 
 def made(**options):
@@ -94,7 +126,7 @@ def test_the_pull_is_the_distance_to_the_old_output_on_the_best_path():
     trainer = made()
     parts, conditioning, _ = trainer.sample(trainer.prompts[:2])
     advantages = torch.randn(2, 16, generator=torch.Generator().manual_seed(1))
-    [part] = [towards_best(part, advantages) for part in parts]
+    [part] = [towards_best(part, advantages, LayerTuning(0.01)) for part in parts]
     old = [outputs(trainer, part, conditioning, taken) for taken in part.transitions]
     tiny.stir(trainer.policy, 0.05)
     best, weight = advantages.argmax(1), advantages.max(1).values
@@ -114,7 +146,7 @@ def test_on_the_best_path_itself_nothing_pulls_before_the_first_update():
     parts, conditioning, _ = trainer.sample(trainer.prompts[:2])
     advantages = torch.zeros(2, 16)
     advantages[0, 5], advantages[1] = 2.0, -1.0
-    [part] = [towards_best(part, advantages) for part in parts]
+    [part] = [towards_best(part, advantages, LayerTuning(0.01)) for part in parts]
     for k, rows, new in trainer.rollouts.replay(part, conditioning):
         taken = part.transitions[k]
         edges = len(taken.parent) // 2

@@ -11,7 +11,7 @@ from diffusers import (
     FlowMatchHeunDiscreteScheduler,
 )
 
-from flowgrpo.samplers.grids import compress_tail, shifted, thinned
+from flowgrpo.samplers.grids import TailPoints, compress_tail, shifted, thinned
 from tests.helpers.tables import stock
 
 F64 = torch.float64
@@ -74,6 +74,19 @@ def test_compress_tail_by_hand():
     # int(5 * 0.2) = 1 and max(int(5 * 0.1), 1) = 1: one interval down to 0, where the released code never gets.
     for ratio in (0.2, 0.1):
         close(compress_tail(grid, after=5, ratio=ratio, shift=3), [*grid[:6].tolist(), 0], 1e-15)
+
+
+@pytest.mark.parametrize("after, share, left", [
+    (4, 0.4, 7),  # T = 25 and noise on the steps 0 to 3: int(22 * 0.4) = 8 points, where `tail: 0.4` has 8 steps
+    (4, 0.2, 3), (21, 0.4, 1), (24, 0.4, 1), (4, 1.0, 21)])
+def test_the_released_tail_counts_points_from_the_last_step_that_draws_noise(after, share, left):
+    grid = shifted(25, 3)
+    short = compress_tail(grid, after, TailPoints(share), shift=3)
+    start = grid[after].item() / (3 - 2 * grid[after].item())  # unshifted
+    times = [start * (1 - k / left) for k in range(left + 1)]
+    close(short, [*grid[:after].tolist(), *(3 * t / (1 + 2 * t) for t in times)], 1e-14)
+    with pytest.raises(ValueError, match="TailPoints: share is 0, expected"):
+        TailPoints(0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])

@@ -8,15 +8,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.distributions import AffineTransform, Independent, Normal, TanhTransform, TransformedDistribution
 
 from flowgrpo.advantages.baselines import Paired
 from flowgrpo.advantages.gae import Recall
+from flowgrpo.cli import main
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.images import load_tuned
+from flowgrpo.evaluation.images import load_branches
+from flowgrpo.evaluation.ledger import Ledger, Place
 from flowgrpo.evaluation.statistics import BOOTSTRAP, interval
-from flowgrpo.export.export import card, kohya
+from flowgrpo.export.export import card, kohya, merged
 from flowgrpo.methods import preset
 from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.methods.validate import resolve
@@ -35,8 +38,10 @@ from flowgrpo.samplers.solvers import Euler
 from flowgrpo.training import state
 from flowgrpo.training.credit import credit
 from flowgrpo.types import Context
+from tests.evaluation.test_images import pixels
 from tests.helpers import tiny
 
+BY_RATIO = {"surrogate": ActorCritic(0.2, 0.2, 0.5, through=0.0, ratio=1.0), "advantage": Paired()}
 CENTRE = torch.tensor([2.0, -1.0])  # where the toy's reward is highest
 
 
@@ -55,7 +60,7 @@ def stirred(editor: Editor, scale: float = 0.3) -> Editor:
 
 def sampled(editor: Editor, method, prompts: int, group: int, seed: int = 0) -> Part:
     """The toy's part: bases from N(0, I) in two dimensions, with their edits."""
-    of = torch.arange(prompts).repeat_interleave(group // 2)
+    of = torch.arange(prompts).repeat_interleave(method.target.edit.bases(group))
     x0 = torch.randn(len(of), 2, generator=torch.Generator().manual_seed(seed)).to(editor.networks.edit.leave.weight)
     bases = Part(range(prompts), of, None, (), (x0,))
     explored = method.target.edit.exploration(group, Euler(), method.reads_means, method.reads_old_means)
@@ -110,7 +115,7 @@ def test_latents_of_any_shape_are_tokens_and_come_back(shape):
 
 def test_the_density_is_exact_and_its_ratio_that_of_the_squashed_edit():
     """In float64 against torch.distributions, the edit itself as a transformed normal."""
-    method = preset("expo").having(edit=Edit(bound=0.4, std=0.7, width=8, depth=1))
+    method = preset("expo").having(edit=Edit(bound=0.4, std=0.7, width=8, depth=1, acting="pairs"))
     editor = Editor(method.target.edit, 2, 1)
     editor.networks.double()
     part = sampled(stirred(editor), method, 3, 4)
@@ -129,7 +134,7 @@ def test_the_density_is_exact_and_its_ratio_that_of_the_squashed_edit():
 
 
 def test_a_base_stands_before_each_edit_of_it():
-    method = preset("expo").having(edit=Edit(bound=0.4, width=8, depth=1))
+    method = preset("expo").having(edit=Edit(bound=0.4, width=8, depth=1, acting="pairs"))
     part = sampled(stirred(Editor(method.target.edit, 2, 1)), method, 3, 4)
     [taken] = part.transitions
     assert part.prompts.tolist() == [0] * 4 + [1] * 4 + [2] * 4 and taken.parent.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4,
@@ -138,6 +143,38 @@ def test_a_base_stands_before_each_edit_of_it():
     assert torch.equal(bases, taken.x) and (taken.x_next[::2] == 0).all()
     torch.testing.assert_close(edited - bases, 0.4 * taken.x_next[1::2].tanh(), rtol=0, atol=1e-6)
     assert 0 < (edited - bases).abs().max() <= 0.4 and len(taken.x_next[1::2].unique()) == 12
+    assert torch.equal(taken.proposed, taken.x_next[1::2].repeat_interleave(2, 0))
+
+
+def test_a_sample_is_the_critics_choice_of_its_bases_and_their_edits():
+    """Of three bases and three edits each, by a critic that is known; a chosen base is the decision 0."""
+    torch.manual_seed(0)
+    method = preset("expo").having(edit=Edit(bound=0.4, width=8, depth=1, candidates=3))
+    editor = stirred(Editor(method.target.edit, 2, 1), 0.05)
+    editor.networks["critic"] = Quadratic()
+    part = sampled(editor, method, 2, 4)
+    [taken] = part.transitions
+    x0 = torch.randn(24, 2, generator=torch.Generator().manual_seed(0))
+    forks = [latent_edits._forked(seeder(0, 0)(leaf // 12, leaf % 12)) for leaf in range(24)]
+    noise = torch.cat([torch.randn(1, 2, generator=torch.Generator().manual_seed(each)) for each in forks])
+    drawn = editor.replay(asked(2).rows(torch.arange(2).repeat_interleave(12)), x0).detach() + 0.3 * noise
+    edits, kept = x0 + 0.4 * drawn.tanh(), 0
+    for sample in range(8):
+        some = slice(3 * sample, 3 * sample + 3)
+        best = reward(torch.cat([x0[some], edits[some]])).argmax().item()
+        kept += best < 3
+        torch.testing.assert_close(part.finals[0][sample], torch.cat([x0[some], edits[some]])[best])
+        assert torch.equal(taken.x[sample], x0[some][best % 3])
+        torch.testing.assert_close(taken.proposed[sample], drawn[some][best % 3])
+        torch.testing.assert_close(taken.x_next[sample], drawn[some][best % 3] * (best >= 3))
+    assert part.prompts.tolist() == [0] * 4 + [1] * 4 and taken.parent.tolist() == [*range(8)] and 0 < kept < 8
+
+
+def test_a_critic_of_equal_values_leaves_the_first_base():
+    method = preset("expo").having(edit=Edit(width=8, depth=1, candidates=2))
+    part = sampled(Editor(method.target.edit, 2, 1), method, 3, 2)
+    assert torch.equal(part.finals[0], torch.randn(12, 2, generator=torch.Generator().manual_seed(0))[::2])
+    assert (part.transitions[0].x_next == 0).all() and (part.transitions[0].proposed != 0).all()
 
 
 def test_the_kl_is_the_distance_to_no_edit():
@@ -169,11 +206,11 @@ def test_the_advantage_is_against_the_own_base_by_hand():
 def test_the_loss_by_hand():
     seen = actor_critic.Seen(torch.tensor([[0.5], [2.0]], dtype=torch.float64), torch.tensor([[1.0], [0.0]]).double())
     ratio, advantage = torch.tensor([[1.5], [1.05]]).double().log(), torch.tensor([[2.0], [-1.0]]).double()
-    loss = ActorCritic(0.1, 0.1, 0.5)
+    loss = ActorCritic(0.1, 0.1, 0.5, through=0.0, ratio=1.0)
     torch.testing.assert_close(loss(ratio, advantage, seen), torch.tensor([[-2.2 + 0.125], [1.05 + 2.0]]).double(),
                                rtol=0, atol=1e-7)
     assert loss.clipped(ratio, advantage).tolist() == [[True], [False]]
-    for fields in ({"critic": -0.1}, {"low": -1.0}, {"through": -1.0}, {"ratio": -1.0}, {"ratio": 0.0}):
+    for fields in ({"critic": -0.1}, {"low": -1.0}, {"through": -1.0}, {"ratio": -1.0}, {"through": 0.0}):
         with pytest.raises(ValueError):
             ActorCritic(**fields)
 
@@ -202,8 +239,8 @@ class Quadratic(torch.nn.Module):
 
 
 def test_the_gradient_through_a_quadratic_critic_is_the_closed_form_and_reaches_the_edit_alone():
-    """By the mean m of the decision: -2 w (x + b tanh(m) - c) b (1 - tanh(m)^2)."""
-    method = preset("expo").having(edit=Edit(bound=0.4, width=8, depth=1), surrogate=ActorCritic(through=1.0))
+    """By the mean m of the decision u = m + std z: -2 w (x + b tanh(u) - c) b (1 - tanh(u)^2), z as it was drawn."""
+    method = preset("expo").having(edit=Edit(bound=0.4, width=8, depth=1, acting="pairs"))
     editor = Editor(method.target.edit, 2, 1)
     editor.networks.double()
     stirred(editor).networks["critic"] = Quadratic()
@@ -214,7 +251,7 @@ def test_the_gradient_through_a_quadratic_critic_is_the_closed_form_and_reaches_
     part = replace(part, transitions=(taken.kept(keep),))
     [(k, rows, new)] = replay(editor, asked(2), part, 8)
     seen = loss_inputs.EditInputs(editor, asked(2), part, True)(0, k, rows, new, part.transitions[0].old)
-    x, tanh = taken.x[taken.parent][keep], new.mean[:, 0].detach().tanh()
+    x, tanh = taken.x[taken.parent][keep], taken.proposed[keep].tanh()
     moved = x + 0.4 * tanh - CENTRE
     torch.testing.assert_close(seen.edited[:, 0], -0.7 * moved.square().sum(1), rtol=0, atol=1e-10)
     [found] = torch.autograd.grad(seen.edited.sum(), new.mean, retain_graph=True)
@@ -229,7 +266,7 @@ def test_the_gradient_through_a_quadratic_critic_is_the_closed_form_and_reaches_
 
 
 def test_no_gradient_of_the_critic_reaches_the_edit_and_the_other_way_round():
-    method = preset("expo").having(edit=Edit(width=8, depth=1))
+    method = preset("expo").having(edit=Edit(width=8, depth=1, acting="pairs"), **BY_RATIO)
     editor = stirred(Editor(method.target.edit, 2, 1))
     part = sampled(editor, method, 2, 4)
     [part] = credit(method, [part], reward(part.finals[0]).view(2, 4, 1), [1.0], Context(["p"] * 2), lambda rows: rows)
@@ -245,11 +282,25 @@ def test_no_gradient_of_the_critic_reaches_the_edit_and_the_other_way_round():
 
 # --- the toy: N(0, I) in two dimensions, reward -|x - c|^2 -----------------------------------------------------------
 
-@pytest.fixture(scope="module", params=[ActorCritic(0.2, 0.2, 0.5), ActorCritic(through=1.0, ratio=0.0)],
-                ids=["by its ratio", "through the critic"])
+def test_the_edit_alone_moves_to_the_optimum_of_a_known_critic():
+    """Q = -w |x - c|^2 is given and stays; the best edit within the bound is c - x, cut at -1 and 1."""
+    torch.manual_seed(0)
+    method = preset("expo").having(edit=Edit(bound=1.0, std=0.3, width=32, depth=1), surrogate=ActorCritic(critic=0.0))
+    editor = Editor(method.target.edit, 2, 1)
+    editor.networks["critic"] = Quadratic()
+    trained(editor, method, 120)
+    x = torch.randn(500, 2, generator=torch.Generator().manual_seed(7))
+    made, best = editor.edit(editor.replay(asked(500), x).detach()), (CENTRE - x).clamp(-1, 1)
+    assert (made - best).abs().mean() < 0.2 < best.abs().mean() and editor.networks["critic"].weight == 0.7
+    part = sampled(editor, method, 8, 8, 99)
+    assert (part.transitions[0].x_next != 0).any(1).float().mean() > 0.9  # and the acting policy takes the edits
+
+
+@pytest.fixture(scope="module", params=["pairs", "argmax"], ids=["by its ratio", "through the critic"])
 def toy(request) -> Editor:
     torch.manual_seed(0)
-    method = preset("expo").having(edit=Edit(bound=1.0, std=0.5, width=32, depth=1), surrogate=request.param)
+    method = preset("expo").having(edit=Edit(bound=1.0, std=0.5, width=32, depth=1, acting=request.param),
+                                   **BY_RATIO if request.param == "pairs" else {})
     editor = Editor(method.target.edit, 2, 1)
     trained(editor, method, 250)
     return editor
@@ -269,7 +320,8 @@ def test_the_critic_learns_the_rewards(toy):
     x = torch.randn(2000, 2, generator=torch.Generator().manual_seed(8))
     for states in (x, toy.edit.applied(x, toy.replay(asked(2000), x).detach())):
         value, known = toy.value(asked(2000), states).detach(), reward(states)
-        assert torch.corrcoef(torch.stack([value, known]))[0, 1] > 0.95
+        least = 0.95 if toy.edit.acting == "pairs" else 0.85  # the acting policy shows it what it values most alone
+        assert torch.corrcoef(torch.stack([value, known]))[0, 1] > least
 
 
 def test_best_of_base_and_edited_is_not_worse_than_best_of_as_many_bases(toy):
@@ -335,11 +387,13 @@ def test_more_candidates_are_bases_of_their_own():
 
 @pytest.mark.parametrize("pipe, options", [
     (tiny.sd3, {}), (tiny.sd15, {"picture__call": {}}), (tiny.flux, {}),
-    (tiny.sd3, {"parts__surrogate__through": 1.0, "parts__surrogate__ratio": 0.0})])
+    (tiny.sd3, {"parts": {"surrogate": {"through": 0.0, "ratio": 1.0}, "advantage": {"type": "Paired"},
+                          "edit": {"acting": "pairs"}}})])
 def test_two_epochs_train_the_editor_and_nothing_else(pipe, options):
-    made = pipe()
+    made, acting = pipe(), options.get("parts", {}).get("edit", {}).get("acting", "argmax")
     options = {"picture__call": tiny.call_of(made)} | options
-    trainer = tiny.trainer(policy=policy(made), method="expo", train__lr=1e-3, train__updates=1, **options)
+    own = policy(made, Edit(width=8, depth=1, acting=acting))
+    trainer = tiny.trainer(policy=own, method="expo", train__lr=1e-3, train__updates=1, **options)
     frozen = {name: module.state_dict() for name, module in made.components.items()
               if isinstance(module, torch.nn.Module)}
     frozen = {(name, key): value.clone() for name, held in frozen.items() for key, value in held.items()}
@@ -366,8 +420,10 @@ def test_a_run_saves_what_draws_its_pictures_and_resumes(tmp_path):
     state.restore(trainer, sorted((folder / "checkpoints").glob("epoch-*"))[-1])
     for key, value in trainer.policy.weights.snapshot().items():
         assert torch.equal(again.weights.snapshot()[key], value)
-    with pytest.raises(UserError, match="an edit policy, which no stock pipeline loads"):
-        load_tuned(tiny.sd3(), folder)
+    with pytest.raises(UserError, match="--rlg: .* holds an edit policy, which leaves the denoiser as it is"):
+        load_branches(tiny.sd3(), folder)
+    with pytest.raises(UserError, match="holds an edit policy, which merges into no pipeline"):
+        merged(folder, tmp_path / "merged")
     with pytest.raises(UserError, match="no LoRA in .*: it holds an edit policy, which no stock pipeline loads"):
         kohya(folder, tmp_path / "out.safetensors")
     assert "lora" not in card(folder).read_text().partition("tags:")[2].partition("\n")[0]
@@ -375,11 +431,50 @@ def test_a_run_saves_what_draws_its_pictures_and_resumes(tmp_path):
         load_editor(tmp_path)
 
 
+def finished(folder, scale: float = 0.3):
+    """A run's folder with a saved tiny model, whose edits and critic are off their start."""
+    tiny.save(tiny.sd3(), folder / "model")
+    made = policy(edit=Edit(width=8, depth=1, candidates=2))
+    stirred(made.editor, scale)
+    (folder / "run").mkdir()
+    made.weights.save(folder / "run")
+    config = tiny.config(folder, name="run", method="expo", model=str(folder / "model"),
+                         eval__steps=2, eval__guidance=1.5)
+    (folder / "run" / "config.yaml").write_text(config.yaml())
+    return made
+
+
+def test_sample_and_eval_draw_by_the_critics_choice_from_a_runs_folder(tmp_path, capsys):
+    """They are the pictures of the policy itself, not all of them the base's."""
+    made, by = finished(tmp_path), str(tmp_path / "bright.py")
+    (tmp_path / "bright.py").write_text("def bright(images, prompts):\n    return images.flatten(1).mean(1).tolist()\n")
+    (tmp_path / "suite.jsonl").write_text('{"prompt": "a dog"}\n{"prompt": "a hat"}\n')
+    options = ["--steps", "2", "--guidance", "1.5", "--precision", "fp32"]
+    assert main(["sample", str(tmp_path / "run"), "--prompt", "a dog", "--prompt", "a hat", "--output",
+                 str(tmp_path / "drawn"), *options]) == 0
+    assert main(["eval", str(tmp_path / "run"), "--suite", str(tmp_path / "suite.jsonl"), "--rewards", f"{by}:bright",
+                 "--base", "--output", str(tmp_path / "eval"), "--batch", "2", *options]) == 0
+    made.guidance = 1.5
+    seeds = [seeder(0, 0)(row, 0) for row in range(2)]
+    want = made.generate(made.encode(["a dog", "a hat"]), made.generators(seeds), 2, 1.5)
+    ledger, changed = Ledger(tmp_path / "eval"), []
+    for row, file in enumerate(sorted((tmp_path / "drawn").iterdir())):
+        assert (torch.from_numpy(pixels(file)).permute(2, 0, 1) - 255 * want[row]).abs().max() <= 1
+        assert "edit.safetensors" not in Image.open(file).text and "run: " in Image.open(file).text["parameters"]
+        tuned, base = (ledger.load(Place(arm, row, 0)) for arm in ("tuned", "base"))
+        assert (tuned - want[row]).abs().max() <= 1 / 255
+        changed.append(not torch.equal(tuned, base))
+    assert any(changed)
+
+
 @pytest.mark.parametrize("options, told", [
-    (dict(method="expo", train__group=3), "train.group is 3"),
+    (dict(method="expo", train__group=3, parts={"edit": {"acting": "pairs"}}), "train.group is 3"),
+    (dict(method="expo", parts={"surrogate": {"ratio": 1.0}}), "are chosen by the critic: set parts.edit.acting"),
+    (dict(method="expo", parts={"advantage": {"type": "Paired"}}), "reads no advantage: got parts.advantage Paired"),
+    (dict(method="expo", parts={"edit": {"acting": "best"}}), "Edit: acting is 'best', expected argmax or pairs"),
     (dict(method="expo+grpo_guard"), "got Clip, but the method trains latent edits: expected one of ActorCritic"),
-    (dict(method="expo+knapsack_rl"), "the advantage Pooled gives bases some, which no policy drew"),
-    (dict(method="expo", parts={"advantage": {"type": "Advantage"}}), "{type: Paired}, or surrogate: {ratio: 0,"),
+    (dict(method="expo", parts={"surrogate": {"ratio": 1.0}, "edit": {"acting": "pairs"}}),
+     "the advantage Advantage gives bases some, which no policy drew: set parts.advantage: {type: Paired}, or"),
     (dict(method="expo+texforce"), "reads no adapted: got the preset texforce"),
     (dict(method="flow_grpo", parts={"surrogate": {"type": "ActorCritic"}}),
      "ActorCritic, which reads latent edits, but the method trains recorded steps"),
@@ -394,8 +489,9 @@ def test_parts_that_do_not_go_with_an_edit_are_refused(options, told):
 
 def test_defaults():
     expo = preset("expo")
-    assert (expo.target, expo.loss.surrogate) == (LatentEdits(Edit()), ActorCritic(1e-3, 1e-3, 0.5))
-    assert (expo.credit.advantage, expo.credit.value, expo.loss.kl) == (Paired(), Recall(), GaussianKL(0.01))
+    assert (expo.target, expo.target.edit.acting) == (LatentEdits(Edit()), "argmax")
+    assert expo.loss.surrogate == ActorCritic(1e-3, 1e-3, 0.5, through=1.0, ratio=0.0)
+    assert (expo.credit.value, expo.loss.kl) == (Recall(), GaussianKL(0.01))
 
 
 def test_networks_are_saved_with_the_same_bytes(tmp_path):

@@ -94,13 +94,13 @@ def branch_grpo(method: Method = Method()) -> Method:
 def tree_rpo(method: Method = Method()) -> Method:
     """Dynamic-TreeRPO: a binary tree inside of MixGRPO's window, with noise that grows with the depth (2509.23352).
 
-    With LayerTuning: clip bounds that adapt to the advantage, and a supervised term towards the best path. All of it is
-    a reconstruction, and the numbers are ours.
+    With LayerTuning: both clip bounds follow the advantage, and a supervised term towards the best path is weighted by
+    its progress. All of it is a reconstruction, and the numbers are ours.
     """
     return method.having(kernel=kernels.FlowSDE(0.7), plan=plans.TreeWindow(plans.Sliding(size=4), growth=0.5),
                          roots=None, advantage=group.Advantage(scale="group", order="advantages"),
                          surrogate=objectives.AdaptiveClip(1e-4, 2e-4, 1.0), kl=objectives.GaussianKL(0.0),
-                         target=targets.RecordedSteps(best_path.LayerTuning(1e-4)))
+                         target=targets.RecordedSteps(best_path.LayerTuning(1e-4, by="progress")))
 
 
 def pref_grpo(method: Method = Method()) -> Method:
@@ -121,7 +121,7 @@ def b2_diffurl(method: Method = Method()) -> Method:
     """
     return method.having(kernel=kernels.FlowDDIM(1.0), plan=plans.GrowingTail(branch=4), roots=None,
                          advantage=group.Advantage(scale="running", order="rewards"),
-                         selection=selection.Extremes(-0.5, 0.5, branch=4), surrogate=objectives.Clip(0.1, 0.1),
+                         selection=selection.Extremes(-0.5, 0.5), surrogate=objectives.Clip(0.1, 0.1),
                          kl=objectives.GaussianKL(0.0))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flowgrpo import objectives
-from flowgrpo.advantages import baselines, gae, group, selection, shaping
+from flowgrpo.advantages import gae, group, selection, shaping
 from flowgrpo.methods import targets
 from flowgrpo.methods.groups import TextGeneration
 from flowgrpo.methods.method import Method
@@ -125,10 +125,12 @@ def drakes(method: Method = Method()) -> Method:
 def expo(method: Method = Method()) -> Method:
     """EXPO: a small policy edits the final latents of a frozen model, and a critic chooses (2507.07986).
 
-    The edit is trained by policy gradient, each against its own base; by surrogate.through along the critic's gradient.
+    The edit is trained along the critic's gradient, and samples are the critic's choice of bases and edits. The target
+    of the critic is the reward: of one step that is the TD target.
     """
     return method.having(target=targets.LatentEdits(latent_edits.Edit()), kernel=kernels.FlowDDIM(0.0),
-                         plan=plans.NoSteps(), roots=None, advantage=baselines.Paired(),
+                         plan=plans.NoSteps(), roots=None,
+                         advantage=group.Advantage(scale="batch", order="rewards"),
                          log_ratio=objectives.PlainRatio(), surrogate=actor_critic.ActorCritic(),
                          step_weight=objectives.Uniform(),
                          kl=objectives.GaussianKL(0.01), value=gae.Recall())

@@ -38,14 +38,36 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
+def chosen(precision: str, device: torch.device) -> str:
+    """Return the precision that "auto" takes on a device; any other one itself.
+
+    It is the one that suits a GPU, and "full" on other devices and without torchao.
+    """
+    if precision != "auto":
+        return precision
+    here = device.type == "cuda" and importlib.util.find_spec("torchao") is not None
+    return suited(capability(device)) if here else "full"
+
+
+def notice(precision: str, device: torch.device) -> str | None:
+    """Return a line on the precision that "auto" takes on a device; None for any other precision."""
+    if precision != "auto":
+        return None
+    if (taken := chosen(precision, device)) != "full":
+        return f"previews are drawn in {taken}"
+    why = "torchao is not installed (pip install 'flowgrpo[torchao]')" if device.type == "cuda" else \
+        f"a low one is for GPUs, and the device is {device.type}"
+    return f"previews are drawn in full precision: {why}"
+
+
 def require_low_precision(precision: str, device: torch.device) -> None:
-    """Raise UserError if previews in this precision need torchao or a GPU that is not here."""
-    if precision == "full":
+    """Raise UserError if previews in this precision need torchao or a GPU that is not here; "auto" never does."""
+    if precision in ("full", "auto"):
         return
     if importlib.util.find_spec("torchao") is None:
         raise UserError(f"previews in {precision} need torchao: pip install 'flowgrpo[torchao]', or set "
                         "parts: {preview: {precision: full}}")
-    if (here := capability(device)) < LOWEST.get(precision, here):
+    if (here := capability(device)) < LOWEST[precision]:
         lowest, of = ".".join(map(str, LOWEST[precision])), ".".join(map(str, here)) if any(here) else "none"
         raise UserError(f"previews in {precision} need a GPU of compute capability {lowest}, and {device} has {of}: "
                         "set parts: {preview: {precision: auto}}")
@@ -56,16 +78,16 @@ def quantised(policy: Denoising, precision: str) -> Iterator[None]:
     """Context manager: the policy's denoisers use weights quantised from their present ones, and quantise their inputs.
 
     precision: "int8" or "fp8" (e4m3), with a scale per row of the weight and of the input; "nvfp4" (e2m1), with a scale
-    per 16 values; "auto": the one that suits the device; "full" changes nothing.
+    per 16 values; "auto": the one that is `chosen` for the device; "full" changes nothing.
     A CPU whose int8 products overflow keeps the inputs in full precision.
     At exit the original weights are restored bit for bit, and the copies are freed. Gradients are not recorded inside.
     Linear layers whose sides are not multiples of 16 keep their precision.
     """
+    precision = chosen(precision, policy.device)
     if precision == "full":
         yield
         return
     require_low_precision(precision, policy.device)
-    precision = suited(capability(policy.device)) if precision == "auto" else precision
     with contextlib.ExitStack() as restored, torch.no_grad():
         for layer in _layers(policy):
             weight = _quantised(layer.weight, precision)

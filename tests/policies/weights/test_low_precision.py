@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flowgrpo.errors import UserError
-from flowgrpo.policies.weights.low_precision import form, quantised, require_low_precision, suited
+from flowgrpo.policies.weights.low_precision import chosen, form, notice, quantised, require_low_precision, suited
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.preview import PRECISIONS, Preview, previews
 from flowgrpo.samplers.rollout import seeder
@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[3] / "scripts"))
 
 from preview_correlation import agreement  # noqa: E402
 
-LOW = ("auto", "int8")  # on a CPU the same; the others need a GPU
+LOW = ("int8",)  # the others need a GPU
 LARGEST = 0.03  # relative error of a preview: weights and inputs are off by half a step of 1/127
 
 
@@ -146,6 +146,27 @@ def test_half_precision_models_are_quantised_too(precision):
     full = looked(policy, conditioning)
     with quantised(policy, precision):
         assert 0 < far(looked(policy, conditioning).float(), full.float()) < LARGEST + 0.05
+
+
+@pytest.mark.parametrize("device, capability, torchao, taken, told", [
+    ("cpu", None, True, "full", "in full precision: a low one is for GPUs, and the device is cpu"),
+    ("cuda", (10, 0), True, "nvfp4", "in nvfp4"), ("cuda", (9, 0), True, "fp8", "in fp8"),
+    ("cuda", (8, 0), True, "int8", "in int8"),
+    ("cuda", (9, 0), False, "full", "in full precision: torchao is not installed (pip install 'flowgrpo[torchao]')")])
+def test_auto_is_low_where_the_device_has_it_and_full_elsewhere(device, capability, torchao, taken, told, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if torchao else None)
+    assert chosen("auto", torch.device(device)) == taken and chosen("fp8", torch.device(device)) == "fp8"
+    assert notice("auto", torch.device(device)) == f"previews are drawn {told}"
+    assert notice("full", torch.device(device)) is None
+    require_low_precision("auto", torch.device(device))
+
+
+def test_auto_changes_nothing_on_a_cpu(policy):
+    conditioning = policy.encode(["red"])
+    full = looked(policy, conditioning)
+    with quantised(policy, Preview().precision):
+        assert torch.equal(looked(policy, conditioning), full)
 
 
 def test_unknown_precisions_and_an_absent_torchao_are_told(monkeypatch):

@@ -1,0 +1,117 @@
+"""Best of N draws by a reward, at inference: `--best-of N --by REWARD` of `flowgrpo sample` and `flowgrpo eval`.
+
+Gen-Drive (2410.05582) proposes N futures and keeps the one that its learned scorer prefers. Any reward can be the
+scorer, such as one that `flowgrpo train-reward` made. Draw j of the k-th kept sample has the seed of sample k N + j.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flowgrpo import rewards
+from flowgrpo.config.schema import Config
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation import picture_files, run_rewards
+from flowgrpo.evaluation.ledger import Place
+from flowgrpo.evaluation.plan import Hand
+from flowgrpo.rewards import Failed
+from flowgrpo.rewards.score import columns
+from flowgrpo.samplers.rollout import seeder
+
+
+@dataclass(frozen=True, eq=False)
+class BestOf:
+    """Choice of one of `count` draws: the one that the reward of that name scores highest."""
+
+    count: int
+    name: str
+    reward: Any
+
+    def pick(self, drawn: Sequence[Any], prompts: Sequence[Prompt]) -> list[tuple[int, float]]:
+        """Return (place of the best among its draws, its score) of each of the prompts.
+
+        drawn: `count` consecutive samples per prompt. A draw without a score is never the best.
+        Raises UserError for a prompt of which no draw has a score.
+        """
+        return [self._best(drawn[at * self.count:(at + 1) * self.count], prompt) for at, prompt in enumerate(prompts)]
+
+    def _best(self, drawn: Sequence[Any], prompt: Prompt) -> tuple[int, float]:
+        [column] = columns({self.name: self.reward}, list(drawn), [prompt.text] * self.count,
+                           [prompt.metadata] * self.count, group=self.count)
+        scores = [-math.inf if isinstance(score, Failed) or math.isnan(score) else float(score) for score in column]
+        if max(scores) == -math.inf:
+            raise UserError(f"--by {self.name}: none of the {self.count} draws of {prompt.text[:60]!r} has a score, "
+                            "expected a reward that applies to every prompt")
+        return scores.index(max(scores)), max(scores)
+
+    def over(self, hand: Hand) -> Hand:
+        """Return a generator whose samples are the best of several of another one's."""
+        return BestHand(hand, self)
+
+    def told(self) -> dict[str, Any]:
+        """Return how samples are chosen, as evaluations record it."""
+        return {"best_of": self.count, "by": self.name}
+
+    def facts(self, score: float) -> dict[str, Any]:
+        """Return how a picture was chosen, as its text chunk records it."""
+        return {"Best of": self.count, "Best by": self.name, "Best score": f"{score:g}"}
+
+
+def make(count: int, by: str | dict[str, Any], config: Config | None) -> BestOf | None:
+    """Return the choice that --best-of and --by ask for; None for one draw.
+
+    by: name of a reward, where a run's rewards keep their rules, or its rule by name. config: of the run.
+    Raises UserError for one of the two options alone, and for several rewards.
+    """
+    if count == 1 and not by:
+        return None
+    if count < 2 or not by:
+        raise UserError("--best-of goes with --by REWARD, and takes 2 draws or more: got "
+                        f"{'--by without --best-of' if by else f'--best-of {count} without --by'}")
+    rules = by if isinstance(by, dict) else {by: run_rewards.rule(config, by)}
+    if len(rules) != 1:
+        raise UserError(f"--by: got {', '.join(rules)}, expected one reward")
+    [(name, reward)] = rewards.compose(rules, config.cache if config else None).items()
+    return BestOf(count, name, reward)
+
+
+def kept(pictures: Sequence[torch.Tensor], prompts: Sequence[Prompt], count: int, seed: int,
+         settings: dict[str, Any], best: BestOf | None) -> Iterator[tuple[torch.Tensor, str]]:
+    """Yield `count` pictures per prompt, each with how it was drawn: all, or of consecutive draws the best."""
+    seed_of, of = seeder(seed, 0), [(i, k) for i in range(len(prompts)) for k in range(count)]
+    picked = best.pick(pictures, [prompts[i] for i, _ in of]) if best else [(0, 0.0)] * len(of)
+    draws = best.count if best else 1
+    for place, ((i, k), (number, score)) in enumerate(zip(of, picked)):
+        picture, told = pictures[place * draws + number], settings | (best.facts(score) if best else {})
+        yield picture, picture_files.parameters(prompts[i].text, seed_of(i, k * draws + number), picture, told)
+
+
+@dataclass
+class BestHand:
+    """Generator whose samples are the best of several of another one's."""
+
+    hand: Hand
+    best: BestOf
+    chosen: dict[Place, tuple[Place, float]] = field(default_factory=dict)
+
+    def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[Any]:
+        """Return a sample per place."""
+        tries = [[place._replace(sample=place.sample * self.best.count + number) for place in places]
+                 for number in range(self.best.count)]
+        drawn = list(zip(*(self.hand.draw(arm, prompts, some) for some in tries)))
+        picked = self.best.pick([sample for samples in drawn for sample in samples], prompts)
+        self.chosen |= {place: (tries[number][at], score)
+                        for at, (place, (number, score)) in enumerate(zip(places, picked))}
+        return [samples[number] for samples, (number, _) in zip(drawn, picked)]
+
+    def facts(self, arm: str, prompt: Prompt, place: Place, sample: Any) -> str | None:
+        """Return how a sample was drawn and chosen, None where that is not stored."""
+        drawn, score = self.chosen.pop(place)
+        facts = self.hand.facts(arm, prompt, drawn, sample)
+        return None if facts is None else picture_files.extended(facts, self.best.facts(score))
