@@ -307,6 +307,9 @@ class Context:
     win_rates: for each of the R rewards, whether it is already a win rate within its group, as a judge's (empty: none).
     deducted: [P, G], subtracted from every reward of a sample before all else (None: nothing).
     weights: of the R rewards (empty: 1 each).
+    entropy: [P, G], the mean entropy of a completion's tokens, in nats; None if the method does not read it.
+    reference: [P, G], a sample's log-probability under the reference, in the unit of logp; None likewise.
+    metadata: of the prompts of the groups, P of them (empty: none).
     """
 
     prompts: Sequence[str] = ()
@@ -319,3 +322,6 @@ class Context:
     win_rates: Sequence[bool] = ()
     deducted: Tensor | None = None
     weights: Sequence[float] = ()
+    entropy: Tensor | None = None
+    reference: Tensor | None = None
+    metadata: Sequence[dict[str, Any]] = ()

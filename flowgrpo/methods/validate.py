@@ -9,10 +9,10 @@ from flowgrpo.advantages.shaping import BradleyTerry
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.gaussian import log_prob
-from flowgrpo.methods import reads
+from flowgrpo.methods import reads, registry
 from flowgrpo.methods.method import OF_TEXT, Method
 from flowgrpo.methods.overlay import overlays, preset, with_parts
-from flowgrpo.methods.targets import NoisedFinals, RecordedPairs, RewardGradient
+from flowgrpo.methods.targets import WITH_LOGP, NoisedFinals, RecordedPairs, RewardGradient
 from flowgrpo.samplers import plans
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.learned_noise import LearnedNoise
@@ -33,6 +33,7 @@ def resolve(config: Config, process: str = "flow") -> Method:
     reads.require_set(host, requested, method, overlays(config.method))
     reads.require_types(method)
     try:
+        _require_credit(method, train.group)
         if method.credit.selection is not None:
             method.credit.selection(torch.zeros(1, train.group))
         explorations = [] if process in OF_TEXT else _explorations(method, config, process)
@@ -42,6 +43,21 @@ def resolve(config: Config, process: str = "flow") -> Method:
         raise UserError(f"method {config.method} with {steps}train.group {train.group} and parts {config.parts}: "
                         f"{error}") from None
     return method
+
+
+def _require_credit(method: Method, group: int) -> None:
+    """ValueError for a group of one whose samples are compared, or for a measurement that the target does not have."""
+    advantage, target = method.credit.advantage, method.target
+    if group < 2 and not advantage.single:
+        singles = sorted(name for name in registry.of_place("advantage") if registry.TYPES[name].single is True)
+        raise ValueError(f"{type(advantage).__name__} compares the samples of a group: set train.group to 2 or more, "
+                         f"or parts.advantage to one of {', '.join(singles)}")
+    measures = sorted(method.needs & {"entropy", "lengths"})
+    if measures and not method.for_tokens:
+        raise ValueError(f"the credit reads {' and '.join(measures)} of completions: the steps of a denoiser all have "
+                         "the same")
+    if "reference" in method.needs and not isinstance(target, WITH_LOGP):
+        raise ValueError(f"the credit reads log-probabilities under the reference, and {target.trains} have none")
 
 
 def substituted(config: Config, method: Method) -> str | None:
