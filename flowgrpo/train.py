@@ -25,7 +25,6 @@ from flowgrpo.distributed.signals import Stop
 from flowgrpo.evaluation import held_out
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods import validate
-from flowgrpo.methods.targets import WITH_LOGP
 from flowgrpo.objectives.reductions import reduced
 from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.base import Encoded
@@ -39,7 +38,7 @@ from flowgrpo.training.endings import saved
 from flowgrpo.training.first_ratio import ROUNDED, FirstRatio
 from flowgrpo.training.hints import RewardHints
 from flowgrpo.training.kl_reference import KLReference
-from flowgrpo.training.measures import drift, measured
+from flowgrpo.training.measures import drifted, measured
 from flowgrpo.training.metrics import Log, UpdateStats, shown
 from flowgrpo.training.optimizer import clip_gradients, make_optimizer, make_scaler, rate, update_average
 from flowgrpo.training.out_of_memory import fitted
@@ -214,9 +213,8 @@ class Trainer:
                     with self.processes.together():
                         self.step_optimizer(stats)
         self.scoring.leave()  # a reward whose gradient was followed
-        if "drift" in self.method.needs and isinstance(self.method.target, WITH_LOGP):
-            moved = self.fitted(partial(drift, parts, replay, self.processes), "update")
-            self.memory["drift"] = self.memory.get("drift", 0.0) + moved
+        if "drift" in self.method.needs:
+            self.fitted(partial(drifted, self.method, self.memory, parts, replay, self.processes), "update")
         metrics = stats.summary(self.processes) | self.rollouts.metrics()
         if self.critic is not None:
             with self.clock("update"):

@@ -179,7 +179,7 @@ class DropZeroVariance:
 
 
 @dataclass(frozen=True)
-class BalancedGroups:
+class PairedGroups:
     """Keep as many hard groups as easy ones, in pairs (the bidirectional pairing of "Beyond Variance").
 
     A group is hard if fewer of its samples have a score above 0 than below, easy if fewer have one below: with

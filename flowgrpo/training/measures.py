@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.methods.method import Method
+from flowgrpo.methods.targets import WITH_LOGP
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.kl_reference import KLReference
 from flowgrpo.types import Scored, required
@@ -39,6 +41,12 @@ def _with_entropies(part: Part, replayed: Iterator[tuple[int, slice, Scored]]) -
         entropies[k][rows] = required(new.entropy).to(entropies[k])
     return replace(part, transitions=tuple(replace(taken, old=replace(taken.old, entropy=entropy))
                                            for taken, entropy in zip(part.transitions, entropies)))
+
+
+def drifted(method: Method, memory: dict[str, Any], parts: list[Part], replay: Replay, processes: Processes) -> None:
+    """Add an epoch's `drift` to memory["drift"], where decisions have a log-probability."""
+    if isinstance(method.target, WITH_LOGP):
+        memory["drift"] = memory.get("drift", 0.0) + drift(parts, replay, processes)
 
 
 @torch.no_grad()
