@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -68,7 +67,7 @@ class First(AdvantageRule):
 class NoBaseline(AdvantageRule):
     """Weighted sum of the rewards itself, 0 without any: for a method with a value model (`value`)."""
 
-    single: ClassVar[bool] = True
+    single = True
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         return weighted_sum(rewards, weights).nan_to_num(0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -44,7 +43,7 @@ class Signed(AdvantageRule):
     positive: float = 0.1
     negative: float = 1.0
     threshold: float = 0.5
-    single: ClassVar[bool] = True
+    single = True
 
     def __post_init__(self) -> None:
         if not self.positive >= 0 or not self.negative >= 0 or self.positive == self.negative == 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ class RiskAverse(AdvantageRule):
     bundle: int = 5
     rate: float = 0.2
     clamp: float = 5.0
-    single: ClassVar[bool] = True
+    single = True
 
     def __post_init__(self) -> None:
         if not 0 < self.alpha < self.beta <= 1 or not self.omega >= 0:

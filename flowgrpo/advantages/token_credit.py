@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -185,7 +185,7 @@ class Exploring(TokenCredit):
 
     alpha: float = 0.4
     kappa: float = 2.0
-    needs: ClassVar[tuple[str, ...]] = ("entropy",)
+    needs = ("entropy",)
 
     def __post_init__(self) -> None:
         if not self.alpha >= 0 or not self.kappa > 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,8 +74,8 @@ class ValueTracker(Tracked):
     evidence: float = 8.0
     floor: float = 0.05
     clamp: float = 5.0
-    single: ClassVar[bool] = True
-    needs: ClassVar[tuple[str, ...]] = ("drift",)
+    single = True
+    needs = ("drift",)
 
     def __post_init__(self) -> None:
         if not self.half > 0 or not 0 <= self.least <= self.most <= 1 or not 0 <= self.prior <= 1:

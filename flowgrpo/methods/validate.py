@@ -49,7 +49,7 @@ def _require_credit(method: Method, group: int) -> None:
     """ValueError for a group of one whose samples are compared, or for a measurement that the target does not have."""
     advantage, target = method.credit.advantage, method.target
     if group < 2 and not advantage.single:
-        singles = sorted(name for name in registry.of_place("advantage") if registry.TYPES[name].single is True)
+        singles = sorted(name for name in registry.of_place("advantage") if getattr(registry.TYPES[name], "single", 0) is True)
         raise ValueError(f"{type(advantage).__name__} compares the samples of a group: set train.group to 2 or more, "
                          f"or parts.advantage to one of {', '.join(singles)}")
     measures = sorted(method.needs & {"entropy", "lengths"})

@@ -7,12 +7,12 @@ import torch
 
 from flowgrpo.advantages.group import group_relative
 from flowgrpo.advantages.selection import (
-    PairedGroups,
     BestWorst,
     Beyond,
     DropZeroVariance,
     Extremes,
     MaxVariance,
+    PairedGroups,
     WidthPruning,
     of_nodes,
 )

@@ -37,7 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "LayerTuning": {"weight": 0.1}, "Lag": {"start": 0.5, "most": 0.5}, "Preview": {"pool": 6, "steps": 2},
     "EarlyExits": {"exit": "=", "close": "="}, "Hints": tiny_runs.HINTED["redraw"] | {"fail": 1.0},
     "SegmentTree": {"every": 1}, "Tree": {"tokens": 1}, "Edit": {"width": 4},
-    **dict.fromkeys(("Unconfident", "Balanced", "Decoupled"), {"right": 0.1})}
+    "Unconfident": {"right": 0.1}, "Decoupled": {"right": 0.1}, "Balanced": {"right": 0.48}, "Rarity": {"slope": 0.5}}
 KL = {"kl": {"weight": 0.1}}
 # What has to be there besides, of the host as well, for a part to be of effect.
 BESIDE: dict[str, dict[str, Any]] = {
