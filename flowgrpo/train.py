@@ -114,7 +114,7 @@ class Trainer:
         Returns (all groups, the parts of this process, the conditioning of its prompts).
         """
         train, seed, parts = self.config.train, self.config.seed, []
-        epoch_batch = EpochBatch(self.prompts, self.epoch, train.epochs, seed, self.processes)
+        epoch_batch = EpochBatch(self.prompts, self.epoch, train.epochs, seed, self.processes, self.memory)
         batch = self.method.curriculum(self.prompts, train.prompts, self.epoch, seed, self.prompt_weights(),
                                        self.memory, train.group)
         while batch:

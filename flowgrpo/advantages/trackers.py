@@ -156,8 +156,9 @@ class PriorBlend(Tracked):
     more than their noise loses its weight, and one that they confirm has all of it.
 
     V is the mean of the last rewards of the prompt: every visit multiplies the evidence by `keep`. It starts with
-    `evidence` samples' worth of `prior`. Rewards lie within 0 to 1. In the paper V is a generalist value model, and its
-    test asks for additional samples where they conflict; the estimate of the bias is ours.
+    `evidence` samples' worth of `prior`. Rewards lie within 0 to 1. In the paper V is a generalist value model;
+    the estimate of the bias is ours. Where both conflict, the paper's test asks for more samples: `redraw: {type:
+    AdditionalGroups}`.
     """
 
     keep: float = 0.7

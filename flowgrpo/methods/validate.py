@@ -6,7 +6,9 @@ import torch
 
 from flowgrpo import objectives
 from flowgrpo.advantages.shaping import BradleyTerry
+from flowgrpo.advantages.trackers import PriorBlend
 from flowgrpo.config.schema import Config
+from flowgrpo.curriculum.resampling import AdditionalGroups
 from flowgrpo.errors import UserError
 from flowgrpo.gaussian import log_prob
 from flowgrpo.methods import reads, registry
@@ -49,9 +51,13 @@ def _require_credit(method: Method, group: int) -> None:
     """ValueError for a group of one whose samples are compared, or for a measurement that the target does not have."""
     advantage, target = method.credit.advantage, method.target
     if group < 2 and not advantage.single:
-        singles = sorted(name for name in registry.of_place("advantage") if getattr(registry.TYPES[name], "single", 0) is True)
+        parts = registry.of_place("advantage")
+        singles = [name for name in parts if getattr(registry.TYPES[name], "single", False) is True]
         raise ValueError(f"{type(advantage).__name__} compares the samples of a group: set train.group to 2 or more, "
                          f"or parts.advantage to one of {', '.join(singles)}")
+    if isinstance(method.redraw, AdditionalGroups) and not isinstance(advantage, PriorBlend):
+        raise ValueError("AdditionalGroups reads the prior values of PriorBlend: set parts.advantage: {type: "
+                         "PriorBlend}")
     measures = sorted(method.needs & {"entropy", "lengths"})
     if measures and not method.for_tokens:
         raise ValueError(f"the credit reads {' and '.join(measures)} of completions: the steps of a denoiser all have "

@@ -42,12 +42,13 @@ KL = {"kl": {"weight": 0.1}}
 # What has to be there besides, of the host as well, for a part to be of effect.
 BESIDE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("EMA", "PreviousPolicy", "WeightAverage", "Teacher", "Linear", "Adaptive"), KL),
-    "Pooled": {"curriculum": {"type": "Knapsack"}}, "OneStep": {"plan": {"count": 2}}, "Preview": {"roots": None},
+    "Pooled": {"curriculum": {"type": "Knapsack"}}, "AdditionalGroups": {"advantage": {"type": "PriorBlend"}},
+    "OneStep": {"plan": {"count": 2}}, "Preview": {"roots": None},
     "SegmentTree": {"draws": {"type": "Tree", "tokens": 1}}}
 VALUES = {"tail": 0.5, "roots": 2, "strides": [1, 2]}
 # What is the host's own under another name: one reward has nothing to be weighed against, the noise of FlowDDIM is 0,
-# and a Teacher without a model is the base.
-SAME = {"Influence", "ODE", "Teacher"}
+# a Teacher without a model is the base, and in two epochs no prompt has a history.
+SAME = {"Influence", "ODE", "Teacher", "AdditionalGroups"}
 # What is first seen in a second epoch.
 LATER = {"EMA", "PreviousPolicy", "WeightAverage", "Linear", "Adaptive", "Lag", "ThompsonSampling", "Knapsack",
          "Pooled", "ValueTracker", "SmoothStandardised"}
