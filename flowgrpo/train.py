@@ -38,6 +38,7 @@ from flowgrpo.training.endings import saved
 from flowgrpo.training.first_ratio import ROUNDED, FirstRatio
 from flowgrpo.training.hints import RewardHints
 from flowgrpo.training.kl_reference import KLReference
+from flowgrpo.training.measures import drifted, measured
 from flowgrpo.training.metrics import Log, UpdateStats, shown
 from flowgrpo.training.optimizer import clip_gradients, make_optimizer, make_scaler, rate, update_average
 from flowgrpo.training.out_of_memory import fitted
@@ -61,6 +62,7 @@ class Trainer:
         self.config, self.accelerator, self.policy = config, accelerator, policy
         self.prompts, self.held_out = prompts
         self.keys = [prompt.key for prompt in self.prompts]
+        self.metadata = {prompt.key: prompt.metadata for prompt in self.prompts}
         self.method = validate.resolve(config, policy.process)
         self.processes = Processes(accelerator, config.memory.context_parallel)
         self.processes.turns = policy.turns
@@ -100,6 +102,10 @@ class Trainer:
         metrics = self.scoring.metrics(epoch_batch.first, self.say)
         self.scoring.require_scores(metrics, epoch_batch.prompts[0].text, self.epoch, self.say)
         self.hints.epoch(metrics, self.scoring.spreads, self.epoch, self.say)
+        if self.method.needs:
+            replay = partial(self.rollouts.replay, conditioning=conditioning)
+            measure = partial(measured, self.method, parts, replay, self.kl_reference, self.processes)
+            parts = self.fitted(measure, "update")
         credited = self.credit(parts, scores, [prompt.key for prompt in prompts])
         return metrics | epoch_batch.metrics() | self.learn(credited, conditioning)
 
@@ -108,7 +114,7 @@ class Trainer:
         Returns (all groups, the parts of this process, the conditioning of its prompts).
         """
         train, seed, parts = self.config.train, self.config.seed, []
-        epoch_batch = EpochBatch(self.prompts, self.epoch, train.epochs, seed, self.processes)
+        epoch_batch = EpochBatch(self.prompts, self.epoch, train.epochs, seed, self.processes, self.memory)
         batch = self.method.curriculum(self.prompts, train.prompts, self.epoch, seed, self.prompt_weights(),
                                        self.memory, train.group)
         while batch:
@@ -172,12 +178,16 @@ class Trainer:
         places = [int(place) for part in parts for place in part.prompts[::shape.group]]
         groups = [of[first + place] for first in range(0, len(of), len(of) // self.processes.count) for place in places]
         leaves = self.processes.gather(torch.cat([part.leaves() for part in parts]))
-        logp, lengths, deducted = leaves.view(-1, self.config.train.group, 3).unbind(2)
+        logp, lengths, deducted, entropy, reference = leaves.view(-1, self.config.train.group, 5).unbind(2)
         longest = sum(transitions.old.logp.shape[1] for transitions in parts[0].transitions)
         strides = len(self.method.rollout.strides)
-        return Context(groups[::shape.slices], logp.float(), lengths.long(), longest, self.epoch,
+        of_groups = groups[::shape.slices]
+        return Context(of_groups, logp.float(), lengths.long(), longest, self.epoch,
                        self.config.train.epochs, self.memory, self.scoring.paired * strides, deducted.float(),
-                       list(self.scoring.weights.values()) * strides, self.rollouts.splits(self.epoch))
+                       list(self.scoring.weights.values()) * strides, self.rollouts.splits(self.epoch),
+                       entropy.float() if "entropy" in self.method.needs else None,
+                       reference.float() if "reference" in self.method.needs else None,
+                       [self.metadata.get(key, {}) for key in of_groups])
 
     def learn(self, credited: list[Part | None], conditioning: Encoded) -> dict[str, Any]:
         """Replay the recorded decisions and minimise the method's loss: `updates` optimiser steps per inner epoch.
@@ -203,6 +213,8 @@ class Trainer:
                     with self.processes.together():
                         self.step_optimizer(stats)
         self.scoring.leave()  # a reward whose gradient was followed
+        if "drift" in self.method.needs:
+            self.fitted(partial(drifted, self.method, self.memory, parts, replay, self.processes), "update")
         metrics = stats.summary(self.processes) | self.rollouts.metrics()
         if self.critic is not None:
             with self.clock("update"):

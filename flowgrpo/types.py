@@ -308,6 +308,9 @@ class Context:
     deducted: [P, G], subtracted from every reward of a sample before all else (None: nothing).
     weights: of the R rewards (empty: 1 each).
     splits: children of a state at each split of the plan's tree, in order (empty: the plan lists no split).
+    entropy: [P, G], the mean entropy of a completion's tokens, in nats; None if the method does not read it.
+    reference: [P, G], a sample's log-probability under the reference, in the unit of logp; None likewise.
+    metadata: of the prompts of the groups, P of them (empty: none).
     """
 
     prompts: Sequence[str] = ()
@@ -321,3 +324,6 @@ class Context:
     deducted: Tensor | None = None
     weights: Sequence[float] = ()
     splits: Sequence[int] = ()
+    entropy: Tensor | None = None
+    reference: Tensor | None = None
+    metadata: Sequence[dict[str, Any]] = ()

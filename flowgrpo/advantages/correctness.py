@@ -6,13 +6,14 @@ nor wrong, and has advantage 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flowgrpo.advantages.group import AdvantageRule, weighted_sum, zero_variance
+from flowgrpo.advantages.group import AdvantageRule, of_samples, weighted_sum, zero_variance
 from flowgrpo.types import Context
 
 
@@ -42,6 +43,7 @@ class Signed(AdvantageRule):
     positive: float = 0.1
     negative: float = 1.0
     threshold: float = 0.5
+    single = True
 
     def __post_init__(self) -> None:
         if not self.positive >= 0 or not self.negative >= 0 or self.positive == self.negative == 0:
@@ -52,3 +54,38 @@ class Signed(AdvantageRule):
         total = weighted_sum(rewards, weights)
         right = (total >= self.threshold).to(total)
         return (right * self.positive - (1 - right) * self.negative).masked_fill(total.isnan(), 0)
+
+
+@dataclass(frozen=True)
+class Decoupled(AdvantageRule):
+    """`Correctness` whose right samples share their weight by an auxiliary reward, compared among right ones alone
+    (DRPO): (1 - p) n w for a right sample, w = softmax(auxiliary / temperature) over the group's n right ones, and -p
+    for a wrong one.
+
+    So a long but right sample is never pushed down, and no wrong one depends on the others' lengths. Right is a first
+    reward of at least `right`. The auxiliary is the weighted sum of the other rewards; with one reward it is the length
+    of a completion, -length / the longest possible. A group that agrees has advantage 0. An infinite temperature is
+    `Correctness`. DRPO's weights, for its discriminative objective: `surrogate: {type: Discriminative}`.
+    """
+
+    temperature: float = 0.5
+    right: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"Decoupled: temperature is {self.temperature}, expected above 0 (infinity for "
+                             "Correctness)")
+
+    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
+        first = rewards[..., 0]
+        applies, right = ~first.isnan(), first >= self.right
+        if rewards.shape[2] > 1:
+            auxiliary = weighted_sum(rewards[..., 1:], torch.as_tensor(weights)[1:]).nan_to_num(0)
+        else:
+            lengths = of_samples(context, "lengths", rewards, "Decoupled")
+            auxiliary = -lengths.to(first) / context.longest  # type: ignore[union-attr]
+        count = right.sum(1, keepdim=True).to(first)
+        share = count / applies.sum(1, keepdim=True).clamp(min=1)
+        weight = (auxiliary / self.temperature).masked_fill(~right, -math.inf).softmax(1).nan_to_num(0)
+        advantages = torch.where(right, (1 - share) * count * weight, -share)
+        return advantages.masked_fill(~applies | (share == 0) | (share == 1), 0)

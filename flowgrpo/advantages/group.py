@@ -5,6 +5,9 @@ has no variance if its deviation is at most 1e-6 of its largest absolute reward.
 rounding alone, and dividing by the deviation would train on the rounding. Its advantages are 0 at every scale but
 "running", which reads the variance of a prompt's whole history.
 
+Deviations of a group have ddof 1, as in DanceGRPO, MixGRPO, TRL and verl. Flow-GRPO's option of a deviation per prompt
+and TraceRL have 0: advantages that are larger by sqrt(G / (G - 1)). "running" has ddof 0, as DDPO; B2-DiffuRL has 1.
+
 `Pooled` compares the groups of one prompt as one.
 """
 
@@ -23,10 +26,21 @@ from flowgrpo.types import Context, wide
 RELATIVE_NOISE = 1e-6
 SCALES = ("group", "batch", "none", "leave_one_out")  # of group_relative; an Advantage also has "running"
 ORDERS = ("advantages", "rewards", "gdpo")
+# What a context has of every sample, and its name in messages.
+MEASURED = {"logp": "log-probabilities", "lengths": "lengths", "entropy": "entropies",
+            "reference": "log-probabilities under the reference"}
 
 
 class AdvantageRule:
-    """Comparison of the rewards of a group: base class."""
+    """Comparison of the rewards of a group: base class.
+
+    single: it compares no samples of one group with each other, so a group may be one sample.
+    needs: what it reads that is not measured for every method: "entropy", the policy's; "lengths", of completions;
+        "reference", log-probabilities under the reference; "drift", how far the policy moves in an epoch.
+    """
+
+    single = False
+    needs: tuple[str, ...] = ()
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         """Return the advantages [P, G]. rewards: [P, G, R], NaN where one does not apply; weights: [R]."""
@@ -228,13 +242,22 @@ def sample_logp(context: Context | None, rewards: Tensor, part: str) -> Tensor:
 
     part: the name of the part that reads it, for the error.
     """
+    return of_samples(context, "logp", rewards, part)
+
+
+def of_samples(context: Context | None, name: str, rewards: Tensor, part: str) -> Tensor:
+    """Return what a context has of every sample, [P, G], for rewards [P, G] or [P, G, R]: one of `MEASURED`.
+
+    part: the name of the part that reads it, for the error.
+    """
     assert context is not None, f"{part} needs a context"
-    if context.logp is None:
-        raise ValueError(f"{part} reads the samples' log-probabilities, and this method has none: choose another part")
-    if context.logp.shape != rewards.shape[:2]:
-        raise ValueError(f"{part}: log-probabilities of {tuple(context.logp.shape)} samples for rewards of "
+    values, what = getattr(context, name), MEASURED[name]
+    if values is None:
+        raise ValueError(f"{part} reads the samples' {what}, and this method has none: choose another part")
+    if values.shape != rewards.shape[:2]:
+        raise ValueError(f"{part}: {what} of {tuple(values.shape)} samples for rewards of "
                          f"{tuple(rewards.shape[:2])}, expected the same: it does not go with a method that branches")
-    return context.logp
+    return values
 
 
 def require_clamp(clamp: float) -> None:

@@ -171,6 +171,34 @@ class DropZeroVariance:
         return (~zero_variance(scores))[:, None].expand(scores.shape)
 
 
+@dataclass(frozen=True)
+class PairedGroups:
+    """Keep as many hard groups as easy ones, in pairs (the bidirectional pairing of "Beyond Variance").
+
+    A group is hard if fewer of its samples have a score above 0 than below, easy if fewer have one below: with
+    advantages these are the rare successes and the rare failures. Hard groups are ranked from the fewest successes on,
+    easy ones from the fewest failures on, ties by position, and the longer list is cut. Groups that agree, and those of
+    halves, are in no pair and left out. If there are no pairs, all groups with variance are kept.
+
+    Rare events count most with an advantage that divides by the deviation: of 8 samples +2.65 for a single success and
+    -2.65 for a single failure (ddof 0). In the paper the pairs are drawn as prompts; here they are chosen of what an
+    epoch drew.
+    """
+
+    def __call__(self, scores: Tensor, context: Context | None = None) -> Tensor:
+        _require_ranked(scores)
+        differ = ~zero_variance(scores)
+        right, wrong = (scores > 0).sum(1), (scores < 0).sum(1)
+        hard, easy = (right < wrong) & differ, (wrong < right) & differ
+        count = int(min(hard.sum(), easy.sum()))
+        if not count:
+            return differ[:, None].expand(scores.shape)
+        keep = torch.zeros_like(differ)
+        for chosen, rare in ((hard, right), (easy, wrong)):
+            keep[rare.masked_fill(~chosen, scores.shape[1] + 1).argsort(stable=True)[:count]] = True
+        return keep[:, None].expand(scores.shape)
+
+
 def of_nodes(part: Callable[..., Tensor] | None, leaves: Tensor, scores: Tensor, splits: Sequence[int]) -> Tensor:
     """Return the trained inner nodes of one depth: bool [P, N].
 

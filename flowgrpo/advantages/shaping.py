@@ -16,7 +16,7 @@ from torch import Tensor
 from flowgrpo.advantages.group import sample_logp, weighted_sum
 from flowgrpo.types import Context, wide
 
-LABELS = 2407_12164  # separates the draw of labels from others of an epoch
+LABELS, DROPS = 2407_12164, 2509_24203  # separate the draws of labels and of dropped samples from others of an epoch
 
 
 class Shaping:
@@ -121,6 +121,54 @@ class BradleyTerry(Shaping):
         draw = np.random.default_rng((LABELS, context.epoch))
         noise = torch.from_numpy(draw.gumbel(size=tuple(totals.shape))).to(totals)
         return lifted(self.scale * totals + noise)  # a difference of two Gumbels is logistic
+
+
+@dataclass(frozen=True)
+class Balanced(Shaping):
+    """Bad samples dropped by lot until a group has no more of them than good ones (the balance of 2509.24203).
+
+    Good is a weighted sum of at least `right`. A dropped sample has no reward any more (NaN): it is left out of the
+    group's statistics, which centre the rest anew, and its advantage is 0. A group without a good sample is unchanged.
+    The lot depends on the epoch alone.
+    """
+
+    right: float = 0.5
+
+    def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
+        context = context or Context()
+        (rewards,) = wide(rewards)
+        totals = weighted_sum(rewards, context.weights or [1.0] * rewards.shape[2])
+        good = totals >= self.right
+        bad = ~good & ~totals.isnan()
+        draw = np.random.default_rng((DROPS, context.epoch)).random(tuple(totals.shape))
+        rank = torch.from_numpy(draw).to(totals).masked_fill(~bad, math.inf).argsort(1).argsort(1)
+        kept = good.sum(1, keepdim=True)
+        return rewards.masked_fill((bad & (rank >= kept) & (kept > 0))[..., None], torch.nan)
+
+
+@dataclass(frozen=True)
+class Compressed(Shaping):
+    """Rewards compressed above `threshold` and expanded below it, in the same order (TempSamp-R1, 2509.18056).
+
+    Above: threshold + high * log(1 + r - threshold). Below: threshold - (exp(low (threshold - r)) - 1) / (exp(low) -
+    1), for rewards within 0 to 1. A perfect sample, such as an answer that joins the group (`decoding.expert`), then
+    stands out less from the better samples of the policy. Which map stands on which side, and the numbers, are a
+    reconstruction.
+    """
+
+    threshold: float = 0.8
+    high: float = 0.01
+    low: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not self.high > 0 or not self.low > 0:
+            raise ValueError(f"Compressed: high is {self.high} and low {self.low}, expected above 0 each")
+
+    def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
+        (rewards,) = wide(rewards)
+        over = (rewards - self.threshold).clamp(min=0).log1p() * self.high
+        under = ((self.threshold - rewards).clamp(min=0) * self.low).expm1() / math.expm1(self.low)
+        return self.threshold + torch.where(rewards < self.threshold, -under, over)
 
 
 def unlikely(rewards: Tensor, logp: Tensor, beta: float) -> Tensor:

@@ -1,6 +1,6 @@
 """Token credit: spread a sample's advantage over its decisions, `spread(taken, advantages, totals) -> [m] or [m, L]`.
 
-taken: the decisions of m samples, whole groups (of texts Completions).
+taken: the decisions of m samples, whole groups (of texts Completions, of pictures the Transitions of one step).
 advantages: [m], of the whole samples.
 totals: [n, G], the weighted sums of their rewards before any shaping, m = n G, NaN if none applies.
 
@@ -8,7 +8,9 @@ totals: [n, G], the weighted sums of their rewards before any shaping, m = n G, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from flowgrpo.advantages.segments import (
     step_advantages,
     steps_of,
 )
-from flowgrpo.types import Completions, Segmented
+from flowgrpo.types import Completions, Segmented, required
 
 
 class TokenCredit:
@@ -30,12 +32,14 @@ class TokenCredit:
 
     samples: continuations per segment that estimate the value of its first state; 0: none are drawn.
     causal: it needs tokens that are drawn one after the other.
+    needs: as of an `AdvantageRule`.
     """
 
     samples: int = 0
     causal = False
+    needs: tuple[str, ...] = ()
 
-    def __call__(self, taken: Completions, advantages: Tensor, totals: Tensor) -> Tensor:
+    def __call__(self, taken: Any, advantages: Tensor, totals: Tensor) -> Tensor:
         """Return the advantages [m] or [m, L]."""
         raise NotImplementedError
 
@@ -137,3 +141,58 @@ class StepGroups(TokenCredit):
         states = torch.where(torch.arange(states.shape[1]) <= steps.amax(1, keepdim=True), states, -1)
         relative = step_advantages(states, totals.flatten(), self.gamma, self.divide)
         return advantages[:, None] + self.weight * relative.gather(1, steps)
+
+
+@dataclass(frozen=True)
+class Planning(TokenCredit):
+    """A + alpha |A| on planning decisions, A on the others (HICRA, 2509.03646).
+
+    Of texts these are tokens with one of the ids `ids`, and the `first` tokens of a completion. Of pictures they are
+    the first `first` steps of the grid, of high noise, which lay out the picture; `ids` has no meaning there. HICRA
+    finds phrases of planning in its texts beforehand.
+    """
+
+    alpha: float = 0.2
+    first: int = 1
+    ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", tuple(self.ids))  # a recipe gives a list
+        if not 0 <= self.alpha < math.inf or self.first < 0 or not (self.first or self.ids):
+            raise ValueError(f"Planning: alpha is {self.alpha}, first {self.first} and ids {list(self.ids)}, expected "
+                             "0 or more each, and a first decision or an id")
+
+    def __call__(self, taken: Any, advantages: Tensor, totals: Tensor) -> Tensor:
+        raised = advantages + self.alpha * advantages.abs()
+        if not isinstance(taken, Completions):
+            return raised if taken.step < self.first else advantages
+        mask = taken.old.mask.to(advantages.device)
+        planned = mask.cumsum(1).sub(1) < self.first
+        if self.ids:
+            planned = planned | torch.isin(taken.ids.to(planned.device), torch.tensor(self.ids, device=planned.device))
+        return torch.where(planned & mask, raised[:, None], advantages[:, None])
+
+
+@dataclass(frozen=True)
+class Exploring(TokenCredit):
+    """A + min(alpha H, |A| / kappa) for a token whose distribution has the entropy H in nats: uncertain tokens are
+    pulled up more and pushed down less, by at most |A| / kappa, so that no sign turns around for kappa above 1.
+
+    MSSR (2512.18215) shapes the advantages of single rollouts so (with `advantage: {type: ValueTracker}`), and
+    "Exploring Superior Function Calls" those of a group; both forms are a reconstruction by this term. Entropies are
+    those of the policy that drew the tokens, by one more replay per epoch.
+    """
+
+    alpha: float = 0.4
+    kappa: float = 2.0
+    needs = ("entropy",)
+
+    def __post_init__(self) -> None:
+        if not self.alpha >= 0 or not self.kappa > 1:
+            raise ValueError(f"Exploring: alpha is {self.alpha} and kappa {self.kappa}, expected 0 or more, and above "
+                             "1, so that no advantage changes its sign")
+
+    def __call__(self, taken: Completions, advantages: Tensor, totals: Tensor) -> Tensor:
+        entropy = required(taken.old.entropy).to(advantages)
+        bound = advantages.abs()[:, None] / self.kappa
+        return advantages[:, None] + torch.minimum(self.alpha * entropy, bound)

@@ -44,7 +44,8 @@ def _cost(config: Config, method: Method, epoch: int) -> int:
     share = kept(method, train.group)
     cut = method.loss.surrogate.reads_groups and (share * train.group > train.rows or train.pack)
     reference = method.loss.kl.weight > 0 or method.compares_with_reference  # whose scores serve all inner epochs
-    passes = train.inner_epochs * (1 + cut) + reference + (epoch == 0)
+    measured = len(method.needs & {"entropy", "drift"})  # a replay each
+    passes = train.inner_epochs * (1 + cut) + reference + measured + (epoch == 0)
     spent = 0 if config.preferences else cost.rollout(explorations, train.prompts)
     spent += round(share * cost.update([noised] if noised else explorations, train.prompts, passes))
     spent += cost.update([noised], train.prompts, 1) if noised else 0  # the old scores, before samples are chosen

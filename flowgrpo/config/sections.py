@@ -115,7 +115,7 @@ class Train(Section):
 
     epochs: int = Field(100, ge=1, description="rollout rounds; each draws prompts, samples groups and updates")
     prompts: int = Field(8, ge=1, description="prompts per epoch, over all processes")
-    group: int = Field(12, ge=2, description="samples per prompt")
+    group: int = Field(12, ge=1, description="samples per prompt; 1 where the method compares no samples of a group")
     micro_batch: Rows | Literal["auto"] = Field(8, description="rows that go through the denoiser at once; `auto`: as "
                                                 "many as fit")
     pack: bool = Field(False, description="several steps in one batch of a replay, where that saves calls of the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ class EpochBatch:
 
     pool: the training prompts.
     epoch, epochs, seed: of the run; epochs are counted from 0.
+    memory: state of the method's parts between epochs.
     prompts: P of them.
     totals: [P,G], the weighted sums of rewards.
     replaced: indices of replaced groups.
@@ -24,7 +26,9 @@ class EpochBatch:
     A method that samples a prompt several times has more groups than prompts, and one turn.
     """
 
-    def __init__(self, pool: Sequence[Prompt], epoch: int, epochs: int, seed: int, processes: Processes):
+    def __init__(self, pool: Sequence[Prompt], epoch: int, epochs: int, seed: int, processes: Processes,
+                 memory: dict[str, Any] | None = None):
+        self.memory = memory or {}
         self.pool, self.epoch, self.epochs, self.seed, self.processes = pool, epoch, epochs, seed, processes
         self.prompts: list[Prompt] = []
         self.turns: list[range] = []
@@ -57,13 +61,13 @@ class EpochBatch:
         self._scores.append(scores)
         self._totals.append(totals)
 
-    def replace(self, pairs: Sequence[tuple[int, Prompt]]) -> list[Prompt]:
-        """Return the prompts of the next turn, each of which replaces a group.
+    def replace(self, pairs: Sequence[tuple[int | None, Prompt]]) -> list[Prompt]:
+        """Return the prompts of the next turn, each of which replaces a group, or none.
 
         Their number is divisible by the number of processes; it may be 0.
         """
         pairs = pairs[:len(pairs) // self.processes.count * self.processes.count]
-        self.replaced |= {place for place, _ in pairs}
+        self.replaced |= {place for place, _ in pairs if place is not None}
         return [prompt for _, prompt in pairs]
 
     def own(self) -> list[Prompt]:

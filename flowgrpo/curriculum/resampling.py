@@ -1,20 +1,24 @@
 """Resampling of groups within an epoch, and their new prompts: `redraw(drawn) -> [(place, prompt), ...]`.
 
 The loop calls it after every turn, until it returns nothing. `drawn` (`epoch_batch.Drawn`) holds all turns so far, of
-all processes. A replaced group is neither compared with others nor trained. All are pure functions of `drawn`: a
+all processes. A replaced group is neither compared with others nor trained; a
+prompt that replaces none adds a group. All are pure functions of `drawn`: a
 resumed run draws the same. The new prompt may be the old one with a hint, if no sample solved it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import Tensor
 
 from flowgrpo.advantages.group import RELATIVE_NOISE, zero_variance
+from flowgrpo.advantages.history import mean_of
 from flowgrpo.data.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -42,6 +46,34 @@ class DynamicSampling:
         agree = zero_variance(drawn.totals).tolist()
         places = [place for place in drawn.standing() if agree[place]]
         return list(zip(places, fresh(drawn.pool, len(places), drawn.prompts, [drawn.seed, drawn.epoch, drawn.turn])))
+
+
+@dataclass(frozen=True)
+class AdditionalGroups:
+    """Sample one more group of each prompt whose mean reward contradicts its prior value, the `PriorBlend` advantage's,
+    by more than `deviations` of its noise (V0.5, its test of prior and rollouts).
+
+    The noise of a mean of n rewards is sqrt(V (1 - V) / n) under the prior rate V. Both groups are compared as one. A
+    prompt without a history asks for nothing. deviations 2, and the form of the test, are ours.
+    """
+
+    deviations: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not self.deviations > 0:
+            raise ValueError(f"AdditionalGroups: deviations is {self.deviations}, expected above 0")
+
+    def __call__(self, drawn: EpochBatch) -> list[tuple[None, Prompt]]:
+        known = drawn.memory.get("PriorBlend", {})
+        if drawn.turn > 1:
+            return []
+        return [(None, prompt) for prompt, rewards in zip(drawn.prompts, drawn.totals)
+                if prompt.key in known and self._conflicts(mean_of(known[prompt.key]["after"]), rewards)]
+
+    def _conflicts(self, prior: float, rewards: Tensor) -> bool:
+        values = rewards[~rewards.isnan()]
+        noise = math.sqrt(max(prior * (1 - prior), 0.0) / max(len(values), 1))
+        return bool(len(values)) and abs(values.mean().item() - prior) > self.deviations * noise + RELATIVE_NOISE
 
 
 def fresh(pool: Sequence[Prompt], count: int, drawn: Sequence[Prompt], seed: Sequence[int]) -> list[Prompt]:

@@ -86,7 +86,7 @@ class Credit:
     shaping: change of the rewards before they are compared; None: none.
     advantage: comparison of the rewards of a group.
     selection: choice of the samples that are trained; None: all.
-    spread: distribution of a completion's advantage over its tokens; None: each has it.
+    spread: distribution of a sample's advantage over its tokens, or its recorded steps; None: each has it.
     value: the value model of a language model, or how the critic of edits learns; None: none.
     """
 

@@ -214,13 +214,19 @@ class Method:
 
     @property
     def compares_with_reference(self) -> bool:
-        """True where the surrogate reads the reference's scores, whatever the KL."""
-        return self.loss.surrogate.reads_reference
+        """True where the surrogate or the credit reads the reference's scores, whatever the KL."""
+        return self.loss.surrogate.reads_reference or "reference" in self.needs
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Return what the credit reads that is measured for it: `AdvantageRule.needs`."""
+        spread = self.credit.spread
+        return frozenset(self.credit.advantage.needs) | frozenset(spread.needs if spread else ())
 
     @property
     def reads_entropy(self) -> bool:
-        """True where the loss needs the entropy of every token's distribution."""
-        return self.loss.surrogate.reads_entropy
+        """True where the loss or the credit needs the entropy of every token's distribution."""
+        return self.loss.surrogate.reads_entropy or "entropy" in self.needs
 
     @property
     def for_tokens(self) -> bool:

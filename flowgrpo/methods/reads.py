@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flowgrpo import objectives
-from flowgrpo.advantages import baselines, gae, length_shaping, shaping
+from flowgrpo.advantages import baselines, gae, length_shaping, shaping, token_credit
 from flowgrpo.config.schema import Config, fields
 from flowgrpo.errors import UserError
 from flowgrpo.methods import registry, targets
@@ -23,7 +23,9 @@ _TEXTS = (targets.Completions,)
 TYPES: dict[type, tuple[type[targets.Target], ...]] = {
     **dict.fromkeys((ratios.SequenceRatio, ratios.CompletionRatio, objectives.DynamicClip, references.Teacher,
                      sequence_losses.GroupLoss, token_losses.LikelihoodFloor, shaping.Overlong,
-                     length_shaping.LengthSwitch, length_shaping.ExitDecay, gae.ValueHead), _TEXTS),
+                     length_shaping.LengthSwitch, length_shaping.ExitDecay, gae.ValueHead,
+                     token_credit.SegmentChain, token_credit.SegmentTree, token_credit.StepGroups,
+                     token_credit.Exploring), _TEXTS),
     **dict.fromkeys((forward_process.OfNoised, ratios.Matching), (targets.NoisedFinals,)),
     **dict.fromkeys((actor_critic.ActorCritic, baselines.Paired, gae.Recall), (targets.LatentEdits,)),
     objectives.Guard: (targets.RecordedSteps, targets.LatentEdits),

@@ -12,10 +12,13 @@ from flowgrpo.advantages import (
     gae,
     group,
     length_shaping,
+    reshaped,
     reward_weights,
+    risk,
     selection,
     shaping,
     token_credit,
+    trackers,
 )
 from flowgrpo.advantages.group import AdvantageRule
 from flowgrpo.advantages.shaping import Shaping
@@ -64,7 +67,7 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "tail": (grids,),
     "preview": (preview,),
     "shaping": (shaping, length_shaping),
-    "advantage": (group, baselines, reward_weights, correctness),
+    "advantage": (group, baselines, trackers, risk, reward_weights, correctness, reshaped),
     "selection": (selection,),
     "log_ratio": (ratios,),
     "surrogate": (surrogates, forward_process, sequence_losses, token_losses, actor_critic),

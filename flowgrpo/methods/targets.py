@@ -48,7 +48,7 @@ class Target:
         """
 
 
-_OF_TEXT = frozenset({"spread", "reduction"})  # a transition has one decision per row: nothing to spread or to average
+_OF_TEXT = frozenset({"spread", "reduction"})  # one decision per sample: nothing to spread or to average
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class RecordedSteps(Target):
 
     trains: ClassVar[str] = "recorded steps"
     trains_steps: ClassVar[bool] = True
-    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value"}
+    unread: ClassVar[frozenset[str]] = frozenset({"reduction", "value"})
     packs: ClassVar[bool] = True
 
 
@@ -218,6 +218,10 @@ class RelaxedTraces(Target):
         if wrong := [cure for cure, fit in fits.items() if not fit]:
             raise ValueError("a process whose KL is known chooses places by lot and cuts no token: set parts.decoding: "
                              f"{{{', '.join(wrong)}}}")
+
+
+# Targets whose decisions have a log-probability, under the reference as well.
+WITH_LOGP = (RecordedSteps, Completions)
 
 
 def _require_samples(rollout: Denoising | TextGeneration, loss: Loss, group: int) -> None:

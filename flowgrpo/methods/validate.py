@@ -6,13 +6,15 @@ import torch
 
 from flowgrpo import objectives
 from flowgrpo.advantages.shaping import BradleyTerry
+from flowgrpo.advantages.trackers import PriorBlend
 from flowgrpo.config.schema import Config
+from flowgrpo.curriculum.resampling import AdditionalGroups
 from flowgrpo.errors import UserError
 from flowgrpo.gaussian import log_prob
-from flowgrpo.methods import reads
+from flowgrpo.methods import reads, registry
 from flowgrpo.methods.method import OF_TEXT, Method
 from flowgrpo.methods.overlay import overlays, preset, with_parts
-from flowgrpo.methods.targets import NoisedFinals, RecordedPairs, RewardGradient
+from flowgrpo.methods.targets import WITH_LOGP, NoisedFinals, RecordedPairs, RewardGradient
 from flowgrpo.samplers import plans
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.learned_noise import LearnedNoise
@@ -34,6 +36,7 @@ def resolve(config: Config, process: str = "flow") -> Method:
     reads.require_set(host, requested, method, overlays(config.method))
     reads.require_types(method)
     try:
+        _require_credit(method, train.group)
         explorations = [] if process in OF_TEXT else _explorations(method, config, process)
         if method.credit.selection is not None:
             splits = explorations[0].listed if explorations else ()
@@ -44,6 +47,25 @@ def resolve(config: Config, process: str = "flow") -> Method:
         raise UserError(f"method {config.method} with {steps}train.group {train.group} and parts {config.parts}: "
                         f"{error}") from None
     return method
+
+
+def _require_credit(method: Method, group: int) -> None:
+    """ValueError for a group of one whose samples are compared, or for a measurement that the target does not have."""
+    advantage, target = method.credit.advantage, method.target
+    if group < 2 and not advantage.single:
+        parts = registry.of_place("advantage")
+        singles = [name for name in parts if getattr(registry.TYPES[name], "single", False) is True]
+        raise ValueError(f"{type(advantage).__name__} compares the samples of a group: set train.group to 2 or more, "
+                         f"or parts.advantage to one of {', '.join(singles)}")
+    if isinstance(method.redraw, AdditionalGroups) and not isinstance(advantage, PriorBlend):
+        raise ValueError("AdditionalGroups reads the prior values of PriorBlend: set parts.advantage: {type: "
+                         "PriorBlend}")
+    measures = sorted(method.needs & {"entropy", "lengths"})
+    if measures and not method.for_tokens:
+        raise ValueError(f"the credit reads {' and '.join(measures)} of completions: the steps of a denoiser all have "
+                         "the same")
+    if "reference" in method.needs and not isinstance(target, WITH_LOGP):
+        raise ValueError(f"the credit reads log-probabilities under the reference, and {target.trains} have none")
 
 
 def substituted(config: Config, method: Method) -> str | None:

@@ -98,7 +98,8 @@ class Discriminative(GroupLoss):
 
     s: of a completion the mean log-probability of its tokens (`score` "log"; temperature 10) or their mean ratio
     ("ratio"; temperature 1). An infinite temperature takes the mean of the wrong ones too (DisCO-b). Right is A > 0,
-    wrong A < 0, as `correctness.Correctness` gives them. Without both, scores have no gradient. KL is the mean over
+    wrong A < 0, as `correctness.Correctness` gives them; the mean over right ones is weighted by A, which
+    `correctness.Decoupled` makes DRPO's. Without both, scores have no gradient. KL is the mean over
     completions of the mean of log p_old - log p, KL(old || new) on samples of old: over the group, where the paper has
     the whole batch. With `SequenceMean`, whose mean over rows is then that of groups of one size. The returned values
     have this loss's gradient, and its value to first order.
@@ -129,7 +130,8 @@ class Discriminative(GroupLoss):
         tempered = (scores / self.temperature).expand_as(wrong).masked_fill(~wrong, -math.inf)
         hard = tempered.softmax(1).gather(1, old.rows[:, None])
         size = group.sum(1, keepdim=True)
-        pull = torch.where(advantage > 0, -1 / right.sum(1, keepdim=True), hard) * size
+        good = (right * required(old.peers).advantage).sum(1, keepdim=True)
+        pull = torch.where(advantage > 0, -advantage / good, hard) * size
         comparable = right.any(1, keepdim=True) & wrong.any(1, keepdim=True) & (advantage != 0)
         excess = (_over(divergence, group) - self.delta).clamp(min=0)
         return torch.where(comparable, pull, 0.0) * self._scores(old) - 2 * self.beta * excess * log_ratio

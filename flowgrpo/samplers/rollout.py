@@ -26,7 +26,7 @@ from flowgrpo.samplers.kernels import Kernel, scaled
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.recording import Recorder
 from flowgrpo.samplers.scheduler import Segment, StepRecord, cat_known, noise_like
-from flowgrpo.types import Completions, Gaussian, Scored, Transitions
+from flowgrpo.types import Completions, Gaussian, Scored, Transitions, required
 
 Seed = Callable[[int, int], int]
 
@@ -137,6 +137,7 @@ class Part:
     advantages: [m] per trained step, or [m,N], of every decision, once they are known.
     deducted: [b], subtracted from every reward of a leaf before rewards are compared (None: nothing).
     seeds: int64 [b], of the initial noise of each leaf (None: no initial noise).
+    reference: [b], log-probability of each leaf under the reference, the mean over its recorded steps (None: unread).
     """
 
     groups: range
@@ -147,14 +148,22 @@ class Part:
     advantages: tuple[torch.Tensor, ...] = ()
     deducted: torch.Tensor | None = None
     seeds: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
 
     def leaves(self) -> torch.Tensor:
         """Return of each leaf: its log-probability under the policy that drew it, the mean over its recorded steps;
-        the number of its decisions; the amount subtracted from its rewards. float64 [b, 3]."""
-        logp = torch.stack(self._per_leaf(lambda old: (old.logp * old.mask).sum(1) / old.mask.sum(1).clamp(min=1)))
+        the number of its decisions; the amount subtracted from its rewards; its mean entropy, and its log-probability
+        under the reference, NaN where they were not measured. float64 [b, 5]."""
+        logp = torch.stack(self._per_leaf(lambda old: _mean(old.logp, old.mask)))
         lengths = torch.stack(self._per_leaf(lambda old: old.mask.sum(1)))
         deducted = torch.zeros(len(self.prompts)) if self.deducted is None else self.deducted
-        return torch.stack([column.cpu().double() for column in (logp.mean(0), lengths.sum(0), deducted)], 1)
+        unknown = torch.full((len(self.prompts),), torch.nan)
+        measured = all(taken.old.entropy is not None for taken in self.transitions)
+        entropy = torch.stack(self._per_leaf(lambda old: _mean(required(old.entropy), old.mask))).mean(0) \
+            if measured else unknown
+        columns = (logp.mean(0), lengths.sum(0), deducted, entropy,
+                   unknown if self.reference is None else self.reference)
+        return torch.stack([column.cpu().double() for column in columns], 1)
 
     def advantage(self, k: int, rows: slice | torch.Tensor) -> torch.Tensor:
         """Return the advantage of rows of the k-th trained step: [b, 1], or one per decision, [b, N]."""
@@ -319,6 +328,11 @@ class _Grower(Generic[C]):
         if step in self.exploration.schedule.trained:
             self.recorder.keep(step, nodes.prompts, parent, nodes.x, x_next, records)
         return _Nodes(x_next, nodes.prompts[parent], drawn, cat_known([record.x0 for record in records]))
+
+
+def _mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the means [m] of values [m, N] where the mask is true; 0 where it is nowhere."""
+    return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
 def seeder(run_seed: int, epoch: int, first: int = 0) -> Seed:

@@ -12,6 +12,7 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import at_epoch, is_active
 from flowgrpo.policies.policy import Policy
+from flowgrpo.samplers.replay import rescored
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import Context, Scored
 
@@ -40,7 +41,7 @@ class KLReference:
     @property
     def read(self) -> bool:
         """Return True if this epoch's KL or the surrogate reads the reference's scores."""
-        return bool(self.kl.weight) or self.method.compares_with_reference
+        return bool(self.kl.weight) or self.method.loss.surrogate.reads_reference
 
     def ahead(self, parts: list[Part], replay: Replay, processes: Processes) -> None:
         """Score all parts of an epoch at once if the reference's weights are large, or sharded.
@@ -64,6 +65,12 @@ class KLReference:
                 self.known[id(part)] = self._kept(replay(part))
                 return self.known[id(part)]
             return [score for _, _, score in replay(part)]
+
+    @torch.no_grad()
+    def leaves(self, part: Part, replay: Replay) -> torch.Tensor:
+        """Return the reference's mean log-probability of each leaf of a part: float64 [b]."""
+        with self._in_place():
+            return rescored(part, replay(part)).leaves()[:, 0]
 
     @property
     def _teacher(self) -> str:

@@ -5,12 +5,14 @@ from itertools import combinations
 import pytest
 import torch
 
+from flowgrpo.advantages.group import group_relative
 from flowgrpo.advantages.selection import (
     BestWorst,
     Beyond,
     DropZeroVariance,
     Extremes,
     MaxVariance,
+    PairedGroups,
     WidthPruning,
     of_nodes,
     siblings,
@@ -169,3 +171,21 @@ def test_beyond_by_hand():
     assert Beyond(0)(scores).all() and Beyond(0.9)(torch.ones(2, 3)).all()
     with pytest.raises(ValueError, match="Beyond: quantile is 1, expected"):
         Beyond(1)
+
+
+def test_hard_and_easy_groups_are_kept_in_pairs():
+    scores = torch.tensor([[1., -1, -1, -1, -1], [0.] * 5, [1, 1, 1, 1, -1], [1, 1, 1, -1, -1], [1, 1, -1, -1, 0],
+                           [1, 1, -1, -1, -1]])
+    # Hard: 0 with one success, 5 with two; easy: 2 with one failure, 3 with two. As many of each in 4: neither.
+    assert PairedGroups()(scores)[:, 0].tolist() == [True, False, True, True, False, True]
+    two = PairedGroups()(scores[[0, 1, 2, 3]])
+    assert two[:, 0].tolist() == [True, False, True, False] and torch.equal(two, two[:, :1].expand(two.shape))
+    # Halves are in no pair; without pairs all groups that differ are kept.
+    assert PairedGroups()(torch.tensor([[1., 1, -1, -1], [0.] * 4]))[:, 0].tolist() == [True, False]
+
+
+def test_rare_successes_and_rare_failures_of_a_pair_weigh_the_same():
+    rewards = torch.tensor([[1.] + [0] * 7, [1] * 7 + [0]])
+    advantages = group_relative(rewards) * (8 / 7) ** 0.5  # the population's deviation
+    assert advantages[[0, 1], [0, 7]].tolist() == pytest.approx([2.65, -2.65], abs=5e-3)
+    assert PairedGroups()(advantages).all()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flowgrpo.advantages import group_relative
-from flowgrpo.advantages.shaping import Binary, Unlikely, WinRate, lifted, unlikely, win_rates
+from flowgrpo.advantages.shaping import Balanced, Binary, Compressed, Unlikely, WinRate, lifted, unlikely, win_rates
 from flowgrpo.types import Context
 
 F64 = torch.float64
@@ -97,3 +97,44 @@ def test_a_margin_below_zero_is_refused():
 def test_binary_by_hand():
     close(Binary(0.5)(f64([[[0.4, 0.5], [0.6, NAN]]])), [[[0, 1], [1, NAN]]])
     assert Binary(2)(torch.tensor([[[1], [2]]])).tolist() == [[[0.0], [1.0]]]
+
+
+# Balanced drops
+
+
+def test_surplus_bad_samples_are_dropped_and_the_rest_centred_anew():
+    rewards = f64([[1, 0, 0, 0, 1, 0, 0, NAN], [0] * 8, [1] * 6 + [0, 0]])[..., None]
+    found = Balanced()(rewards)[..., 0]
+    kept = ~found.isnan()
+    assert kept.sum(1).tolist() == [4, 8, 8] and torch.equal(found[kept], rewards[..., 0][kept])
+    assert kept[0, [0, 4]].all() and not kept[0, 7]
+    close(group_relative(found, "none")[0][kept[0]].sort()[0], [-0.5, -0.5, 0.5, 0.5])
+    # The lot falls anew in every epoch, and alike in one.
+    lots = {tuple(Balanced()(rewards, Context(epoch=epoch))[0, :, 0].isnan().tolist()) for epoch in range(12)}
+    assert len(lots) > 1 and torch.equal(Balanced()(rewards, Context()).isnan(), Balanced()(rewards).isnan())
+
+
+def test_balance_reads_the_weighted_sum():
+    rewards = f64([[[1, 0], [0, 1], [0, 0], [0, 0]]])
+    kept = ~Balanced(right=0.9)(rewards, Context(weights=[1.0, 0.5])).isnan()
+    assert kept.all(2).sum() == 2 and kept[0, 0].all() and torch.equal(kept.all(2), kept.any(2))
+
+
+# Compressed rewards
+
+
+def test_compressed_rewards_by_hand():
+    part = Compressed(threshold=0.5, high=0.1, low=2.0)
+    scale = math.expm1(2)
+    close(part(f64([[[1], [0.5], [0.25], [0], [NAN]]])),
+          [[[0.5 + 0.1 * math.log(1.5)], [0.5], [0.5 - math.expm1(0.5) / scale], [0.5 - math.expm1(1) / scale], [NAN]]])
+
+
+def test_a_perfect_sample_no_longer_makes_all_others_bad():
+    rewards = f64([[[1], [0.3], [0.35], [0.25]]])
+    plain, shaped = group_relative(rewards[..., 0]), group_relative(Compressed()(rewards)[..., 0])
+    assert (plain[0, 1:] < 0).all() and shaped[0, 2] >= 0
+    assert torch.equal(shaped.argsort(), plain.argsort())
+    for wrong in ({"high": 0}, {"low": 0}):
+        with pytest.raises(ValueError, match="Compressed: .* expected above 0 each"):
+            Compressed(**wrong)

@@ -18,7 +18,7 @@ from flowgrpo.advantages.segments import (
     step_advantages,
     steps_of,
 )
-from flowgrpo.advantages.token_credit import SegmentChain, SegmentTree, StepGroups
+from flowgrpo.advantages.token_credit import Exploring, Planning, SegmentChain, SegmentTree, StepGroups
 from flowgrpo.errors import UserError
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.text.continuations import continued, segmented
@@ -26,8 +26,8 @@ from flowgrpo.samplers.text.decoding import Decoding
 from flowgrpo.samplers.text.records import TokenizedPrompts
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.shares import decisions
-from flowgrpo.types import Completions, Scored, Segmented
-from tests.helpers import tiny_text
+from flowgrpo.types import Completions, Scored, Segmented, Transitions
+from tests.helpers import tiny, tiny_text
 
 P = torch.tensor([[0.5, 0.95, 0.8, 0.99, 0.1, 0.2], [0.99, 0.3, 0.99, 0.4, 0.5, 0.5]], dtype=torch.float64)
 MASK = torch.tensor([[True] * 6, [True, True, True, True, False, False]])
@@ -232,3 +232,68 @@ def test_tokens_in_no_order_have_neither(method):
 def test_impossible_spreads(part, options):
     with pytest.raises(ValueError, match=f"{part.__name__}: "):
         part(**options)
+
+
+def test_planning_tokens_have_larger_advantages_by_hand():
+    ids, mask = torch.tensor([[5, 7, 9, 7], [7, 3, 4, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]).bool()
+    taken = Completions(ids, torch.zeros(2, dtype=torch.long), Scored(torch.zeros(2, 4), mask))
+    advantages = torch.tensor([1.0, -1.0])
+    raised = Planning(0.2, first=0, ids=[7])(taken, advantages, advantages)
+    torch.testing.assert_close(raised, torch.tensor([[1, 1.2, 1, 1.2], [-0.8, -1, -1, -1]]))
+    first = Planning(0.2, first=2)(taken, advantages, advantages)
+    torch.testing.assert_close(first, torch.tensor([[1.2, 1.2, 1, 1], [-0.8, -0.8, -1, -1]]))
+
+
+def test_planning_steps_are_the_first_of_the_grid():
+    logp = torch.zeros(2, 1)
+
+    def step(number: int) -> Transitions:
+        return Transitions(number, torch.zeros(2, 3), torch.zeros(2).long(), torch.arange(2), torch.zeros(2, 3),
+                           Scored(logp, torch.ones(2, 1).bool()))
+
+    advantages = torch.tensor([1.0, -1.0])
+    found = [Planning(0.5, first=2)(step(number), advantages, advantages).tolist() for number in range(3)]
+    assert found == [[1.5, -0.5], [1.5, -0.5], [1.0, -1.0]]
+
+
+def test_planning_steps_of_a_run_of_pictures():
+    trainer = tiny.trainer(method="flow_grpo", parts={"spread": {"type": "Planning", "first": 1}})
+    plain = tiny.trainer(method="flow_grpo")
+    (raised, alike) = (own.credit(*own.sample(own.prompts[:2])[::2], own.keys[:2])[0] for own in (trainer, plain))
+    assert [taken.step for taken in raised.transitions][:2] == [0, 1]
+    expected = alike.advantages[0] + 0.2 * alike.advantages[0].abs()
+    torch.testing.assert_close(raised.advantages[0], expected)
+    assert torch.equal(raised.advantages[1], alike.advantages[1]) and alike.advantages[0].abs().max() > 0
+
+
+def test_uncertain_tokens_are_pulled_up_more_and_no_sign_turns_around():
+    entropy = torch.tensor([[0.0, 0.5, 2.0], [0.0, 0.5, 2.0]])
+    logp = torch.zeros(2, 3)
+    taken = Completions(torch.zeros(2, 3).long(), torch.zeros(2).long(), Scored(logp, logp == 0, entropy=entropy))
+    found = Exploring(alpha=0.4, kappa=2.0)(taken, torch.tensor([1.0, -1.0]), torch.zeros(1, 2))
+    torch.testing.assert_close(found, torch.tensor([[1, 1.2, 1.5], [-1, -0.8, -0.5]]))
+    assert (Exploring(alpha=9.0, kappa=1.1)(taken, torch.tensor([1.0, -1.0]), torch.zeros(1, 2))[1] < 0).all()
+    assert torch.equal(Exploring(alpha=0.0)(taken, torch.tensor([1.0, 0.0]), torch.zeros(1, 2)),
+                       torch.tensor([[1.0] * 3, [0.0] * 3]))
+    for wrong in ({"kappa": 1}, {"alpha": -1}):
+        with pytest.raises(ValueError, match="Exploring: .* expected"):
+            Exploring(**wrong)
+    with pytest.raises(ValueError, match="Planning: .* expected .* a first decision or an id"):
+        Planning(first=0)
+
+
+def test_the_entropies_of_a_run_are_those_of_the_policy_that_drew():
+    trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, method="grpo",
+                                parts={"spread": {"type": "Exploring"}})
+    seen = []
+
+    def credit(parts, *rest, given=trainer.credit):
+        seen.extend(parts)
+        return given(parts, *rest)
+
+    trainer.credit = credit
+    trainer.run_epoch()
+    for part in seen:
+        [taken] = part.transitions
+        assert taken.old.entropy.shape == taken.ids.shape and (taken.old.entropy[taken.old.mask] > 0).all()
+        assert part.leaves()[:, 3].isfinite().all() and part.leaves()[:, 4].isnan().all()

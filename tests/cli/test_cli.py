@@ -80,7 +80,7 @@ def test_options_are_parted_from_the_recipe(arguments, expected):
     (["--model"], "--model"),
     (["--train.lr=-1"], "train.lr: got -1, expected a number greater than 0"),
     (["--seed", "many"], "seed: got 'many', expected a valid integer"),
-    (["--train.group", "1"], "train.group: got 1, expected a number greater than or equal to 2"),
+    (["--train.group", "0"], "train.group: got 0, expected a number greater than or equal to 1"),
     (["a.yaml", "b.yaml"], "expected one recipe, got a.yaml and b.yaml"),
     (["no.yaml"], "no recipe at no.yaml"),
     (["--prompts", "no.txt"], "prompts no.txt: no such file"),

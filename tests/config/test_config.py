@@ -98,7 +98,7 @@ def test_wrong_types_have_their_path(raw, told):
 
 @pytest.mark.parametrize("raw, told", [
     ({"train": {"lr": 0}}, "train.lr: got 0, expected a number greater than 0"),
-    ({"train": {"group": 1}}, "train.group: got 1, expected a number greater than or equal to 2"),
+    ({"train": {"group": 0}}, "train.group: got 0, expected a number greater than or equal to 1"),
     ({"train": {"ema": 1}}, "train.ema: got 1, expected a number less than 1"),
     ({"train": {"lr": float("inf")}}, "train.lr: got inf, expected a finite number"),
     ({"reward": {"scene": float("nan")}}, "reward.scene: got nan, expected a finite number"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowgrpo.curriculum.epoch_batch import EpochBatch
-from flowgrpo.curriculum.resampling import DynamicSampling, fresh
+from flowgrpo.curriculum.resampling import AdditionalGroups, DynamicSampling, fresh
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
@@ -73,6 +73,36 @@ def test_fresh_prompts_are_those_drawn_least_often():
     assert [prompt.text for prompt in fresh(POOL[:2], 5, [], [1])].count("a") in (2, 3)
     heavy = [Prompt("x", weight=1e9), Prompt("y"), Prompt("z")]
     assert all(fresh(heavy, 1, [], [seed])[0].text == "x" for seed in range(20))
+
+
+def test_prompts_that_contradict_their_prior_get_one_more_group():
+    found = drawn([("a", [1.0] * 4), ("b", [1.0, 1.0, 1.0, 0.0]), ("c", [0.0] * 4), ("d", [1.0] * 4)])
+    # Priors 1/2 of four samples: the noise is 1/4, a mean of 1 is two deviations away, 3/4 one.
+    found.memory |= {"PriorBlend": {name: {"epoch": 2, "after": [4, 2]} for name in "abc"}}
+    assert [prompt.text for _, prompt in AdditionalGroups(1.9)(found)] == ["a", "c"]
+    assert AdditionalGroups(2.0)(found) == []
+    assert [prompt.text for _, prompt in AdditionalGroups(0.9)(found)] == [*"abc"]
+    [pair, _] = AdditionalGroups(1.9)(found)
+    assert found.replace([pair]) == [pair[1]] and found.replaced == set() and found.standing() == [0, 1, 2, 3]
+    found.add([pair[1]], torch.zeros(1, 4, 1), torch.zeros(1, 4))
+    batch, scores = found.compared()
+    assert [prompt.text for prompt in batch] == [*"abcda"] and not scores.isnan().any()
+    assert AdditionalGroups(0.1)(found) == [] and found.metrics() == {}
+
+
+def test_a_run_samples_more_of_what_contradicts_its_prior():
+    parts = {"advantage": {"type": "PriorBlend"}, "redraw": {"type": "AdditionalGroups"}}
+    trainer = tiny_text.trainer(rewards={"short": lambda texts, prompts: [1.0] * len(texts)}, parts=parts)
+    trainer.prompts = trainer.prompts[:2]
+    trainer.run_epoch()
+    assert trainer.sampled == 8
+    trainer.epoch = 1  # of evidence 2, at a rate of 1/2, and four successes 4.4 of 5.4: no conflict at .81
+    trainer.memory["PriorBlend"][trainer.keys[0]]["after"] = [8.0, 1.0]
+    trainer.run_epoch()
+    assert trainer.sampled == 16 + 4
+    assert trainer.memory["PriorBlend"][trainer.keys[0]]["after"] == pytest.approx([0.7 * 8 + 8, 0.7 + 8])
+    with pytest.raises(UserError, match="AdditionalGroups reads the prior values of PriorBlend: set parts.advantage"):
+        validate.resolve(tiny.config(parts={"redraw": {"type": "AdditionalGroups"}}))
 
 
 def counted(calls: list[str]):

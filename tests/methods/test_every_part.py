@@ -36,20 +36,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "DualClip": {"low": 5e-5, "high": 5e-5}, "Adaptive": {"target": 0.001}, "Linear": {"last": 0.0},
     "LayerTuning": {"weight": 0.1}, "Lag": {"start": 0.5, "most": 0.5}, "Preview": {"pool": 6, "steps": 2},
     "EarlyExits": {"exit": "=", "close": "="}, "Hints": tiny_runs.HINTED["redraw"] | {"fail": 1.0},
-    "SegmentTree": {"every": 1}, "Tree": {"tokens": 1}, "Edit": {"width": 4}}
+    "SegmentTree": {"every": 1}, "Tree": {"tokens": 1}, "Edit": {"width": 4},
+    "Unconfident": {"right": 0.1}, "Decoupled": {"right": 0.1}, "Balanced": {"right": 0.48}, "Rarity": {"slope": 0.5}}
 KL = {"kl": {"weight": 0.1}}
 # What has to be there besides, of the host as well, for a part to be of effect.
 BESIDE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("EMA", "PreviousPolicy", "WeightAverage", "Teacher", "Linear", "Adaptive"), KL),
-    "Pooled": {"curriculum": {"type": "Knapsack"}}, "OneStep": {"plan": {"count": 2}}, "Preview": {"roots": None},
+    "Pooled": {"curriculum": {"type": "Knapsack"}}, "AdditionalGroups": {"advantage": {"type": "PriorBlend"}},
+    "OneStep": {"plan": {"count": 2}}, "Preview": {"roots": None},
     "SegmentTree": {"draws": {"type": "Tree", "tokens": 1}}}
 VALUES = {"tail": 0.5, "roots": 2, "strides": [1, 2]}
 # What is the host's own under another name: one reward has nothing to be weighed against, the noise of FlowDDIM is 0,
-# and a Teacher without a model is the base.
-SAME = {"Influence", "ODE", "Teacher"}
+# a Teacher without a model is the base, and in two epochs no prompt has a history.
+SAME = {"Influence", "ODE", "Teacher", "AdditionalGroups"}
 # What is first seen in a second epoch.
 LATER = {"EMA", "PreviousPolicy", "WeightAverage", "Linear", "Adaptive", "Lag", "ThompsonSampling", "Knapsack",
-         "Pooled", "ValueTracker"}
+         "Pooled", "ValueTracker", "SmoothStandardised"}
 
 
 def laid(name: str, part: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +132,6 @@ def test_every_part_that_is_taken_trains_otherwise(kind, host):
         "edit": {"type": "Edit"}, "step_weight": {"type": "Sigma"},
         "lag": {"most": 0.5}}.items()),
     ("flow", "mix_grpo", {"draws": {"type": "Tree"}}, "draws"),
-    ("flow", "mix_grpo", {"spread": {"type": "SegmentTree"}}, "spread"),
     ("flow", "mix_grpo", {"reduction": {"type": "SequenceMean"}}, "reduction"),
     ("flow", "diffusion_nft", {"kernel": {"level": 0.9}}, "kernel"),
     ("flow", "diffusion_nft", {"spread": {"type": "StepGroups"}}, "spread"),

@@ -15,6 +15,7 @@ from flowgrpo.advantages.length_shaping import ExitDecay, LengthSwitch
 from flowgrpo.advantages.selection import BestWorst, ButFirst, DropZeroVariance, Extremes
 from flowgrpo.advantages.shaping import Overlong, WinRate
 from flowgrpo.advantages.token_credit import SegmentChain, SegmentTree, StepGroups
+from flowgrpo.advantages.trackers import SmoothStandardised
 from flowgrpo.config import load
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset, registry
@@ -27,6 +28,7 @@ from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives import (
     AdaptiveClip,
     Clip,
+    DynamicClip,
     Guard,
     InverseDelta,
     NoiseLevel,
@@ -94,6 +96,7 @@ OF_TOKENS = {
     "grpo": (PlainRatio(), Clip(0.2, 0.2), SequenceMean(), "group", "rewards", SampledKL(0.04, "k3")),
     "dr_grpo": (PlainRatio(), Clip(0.2, 0.2), SequenceSum(budgeted=True), "none", "rewards", SampledKL()),
     "dapo": (PlainRatio(), Clip(0.2, 0.28), TokenMean(), "group", "rewards", SampledKL()),
+    "dcpo": (PlainRatio(), DynamicClip(0.16, 0.2), SequenceMean(), None, None, SampledKL()),
     "gspo": (SequenceRatio(), Clip(3e-4, 4e-4), SequenceMean(), "group", "rewards", SampledKL()),
     "cispo": (PlainRatio(), TruncatedIS(1.0, 4.0), TokenMean(), "group", "rewards", SampledKL()),
     "rloo": (PlainRatio(), Reinforce(), SequenceSum(), "leave_one_out", "rewards", SampledKL()),
@@ -131,6 +134,7 @@ OTHER_OF_TOKENS = {"dapo": {"shaping": Overlong(0.2), "selection": DropZeroVaria
                    "spo_tree": {"spread": SegmentTree(32, 0.9), "draws": Tree((2, 2), 32)},
                    "gigpo": {"spread": StepGroups(8, (), 0.95, 1.0, True)},
                    "remax": {"decoding": Decoding(greedy=1), "advantage": First(), "selection": ButFirst()},
+                   "dcpo": {"advantage": SmoothStandardised()},
                    "ppo": {"advantage": NoBaseline(), "value": ValueHead(decay=0.95)},
                    "nft": {"advantage": Correctness(), "selection": DropZeroVariance()},
                    "high_entropy": {"shaping": Overlong(0.2), "selection": DropZeroVariance()},

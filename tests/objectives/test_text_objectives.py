@@ -175,6 +175,17 @@ def test_discos_weight_does_not_depend_on_how_many_are_right():
         close(new.logp.grad[right:].sum(), 1)
 
 
+def test_right_completions_are_weighted_by_their_advantages():
+    # Of four completions three are right, with shares 1/2, 1/3 and 1/6 of the pull.
+    new = Scored(torch.zeros(4, 1, dtype=torch.float64), torch.ones(4, 1).bool())
+    advantage = f64([0.6, 0.4, 0.2, -0.75])
+    peers = GroupStatistics(torch.zeros(4, 2, dtype=torch.float64), advantage, torch.zeros(4).long())
+    compared = CompletionBatch(new, new, new.logp, torch.arange(4), torch.zeros(4, 1).long(), new.mask, None, peers)
+    new.logp.requires_grad_()
+    Discriminative()(new.logp - new.logp.detach(), advantage[:, None], compared).mean().backward()
+    close(new.logp.grad[:, 0], [-1 / 2, -1 / 3, -1 / 6, 1])
+
+
 def test_within_its_trust_region_disco_has_no_penalty():
     free = gradient(Discriminative(beta=0), lambda new, old: new.logp - old.logp, SequenceMean())
     far = gradient(Discriminative(delta=9.0), lambda new, old: new.logp - old.logp, SequenceMean())

@@ -5,7 +5,17 @@ from __future__ import annotations
 import math
 
 from flowgrpo import objectives
-from flowgrpo.advantages import baselines, correctness, gae, group, length_shaping, selection, shaping, token_credit
+from flowgrpo.advantages import (
+    baselines,
+    correctness,
+    gae,
+    group,
+    length_shaping,
+    selection,
+    shaping,
+    token_credit,
+    trackers,
+)
 from flowgrpo.methods import targets
 from flowgrpo.methods.groups import TextGeneration
 from flowgrpo.methods.method import Method
@@ -34,6 +44,12 @@ def dapo(method: Method = Method()) -> Method:
     (2503.14476)."""
     return grpo(method).having(shaping=shaping.Overlong(0.2), selection=selection.DropZeroVariance(),
                                surrogate=objectives.Clip(0.2, 0.28), reduction=reductions.TokenMean(),
+                               kl=objectives.SampledKL(0.0))
+
+
+def dcpo(method: Method = Method()) -> Method:
+    """DCPO: a clip that is wider for unlikely tokens, advantages smoothed with their prompt's history (2509.02333)."""
+    return grpo(method).having(advantage=trackers.SmoothStandardised(), surrogate=objectives.DynamicClip(0.16, 0.2),
                                kl=objectives.SampledKL(0.0))
 
 

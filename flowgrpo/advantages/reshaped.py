@@ -1,0 +1,270 @@
+"""Advantages over another comparison, the field `advantage`: each changes its result by something known of samples.
+
+`part(rewards [P, G, R], weights [R], context) -> advantages [P, G]`. A sample to which no reward applies keeps
+advantage 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from flowgrpo.advantages.group import (
+    RELATIVE_NOISE,
+    Advantage,
+    AdvantageRule,
+    of_samples,
+    sample_logp,
+    weighted_sum,
+    whitened,
+    zero_variance,
+)
+from flowgrpo.types import Context
+
+STANDARDISED = Advantage(scale="group", order="rewards")
+CURVES = ("exp", "power", "log", "none")
+SIDES = ("negative", "positive", "both")
+AGAINST = ("reference", "group")
+
+
+class Reshaped(AdvantageRule):
+    """Advantage over another one: base class."""
+
+    advantage: AdvantageRule
+    own: tuple[str, ...] = ()  # `needs` besides those of the inner one
+
+    @property
+    def single(self) -> bool:  # type: ignore[override]
+        return self.advantage.single
+
+    @property
+    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (*self.own, *self.advantage.needs)
+
+    def prompt_weights(self, memory: dict[str, Any], prompts: Sequence[str]) -> Tensor | None:
+        return self.advantage.prompt_weights(memory, prompts)
+
+    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
+        advantages, total = self.advantage(rewards, weights, context), weighted_sum(rewards, weights)
+        return self.reshaped(advantages, total, context).masked_fill(total.isnan(), 0)
+
+    def reshaped(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
+        """Return the advantages [P, G]. total: the weighted sums of the rewards [P, G], NaN where none applies."""
+        raise NotImplementedError
+
+    def require_inner(self) -> None:
+        """Raise ValueError if the inner comparison is none."""
+        if not isinstance(self.advantage, AdvantageRule):
+            raise ValueError(f"{type(self).__name__}: advantage is {self.advantage!r}, expected a comparison such as "
+                             "Advantage")
+
+
+@dataclass(frozen=True)
+class Difficulty(Reshaped):
+    """Advantages times `difficulty`, a weight of the group that falls with its mean reward m, within 0 to 1.
+
+    curve: "exp", exp(1 - m) (UniVG-R1, 2505.14231), "power", (1.05 - m)^power, or "log", -log(0.02 + m), which its code
+    also has; "none", 1. task: a key of the prompts' metadata; the weight of a group is also multiplied by the curve at
+    the mean of all groups of the epoch whose prompts have the same value there, as VITAL's (2508.04416) weights of
+    tasks and samples. given: a key of the metadata that holds a prompt's stated difficulty, a factor of 0 or more
+    (RewardMap, 2510.02240); 1 without it. VITAL's own curve is not known to us.
+    """
+
+    advantage: AdvantageRule = STANDARDISED
+    curve: str = "exp"
+    power: float = 1.0
+    task: str | None = None
+    given: str | None = None
+
+    def __post_init__(self) -> None:
+        self.require_inner()
+        if self.curve not in CURVES or not self.power > 0:
+            raise ValueError(f"Difficulty: curve is {self.curve!r} and power {self.power}, expected one of "
+                             f"{', '.join(CURVES)}, and above 0")
+
+    def reshaped(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
+        mean = total.nanmean(1).nan_to_num(0)
+        weight = difficulty(mean, self.curve, self.power)
+        if self.task is not None or self.given is not None:
+            assert context is not None and len(context.metadata) == len(total), "Difficulty needs the prompts' metadata"
+        if self.task is not None:
+            tasks = [context.metadata[row].get(self.task) for row in range(len(total))]  # type: ignore[union-attr]
+            alike = torch.tensor([[one == other for other in tasks] for one in tasks]).to(total)
+            weight = weight * difficulty(alike @ mean / alike.sum(1), self.curve, self.power)
+        if self.given is not None:
+            weight = weight * total.new_tensor([self._stated(of) for of in context.metadata])  # type: ignore[union-attr]
+        return advantages * weight[:, None]
+
+    def _stated(self, metadata: dict[str, Any]) -> float:
+        value = metadata.get(str(self.given), 1.0)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise ValueError(f"Difficulty: a prompt's metadata has {self.given}: {value!r}, expected a number of 0 or "
+                             "more")
+        return float(value)
+
+
+def difficulty(mean: Tensor, curve: str, power: float) -> Tensor:
+    """Return the weight of groups with the mean rewards `mean` [P], by a curve of `Difficulty`: [P].
+
+    Raises ValueError for a mean outside 0 to 1, where a curve may not fall or not exist.
+    """
+    if curve != "none" and ((mean < -RELATIVE_NOISE) | (mean > 1 + RELATIVE_NOISE)).any():
+        raise ValueError(f"Difficulty: mean rewards from {mean.min().item():g} to {mean.max().item():g}, expected "
+                         "within 0 to 1: scale the weights, or shape the rewards first")
+    mean = mean.clamp(0, 1)
+    curves = {"exp": (1 - mean).exp(), "power": (1.05 - mean) ** power, "log": -(0.02 + mean).log(),
+              "none": torch.ones_like(mean)}
+    return curves[curve]
+
+
+@dataclass(frozen=True)
+class Confidence(Reshaped):
+    """Advantages times 1 + alpha softplus(-sign(A) c), c the confidence in the sample: overconfident errors are pushed
+    down harder, and unexpected successes pulled up harder (ACE).
+
+    against: "reference", c = log p_old - log p_reference of the whole sample, ACE's shift of confidence, by one more
+    replay under the reference (the base model, or `reference`); "group", the mean log-probability of the sample's
+    decisions less the group's mean of it. side: "negative", ACE's, changes wrong samples alone; "positive" right ones
+    alone, so that of two equal successes the less likely counts more (VeriRL's weights by reward and probability, whose
+    formula is not known to us); "both".
+
+    ACE's numerator is the present policy, here the one that drew the sample, which is the same at the first update. Of
+    a picture the log-probability of a step is a mean over its values.
+    """
+
+    advantage: AdvantageRule = STANDARDISED
+    alpha: float = 1.0
+    side: str = "negative"
+    against: str = "reference"
+    clamp: float = 10.0
+
+    def __post_init__(self) -> None:
+        self.require_inner()
+        if not self.alpha >= 0 or self.side not in SIDES or self.against not in AGAINST or not self.clamp > 0:
+            raise ValueError(f"Confidence: alpha is {self.alpha}, side {self.side!r}, against {self.against!r} and "
+                             f"clamp {self.clamp}, expected 0 or more, one of {', '.join(SIDES)}, one of "
+                             f"{', '.join(AGAINST)}, and above 0")
+
+    @property
+    def own(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("reference",) if self.against == "reference" else ()
+
+    def reshaped(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
+        logp = sample_logp(context, total, "Confidence").to(total)
+        if self.against == "group":
+            shift = logp - logp.mean(1, keepdim=True)
+        else:
+            reference = of_samples(context, "reference", total, "Confidence").to(total)
+            shift = (logp - reference) * of_samples(context, "lengths", total, "Confidence").to(total)
+        factor = 1 + self.alpha * softplus(-advantages.sign() * shift)
+        changed = {"negative": advantages < 0, "positive": advantages > 0, "both": advantages != 0}[self.side]
+        return torch.where(changed, advantages * factor, advantages).clamp(-self.clamp, self.clamp)
+
+
+@dataclass(frozen=True)
+class Rarity(Reshaped):
+    """Advantages times 2 (1 - s), s the share of the group's samples on the same side of 0: a rare success and a rare
+    failure count more, a half of each 1 (CalibRL, 2602.20197, its weights by rareness).
+
+    slope: factor on a good sample that is likelier than the group's best, and on a bad one that is less likely: the
+    slope of a LeakyReLU of the gap of their mean log-probabilities, which softens updates that are confident already
+    and turns none around. 1: none. The best sample, the first of equals, stands for CalibRL's expert answer; with
+    `decoding.expert` it is usually that answer. Both formulas are a reconstruction.
+    """
+
+    advantage: AdvantageRule = STANDARDISED
+    slope: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.require_inner()
+        if not 0 <= self.slope <= 1:
+            raise ValueError(f"Rarity: slope is {self.slope}, expected 0 to 1")
+
+    def reshaped(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
+        sides = [(advantages > 0).to(total), (advantages < 0).to(total)]
+        good, bad = (side.sum(1, keepdim=True) / (~total.isnan()).sum(1, keepdim=True).clamp(min=1) for side in sides)
+        weighted = advantages * 2 * (1 - torch.where(advantages > 0, good, bad))
+        if self.slope == 1:
+            return weighted
+        logp = sample_logp(context, total, "Rarity").to(total)
+        best = total.nan_to_num(-math.inf).argmax(1, keepdim=True)
+        confident = advantages.sign() * (logp - logp.gather(1, best)) > 0
+        return torch.where(confident, self.slope * weighted, weighted)
+
+
+@dataclass(frozen=True)
+class Unconfident(Reshaped):
+    """Advantages plus alpha times how far the sample's mean log-probability is below its group's, in groups with a
+    right sample (ARM of ProGRPO): of two equal samples the less likely has the larger advantage.
+
+    Right is a weighted sum of at least `right`; other groups are unchanged. ARM compares with the log-probability of
+    the prompt, and reads unlikely tokens alone; here it is the group's mean, and all decisions are read. The prompt's
+    is the same for a whole group. kappa: the term is at most |A| / kappa for A other than 0, so it turns no sign
+    around; infinity leaves samples alone whose group does not differ from it, 0 bounds nothing, as in the paper.
+    """
+
+    advantage: AdvantageRule = STANDARDISED
+    alpha: float = 0.3
+    right: float = 0.5
+    kappa: float = 0.0
+    clamp: float = 5.0
+
+    def __post_init__(self) -> None:
+        self.require_inner()
+        if not self.alpha >= 0 or not self.kappa >= 0 or not self.clamp > 0:
+            raise ValueError(f"Unconfident: alpha is {self.alpha}, kappa {self.kappa} and clamp {self.clamp}, expected "
+                             "0 or more each, and above 0")
+
+    def reshaped(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
+        logp = sample_logp(context, total, "Unconfident").to(total)
+        term = self.alpha * (logp.mean(1, keepdim=True) - logp)
+        if self.kappa:
+            bound = advantages.abs() / self.kappa
+            term = term.clamp(-bound, bound)
+        solved = (total >= self.right).any(1, keepdim=True)
+        return torch.where(solved, advantages + term, advantages).clamp(-self.clamp, self.clamp)
+
+
+@dataclass(frozen=True)
+class Consistency(Reshaped):
+    """Advantages blended with those of whole groups, so that a group that agrees still learns: w A + (1 - w) g (COPO,
+    2508.04138).
+
+    g is the group's mean reward, standardised over all groups of the epoch (`group.whitened`). w is the entropy of the
+    group's outcomes over its largest value: of right and wrong ones 1 where half are right, 0 where all agree. Outcomes
+    are equal rewards; their largest entropy is the logarithm of their number, so w is 1 for rewards that all differ.
+    COPO blends two losses, which is the same for a loss that is linear in the advantage; its weight is a function of
+    the same entropy, and this one is ours.
+    """
+
+    advantage: AdvantageRule = STANDARDISED
+    clamp: float = 5.0
+
+    def __post_init__(self) -> None:
+        self.require_inner()
+        if not self.clamp > 0:
+            raise ValueError(f"Consistency: clamp is {self.clamp}, expected above 0")
+
+    def reshaped(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
+        mean = total.nanmean(1, keepdim=True)
+        weight = outcome_entropy(total).masked_fill(zero_variance(total), 0)[:, None]
+        return (weight * advantages + (1 - weight) * whitened(mean, ~mean.isnan())).clamp(-self.clamp, self.clamp)
+
+
+def outcome_entropy(rewards: Tensor) -> Tensor:
+    """Return the entropy of the outcomes of each group of rewards [P, G], over the logarithm of their number: [P].
+
+    Outcomes are equal rewards; NaN is left out. 0 for a single outcome.
+    """
+    entropies = []
+    for group in rewards:
+        counts = group[~group.isnan()].unique(return_counts=True)[1].to(rewards)
+        share = counts / counts.sum()
+        entropies.append(-(share * share.log()).sum() / max(math.log(len(counts)) if len(counts) else 0.0, 1e-12))
+    return torch.stack(entropies).clamp(0, 1)

@@ -1,0 +1,83 @@
+"""Risk-averse advantages: quantiles of the rewards of bundles of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowgrpo.advantages.group import RELATIVE_NOISE, AdvantageRule, require_clamp, weighted_sum
+from flowgrpo.advantages.history import remembered
+from flowgrpo.types import Context
+
+
+@dataclass(frozen=True)
+class RiskAverse(AdvantageRule):
+    """Mixed value-at-risk weights of RiskPO (2510.00911) as an advantage, over bundles of several prompts.
+
+    A bundle is `bundle` consecutive groups of the epoch. Its g-th score is the mean reward of the g-th samples of its
+    groups, so right and wrong answers become a spread of scores. Each of these samples has the advantage of the score:
+    A = `risk_weights` / (2 + omega) / the deviation of the scores (eps 1e-8). No advantage is above 0: scores above the
+    upper quantile have weight 0, and worse ones more negative weights.
+
+    The quantiles alpha and beta and the deviation (ddof 0) are those of all scores of an epoch, tracked from epoch to
+    epoch: x <- x + rate * (x of this epoch - x). So an epoch of wrong answers alone is pushed away from what earlier
+    ones reached. rate 1 reads the present epoch alone. memory["RiskAverse"] holds them.
+
+    omega 0.5 and the division are the released code's. bundle, alpha, beta, and the tracking of quantiles by their
+    average are ours: the paper tracks them by stochastic approximation.
+    """
+
+    alpha: float = 0.2
+    beta: float = 0.8
+    omega: float = 0.5
+    bundle: int = 5
+    rate: float = 0.2
+    clamp: float = 5.0
+    single = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.alpha < self.beta <= 1 or not self.omega >= 0:
+            raise ValueError(f"RiskAverse: alpha is {self.alpha}, beta {self.beta} and omega {self.omega}, expected "
+                             "0 < alpha < beta <= 1 and omega 0 or more")
+        if self.bundle < 1 or not 0 < self.rate <= 1:
+            raise ValueError(f"RiskAverse: bundle is {self.bundle} and rate {self.rate}, expected 1 or more, and above "
+                             "0 to 1")
+        require_clamp(self.clamp)
+
+    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
+        context, total = context or Context(), weighted_sum(rewards, weights)
+        scores = torch.stack([of.nanmean(0) for of in total.split(self.bundle)])
+        if scores.isnan().all():
+            return torch.zeros_like(total)
+        low, high, spread = self._tracked(scores, context)
+        if spread <= RELATIVE_NOISE * scores.abs().nan_to_num(0).max().item():
+            return torch.zeros_like(total)
+        advantages = risk_weights(scores, low, high, self.alpha, self.beta, self.omega)
+        advantages = (advantages / ((2 + self.omega) * (spread + 1e-8))).clamp(-self.clamp, self.clamp)
+        return advantages.repeat_interleave(self.bundle, dim=0)[:len(total)].masked_fill(total.isnan(), 0)
+
+    def _tracked(self, scores: Tensor, context: Context) -> list[float]:
+        """Return both quantiles and the deviation of the scores, averaged with those of earlier epochs."""
+        known = scores[~scores.isnan()]
+        now = [*known.quantile(known.new_tensor([self.alpha, self.beta])).tolist(), known.std(correction=0).item()]
+
+        def change(past: list[float]) -> list[float]:
+            return [old + self.rate * (new - old) for old, new in zip(past or now, now)]
+
+        return remembered(context.memory, "RiskAverse", "scores", context.epoch, [], change)[1]
+
+
+def risk_weights(rewards: Tensor, low: Tensor | float, high: Tensor | float, alpha: float, beta: float, omega: float
+                 ) -> Tensor:
+    """Return the weights of grad log p in the gradient of MVaR, for rewards [P, G]: [P, G], all <= 0.
+
+    MVaR = (1 + omega) * mean of the lowest alpha + mean of the rewards between the quantiles alpha and beta, which are
+    low and high. Its weights: (1 + omega) min(r - low, 0) / alpha + (clip(r, low, high) - high) / (beta - alpha)
+    (RiskPO, 2510.00911). 0 where not applicable.
+    """
+    tail = (rewards - low).clamp(max=0) / alpha
+    band = (rewards.clamp(low, high) - high) / (beta - alpha)  # type: ignore[arg-type]
+    return ((1 + omega) * tail + band).masked_fill(rewards.isnan(), 0)

@@ -1,0 +1,190 @@
+"""Baselines from the history of a prompt: `part(rewards [P, G, R], weights [R], context) -> advantages [P, G]`.
+
+Each compares the weighted sum of the rewards (`group.weighted_sum`) and clamps to +-clamp. The histories are kept in
+the context's memory (`history.remembered`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.advantages.group import (
+    RELATIVE_NOISE,
+    AdvantageRule,
+    group_relative,
+    require_clamp,
+    rows_of,
+    weighted_sum,
+    whitened,
+)
+from flowgrpo.advantages.history import mean_of, remembered, require_rates
+from flowgrpo.types import Context
+
+
+class Tracked(AdvantageRule):
+    """Comparison with the history of a prompt: base class, which goes through the prompts."""
+
+    clamp: float
+
+    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
+        assert context is not None, f"{type(self).__name__} compares with earlier epochs: it needs a context"
+        assert len(context.prompts) == len(rewards), (len(context.prompts), rewards.shape)
+        total = weighted_sum(rewards, weights)
+        advantages = torch.zeros_like(total)
+        for prompt, rows in rows_of(context.prompts).items():
+            if not total[rows].isnan().all():
+                advantages[rows] = self.visited(prompt, total[rows], context)
+        return self.finished(advantages.masked_fill(total.isnan(), 0), ~total.isnan()).clamp(-self.clamp, self.clamp)
+
+    def visited(self, prompt: str, rewards: Tensor, context: Context) -> Tensor:
+        """Return the advantages of all groups [n, G] of a prompt, and count their rewards, NaN where none applies."""
+        raise NotImplementedError
+
+    def finished(self, advantages: Tensor, applies: Tensor) -> Tensor:
+        """Return the advantages [P, G] of an epoch; applies: bool [P, G]."""
+        return advantages
+
+
+@dataclass(frozen=True)
+class ValueTracker(Tracked):
+    """Success rate tracked for every prompt as its baseline, then normalised over the batch (SPO, 2509.13232).
+
+    A = whitened(r - v) with v = successes / evidence, as they were before this batch; then both are multiplied by keep
+    and the present samples added. Rewards, weighted and summed, lie within 0 to 1: v is the mean of a Beta
+    distribution. A prompt starts with `evidence` samples' worth of rate `prior`; SPO's 8 is 1 / (1 - 0.875).
+
+    keep = 2^(-KL / half) within `least` to `most`, with the KL between the policies of two visits of the prompt. It is
+    the sum of the KLs of the epochs between (memory["drift"]), each the mean over an epoch's decisions of r - 1 - log r
+    after its updates, by one more replay: per token, or per latent value of a step. Methods without log-probabilities
+    of recorded decisions measure none, and keep is `most`. The sum, and half 0.06, are ours.
+
+    It needs no other sample of the group: `train.group` may be 1. With several samples per prompt, keep acts once per
+    visit. After the first epoch, prompts are drawn by `prompt_weights`: most often those at a rate of 1/2.
+    """
+
+    half: float = 0.06
+    least: float = 0.875
+    most: float = 0.96
+    prior: float = 0.5
+    evidence: float = 8.0
+    floor: float = 0.05
+    clamp: float = 5.0
+    single = True
+    needs = ("drift",)
+
+    def __post_init__(self) -> None:
+        if not self.half > 0 or not 0 <= self.least <= self.most <= 1 or not 0 <= self.prior <= 1:
+            raise ValueError(f"ValueTracker: half is {self.half}, least {self.least}, most {self.most} and prior "
+                             f"{self.prior}, expected above 0, 0 <= least <= most <= 1, and 0 to 1")
+        if not self.evidence > 0 or not self.floor >= 0:
+            raise ValueError(f"ValueTracker: evidence is {self.evidence} and floor {self.floor}, expected evidence "
+                             "above 0 and floor 0 or more")
+        require_clamp(self.clamp)
+
+    def visited(self, prompt: str, rewards: Tensor, context: Context) -> Tensor:
+        require_rates("ValueTracker", rewards)
+        values, drift = rewards[~rewards.isnan()], context.memory.get("drift", 0.0)
+
+        def change(state: list[float]) -> list[float]:
+            keep = min(max(2 ** (-(drift - state[2]) / self.half), self.least), self.most)
+            return [keep * state[0] + len(values), keep * state[1] + values.sum().item(), drift]
+
+        before, _ = remembered(context.memory, "ValueTracker", prompt, context.epoch,
+                               [self.evidence, self.evidence * self.prior, 0.0], change)
+        return rewards - mean_of(before)
+
+    def finished(self, advantages: Tensor, applies: Tensor) -> Tensor:
+        return whitened(advantages, applies)
+
+    def prompt_weights(self, memory: dict[str, Any], prompts: Sequence[str]) -> Tensor:
+        """Return the sampling weight of each prompt, in proportion to sqrt(v (1 - v)) + floor: float64 [len(prompts)].
+
+        A prompt that was never seen has the rate `prior`.
+        """
+        tracked = memory.get("ValueTracker", {})
+        rates = [mean_of(tracked[prompt]["after"]) if prompt in tracked else self.prior for prompt in prompts]
+        v = torch.tensor(rates, dtype=torch.float64)
+        return (v * (1 - v)).clamp(min=0).sqrt() + self.floor
+
+
+@dataclass(frozen=True)
+class SmoothStandardised(Tracked):
+    """Advantage by the present group's mean and deviation, smoothed with that by all rewards of the prompt so far
+    (DCPO, 2509.02333).
+
+    With N the reward less the mean, over the deviation, of the present samples, T the same of all samples of the prompt
+    and i the number of its visits, this one included: the smaller in absolute value of ((i - 1) N + T) / i and
+    (N + (i - 1) T) / i. A group that agrees has N = 0, and learns where its prompt's history differs. Deviations have
+    ddof 1 and eps 1e-8; N or T is 0 where its deviation is rounding. memory["SmoothStandardised"] holds visits, number,
+    sum and sum of squares of every prompt's rewards.
+    """
+
+    clamp: float = 5.0
+
+    def __post_init__(self) -> None:
+        require_clamp(self.clamp)
+
+    def visited(self, prompt: str, rewards: Tensor, context: Context) -> Tensor:
+        values = rewards[~rewards.isnan()].double()
+        added = [1.0, float(len(values)), values.sum().item(), values.square().sum().item()]
+        _, (visits, count, total, squares) = remembered(
+            context.memory, "SmoothStandardised", prompt, context.epoch, [0.0] * 4,
+            lambda state: [old + new for old, new in zip(state, added)])
+        mean = total / count
+        spread = (max(squares - count * mean * mean, 0.0) / max(count - 1, 1)) ** 0.5
+        history = torch.zeros_like(rewards)
+        if spread > RELATIVE_NOISE * max(abs(mean), spread):
+            history = (rewards - mean) / (spread + 1e-8)
+        present = group_relative(rewards.reshape(1, -1)).view_as(rewards)
+        by_present = ((visits - 1) * present + history) / visits
+        by_history = (present + (visits - 1) * history) / visits
+        return torch.where(by_present.abs() < by_history.abs(), by_present, by_history)
+
+
+@dataclass(frozen=True)
+class PriorBlend(Tracked):
+    """Reward less a baseline between a prior value of the prompt and the group's mean, weighted for the smallest mean
+    squared error (V0.5).
+
+    b = w V + (1 - w) mean, w = s / (s + bias^2). s is the variance of the mean of the group's n rewards under a success
+    rate V, V (1 - V) / n, and bias^2 the squared difference of mean and V. So a prior that the samples contradict by
+    more than their noise loses its weight, and one that they confirm has all of it.
+
+    V is the mean of the last rewards of the prompt: every visit multiplies the evidence by `keep`. It starts with
+    `evidence` samples' worth of `prior`. Rewards lie within 0 to 1. In the paper V is a generalist value model;
+    the estimate of the bias is ours. Where both conflict, the paper's test asks for more samples: `redraw: {type:
+    AdditionalGroups}`.
+    """
+
+    keep: float = 0.7
+    prior: float = 0.5
+    evidence: float = 2.0
+    clamp: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.keep <= 1 or not 0 <= self.prior <= 1 or not self.evidence > 0:
+            raise ValueError(f"PriorBlend: keep is {self.keep}, prior {self.prior} and evidence {self.evidence}, "
+                             "expected 0 to 1 each, and above 0")
+        require_clamp(self.clamp)
+
+    def visited(self, prompt: str, rewards: Tensor, context: Context) -> Tensor:
+        require_rates("PriorBlend", rewards)
+        values = rewards[~rewards.isnan()]
+        before, _ = remembered(
+            context.memory, "PriorBlend", prompt, context.epoch, [self.evidence, self.evidence * self.prior],
+            lambda state: [self.keep * state[0] + len(values), self.keep * state[1] + values.sum().item()])
+        prior, mean = mean_of(before), values.mean().item()
+        weight = prior_weight(prior, mean, len(values))
+        return rewards - (weight * prior + (1 - weight) * mean)
+
+
+def prior_weight(prior: float, mean: float, count: int) -> float:
+    """Return the weight of a prior success rate beside the mean of `count` rewards: s / (s + bias^2), 1 where both are
+    0. s = prior (1 - prior) / count; bias^2 = (mean - prior)^2."""
+    noise, bias = prior * (1 - prior) / count, (mean - prior) ** 2
+    return noise / (noise + bias) if noise + bias else 1.0

@@ -1,0 +1,63 @@
+"""Measurements that a method's credit reads: entropies, log-probabilities under the reference, drift of the policy.
+
+Each is one replay of recorded decisions without gradients, for methods that need it alone (`Method.needs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flowgrpo.distributed.processes import Processes
+from flowgrpo.methods.method import Method
+from flowgrpo.methods.targets import WITH_LOGP
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.training.kl_reference import KLReference
+from flowgrpo.types import Scored, required
+
+Replay = Callable[[Part], Iterator[tuple[int, slice, Scored]]]
+
+
+@torch.no_grad()
+def measured(method: Method, parts: list[Part], replay: Replay, reference: KLReference, processes: Processes
+             ) -> list[Part]:
+    """Return the parts with the entropies of their decisions and their log-probabilities under the reference, as far
+    as the credit reads them; the policy is still the one that drew them."""
+    if "entropy" in method.needs:
+        with processes.together():
+            parts = [_with_entropies(part, replay(part)) for part in parts]
+    if "reference" in method.needs:
+        with processes.together():
+            parts = [replace(part, reference=reference.leaves(part, replay)) for part in parts]
+    return parts
+
+
+def _with_entropies(part: Part, replayed: Iterator[tuple[int, slice, Scored]]) -> Part:
+    entropies = [torch.zeros_like(taken.old.logp) for taken in part.transitions]
+    for k, rows, new in replayed:
+        entropies[k][rows] = required(new.entropy).to(entropies[k])
+    return replace(part, transitions=tuple(replace(taken, old=replace(taken.old, entropy=entropy))
+                                           for taken, entropy in zip(part.transitions, entropies)))
+
+
+def drifted(method: Method, memory: dict[str, Any], parts: list[Part], replay: Replay, processes: Processes) -> None:
+    """Add an epoch's `drift` to memory["drift"], where decisions have a log-probability."""
+    if isinstance(method.target, WITH_LOGP):
+        memory["drift"] = memory.get("drift", 0.0) + drift(parts, replay, processes)
+
+
+@torch.no_grad()
+def drift(parts: list[Part], replay: Replay, processes: Processes) -> float:
+    """Return the KL of the policy that drew the parts to the present one: the mean of r - 1 - log r over the decisions
+    of all processes; 0 without any."""
+    terms = [torch.empty(0)]
+    with processes.together():
+        for part in parts:
+            for k, rows, new in replay(part):
+                log_ratio = new.logp.float().cpu() - part.transitions[k].old.logp[rows].float().cpu()
+                terms.append((log_ratio.expm1() - log_ratio)[new.mask.cpu()])
+    every = processes.gather(torch.cat(terms))
+    return every.mean().item() if len(every) else 0.0
