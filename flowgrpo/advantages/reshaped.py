@@ -37,7 +37,7 @@ class Reshaped(AdvantageRule):
     """Advantage over another one: base class."""
 
     advantage: AdvantageRule
-    own: tuple[str, ...] = ()  # `needs` besides those of the inner one
+    further: tuple[str, ...] = ()  # `needs` besides those of the inner one
 
     @property
     def single(self) -> bool:  # type: ignore[override]
@@ -45,7 +45,7 @@ class Reshaped(AdvantageRule):
 
     @property
     def needs(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (*self.own, *self.advantage.needs)
+        return (*self.further, *self.advantage.needs)
 
     def prompt_weights(self, memory: dict[str, Any], prompts: Sequence[str]) -> Tensor | None:
         return self.advantage.prompt_weights(memory, prompts)
@@ -71,8 +71,8 @@ class Difficulty(Reshaped):
 
     curve: "exp", exp(1 - m) (UniVG-R1, 2505.14231), "power", (1.05 - m)^power, or "log", -log(0.02 + m), which its code
     also has; "none", 1. task: a key of the prompts' metadata; the weight of a group is also multiplied by the curve at
-    the mean of all groups of the epoch whose prompts have the same value there, as VITAL's (2508.04416) weights of
-    tasks and samples. given: a key of the metadata that holds a prompt's stated difficulty, a factor of 0 or more
+    the mean of all groups of the epoch whose prompts have the same value there: weights of tasks and of samples
+    (VITAL, 2508.04416). given: a key of the metadata that holds a prompt's stated difficulty, a factor of 0 or more
     (RewardMap, 2510.02240); 1 without it. VITAL's own curve is not known to us.
     """
 
@@ -152,7 +152,7 @@ class Confidence(Reshaped):
                              f"{', '.join(AGAINST)}, and above 0")
 
     @property
-    def own(self) -> tuple[str, ...]:  # type: ignore[override]
+    def further(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("reference",) if self.against == "reference" else ()
 
     def reshaped(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
@@ -204,9 +204,9 @@ class Unconfident(Reshaped):
     right sample (ARM of ProGRPO): of two equal samples the less likely has the larger advantage.
 
     Right is a weighted sum of at least `right`; other groups are unchanged. ARM compares with the log-probability of
-    the prompt, and reads unlikely tokens alone; here it is the group's mean, and all decisions are read. The prompt's
-    is the same for a whole group. kappa: the term is at most |A| / kappa for A other than 0, so it turns no sign
-    around; infinity leaves samples alone whose group does not differ from it, 0 bounds nothing, as in the paper.
+    the prompt, which is the same for a whole group, and reads unlikely tokens alone; here it is the group's mean, and
+    all decisions are read. kappa: the term is within +-|A| / kappa, so above 1 it turns no sign around; 0, as in the
+    paper, bounds nothing.
     """
 
     advantage: AdvantageRule = STANDARDISED

@@ -145,7 +145,7 @@ class StepGroups(TokenCredit):
 
 @dataclass(frozen=True)
 class Planning(TokenCredit):
-    """A + alpha |A| on planning decisions, A on the others (HICRA, 2509.03646).
+    """Advantage A + alpha |A| on planning decisions, A on the others (HICRA, 2509.03646).
 
     Of texts these are tokens with one of the ids `ids`, and the `first` tokens of a completion. Of pictures they are
     the first `first` steps of the grid, of high noise, which lay out the picture; `ids` has no meaning there. HICRA
@@ -175,8 +175,8 @@ class Planning(TokenCredit):
 
 @dataclass(frozen=True)
 class Exploring(TokenCredit):
-    """A + min(alpha H, |A| / kappa) for a token whose distribution has the entropy H in nats: uncertain tokens are
-    pulled up more and pushed down less, by at most |A| / kappa, so that no sign turns around for kappa above 1.
+    """Advantage A + min(alpha H, |A| / kappa) of a token whose distribution has the entropy H in nats: uncertain tokens
+    are pulled up more and pushed down less, by at most |A| / kappa, so that no sign turns around.
 
     MSSR (2512.18215) shapes the advantages of single rollouts so (with `advantage: {type: ValueTracker}`), and
     "Exploring Superior Function Calls" those of a group; both forms are a reconstruction by this term. Entropies are
