@@ -2,6 +2,8 @@
 
     python scripts/try_expo.py --train.steps=2       # bases of two steps; about half an hour on one core
     python scripts/try_expo.py --train.epochs=80     # any KEY=VALUE of a configuration
+    python scripts/try_expo.py --parts.surrogate.through=0 --parts.surrogate.ratio=1 --parts.edit.acting=pairs \\
+        --parts.advantage.type=Paired                # the edit by its ratio, not by the critic
 
 Against the best of 2N bases of a prompt, by the scorer, stands with as many calls of the scorer:
 

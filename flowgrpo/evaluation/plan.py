@@ -21,8 +21,6 @@ BASE, TUNED = "base", "tuned"
 class BestOf(Protocol):
     """Choice of one of several draws (`best_of.BestOf`)."""
 
-    count: int
-
     def over(self, hand: Hand) -> Hand:
         """Return a generator whose samples are the best of several of another one's."""
 

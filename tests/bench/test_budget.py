@@ -77,12 +77,14 @@ def test_a_run_on_recorded_pairs_costs_what_was_foretold(tmp_path, method, parts
     assert summary["denoiser_evaluations"] == 7 * rows
 
 
-@pytest.mark.parametrize("guidance", [1.0, 3.0])
-def test_a_run_of_edits_costs_its_bases(tmp_path, guidance):
-    settings = config(tmp_path, "expo", 4, guidance, edit={"width": 8, "depth": 1}, value={"steps": 2, "batch": 4})
+@pytest.mark.parametrize("guidance, edit, bases", [(1.0, {}, 4), (3.0, {"candidates": 2}, 8),
+                                                   (1.0, {"acting": "pairs"}, 2)])
+def test_a_run_of_edits_costs_its_bases(tmp_path, guidance, edit, bases):
+    settings = config(tmp_path, "expo", 4, guidance, edit={"width": 8, "depth": 1} | edit,
+                      value={"steps": 2, "batch": 4})
     settings = settings.model_copy(update={"train": settings.train.model_copy(update={"group": 4, "epochs": 2})})
-    # 2 prompts of 2 bases, with a grid of 10 steps
-    assert [epoch_cost(settings, epoch) for epoch in (0, 1)] == [4 * 10 * (2 if guidance > 1 else 1)] * 2
+    # 2 prompts, with a grid of 10 steps
+    assert [epoch_cost(settings, epoch) for epoch in (0, 1)] == [2 * bases * 10 * (2 if guidance > 1 else 1)] * 2
     assert spent(settings) == sum(epoch_cost(settings, epoch) for epoch in (0, 1))
 
 

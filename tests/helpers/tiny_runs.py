@@ -21,7 +21,7 @@ HINTED = {"redraw": {"text": "{prompt}{hint}", "after": 0.0}}  # in characters t
 # What methods need beside 2 prompts x 4 samples, 6 steps: room for their splits, or few samples to choose from.
 PARTS = {"mix_grpo": {"plan": {"size": 2}}, "branch_grpo": {"plan": {"splits": [0, 2]}},
          "tree_rpo": {"plan": {"window": {"type": "Sliding", "size": 2}}},
-         "b2_diffurl": {"plan": {"branch": 2}, "selection": {"branch": 2}, "advantage": {"least": 4}},
+         "b2_diffurl": {"plan": {"branch": 2}, "advantage": {"least": 4}},
          "ddpo": {"advantage": {"least": 4}}, "rlcm": {"advantage": {"least": 4}},
          "expo": {"edit": {"width": 8, "depth": 1}, "value": {"steps": 2, "batch": 4}},
          "alignprop": {"backprop": {"checkpointing": False}},
