@@ -78,7 +78,7 @@ class Trainer:
         self.scaler = make_scaler(config.precision, policy.device)
         self.ema = policy.weights.kept() if config.train.ema else None
         self.best = BestWeights(config.eval)
-        self.memory: dict[str, Any] = {}  # state of the method's parts between epochs
+        self.memory = self.scoring.limits.memory  # state of the method's parts and of constraints between epochs
         self.kl_reference = KLReference(self.method, policy, self.memory, keep=config.train.inner_epochs > 1)
         self.first_ratio = FirstRatio(self.rollouts, self.method.loss.surrogate, policy.exact,
                                       math.inf if policy.modality == "text" else ROUNDED)
@@ -99,6 +99,7 @@ class Trainer:
         prompts, scores = epoch_batch.compared()
         metrics = self.scoring.metrics(epoch_batch.first, self.say)
         self.scoring.require_scores(metrics, epoch_batch.prompts[0].text, self.epoch, self.say)
+        metrics |= self.scoring.limits.learn(metrics)
         self.hints.epoch(metrics, self.scoring.spreads, self.epoch, self.say)
         credited = self.credit(parts, scores, [prompt.key for prompt in prompts])
         return metrics | epoch_batch.metrics() | self.learn(credited, conditioning)
@@ -108,6 +109,7 @@ class Trainer:
         Returns (all groups, the parts of this process, the conditioning of its prompts).
         """
         train, seed, parts = self.config.train, self.config.seed, []
+        self.scoring.progress = self.epoch / max(1, train.epochs - 1)
         epoch_batch = EpochBatch(self.prompts, self.epoch, train.epochs, seed, self.processes)
         batch = self.method.curriculum(self.prompts, train.prompts, self.epoch, seed, self.prompt_weights(),
                                        self.memory, train.group)

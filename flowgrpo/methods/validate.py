@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flowgrpo import objectives
+from flowgrpo.advantages.reward_weights import Influence
 from flowgrpo.advantages.shaping import BradleyTerry
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
@@ -32,6 +33,7 @@ def resolve(config: Config, process: str = "flow") -> Method:
         method = method.having(target=RecordedPairs(method.target.times))
     reads.require_set(host, requested, method, overlays(config.method))
     reads.require_types(method)
+    _require_limits(config, method)
     try:
         if method.credit.selection is not None:
             method.credit.selection(torch.zeros(1, train.group))
@@ -42,6 +44,17 @@ def resolve(config: Config, process: str = "flow") -> Method:
         raise UserError(f"method {config.method} with {steps}train.group {train.group} and parts {config.parts}: "
                         f"{error}") from None
     return method
+
+
+def _require_limits(config: Config, method: Method) -> None:
+    """Raise UserError for constraints without a reward to raise, or with a part that weighs rewards itself."""
+    limited = {name: rule.limit for name, rule in config.trained.items() if rule.limit is not None}
+    if limited and len(limited) == len(config.trained):
+        raise UserError(f"reward: {', '.join(limited)} has a limit, and nothing else is trained on: expected a reward "
+                        "with a weight beside it")
+    if limited and isinstance(method.credit.advantage, Influence):
+        raise UserError(f"reward.{next(iter(limited))}.limit sets weights by multipliers, and parts.advantage "
+                        "Influence by influence: got both, leave one out")
 
 
 def substituted(config: Config, method: Method) -> str | None:

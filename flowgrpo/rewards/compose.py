@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from flowgrpo.config.reward_rules import Transform, WatchRule
+from flowgrpo.config.reward_rules import Limit, Transform, WatchRule
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import transforms
 from flowgrpo.rewards.about import Reward
@@ -106,10 +106,18 @@ def transforms_of(reward: object) -> Sequence[Transform]:
     return getattr(reward.rule, "transform", ()) if isinstance(reward, Composed) else ()
 
 
-def transformed(rewards: Mapping[str, object], scores: Tensor) -> Tensor:
+def limits_of(rewards: Mapping[str, object]) -> dict[str, Limit]:
+    """Return the constraints of rewards by name, of those that have one."""
+    limits = {name: getattr(reward.rule, "limit", None) if isinstance(reward, Composed) else None
+              for name, reward in rewards.items()}
+    return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def transformed(rewards: Mapping[str, object], scores: Tensor, progress: float = 0.0) -> Tensor:
     """Return scores [P, G, n*R] of R rewards, each after the transforms of its rule; the n granularities are
     concatenated.
 
+    progress: share of the run, for transforms that move over it.
     Raises UserError, with the reward's name, if a transform rejects a score.
     """
     scores, named = scores.clone(), list(rewards.items())
@@ -117,7 +125,7 @@ def transformed(rewards: Mapping[str, object], scores: Tensor) -> Tensor:
         label, reward = named[column % len(named)]
         try:
             for transform in transforms_of(reward):
-                scores[..., column] = transforms.apply(transform, scores[..., column])
+                scores[..., column] = transforms.apply(transform, scores[..., column], progress)
         except ValueError as error:
             raise UserError(f"reward {label!r}: {error}") from None
     return scores
