@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flowgrpo import objectives
-from flowgrpo.advantages.reward_weights import Influence
+from flowgrpo.advantages.reward_weights import ForwardCorrected, Hypervolume, Influence
 from flowgrpo.advantages.shaping import BradleyTerry
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
@@ -35,6 +35,8 @@ def resolve(config: Config, process: str = "flow") -> Method:
     reads.require_types(method)
     _require_limits(config, method)
     try:
+        if isinstance(method.credit.advantage, (ForwardCorrected, Hypervolume, Influence)):
+            method.credit.advantage.require(list(config.rewards.values()) * len(method.rollout.strides))
         if method.credit.selection is not None:
             method.credit.selection(torch.zeros(1, train.group))
         explorations = [] if process in OF_TEXT else _explorations(method, config, process)

@@ -40,6 +40,6 @@ from flowgrpo.rewards.placement import leave
 from flowgrpo.rewards.score import score
 
 __all__ = ["BUILT_IN", "GROUP", "MODALITIES", "About", "Composed", "Failed", "Tally", "about", "compose",
-           "differentiable", "find", "lazily", "leave", "limits_of", "locate", "names", "require_base", "require_gradient",
-           "require_latents", "require_modality", "require_routes", "reward", "score", "scores_latents", "sees_base",
-           "source", "transformed", "transforms_of", "value"]
+           "differentiable", "find", "lazily", "leave", "limits_of", "locate", "names", "require_base",
+           "require_gradient", "require_latents", "require_modality", "require_routes", "reward", "score",
+           "scores_latents", "sees_base", "source", "transformed", "transforms_of", "value"]

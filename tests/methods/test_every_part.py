@@ -36,7 +36,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "DualClip": {"low": 5e-5, "high": 5e-5}, "Adaptive": {"target": 0.001}, "Linear": {"last": 0.0},
     "LayerTuning": {"weight": 0.1}, "Lag": {"start": 0.5, "most": 0.5}, "Preview": {"pool": 6, "steps": 2},
     "EarlyExits": {"exit": "=", "close": "="}, "Hints": tiny_runs.HINTED["redraw"] | {"fail": 1.0},
-    "SegmentTree": {"every": 1}, "Tree": {"tokens": 1}, "Edit": {"width": 4}}
+    "SegmentTree": {"every": 1}, "Tree": {"tokens": 1}, "Edit": {"width": 4},
+    "ForwardCorrected": {"misses": 0.3}}
 KL = {"kl": {"weight": 0.1}}
 # What has to be there besides, of the host as well, for a part to be of effect.
 BESIDE: dict[str, dict[str, Any]] = {
@@ -44,9 +45,10 @@ BESIDE: dict[str, dict[str, Any]] = {
     "Pooled": {"curriculum": {"type": "Knapsack"}}, "OneStep": {"plan": {"count": 2}}, "Preview": {"roots": None},
     "SegmentTree": {"draws": {"type": "Tree", "tokens": 1}}}
 VALUES = {"tail": 0.5, "roots": 2, "strides": [1, 2]}
-# What is the host's own under another name: one reward has nothing to be weighed against, the noise of FlowDDIM is 0,
-# and a Teacher without a model is the base.
-SAME = {"Influence", "ODE", "Teacher"}
+# What is the host's own under another name: one reward has nothing to be weighed against, and need not rise; of two
+# prompts of which one is flat, both are as difficult; the noise of FlowDDIM is 0, and a Teacher without a model is the
+# base.
+SAME = {"Influence", "Hypervolume", "Difficulty", "ODE", "Teacher"}
 # What is first seen in a second epoch.
 LATER = {"EMA", "PreviousPolicy", "WeightAverage", "Linear", "Adaptive", "Lag", "ThompsonSampling", "Knapsack",
          "Pooled", "ValueTracker"}
