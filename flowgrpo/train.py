@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from flowgrpo import rewards
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
 from flowgrpo.curriculum.epoch_batch import EpochBatch
@@ -66,6 +67,7 @@ class Trainer:
         self.processes.turns = policy.turns
         self.geometry = geometry(config.train, self.processes.count)
         self.scoring = Scoring(train_rewards, config.rewards, self.geometry.group, self.processes)
+        rewards.bind(train_rewards, policy)
         self.clock, self.stop = PhaseTimer(policy.device.type == "cuda"), Stop(self.processes.members > 1)
         self.hints = RewardHints(self.method.credit.advantage)
         self.throughput = Throughput(config, policy, self.processes)
@@ -110,6 +112,7 @@ class Trainer:
         """
         train, seed, parts = self.config.train, self.config.seed, []
         self.scoring.progress = self.epoch / max(1, train.epochs - 1)
+        rewards.begin(self.scoring.functions, self.memory, self.epoch, self.processes.count)
         epoch_batch = EpochBatch(self.prompts, self.epoch, train.epochs, seed, self.processes)
         batch = self.method.curriculum(self.prompts, train.prompts, self.epoch, seed, self.prompt_weights(),
                                        self.memory, train.group)
@@ -123,6 +126,7 @@ class Trainer:
             epoch_batch.add(batch, scores, self.scoring.weighted(scores[..., :len(self.scoring.functions)]))
             batch = epoch_batch.replace(self.method.redraw(epoch_batch)) if self.method.redraw else []
         self.method.curriculum.learn(self.memory, epoch_batch)
+        rewards.end(self.scoring.functions)
         if epoch_batch.turn > 1:
             conditioning = self.rollouts.conditioning(epoch_batch.own(), self.epoch)
         return epoch_batch, parts, conditioning

@@ -76,6 +76,8 @@ BUILT_IN = {
     "scaled": "flowgrpo.rewards.verdicts:Scaled",
     "progress": "flowgrpo.rewards.groups:Progress",
     "majority": "flowgrpo.rewards.groups:Majority",
+    "pseudo_labels": "flowgrpo.rewards.pseudo_labels:PseudoLabels",
+    "refined_labels": "flowgrpo.rewards.pseudo_labels:RefinedLabels",
     "text_diversity": "flowgrpo.rewards.groups:TextDiversity",
     "preferred": "flowgrpo.rewards.images.preferred:preferred",
     "diversity": "flowgrpo.rewards.images.guards:Diversity",
@@ -100,6 +102,10 @@ BUILT_IN = {
     "rubric": "flowgrpo.rewards.text.rubric:Rubric",
     "text_judge": "flowgrpo.rewards.text.judge:TextJudge",
     "text_judge_rubric": "flowgrpo.rewards.text.judge:TextJudgeRubric",
+    "reference_likelihood": "flowgrpo.rewards.text.reference_likelihood:ReferenceLikelihood",
+    "caption_answers": "flowgrpo.rewards.questions.caption_answers:CaptionAnswers",
+    "svg_render": "flowgrpo.rewards.text.svg:SvgRender",
+    "translation": "flowgrpo.rewards.text.translation:Translation",
     "reward_model": "flowgrpo.rewards.text.reward_model:RewardModel",
 }
 _registered: dict[str, Any] = {}
