@@ -19,6 +19,7 @@ def test_the_code_of_a_completion(text, code):
 
 @pytest.mark.parametrize("inside, kept", [
     ('<use href="#a"/>', True), ('<image href="data:image/png;base64,AA"/>', True), ('<rect fill="url(#g)"/>', True),
+    ("<rect fill=\"url( '#g' )\"/>", True), ('<image href="data:image/svg+xml;base64,AA"/>', False),
     ('<image href="/tmp/a.png"/>', False), ('<image xlink:href = \'file:///a\'/>', False),
     ('<image href="http://x"/>', False), ('<image href=a.png />', False), ("<!ENTITY a 'b'>", False),
     ("<style>@import 'a.css'</style>", False), ('<rect fill="url(http://x)"/>', False),
