@@ -41,6 +41,15 @@ def test_a_rendering_is_compared_with_the_reference(reference):
     assert values[4] < 0.9
 
 
+def test_features_count_beside_pixels(reference):
+    def colour(pictures):
+        return pictures.mean((2, 3)) - 0.5
+
+    args = {"semantic": 1.0, "features": colour}
+    values = [one("svg_render", code, args, image=reference) for code in (square(8), square(30), square(8, "blue"))]
+    assert values[0] == pytest.approx(1) and values[1] > 0.99 and values[2] < 0.95
+
+
 def test_what_cannot_be_rendered_scores_0(reference):
     for code in ("none", "<svg><rect", "<svg>&</svg>", f'<svg><image href="{reference}"/></svg>'):
         assert one("svg_render", code, image=reference) == 0

@@ -49,7 +49,7 @@ def matched(named: Sequence[Box], wanted: Sequence[Box]) -> float:
 def _boxes(value: object) -> list[Box]:
     """Parse an answer key: one box, or a list of boxes.
     Raises ValueError for anything else."""
-    entries = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
+    entries: list[Any] = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
     for box in entries:
         if not (isinstance(box, list) and len(box) == 4 and all(type(side) in (int, float) for side in box)
                 and box[0] < box[2] and box[1] < box[3]):

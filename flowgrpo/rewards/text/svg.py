@@ -50,6 +50,13 @@ def similarity(picture: Tensor, reference: Tensor, edges: float) -> float:
     return (1 - edges) * (1 - apart) + edges * (1 - different / total if total else 1.0)
 
 
+def alike(features: Tensor, others: Tensor) -> float:
+    """Return 1 less half the distance of two features [1, D], scaled to unit length: 1 for equal ones, 0 for opposite
+    ones."""
+    one, other = (each / each.norm().clamp(min=1e-12) for each in (features, others))
+    return 1 - (one - other).norm().item() / 2
+
+
 def render(code: str, height: int, width: int) -> Tensor | None:
     """Return SVG code as a picture [3, height, width] on white; None if it cannot be rendered. No font is loaded."""
     import torch
@@ -75,6 +82,7 @@ class SvgRender:
 
     key: metadata key of the reference's path; None for a prompt without it. Where a prompt brings an `image`, that is
     the one. size: pixels of either side of both pictures. edges: weight of edges beside colours, see `similarity`.
+    semantic: weight of the likeness of `features` beside both, see `alike`; features as in `diversity`, such as "clip".
     longest: characters; longer code scores 0. brevity: weight of the code's length over `longest`, subtracted.
     Code that names files or addresses, or repeats too much, scores 0 and is not rendered. No font is loaded, so texts
     are not drawn.
@@ -83,6 +91,8 @@ class SvgRender:
     key: str = "image"
     size: int = 128
     edges: float = 0.5
+    semantic: float = 0.0
+    features: Any = "clip"
     longest: int = 20_000
     brevity: float = 0.0
     about = About(modality="text", range=(0, 1), needs="svg", licence="Apache-2.0, MPL-2.0 package")
@@ -90,10 +100,16 @@ class SvgRender:
     privileged = True  # reads files that metadata name
 
     def __post_init__(self) -> None:
-        if not (2 <= self.size <= 1024 and 0 <= self.edges <= 1 and self.longest >= 1 and 0 <= self.brevity < 1):
-            raise UserError(f"reward 'svg_render': got size {self.size}, edges {self.edges}, longest {self.longest}, "
-                            f"brevity {self.brevity}, expected 2 to 1024, 0 to 1, from 1, and 0 to below 1")
+        if not (2 <= self.size <= 1024 and 0 <= self.edges <= 1 and 0 <= self.semantic <= 1 and self.longest >= 1
+                and 0 <= self.brevity < 1):
+            raise UserError(f"reward 'svg_render': got size {self.size}, edges {self.edges}, semantic {self.semantic}, "
+                            f"longest {self.longest}, brevity {self.brevity}, expected 2 to 1024, 0 to 1, 0 to 1, from "
+                            "1, and 0 to below 1")
         needed("resvg_py", "svg", "reward 'svg_render'")
+        if self.semantic:
+            from flowgrpo.rewards.images.guards import extractor
+
+            object.__setattr__(self, "features", extractor(self.features))
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
@@ -107,7 +123,10 @@ class SvgRender:
         picture = render(code, self.size, self.size)
         if picture is None:
             return 0.0
-        value = similarity(picture, _reference(path, self.size), self.edges)
+        reference = _reference(path, self.size)
+        value = similarity(picture, reference, self.edges)
+        if self.semantic:
+            value += self.semantic * (alike(self.features(picture[None]), self.features(reference[None])) - value)
         return max(0.0, value - self.brevity * len(code) / self.longest)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowgrpo.rewards.text.svg import similarity, sound, svg_of
+from flowgrpo.rewards.text.svg import alike, similarity, sound, svg_of
 
 RECT = '<svg><rect width="1"/></svg>'
 
@@ -38,3 +38,9 @@ def test_the_likeness_of_pictures():
     assert similarity(half, half, 0.5) == 1 and similarity(half, 1 - half, 1) == 0  # steps of the other sign
     shifted = [similarity(half, half.roll(by, -1), 0.5) for by in (0, 1, 2)]
     assert shifted == sorted(shifted, reverse=True) and len(set(shifted)) == 3
+
+
+@pytest.mark.parametrize("one, other, expected", [
+    ([1, 0], [3, 0], 1), ([1, 0], [-1, 0], 0), ([1, 0], [0, 2], 1 - 0.5**0.5), ([0, 0], [0, 0], 1)])
+def test_the_likeness_of_features(one, other, expected):
+    assert alike(torch.tensor([one]).float(), torch.tensor([other]).float()) == pytest.approx(expected)
