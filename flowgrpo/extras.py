@@ -11,7 +11,8 @@ from flowgrpo.version import __version__
 
 # Modules of each extra of pyproject.toml: they identify its packages, however these were installed.
 EXTRAS = {"clip": ("open_clip",), "server": ("uvicorn", "httpcore"), "ocr": ("rapidocr_onnxruntime",),
-          "video": ("cv2",), "mp4": ("imageio_ffmpeg",), "text": ("math_verify", "jsonschema"), "parquet": ("pyarrow",),
+          "video": ("cv2",), "mp4": ("imageio_ffmpeg",), "text": ("math_verify", "jsonschema"), "svg": ("resvg_py",),
+          "translation": ("sacrebleu",), "parquet": ("pyarrow",),
           "datasets": ("datasets",), "vllm": ("vllm",), "wandb": ("wandb",), "trackio": ("trackio",),
           "torchao": ("torchao",),
           "bitsandbytes": ("bitsandbytes",)}

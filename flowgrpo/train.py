@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from flowgrpo import rewards
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
 from flowgrpo.curriculum.epoch_batch import EpochBatch
@@ -68,6 +69,7 @@ class Trainer:
         self.processes.turns = policy.turns
         self.geometry = geometry(config.train, self.processes.count)
         self.scoring = Scoring(train_rewards, config.rewards, self.geometry.group, self.processes)
+        rewards.bind(train_rewards, policy)
         self.clock, self.stop = PhaseTimer(policy.device.type == "cuda"), Stop(self.processes.members > 1)
         self.hints = RewardHints(self.method.credit.advantage)
         self.throughput = Throughput(config, policy, self.processes)
@@ -80,7 +82,7 @@ class Trainer:
         self.scaler = make_scaler(config.precision, policy.device)
         self.ema = policy.weights.kept() if config.train.ema else None
         self.best = BestWeights(config.eval)
-        self.memory: dict[str, Any] = {}  # state of the method's parts between epochs
+        self.memory = self.scoring.limits.memory  # state of the method's parts and of constraints between epochs
         self.kl_reference = KLReference(self.method, policy, self.memory, keep=config.train.inner_epochs > 1)
         self.first_ratio = FirstRatio(self.rollouts, self.method.loss.surrogate, policy.exact,
                                       math.inf if policy.modality == "text" else ROUNDED)
@@ -101,6 +103,7 @@ class Trainer:
         prompts, scores = epoch_batch.compared()
         metrics = self.scoring.metrics(epoch_batch.first, self.say)
         self.scoring.require_scores(metrics, epoch_batch.prompts[0].text, self.epoch, self.say)
+        metrics |= self.scoring.limits.learn(metrics)
         self.hints.epoch(metrics, self.scoring.spreads, self.epoch, self.say)
         if self.method.needs:
             replay = partial(self.rollouts.replay, conditioning=conditioning)
@@ -114,6 +117,8 @@ class Trainer:
         Returns (all groups, the parts of this process, the conditioning of its prompts).
         """
         train, seed, parts = self.config.train, self.config.seed, []
+        self.scoring.progress = self.epoch / max(1, train.epochs - 1)
+        rewards.begin(self.scoring.functions, self.memory, self.epoch, self.processes.count)
         epoch_batch = EpochBatch(self.prompts, self.epoch, train.epochs, seed, self.processes, self.memory)
         batch = self.method.curriculum(self.prompts, train.prompts, self.epoch, seed, self.prompt_weights(),
                                        self.memory, train.group)
@@ -127,6 +132,7 @@ class Trainer:
             epoch_batch.add(batch, scores, self.scoring.weighted(scores[..., :len(self.scoring.functions)]))
             batch = epoch_batch.replace(self.method.redraw(epoch_batch)) if self.method.redraw else []
         self.method.curriculum.learn(self.memory, epoch_batch)
+        rewards.end(self.scoring.functions)
         if epoch_batch.turn > 1:
             conditioning = self.rollouts.conditioning(epoch_batch.own(), self.epoch)
         return epoch_batch, parts, conditioning

@@ -93,6 +93,30 @@ def write_prompts(
     typer.echo(f"{output}: {len(lines)} prompts{fewer}")
 
 
+@app.command("proxy-prompts")
+def proxy_prompts(
+    kind: Annotated[str, typer.Argument(metavar="caption_error|critique", help="What the model is asked for.")],
+    file: Annotated[Path, typer.Argument(help="A prompt file whose metadata have `caption`, or `solutions`: a list of "
+                                         "{text, right}.")],
+    output: Annotated[Path, typer.Option(help="The .jsonl file to write; it must not exist.")],
+    share: Annotated[float, typer.Option(help="Of critiques among all prompts; the others are the file's.")] = 0.2,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Write prompts whose right answer is known by construction: a caption's error, or critiques of solutions."""
+    from flowgrpo.data.prompts import as_line, load_prompts
+    from flowgrpo.data.proxy_prompts import caption_errors, critiques
+
+    if kind not in ("caption_error", "critique"):
+        raise UserError(f"proxy-prompts: got {kind!r}, expected caption_error or critique")
+    if output.exists() or output.suffix != ".jsonl":
+        raise UserError(f"--output: got {output}, expected a .jsonl file that does not exist yet")
+    prompts = load_prompts(file)
+    made = caption_errors(prompts, seed) if kind == "caption_error" else critiques(prompts, share, seed)
+    output.write_text("".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in made),
+                      encoding="utf-8")
+    typer.echo(f"{output}: {len(made)} prompts")
+
+
 def _asked(about: str, count: int, url: str, model: str | None, key_env: str | None) -> list[str]:
     """Return prompts of a language model, each once. Raises UserError if the endpoint does not answer."""
     from flowgrpo.data.prompt_writer import of_answer, request

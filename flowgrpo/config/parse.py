@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from flowgrpo.config import extends, yaml_text
 from flowgrpo.config.base import Section
-from flowgrpo.config.reward_rules import Retry, RewardRule, WatchRule
+from flowgrpo.config.reward_rules import KEYED, Change, Limit, Retry, RewardRule, WatchRule
 from flowgrpo.config.schema import Config, fields, keys, owner, sections
 from flowgrpo.config.sections import EarlyStop, Fused, IPAdapter
 from flowgrpo.errors import UserError, nearest
@@ -140,7 +140,8 @@ def _nearest_of(unknown: tuple[str | int, ...]) -> str:
     if rule is None:
         return nearest_key(path, keys() if "." in path else [*keys(), *sections()])
     within = next(part for part in reversed(unknown[:-1]) if isinstance(part, str))  # a transform's index is in between
-    choices = {"on_error": [*Retry.model_fields], "transform": ["clip", "threshold"]}.get(within, [*rule.model_fields])
+    choices = {"on_error": [*Retry.model_fields], "transform": [*KEYED], "limit": [*Limit.model_fields],
+               **dict.fromkeys(KEYED, [*Change.model_fields])}.get(within, [*rule.model_fields])
     return nearest(str(unknown[-1]), choices)
 
 

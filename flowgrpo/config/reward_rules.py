@@ -2,6 +2,7 @@
 
     reward:
       ocr: {weight: 1.0, when: {task: text}, transform: [{clip: [0, 1]}], on_error: {retry: 3}, timeout: 30}
+      unsafe: {limit: {at_most: 0.1, rate: 0.05}}
 
 The normalisation of a reward is not set here. The method's advantage normalises each reward (`parts: {advantage:
 {order: advantages, scale: group}}`) or their sum (`order: rewards`).
@@ -21,31 +22,140 @@ def _kind(value: Any) -> str:
     return "<keys>" if isinstance(value, (dict, Section)) else "<value>"
 
 
+class Change(Section):
+    """Value that moves over a run, from `start` in its first epoch to `end`."""
+
+    start: float
+    end: float
+    shape: Literal["linear", "geometric"] = Field("linear", description="geometric: equal factors, of two values above "
+                                                                        "0 or two below it")
+    stages: int | None = Field(None, ge=2, description="equal stages of a constant value each; None: a new value every "
+                                                       "epoch")
+    until: float = Field(1.0, gt=0, le=1, description="share of the run at which `end` is reached")
+
+    @model_validator(mode="after")
+    def _signs(self) -> Change:
+        if self.shape == "geometric" and self.start * self.end <= 0:
+            raise ValueError("with shape geometric a start and an end of the same sign, neither of them 0")
+        return self
+
+    def at(self, progress: float) -> float:
+        """Return the value at a share of the run, 0 in the first epoch and 1 in the last."""
+        share = min(1.0, progress / self.until)
+        if self.stages is not None:
+            share = min(int(share * self.stages), self.stages - 1) / (self.stages - 1)
+        if self.shape == "geometric":
+            return self.start * (self.end / self.start) ** share
+        return self.start + (self.end - self.start) * share
+
+
+Moving = Annotated[Annotated[float, Tag("<value>")] | Annotated[Change, Tag("<keys>")], Discriminator(_kind)]
+
+
+def value_at(value: float | Change, progress: float) -> float:
+    """Return a value, or that of a `Change` at a share of the run."""
+    return value.at(progress) if isinstance(value, Change) else value
+
+
+def _require_order(bounds: tuple[float | Change, float | Change]) -> None:
+    """Raise ValueError if the lower bound does not stay below the upper one, at the run's ends and at 100 places
+    between."""
+    if not all(value_at(bounds[0], place / 100) < value_at(bounds[1], place / 100) for place in range(101)):
+        raise ValueError("the lower bound below the upper one, throughout the run")
+
+
 class Clip(Section):
     """Bound the score to [low, high]."""
 
-    clip: tuple[float, float]
+    clip: tuple[Moving, Moving]
 
     @model_validator(mode="after")
     def _ordered(self) -> Clip:
-        if not self.clip[0] < self.clip[1]:
-            raise ValueError("the lower bound below the upper one")
+        _require_order(self.clip)
         return self
 
 
 class Threshold(Section):
     """1 if the score reaches the threshold, else 0."""
 
-    threshold: float
+    threshold: Moving
+
+
+class Stretch(Section):
+    """0 up to the lower bound, 1 from the upper one on, linear between them."""
+
+    stretch: tuple[Moving, Moving]
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Stretch:
+        _require_order(self.stretch)
+        return self
+
+
+class Band(Section):
+    """1 within [low, high], falling linearly to 0 at a distance of `margin`; with a margin of 0, at once."""
+
+    band: tuple[Moving, Moving]
+    margin: float = Field(0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Band:
+        _require_order(self.band)
+        return self
+
+
+class Budget(Section):
+    """1 for a score up to the budget, falling linearly to 0 at twice the budget."""
+
+    budget: Moving
+
+    @model_validator(mode="after")
+    def _positive(self) -> Budget:
+        if value_at(self.budget, 0) <= 0 or value_at(self.budget, 1) <= 0:
+            raise ValueError("a budget above 0")
+        return self
+
+
+KEYED: dict[str, type[Section]] = {"clip": Clip, "threshold": Threshold, "stretch": Stretch, "band": Band,
+                                   "budget": Budget}  # transforms by their key
 
 
 def _transform_kind(value: Any) -> str:
     keys = value if isinstance(value, dict) else vars(value) if isinstance(value, Section) else None
-    return "<word>" if keys is None else "<threshold>" if "threshold" in keys else "<clip>"
+    return "<word>" if keys is None else next((f"<{key}>" for key in KEYED if key in keys), "<clip>")
 
 
-Transform = Annotated[Annotated[Literal["log", "rank"], Tag("<word>")] | Annotated[Clip, Tag("<clip>")]
-                      | Annotated[Threshold, Tag("<threshold>")], Discriminator(_transform_kind)]
+Transform = Annotated[
+    Annotated[Literal["log", "rank"], Tag("<word>")] | Annotated[Clip, Tag("<clip>")]
+    | Annotated[Threshold, Tag("<threshold>")] | Annotated[Stretch, Tag("<stretch>")] | Annotated[Band, Tag("<band>")]
+    | Annotated[Budget, Tag("<budget>")], Discriminator(_transform_kind)]
+
+
+class Limit(Section):
+    """Constraint on a reward's mean over the samples of an epoch, and its multiplier's step (Safe RLHF-V)."""
+
+    at_most: float | None = Field(None, description="the mean is to stay at most here; the reward is a cost")
+    at_least: float | None = Field(None, description="or at least here")
+    rate: float = Field(0.05, gt=0, description="step of the multiplier per unit of violation and epoch")
+    start: float = Field(0.0, ge=0, description="the multiplier before the first epoch")
+
+    @model_validator(mode="after")
+    def _one(self) -> Limit:
+        if (self.at_most is None) == (self.at_least is None):
+            raise ValueError("either at_most or at_least")
+        return self
+
+    @property
+    def sign(self) -> int:
+        """-1 for a cost, 1 for a reward that has to stay above a bound."""
+        return 1 if self.at_most is None else -1
+
+    def violation(self, mean: float) -> float:
+        """Return how far a mean is beyond the bound, below 0 where it is kept."""
+        return mean - self.at_most if self.at_most is not None else (self.at_least or 0.0) - mean
+
+    def __str__(self) -> str:
+        return f"at most {self.at_most:g}" if self.at_most is not None else f"at least {self.at_least:g}"
 
 
 class Retry(Section):
@@ -81,7 +191,29 @@ class RewardRule(WatchRule):
 
     weight: float = Field(1.0, description="in the sum of rewards or of their advantages")
     transform: list[Transform] = Field([], description="from left to right: {clip: [low, high]}, log, rank, "
-                                                       "{threshold: value}")
+                                                       "{threshold: value}, {stretch: [low, high]}, {band: [low, "
+                                                       "high], margin: 0}, {budget: value}; a value can be {start: 1, "
+                                                       "end: 2}, which moves over the run")
+    limit: Limit | None = Field(None, description="{at_most: 0.1, rate: 0.05}: a constraint in place of a weight, with "
+                                                  "a multiplier that grows while the mean violates it")
+
+    @model_validator(mode="after")
+    def _weight_or_limit(self) -> RewardRule:
+        if self.limit is not None:
+            if "weight" in self.model_fields_set and self.weight:
+                raise ValueError("a weight or a limit, which brings its multiplier")
+            object.__setattr__(self, "weight", 0.0)
+        return self
+
+    @property
+    def strength(self) -> str:
+        """Return what a run makes of the reward: its weight, or its limit."""
+        return f"weight {self.weight:g}" if self.limit is None else str(self.limit)
+
+    @property
+    def direction(self) -> float:
+        """Return the weight, or the sign of a limited reward's multiplier: below 0 if the reward is to fall."""
+        return self.weight if self.limit is None else self.limit.sign
 
 
 Weighted = Annotated[Annotated[float, Tag("<value>")] | Annotated[RewardRule, Tag("<keys>")], Discriminator(_kind)]

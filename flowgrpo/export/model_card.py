@@ -36,7 +36,7 @@ def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
     prompt = pairs[0].prompt if pairs else PROMPTS[sample]
     page = "before_after.webp" if (run / "before_after.webp").is_file() else "before_after.png"
     parts = {
-        "": f"{code(config.model)} aligned by flowgrpo with {code(config.method)} to {_weighted(config.rewards)}."
+        "": f"{code(config.model)} aligned by flowgrpo with {code(config.method)} to {_weighted(config)}."
             f"{_base(config)}",
         "Usage": fenced(snippet(config, run, place, prompt), "python"),
         "Result": "\n\n".join([results(config, summary), *([card_facts.beside(pairs)] if pairs else []),
@@ -152,7 +152,7 @@ def settings(config: Config, summary: dict[str, Any], run: Path) -> str:
     epochs = (f"{summary['epochs']}, {train.prompts} prompts x {train.group} samples each; {summary['updates']} "
               "updates")
     measured = summary["evaluation"]["of"]
-    rows = {"method": card_facts.method(config), "rewards": _weighted(config.rewards), "sample with": measured,
+    rows = {"method": card_facts.method(config), "rewards": _weighted(config), "sample with": measured,
             "epochs": epochs, "completions" if writes else "steps in training": sampling, "LoRA": adapter,
             "learning rate": f"{train.lr:g}, {train.schedule}", "precision": config.precision,
             "cost": card_facts.cost(summary, run),
@@ -160,8 +160,12 @@ def settings(config: Config, summary: dict[str, Any], run: Path) -> str:
     return "\n".join(["| setting | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
 
 
-def _weighted(rewards: dict[str, float]) -> str:
-    return " + ".join(code(name) if weight == 1 else f"{weight:g} {code(name)}" for name, weight in rewards.items())
+def _weighted(config: Config) -> str:
+    rules = config.trained.items()
+    terms = [code(name) if rule.weight == 1 else f"{rule.weight:g} {code(name)}"
+             for name, rule in rules if rule.limit is None]
+    limited = [f"{code(name)} {rule.limit}" for name, rule in rules if rule.limit is not None]
+    return " + ".join(terms) + (f" with {', '.join(limited)}" if limited else "")
 
 
 def _sample(summary: dict[str, Any], run: Path) -> str:

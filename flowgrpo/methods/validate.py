@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flowgrpo import objectives
+from flowgrpo.advantages.reward_weights import ForwardCorrected, Hypervolume, Influence
 from flowgrpo.advantages.shaping import BradleyTerry
 from flowgrpo.advantages.trackers import PriorBlend
 from flowgrpo.config.schema import Config
@@ -35,8 +36,11 @@ def resolve(config: Config, process: str = "flow") -> Method:
         method = method.having(target=RecordedPairs(method.target.times))
     reads.require_set(host, requested, method, overlays(config.method))
     reads.require_types(method)
+    _require_limits(config, method)
     try:
         _require_credit(method, train.group)
+        if isinstance(method.credit.advantage, (ForwardCorrected, Hypervolume, Influence)):
+            method.credit.advantage.require(list(config.rewards.values()) * len(method.rollout.strides))
         explorations = [] if process in OF_TEXT else _explorations(method, config, process)
         if method.credit.selection is not None:
             splits = explorations[0].listed if explorations else ()
@@ -66,6 +70,17 @@ def _require_credit(method: Method, group: int) -> None:
                          "the same")
     if "reference" in method.needs and not isinstance(target, WITH_LOGP):
         raise ValueError(f"the credit reads log-probabilities under the reference, and {target.trains} have none")
+
+
+def _require_limits(config: Config, method: Method) -> None:
+    """Raise UserError for constraints without a reward to raise, or with a part that weighs rewards itself."""
+    limited = {name: rule.limit for name, rule in config.trained.items() if rule.limit is not None}
+    if limited and len(limited) == len(config.trained):
+        raise UserError(f"reward: {', '.join(limited)} has a limit, and nothing else is trained on: expected a reward "
+                        "with a weight beside it")
+    if limited and isinstance(method.credit.advantage, Influence):
+        raise UserError(f"reward.{next(iter(limited))}.limit sets weights by multipliers, and parts.advantage "
+                        "Influence by influence: got both, leave one out")
 
 
 def substituted(config: Config, method: Method) -> str | None:

@@ -31,7 +31,17 @@ from flowgrpo.rewards.about import (
     scores_latents,
 )
 from flowgrpo.rewards.beside_base import require_base, sees_base
-from flowgrpo.rewards.compose import Composed, compose, require_routes, transformed, transforms_of
+from flowgrpo.rewards.compose import (
+    Composed,
+    begin,
+    bind,
+    compose,
+    end,
+    limits_of,
+    require_routes,
+    transformed,
+    transforms_of,
+)
 from flowgrpo.rewards.failures import Failed, Tally
 from flowgrpo.rewards.find import BUILT_IN, GROUP, find, locate, names, reward, source
 from flowgrpo.rewards.gradient import require_gradient, value
@@ -39,7 +49,7 @@ from flowgrpo.rewards.laziness import lazily
 from flowgrpo.rewards.placement import leave
 from flowgrpo.rewards.score import score
 
-__all__ = ["BUILT_IN", "GROUP", "MODALITIES", "About", "Composed", "Failed", "Tally", "about", "compose",
-           "differentiable", "find", "lazily", "leave", "locate", "names", "require_base", "require_gradient",
-           "require_latents", "require_modality", "require_routes", "reward", "score", "scores_latents", "sees_base",
-           "source", "transformed", "transforms_of", "value"]
+__all__ = ["BUILT_IN", "GROUP", "MODALITIES", "About", "Composed", "Failed", "Tally", "about", "begin", "bind",
+           "compose", "differentiable", "end", "find", "lazily", "leave", "limits_of", "locate", "names",
+           "require_base", "require_gradient", "require_latents", "require_modality", "require_routes", "reward",
+           "score", "scores_latents", "sees_base", "source", "transformed", "transforms_of", "value"]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from flowgrpo.config.reward_rules import Transform, WatchRule
+from flowgrpo.config.reward_rules import Limit, Transform, WatchRule
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import transforms
 from flowgrpo.rewards.about import Reward
@@ -101,15 +101,52 @@ def _values(when: dict[str, Any], every: Sequence[dict[str, Any]]) -> str:
     return f" ({key}: {', '.join(sorted({repr(entry[key]) for entry in every if key in entry})[:10])})"
 
 
+def bind(rewards: Mapping[str, object], policy: object) -> None:
+    """Give the policy that is trained to the rewards that score with it (their attribute `reads_policy`)."""
+    for function in _functions(rewards).values():
+        if getattr(function, "reads_policy", False):
+            function.bind(policy)
+
+
+def begin(rewards: Mapping[str, object], memory: dict[str, Any], epoch: int, processes: int = 1) -> None:
+    """Start an epoch of the rewards that remember earlier ones (their method `begin`), with the run's memory.
+    Raises UserError for one of them among several processes, each of which would see a share of the prompts."""
+    for name, function in _functions(rewards).items():
+        if not hasattr(function, "begin"):
+            continue
+        if processes > 1:
+            raise UserError(f"reward {name!r} remembers all prompts, and got {processes} processes: run it in one")
+        function.begin(memory.setdefault("rewards", {}).setdefault(name, {}), epoch)
+
+
+def end(rewards: Mapping[str, object]) -> None:
+    """End an epoch's rollouts: what rewards score from here on, they do not remember."""
+    for function in _functions(rewards).values():
+        if hasattr(function, "begin"):
+            function.end()
+
+
+def _functions(rewards: Mapping[str, object]) -> dict[str, Any]:
+    return {name: reward.function if isinstance(reward, Composed) else reward for name, reward in rewards.items()}
+
+
 def transforms_of(reward: object) -> Sequence[Transform]:
     """Return the transforms of a reward's rule."""
     return getattr(reward.rule, "transform", ()) if isinstance(reward, Composed) else ()
 
 
-def transformed(rewards: Mapping[str, object], scores: Tensor) -> Tensor:
+def limits_of(rewards: Mapping[str, object]) -> dict[str, Limit]:
+    """Return the constraints of rewards by name, of those that have one."""
+    limits = {name: getattr(reward.rule, "limit", None) if isinstance(reward, Composed) else None
+              for name, reward in rewards.items()}
+    return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def transformed(rewards: Mapping[str, object], scores: Tensor, progress: float = 0.0) -> Tensor:
     """Return scores [P, G, n*R] of R rewards, each after the transforms of its rule; the n granularities are
     concatenated.
 
+    progress: share of the run, for transforms that move over it.
     Raises UserError, with the reward's name, if a transform rejects a score.
     """
     scores, named = scores.clone(), list(rewards.items())
@@ -117,7 +154,7 @@ def transformed(rewards: Mapping[str, object], scores: Tensor) -> Tensor:
         label, reward = named[column % len(named)]
         try:
             for transform in transforms_of(reward):
-                scores[..., column] = transforms.apply(transform, scores[..., column])
+                scores[..., column] = transforms.apply(transform, scores[..., column], progress)
         except ValueError as error:
             raise UserError(f"reward {label!r}: {error}") from None
     return scores

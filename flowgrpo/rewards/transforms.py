@@ -1,24 +1,36 @@
 """Transforms of one reward's scores before comparison: [P, G] to [P, G], P groups of G samples.
 
 NaN, for a reward that does not apply to a sample, stays NaN and is ignored. Held-out scores are never transformed.
+Values of a transform can move over the run (`reward_rules.Change`): thresholds that tighten (Vision-R1), budgets that
+fall ("Train Long, Think Short").
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flowgrpo.config.reward_rules import Clip, Threshold
+from flowgrpo.config.reward_rules import Band, Budget, Change, Clip, Stretch, Threshold, value_at
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def apply(transform: str | Clip | Threshold, scores: Tensor) -> Tensor:
-    """Apply one transform of a recipe."""
+def apply(transform: str | Clip | Threshold | Stretch | Band | Budget, scores: Tensor, progress: float = 0.0) -> Tensor:
+    """Apply one transform of a recipe. progress: share of the run, 0 in the first epoch and 1 in the last."""
+    def bounds(pair: tuple[float | Change, float | Change]) -> tuple[float, float]:
+        return value_at(pair[0], progress), value_at(pair[1], progress)
+
     if isinstance(transform, Clip):
-        return scores.clamp(*transform.clip)
+        return scores.clamp(*bounds(transform.clip))
     if isinstance(transform, Threshold):
-        return threshold(scores, transform.threshold)
+        return threshold(scores, value_at(transform.threshold, progress))
+    if isinstance(transform, Stretch):
+        return stretch(scores, *bounds(transform.stretch))
+    if isinstance(transform, Band):
+        return band(scores, *bounds(transform.band), transform.margin)
+    if isinstance(transform, Budget):
+        most = value_at(transform.budget, progress)
+        return band(scores, -float("inf"), most, most)
     return {"log": log, "rank": rank}[transform](scores)
 
 
@@ -34,6 +46,18 @@ def log(scores: Tensor) -> Tensor:
 def threshold(scores: Tensor, least: float) -> Tensor:
     """Return 1 where a score is at least `least`, else 0."""
     return (scores >= least).to(scores).masked_fill(scores.isnan(), float("nan"))
+
+
+def stretch(scores: Tensor, low: float, high: float) -> Tensor:
+    """Return 0 up to `low`, 1 from `high` on, linear between."""
+    return ((scores - low) / (high - low)).clamp(0, 1)
+
+
+def band(scores: Tensor, low: float, high: float, margin: float) -> Tensor:
+    """Return 1 within [low, high], falling linearly to 0 at a distance of `margin`; with a margin of 0, at once."""
+    beyond = (low - scores).maximum(scores - high).clamp(min=0)
+    return (1 - beyond / margin).clamp(min=0) if margin else (beyond == 0).to(scores).masked_fill(
+        scores.isnan(), float("nan"))
 
 
 def rank(scores: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def lines(config: Config, loaded: bool = False) -> Iterator[str]:
     yield f"flowgrpo {__version__}, run: {config.folder}; to watch it: flowgrpo report {config.folder} --live"
     yield f"model: {config.model} ({'loaded already' if loaded else origin(config.model)})"
     yield f"method: {config.method}" + (f", parts: {config.parts}" if config.parts else "")
-    rewards = ", ".join(f"{name} (weight {weight:g})" for name, weight in config.rewards.items())
+    rewards = ", ".join(f"{name} ({rule.strength})" for name, rule in config.trained.items())
     measured = ", ".join(name for name in config.watched if name not in config.rewards)
     yield f"rewards: {rewards}" + (f"; only measured: {measured}" if measured else "")
     train = config.train

@@ -20,6 +20,7 @@ from flowgrpo.evaluation.report.snapshots import Extremes
 from flowgrpo.rewards import Composed
 from flowgrpo.rewards.pairwise import pairing
 from flowgrpo.rollouts.base import Outputs
+from flowgrpo.training.limits import Limits
 
 Functions: TypeAlias = dict[str, Composed | Callable[..., Any]]  # rewards by name
 
@@ -28,14 +29,16 @@ class Scoring:
     """R rewards of groups of one size, computed by one thread at a time.
 
     functions: by name, plain or `Composed`.
-    weights: theirs, by name.
+    weights: theirs, by name; of limited ones, and where some are limited of all, under the present multipliers.
+    progress: share of the run, 0 in the first epoch and 1 in the last, for transforms that move over it.
     extremes: the best and the worst samples of the epoch, for display.
     spreads: of each in the last epoch, the mean deviation within groups, times its weight.
     reward_failures: samples on which each has failed since the run began, on all processes.
     """
 
     def __init__(self, functions: Functions, weights: dict[str, float], group: int, processes: Processes):
-        self.functions, self.weights, self.group, self.processes = functions, weights, group, processes
+        self.functions, self.given, self.group, self.processes = functions, weights, group, processes
+        self.limits, self.progress = Limits(rewards.limits_of(functions)), 0.0
         self.compares = any(map(rewards.sees_base, functions.values()))  # reads the base model's samples
         self.reads_latents = any(map(rewards.scores_latents, functions.values()))
         self.reads_outputs = not all(map(rewards.scores_latents, functions.values()))  # else nothing is decoded
@@ -48,6 +51,11 @@ class Scoring:
         self.extremes, self._tally = Extremes(list(functions)), rewards.Tally()
         self._before = {0: (self.extremes, self._tally)}  # by the present turn: samples of the turns before it
         self._unscored = False  # an epoch without any score was reported
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Return the rewards' present weights, by name."""
+        return self.limits.weighted(self.given)
 
     def begin(self, turn: int = 0) -> None:
         """Start a turn of an epoch; the first, 0, has no samples before it. A repeated start drops the turn's samples.
@@ -112,7 +120,7 @@ class Scoring:
 
     def shaped(self, scores: torch.Tensor) -> torch.Tensor:
         """Return scores [P,G,R] after the rewards' transforms, in every granularity that R holds."""
-        return rewards.transformed(self.functions, scores) if self.transforms else scores
+        return rewards.transformed(self.functions, scores, self.progress) if self.transforms else scores
 
     def weighted(self, scores: torch.Tensor) -> torch.Tensor:
         """Return `weighted_sum` [P,G] of scores [P,G,R], after the rewards' transforms."""
@@ -126,12 +134,12 @@ class Scoring:
         are reported.
         """
         metrics: dict[str, Any] = {}
-        failed = self._take_failures(say)
+        failed, weights = self._take_failures(say), self.weights
         for name, scores, compared in zip(self.functions, grouped.unbind(-1), self.shaped(grouped).unbind(-1)):
             present = scores[~scores.isnan()]
             spread = present.std().item() if len(present) > 1 else 0.0
             groups = compared[~compared.isnan().all(1)]
-            self.spreads[name] = abs(self.weights[name]) * group_std(groups).mean().item()
+            self.spreads[name] = abs(weights[name]) * group_std(groups).mean().item()
             metrics |= {f"reward/{name}/mean": present.mean().item(), f"reward/{name}/std": spread,
                         f"reward/{name}/failed": failed[name],
                         f"reward/{name}/zero_variance_groups": zero_variance(groups).float().mean().item()}

@@ -73,3 +73,14 @@ def test_a_language_model_is_asked_until_there_are_enough(tmp_path, endpoint):
     assert main(["write-prompts", "--about", "things", "--url", endpoint, "--model", "m", "--count", "3",
                  "--output", str(output)]) == 0
     assert [prompt.text for prompt in load_prompts(output)] == ["a red hat", "two owls", "a bell"]
+
+
+def test_a_caption_becomes_a_proxy_prompt(tmp_path, capsys):
+    (tmp_path / "c.jsonl").write_text(json.dumps({"prompt": "describe", "metadata": {"caption": "A red sky."}}) + "\n")
+    command = ["proxy-prompts", "caption_error", str(tmp_path / "c.jsonl"), "--output", str(tmp_path / "p.jsonl")]
+    assert main(command) == 0
+    [prompt] = load_prompts(tmp_path / "p.jsonl")
+    assert prompt.metadata["right"] == "red" and prompt.metadata["answer"] in prompt.text
+    assert main(command) == 2
+    assert main(["proxy-prompts", "riddle", "c", "--output", "d"]) == 2
+    assert "got 'riddle', expected caption_error or critique" in capsys.readouterr().err

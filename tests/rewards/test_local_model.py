@@ -19,7 +19,8 @@ from flowgrpo.rewards.videos.video_reward import MARKS
 from tests.rewards.images.test_safety import folder  # noqa: F401  # a fixture
 
 WITH_MODELS = {"safety", "clip_score", "subject_score", "aesthetic", "pick_score", "hps_v2", "hps_v3", "image_reward",
-               "vqa_score", "reward_model", "subject_consistency", "background_consistency", "video_reward"}
+               "vqa_score", "reference_likelihood", "reward_model", "subject_consistency", "background_consistency",
+               "video_reward"}
 PASSING_ON = {"question_answers", "geneval", "t2i_compbench"}  # to models that they hold
 
 

@@ -9,9 +9,11 @@ import torch
 
 from flowgrpo import rewards
 from flowgrpo.config import validate
-from flowgrpo.config.reward_rules import Clip, RewardRule, Threshold
+from flowgrpo.config.reward_rules import Change, Clip, RewardRule, Threshold
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import transforms
+from tests.helpers import tiny_text
+from tests.helpers.tables import f64
 
 NAN = math.nan
 
@@ -76,3 +78,64 @@ def test_a_refused_score_names_its_reward():
 def test_the_notation_of_a_recipe():
     raw = {"reward": {"a": {"transform": [{"clip": [0, 1]}, "log", "rank", {"threshold": 0.5}]}}}
     assert validate(raw).trained["a"].transform == [Clip(clip=(0, 1)), "log", "rank", Threshold(threshold=0.5)]
+
+
+RISE = {"start": 0.2, "end": 0.8}
+
+
+@pytest.mark.parametrize("transform, scores, expected", [
+    ({"stretch": [0.25, 0.75]}, [[0.0, 0.25, 0.5, 0.75, 2.0, NAN]], [[0.0, 0.0, 0.5, 1.0, 1.0, NAN]]),
+    ({"band": [0.4, 0.8], "margin": 0.2}, [[0.1, 0.3, 0.4, 0.8, 0.9, 1.0, NAN]], [[0.0, 0.5, 1, 1, 0.5, 0.0, NAN]]),
+    ({"band": [1, 2]}, [[0.9, 1.0, 2.0, 2.1, NAN]], [[0.0, 1.0, 1.0, 0.0, NAN]]),
+    ({"budget": 100}, [[0.0, 100.0, 150.0, 200.0, 999.0, NAN]], [[1.0, 1.0, 0.5, 0.0, 0.0, NAN]])])
+def test_a_keyed_transform(transform, scores, expected):
+    [made] = validate({"reward": {"a": {"transform": [transform]}}}).trained["a"].transform
+    same(transforms.apply(made, torch.tensor(scores, dtype=torch.float64)), expected)
+
+
+@pytest.mark.parametrize("change, values", [
+    (RISE, [0.2, 0.35, 0.5, 0.65, 0.8]), (RISE | {"until": 0.5}, [0.2, 0.5, 0.8, 0.8, 0.8]),
+    (RISE | {"stages": 2}, [0.2, 0.2, 0.8, 0.8, 0.8]),
+    ({"start": 16, "end": 1, "shape": "geometric"}, [16, 8, 4, 2, 1])])
+def test_a_value_over_a_run(change, values):
+    [made] = validate({"reward": {"a": {"transform": [{"threshold": change}]}}}).trained["a"].transform
+    assert [made.threshold.at(share) for share in (0, 0.25, 0.5, 0.75, 1)] == pytest.approx(values)
+
+
+def test_the_budgets_of_equal_factors():
+    """256, 230, 207: 256 * 0.9^k in ten stages of one epoch each."""
+    change = {"start": 256, "end": 256 * 0.9**9, "shape": "geometric", "stages": 10}
+    [made] = validate({"reward": {"a": {"transform": [{"budget": change}]}}}).trained["a"].transform
+    assert [round(made.budget.at(epoch / 9)) for epoch in range(4)] == [256, 230, 207, 187]
+    same(transforms.apply(made, torch.tensor([[256.0]]), 0.0), [[1.0]])
+    same(transforms.apply(made, torch.tensor([[256.0]]), 2 / 9), [[1 - (256 - 256 * 0.81) / (256 * 0.81)]])
+
+
+def test_bounds_that_tighten_lower_scores_and_keep_their_order():
+    rule = {"stretch": [{"start": 0.1, "end": 0.5}, {"start": 0.6, "end": 0.9}]}
+    [made] = validate({"reward": {"a": {"transform": [rule]}}}).trained["a"].transform
+    early, late = (transforms.apply(made, f64([[0.2, 0.55, 0.7]]), share) for share in (0, 1))
+    same(early, [[0.2, 0.9, 1.0]])
+    same(late, [[0.0, 0.125, 0.5]])
+
+
+@pytest.mark.parametrize("transform, message", [
+    ({"clip": [{"start": 0, "end": 2}, 1]}, "the lower bound below the upper one, throughout the run"),
+    ({"budget": {"start": 5, "end": 0}}, "a budget above 0"),
+    ({"threshold": {"start": 0, "end": 1, "shape": "geometric"}}, "of the same sign, neither of them 0"),
+    ({"threshold": {"start": 0, "ende": 1}}, "unknown key .*ende': did you mean 'end'")])
+def test_a_change_that_cannot_be(transform, message):
+    with pytest.raises(UserError, match=message):
+        validate({"reward": {"a": {"transform": [transform]}}})
+
+
+def test_a_run_moves_a_threshold_from_its_first_epoch_to_its_last():
+    composed = rewards.Composed(tiny_text.short, RewardRule(transform=[Threshold(threshold=Change(start=1, end=3))]))
+    trainer = tiny_text.trainer(rewards={"short": composed}, train__epochs=3)
+    progress = []
+    for trainer.epoch in range(3):
+        trainer.draw()
+        progress.append(trainer.scoring.progress)
+        same(trainer.scoring.shaped(torch.tensor([[[1.0], [2.0], [3.0]]])).flatten(),
+             [float(score >= 1 + trainer.epoch) for score in (1, 2, 3)])
+    assert progress == [0, 0.5, 1]

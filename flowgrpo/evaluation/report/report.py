@@ -152,6 +152,8 @@ GATHERED = (
     ("Mean ratio per step", "1 in every first update", r"ratio/(step_\d+)"),
     ("Clip fraction per step", "share of the decisions that the clip cut", r"clip_fraction/(step_\d+)"),
     ("Zero-variance groups", "share of the groups that teach nothing", r"reward/(.+)/zero_variance_groups"),
+    ("Multipliers of the limits", "0 while a limit is kept", r"limit/(.+)/multiplier"),
+    ("Violations of the limits", "mean reward beyond its limit; below 0 where it is kept", r"limit/(.+)/violation"),
     ("Failed samples per reward", "left out of their groups", r"reward/(.+)/failed"),
     ("Seconds per phase", "of an epoch", r"seconds/(.+)"),
 )
@@ -224,7 +226,7 @@ def _reward(config: Config, name: str, lines: list[dict[str, Any]], stages: list
     if points:
         series.append({"label": "held-out prompts", "x": [x for x, _ in points], "y": [y for _, y in points]})
     trained = name in config.rewards
-    return {"title": name, "note": f"trained on, weight {config.rewards[name]:g}" if trained else "only watched",
+    return {"title": name, "note": f"trained on, {config.trained[name].strength}" if trained else "only watched",
             "kind": "reward", "series": series}
 
 

@@ -53,13 +53,13 @@ def _flat(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:
     if config.preferences is not None and config.labels == "file":
         return None  # its reward is 1/2 throughout
     moves = []
-    for name, weight in config.rewards.items():
+    for name, rule in config.trained.items():
         values = _column(lines, f"reward/{name}/mean", FLAT)
         if values is None:
             continue
         first, second = np.split(values, 2)
         error = math.sqrt((first.var(ddof=1) + second.var(ddof=1)) / len(first))
-        if math.copysign(1, weight) * (second.mean() - first.mean()) > CERTAIN * error:
+        if math.copysign(1, rule.direction) * (second.mean() - first.mean()) > CERTAIN * error:
             return None
         digits = decimals([first.mean(), second.mean()])
         moves.append(f"{name} {fixed(first.mean(), digits)} to {fixed(second.mean(), digits)}")

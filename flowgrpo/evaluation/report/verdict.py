@@ -18,7 +18,7 @@ from flowgrpo.evaluation.statistics import LEAST, Interval, change, interval, me
 class Change:
     """Reward on the same held-out prompts and seeds, before training and now.
 
-    weight: in training; None if only watched.
+    weight: in training, of a limited reward its sign; None if only watched.
     before, now, change: means over prompts, with intervals.
     count: samples that have a score at both times.
     """
@@ -82,7 +82,8 @@ def changes(config: Config, stages: list[dict[str, Any]]) -> list[Change]:
         return []
     was, now = stages[0]["scores"], stages[-1]["scores"]
     samples = config.eval.samples
-    return [_change(name, config.rewards.get(name), was[name], now.get(name, []), samples) for name in was]
+    wanted = {name: rule.direction for name, rule in config.trained.items()}
+    return [_change(name, wanted.get(name), was[name], now.get(name, []), samples) for name in was]
 
 
 def _change(name: str, weight: float | None, was: list[float | None], now: list[float | None], samples: int) -> Change:
@@ -98,8 +99,8 @@ def _change(name: str, weight: float | None, was: list[float | None], now: list[
 def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[Change], last: dict[str, Any],
               finished: bool, kept: str | None = None, nouns: Nouns = Nouns()) -> list[dict[str, str]]:
     """Return the summary: {text, tone}, with tone plain, good or warn. kept: `kept` of summary.json."""
-    goal = _listed([name if weight == 1 else f"{name} (weight {weight:g})" for name, weight in
-                    config.rewards.items()])
+    goal = _listed([name if rule.weight == 1 else f"{name} ({rule.strength})" for name, rule in
+                    config.trained.items()])
     line = lines[-1] if lines else {"epoch": 0, "evaluations": 0, "seconds": 0.0}
     toned = [("plain", f"{config.model} {'was' if finished else 'is being'} aligned to {goal} with {config.method}: "
                        f"{line['epoch']} of {config.train.epochs} epochs, {line['evaluations']:,} {nouns.unit}, "

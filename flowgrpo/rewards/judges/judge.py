@@ -22,7 +22,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, modality_of
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.judges.judge_client import Answer, Endpoint, user
-from flowgrpo.rewards.judges.judge_parse import answers, compared, parser, share
+from flowgrpo.rewards.judges.judge_parse import Criterion, answers, compared, parser, share
 from flowgrpo.rewards.judges.judge_pictures import ENCODINGS, data_url, picture_part, source_parts, spaced, text_part
 from flowgrpo.rewards.pairwise import Pairing
 from flowgrpo.rewards.remote.wire import one_line
@@ -167,7 +167,9 @@ class JudgeRubric(Asking):
     """Weighted share of criteria that a model finds fulfilled; undecided ones are left out.
 
     criteria: texts, or {text: "...", weight: 2}, for every prompt, followed by those under `key` of a prompt's
-    metadata. None for a prompt without any. In the template, {criteria} stands for their numbered list.
+    metadata. A negative weight lowers the score of an output that meets the criterion, a flaw. `needed: true` makes one
+    a veto: an output that misses it, or that has the flaw, scores 0. None for a prompt without a positive one. In the
+    template, {criteria} stands for their numbered list.
     """
 
     template: str = ("Judge the result shown here by each of these criteria.\n{criteria}\nThe request was: {prompt}\n"
@@ -175,7 +177,7 @@ class JudgeRubric(Asking):
                      "told, \"unsure\": {\"1\": \"yes\", \"2\": \"no\"}")
     criteria: Sequence[Any] = ()
     key: str = "criteria"
-    _always: list[tuple[str, float]] = field(init=False, repr=False)
+    _always: list[Criterion] = field(init=False, repr=False)
     about = About(modality="image/video/text", range=(0, 1), needs="server", licence=LICENCE)
 
     def __post_init__(self) -> None:
@@ -187,33 +189,34 @@ class JudgeRubric(Asking):
     def __call__(self, outputs: Tensor | Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
                  ) -> list[float | None | Failed]:
         lists = [[*self._always, *weighted(entry.get(self.key, ()))] for entry in metadata]
-        rows = [row for row, criteria in enumerate(lists) if criteria]
+        rows = [row for row, criteria in enumerate(lists) if any(each.weight > 0 for each in criteria)]
 
         def question(place: int) -> list[dict[str, Any]]:
             row = rows[place]
-            numbered = "\n".join(f"{i}. {text}" for i, (text, _) in enumerate(lists[row], 1))
+            numbered = "\n".join(f"{i}. {each.text}" for i, each in enumerate(lists[row], 1))
             return [*self._shown(outputs, metadata, row),
                     text_part(filled(self._question, prompt=prompts[row], criteria=numbered))]
 
         def read(answer: Answer, place: int) -> float | None:
-            weights = [weight for _, weight in lists[rows[place]]]
-            return None if answer.cut else share(answers(answer.text, len(weights)), weights)
+            criteria = lists[rows[place]]
+            return None if answer.cut else share(answers(answer.text, len(criteria)), criteria)
 
         values = dict(zip(rows, self._values(question, read, len(rows))))
         return [values.get(row) for row in range(len(prompts))]
 
 
-def weighted(criteria: object) -> list[tuple[str, float]]:
+def weighted(criteria: object) -> list[Criterion]:
     """Return criteria with their weights, 1 if not given.
     Raises UserError for anything else than a list of these."""
     result = []
     for criterion in criteria if isinstance(criteria, (list, tuple)) else [criteria]:
         entry: dict[str, Any] = criterion if isinstance(criterion, dict) else {"text": criterion}
-        text, weight = entry.get("text"), entry.get("weight", 1)
-        if not isinstance(text, str) or not text.strip() or type(weight) not in (int, float) or not 0 < weight < 1e9:
+        text, weight, needed = entry.get("text"), entry.get("weight", 1), entry.get("needed", False)
+        if (not isinstance(text, str) or not text.strip() or type(weight) not in (int, float)
+                or not 0 < abs(weight) < 1e9 or type(needed) is not bool or entry.keys() - {*Criterion._fields}):
             raise UserError(f"a judge's criterion is {one_line(repr(criterion))}, expected a text, or "
-                            "{text: ..., weight: above 0}, in a list of them")
-        result.append((" ".join(text.split()), float(weight)))
+                            "{text: ..., weight: other than 0, needed: false}, in a list of them")
+        result.append(Criterion(" ".join(text.split()), float(weight), needed))
     return result
 
 

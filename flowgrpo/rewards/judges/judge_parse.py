@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from flowgrpo.errors import UserError
 
@@ -261,10 +261,27 @@ def answers(text: str, count: int) -> list[bool | None]:
     return [values.pop() if len(values) == 1 else None for values in readings]
 
 
-def share(met: Sequence[bool | None], weights: Sequence[float]) -> float | None:
-    """Return the weight of the met criteria as a share of those with an answer; None if none has one."""
-    known = [(value, weight) for value, weight in zip(met, weights) if value is not None]
-    return sum(weight for value, weight in known if value) / sum(weight for _, weight in known) if known else None
+class Criterion(NamedTuple):
+    """Criterion of a rubric. weight: below 0 for a flaw. needed: an output that misses it, or has the flaw, scores 0.
+    """
+
+    text: str
+    weight: float = 1.0
+    needed: bool = False
+
+
+def share(met: Sequence[bool | None], criteria: Sequence[Criterion]) -> float | None:
+    """Return the weight of the met criteria over that of the positive ones, both of those with an answer, in [0, 1].
+
+    Met criteria of negative weight lower it. 0 where a needed one is unmet, or one of negative weight is met that was
+    needed to stay away. None if no positive one, and no veto, has an answer.
+    """
+    known = [(value, criterion) for value, criterion in zip(met, criteria) if value is not None]
+    if any(criterion.needed and value == (criterion.weight < 0) for value, criterion in known):
+        return 0.0
+    total = sum(criterion.weight for value, criterion in known if value)
+    positive = sum(criterion.weight for _, criterion in known if criterion.weight > 0)
+    return min(1.0, max(0.0, total / positive)) if positive else None
 
 
 # --- levels ----------------------------------------------------------------------------------------------------------

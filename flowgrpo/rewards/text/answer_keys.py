@@ -34,6 +34,20 @@ def stated(text: str) -> str | None:
     return _last(_LABEL, text) if answer is None else answer
 
 
+_ABSTAINED = re.compile(
+    r"\b(?:i|we)\s+(?:really\s+)?(?:do\s+not|don'?t|cannot|can\s?not|can'?t)\s+(?:know|say|tell|answer|determine)\b"
+    r"|\b(?:i\s+am|i'?m)\s+(?:not\s+sure|unsure|not\s+certain|unable\s+to\s+(?:say|tell|answer|determine))\b"
+    r"|\b(?:cannot|can\s?not|can'?t)\s+be\s+(?:known|determined|answered)\b|\bnot\s+enough\s+information\b"
+    r"|\A\W*(?:unknown|unsure|idk|no\s+answer)\W*\Z", re.I)
+
+
+def abstains(text: str) -> bool:
+    """True if a completion says that it does not know: in the answer that it states, or else after its thoughts."""
+    text = text.replace("\u2019", "'")
+    statement = stated(text)
+    return _ABSTAINED.search(spoken(text) if statement is None else statement) is not None
+
+
 def marked(text: str) -> str | None:
     """Return the content of the last <answer> tags, or else of LaTeX's last \\boxed{}, or else of the line after the
     last ####; None if there is none."""

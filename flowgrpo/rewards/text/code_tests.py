@@ -55,6 +55,8 @@ class CodeRun:
     key: of the metadata, a list of asserts, which see the code's definitions, or of {input, output}, for a program that
     reads standard input and prints; None for a prompt without it.
     strict: 1 if all tests pass, else 0.
+    pace: seconds of all tests at which speed counts a half; None: time does not count. With it, code that passes all
+    tests scores 1/2 + 1/2 pace / (pace + seconds), other code half its share (ACECode).
     seconds: wall-clock time for all asserts of a completion together, or for each pair.
     memory: MiB of a process. files: MiB of its folder and of the printed output.
     workers: completions that run at the same time.
@@ -65,6 +67,7 @@ class CodeRun:
 
     key: str = "tests"
     strict: bool = False
+    pace: float | None = None
     seconds: float = 10.0
     memory: int = 1024
     files: int = 8
@@ -79,6 +82,8 @@ class CodeRun:
         if not (self.seconds > 0 and self.memory >= 64 and self.files >= 1 and self.workers >= 1):
             raise UserError(f"reward 'code_run': got seconds {self.seconds}, memory {self.memory}, files {self.files}, "
                             f"workers {self.workers}, expected above 0, from 64, from 1 and from 1")
+        if self.pace is not None and not self.pace > 0:
+            raise UserError(f"reward 'code_run': pace is {self.pace}, expected above 0 seconds")
         if importlib.util.find_spec("resource") is None:
             raise UserError("reward 'code_run' needs the limits of a Unix system: run it there, behind "
                             "`flowgrpo serve-reward code_run`")
@@ -98,6 +103,13 @@ class CodeRun:
         return [scores.get(row) for row in range(len(prompts))]
 
     def _share(self, code: str, tests: Checks) -> float:
-        passed = run(code, tests, Limits(self.seconds, self.memory, self.files), self.boundary).passed
-        share = sum(passed) / len(passed)
-        return float(share == 1) if self.strict else share
+        verdict = run(code, tests, Limits(self.seconds, self.memory, self.files), self.boundary)
+        share = sum(verdict.passed) / len(verdict.passed)
+        share = float(share == 1) if self.strict else share
+        return share if self.pace is None else paced(share, verdict.seconds, self.pace)
+
+
+def paced(share: float, seconds: float, pace: float) -> float:
+    """Return half the share of passed tests, and for code that passes all of them 1/2 + 1/2 pace / (pace + seconds).
+    Slow right code scores more than fast wrong code."""
+    return share / 2 if share < 1 else 0.5 + 0.5 * pace / (pace + seconds)

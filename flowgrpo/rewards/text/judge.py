@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class GroupLoss(Asking):
+class Tagged(Asking):
     """Mixin: show texts between tags, which they cannot close. thoughts: with their <think> part."""
 
     thoughts: bool = False
@@ -32,7 +32,7 @@ class GroupLoss(Asking):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class TextJudge(GroupLoss, Judge):
+class TextJudge(Tagged, Judge):
     """Score that a model gives a completion, with the reference answer if there is one; Failed for no answer.
 
     key: of the metadata, the reference, a text or a list of accepted ones, shown after the prompt. thoughts: show the
@@ -55,7 +55,7 @@ class TextJudge(GroupLoss, Judge):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class TextJudgeRubric(GroupLoss, JudgeRubric):
+class TextJudgeRubric(Tagged, JudgeRubric):
     """Weighted share of criteria that a model finds fulfilled by a completion.
 
     criteria: for every prompt, followed by those under `key` of the metadata. thoughts: show the <think> part too.

@@ -20,7 +20,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.extras import needed
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed
-from flowgrpo.rewards.text.answer_keys import keys, marked, several, spoken
+from flowgrpo.rewards.text.answer_keys import abstains, keys, marked, several, spoken
 
 WORKER = Path(__file__).with_name("math_worker.py")
 START = 300.0  # seconds for the process to be ready: it imports sympy
@@ -93,12 +93,14 @@ class MathAnswer:
 
     key: of the metadata, LaTeX with or without $, a number, or a list of accepted ones; None for a prompt without it.
     timeout: seconds for one answer, which scores 0 after that. memory: of the process, in MiB.
+    abstain: as in `exact_match`.
     Raises UserError for a key that math-verify cannot read.
     """
 
     key: str = "answer"
     timeout: float = 5.0
     memory: int = 2048
+    abstain: bool = False
     worker: Worker = field(init=False, repr=False)
     _readable: set[str] = field(init=False, repr=False)
     about = About(modality="text", range=(0, 1), needs="text", licence="Apache-2.0, MIT packages")
@@ -116,7 +118,7 @@ class MathAnswer:
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         references = keys("math_answer", metadata, self.key, prompts, self._accepted)
-        return [None if accepted is None else self._one(completion, accepted)
+        return [None if accepted is None or (self.abstain and abstains(completion)) else self._one(completion, accepted)
                 for completion, accepted in zip(completions, references)]
 
     def _accepted(self, value: object) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.text.answer_keys import LICENCE, keys, several, spoken, stated
+from flowgrpo.rewards.text.answer_keys import LICENCE, abstains, keys, several, spoken, stated
 
 DIGITS = 300  # a longer number is rejected, and so is a larger power of ten
 NODES = 200  # of an expression
@@ -143,11 +143,13 @@ class NumericMatch:
     it.
     tolerance: the largest difference, times the key if that is above 1.
     expressions: accept arithmetic as an answer; leave it off if the prompt holds some, which could be copied unsolved.
+    abstain: as in `exact_match`.
     """
 
     key: str = "answer"
     tolerance: float = 1e-9
     expressions: bool = False
+    abstain: bool = False
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
     keyed = True  # nothing is scored without the key
 
@@ -158,7 +160,7 @@ class NumericMatch:
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         references = keys("numeric_match", metadata, self.key, prompts, answer_key)
-        return [None if accepted is None else self._one(completion, accepted)
+        return [None if accepted is None or (self.abstain and abstains(completion)) else self._one(completion, accepted)
                 for completion, accepted in zip(completions, references)]
 
     def answer(self, completion: str) -> Number | None:

@@ -11,7 +11,7 @@ from typing import Any
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.remote.wire import one_line
-from flowgrpo.rewards.text.answer_keys import LICENCE, keys, several, spoken, stated
+from flowgrpo.rewards.text.answer_keys import LICENCE, abstains, keys, several, spoken, stated
 
 OUTER = " \t\n\r.,;:!?\"'`*_$()[]{}\u00ab\u00bb\u2018\u2019\u201c\u201d\u3002"
 
@@ -32,18 +32,20 @@ class ExactMatch:
     extract: compare the answer that the completion states (see `answer_keys.stated`), or the text after its thoughts if
     it states none; false: always all of it.
     case: upper and lower case differ.
+    abstain: a completion that says it does not know scores None, 0 of a `ternary` (TruthRL), in place of 0.
     """
 
     key: str = "answer"
     extract: bool = True
     case: bool = False
+    abstain: bool = False
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
     keyed = True  # nothing is scored without the key
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         references = keys("exact_match", metadata, self.key, prompts, several)
-        return [None if accepted is None else self._one(completion, accepted)
+        return [None if accepted is None or (self.abstain and abstains(completion)) else self._one(completion, accepted)
                 for completion, accepted in zip(completions, references)]
 
     def answer(self, completion: str) -> str:
@@ -235,3 +237,48 @@ class Overlong:
                  metadata: Sequence[dict[str, Any]]) -> list[float]:
         return [overlong(size, self.longest, self.buffer)
                 for size in sizes("overlong", completions, prompts, metadata, self.unit)]
+
+
+@dataclass(frozen=True)
+class CompletionLength:
+    """Length of a completion, for a transform such as `{budget: 256}`. unit: as in `Length`."""
+
+    unit: str = "tokens"
+    about = About(modality="text", range=(0, None), needs="", licence=LICENCE)
+
+    def __post_init__(self) -> None:
+        _require("completion_length", True, self.unit, "")
+
+    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float]:
+        return sizes("completion_length", completions, prompts, metadata, self.unit)
+
+
+def turning(share: float, turn: float) -> float:
+    """Return 1 - (1 - x/p)^2 up to the turning point p, and 1 - 2 ((x - p)/(1 - p))^2 beyond it, x within [0, 1]."""
+    share = min(1.0, share)
+    return 1 - (1 - share / turn) ** 2 if share <= turn else 1 - 2 * ((share - turn) / (1 - turn)) ** 2
+
+
+@dataclass(frozen=True)
+class LengthCurve:
+    """Length reward that rises to a turning point and falls beyond it: 0 for an empty completion, -1 at `longest`.
+
+    "Surrogate Signals from Format and Length" trains on it without answers, behind a check of the format: `gated:
+    {args: {rewards: [format_tags, {use: length_curve, args: {longest: 512}}], thresholds: [1]}}`.
+    turn: the turning point as a share of `longest`. unit: as in `Length`.
+    """
+
+    longest: float
+    turn: float = 0.5
+    unit: str = "tokens"
+    about = About(modality="text", range=(-1, 1), needs="", licence=LICENCE)
+
+    def __post_init__(self) -> None:
+        _require("length_curve", self.longest > 0 and 0 < self.turn < 1, self.unit,
+                 f"a longest above 0 and a turn between 0 and 1, got {self.longest}, {self.turn}")
+
+    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float]:
+        return [turning(size / self.longest, self.turn)
+                for size in sizes("length_curve", completions, prompts, metadata, self.unit)]

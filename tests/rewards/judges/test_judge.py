@@ -25,7 +25,16 @@ from flowgrpo.rewards import Composed, Failed, Tally
 from flowgrpo.rewards.failures import TimedOut
 from flowgrpo.rewards.judges.judge import Judge, JudgePairs, JudgeRubric, filled
 from flowgrpo.rewards.judges.judge_forms import DeQA, UnifiedReward, UnifiedRewardPairs
-from flowgrpo.rewards.judges.judge_parse import answers, compared, expected_level, level, parser, share, verdict
+from flowgrpo.rewards.judges.judge_parse import (
+    Criterion,
+    answers,
+    compared,
+    expected_level,
+    level,
+    parser,
+    share,
+    verdict,
+)
 from flowgrpo.rewards.judges.judge_pictures import data_url, spaced
 from flowgrpo.rewards.remote.exchange import seconds
 
@@ -129,7 +138,15 @@ def test_criteria_are_read(text, met):
     ([True], [2], 1), ([False, False], [1, 2], 0), ([], [], None),
 ])
 def test_the_share_leaves_abstentions_out(met, weights, expected):
-    assert share(met, weights) == expected
+    assert share(met, [Criterion("", weight) for weight in weights]) == expected
+
+
+@pytest.mark.parametrize("met, criteria, expected", [
+    ([True, True], [(3,), (-1,)], 2 / 3), ([False, True], [(1,), (-1,)], 0), ([None, True], [(1,), (-1,)], None),
+    ([True, False], [(1,), (1, True)], 0), ([True, True], [(1,), (-1, True)], 0), ([None, True], [(1,), (-1, True)], 0),
+    ([True, False], [(1,), (-1, True)], 1), ([True, None], [(1,), (1, True)], 1)])
+def test_flaws_lower_the_share_and_vetoes_zero_it(met, criteria, expected):
+    assert share(met, [Criterion("", *each) for each in criteria]) == expected
 
 
 @pytest.mark.parametrize("text, value", [
@@ -518,6 +535,9 @@ def test_criteria_of_the_recipe_and_of_the_prompt():
         assert len(server.seen) == 2
         always = JudgeRubric(url=server.url, criteria=["is sharp"], **QUICK)
         assert always(shades(1, 2), ["p"] * 2, entries[:2]) == [0.4, 1]
+        flaws = JudgeRubric(url=server.url, criteria=[{"text": "is loud", "weight": -0.5},
+                                                      {"text": "has mud", "weight": -1, "needed": True}], **QUICK)
+        assert flaws(shades(1, 2), ["p"] * 2, [{"criteria": ["is red"]}, {}]) == [0.5, None]
     assert "criterion is {'text': 'a', 'weight': 0}" in message(JudgeRubric, criteria=[{"text": "a", "weight": 0}])
     assert "names no {criteria}" in message(JudgeRubric, template="{prompt}")
     assert "criterion is 5" in message(plain, ONE, ["p"], [{"criteria": 5}])

@@ -14,22 +14,25 @@ import torch
 from flowgrpo import rewards
 from flowgrpo.config.reward_rules import RewardRule
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.text.answer_keys import boxed, marked, spoken, stated
+from flowgrpo.rewards.text.answer_keys import abstains, boxed, marked, spoken, stated
 from flowgrpo.rewards.text.json_schema import JsonSchema
 from flowgrpo.rewards.text.math_answer import MathAnswer, Worker
 from flowgrpo.rewards.text.numeric import NumericMatch, answer_key, expression, last_number
 from flowgrpo.rewards.text.rubric import Rubric
 from flowgrpo.rewards.text.rules import (
+    CompletionLength,
     Distinct,
     ExactMatch,
     FormatTags,
     Length,
+    LengthCurve,
     Overlong,
     Repetition,
     distinct,
     kept,
     normalised,
     overlong,
+    turning,
     window,
 )
 
@@ -379,3 +382,39 @@ def test_nothing_heavy_is_imported_to_know_the_rewards():
             "'repetition', 'distinct', 'json_schema', 'code_run', 'rubric', 'text_judge'): locate(name)\n"
             "sys.exit(bool({'sympy', 'math_verify', 'jsonschema', 'transformers'} & set(sys.modules)))")
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# --- abstentions, and lengths over a run -----------------------------------------------------------------------------
+
+@pytest.mark.parametrize("text, says", [
+    ("I don't know.", True), ("I do not know", True), ("I\u2019m not sure, maybe 5", True), ("Answer: unknown", True),
+    ("It cannot be determined.", True), ("There is not enough information", True), ("Unknown", True),
+    ("<think>I don't know</think>5", False), ("I am not sure at first. The answer is 5", False), ("5", False),
+    ("I know: 5", False), ("<answer>I cannot tell</answer>", True), ("an unknown city", False)])
+def test_a_completion_that_abstains(text, says):
+    assert abstains(text) == says
+
+
+@pytest.mark.parametrize("reward, wrong", [(ExactMatch, "4"), (NumericMatch, "4"), (MathAnswer, "4")])
+def test_an_abstention_scores_none_where_it_is_asked_for_and_0_of_a_ternary(reward, wrong):
+    assert one(reward(), "I don't know", answer="5") == 0
+    assert one(reward(abstain=True), "I don't know", answer="5") is None
+    found = rewards.score({"t": rewards.find("ternary", {"rewards": [reward(abstain=True)]})},
+                          ["5", "I don't know", wrong], ["p"] * 3, [{"answer": "5"}] * 3)
+    assert found[:, 0].tolist() == [1, 0, -1]
+
+
+def test_a_length_turns_at_a_point():
+    assert [turning(share, 0.5) for share in (0, 0.25, 0.5, 0.75, 1, 2)] == [0, 0.75, 1, 0.5, -1, -1]
+    assert turning(0.2, 0.2) == pytest.approx(turning(0.2 + 1e-9, 0.2))
+    curve = LengthCurve(longest=4, unit="words")
+    assert [one(curve, text) for text in ("a", "a b", "a b c", "a b c d e")] == [0.75, 1, 0.5, -1]
+    gate = rewards.find("gated", {"rewards": [FormatTags(tags=["answer"]), curve], "thresholds": [1]})
+    assert one(gate, "<answer>a b</answer>") == 1 and one(gate, "<answer> a b") == 0
+    assert "a turn between 0 and 1, got 4, 1" in message(LengthCurve, 4, 1)
+
+
+def test_the_length_itself():
+    assert one(CompletionLength("words"), "a b c") == 3
+    assert one(CompletionLength(), "a b c", completion_tokens=7) == 7
+    assert "unit is 'bytes'" in message(CompletionLength, "bytes")

@@ -6,7 +6,7 @@ import pytest
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import find
-from flowgrpo.rewards.text.code_tests import CodeRun, code_of, read_tests
+from flowgrpo.rewards.text.code_tests import CodeRun, code_of, paced, read_tests
 from flowgrpo.rewards.text.sandbox.choose import choose
 from flowgrpo.rewards.text.sandbox.kinds import Boundary
 from flowgrpo.rewards.text.sandbox.run import Checks, Limits, asserts, printed
@@ -118,6 +118,17 @@ def test_what_they_may_not(test):
 def test_a_test_that_hangs_leaves_those_before_it():
     done = asserts("", ["assert 1", "while True: pass", "assert 1"], Limits(seconds=1), choose(accept_risk=True))
     assert done == [True, False, False]
+
+
+def test_fast_code_scores_more_where_it_is_right():
+    """At the pace itself 3/4, instantly 1, ever slower 1/2; half the tests never more than that."""
+    assert [paced(1, seconds, 2) for seconds in (0, 2, 6)] == [1, 0.75, 0.625]
+    assert paced(1, 1e6, 2) > paced(0.99, 0, 2) and paced(0.5, 0, 2) == paced(0.5, 9, 2) == 0.25
+    made = CodeRun(seconds=60, pace=1e6, accept_risk=True)
+    right, wrong = made(["def f(): return 1"] * 2, ["p"] * 2, [{"tests": ["assert f() == 1"]},
+                                                              {"tests": ["assert f() == 1", "assert f() == 2"]}])
+    assert right == pytest.approx(1, abs=1e-4) and right < 1 and wrong == 0.25
+    assert "pace is 0" in message(CodeRun, pace=0)
 
 
 def test_code_runs_that_cannot_be():

@@ -43,10 +43,11 @@ class Limits:
 @dataclass(frozen=True)
 class Output:
     """Outcome of a program. status: exit status (negative: a signal), None if it exceeded time or output. text: printed
-    output."""
+    output. seconds: from the program's start to its end."""
 
     status: int | None
     text: str
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,11 @@ class Checks:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of a run. passed: one value per test, in order."""
+    """Result of a run. passed: one value per test, in order. seconds: wall-clock time of all tests, without the starts
+    of their processes, measured outside the boundary."""
 
     passed: tuple[bool, ...]
+    seconds: float = 0.0
 
 
 def run(code: str, checks: Checks, limits: Limits, boundary: Boundary) -> Verdict:
@@ -70,10 +73,12 @@ def run(code: str, checks: Checks, limits: Limits, boundary: Boundary) -> Verdic
     Raises UserError if the boundary does not start a process.
     """
     if checks.asserts:
-        return Verdict(tuple(asserts(code, checks.asserts, limits, boundary)))
+        passed, taken = _asserted(code, checks.asserts, limits, boundary)
+        return Verdict(tuple(passed), taken)
     outputs = [program(code, given, limits, boundary) for given, _ in checks.pairs]
-    return Verdict(tuple(output.status == 0 and printed(output.text) == printed(expected)
-                         for output, (_, expected) in zip(outputs, checks.pairs)))
+    passed = [output.status == 0 and printed(output.text) == printed(expected)
+              for output, (_, expected) in zip(outputs, checks.pairs)]
+    return Verdict(tuple(passed), sum(output.seconds for output in outputs))
 
 
 def printed(text: str) -> list[str]:
@@ -85,7 +90,8 @@ def program(code: str, given: str, limits: Limits, boundary: Boundary) -> Output
     """Run a program with `given` as its standard input. Raises UserError if the boundary does not start it."""
     with _process(boundary, limits, given, mode="program", code=code) as process:
         _started(process, boundary)
-        end = time.monotonic() + limits.seconds
+        begun = time.monotonic()
+        end = begun + limits.seconds
         data, complete = _read(process.stdout, limits.files * MIB, end)
         status = None
         if complete:
@@ -93,7 +99,7 @@ def program(code: str, given: str, limits: Limits, boundary: Boundary) -> Output
                 status = process.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 pass
-        return Output(status, data.decode("utf-8", "replace"))
+        return Output(status, data.decode("utf-8", "replace"), time.monotonic() - begun)
 
 
 def asserts(code: str, tests: Sequence[str], limits: Limits, boundary: Boundary) -> list[bool]:
@@ -101,6 +107,11 @@ def asserts(code: str, tests: Sequence[str], limits: Limits, boundary: Boundary)
 
     Raises UserError if the boundary does not start a process.
     """
+    return _asserted(code, tests, limits, boundary)[0]
+
+
+def _asserted(code: str, tests: Sequence[str], limits: Limits, boundary: Boundary) -> tuple[list[bool], float]:
+    """Return `asserts`, and the seconds that they took."""
     with ExitStack() as stack:
         from_tests, to_code = _pipe(stack)
         from_code, to_tests = _pipe(stack)
@@ -111,9 +122,11 @@ def asserts(code: str, tests: Sequence[str], limits: Limits, boundary: Boundary)
             pipe.close()
         for process in processes:
             _started(process, boundary)
-        report, _ = _read(processes[1].stderr, LONGEST_REPORT, time.monotonic() + limits.seconds)
+        begun = time.monotonic()
+        report, _ = _read(processes[1].stderr, LONGEST_REPORT, begun + limits.seconds)
+        taken = time.monotonic() - begun
     passed = [mark == ord("1") for mark in report[:len(tests)]]
-    return passed + [False] * (len(tests) - len(passed))
+    return passed + [False] * (len(tests) - len(passed)), taken
 
 
 def _pipe(stack: ExitStack) -> tuple[IO[bytes], IO[bytes]]:

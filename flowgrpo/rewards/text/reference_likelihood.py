@@ -1,0 +1,138 @@
+"""Likelihood of a reference answer behind a completion's reasoning, under the policy itself or another model (DRO).
+
+    reward: {reference_likelihood: {args: {before: "<answer>"}, transform: [rank]}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import About
+from flowgrpo.rewards.images.vision import pretrained
+from flowgrpo.rewards.local_model import LocalModel, require_arguments
+from flowgrpo.rewards.text.answer_keys import LICENCE, keys, several
+
+
+def reflective(logp: Tensor) -> Tensor:
+    """Return DRO's reward of a group: the mean log-probability of the reference's tokens, weighted by their deviation
+    over the group. [G, L] -> [G].
+
+    A token that is as likely behind every reasoning has weight 0. Without any variance all tokens count alike.
+    """
+    spread = logp.std(0, correction=0)
+    spread = spread if spread.max() > 1e-6 else torch.ones_like(spread)
+    return logp @ (spread / spread.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class ReferenceLikelihood(LocalModel):
+    """Log-probability of the reference answer behind a completion's reasoning, its tokens weighted as in `reflective`.
+
+    The reasoning is the completion up to the last `before`, or all of it without one; `before` and the reference
+    follow it.
+    model: "policy", the one that is trained, as it is when it is scored; or a causal language model's folder or name on
+    the hub. weighted: false takes the mean over the tokens.
+    key: of the metadata, the reference, of several the first; None for a prompt without it.
+    parts: model and tokenizer, ready-made. dtype, device, batch_size (8) of such a model: as in `LocalModel`.
+    Raises UserError for a policy that is no causal language model, and for "policy" outside a training run.
+    """
+
+    model: str = "policy"
+    key: str = "answer"
+    before: str = "<answer>"
+    weighted: bool = True
+    batch_size: int = field(default=8, kw_only=True)
+    reward = "reference_likelihood"
+    about = About(modality="text", range=(None, 0), needs="", licence=f"{LICENCE}, the model's")
+    group = True
+    keyed = True  # nothing is scored without the key
+
+    def __post_init__(self) -> None:
+        if self.model == "policy" and self.parts is None:  # `bind` brings it
+            require_arguments(self.reward, self.dtype, self.device, self.batch_size)
+            object.__setattr__(self, "_policy", lambda: None)
+            return
+        super().__post_init__()
+
+    @property
+    def reads_policy(self) -> bool:
+        """True if it scores with the policy that is trained."""
+        return "_policy" in vars(self)
+
+    def bind(self, policy: Any) -> None:
+        """Score with this policy from here on."""
+        if getattr(policy, "process", None) != "tokens" or hasattr(policy, "processor"):
+            raise UserError(f"reward 'reference_likelihood' with model: policy got {type(policy).__name__}, expected a "
+                            "causal language model without images: name a model in args")
+        object.__setattr__(self, "_policy", lambda: policy)  # a function, within which no `Placement` looks
+
+    @property
+    def models(self) -> tuple[Any, ...]:
+        """Return the model and its tokenizer; nothing of a policy, which is not the reward's to place."""
+        return () if self.reads_policy else super().models
+
+    def _loaded(self) -> tuple[Any, Any]:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        network = pretrained(self.reward, AutoModelForCausalLM, self.model, None, "model", dtype=self.float_type,
+                             use_safetensors=True)
+        return network, pretrained(self.reward, AutoTokenizer, self.model, None, "model")
+
+    def _prompt(self, prompt: str) -> tuple[Any, Any, list[int]]:
+        """Return the network, the tokenizer, and a prompt's tokens."""
+        if not self.reads_policy:
+            network, tokenizer = self.models
+            return network, tokenizer, tokenizer(prompt)["input_ids"]
+        policy = vars(self)["_policy"]()
+        if policy is None:
+            raise UserError("reward 'reference_likelihood' reads the policy that is trained, and there is none here: "
+                            "set args: {model: FOLDER}")
+        return policy.model, policy.tokenizer, policy.encode([prompt]).ids[0].tolist()
+
+    def __call__(self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
+                 group: int) -> list[float | None]:
+        references = keys(self.reward, metadata, self.key, prompts, several)
+        values: list[float | None] = []
+        for start in range(0, len(completions), group):
+            accepted, texts = references[start], completions[start:start + group]
+            if accepted is None:
+                values += [None] * group
+                continue
+            logp = self.log_probs(prompts[start], texts, accepted[0])
+            values += (reflective(logp) if self.weighted else logp.mean(1)).tolist()
+        return values
+
+    @torch.no_grad()
+    def log_probs(self, prompt: str, texts: Sequence[str], reference: str) -> Tensor:
+        """Return the log-probability of each token of the reference behind each of G texts, float32 [G, L]."""
+        network, tokenizer, begun = self._prompt(prompt)
+        wanted = tokenizer(reference, add_special_tokens=False)["input_ids"]
+        rows = [begun + tokenizer(self.reasoning(text), add_special_tokens=False)["input_ids"] + wanted
+                for text in texts]
+        values = [self._scored(network, rows[at:at + self.batch_size], wanted)
+                  for at in range(0, len(rows), self.batch_size)]
+        return torch.cat(values)
+
+    def reasoning(self, text: str) -> str:
+        """Return a completion up to its last `before`, or all of it without one, with `before` behind it."""
+        return (text.rpartition(self.before)[0] if self.before and self.before in text else text) + self.before
+
+    @staticmethod
+    def _scored(network: Any, rows: Sequence[list[int]], wanted: Sequence[int]) -> Tensor:
+        """Return `log_probs` of some rows of tokens, which all end in the wanted ones; they are padded at their ends.
+        """
+        device, longest = next(network.parameters()).device, max(map(len, rows))
+        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
+        logits = network(input_ids=ids, attention_mask=mask).logits
+        places = torch.tensor([[len(row) - len(wanted) - 1 + i for i in range(len(wanted))] for row in rows],
+                              device=device)
+        logp = logits.gather(1, places[..., None].expand(-1, -1, logits.shape[2])).float().log_softmax(-1)
+        target = torch.tensor(wanted, device=device).expand(len(rows), -1)
+        return logp.gather(2, target[..., None])[..., 0].cpu()

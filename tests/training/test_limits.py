@@ -1,0 +1,98 @@
+"""Constraints: their multipliers by hand, a policy that ends at its limit, and their state in a run."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from flowgrpo.config import validate
+from flowgrpo.config.reward_rules import Limit
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
+from flowgrpo.run import run
+from flowgrpo.training.announcement import lines
+from flowgrpo.training.limits import Limits
+from tests.helpers import tiny_text
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize("limit, means, multipliers", [
+    # 0 + 0.5 (0.3 - 0.1) = 0.1, then 0.2, then 0.2 - 0.5 * 0.1, then never below 0; a mean that is missing moves none.
+    ({"at_most": 0.1, "rate": 0.5}, [0.3, 0.3, 0.0, NAN, -1.0, 0.1], [0.1, 0.2, 0.15, 0.15, 0.0, 0.0]),
+    ({"at_least": 0.8, "rate": 1, "start": 1}, [0.3, 1.0, 2.5], [1.5, 1.3, 0.0])])
+def test_a_multiplier_by_hand(limit, means, multipliers):
+    limits = Limits({"cost": Limit(**limit)})
+    for mean, expected in zip(means, multipliers):
+        found = limits.learn({"reward/cost/mean": mean})
+        assert found["limit/cost/multiplier"] == pytest.approx(expected)
+        assert limits.multipliers == {"cost": pytest.approx(expected)}
+
+
+def test_the_weights_are_those_of_the_lagrangian():
+    """A = (2 A_R - 0.5 A_C + 1.5 A_L) / (1 + 0.5 + 1.5)."""
+    limits = Limits({"cost": Limit(at_most=0, start=0.5), "least": Limit(at_least=0, start=1.5)})
+    assert limits.weighted({"good": 2.0, "cost": 0.0, "least": 0.0}) == pytest.approx(
+        {"good": 2 / 3, "cost": -1 / 6, "least": 0.5})
+    assert Limits({}).weighted({"good": 2.0}) == {"good": 2.0}
+
+
+def test_a_policy_of_two_arms_ends_at_its_limit():
+    """The arm that is drawn with probability p has reward 1 and cost 1; without the limit p goes to 1."""
+    limits, logit, seen = Limits({"cost": Limit(at_most=0.3, rate=0.1)}), 0.0, []
+    for _ in range(2000):
+        p = 1 / (1 + math.exp(-logit))
+        limits.learn({"reward/cost/mean": p})
+        weights = limits.weighted({"good": 1.0, "cost": 0.0})
+        logit += 0.2 * p * (1 - p) * (weights["good"] + weights["cost"])
+        seen.append(p)
+    assert max(seen) > 0.5 and sum(seen[1000:]) / 1000 == pytest.approx(0.3, abs=0.01)
+
+
+def cost(completions, prompts):
+    return [len(text) / 6 for text in completions]
+
+
+def test_a_resumed_run_has_the_multipliers_of_an_unbroken_one(tmp_path):
+    def settings(name, epochs):
+        return tiny_text.config(tmp_path, name=name, train__epochs=epochs, train__schedule="constant", train__warmup=0,
+                                reward={"short": 1.0, "cost": {"limit": {"at_most": 0.05, "rate": 1.0}}})
+
+    def multipliers(name):
+        return [json.loads(line)["limit/cost/multiplier"]
+                for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+
+    given = {"functions": {"short": tiny_text.short, "cost": cost}, "prompts": [Prompt(each) for each in
+                                                                                 tiny_text.PROMPTS]}
+    for name, epochs in (("whole", [3]), ("part", [1, 3])):
+        for so_far in epochs:
+            run(settings(name, so_far), resume=so_far == 3 and name == "part", pipe=tiny_text.model(), **given)
+    values = multipliers("whole")
+    assert multipliers("part") == values and values == sorted(values) and values[0] > 0 and len(set(values)) == 3
+    assert "Multipliers of the limits" in (tmp_path / "whole" / "report.html").read_text()
+
+
+def test_the_notation_of_a_recipe():
+    config = validate({"reward": {"scene": 1.0, "safety": {"limit": {"at_most": 0.1}}}})
+    assert config.rewards == {"scene": 1.0, "safety": 0.0} and validate(config.model_dump()) == config
+    assert "rewards: scene (weight 1), safety (at most 0.1)" in list(lines(config))
+
+
+@pytest.mark.parametrize("rule, message", [
+    ({"limit": {"at_most": 0.1, "at_least": 0.1}}, "expected either at_most or at_least"),
+    ({"limit": {"at_most": 0.1}, "weight": 2}, "expected a weight or a limit"),
+    ({"limit": {"atmost": 0.1}}, "unknown key 'reward.safety.limit.atmost': did you mean 'at_most'")])
+def test_a_limit_that_cannot_be(rule, message):
+    with pytest.raises(UserError, match=message):
+        validate({"reward": {"scene": 1.0, "safety": rule}})
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"reward": {"cost": {"limit": {"at_most": 1}}}}, "cost has a limit, and nothing else is trained on"),
+    ({"reward": {"short": 1, "cost": {"limit": {"at_most": 1}}}, "parts__advantage__type": "Influence"},
+     "parts.advantage Influence")])
+def test_limits_that_go_with_nothing(options, message):
+    with pytest.raises(UserError, match=message):
+        tiny_text.trainer(**options)
