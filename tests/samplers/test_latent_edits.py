@@ -16,7 +16,7 @@ from flowgrpo.advantages.gae import Recall
 from flowgrpo.cli import main
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.images import load_branches
+from flowgrpo.evaluation.images import load_branches, load_tuned
 from flowgrpo.evaluation.ledger import Ledger, Place
 from flowgrpo.evaluation.statistics import BOOTSTRAP, interval
 from flowgrpo.export.export import card, kohya, merged
@@ -27,7 +27,7 @@ from flowgrpo.objectives import GaussianKL, actor_critic
 from flowgrpo.objectives.actor_critic import ActorCritic
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.edit_networks import Editor, EditWeights, load_editor, tokens, untokens
-from flowgrpo.policies.pipelines.edit_policy import EditPolicy
+from flowgrpo.policies.pipelines.edit_policy import EditPolicy, attached
 from flowgrpo.rollouts import loss_inputs
 from flowgrpo.run import run
 from flowgrpo.samplers import latent_edits
@@ -419,6 +419,10 @@ def test_a_run_saves_what_draws_its_pictures_and_resumes(tmp_path):
     trainer = tiny.trainer(policy=policy(), method="expo", parts__edit__width=8, parts__edit__depth=1)
     state.restore(trainer, sorted((folder / "checkpoints").glob("epoch-*"))[-1])
     for key, value in trainer.policy.weights.snapshot().items():
+        assert torch.equal(again.weights.snapshot()[key], value)
+    pipe = tiny.sd3()
+    load_tuned(pipe, sorted((folder / "checkpoints").glob("epoch-*"))[-1])
+    for key, value in attached(pipe).weights.snapshot().items():
         assert torch.equal(again.weights.snapshot()[key], value)
     with pytest.raises(UserError, match="--rlg: .* holds an edit policy, which leaves the denoiser as it is"):
         load_branches(tiny.sd3(), folder)
