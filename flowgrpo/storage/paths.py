@@ -60,7 +60,7 @@ def refusal(error: Exception) -> str | None:
     """Return the message for an error by which the system refused a file or had no room for it; None for other
     errors."""
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+        return f"{os.fsdecode(error.filename2 or error.filename)}: {error.strerror}"  # the second: of a renaming
     match = re.search(r"\(os error (\d+)\)", str(error))  # the wording of Rust libraries such as safetensors
     number = getattr(error, "errno", None) or (int(match[1]) if match else None)
     if number not in FULL:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributions import AffineTransform, Independent, Normal, TanhTransform, TransformedDistribution
 
 from flowgrpo.advantages.baselines import Paired
@@ -17,6 +19,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation.images import load_tuned
 from flowgrpo.evaluation.statistics import BOOTSTRAP, interval
 from flowgrpo.export.export import card, kohya
+from flowgrpo.files import tensors_of
 from flowgrpo.methods import preset
 from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.methods.validate import resolve
@@ -372,6 +375,18 @@ def test_a_run_saves_what_draws_its_pictures_and_resumes(tmp_path):
         kohya(folder, tmp_path / "out.safetensors")
     assert "lora" not in card(folder).read_text().partition("tags:")[2].partition("\n")[0]
     with pytest.raises(UserError, match="no edit policy at"):
+        load_editor(tmp_path)
+
+
+@pytest.mark.parametrize("edit, sizes", [
+    ({"width": 2**40}, {}), ({"depth": 10**9}, {}), ({}, {"channels": 2**40}), ({}, {"prompt": 2**62})])
+def test_sizes_that_a_file_names_are_not_allocated(edit, sizes, tmp_path):
+    """Networks of these sizes would take more memory than there is."""
+    EditWeights(Editor(Edit(width=8, depth=1), 4, 6)).save(tmp_path)
+    tensors, kept = tensors_of(tmp_path / "edit.safetensors")
+    named = {key: json.dumps(json.loads(kept[key]) | given) for key, given in (("edit", edit), ("sizes", sizes))}
+    save_file(tensors, tmp_path / "edit.safetensors", named)
+    with pytest.raises(UserError, match="no edit policy at .*: expected the folder of a finished run that trained"):
         load_editor(tmp_path)
 
 
