@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import signal
 import socket
@@ -76,7 +77,33 @@ def test_a_wrapper_that_confines_nothing_is_found_out(monkeypatch, tmp_path):
 
 # --- what faults were found by ---------------------------------------------------------------------------------------
 
-battery = pytest.mark.parametrize("kind", WORKING)
+# Kinds that work here. Without any, the tests below show that the code does not run at all.
+KINDS = list(WORKING) or [None]
+
+
+def battery(test):
+    """Run a test within every boundary that works; where none does, test that the reward refuses instead."""
+    @pytest.mark.parametrize("kind", KINDS)
+    @functools.wraps(test)
+    def each(kind, *arguments, **options):
+        if kind is not None:
+            test(kind, *arguments, **options)
+            return
+        with pytest.raises(UserError, match="no boundary for it"):
+            choose.choose(accept_risk=False)
+
+    return each
+
+
+def test_the_battery_without_a_boundary_tests_the_refusal(monkeypatch, tmp_path):
+    """A machine without one runs each test below in this form."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    battery(lambda kind: pytest.fail("the code ran"))(None)
+    monkeypatch.undo()
+    if WORKING:
+        with pytest.raises(pytest.fail.Exception):
+            battery(lambda kind: None)(None)
+
 
 # Ways to write, delete or make something at FOLDER, a folder outside of the boundary with the file `kept` in it.
 WRITES = {
