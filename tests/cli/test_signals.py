@@ -6,6 +6,7 @@ import os
 import signal
 
 import pytest
+import yaml
 
 from flowgrpo.cli import main
 from tests.export.test_export import make_run
@@ -81,6 +82,8 @@ def test_encode_goes_on_with_the_finished_prompts(number, model, tmp_path):
 @pytest.mark.parametrize("number", CODES)
 def test_grid_leaves_the_page_before(number, tmp_path):
     run = make_run(tmp_path / "run", tiny.sd3(), tiny.CALL)
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump(settings | {"reward": f"{run}/absent.py:red"}))  # left out
     (tmp_path / "p.txt").write_text("a red star")
     command = ["grid", str(run), f"--output={tmp_path}/grid.png", f"--prompts={tmp_path}/p.txt", "--count=1"]
     (tmp_path / "grid.png").write_bytes(b"earlier")
