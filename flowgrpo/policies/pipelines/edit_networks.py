@@ -9,6 +9,7 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -165,7 +166,7 @@ def load_editor(folder: Path, device: torch.device | str = "cpu") -> Editor:
     return editor
 
 
-def _require_sizes(edit: Edit, sizes: dict[str, int], tensors: dict[str, Tensor]) -> None:
+def _require_sizes(edit: Edit, sizes: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Raise ValueError if networks of these sizes have other tensors than the file; allocates none."""
     if edit.depth > len(tensors):
         raise ValueError(f"{edit.depth} blocks, but {len(tensors)} tensors")

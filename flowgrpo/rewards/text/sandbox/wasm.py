@@ -35,7 +35,7 @@ def compiled(file: Path) -> Path:
         raise UserError(f"{file} is not the known CPython for WebAssembly: its SHA-256 differs, install it again")
     wasmtime = import_module("wasmtime")
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    library = Path(wasmtime.__file__).stat()
+    library = Path(str(wasmtime.__file__)).stat()
     name = hashlib.sha256(f"{SHA256} {wasmtime.__file__} {library.st_mtime_ns} {os.uname().machine}".encode())
     target = caches / "flowgrpo" / f"python-{name.hexdigest()[:16]}.cwasm"
     engine = wasmtime.Engine()
