@@ -43,6 +43,7 @@ from flowgrpo.training.measures import drifted, measured
 from flowgrpo.training.metrics import Log, UpdateStats, shown
 from flowgrpo.training.optimizer import clip_gradients, make_optimizer, make_scaler, rate, update_average
 from flowgrpo.training.out_of_memory import fitted
+from flowgrpo.training.saving import Saving
 from flowgrpo.training.scorer import Scorer
 from flowgrpo.training.scoring import Functions, Scoring
 from flowgrpo.training.shares import moved, shares, slices, whole_groups
@@ -91,6 +92,7 @@ class Trainer:
         self.unmeasured = False  # the last epoch is trained, and its evaluation is due
         self.seconds = self.reward_wait_seconds = self.begun = 0.0
         self.marked = state.counters(self)
+        self.saving = Saving(self)
 
     # --- one epoch, read from top to bottom --------------------------------------------------------------------------
 
@@ -341,10 +343,12 @@ class Trainer:
                 finally:
                     log.epoch(self.epoch, metrics, shown(metrics, self.config))
                 log.report(self)
+                self.saving.look()
                 with self.processes.together():
                     self.stop.check()
-                if self.epoch % train.save_every == 0 or self.epoch == train.epochs or self.best.stopped:
-                    state.save(self, folder)
+                last = self.epoch == train.epochs or self.best.stopped
+                if last or self.epoch % train.save_every == 0:
+                    self.saving(folder, last)
 
     def measure(self, folder: Path, measured: Functions) -> dict[str, float]:
         """Measure held-out scores after an epoch and return them; the time is not training's."""

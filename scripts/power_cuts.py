@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import random
 import stat
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ class Recorder:
         self._certain_names: dict[int, Names] = {}
         self._between: dict[int, list[Names]] = {}
         self._held: dict[tuple[int, int, int], bytes] = {}
+        self._one = threading.RLock()  # threads write checkpoints
         self._open: dict[int, int] = {}  # descriptors by inode, so that no other file gets the number
 
     @contextmanager
@@ -64,10 +66,11 @@ class Recorder:
 
     def _wrapped(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*arguments: Any, **keywords: Any) -> Any:
-            result = call(*arguments, **keywords)
-            if self.folder.exists():
-                self._note(name, os.fstat(arguments[0]).st_ino if name == "fsync" else None)
-            return result
+            with self._one:
+                result = call(*arguments, **keywords)
+                if self.folder.exists():
+                    self._note(name, os.fstat(arguments[0]).st_ino if name == "fsync" else None)
+                return result
 
         return wrapped
 
@@ -94,17 +97,21 @@ class Recorder:
         inode = path.stat().st_ino
         inside = names[inode] = {}
         for entry in sorted(path.iterdir()):
-            facts = entry.lstat()
-            inside[entry.name] = facts.st_ino
-            if stat.S_ISDIR(facts.st_mode):
-                self._read(entry, contents, names)
-                continue
-            if facts.st_ino not in self._open:
-                self._open[facts.st_ino] = os.open(entry, os.O_RDONLY)
-            key = facts.st_ino, facts.st_mtime_ns, facts.st_size
-            if key not in self._held:
-                self._held[key] = entry.read_bytes()
-            contents[facts.st_ino] = self._held[key]
+            with suppress(FileNotFoundError):  # a library of another thread renames its file
+                facts = entry.lstat()
+                if stat.S_ISDIR(facts.st_mode):
+                    self._read(entry, contents, names)
+                else:
+                    contents[facts.st_ino] = self._content(entry, facts)
+                inside[entry.name] = facts.st_ino
+
+    def _content(self, file: Path, facts: os.stat_result) -> bytes:
+        if facts.st_ino not in self._open:
+            self._open[facts.st_ino] = os.open(file, os.O_RDONLY)
+        key = facts.st_ino, facts.st_mtime_ns, facts.st_size
+        if key not in self._held:
+            self._held[key] = file.read_bytes()
+        return self._held[key]
 
 
 def build(moment: Moment, root: int, target: Path, chance: random.Random | None = None) -> None:

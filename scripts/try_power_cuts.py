@@ -1,6 +1,6 @@
 """Cut the power of short runs, kill others, resume them all, and compare each with the uninterrupted run.
 
-    python scripts/try_power_cuts.py [--cuts 100] [--kills 100] [--seconds S] [--json FILE]
+    python scripts/try_power_cuts.py [--cuts 100] [--kills 100] [--seconds S] [--threads] [--json FILE]
 
 A cut is simulated (power_cuts.py): the run's files are those that had been forced to the disk at a random call, and
 every second time a random part of the others too. A kill is SIGKILL to a process at a random moment. The model is tiny
@@ -33,6 +33,7 @@ from tqdm import tqdm  # noqa: E402
 from flowgrpo.cli import main as command  # noqa: E402
 from flowgrpo.storage import checkpoint  # noqa: E402
 from flowgrpo.storage.places import epoch_of  # noqa: E402
+from flowgrpo.training import saving  # noqa: E402
 from tests.helpers import tiny  # noqa: E402
 
 EPOCHS = 4
@@ -129,7 +130,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further one after so many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write all results to this file")
+    parser.add_argument("--threads", action="store_true", help="checkpoints are written by a thread, as large ones are")
     args = parser.parse_args()
+    if args.threads:
+        saving.LARGE = 0
     torch.set_num_threads(1)
     began, chance, results = time.monotonic(), random.Random(args.seed), []
     with tempfile.TemporaryDirectory() as name:

@@ -96,12 +96,19 @@ def test_tests_that_a_page_names_exist(name):
         assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file} has no {test}"
 
 
-def test_tests_of_the_promises_exist():
-    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["reliability", "faults"])
+def test_tests_of_the_promises_exist(name):
+    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     named = re.findall(r"`tests/((?:\w+/)*test_\w+\.py)::(\w+)`", page)
-    assert named and page.count("::") == len(named)
+    assert len(named) > 40 and page.count("::") == len(named)
     for file, test in named:
         assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file} has no {test}"
+
+
+def test_every_line_of_the_faults_names_a_test_or_a_page():
+    page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    lines = [line for line in page.splitlines() if line.startswith("| ") and not line.endswith("| test |")]
+    assert len(lines) > 45 and [line for line in lines if not re.search(r"(::\w+`|\.md\)) \|$", line)] == []
 
 
 COMMAND = r"(?:[^`\n]*-m )?flowgrpo [a-z-]+(?: [^`\n]*)?"  # `python -m flowgrpo`, `accelerate launch -m flowgrpo` too
@@ -170,10 +177,3 @@ def test_the_table_of_recipes_says_what_the_recipes_say():
     script = runpy.run_path(str(ROOT / "scripts" / "recipe_table.py"))
     table = script["HEAD"] + "\n".join(map(script["row"], script["names"]())) + "\n"
     assert (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8") == table
-
-
-def test_the_tests_of_promises_exist():
-    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
-    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page)
-    assert len(named) > 10
-    assert [name for file, name in named if f"def {name}(" not in (ROOT / file).read_text(encoding="utf-8")] == []

@@ -8,7 +8,7 @@ from flowgrpo.bench import collect, page, table
 from flowgrpo.bench.plan import FACTORS, Plan, Request, Run, begin
 from flowgrpo.bench.schedule import Workers, cores, duration, perform, remaining, seconds, trials
 from flowgrpo.errors import UserError
-from flowgrpo.storage import lock
+from flowgrpo.storage import atomic, lock
 
 
 @dataclass
@@ -79,8 +79,8 @@ def _finish(bench: Bench) -> None:
     """Write and print the results. Raises UserError if a run failed."""
     results, output = collect.write(bench.plan, bench.runs, bench.errors), bench.plan.request.output
     if results["methods"]:
-        (output / "results.md").write_text(table.markdown(results), encoding="utf-8")
-        (output / "index.html").write_text(page.page(results), encoding="utf-8")
+        atomic.write_text(output / "results.md", table.markdown(results))
+        atomic.write_text(output / "index.html", page.page(results))
         table.shown(results)
         print(f"{output / 'results.md'}, {output / 'results.json'}, {output / 'index.html'}", flush=True)
     if bench.errors:

@@ -17,6 +17,7 @@ import numpy as np
 from flowgrpo.bench.methods import Entry
 from flowgrpo.bench.plan import PUBLISHED, TUNED, Plan, Run
 from flowgrpo.bench.statistics import TEST, compare, interval, mean_curve, reached
+from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import finite, read_lines, read_object
 
 SHARES = (0.5, 0.75, 0.9)  # of the reference's gain
@@ -134,5 +135,5 @@ def _differences(runs: dict[str, list[dict[str, Any]]], present: list[Entry]) ->
 def write(plan: Plan, runs: Sequence[Run], errors: dict[str, str]) -> dict[str, Any]:
     """Write results.json to the bench's folder; return its content."""
     told = results(plan, runs, errors)
-    (plan.request.output / "results.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    atomic.write_text(plan.request.output / "results.json", json.dumps(told, indent=1) + "\n")
     return told

@@ -14,6 +14,7 @@ from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt, as_line
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.starter import EVAL
+from flowgrpo.storage import atomic
 
 VALIDATION = 5  # one of so many training texts of a task is for validation
 SIDES = ("train", "validation", "held_out")
@@ -112,7 +113,6 @@ def _order(text: str) -> tuple[int, str]:
 
 def write_sides(name: str, folder: Path) -> None:
     """Write the file of every side, SIDE.jsonl, to a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
     for side, prompts in split(name).items():
         lines = "".join(json.dumps(as_line(prompt)) + "\n" for prompt in prompts)
-        (folder / f"{side}.jsonl").write_text(lines, encoding="utf-8")
+        atomic.write_text(folder / f"{side}.jsonl", lines)

@@ -17,7 +17,7 @@ from flowgrpo.config import parse
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
-from flowgrpo.storage import paths
+from flowgrpo.storage import atomic, paths
 from flowgrpo.storage.json_files import read_object
 from flowgrpo.storage.lock import LOCK
 from flowgrpo.version import __version__
@@ -202,6 +202,5 @@ def require_same(request: Request) -> None:
 
 def begin(request: Request) -> None:
     """Write the settings and the prompt files of a bench to its folder."""
-    request.output.mkdir(parents=True, exist_ok=True)
-    (request.output / BENCH).write_text(json.dumps(settings(request), indent=2) + "\n", encoding="utf-8")
+    atomic.write_text(request.output / BENCH, json.dumps(settings(request), indent=2) + "\n")
     models.write_sides(request.model, request.output / "prompts")

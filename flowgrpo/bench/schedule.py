@@ -17,6 +17,7 @@ from tqdm import tqdm
 from flowgrpo.bench.plan import SWEEP, Run
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
+from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import read_lines
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -96,8 +97,7 @@ class Workers:
                 worker = Worker(self.threads)
                 self.begun.append(worker)
             recipe = self.folder / "tasks" / f"{config.name}.yaml"
-            recipe.parent.mkdir(parents=True, exist_ok=True)
-            recipe.write_text(config.yaml(), encoding="utf-8")
+            atomic.write_text(recipe, config.yaml())
             return worker.do({"kind": kind, "config": str(recipe), "result": str(result), "log": str(log_of(config))})
         finally:
             self.free.put(worker)

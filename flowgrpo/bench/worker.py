@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from flowgrpo.distributed.signals import leave
 from flowgrpo.errors import UserError
+from flowgrpo.storage import atomic
 
 Task = dict[str, str]
 PATIENCE = 60  # seconds
@@ -81,7 +82,7 @@ def perform(task: Task) -> dict[str, str]:
     except Exception as error:
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-    _write(Path(task["result"]), result)
+    atomic.write_text(Path(task["result"]), json.dumps(result))
     return {}
 
 
@@ -105,13 +106,6 @@ def _run(task: Task) -> dict[str, Any]:
     if not (config.folder / "summary.json").is_file():
         run(config, resume=checkpoint.latest(config.folder / "checkpoints") is not None)
     return probe.finished(config.folder) if task["kind"] == "run" else {}
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(content), encoding="utf-8")
-    part.replace(path)
 
 
 if __name__ == "__main__":

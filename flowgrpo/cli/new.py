@@ -12,7 +12,7 @@ import typer
 
 from flowgrpo.cli.root import app
 from flowgrpo.errors import UserError
-from flowgrpo.storage import paths
+from flowgrpo.storage import atomic, paths
 
 Kind = Literal["method", "reward", "recipe"]
 TEMPLATES = Path(__file__).with_name("templates")
@@ -35,9 +35,8 @@ def new(
     if existing := [str(path) for path in texts if path.exists()]:
         raise UserError(f"{' and '.join(existing)} exists already: give another name, or --output another folder")
     paths.require_folder(output)
-    output.mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
-        path.write_text(text.replace("[[NAME]]", name).replace("[[CLASS]]", _class(name)), encoding="utf-8")
+        atomic.write_text(path, text.replace("[[NAME]]", name).replace("[[CLASS]]", _class(name)))
         typer.echo(path)
 
 

@@ -11,6 +11,7 @@ import typer
 from flowgrpo.cli.root import app
 from flowgrpo.cli.show import print_table
 from flowgrpo.errors import UserError, nearest
+from flowgrpo.storage import atomic
 
 AT_ONCE = 25  # prompts of one request
 EMPTY = 5  # requests without a new prompt after which a language model is taken to have no more
@@ -88,7 +89,7 @@ def write_prompts(
         lines = [as_line(prompt) for prompt in load_templates(templates).write(count, seed)]
     else:
         lines = [{"prompt": text} for text in _asked(str(about), count, url, model, key_env)]
-    output.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    atomic.write_text(output, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     fewer = f", all that there are of the {count}" if len(lines) < count else ""
     typer.echo(f"{output}: {len(lines)} prompts{fewer}")
 

@@ -35,6 +35,7 @@ from flowgrpo.files import decoded, require_size, unfit, unsafe
 KEYS = ("prompt", "negative_prompt", "metadata", "weight", *files.KEYS)
 GSM8K, GENEVAL = {"question", "answer"}, {"prompt", "tag", "include"}
 LARGEST = 2**28  # bytes of a file
+ROWS = 2**20  # of a .parquet file
 STARTER = Path(__file__).parents[1] / "starter"
 
 
@@ -178,15 +179,19 @@ def rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a .parquet file as JSON values, without columns of bytes.
 
     Dates and times become ISO 8601 texts, NaN null.
-    Raises UserError if pyarrow is missing.
+    Raises UserError if pyarrow is missing, for a damaged file, and for more than ROWS rows.
     """
     from flowgrpo.extras import needed
 
     parquet = needed("pyarrow.parquet", "parquet", str(path))
     try:
+        if (count := parquet.read_metadata(path).num_rows) > ROWS:  # a few bytes can stand for any number
+            raise UserError(f"{path}: {count:,} rows, expected {ROWS:,} at most: split it")
         columns = [field.name for field in parquet.read_schema(path) if "binary" not in str(field.type)]
         return [_plain(row) for row in parquet.read_table(path, columns=columns).to_pylist()]
-    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
+    except UserError:
+        raise
+    except Exception as error:  # a broken file can raise anything
         raise UserError(f"{path}: not a .parquet file that can be read ({' '.join(str(error).split())[:200]})"
                         ) from None
 

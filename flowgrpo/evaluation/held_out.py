@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from PIL import Image
 
 from flowgrpo import rewards
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.config.schema import Config
+from flowgrpo.data.open_picture import opened, rgb
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
 from flowgrpo.escaped import plain
 from flowgrpo.evaluation import picture_files
 from flowgrpo.evaluation.compared import cells, compared
@@ -71,20 +72,26 @@ def before(trainer: Trainer, functions: dict[str, Any], folder: Path, reuse: boo
 
 def _read_before(trainer: Trainer, folder: Path, known: dict[str, Any]) -> Measured | None:
     """Return the base's samples and scores as `write_before` wrote them; None, with a line, for damaged pictures."""
-    from torchvision.transforms.functional import to_tensor
-
     prompts, pictures = spread(trainer.held_out, trainer.config.eval.prompts), torch.empty(0)
     try:
-        kept = [untall(to_tensor(Image.open(file).convert("RGB")), known.get("frames"))
+        kept = [untall(_picture(file), known.get("frames"))
                 for file in sorted((folder / "before").glob("[0-9]*.png"))]
         pictures = torch.stack(kept) if kept else pictures
-    except (OSError, SyntaxError, ValueError, RuntimeError) as error:  # Pillow's, and torch's for other shapes
+    except (UserError, RuntimeError, ValueError, TypeError) as error:  # torch's, for other shapes
         if trainer.processes.first:
             print(f"{folder / 'before'} is damaged ({' '.join(str(error).split())[:120]}): the base is measured again",
                   flush=True)
         return None
     return Measured([p for p in prompts for _ in range(trainer.config.eval.samples)], known["scores"],
                     known["texts"] or pictures, known["failed"])
+
+
+def _picture(file: Path) -> torch.Tensor:
+    """Return the pixels [3, H, W] of a picture of the base. Raises UserError for a file that is none."""
+    from torchvision.transforms.functional import to_tensor
+
+    with opened(file) as picture:
+        return to_tensor(rgb(picture))
 
 
 def measured_how(config: Config, prompts: list[Prompt], functions: dict[str, Any]) -> dict[str, Any]:

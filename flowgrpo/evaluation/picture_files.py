@@ -19,6 +19,7 @@ from flowgrpo.policies.pipelines.call import guidance_argument
 from flowgrpo.policies.pipelines.edit_networks import FILE as EDITS
 from flowgrpo.policies.pipelines.load import denoisers
 from flowgrpo.policies.weights.lora_files import LORA_FILE
+from flowgrpo.storage import atomic
 from flowgrpo.storage.places import STATE
 from flowgrpo.version import __version__
 
@@ -36,7 +37,8 @@ def save(path: Path, picture: torch.Tensor, parameters: str) -> None:
 
     chunk = PngInfo()
     chunk.add_text("parameters", parameters)
-    to_pil_image(picture.mul(255).add(0.5).clamp(0, 255).to(torch.uint8)).save(path, pnginfo=chunk)
+    with atomic.replacing(path) as file:
+        to_pil_image(picture.mul(255).add(0.5).clamp(0, 255).to(torch.uint8)).save(file, "PNG", pnginfo=chunk)
 
 
 def settings(pipe: Any, model: str, arguments: dict[str, Any], run: Path | None, rlg: float | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from flowgrpo.evaluation import draw, images
 from flowgrpo.evaluation.evaluate import make_plan
 from flowgrpo.evaluation.ledger import BaseLedger, Place
 from flowgrpo.evaluation.plan import Plan, digest
-from flowgrpo.storage import paths
+from flowgrpo.storage import atomic, paths
 
 FILE = "prompts.jsonl"
 KEYS = {draw.PICTURES: "base_image", draw.TEXTS: "base_text"}
@@ -50,7 +50,7 @@ def sample(source: str, prompts: str | Path, output: str | Path, *, lora: str | 
     for place in places:
         prompt = given[place.prompt]
         lines.append(as_line(replace(prompt, metadata=prompt.metadata | {name: ledger.told(place)})))
-    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    atomic.write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     return path
 
 

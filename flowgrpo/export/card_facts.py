@@ -18,6 +18,7 @@ from flowgrpo.escaped import code, line, markdown
 from flowgrpo.evaluation.picture_files import weight_files
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.rewards.find import BUILT_IN
+from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import read_object
 from flowgrpo.version import __version__
 
@@ -58,8 +59,7 @@ def _cards(run: Path, name: str) -> list[dict[str, Any]]:
 
 
 def _written(run: Path, name: str, url: str) -> str:
-    (run / FOLDER).mkdir(exist_ok=True)
-    (run / FOLDER / name).write_bytes(base64.b64decode(url.removeprefix(PICTURE)))
+    atomic.write_bytes(run / FOLDER / name, base64.b64decode(url.removeprefix(PICTURE)))
     return f"{FOLDER}/{name}"
 
 

@@ -25,7 +25,7 @@ from flowgrpo.policies import sources
 from flowgrpo.policies.pipelines import edit_networks
 from flowgrpo.policies.precision import settle
 from flowgrpo.policies.weights.lora_files import LORA_FILE
-from flowgrpo.storage import paths
+from flowgrpo.storage import atomic, paths
 from flowgrpo.storage.json_files import read_object
 from flowgrpo.storage.places import run_of
 
@@ -67,10 +67,11 @@ def kohya(run: Path, output: Path) -> list[Path]:
         rest = {part: tensors for part, tensors in layers.items() if part != SECOND}
         written = {output.with_stem(f"{output.stem}_high_noise"): rest,
                    output.with_stem(f"{output.stem}_low_noise"): {SECOND: layers[SECOND]}}
-    output.parent.mkdir(parents=True, exist_ok=True)
-    for file, kept in written.items():
-        save_file({key: value for tensors in kept.values() for key, value in tensors.items()}, file, {"format": "pt"})
-        paths.readable(file)
+    for path, kept in written.items():
+        with atomic.replacing(path) as file:
+            save_file({key: value for tensors in kept.values() for key, value in tensors.items()}, file,
+                      {"format": "pt"})
+            paths.readable(file)
     return list(written)
 
 
@@ -154,8 +155,10 @@ def merged(run: Path, output: Path) -> Path:
     config, summary = finished(run)
     config, _ = settle(config, pick_device(config.device))
     paths.require_folder(output)
-    (_merged_language_model if summary["unit"] == model_card.TOKENS else _merged_pipeline)(config, run, output)
-    paths.readable(output)
+    write = _merged_language_model if summary["unit"] == model_card.TOKENS else _merged_pipeline
+    with atomic.filling(output) as folder:
+        write(config, run, folder)
+        paths.readable(folder)
     return output
 
 
@@ -208,5 +211,5 @@ def card(run: Path, repository: str | None = None) -> Path:
     """
     config, summary = finished(run)
     model_card.curves(run, run / "curves.png", summary["unit"])
-    (run / CARD).write_text(model_card.text(config, summary, run, repository or str(run)), encoding="utf-8")
+    atomic.write_text(run / CARD, model_card.text(config, summary, run, repository or str(run)))
     return run / CARD

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo.errors import UserError
+from flowgrpo.files import unfit
 
 
 def finite(value: Any) -> Any:
@@ -26,9 +27,11 @@ def read_object(path: Path, mend: str, **kinds: type) -> dict[str, Any]:
     mend: the fix at the end of the error.
     Raises UserError if the file holds something else.
     """
+    if path.exists() and (why := unfit(path)):
+        raise UserError(f"{path} is damaged (it {why}): {mend}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
         raise UserError(f"{path} is damaged ({error}): {mend}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} is damaged (expected an object, got {str(content)[:60]}): {mend}")
@@ -54,6 +57,6 @@ def _line(path: Path, number: int, line: bytes, numbers: tuple[str, ...]) -> dic
         if isinstance(record, dict) and all(isinstance(record.get(key), (int, float)) for key in numbers):
             return record
         why = f"expected an object with numbers under {', '.join(numbers)}"
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         why = str(error)
     raise UserError(f"{path}, line {number}: damaged ({why}): remove that line")

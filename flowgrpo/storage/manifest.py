@@ -47,6 +47,6 @@ def difference(folder: Path) -> str | None:
                 return f"{name} has {file.stat().st_size} bytes, expected {expected['bytes']}"
             if sha256(file) != expected["sha256"]:
                 return f"the SHA-256 of {name} differs"
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
     return None

@@ -60,7 +60,7 @@ def refusal(error: Exception) -> str | None:
     """Return the message for an error by which the system refused a file or had no room for it; None for other
     errors."""
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+        return f"{os.fsdecode(error.filename2 or error.filename)}: {error.strerror}"  # the second: of a renaming
     match = re.search(r"\(os error (\d+)\)", str(error))  # the wording of Rust libraries such as safetensors
     number = getattr(error, "errno", None) or (int(match[1]) if match else None)
     if number not in FULL:
@@ -74,8 +74,17 @@ def readable(place: Path) -> None:
 
     place: a file, or a folder, whose files are changed recursively.
     """
-    mask = os.umask(0o077)  # the mask cannot be read without setting it
-    os.umask(mask)
+    mask = _mask()
     for file in (place, *place.rglob("*.safetensors")):
         if file.is_file():
             file.chmod(0o666 & ~mask)
+
+
+def _mask() -> int:
+    """Return the process's mask of new files' modes. Where the system does not tell it, set it for a moment."""
+    status = Path("/proc/self/status")
+    if status.is_file() and (match := re.search(r"^Umask:\s*([0-7]+)$", status.read_text(), re.MULTILINE)):
+        return int(match[1], 8)
+    mask = os.umask(0o077)  # other threads' files would get this mode
+    os.umask(mask)
+    return mask

@@ -13,6 +13,7 @@ from flowgrpo.distributed.processes import OutOfMemoryElsewhere
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import UserError
 from flowgrpo.training import state
+from flowgrpo.training.saving import Saving
 
 
 class Run(state.Run, Protocol):
@@ -20,11 +21,15 @@ class Run(state.Run, Protocol):
 
     update: int
     say: Callable[[str], None]
+    saving: Saving
 
 
 @contextmanager
 def saved(trainer: Run, folder: Path) -> Iterator[None]:
-    """Context manager around the epochs: save the last whole one if a stop or an error ends them."""
+    """Context manager around the epochs: save the last whole one if a stop or an error ends them.
+
+    A checkpoint that is being written is waited for, except by a second signal.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -42,6 +47,9 @@ def saved(trainer: Run, folder: Path) -> Iterator[None]:
         if save_whole(trainer, folder):
             trainer.say(f"epoch {trainer.epoch} is saved in {folder}; --resume goes on from it")
         raise
+    except Exception:
+        trainer.saving.leave()
+        raise
 
 
 def save_whole(trainer: Run, folder: Path, wait: bool = True) -> bool:
@@ -50,6 +58,10 @@ def save_whole(trainer: Run, folder: Path, wait: bool = True) -> bool:
     wait: for the other processes, which have to be here too; weights that changed on one of them are not whole.
     Returns True if it was saved.
     """
+    if wait:
+        trainer.saving.look(wait=True)
+    else:
+        trainer.saving.leave()
     broken = trainer.update != trainer.marked["update"]
     whole = not (trainer.processes.any(broken) if wait else broken)
     if whole:

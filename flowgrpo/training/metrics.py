@@ -49,9 +49,7 @@ class Log:
             return
         self.recent[-1] |= finite(metrics)
         kept = self.path.read_text().splitlines()[:-1]
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("\n".join([*kept, json.dumps(self.recent[-1])]) + "\n")
-        temporary.replace(self.path)
+        atomic.write_text(self.path, "\n".join([*kept, json.dumps(self.recent[-1])]) + "\n")
         self.accelerator.log(metrics, step=self.recent[-1]["epoch"])
 
     def report(self, trainer: Trainer) -> None:

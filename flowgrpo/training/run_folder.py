@@ -164,6 +164,6 @@ def _number(line: bytes) -> float | None:
     """Return the epoch of a line of metrics; None if it is damaged."""
     try:
         number = json.loads(line.decode())["epoch"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return number if isinstance(number, (int, float)) else None

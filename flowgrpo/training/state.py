@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -105,22 +106,50 @@ def save(trainer: Run, folder: Path, wait: bool = True) -> None:
         processes.wait()  # a process that left would have the others ended, in the midst of writing
 
 
-def _save_shards(trainer: Run, place: Path, keep: int) -> None:
-    """Write a checkpoint with one file per shard; if a process fails, all leave, and it is not one."""
-    processes, (tensors, values) = trainer.processes, contents(trainer)
+@dataclass(frozen=True)
+class Shard:
+    """This process's part of a checkpoint of sharded weights.
+
+    parts: its rows of the sharded tensors; whole: the tensors that are not sharded, with the values of the run.
+    index, count: of the shard. writes: True on the first process that holds it.
+    """
+
+    parts: checkpoint.Tensors
+    whole: checkpoint.Tensors
+    values: dict[str, Any]
+    index: int
+    count: int
+    writes: bool
+
+
+def begin_shards(trainer: Run, place: Path) -> Shard:
+    """Begin a checkpoint of sharded weights, and return this process's part; every process calls it."""
+    with trainer.processes.together():
+        if trainer.processes.first:
+            checkpoint.begin(place, trainer.epoch)
+    tensors, values = contents(trainer)
     owners = {key: owner(trainer, key, tensor.ndim) for key, tensor in tensors.items()}
     parts = {key: shards.local(tensors[key]) for key, parameter in owners.items() if parameter is not None}
-    [index, count, writes] = shards.place(next(parameter for parameter in owners.values() if parameter is not None))
+    whole = {key: tensor for key, tensor in tensors.items() if owners[key] is None}
+    index, count, writes = shards.place(next(parameter for parameter in owners.values() if parameter is not None))
+    return Shard(parts, whole, values, index, count, writes)
+
+
+def _save_shards(trainer: Run, place: Path, keep: int) -> None:
+    """Write a checkpoint with one file per shard; if a process fails, all leave, and it is not one."""
+    processes, shard = trainer.processes, begin_shards(trainer, place)
+    with processes.together():
+        if shard.writes:
+            checkpoint.save_shard(place, trainer.epoch, shard.parts, shard.index, shard.count)
     with processes.together():
         if processes.first:
-            checkpoint.begin(place, trainer.epoch)
-    with processes.together():
-        if writes:
-            checkpoint.save_shard(place, trainer.epoch, parts, index, count)
-    with processes.together():
-        if processes.first:
-            whole = {key: tensor for key, tensor in tensors.items() if owners[key] is None}
-            checkpoint.save(place, trainer.epoch, whole, values, keep, begun=True)
+            checkpoint.save(place, trainer.epoch, shard.whole, shard.values, keep, begun=True)
+
+
+def size(trainer: Run) -> int:
+    """Return the bytes of the tensors that this process holds of a checkpoint."""
+    tensors, _ = contents(trainer)
+    return sum(shards.local(tensor).nbytes for tensor in tensors.values())
 
 
 def owner(trainer: Run, key: str, dimensions: int) -> torch.Tensor | None:

@@ -20,6 +20,7 @@ import numpy as np
 from flowgrpo.data.pairs import OVERALL, load_pairs
 from flowgrpo.evaluation.numbers import ranged
 from flowgrpo.evaluation.statistics import ALL, WILSON, Interval, interval
+from flowgrpo.storage import atomic
 
 CHOICES = ("left", "right", "tie", "skip")
 
@@ -138,18 +139,12 @@ class Ballot:
         return Path(os.path.relpath(path.resolve(), self.output.parent.resolve())).as_posix()
 
     def _write(self, rows: dict[int, dict[str, Any]]) -> None:
-        """Write all rows under a temporary name, then rename it."""
+        """Write all rows, in place of the file."""
         if rows == self._rows:
             return
         if self._stamped() != self._stamp:
             raise Changed(f"another program has changed {self.output}: start `flowgrpo vote` again")
-        self.output.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.output.with_name(f".{self.output.name}.tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.values()))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.output)
+        atomic.write_text(self.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.values()))
         self._rows, self._stamp = rows, self._stamped()
 
     def _stamped(self) -> tuple[int, int] | None:

@@ -12,6 +12,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation import prompt_file
 from flowgrpo.evaluation.checkpoints import config_of
 from flowgrpo.evaluation.measured import spread
+from flowgrpo.storage import atomic
 from flowgrpo.vote.ballot import Comparison
 from flowgrpo.vote.sources import Sides, of_folders
 
@@ -34,8 +35,7 @@ def pairs(source: Path, loras: Sequence[Path], prompts: Path | None, count: int,
     else:
         raise UserError(f"{source} is no run, whose held-out prompts would be drawn: expected --prompts FILE too")
     listing = folder / "prompts.jsonl"
-    folder.mkdir(parents=True, exist_ok=True)
-    listing.write_text(_lines(chosen), encoding="utf-8")
+    atomic.write_text(listing, _lines(chosen))
     model = config.model if config is not None else str(source)
     sides = [None, *loras] if len(loras) == 1 else list(loras)
     for name, lora in zip("ab", sides):

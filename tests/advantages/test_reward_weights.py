@@ -10,8 +10,8 @@ import torch
 from flowgrpo import methods
 from flowgrpo.advantages.group import Advantage, group_relative
 from flowgrpo.advantages.reward_weights import (
-    HardPrompts,
     ForwardCorrected,
+    HardPrompts,
     Hypervolume,
     Influence,
     adapted,

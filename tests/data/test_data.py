@@ -114,6 +114,18 @@ def test_parquet_columns_of_dates_and_decimals_are_metadata_that_json_holds(tmp_
     assert dog == Prompt("a dog", metadata={"score": 0.5})
 
 
+def test_parquet_files_that_harm_are_refused(tmp_path):
+    """Dates beyond Python's, which raise an error of no kind of pyarrow's, and rows without end in a few bytes."""
+    file = tmp_path / "p.parquet"
+    parquet.write_table(pyarrow.table({"prompt": ["a"], "at": pyarrow.array([2**62], pyarrow.timestamp("us"))}), file)
+    with pytest.raises(UserError, match="p.parquet: not a .parquet file that can be read"):
+        load_prompts(file)
+    parquet.write_table(pyarrow.table({"prompt": ["a"] * 2_000_000}), file)
+    assert file.stat().st_size < 10_000
+    with pytest.raises(UserError, match="p.parquet: 2,000,000 rows, expected 1,048,576 at most: split it"):
+        load_prompts(file)
+
+
 def test_mistakes_in_parquet_are_told(tmp_path):
     file = table(tmp_path / "p.parquet", [{"text": "a", "url": "b"}])
     assert message(load_prompts, file) == f"prompts {file}, line 1: expected the column 'prompt', got text, url"

@@ -22,6 +22,7 @@ from flowgrpo.data.prompt_writer import load_templates
 from flowgrpo.data.prompts import load_prompts
 from flowgrpo.errors import LONGEST, UserError, nearest
 from flowgrpo.files import decoded, tensors_of
+from flowgrpo.rewards.pixels import read_tensor
 
 
 def refusal(call, *arguments) -> str:
@@ -181,6 +182,14 @@ def test_damaged_exif_leaves_a_picture_as_it_is(tmp_path):
 def test_sixteen_bits_are_scaled_to_eight(tmp_path):
     Image.fromarray(np.full((4, 4), 32_896, np.uint16)).save(tmp_path / "a.png")
     assert np.unique(np.asarray(read_picture(tmp_path / "a.png"))).tolist() == [128]
+
+
+def test_a_16_bit_png_named_jpg_is_scaled_too(tmp_path):
+    """The content names the format, not the file's ending, for what is drawn and for what is scored."""
+    with (tmp_path / "a.jpg").open("wb") as file:
+        Image.fromarray(np.full((4, 4), 32_896, np.uint16)).save(file, "PNG")
+    assert np.unique(np.asarray(read_picture(tmp_path / "a.jpg"))).tolist() == [128]
+    assert read_tensor(tmp_path / "a.jpg").unique().tolist() == pytest.approx([32_896 / 65_535])
 
 
 def png(width: int, height: int) -> bytes:

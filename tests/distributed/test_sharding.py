@@ -23,7 +23,7 @@ from flowgrpo.methods import validate
 from flowgrpo.policies.options import require_shardable
 from flowgrpo.policies.weights import sharding
 from flowgrpo.storage import checkpoint
-from flowgrpo.training import state
+from flowgrpo.training import saving, state
 from tests.distributed.test_processes import REWARD, SMALL, arguments, free_ports, half_flat, held, join_anew
 from tests.helpers import tiny
 from tests.helpers.forked import Forked
@@ -93,7 +93,10 @@ def one_of_two(folder: Path) -> None:
         metrics = epochs(trainer, 0, 1)
         if case == "full":
             state.save(trainer, folder / "of two")
+            saving.LARGE = 0  # from here on, checkpoints are written by threads
+            trainer.saving(folder / "by threads", last=False)
         metrics += epochs(trainer, 1, 2)
+        trainer.saving.look(wait=True)
         leave(folder, case, trainer, metrics)
         if case == "full":
             said = trainer.policy.weights.save(folder / "saved")
@@ -232,6 +235,13 @@ def test_each_process_holds_and_writes_its_shard(folder):
         assert all(key.endswith(".step") for key in load_file(path / "state.safetensors"))
         sizes = [file.stat().st_size for file in path.glob("shard-*")]
         assert max(sizes) < 0.55 * sum(sizes)
+
+
+def test_shards_written_by_threads_are_those_written_at_once(folder):
+    """The weights have changed in the meantime."""
+    places = [folder / name / "checkpoints" / "epoch-00001" for name in ("by threads", "of two")]
+    threads, at_once = ({file.name: file.read_bytes() for file in place.iterdir()} for place in places)
+    assert threads == at_once
 
 
 def test_gathered_weights_load_into_stock_diffusers(folder, alone):

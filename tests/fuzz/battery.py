@@ -106,21 +106,11 @@ def main() -> int:
     total = 0
     for name in names:
         share = given_.seconds / len(names)
-        command = [
-            sys.executable,
-            "-m",
-            "tests.fuzz.battery",
-            "--child",
-            name,
-            "--seconds",
-            str(share),
-            "--seed",
-            str(given_.seed),
-        ]
-        try:
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=share + 10 * SECONDS
-            )
+        command = [sys.executable, "-m", "tests.fuzz.battery", "--child", name, "--seconds", str(share), "--seed",
+                   str(given_.seed)]
+        try:  # libraries print bytes of a case
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+                                  timeout=share + 10 * SECONDS)
             result = json.loads(done.stdout.splitlines()[-1])
         except (subprocess.TimeoutExpired, IndexError, ValueError) as error:
             said = getattr(error, "stderr", None) or getattr(locals().get("done"), "stderr", "")

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from flowgrpo.errors import UserError
 from tests.fuzz import CORPUS, cases
-from tests.fuzz.cases import lines, mutated, nested, structures
+from tests.fuzz.cases import lines, structures
+from tests.fuzz.contents import bombs, mutated, nested
 
 PROMPT_KEYS = [
     "prompt",
@@ -141,6 +142,13 @@ def picture(case: tuple[str, bytes], folder: Path) -> None:
         raise errors[0]
 
 
+def video(case: tuple[str, bytes], folder: Path) -> None:
+    from flowgrpo.data.pictures import Clip, frame_count
+
+    file = written(folder, f"clip.{case[0]}", case[1])
+    _ = Clip.of(str(file), min(3, frame_count(file)), (8, 8)).frames
+
+
 def scored(case: tuple[str, bytes], folder: Path) -> None:
     from flowgrpo.rewards.table import _read
 
@@ -235,7 +243,7 @@ def _keys() -> st.SearchStrategy[str]:
 YAML = st.one_of(mutated("recipes/*"), nested())
 RECORDS = st.one_of(mutated("prompts/*.jsonl"), nested(), lines(structures(PROMPT_KEYS)))
 SUFFIX = st.sampled_from(["png", "gif", "webp", "jpg", "tiff"])
-PICTURES = st.tuples(SUFFIX, st.one_of(mutated("pictures/*"), cases.bombs()))
+PICTURES = st.tuples(SUFFIX, st.one_of(mutated("pictures/*"), bombs()))
 TARGETS = {
     "recipes": Target(YAML, recipe),
     "recipe values": Target(cases.recipes(), recipe),
@@ -251,10 +259,12 @@ TARGETS = {
     ),
     "prompts jsonl": Target(st.tuples(st.just("p.jsonl"), RECORDS), prompts),
     "prompts csv": Target(st.tuples(st.just("p.csv"), mutated("prompts/*.csv")), prompts),
+    "prompts parquet": Target(st.tuples(st.just("p.parquet"), mutated("prompts/*.parquet", most=3)), prompts),
     "pairs": Target(
         st.one_of(mutated("pairs/*"), nested(), lines(structures(["prompt", "chosen", "rejected", "aspects"]))), pairs
     ),
     "pictures": Target(PICTURES, picture),
+    "videos": Target(st.tuples(st.sampled_from(["mp4", "avi"]), mutated("videos/*", most=3)), video),
     "pictures to score": Target(PICTURES, scored),
     "run folders": Target(cases.run_files(), run),
     "pages to vote on": Target(

@@ -46,8 +46,10 @@ FILES = {
     "prompts txt": "prompts/*.txt",
     "prompts csv": "prompts/*.csv",
     "prompts jsonl": "prompts/*.jsonl",
+    "prompts parquet": "prompts/*.parquet",
     "pairs": "pairs/*",
     "pictures": "pictures/*",
+    "videos": "videos/*",
     "pictures to score": "pictures/*",
 }
 

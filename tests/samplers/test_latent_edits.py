@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from torch.distributions import AffineTransform, Independent, Normal, TanhTransform, TransformedDistribution
 
 from flowgrpo.advantages.baselines import Paired
@@ -20,6 +22,7 @@ from flowgrpo.evaluation.images import load_branches, load_tuned
 from flowgrpo.evaluation.ledger import Ledger, Place
 from flowgrpo.evaluation.statistics import BOOTSTRAP, interval
 from flowgrpo.export.export import card, kohya, merged
+from flowgrpo.files import tensors_of
 from flowgrpo.methods import preset
 from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.methods.validate import resolve
@@ -469,6 +472,18 @@ def test_sample_and_eval_draw_by_the_critics_choice_from_a_runs_folder(tmp_path,
         assert (tuned - want[row]).abs().max() <= 1 / 255
         changed.append(not torch.equal(tuned, base))
     assert any(changed)
+
+
+@pytest.mark.parametrize("edit, sizes", [
+    ({"width": 2**40}, {}), ({"depth": 10**9}, {}), ({}, {"channels": 2**40}), ({}, {"prompt": 2**62})])
+def test_sizes_that_a_file_names_are_not_allocated(edit, sizes, tmp_path):
+    """Networks of these sizes would take more memory than there is."""
+    EditWeights(Editor(Edit(width=8, depth=1), 4, 6)).save(tmp_path)
+    tensors, kept = tensors_of(tmp_path / "edit.safetensors")
+    named = {key: json.dumps(json.loads(kept[key]) | given) for key, given in (("edit", edit), ("sizes", sizes))}
+    save_file(tensors, tmp_path / "edit.safetensors", named)
+    with pytest.raises(UserError, match="no edit policy at .*: expected the folder of a finished run that trained"):
+        load_editor(tmp_path)
 
 
 @pytest.mark.parametrize("options, told", [

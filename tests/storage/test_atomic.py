@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from flowgrpo.storage import atomic
+
+PACKAGE = Path(__file__).parents[2] / "flowgrpo"
+WRITE = re.compile(r"(?<!atomic)\.write_(?:text|bytes)\(|open\([^()]*[\"'][wx]b?[\"']|\.savefig\(|shutil\.copy")
+TEMPORARY = {  # files in a folder that is deleted afterwards, or under a name that `atomic` gave
+    "check/tiny/unets.py", "evaluation/checkpoints.py", "evaluation/pages/figures.py", "rewards/text/sandbox/run.py",
+    "rewards/videos/vbench_child.py", "rewards/videos/vbench_package.py", "storage/atomic.py",
+    "storage/tensor_files.py", "training/tracker.py"}
 
 
 def test_a_write_that_fails_leaves_the_earlier_file(tmp_path):
@@ -47,3 +57,9 @@ def test_a_folder_is_removed(tmp_path):
     atomic.remove(tmp_path / "a")
     atomic.remove(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_module_writes_a_file_in_place():
+    """Whatever is written elsewhere can be cut off by a kill."""
+    writing = {str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py") if WRITE.search(file.read_text())}
+    assert writing == TEMPORARY

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from flowgrpo.storage import atomic
+from flowgrpo.training import saving
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 from power_cuts import Recorder, build
@@ -53,6 +54,16 @@ def whole(tmp_path_factory):
     return *recorded(arguments, base / "output"), arguments, base / "output"
 
 
+@pytest.fixture(scope="module")
+def by_threads(tmp_path_factory):
+    """A recorded run whose checkpoints are written by a thread."""
+    base = tmp_path_factory.mktemp("threads")
+    arguments = prepare(base)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "LARGE", 0)
+        return *recorded(arguments, base / "output"), arguments, base / "output"
+
+
 def test_every_file_of_a_finished_run_is_on_the_disk(whole, tmp_path):
     recorder, root, _, output = whole
     build(recorder.moments[-1], root, tmp_path / "cut")
@@ -67,3 +78,10 @@ def test_after_a_power_cut(whole, tmp_path, share):
     chance = random.Random(int(100 * share)) if share > 0.5 else None
     index = int(share * len(recorder.moments))
     assert cut(recorder, root, index, arguments, tmp_path / "cut", output / "run", chance) == ""
+
+
+@pytest.mark.parametrize("share", [0.4, 0.6, 0.7])
+def test_after_a_power_cut_while_a_thread_writes(by_threads, tmp_path, share):
+    recorder, root, arguments, output = by_threads
+    index = int(share * len(recorder.moments))
+    assert cut(recorder, root, index, arguments, tmp_path / "cut", output / "run", random.Random(index)) == ""

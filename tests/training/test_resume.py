@@ -268,11 +268,13 @@ def test_a_state_that_does_not_fit_is_told_in_a_line(finished, capsys):
     assert "epoch-00006 cannot be read (" in said.err and "remove it to go on from epoch-00004" in said.err
 
 
-def test_damaged_samples_of_the_base_are_measured_again(finished, uninterrupted, capsys):
+@pytest.mark.parametrize("damage", [lambda file: file.touch(), os.mkfifo], ids=["empty", "FIFO"])
+def test_damaged_samples_of_the_base_are_measured_again(damage, finished, uninterrupted, capsys):
     command, run = finished
     assert main([*command, "--resume"]) == 0  # the folder was copied, and is measured anew
     kept = (run / "before" / "000.png").read_bytes()
-    (run / "before" / "000.png").write_bytes(b"")
+    (run / "before" / "000.png").unlink()
+    damage(run / "before" / "000.png")
     (run / LORA_FILE).unlink()
     assert main([*command, "--resume"]) == 0
     assert f"{run / 'before'} is damaged (" in capsys.readouterr().out

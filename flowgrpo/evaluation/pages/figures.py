@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from flowgrpo.storage import atomic
+
 PAPER, INK, FAINT, LINE = "#ffffff", "#1f2328", "#5c636d", "#d9dce1"
 COLOURS = ("#1d5fd1", "#c2570c", "#0f7f73", "#8b3fb5", "#9a7500", "#c0264f", "#4d7c0f", "#5b6472")  # as report.html
 DASHES = ("-", "--", ":", "-.")
@@ -45,5 +47,6 @@ def save(figure: Any, path: Path) -> None:
     """Write the figure as PNG, without a time stamp or version, and close it."""
     from matplotlib import pyplot
 
-    figure.savefig(path, dpi=DPI, metadata={"Software": None})
+    with atomic.replacing(path) as file:
+        figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
     pyplot.close(figure)

@@ -18,6 +18,7 @@ from flowgrpo.escaped import cell, markdown
 from flowgrpo.evaluation.numbers import bounds, ranged
 from flowgrpo.evaluation.pages import grid, mp4
 from flowgrpo.evaluation.pages.clips import pace
+from flowgrpo.storage import atomic
 
 if TYPE_CHECKING:
     import torch
@@ -71,14 +72,13 @@ def write_page(path: str | Path, title: str, columns: Sequence[str], rows: Seque
     summary: the last row.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     heads = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in columns)
     small = all(isinstance(image, str) or max(image.shape[-2:]) < grid.SMALLEST
                 for row in rows for image in row.images)
     digits = grid.digits_of(rows)
     text = HEAD.format(title=html.escape(title), columns=heads, rendering="pixelated" if small else "auto")
     lines = [*(_row(row, digits) for row in rows), *([_means(summary, digits)] if summary else [])]
-    path.write_text(text + "".join(lines) + "</tbody></table>\n</main></body></html>\n", encoding="utf-8")
+    atomic.write_text(path, text + "".join(lines) + "</tbody></table>\n</main></body></html>\n")
     return path
 
 
@@ -86,7 +86,6 @@ def write_table(path: str | Path, title: str, columns: Sequence[str], rows: Sequ
                 summary: grid.Summary | None = None) -> Path:
     """Write texts under their columns' names as a Markdown table, each with its scores below; summary: the last row."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     digits = grid.digits_of(rows)
     lines = [["prompt", *map(markdown, columns)], ["---"] * (len(columns) + 1)]
     lines += [[cell(row.caption), *(_scored(image, scores, digits) for image, scores in zip(row.images, row.scores))]
@@ -95,7 +94,7 @@ def write_table(path: str | Path, title: str, columns: Sequence[str], rows: Sequ
         lines.append([summary.label, *(", ".join(f"{cell(_short(name))} {_ranged(of, digits[name])}"
                                                  for name, of in means.items()) for means in summary.columns)])
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    path.write_text(f"# {markdown(title)}\n\n{table}", encoding="utf-8")
+    atomic.write_text(path, f"# {markdown(title)}\n\n{table}")
     return path
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from flowgrpo.config.parse import read_yaml
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.runs import HELD_OUT, read
+from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import read_lines
 from flowgrpo.storage.places import CONFIG, run_of
 
@@ -60,7 +61,7 @@ def write(runs: Sequence[Path], output: Path | None = None) -> Path:
     output = output or folders[0].parent / f"{'-'.join(names)}.html"
     compared = [Compared(label, flat(read_yaml(folder / CONFIG)), measured(folder))
                 for label, folder in zip(labels, folders)]
-    output.write_text(page(compared), encoding="utf-8")
+    atomic.write_text(output, page(compared))
     return output
 
 

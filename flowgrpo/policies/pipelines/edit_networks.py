@@ -9,14 +9,15 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
+from flowgrpo.files import decoded, tensors_of
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers.latent_edits import Edit
@@ -153,15 +154,26 @@ class EditWeights(TrainableWeights):
 def load_editor(folder: Path, device: torch.device | str = "cpu") -> Editor:
     """Return the editor that a run saved. Raises UserError if there is none, or if it cannot be read."""
     try:
-        with safe_open(folder / FILE, "pt") as file:
-            settings = {key: json.loads(value) for key, value in file.metadata().items()}
-        editor = Editor(Edit(**settings["edit"]), **settings["sizes"], device=device, states=device)
-        editor.networks.load_state_dict(load_file(folder / FILE, device=str(device)))
+        tensors, described = tensors_of(folder / FILE)
+        edit, sizes = Edit(**decoded(described["edit"])), decoded(described["sizes"])
+        _require_sizes(edit, sizes, tensors)
+        editor = Editor(edit, **sizes, device=device, states=device)
+        editor.networks.load_state_dict(tensors)
     except Exception as error:
         message = " ".join(str(error).split())[:120]
         raise UserError(f"no edit policy at {folder / FILE} ({message}): expected the folder of a finished run that "
                         "trained one") from None
     return editor
+
+
+def _require_sizes(edit: Edit, sizes: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Raise ValueError if networks of these sizes have other tensors than the file; allocates none."""
+    if edit.depth > len(tensors):
+        raise ValueError(f"{edit.depth} blocks, but {len(tensors)} tensors")
+    with torch.device("meta"):
+        expected = Editor(edit, **sizes, device="meta").networks.state_dict()
+    if {key: value.shape for key, value in expected.items()} != {key: value.shape for key, value in tensors.items()}:
+        raise ValueError(f"its tensors are not those of a width of {edit.width} and {sizes}")
 
 
 def _places(count: int, width: int) -> Tensor:

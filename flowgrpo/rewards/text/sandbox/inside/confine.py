@@ -8,6 +8,7 @@ import platform
 import resource
 import signal
 import struct
+from typing import Any
 
 PARENT_DEATH, SECCOMP, NO_NEW_PRIVILEGES, FILTER = 1, 22, 38, 2  # of prctl(2)
 # The machine's number in a filter, and which number of each call below is its own.
@@ -30,6 +31,18 @@ REFUSED = {
     "kexec_load": (246, 104), "kexec_file_load": (320, 294), "swapon": (167, 224), "swapoff": (168, 225),
     "reboot": (169, 142), "quotactl": (179, 60), "acct": (163, 89), "syslog": (103, 116),
 }
+
+
+def confine(given: dict[str, Any]) -> bool:
+    """Set the limits of a job, and the filter; return False if the job needs a filter and there is none."""
+    limit(given["cpu"], given["memory"], given["files"])
+    return filter_calls() or not given["filter"]
+
+
+def read_from(descriptor: int) -> None:
+    """Make an open file the standard input."""
+    os.dup2(descriptor, 0)
+    os.close(descriptor)
 
 
 def limit(cpu: int, memory: int, files: int) -> None:

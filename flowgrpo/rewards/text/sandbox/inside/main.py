@@ -17,8 +17,12 @@ import sys
 import types
 from typing import Any
 
-from .confine import filter_calls, limit, to_null
 from .link import Broken, Link
+
+if sys.platform == "wasi":
+    from .wasi import confine, read_from, to_null
+else:
+    from .confine import confine, read_from, to_null
 
 FILE = "solution.py"  # of the code, in tracebacks
 OPERATIONS: dict[str, Any] = {
@@ -36,13 +40,11 @@ def main(job: str) -> None:
     with open(os.path.join(job, "job.json"), encoding="utf-8") as file:
         given = json.load(file)
     source = os.open(os.path.join(job, "in"), os.O_RDONLY) if given["mode"] == "program" else None
-    limit(given["cpu"], given["memory"], given["files"])
-    if not filter_calls() and given["filter"]:
+    if not confine(given):
         os.write(2, b"no filter of system calls for this machine\n")
         os._exit(1)
     if source is not None:
-        os.dup2(source, 0)
-        os.close(source)
+        read_from(source)
     os.write(2, b"started\n")
     report = to_null(2)
     if given["mode"] == "tests":
