@@ -172,12 +172,14 @@ class Trainer:
         places = [int(place) for part in parts for place in part.prompts[::shape.group]]
         groups = [of[first + place] for first in range(0, len(of), len(of) // self.processes.count) for place in places]
         leaves = self.processes.gather(torch.cat([part.leaves() for part in parts]))
-        logp, lengths, deducted = leaves.view(-1, self.config.train.group, 3).unbind(2)
+        logp, lengths, deducted, *measured = leaves.view(-1, self.config.train.group, leaves.shape[1]).unbind(2)
+        baseline = measured.pop(0).float() if parts[0].baseline is not None else None
         longest = sum(transitions.old.logp.shape[1] for transitions in parts[0].transitions)
         strides = len(self.method.rollout.strides)
         return Context(groups[::shape.slices], logp.float(), lengths.long(), longest, self.epoch,
                        self.config.train.epochs, self.memory, self.scoring.paired * strides, deducted.float(),
-                       list(self.scoring.weights.values()) * strides)
+                       list(self.scoring.weights.values()) * strides, list(self.scoring.weights) * strides,
+                       torch.stack(measured, 2).float() if measured else None, baseline)
 
     def learn(self, credited: list[Part | None], conditioning: Encoded) -> dict[str, Any]:
         """Replay the recorded decisions and minimise the method's loss: `updates` optimiser steps per inner epoch.

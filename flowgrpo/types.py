@@ -109,6 +109,7 @@ class Transitions:
     x_next: [m, *D].
     old: [m, 1], their score under the policy that drew them.
     goal: of a method with a supervised term.
+    clean: [n, *D], the data that the policy predicted at each state, of a method that scores it.
     """
 
     step: int
@@ -118,6 +119,7 @@ class Transitions:
     x_next: Tensor
     old: Scored
     goal: RegressionTarget | None = None
+    clean: Tensor | None = None
     correction = None  # states of a sampler have none
 
     def __post_init__(self) -> None:
@@ -132,8 +134,9 @@ class Transitions:
             return None
         left, parent = self.parent[keep].unique_consecutive(return_inverse=True)
         at, of = keep.to(self.x_next.device), left.to(self.x.device)
-        goal = self.goal and self.goal.rows(at)
-        return Transitions(self.step, self.x[of], self.prompts[left], parent, self.x_next[at], self.old.rows(at), goal)
+        goal, clean = self.goal and self.goal.rows(at), None if self.clean is None else self.clean[of]
+        return Transitions(self.step, self.x[of], self.prompts[left], parent, self.x_next[at], self.old.rows(at), goal,
+                           clean)
 
 
 class Completion(str):
@@ -307,6 +310,9 @@ class Context:
     win_rates: for each of the R rewards, whether it is already a win rate within its group, as a judge's (empty: none).
     deducted: [P, G], subtracted from every reward of a sample before all else (None: nothing).
     weights: of the R rewards (empty: 1 each).
+    names: of the R rewards.
+    predicted: [P, G, K], rewards of the clean predictions before the K trained steps (None: not scored).
+    baseline: [P, G], reward of the deterministic sample from the same initial noise (None: none is drawn).
     """
 
     prompts: Sequence[str] = ()
@@ -319,3 +325,6 @@ class Context:
     win_rates: Sequence[bool] = ()
     deducted: Tensor | None = None
     weights: Sequence[float] = ()
+    names: Sequence[str] = ()
+    predicted: Tensor | None = None
+    baseline: Tensor | None = None

@@ -26,7 +26,12 @@ ORDERS = ("advantages", "rewards", "gdpo")
 
 
 class AdvantageRule:
-    """Comparison of the rewards of a group: base class."""
+    """Comparison of the rewards of a group: base class.
+
+    reads_baseline: it compares with the deterministic sample from the same initial noise (`Context.baseline`).
+    """
+
+    reads_baseline = False
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         """Return the advantages [P, G]. rewards: [P, G, R], NaN where one does not apply; weights: [R]."""

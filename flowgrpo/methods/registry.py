@@ -15,6 +15,7 @@ from flowgrpo.advantages import (
     reward_weights,
     selection,
     shaping,
+    step_credit,
     token_credit,
 )
 from flowgrpo.advantages.group import AdvantageRule
@@ -48,19 +49,21 @@ from flowgrpo.samplers import (
     old_policy,
     plans,
     preview,
+    pruning,
     reward_gradient,
     solvers,
 )
-from flowgrpo.samplers.text import decoding, groups, gumbel_softmax, lookahead, trees
+from flowgrpo.samplers.text import annealing, branching, decoding, groups, gumbel_softmax, lookahead, trees
 
 # By the field of a Method, or of a part in it. A new part goes into one of these modules, or its module into a line.
 MODULES: dict[str, tuple[ModuleType, ...]] = {
     "target": (targets,),
     "kernel": (kernels, learned_noise),
-    "decoding": (decoding,),
+    "decoding": (decoding, annealing),
     "plan": (plans,),
     "solver": (solvers,),
     "preview": (preview,),
+    "pruning": (pruning,),
     "shaping": (shaping, length_shaping),
     "advantage": (group, baselines, reward_weights, correctness),
     "selection": (selection,),
@@ -78,11 +81,12 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "relaxation": (gumbel_softmax,),
     "edit": (latent_edits,),
     "adapted": (adapted,),
-    "draws": (groups, trees, lookahead),
+    "draws": (groups, trees, lookahead, branching),
     "spread": (token_credit,),
     "curriculum": (order,),
     "redraw": (resampling,),
-    "value": (gae,)}
+    "value": (gae,),
+    "progress": (step_credit,)}
 # What parts return or hold, and what no recipe names.
 _RECORDS = {plans.Schedule, lookahead.Branch, reward_gradient.ResumableStates, reward_gradient.RewardGradientRollout,
             latent_edits.Edits,

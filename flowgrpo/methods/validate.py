@@ -7,7 +7,7 @@ import torch
 from flowgrpo import objectives
 from flowgrpo.advantages.shaping import BradleyTerry
 from flowgrpo.config.schema import Config
-from flowgrpo.errors import UserError
+from flowgrpo.errors import UserError, nearest
 from flowgrpo.gaussian import log_prob
 from flowgrpo.methods import reads
 from flowgrpo.methods.method import OF_TEXT, Method
@@ -32,6 +32,7 @@ def resolve(config: Config, process: str = "flow") -> Method:
         method = method.having(target=RecordedPairs(method.target.times))
     reads.require_set(host, requested, method, overlays(config.method))
     reads.require_types(method)
+    _require_names(config, method)
     try:
         if method.credit.selection is not None:
             method.credit.selection(torch.zeros(1, train.group))
@@ -42,6 +43,15 @@ def resolve(config: Config, process: str = "flow") -> Method:
         raise UserError(f"method {config.method} with {steps}train.group {train.group} and parts {config.parts}: "
                         f"{error}") from None
     return method
+
+
+def _require_names(config: Config, method: Method) -> None:
+    """Raise UserError for a part that names a reward which the run has not."""
+    for place, part in method.parts().items():
+        for name in getattr(part, "rewards", ()):
+            if name not in config.rewards:
+                raise UserError(f"parts.{place}.rewards: unknown reward {name!r}{nearest(name, list(config.rewards))}, "
+                                f"expected some of {', '.join(config.rewards)}")
 
 
 def substituted(config: Config, method: Method) -> str | None:
@@ -71,6 +81,10 @@ def _explorations(method: Method, config: Config, process: str) -> list[RolloutS
     explorations = method.explorations(grid, train.group, train.shift, 0, config.seed)
     if rollout.preview:
         require_choice(explorations, rollout.preview.pool)
+    if rollout.pruning is not None:
+        rollout.pruning.require(explorations, train.group)
+    if method.credit.advantage.reads_baseline and max(rollout.strides) > 1:
+        raise ValueError("the advantage SameNoise compares samples finished on one grid: set parts.strides: [1]")
     if method.redraw is not None and len(explorations) > 1:
         raise ValueError(f"redraw is {type(method.redraw).__name__}, which goes with methods that sample a group per "
                          "prompt and compare its rewards: set parts.redraw: null")
