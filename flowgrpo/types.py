@@ -225,7 +225,7 @@ class Segmented(Completions):
 
     def rows(self, at: Tensor) -> Segmented:
         return Segmented(self.ids[at], self.prompts[at], self.old.rows(at), self.segments[at], self.values[at],
-                         correction=self._correction(at))
+                         correction=self._correction(at), expert=None if self.expert is None else self.expert[at])
 
 
 @dataclass(frozen=True, eq=False)

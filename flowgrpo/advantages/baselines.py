@@ -88,7 +88,8 @@ class SameNoise(AdvantageRule):
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         assert context is not None and context.baseline is not None, "its rollout draws the baseline"
         total = weighted_sum(rewards, weights)
-        gains = total - below(context.baseline.to(total)[..., None], context.baseline.shape[1] // total.shape[1])[..., 0]
+        baseline = context.baseline.to(total)[..., None]
+        gains = total - below(baseline, baseline.shape[1] // total.shape[1])[..., 0]
         if self.scale == "batch":
             gains = gains / ((gains - gains.nanmean()).square().nanmean().sqrt() + 1e-4)
         return gains.nan_to_num(0).clamp(-self.clamp, self.clamp)

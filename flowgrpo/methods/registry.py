@@ -9,6 +9,7 @@ from typing import Any
 from flowgrpo.advantages import (
     baselines,
     correctness,
+    downsampling,
     gae,
     group,
     length_shaping,
@@ -16,6 +17,7 @@ from flowgrpo.advantages import (
     selection,
     shaping,
     step_credit,
+    step_scores,
     token_credit,
 )
 from flowgrpo.advantages.group import AdvantageRule
@@ -66,7 +68,7 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "pruning": (pruning,),
     "shaping": (shaping, length_shaping),
     "advantage": (group, baselines, reward_weights, correctness),
-    "selection": (selection,),
+    "selection": (selection, downsampling),
     "log_ratio": (ratios,),
     "surrogate": (surrogates, forward_process, sequence_losses, token_losses, actor_critic),
     "step_weight": (step_weights,),
@@ -82,14 +84,14 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "edit": (latent_edits,),
     "adapted": (adapted,),
     "draws": (groups, trees, lookahead, branching),
-    "spread": (token_credit,),
+    "spread": (token_credit, step_scores),
     "curriculum": (order,),
     "redraw": (resampling,),
     "value": (gae,),
     "progress": (step_credit,)}
 # What parts return or hold, and what no recipe names.
 _RECORDS = {plans.Schedule, lookahead.Branch, reward_gradient.ResumableStates, reward_gradient.RewardGradientRollout,
-            latent_edits.Edits,
+            latent_edits.Edits, downsampling._Downsampled,
             actor_critic.Seen, targets.Target,
             targets.Traces, targets.RecordedPairs}  # what a run makes of completions and of noised finals
 PLACES: dict[Any, str] = {cls: place for place, modules in MODULES.items() for module in modules

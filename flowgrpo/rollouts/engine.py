@@ -75,9 +75,7 @@ class EngineRollouts(TextRollouts):
                 [some] = self.answered(conditioning, part_prompts, places, [some])
             part = self.target.record(groups, part_prompts, [some])
             part = self.corrected(part, conditioning, greedy[rows])
-            if self.method.credit.spread is not None and self.method.credit.spread.samples:
-                part = self.valued(part, conditioning, seed, judge)
-            yield part, [list(some.texts)]
+            yield self.valued(part, conditioning, seed, judge), [list(some.texts)]
 
     def corrected(self, part: Part, conditioning: TokenizedPrompts, greedy: torch.Tensor) -> Part:
         """Return the part with the trainer's log-probabilities and weights of its tokens.

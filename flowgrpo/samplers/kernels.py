@@ -169,7 +169,8 @@ class AnnealedNoise:
             raise ValueError(f"AnnealedNoise: highest is {self.highest}, lowest {self.lowest} and slow {self.slow}, "
                              "expected 0 < lowest <= highest, and slow above 0")
         if isinstance(self.kernel, (ODE, AnnealedNoise)):
-            raise ValueError(f"AnnealedNoise: kernel is {type(self.kernel).__name__}, expected one with a level of noise")
+            raise ValueError(f"AnnealedNoise: kernel is {type(self.kernel).__name__}, expected one with a "
+                             "level of noise")
 
     def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
         return scaled(self.kernel, annealed(i, self.highest, self.lowest, self.slow))(x, v, grid, i)

@@ -55,8 +55,8 @@ class Pruning:
         """Raise ValueError unless every sample of a group has a separate initial noise, once per epoch."""
         [spec, *others] = explorations
         if others or spec.roots < group or spec.splits or len(spec.strides) > 1:
-            raise ValueError("pruning begins samples that share no state, finished once: set parts: {roots: null} and a "
-                             "plan without splits")
+            raise ValueError("pruning begins samples that share no state, finished once: set parts: {roots: null} and "
+                             "a plan without splits")
         self.at(spec.steps)
         if self.pool < group:
             raise ValueError(f"Pruning: pool is {self.pool}, expected at least the group of {group}")

@@ -32,9 +32,11 @@ def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[flo
     """
     less = rewards if context.deducted is None else rewards - context.deducted[..., None].to(rewards)
     shaping, selection, spread = method.credit.shaping, method.credit.selection, method.credit.spread
+    if hasattr(selection, "before"):  # others are compared without the samples that it leaves out
+        less = less.masked_fill(~selection.before(less, weights, context)[..., None], torch.nan)
     shaped, totals = shaping(less, context) if shaping else less, local(weighted_sum(rewards, weights))
     weights = [1.0] if shaping and shaping.merges else weights
-    advantage, leaves = method.credit.advantage(shaped, weights, context), ~rewards.isnan().all(2)
+    advantage, leaves = method.credit.advantage(shaped, weights, context), ~less.isnan().all(2)
     leaves = selection(advantage, context) & leaves if selection else leaves
     # By the number of samples below a transition, and the place of its step where that has a bonus.
     advantage_of, kept_of = {(1, -1): local(advantage)}, {(1, -1): local(leaves)}
@@ -77,7 +79,8 @@ def _at_node(method: Method, shaped: Tensor, weights: list[float], context: Cont
     """
     context, progress = copy.deepcopy(context), method.credit.progress
     if bonus is not None and progress is not None:
-        shaped = torch.cat([shaped, bonus[..., None].to(shaped)], 2)
+        bonus = bonus.to(shaped).masked_fill(shaped.isnan().all(2), torch.nan)
+        shaped = torch.cat([shaped, bonus[..., None]], 2)
         weights = [*(progress.outcome * weight for weight in weights), progress.weight]
         context = replace(context, weights=weights, win_rates=[*context.win_rates, False] if context.win_rates else ())
     values = below(shaped, width)

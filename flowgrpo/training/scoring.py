@@ -107,7 +107,8 @@ class Scoring:
         functions = {name: self.functions[name] for name in weights}
         scores = self._score(functions, [batch[p] for p in rows], outputs, group, None, latents)
         scores = scores.unflatten(0, (-1, group))
-        return weighted_sum(rewards.transformed(functions, scores) if self.transforms else scores, list(weights.values()))
+        shaped = rewards.transformed(functions, scores) if self.transforms else scores
+        return weighted_sum(shaped, list(weights.values()))
 
     def value(self, batch: list[Prompt], rows: torch.Tensor, pictures: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of rewards [b] of images of the prompts `rows` [b], with its gradient."""
