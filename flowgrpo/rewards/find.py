@@ -83,6 +83,8 @@ BUILT_IN = {
     "overlong": "flowgrpo.rewards.text.rules:Overlong",
     "repetition": "flowgrpo.rewards.text.rules:Repetition",
     "distinct": "flowgrpo.rewards.text.rules:Distinct",
+    "text_diversity": "flowgrpo.rewards.text.diversity:TextDiversity",
+    "reference_band": "flowgrpo.rewards.text.diversity:ReferenceBand",
     "json_schema": "flowgrpo.rewards.text.json_schema:JsonSchema",
     "code_run": "flowgrpo.rewards.text.code_tests:CodeRun",
     "rubric": "flowgrpo.rewards.text.rubric:Rubric",

@@ -119,7 +119,8 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         return replace(spec, group=samples, roots=samples if spec.alone else spec.roots, shared=not spec.alone)
 
     def sample(self, conditioning: Conditioning, epoch: int, judge: TotalReward,
-               value: reward_gradient.Value | None = None, turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor | None]]]:
+               value: reward_gradient.Value | None = None, turn: int = 0
+               ) -> Iterator[tuple[Part, list[torch.Tensor | None]]]:
         """Sample a group per prompt: yield the parts as they are finished, each with its pictures.
 
         Pictures [b,...] are on the CPU, once per granularity; None where no reward looks at them.

@@ -19,10 +19,11 @@ from flowgrpo.methods.method import Method
 from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.rollouts.base import GroupSampler, RewardValue, TotalReward
 from flowgrpo.rollouts.loss_inputs import LossInputs
+from flowgrpo.rollouts.text_steps import scored_steps
 from flowgrpo.rollouts.text_targets import TARGETS, Replayed
 from flowgrpo.samplers.rollout import Part, Seed
 from flowgrpo.samplers.text.answers import answer_of, with_answers
-from flowgrpo.samplers.text.continuations import scored_steps, segmented
+from flowgrpo.samplers.text.continuations import segmented
 from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Scored
 

@@ -188,7 +188,8 @@ def scaled(kernel: Kernel, factor: float) -> Kernel:
     Raises ValueError if the product is out of the field's range.
     """
     if isinstance(kernel, AnnealedNoise):
-        return replace(kernel, kernel=scaled(kernel.kernel, factor))
+        inner: Any = scaled(kernel.kernel, factor)
+        return replace(kernel, kernel=inner)
     parts: Any = kernel  # a dataclass
     [noise] = fields(parts)
     try:

@@ -68,4 +68,5 @@ def test_a_reward_that_is_not_there_is_refused():
     with pytest.raises(UserError, match="parts.selection.rewards: unknown reward 'proces'"):
         validate.resolve(tiny_runs.config("flow", "flow_grpo", parts), "flow")
     with pytest.raises(UserError, match="n is 9, expected at most the 4 samples"):
-        validate.resolve(tiny_runs.config("flow", "flow_grpo", {"selection": parts["selection"] | {"n": 9}}), "flow")
+        validate.resolve(tiny_runs.config("flow", "flow_grpo", {"selection": {
+            "type": "ResampleCorrect", "n": 9, "rewards": ["score"]}}), "flow")

@@ -52,7 +52,7 @@ VALUES = {"tail": 0.5, "roots": 2, "strides": [1, 2]}
 SAME = {"Influence", "ODE", "Teacher"}
 # What is first seen in a second epoch.
 LATER = {"EMA", "PreviousPolicy", "WeightAverage", "Linear", "Adaptive", "Lag", "ThompsonSampling", "Knapsack",
-         "Pooled", "ValueTracker"}
+         "Pooled", "ValueTracker", "Episodic"}
 
 
 def laid(name: str, part: dict[str, Any]) -> dict[str, Any]:

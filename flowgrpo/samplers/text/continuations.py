@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flowgrpo.advantages.step_scores import StepScores, text_steps
 from flowgrpo.errors import UserError
 from flowgrpo.samplers.rollout import Seed
 from flowgrpo.samplers.text.decoding import Decoding, decided, divided
 from flowgrpo.samplers.text.language_model import CausalModel
 from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
-from flowgrpo.types import Completion, Completions, Segmented
+from flowgrpo.types import Completions, Segmented
 
 
 def continued(policy: CausalModel, tokenized: TokenizedPrompts, prefixes: Sequence[Tensor], decoding: Decoding,
@@ -92,31 +91,3 @@ def segmented(policy: CausalModel, tokenized: TokenizedPrompts, taken: Completio
         totals = judge(texts, samples, taken.prompts[row].repeat_interleave(samples))
         values[row, segment] = totals.nanmean(1).to(values)
     return Segmented(taken.ids, taken.prompts, taken.old, segments, values, correction=taken.correction)
-
-
-def scored_steps(policy: CausalModel, taken: Completions, spread: StepScores, judge: Callable[..., Tensor]
-                 ) -> Segmented:
-    """Return the completions in steps, with the score of each.
-
-    judge: judge(texts, votes, prompts, None, names) returns the total rewards [., votes] of texts of the prompts.
-    """
-    def text(ids: Sequence[int]) -> str:
-        return policy.tokenizer.decode(ids, skip_special_tokens=True)
-
-    segments, texts, of = torch.zeros_like(taken.ids), [], []
-    for row, (ids, mask) in enumerate(zip(taken.ids, taken.old.mask.cpu())):
-        count = int((mask * torch.arange(1, len(mask) + 1)).max())  # to the last one that counts
-        start = 0
-        for number, end in enumerate(text_steps(ids[:count].tolist(), spread.ends, text)):
-            segments[row, start:] = number
-            shown = ids[0 if spread.whole else start:end].tolist()
-            texts += [Completion(text(shown), len(shown))] * spread.votes
-            of.append((row, number))
-            start = end
-    scores = torch.full((len(taken.ids), int(segments.max()) + 1), torch.nan)
-    if of:
-        rows, numbers = torch.tensor(of).unbind(1)
-        prompts = taken.prompts[rows].repeat_interleave(spread.votes)
-        scores[rows, numbers] = spread.voted(judge(texts, spread.votes, prompts, None, spread.rewards)).to(scores)
-    return Segmented(taken.ids, taken.prompts, taken.old, segments, scores, correction=taken.correction,
-                     expert=taken.expert)
