@@ -33,6 +33,7 @@ from flowgrpo.rollouts.build import make_rollouts
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training import state
 from flowgrpo.training.best import BestWeights
+from flowgrpo.training.contexts import context_of
 from flowgrpo.training.credit import credit
 from flowgrpo.training.critic import make_critic
 from flowgrpo.training.endings import saved
@@ -48,7 +49,7 @@ from flowgrpo.training.scorer import Scorer
 from flowgrpo.training.scoring import Functions, Scoring
 from flowgrpo.training.shares import moved, shares, slices, whole_groups
 from flowgrpo.training.throughput import Throughput
-from flowgrpo.types import Context, Scored, required
+from flowgrpo.types import Scored, required
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -64,7 +65,6 @@ class Trainer:
         self.config, self.accelerator, self.policy = config, accelerator, policy
         self.prompts, self.held_out = prompts
         self.keys = [prompt.key for prompt in self.prompts]
-        self.metadata = {prompt.key: prompt.metadata for prompt in self.prompts}
         self.method = validate.resolve(config, policy.process)
         self.processes = Processes(accelerator, config.memory.context_parallel)
         self.processes.turns = policy.turns
@@ -177,25 +177,8 @@ class Trainer:
         scores: [groups,G,R] of all processes; keys: of their prompts.
         """
         weights = list(self.scoring.weights.values()) * len(self.method.rollout.strides)
-        return list(credit(self.method, parts, self.scoring.shaped(scores), weights, self.context(parts, keys),
+        return list(credit(self.method, parts, self.scoring.shaped(scores), weights, context_of(self, parts, keys),
                            lambda values: self.processes.own(slices(values, self.geometry.slices))))
-
-    def context(self, parts: list[Part], keys: list[str]) -> Context:
-        """Return the method's inputs besides rewards, of all processes in one order of prompts."""
-        shape, of = self.geometry, self.geometry.sliced(keys)
-        places = [int(place) for part in parts for place in part.prompts[::shape.group]]
-        groups = [of[first + place] for first in range(0, len(of), len(of) // self.processes.count) for place in places]
-        leaves = self.processes.gather(torch.cat([part.leaves() for part in parts]))
-        logp, lengths, deducted, entropy, reference = leaves.view(-1, self.config.train.group, 5).unbind(2)
-        longest = sum(transitions.old.logp.shape[1] for transitions in parts[0].transitions)
-        strides = len(self.method.rollout.strides)
-        of_groups = groups[::shape.slices]
-        return Context(of_groups, logp.float(), lengths.long(), longest, self.epoch,
-                       self.config.train.epochs, self.memory, self.scoring.paired * strides, deducted.float(),
-                       list(self.scoring.weights.values()) * strides, self.rollouts.splits(self.epoch),
-                       entropy.float() if "entropy" in self.method.needs else None,
-                       reference.float() if "reference" in self.method.needs else None,
-                       [self.metadata.get(key, {}) for key in of_groups])
 
     def learn(self, credited: list[Part | None], conditioning: Encoded) -> dict[str, Any]:
         """Replay the recorded decisions and minimise the method's loss: `updates` optimiser steps per inner epoch.

@@ -109,6 +109,7 @@ class Transitions:
     x_next: [m, *D].
     old: [m, 1], their score under the policy that drew them.
     goal: of a method with a supervised term.
+    clean: [n, *D], the data that the policy predicted at each state, of a method that scores it.
     """
 
     step: int
@@ -118,6 +119,7 @@ class Transitions:
     x_next: Tensor
     old: Scored
     goal: RegressionTarget | None = None
+    clean: Tensor | None = None
     correction = None  # states of a sampler have none
 
     def __post_init__(self) -> None:
@@ -132,8 +134,9 @@ class Transitions:
             return None
         left, parent = self.parent[keep].unique_consecutive(return_inverse=True)
         at, of = keep.to(self.x_next.device), left.to(self.x.device)
-        goal = self.goal and self.goal.rows(at)
-        return Transitions(self.step, self.x[of], self.prompts[left], parent, self.x_next[at], self.old.rows(at), goal)
+        goal, clean = self.goal and self.goal.rows(at), None if self.clean is None else self.clean[of]
+        return Transitions(self.step, self.x[of], self.prompts[left], parent, self.x_next[at], self.old.rows(at), goal,
+                           clean)
 
 
 class Completion(str):
@@ -222,7 +225,7 @@ class Segmented(Completions):
 
     def rows(self, at: Tensor) -> Segmented:
         return Segmented(self.ids[at], self.prompts[at], self.old.rows(at), self.segments[at], self.values[at],
-                         correction=self._correction(at))
+                         correction=self._correction(at), expert=None if self.expert is None else self.expert[at])
 
 
 @dataclass(frozen=True, eq=False)
@@ -311,6 +314,9 @@ class Context:
     entropy: [P, G], the mean entropy of a completion's tokens, in nats; None if the method does not read it.
     reference: [P, G], a sample's log-probability under the reference, in the unit of logp; None likewise.
     metadata: of the prompts of the groups, P of them (empty: none).
+    names: of the R rewards.
+    predicted: [P, G, K], rewards of the clean predictions before the K trained steps (None: not scored).
+    baseline: [P, G], reward of the deterministic sample from the same initial noise (None: none is drawn).
     """
 
     prompts: Sequence[str] = ()
@@ -327,3 +333,6 @@ class Context:
     entropy: Tensor | None = None
     reference: Tensor | None = None
     metadata: Sequence[dict[str, Any]] = ()
+    names: Sequence[str] = ()
+    predicted: Tensor | None = None
+    baseline: Tensor | None = None

@@ -193,6 +193,8 @@ PLACES = {"target": "what the loss scores",
           "spread": "how the advantage of a sample is spread over its tokens or steps",
           "curriculum": "which prompts an epoch begins with",
           "redraw": "which groups are replaced by other prompts",
+          "pruning": "which of many begun samples are finished, by their clean predictions",
+          "progress": "credit of every step, by the reward of the clean prediction before it",
           "value": "a language model's value model, whose advantages are per token, or how the critic of edits learns",
           "edit": "how a small policy edits the final latents of a model that stays as it is"}
 PAPER = re.compile(r"\b\d{4}\.\d{5}\b")

@@ -19,6 +19,7 @@ from torch import Tensor
 from flowgrpo.advantages.group import (
     RELATIVE_NOISE,
     AdvantageRule,
+    below,
     centred,
     group_std,
     of_samples,
@@ -61,6 +62,35 @@ class First(AdvantageRule):
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         total = weighted_sum(rewards, weights)
         return (total - total[:, :1]).nan_to_num(0).clamp(-self.clamp, self.clamp)
+
+
+@dataclass(frozen=True)
+class SameNoise(AdvantageRule):
+    """Weighted sum less that of the deterministic sample from the same initial noise, the ODE's: ReMax (2310.10505) for
+    denoisers, where it stands for the greedy completion.
+
+    scale: "none", as the paper's, or "batch": over the deviation of all differences (ddof 0, eps 1e-4), without another
+    mean. A deterministic sample costs a rollout of its own for every initial noise. The advantage is 0 if either has no
+    reward.
+    """
+
+    scale: str = "none"
+    clamp: float = 5.0
+    reads_baseline = True
+
+    def __post_init__(self) -> None:
+        if self.scale not in ("none", "batch"):
+            raise ValueError(f"SameNoise: scale is {self.scale!r}, expected none or batch")
+        require_clamp(self.clamp)
+
+    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
+        assert context is not None and context.baseline is not None, "its rollout draws the baseline"
+        total = weighted_sum(rewards, weights)
+        baseline = context.baseline.to(total)[..., None]
+        gains = total - below(baseline, baseline.shape[1] // total.shape[1])[..., 0]
+        if self.scale == "batch":
+            gains = gains / ((gains - gains.nanmean()).square().nanmean().sqrt() + 1e-4)
+        return gains.nan_to_num(0).clamp(-self.clamp, self.clamp)
 
 
 @dataclass(frozen=True)

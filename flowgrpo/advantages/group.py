@@ -37,10 +37,12 @@ class AdvantageRule:
     single: it compares no samples of one group with each other, so a group may be one sample.
     needs: what it reads that is not measured for every method: "entropy", the policy's; "lengths", of completions;
         "reference", log-probabilities under the reference; "drift", how far the policy moves in an epoch.
+    reads_baseline: it compares with the deterministic sample from the same initial noise (`Context.baseline`).
     """
 
     single = False
     needs: tuple[str, ...] = ()
+    reads_baseline = False
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         """Return the advantages [P, G]. rewards: [P, G, R], NaN where one does not apply; weights: [R]."""

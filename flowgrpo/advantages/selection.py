@@ -5,7 +5,8 @@ computed on the full group first; a selection only leaves rows out of the loss.
 
 In a tree a selection ranks the leaves, and an edge is trained if a leaf below it is kept. One that prunes inner edges
 too has a method `nodes(scores, siblings) -> keep` for the nodes of a depth, [P, N] to bool [P, N]. Other samples are
-neither replayed nor counted. Which samples are siblings follows from the plan alone, by `context.splits`.
+neither replayed nor counted. Which samples are siblings follows from the plan alone, by `context.splits`. A part with a
+method `before` leaves samples out of the comparison too (`downsampling`).
 """
 
 from __future__ import annotations

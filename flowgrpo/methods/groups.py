@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from flowgrpo import objectives
-from flowgrpo.advantages import group
+from flowgrpo.advantages import group, step_credit
 from flowgrpo.advantages.gae import Recall, ValueHead
 from flowgrpo.advantages.group import AdvantageRule
 from flowgrpo.advantages.shaping import Shaping
@@ -26,7 +26,7 @@ from flowgrpo.objectives import reductions, references
 from flowgrpo.objectives.kl import Penalty
 from flowgrpo.objectives.ratios import LogRatio
 from flowgrpo.objectives.surrogates import Surrogate
-from flowgrpo.samplers import kernels, old_policy, plans, preview, solvers
+from flowgrpo.samplers import kernels, old_policy, plans, preview, pruning, solvers
 from flowgrpo.samplers.grids import TailPoints
 from flowgrpo.samplers.text import decoding, groups
 
@@ -42,6 +42,7 @@ class Denoising:
     roots: initial noises per prompt, from which its samples grow (1: all share it, None: each has its own).
     strides: granularities of the grid behind the last split.
     preview: how initial noises are chosen; None: they are not.
+    pruning: which of many samples are finished; None: all are.
     lag: how slowly the old policy follows.
     adapted: which modules are trained.
     """
@@ -53,6 +54,7 @@ class Denoising:
     roots: int | None = None
     strides: tuple[int, ...] = (1,)
     preview: preview.Preview | None = None
+    pruning: pruning.Pruning | None = None
     lag: old_policy.Lag = old_policy.Lag()
     adapted: adapted.Adapted = adapted.Adapted()
 
@@ -77,6 +79,7 @@ class TextGeneration:
     strides: ClassVar[tuple[int, ...]] = (1,)
     lag: ClassVar[old_policy.Lag] = old_policy.Lag()
     preview: ClassVar[None] = None
+    pruning: ClassVar[None] = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Credit:
     selection: choice of the samples that are trained; None: all.
     spread: distribution of a sample's advantage over its tokens, or its recorded steps; None: each has it.
     value: the value model of a language model, or how the critic of edits learns; None: none.
+    progress: the credit of the steps of a rollout, from their clean predictions; None: each has the sample's.
     """
 
     shaping: Shaping | None = None
@@ -95,6 +99,7 @@ class Credit:
     selection: Selection | None = None
     spread: TokenCredit | None = None
     value: ValueHead | Recall | None = None
+    progress: step_credit.Progress | None = None
 
 
 @dataclass(frozen=True)

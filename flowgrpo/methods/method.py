@@ -99,7 +99,8 @@ class Method:
         rollout = self.generation
         if process == "masks":  # answers have no trace
             spread = self.credit.spread
-            return not (spread and spread.causal) and not rollout.draws.causal and not rollout.decoding.expert
+            return not (spread and spread.causal) and not rollout.draws.causal and not rollout.decoding.expert \
+                and not rollout.decoding.causal
         return not isinstance(rollout.decoding, decoding.Unmasking)
 
     def on(self, process: str, given: Collection[str] = ()) -> Method:
@@ -143,7 +144,7 @@ class Method:
     def of_flows_alone(self) -> list[str]:
         """Return the names of the parts that a variance-preserving process cannot have."""
         denoising, step_weight = self.denoising, self.loss.step_weight
-        takes = {"kernel": type(denoising.kernel) in (*_FORMS, *_FORMS.values()),
+        takes = {"kernel": type(_inner(denoising.kernel)) in (*_FORMS, *_FORMS.values()),
                  "solver": isinstance(denoising.solver, solvers.Euler),
                  "tail": denoising.tail == 1, "strides": max(denoising.strides) == 1,
                  # 1 / (grid[i] - grid[i+1]) is negative on alpha-bars, which are no sigmas
@@ -163,8 +164,12 @@ class Method:
 
     def _with_form(self, forms: dict[Any, Any]) -> Method:
         kernel: Any = self.denoising.kernel
-        form = forms.get(type(kernel))
-        return self.having(kernel=form(*dataclasses.astuple(kernel))) if form else self
+        inner = _inner(kernel)
+        form = forms.get(type(inner))
+        if form is None:
+            return self
+        there = form(*dataclasses.astuple(inner))
+        return self.having(kernel=there if inner is kernel else replace(kernel, kernel=there))
 
     def explorations(self, grid: torch.Tensor, group: int, shift: float, epoch: int, seed: int,
                      timesteps: torch.Tensor | None = None) -> list[RolloutSpec]:
@@ -180,7 +185,8 @@ class Method:
             # Where the schedule says how states split, what is missing to the group are initial noises of their own.
             roots = denoising.roots or max(1, group // math.prod(schedule.children))
             specs.append(RolloutSpec(kept, schedule, denoising.kernel, denoising.solver, group, roots,
-                                     denoising.strides, self.reads_means, self.reads_old_means, timesteps))
+                                     denoising.strides, self.reads_means, self.reads_old_means, timesteps,
+                                     keep_clean=self.credit.progress is not None))
         return specs
 
     def noised(self, grid: torch.Tensor, group: int, epoch: int, seed: int, alphas: torch.Tensor | None = None
@@ -242,6 +248,11 @@ class Method:
     def reads_old_means(self) -> bool:
         """True where the loss needs the means of the old policy too, which a rollout records."""
         return self.loss.reads_old_means or self.tuning.weight > 0
+
+
+def _inner(kernel: Any) -> Any:
+    """Return the kernel itself, or the one whose noise it anneals."""
+    return kernel.kernel if isinstance(kernel, kernels.AnnealedNoise) else kernel
 
 
 _GROUPS = ("rollout", "target", "credit", "loss")

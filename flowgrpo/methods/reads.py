@@ -28,6 +28,7 @@ TYPES: dict[type, tuple[type[targets.Target], ...]] = {
                      token_credit.Exploring), _TEXTS),
     **dict.fromkeys((forward_process.OfNoised, ratios.Matching), (targets.NoisedFinals,)),
     **dict.fromkeys((actor_critic.ActorCritic, baselines.Paired, gae.Recall), (targets.LatentEdits,)),
+    baselines.SameNoise: (targets.RecordedSteps, targets.JointDensity),
     objectives.Guard: (targets.RecordedSteps, targets.LatentEdits),
     **dict.fromkeys((objectives.SquaredErrorRatio, objectives.InverseDelta, objectives.NoiseLevel),
                     (targets.RecordedSteps,)),

@@ -9,6 +9,8 @@ from typing import Any
 from flowgrpo.advantages import (
     baselines,
     correctness,
+    downsampling,
+    episodic,
     gae,
     group,
     length_shaping,
@@ -17,6 +19,8 @@ from flowgrpo.advantages import (
     risk,
     selection,
     shaping,
+    step_credit,
+    step_scores,
     token_credit,
     trackers,
 )
@@ -52,23 +56,25 @@ from flowgrpo.samplers import (
     old_policy,
     plans,
     preview,
+    pruning,
     reward_gradient,
     solvers,
 )
-from flowgrpo.samplers.text import decoding, groups, gumbel_softmax, lookahead, trees
+from flowgrpo.samplers.text import annealing, branching, decoding, groups, gumbel_softmax, lookahead, trees
 
 # By the field of a Method, or of a part in it. A new part goes into one of these modules, or its module into a line.
 MODULES: dict[str, tuple[ModuleType, ...]] = {
     "target": (targets,),
     "kernel": (kernels, learned_noise),
-    "decoding": (decoding,),
+    "decoding": (decoding, annealing),
     "plan": (plans,),
     "solver": (solvers,),
     "tail": (grids,),
     "preview": (preview,),
-    "shaping": (shaping, length_shaping),
+    "pruning": (pruning,),
+    "shaping": (shaping, length_shaping, episodic),
     "advantage": (group, baselines, trackers, risk, reward_weights, correctness, reshaped),
-    "selection": (selection,),
+    "selection": (selection, downsampling),
     "log_ratio": (ratios,),
     "surrogate": (surrogates, forward_process, sequence_losses, token_losses, actor_critic),
     "step_weight": (step_weights,),
@@ -83,14 +89,15 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "relaxation": (gumbel_softmax,),
     "edit": (latent_edits,),
     "adapted": (adapted,),
-    "draws": (groups, trees, lookahead),
-    "spread": (token_credit,),
+    "draws": (groups, trees, lookahead, branching),
+    "spread": (token_credit, step_scores),
     "curriculum": (order,),
     "redraw": (resampling,),
-    "value": (gae,)}
+    "value": (gae,),
+    "progress": (step_credit,)}
 # What parts return or hold, and what no recipe names.
 _RECORDS = {plans.Schedule, lookahead.Branch, reward_gradient.ResumableStates, reward_gradient.RewardGradientRollout,
-            latent_edits.Edits,
+            latent_edits.Edits, downsampling._Downsampled,
             actor_critic.Seen, targets.Target,
             targets.Traces, targets.RecordedPairs}  # what a run makes of completions and of noised finals
 PLACES: dict[Any, str] = {cls: place for place, modules in MODULES.items() for module in modules

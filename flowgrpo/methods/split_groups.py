@@ -45,6 +45,7 @@ def _reasons(config: Config, method: Method, processes: int) -> dict[str, bool]:
         f"parts.roots: {denoising.roots} shares initial noises among some of a group":
             denoising.roots not in (None, 1, group),
         "parts.preview chooses the initial noises of a whole group": denoising.preview is not None,
+        "parts.pruning compares the samples of a whole group": denoising.pruning is not None,
         "parts.tuning pulls towards the best sample of a whole group": bool(method.tuning.weight),
         "latent edits stand beside their bases": isinstance(method.target, LatentEdits),
         "recorded pairs are whole groups": isinstance(method.target, RecordedPairs)}

@@ -65,6 +65,12 @@ class RecordedSteps(Target):
     unread: ClassVar[frozenset[str]] = frozenset({"reduction", "value"})
     packs: ClassVar[bool] = True
 
+    def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
+                 explorations: Sequence[RolloutSpec], group: int) -> None:
+        if credit.progress is not None and len(rollout.strides) > 1:
+            raise ValueError("progress is measured along one grid, and strides finish samples on several: set "
+                             "parts.strides: [1], or progress: null")
+
 
 @dataclass(frozen=True)
 class JointDensity(Target):
@@ -72,7 +78,7 @@ class JointDensity(Target):
 
     trains: ClassVar[str] = "a joint density"
     trains_steps: ClassVar[bool] = True
-    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "strides", "step_weight"}
+    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "progress", "strides", "step_weight"}
 
     def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
                  explorations: Sequence[RolloutSpec], group: int) -> None:
@@ -93,7 +99,7 @@ class NoisedFinals(Target):
     times: Times = noised_finals.GridTimes()
 
     trains: ClassVar[str] = "noised finals"
-    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "strides"}
+    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "progress", "strides"}
     packs: ClassVar[bool] = True
 
 
@@ -102,7 +108,8 @@ class RecordedPairs(NoisedFinals):
     """Noised finals of recorded pairs, of which nothing is drawn: what a run with `preferences` makes of them."""
 
     trains: ClassVar[str] = "recorded pairs"
-    unread: ClassVar[frozenset[str]] = NoisedFinals.unread | {"kernel", "plan", "solver", "tail", "roots", "redraw"}
+    unread: ClassVar[frozenset[str]] = NoisedFinals.unread | {"kernel", "plan", "solver", "tail", "roots", "redraw",
+                                                                "pruning"}
 
 
 @dataclass(frozen=True)
@@ -117,8 +124,8 @@ class RewardGradient(Target):
     trains: ClassVar[str] = "a reward's gradient"
     trains_steps: ClassVar[bool] = True
     follows_reward: ClassVar[bool] = True
-    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "tail", "strides", "step_weight", "kl", "reference",
-                                                   "redraw"}
+    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "progress", "pruning", "tail", "strides", "step_weight",
+                                                   "kl", "reference", "redraw"}
     takes: ClassVar[dict[str, type]] = {"surrogate": objectives.RewardAscent, "log_ratio": objectives.PlainRatio}
 
     def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
@@ -138,7 +145,8 @@ class LatentEdits(Target):
     edit: latent_edits.Edit = latent_edits.Edit()
 
     trains: ClassVar[str] = "latent edits"
-    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"strides", "preview", "lag", "adapted", "step_weight"}
+    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"progress", "strides", "preview", "pruning", "lag", "adapted",
+                                                   "step_weight"}
     takes: ClassVar[dict[str, type]] = {"surrogate": ActorCritic}
 
     def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
@@ -164,7 +172,7 @@ class Completions(Target):
 
     trains: ClassVar[str] = "completions"
     of: ClassVar[type] = TextGeneration
-    unread: ClassVar[frozenset[str]] = frozenset({"step_weight"})
+    unread: ClassVar[frozenset[str]] = frozenset({"step_weight", "progress"})
 
     def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
                  explorations: Sequence[RolloutSpec], group: int) -> None:
@@ -203,7 +211,7 @@ class RelaxedTraces(Target):
     follows_reward: ClassVar[bool] = True
     of: ClassVar[type] = TextGeneration
     unread: ClassVar[frozenset[str]] = frozenset({"step_weight", "reduction", "kl", "reference", "draws", "spread",
-                                                  "redraw", "value"})
+                                                  "redraw", "value", "progress"})
     takes: ClassVar[dict[str, type]] = {"surrogate": objectives.RewardAscent, "log_ratio": objectives.PlainRatio,
                                         "decoding": Unmasking}
 

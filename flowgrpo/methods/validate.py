@@ -10,7 +10,7 @@ from flowgrpo.advantages.shaping import BradleyTerry
 from flowgrpo.advantages.trackers import PriorBlend
 from flowgrpo.config.schema import Config
 from flowgrpo.curriculum.resampling import AdditionalGroups
-from flowgrpo.errors import UserError
+from flowgrpo.errors import UserError, nearest
 from flowgrpo.gaussian import log_prob
 from flowgrpo.methods import reads, registry
 from flowgrpo.methods.method import OF_TEXT, Method
@@ -37,6 +37,7 @@ def resolve(config: Config, process: str = "flow") -> Method:
     reads.require_set(host, requested, method, overlays(config.method))
     reads.require_types(method)
     _require_limits(config, method)
+    _require_names(config, method)
     try:
         _require_credit(method, train.group)
         if isinstance(method.credit.advantage, (ForwardCorrected, Hypervolume, Influence)):
@@ -83,6 +84,14 @@ def _require_limits(config: Config, method: Method) -> None:
                         "Influence by influence: got both, leave one out")
 
 
+def _require_names(config: Config, method: Method) -> None:
+    """Raise UserError for a part that names a reward which the run has not."""
+    for place, part in method.parts().items():
+        for name in getattr(part, "rewards", ()):
+            if name not in config.rewards:
+                raise UserError(f"parts.{place}.rewards: unknown reward {name!r}{nearest(name, list(config.rewards))}")
+
+
 def substituted(config: Config, method: Method) -> str | None:
     """Return a line on the parts that a variance-preserving process has in place of the requested ones, or None."""
     if method.for_tokens or method.of_flows_alone():  # it stayed as it was
@@ -110,6 +119,10 @@ def _explorations(method: Method, config: Config, process: str) -> list[RolloutS
     explorations = method.explorations(grid, train.group, train.shift, 0, config.seed)
     if rollout.preview:
         require_choice(explorations, rollout.preview.pool)
+    if rollout.pruning is not None:
+        rollout.pruning.require(explorations, train.group)
+    if method.credit.advantage.reads_baseline and max(rollout.strides) > 1:
+        raise ValueError("the advantage SameNoise compares samples finished on one grid: set parts.strides: [1]")
     if method.redraw is not None and len(explorations) > 1:
         raise ValueError(f"redraw is {type(method.redraw).__name__}, which goes with methods that sample a group per "
                          "prompt and compare its rewards: set parts.redraw: null")

@@ -168,6 +168,8 @@ def require_context_parallel(config: Config, method: Method) -> None:
     wrong = {"memory.shard: use false": config.memory.shard, "train.compile: use false": config.train.compile,
              "cache, from which some processes would read what others compute: leave it out": config.cache is not None,
              "parts.preview: leave sol_rl out": denoising.preview is not None,
+             "parts.pruning or parts.progress, whose choices are by rewards of one process: use null":
+             denoising.pruning is not None or method.credit.progress is not None,
              "text encoders that are trained: set parts.adapted.encoders: false": denoising.adapted.encoders,
              f"method {config.method}, which trains more than the denoiser: use another":
              isinstance(method.target, (RewardGradient, LatentEdits)) or isinstance(denoising.kernel, LearnedNoise)}

@@ -51,13 +51,6 @@ def certainty(answers: Sequence[Hashable | None]) -> float:
     return 1 - sum(-share * math.log(share) for share in shares) / math.log(len(answers)) if len(answers) > 1 else 1.0
 
 
-def novelty(texts: Sequence[str], n: int) -> list[float]:
-    """Return for each text 1 less its mean Jaccard similarity of word n-grams to the others of the group."""
-    grams = [ngrams(text, n) for text in texts]
-    return [1 - sum(jaccard(own, other) for j, other in enumerate(grams) if j != i) / max(1, len(texts) - 1)
-            for i, own in enumerate(grams)]
-
-
 def ngrams(text: str, n: int) -> frozenset[tuple[str, ...]]:
     """Return the word n-grams of a text in lower case; of a shorter text, all its words."""
     words = text.casefold().split()
@@ -127,27 +120,6 @@ def reader(kind: str) -> Callable[[str], Hashable | None]:
     if kind == "text":
         return lambda text: ExactMatch().answer(text) or None
     return lambda text: getattr(NumericMatch().answer(text), "value", None)
-
-
-@dataclass(frozen=True)
-class TextDiversity:
-    """Diversity of texts: 1 less the mean Jaccard similarity of a text's word n-grams to the others of its group.
-
-    n: words of an n-gram. A text that repeats all others scores 0.
-    """
-
-    n: int = 2
-    group = True
-    about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
-
-    def __post_init__(self) -> None:
-        if type(self.n) is not int or self.n < 1:
-            raise UserError(f"reward 'text_diversity': n is {self.n!r}, expected 1 or more")
-
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
-                 group: int) -> list[float]:
-        return [value for start in range(0, len(completions), group)
-                for value in novelty(completions[start:start + group], self.n)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,10 +32,13 @@ C = TypeVar("C")  # encoded prompts: a `Conditioning` of a pipeline, `TokenizedP
 
 
 class TotalReward(Protocol):
-    """Weighted sum of the rewards of outputs, `group` for each of the prompts `rows`; None: of all in turn."""
+    """Weighted sum of the rewards of outputs, `group` for each of the prompts `rows`; None: of all in turn.
+
+    names: of the rewards that count (`step_credit.chosen_weights`); empty: all.
+    """
 
     def __call__(self, outputs: Outputs | None, group: int, rows: torch.Tensor | None = None,
-                 latents: torch.Tensor | None = None, /) -> torch.Tensor: ...
+                 latents: torch.Tensor | None = None, names: Sequence[str] = (), /) -> torch.Tensor: ...
 
 
 class Groups(NamedTuple):

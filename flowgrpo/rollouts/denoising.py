@@ -23,8 +23,8 @@ from flowgrpo.policies.pipelines import encoded_prompts, mid_loop_check
 from flowgrpo.policies.pipelines.conditioning import Conditioning, Size
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.low_precision import quantised, require_low_precision
-from flowgrpo.rollouts import sizes
-from flowgrpo.rollouts.base import GroupSampler
+from flowgrpo.rollouts import measured, sizes
+from flowgrpo.rollouts.base import GroupSampler, TotalReward
 from flowgrpo.rollouts.loss_inputs import EditInputs, NoisedInputs
 from flowgrpo.rollouts.targets import Replayed, target
 from flowgrpo.samplers import cost, learned_noise, reward_gradient
@@ -33,9 +33,6 @@ from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.preview import chosen, contrasting, previews
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
 from flowgrpo.types import Gaussian, Scored
-
-# The total reward [P,N] of pictures [P*N,...], N for each prompt in turn, whose latents come last.
-Judge = Callable[[torch.Tensor | None, int, None, torch.Tensor], torch.Tensor]
 
 
 class DenoisingRollouts(GroupSampler[Conditioning]):
@@ -124,8 +121,9 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         samples = self.geometry.group
         return replace(spec, group=samples, roots=samples if spec.alone else spec.roots, shared=not spec.alone)
 
-    def sample(self, conditioning: Conditioning, epoch: int, judge: Judge, value: reward_gradient.Value | None = None,
-               turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor | None]]]:
+    def sample(self, conditioning: Conditioning, epoch: int, judge: TotalReward,
+               value: reward_gradient.Value | None = None, turn: int = 0
+               ) -> Iterator[tuple[Part, list[torch.Tensor | None]]]:
         """Sample a group per prompt: yield the parts as they are finished, each with its pictures.
 
         Pictures [b,...] are on the CPU, once per granularity; None where no reward looks at them.
@@ -139,7 +137,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             with self.old_policy.drawing():
                 seed = self.preview(conditioning, seed, judge)
         before = self.policy.evaluations
-        parts = self._sampled(conditioning, epoch, seed)
+        parts = self._sampled(conditioning, epoch, seed, judge)
         while True:
             with self.clock("rollout"), self.old_policy.drawing():
                 part = next(parts, None)
@@ -148,6 +146,12 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             sampled = self.policy.evaluations
             part = self.target.record(part, conditioning, epoch, seed)
             before += self.policy.evaluations - sampled  # they are the update's
+            if self.method.credit.progress is not None:
+                part = measured.predicted(self, part, conditioning, judge, self.method.credit.progress)
+            if self.method.credit.advantage.reads_baseline:
+                sampled = self.policy.evaluations
+                part = measured.baselined(self, part, conditioning, judge)
+                before += self.policy.evaluations - sampled  # it counts its own
             with self.clock("decode"):
                 pictures = [self.decode(final, conditioning.rows(part.prompts)) if self.decodes else None
                             for final in part.finals]
@@ -158,12 +162,16 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             before += self.policy.evaluations - sampled  # of the base, which counts its own
         self._count(self.policy.evaluations - before, explorations)
 
-    def _sampled(self, conditioning: Conditioning, epoch: int, seed: Seed) -> Iterator[Part]:
+    def _sampled(self, conditioning: Conditioning, epoch: int, seed: Seed, judge: TotalReward) -> Iterator[Part]:
         """Sample a group per prompt, groups of different sizes by themselves."""
+
+        def of_states(states: torch.Tensor, prompts: torch.Tensor, pool: int) -> torch.Tensor:
+            return measured.scored(self, states, prompts + first, conditioning, judge, pool)
+
         for prompts, size in sizes.runs(conditioning):
             of = conditioning if size is None else conditioning.rows(torch.tensor([*prompts]))
-            specs = self.explorations(epoch, size)
-            for part in self.target.sample(of, specs, sizes.behind(seed, prompts.start)):
+            specs, first = self.explorations(epoch, size), prompts.start
+            for part in self.target.sample(of, specs, sizes.behind(seed, prompts.start), of_states):
                 yield sizes.shifted(part, prompts.start, prompts.start * len(specs))
 
     def base(self, part: Part, conditioning: Conditioning) -> torch.Tensor | None:
@@ -182,7 +190,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         self.count(self.policy.evaluations - before)
         return pictures
 
-    def preview(self, conditioning: Conditioning, seed: Seed, judge: Judge) -> Seed:
+    def preview(self, conditioning: Conditioning, seed: Seed, judge: TotalReward) -> Seed:
         """Return the seeds of the noises whose cheap previews score best and worst."""
         preview, before = self.method.denoising.preview, self.policy.evaluations
         with self.clock("preview"):

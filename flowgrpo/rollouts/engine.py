@@ -40,6 +40,10 @@ class EngineRollouts(TextRollouts):
         if not isinstance(draws, Independent):
             raise UserError(f"method {config.method} draws the texts of a group by {type(draws).__name__}, "
                             "which no engine does: leave text.engine and text.engine_precision out")
+        if self.method.generation.decoding.temperatures(torch.zeros(1, 1, dtype=torch.int64)) is not None \
+                and config.text.engine == "vllm":
+            raise UserError(f"parts.decoding {type(self.method.generation.decoding).__name__} changes the temperature "
+                            "within a text, which no engine does: leave text.engine out")
         text = config.text
         self.mismatch = Mismatch(text.correction, text.correction_cap, text.correction_level)
         self.engine = engines.make(config, policy, self.processes.count)
@@ -71,9 +75,7 @@ class EngineRollouts(TextRollouts):
                 [some] = self.answered(conditioning, part_prompts, places, [some])
             part = self.target.record(groups, part_prompts, [some])
             part = self.corrected(part, conditioning, greedy[rows])
-            if self.method.credit.spread is not None and self.method.credit.spread.samples:
-                part = self.valued(part, conditioning, seed, judge)
-            yield part, [list(some.texts)]
+            yield self.valued(part, conditioning, seed, judge), [list(some.texts)]
 
     def corrected(self, part: Part, conditioning: TokenizedPrompts, greedy: torch.Tensor) -> Part:
         """Return the part with the trainer's log-probabilities and weights of its tokens.

@@ -17,7 +17,8 @@ from flowgrpo.methods.method import Method
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.image_latents import ImageEncoder
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.rollouts.denoising import DenoisingRollouts, Judge
+from flowgrpo.rollouts.base import TotalReward
+from flowgrpo.rollouts.denoising import DenoisingRollouts
 from flowgrpo.samplers.reward_gradient import Value
 from flowgrpo.samplers.rollout import Part
 
@@ -53,7 +54,7 @@ class RecordedRollouts(DenoisingRollouts):
         return Paired.of(super().conditioning(batch, epoch),
                          [(prompt.metadata["chosen"], prompt.metadata["rejected"]) for prompt in batch])
 
-    def sample(self, conditioning: Conditioning, epoch: int, judge: Judge, value: Value | None = None,
+    def sample(self, conditioning: Conditioning, epoch: int, judge: TotalReward, value: Value | None = None,
                turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor | None]]]:
         """Yield the pairs of the prompts, with their pictures [b,3,H,W] as the files have them.
 

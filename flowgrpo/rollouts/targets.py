@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rollouts.loss_inputs import EditInputs, NoisedInputs
 from flowgrpo.rollouts.split_groups import SplitGroups
-from flowgrpo.samplers import joint_density, latent_edits, noised_finals, reward_gradient
+from flowgrpo.samplers import joint_density, latent_edits, noised_finals, pruning, reward_gradient
 from flowgrpo.samplers.old_policy import OldPolicy
 from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed, explore
@@ -63,10 +64,13 @@ class RecordedSteps:
         """Samples that the pipeline draws per prompt, on all processes."""
         return self.rollouts.config.train.group
 
-    def sample(self, conditioning: Conditioning, explorations: list[RolloutSpec], seed: Seed) -> Iterator[Part]:
-        """Sample a group per prompt: the parts as they are finished."""
+    def sample(self, conditioning: Conditioning, explorations: list[RolloutSpec], seed: Seed, judge: pruning.Judge
+               ) -> Iterator[Part]:
+        """Sample a group per prompt: the parts as they are finished. judge: of clean predictions on the way."""
+        pruned = self.method.denoising.pruning
+        grower = None if pruned is None else partial(pruning.PrunedGrower, pruned, judge)
         return explore(self.policy, conditioning, explorations, self.micro_batch, seed,
-                       self.rollouts.together(len(conditioning.prompts)))
+                       self.rollouts.together(len(conditioning.prompts)), grower)
 
     def record(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
         """Return a sampled part with the transitions that are trained."""
@@ -139,7 +143,8 @@ class RewardGradient(RecordedSteps):
 
     own: targets.RewardGradient
 
-    def sample(self, conditioning: Conditioning, explorations: list[RolloutSpec], seed: Seed) -> Iterator[Part]:
+    def sample(self, conditioning: Conditioning, explorations: list[RolloutSpec], seed: Seed, judge: pruning.Judge
+               ) -> Iterator[Part]:
         [exploration] = explorations
         return reward_gradient.explore(self.policy, conditioning, exploration, self.own.backprop,
                                        self.micro_batch, seed, self.rollouts.together(len(conditioning.prompts)))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from flowgrpo.advantages.segments import starts_of
+from flowgrpo.advantages.step_scores import StepScores
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
@@ -18,6 +19,7 @@ from flowgrpo.methods.method import Method
 from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.rollouts.base import GroupSampler, RewardValue, TotalReward
 from flowgrpo.rollouts.loss_inputs import LossInputs
+from flowgrpo.rollouts.text_steps import scored_steps
 from flowgrpo.rollouts.text_targets import TARGETS, Replayed
 from flowgrpo.samplers.rollout import Part, Seed
 from flowgrpo.samplers.text.answers import answer_of, with_answers
@@ -63,8 +65,7 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
                 if kernel.expert:
                     batches = self.answered(conditioning, prompts, samples, batches)
             part = self.target.record(groups, prompts, batches)
-            if self.method.credit.spread is not None and self.method.credit.spread.samples:
-                part = self.valued(part, conditioning, seed, judge)
+            part = self.valued(part, conditioning, seed, judge)
             yield part, [[text for batch in batches for text in batch.texts]]
         self.count(self.policy.evaluations - before)
 
@@ -78,9 +79,15 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
                 for at, batch in zip(places, batches)]
 
     def valued(self, part: Part, conditioning: TokenizedPrompts, seed: Seed, judge: TotalReward) -> Part:
-        """Return the part in segments, with Monte-Carlo values of the states between them."""
+        """Return the part in segments, where its credit needs them: with Monte-Carlo values of the states between them,
+        or with scores of its steps."""
         taken: Any
         [taken], spread = part.transitions, self.method.credit.spread
+        if isinstance(spread, StepScores):
+            with self.clock("reward"):
+                return replace(part, transitions=(scored_steps(self.policy, taken, spread, judge),))
+        if spread is None or not spread.samples:
+            return part
         segments = spread.segments(taken.old.logp, taken.old.mask)
         starts = starts_of(segments, taken.old.mask)
         with self.clock("rollout"):

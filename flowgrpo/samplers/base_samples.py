@@ -1,4 +1,5 @@
-"""Base samples: outputs of the base model from a rollout's initial noises, for rewards that compare with them."""
+"""Samples beside a rollout's, from its initial noises and without further noise: of the base model, for rewards that
+compare with them, and of the present one, as a baseline."""
 
 from __future__ import annotations
 
@@ -38,3 +39,19 @@ class BasePictures(Generic[C]):
                 known |= zip(seeds, self.decode(finals, rows))
         self.known = {seed: known[seed] for seed in prompts}
         return torch.stack([self.known[seed] for seed in part.seeds.tolist()])
+
+
+@torch.no_grad()
+def deterministic(policy: Denoiser[C], conditioning: C, part: Part, micro_batch: int
+                  ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sample the present policy from a part's initial noises by the ODE: final states [u,*D] of the u different ones.
+
+    Returns (the states, the prompt of each, int64 [u], the state that each leaf is compared with, int64 [b]).
+    """
+    assert part.seeds is not None and part.exploration is not None, "samples without an initial noise"
+    spec, (seeds, at) = part.exploration, part.seeds.unique(return_inverse=True)
+    prompts = torch.empty_like(seeds).scatter(0, at, part.prompts)
+    task = Segment(spec.grid, range(spec.steps), solver=spec.solver, timesteps=spec.timesteps)
+    finals = [policy.run(task, conditioning.rows(prompts[rows]), None, policy.generators(seeds[rows].tolist()))[0]
+              for rows in torch.arange(len(seeds)).split(micro_batch)]
+    return torch.cat(finals), prompts, at

@@ -23,6 +23,12 @@ from flowgrpo.types import Gaussian, wide
 Kernel = Callable[[Tensor, Tensor, Tensor, int], Gaussian]
 
 
+def _require(kernel: object, name: str, value: float, most: float) -> None:
+    if not 0 <= value <= most:
+        expected = "0 or more" if most == math.inf else f"0 to {most}"
+        raise ValueError(f"{type(kernel).__name__}: {name} is {value}, expected {expected}")
+
+
 @dataclass(frozen=True)
 class ODE:
     """The deterministic Euler step x - D*v, with std 0."""
@@ -144,11 +150,46 @@ class VPCPS:
         return Gaussian(mean, deviation * math.sin(angle))
 
 
+@dataclass(frozen=True)
+class AnnealedNoise:
+    """Kernel whose noise falls along the rollout: its level at step i times max(1 + highest - e^(i/slow), lowest).
+
+    EAD's annealed temperature (Let it Calm), with the noise of a step in its place: exploration is strong early, where
+    steps decide what a picture shows, and weak late. kernel: what is annealed; its level is that of factor 1. The
+    factor is `highest` at step 0.
+    """
+
+    kernel: FlowSDE | DanceSDE | CPS | FlowDDIM | DDIM | VPCPS = FlowSDE()
+    highest: float = 1.2
+    lowest: float = 0.2
+    slow: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lowest <= self.highest or not self.slow > 0:
+            raise ValueError(f"AnnealedNoise: highest is {self.highest}, lowest {self.lowest} and slow {self.slow}, "
+                             "expected 0 < lowest <= highest, and slow above 0")
+        if isinstance(self.kernel, (ODE, AnnealedNoise)):
+            raise ValueError(f"AnnealedNoise: kernel is {type(self.kernel).__name__}, expected one with a "
+                             "level of noise")
+
+    def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
+        return scaled(self.kernel, annealed(i, self.highest, self.lowest, self.slow))(x, v, grid, i)
+
+
+def annealed(t: float, highest: float, lowest: float, slow: float) -> float:
+    """Return max(1 + highest - e^(t/slow), lowest), which is `highest` at t = 0 (EAD's schedule)."""
+    exponent = t / slow
+    return lowest if exponent > math.log(1 + highest) else max(1 + highest - math.exp(exponent), lowest)
+
+
 def scaled(kernel: Kernel, factor: float) -> Kernel:
     """Return the kernel with its noise, its one field (`level` or `eta`), multiplied by `factor`.
 
     Raises ValueError if the product is out of the field's range.
     """
+    if isinstance(kernel, AnnealedNoise):
+        inner: Any = scaled(kernel.kernel, factor)
+        return replace(kernel, kernel=inner)
     parts: Any = kernel  # a dataclass
     [noise] = fields(parts)
     try:
@@ -201,9 +242,3 @@ def _posterior(
 def _pulled(x: Tensor, v: Tensor, sigma: Tensor, after: Tensor, pull: Tensor, std: Tensor) -> Gaussian:
     x1 = x + (1 - sigma) * v
     return Gaussian(x - (sigma - after) * v - pull * x1, std)
-
-
-def _require(kernel: object, name: str, value: float, most: float) -> None:
-    if not 0 <= value <= most:
-        expected = "0 or more" if most == math.inf else f"0 to {most}"
-        raise ValueError(f"{type(kernel).__name__}: {name} is {value}, expected {expected}")

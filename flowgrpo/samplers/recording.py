@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from flowgrpo.samplers.scheduler import StepRecord
 from flowgrpo.types import Scored, Transitions
+
+Predict = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
 def cat(values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -22,10 +24,12 @@ class Recorder:
     step has several micro-batches.
 
     states: the device of recorded states. means: the loss reads the means and deviations of the old policy.
+    predict: return the clean data predicted at states x [n,*D] of a step, from the means of transitions that leave
+        them; None: it is not recorded.
     """
 
-    def __init__(self, states: torch.device, means: bool):
-        self.states, self.means = states, means
+    def __init__(self, states: torch.device, means: bool, predict: Predict | None = None):
+        self.states, self.means, self.predict = states, means, predict
         self.taken: dict[int, Transitions] = {}
         self._joined: tuple[list[torch.Tensor], torch.Tensor] | None = None  # the last states, by micro-batch and whole
         self._stored: tuple[torch.Tensor, torch.Tensor] | None = None  # the last state, here and on its device
@@ -52,7 +56,12 @@ class Recorder:
             means = torch.cat([record.transition[step].mean for record in records])[:, None].to(self.states)
             std = records[0].transition[step].std.reshape(1)
         score = Scored(logp, torch.ones_like(logp, dtype=torch.bool), means, std)
-        self.taken[step] = Transitions(step, self._put(x), prompts, parent, self._put(x_next), score)
+        clean = None
+        if self.predict is not None:
+            first = torch.searchsorted(parent, torch.arange(len(x)))  # one transition of each state
+            drawn = torch.cat([record.transition[step].mean for record in records])
+            clean = self.predict(x, drawn[first.to(drawn.device)], step).to(self.states)
+        self.taken[step] = Transitions(step, self._put(x), prompts, parent, self._put(x_next), score, clean=clean)
 
     def _put(self, state: torch.Tensor) -> torch.Tensor:
         """Return the state on the device of recorded states; the last stored one is not copied again."""

@@ -22,7 +22,7 @@ from flowgrpo.config.geometry import prompts_per_part
 from flowgrpo.device import queued
 from flowgrpo.samplers import grids
 from flowgrpo.samplers.denoiser import C, Denoiser
-from flowgrpo.samplers.kernels import Kernel, scaled
+from flowgrpo.samplers.kernels import Kernel, denoised, predict_x0, scaled
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.recording import Recorder
 from flowgrpo.samplers.scheduler import Segment, StepRecord, cat_known, noise_like
@@ -45,10 +45,10 @@ class RolloutSpec:
     keep_means: it reads those of the old policy too, which are recorded.
     timesteps: [T], of a variance-preserving process only.
     shared: the initial noises are those of other processes too, which sample the rest of the group.
+    keep_clean: the clean data predicted at trained steps is recorded.
 
     Raises ValueError if roots and splits do not make the group, or a stride is below 1.
     """
-
     grid: torch.Tensor
     schedule: Schedule
     kernel: Kernel
@@ -60,6 +60,7 @@ class RolloutSpec:
     keep_means: bool = False
     timesteps: torch.Tensor | None = None
     shared: bool = False
+    keep_clean: bool = False
 
     def __post_init__(self) -> None:
         assert self.timesteps is None or len(self.timesteps) == self.steps, (len(self.timesteps), self.steps)
@@ -116,6 +117,12 @@ class RolloutSpec:
         """Return the derivative [1] of the transition's mean by the model's output; the mean is affine in it."""
         return self.transition(self.grid.new_zeros(1, 1), self.grid.new_ones(1, 1), self.grid, step).mean[0]
 
+    def predicted(self, x: torch.Tensor, mean: torch.Tensor, step: int) -> torch.Tensor:
+        """Return the clean data predicted at states x [n,*D], from the mean [n,*D] of a transition that leaves each."""
+        rest = self.transition(x, torch.zeros_like(x), self.grid, step).mean
+        v = (mean - rest) / self.slope(step).to(mean)
+        return (predict_x0 if self.timesteps is None else denoised)(x, v, self.grid[step])
+
     def task(self, start: int, stop: int, generators: list[torch.Generator] | None = None) -> Segment:
         return Segment(self.grid, range(start, stop), self.transition, self.solver, frozenset(self.schedule.stochastic),
                        frozenset(self.schedule.trained), generators, timesteps=self.timesteps)
@@ -138,6 +145,8 @@ class Part:
     deducted: [b], subtracted from every reward of a leaf before rewards are compared (None: nothing).
     seeds: int64 [b], of the initial noise of each leaf (None: no initial noise).
     reference: [b], log-probability of each leaf under the reference, the mean over its recorded steps (None: unread).
+    predicted: [b, K], rewards of the clean predictions before a leaf's trained steps (None: not scored).
+    baseline: [b], reward of the deterministic sample from a leaf's initial noise (None: none is drawn).
     """
 
     groups: range
@@ -149,20 +158,24 @@ class Part:
     deducted: torch.Tensor | None = None
     seeds: torch.Tensor | None = None
     reference: torch.Tensor | None = None
+    predicted: torch.Tensor | None = None
+    baseline: torch.Tensor | None = None
 
     def leaves(self) -> torch.Tensor:
-        """Return of each leaf: its log-probability under the policy that drew it, the mean over its recorded steps;
-        the number of its decisions; the amount subtracted from its rewards; its mean entropy, and its log-probability
-        under the reference, NaN where they were not measured. float64 [b, 5]."""
+        """Return of each leaf, float64 [b, 7 + K]: its log-probability under the policy that drew it, the mean over its
+        recorded steps; the number of its decisions; the amount subtracted from its rewards; its mean entropy; its
+        log-probability under the reference; 1 for an answer that came with its prompt; its baseline; and the rewards of
+        its K predictions. NaN stands for what was not measured."""
         logp = torch.stack(self._per_leaf(lambda old: _mean(old.logp, old.mask)))
         lengths = torch.stack(self._per_leaf(lambda old: old.mask.sum(1)))
-        deducted = torch.zeros(len(self.prompts)) if self.deducted is None else self.deducted
-        unknown = torch.full((len(self.prompts),), torch.nan)
+        zero, unknown = torch.zeros(len(self.prompts)), torch.full((len(self.prompts),), torch.nan)
         measured = all(taken.old.entropy is not None for taken in self.transitions)
         entropy = torch.stack(self._per_leaf(lambda old: _mean(required(old.entropy), old.mask))).mean(0) \
             if measured else unknown
-        columns = (logp.mean(0), lengths.sum(0), deducted, entropy,
-                   unknown if self.reference is None else self.reference)
+        columns = (logp.mean(0), lengths.sum(0), zero if self.deducted is None else self.deducted, entropy,
+                   unknown if self.reference is None else self.reference, zero,
+                   unknown if self.baseline is None else self.baseline,
+                   *(() if self.predicted is None else self.predicted.unbind(1)))
         return torch.stack([column.cpu().double() for column in columns], 1)
 
     def advantage(self, k: int, rows: slice | torch.Tensor) -> torch.Tensor:
@@ -187,7 +200,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class _Nodes:
+class Nodes:
     """States of one step.
 
     x: [n,*D], or None before the first noise.
@@ -203,23 +216,23 @@ class _Nodes:
 
 
 def explore(policy: Denoiser[C], conditioning: C, explorations: Sequence[RolloutSpec], micro_batch: int, seed: Seed,
-            together: Sequence[int] = ()) -> Iterator[Part]:
+            together: Sequence[int] = (), grower: Callable[..., Grower[C]] | None = None) -> Iterator[Part]:
     """Sample each prompt of `conditioning` in each of the explorations; yield whole groups as soon as they are done.
 
     seed(prompt, sample) is the seed of a leaf; sample -1, -2, ... are the initial noises that leaves share.
-    together: prompts per part; by default as many as a micro-batch holds.
+    together: prompts per part; by default as many as a micro-batch holds. grower: of the samples of some prompts.
     """
     first, count = 0, len(conditioning.prompts)
     for prompts in torch.arange(count).split([*together] or prompts_per_part(explorations[0].group, micro_batch)):
-        trunks: dict[int, _Nodes] = {}
+        trunks: dict[int, Nodes] = {}
         # A trunk continues from a shorter one, so the shortest comes first.
         for number, exploration in sorted(enumerate(explorations), key=lambda pair: pair[1].trunk):
-            grower = _Grower(policy, conditioning, exploration, micro_batch, seed, number)
-            yield grower.grow(range(first, first + len(prompts)), prompts, trunks)
+            grown = (grower or Grower)(policy, conditioning, exploration, micro_batch, seed, number)
+            yield grown.grow(range(first, first + len(prompts)), prompts, trunks)
             first += len(prompts)
 
 
-class _Grower(Generic[C]):
+class Grower(Generic[C]):
     """Tree grower for some prompts in one exploration."""
 
     def __init__(self, policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, micro_batch: int, seed: Seed,
@@ -227,11 +240,12 @@ class _Grower(Generic[C]):
         self.policy, self.conditioning, self.exploration = policy, conditioning, exploration
         self.micro_batch, self.seed, self.offset = micro_batch, seed, number * exploration.group
         self.of_leaf: dict[tuple[int, int], torch.Generator] = {}
-        self.recorder = Recorder(policy.states, exploration.keep_means)
+        self.recorder = Recorder(policy.states, exploration.keep_means,
+                                 exploration.predicted if exploration.keep_clean else None)
 
-    def grow(self, groups: range, prompts: torch.Tensor, trunks: dict[int, _Nodes]) -> Part:
+    def grow(self, groups: range, prompts: torch.Tensor, trunks: dict[int, Nodes]) -> Part:
         exploration = self.exploration
-        nodes, at = self._trunk(prompts, trunks), exploration.trunk
+        nodes, at = self._begun(prompts, trunks)
         for step, children in exploration.splits.items():
             nodes = self._split(self._advance(nodes, at, step), step, children)
             at = step + 1
@@ -243,7 +257,11 @@ class _Grower(Generic[C]):
         seeds = torch.tensor(self._seeds(prompts)).repeat_interleave(exploration.group // exploration.roots)
         return Part(groups, nodes.prompts, exploration, transitions, finals, seeds=seeds)
 
-    def _trunk(self, prompts: torch.Tensor, trunks: dict[int, _Nodes]) -> _Nodes:
+    def _begun(self, prompts: torch.Tensor, trunks: dict[int, Nodes]) -> tuple[Nodes, int]:
+        """Return the nodes that the samples of the prompts begin from, and their step."""
+        return self._trunk(prompts, trunks), self.exploration.trunk
+
+    def _trunk(self, prompts: torch.Tensor, trunks: dict[int, Nodes]) -> Nodes:
         """Return the roots of the prompts, run to the first split or noise.
 
         Explorations of the same prompts continue from each other's trunks.
@@ -262,13 +280,13 @@ class _Grower(Generic[C]):
         roots, alone = self.exploration.roots, self.exploration.alone
         return [self.seed(int(p), self.offset + root if alone else -1 - root) for p in prompts for root in range(roots)]
 
-    def _roots(self, prompts: torch.Tensor) -> _Nodes:
+    def _roots(self, prompts: torch.Tensor) -> Nodes:
         roots, group = self.exploration.roots, self.exploration.group
         if self.exploration.alone:
             generators = self._generators([(int(p), leaf) for p in prompts for leaf in range(group)])
         else:
             generators = self.policy.generators(self._seeds(prompts))
-        return _Nodes(None, prompts.repeat_interleave(roots), generators)
+        return Nodes(None, prompts.repeat_interleave(roots), generators)
 
     def _generators(self, leaves: list[tuple[int, int]]) -> list[torch.Generator]:
         """Return the generators of (prompt, leaf), each passed down by the first leaf below a node: no noise is drawn
@@ -278,7 +296,7 @@ class _Grower(Generic[C]):
         self.of_leaf |= dict(zip(new, self.policy.generators(seeds), strict=True))
         return [self.of_leaf[key] for key in leaves]
 
-    def _advance(self, nodes: _Nodes, start: int, stop: int, exploration: RolloutSpec | None = None) -> _Nodes:
+    def _advance(self, nodes: Nodes, start: int, stop: int, exploration: RolloutSpec | None = None) -> Nodes:
         """Run the nodes from step `start` to step `stop`, one child each."""
         if start == stop and nodes.x is not None:
             return nodes
@@ -298,7 +316,7 @@ class _Grower(Generic[C]):
                           recorder.joined([record.x_next[step] for record in records]), records)
         return replace(nodes, x=recorder.joined(states), x0=cat_known([record.x0 for record in records]))
 
-    def _split(self, nodes: _Nodes, step: int, children: int) -> _Nodes:
+    def _split(self, nodes: Nodes, step: int, children: int) -> Nodes:
         """Draw `children` transitions from each state, with one evaluation per state."""
         grid = self.exploration.grid
         width = math.prod(n for later, n in self.exploration.splits.items() if later > step)  # leaves below a child
@@ -327,7 +345,7 @@ class _Grower(Generic[C]):
         x_next = self.recorder.joined([record.x_next[step] for record in records])
         if step in self.exploration.schedule.trained:
             self.recorder.keep(step, nodes.prompts, parent, nodes.x, x_next, records)
-        return _Nodes(x_next, nodes.prompts[parent], drawn, cat_known([record.x0 for record in records]))
+        return Nodes(x_next, nodes.prompts[parent], drawn, cat_known([record.x0 for record in records]))
 
 
 def _mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

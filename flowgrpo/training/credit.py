@@ -33,29 +33,59 @@ def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[flo
     """
     less = rewards if context.deducted is None else rewards - context.deducted[..., None].to(rewards)
     shaping, selection, spread = method.credit.shaping, method.credit.selection, method.credit.spread
+    if hasattr(selection, "before"):  # others are compared without the samples that it leaves out
+        less = less.masked_fill(~selection.before(less, weights, context)[..., None], torch.nan)
     shaped, totals = shaping(less, context) if shaping else less, local(weighted_sum(rewards, weights))
     weights = [1.0] if shaping and shaping.merges else weights
-    advantage, leaves = method.credit.advantage(shaped, weights, context), ~rewards.isnan().all(2)
+    advantage, leaves = method.credit.advantage(shaped, weights, context), ~less.isnan().all(2)
     leaves = selection(advantage, context) & leaves if selection else leaves
-    advantage_of, kept_of = {1: local(advantage)}, {1: local(leaves)}  # by the number of samples below a transition
+    # By the number of samples below a transition, and the place of its step where that has a bonus.
+    advantage_of, kept_of = {(1, -1): local(advantage)}, {(1, -1): local(leaves)}
+    bonuses = _bonuses(method, parts, rewards, context)
     for part in parts:
         at, advantages, kept = slice(part.groups.start, part.groups.stop), [], []
-        for taken in part.transitions:
+        for place, taken in enumerate(part.transitions):
             width = len(part.prompts) // len(taken.parent)
-            if width not in advantage_of:
+            node = width, place if bonuses is not None else -1
+            if node not in advantage_of:
                 # Nodes above the leaves are compared without changing the memory of the leaves.
-                values = below(shaped, width)
-                advantage = method.credit.advantage(values, weights, copy.deepcopy(context))
-                advantage_of[width] = local(advantage)
-                kept_of[width] = local(of_nodes(selection, leaves, advantage, context.splits) & ~values.isnan().all(2))
-            alike = advantage_of[width][at].flatten()
+                advantage, values = _at_node(method, shaped, weights, context, width,
+                                             None if bonuses is None else bonuses[..., place])
+                advantage_of[node] = local(advantage)
+                inner = leaves if width == 1 else of_nodes(selection, leaves, advantage, context.splits)
+                kept_of[node] = local(inner & ~values.isnan().all(2))
+            alike = advantage_of[node][at].flatten()
             advantages.append(spread(cast(Completions, taken), alike, totals[at]) if spread else alike)
-            kept.append(kept_of[width][at].flatten())
+            kept.append(kept_of[node][at].flatten())
         if method.tuning.weight:
-            part = towards_best(part, advantage_of[1][at], method.tuning)
+            part = towards_best(part, advantage_of[1, -1][at], method.tuning)
         if isinstance(method.target, LatentEdits):
             part = rewarded(part, local(weighted_sum(shaped, weights))[at].flatten())
         yield part.credited(advantages, kept)
+
+
+def _bonuses(method: Method, parts: list[Part], rewards: Tensor, context: Context) -> Tensor | None:
+    """Return the bonus [P,G,K] of every trained step; None if the method gives none."""
+    if method.credit.progress is None:
+        return None
+    assert len({len(part.transitions) for part in parts}) <= 1, "samples have different numbers of trained steps"
+    return method.credit.progress.bonuses(rewards, context)
+
+
+def _at_node(method: Method, shaped: Tensor, weights: list[float], context: Context, width: int, bonus: Tensor | None
+             ) -> tuple[Tensor, Tensor]:
+    """Return the advantages [P,G/width] of nodes above `width` leaves, and what they compare [P,G/width,R].
+
+    bonus: [P,G] of the leaves at the nodes' step, one more reward.
+    """
+    context, progress = copy.deepcopy(context), method.credit.progress
+    if bonus is not None and progress is not None:
+        bonus = bonus.to(shaped).masked_fill(shaped.isnan().all(2), torch.nan)
+        shaped = torch.cat([shaped, bonus[..., None]], 2)
+        weights = [*(progress.outcome * weight for weight in weights), progress.weight]
+        context = replace(context, weights=weights, win_rates=[*context.win_rates, False] if context.win_rates else ())
+    values = below(shaped, width)
+    return method.credit.advantage(values, weights, context), values
 
 
 def towards_best(part: Part, advantages: Tensor, tuning: LayerTuning) -> Part:

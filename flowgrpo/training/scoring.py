@@ -12,6 +12,7 @@ import torch
 
 from flowgrpo import rewards
 from flowgrpo.advantages.group import group_std, weighted_sum, zero_variance
+from flowgrpo.advantages.step_credit import chosen_weights
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed import signals
 from flowgrpo.distributed.processes import Processes
@@ -91,23 +92,31 @@ class Scoring:
 
         outputs: None where nothing is decoded. base: the base model's outputs. latents: the clean latents.
         """
-        of = [batch[p] for p in rows]
+        return self._score(self.functions, [batch[p] for p in rows], outputs, group, base, latents)
+
+    def _score(self, functions: Functions, of: list[Prompt], outputs: Outputs | None, group: int,
+               base: torch.Tensor | None, latents: torch.Tensor | None) -> torch.Tensor:
         if not self.processes.reports:  # the scores of its team's first member are taken
-            return torch.zeros(len(of), len(self.functions))
+            return torch.zeros(len(of), len(functions))
 
         def call() -> torch.Tensor:
             with self._lock:
-                return rewards.score(self.functions, outputs, [p.text for p in of], [p.metadata for p in of], group,
+                return rewards.score(functions, outputs, [p.text for p in of], [p.metadata for p in of], group,
                                      self._tally, base, latents)
 
         return signals.promptly(call)
 
     def total(self, batch: list[Prompt], outputs: Outputs | None, group: int, rows: torch.Tensor | None = None,
-              latents: torch.Tensor | None = None) -> torch.Tensor:
+              latents: torch.Tensor | None = None, names: Sequence[str] = ()) -> torch.Tensor:
         """Return the weighted sum of rewards [.,group] of outputs of the prompts `rows`, group for each; None: of all
-        in turn."""
+        in turn. names: of the rewards that count; empty: all."""
         rows = torch.arange(len(batch)).repeat_interleave(group) if rows is None else rows
-        return self.weighted(self.score(batch, rows, outputs, group, latents=latents).unflatten(0, (-1, group)))
+        weights = chosen_weights(self.weights, names)
+        functions = {name: self.functions[name] for name in weights}
+        scores = self._score(functions, [batch[p] for p in rows], outputs, group, None, latents)
+        scores = scores.unflatten(0, (-1, group))
+        shaped = rewards.transformed(functions, scores) if self.transforms else scores
+        return weighted_sum(shaped, list(weights.values()))
 
     def value(self, batch: list[Prompt], rows: torch.Tensor, pictures: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of rewards [b] of images of the prompts `rows` [b], with its gradient."""

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from flowgrpo.advantages import group_relative
-from flowgrpo.advantages.baselines import Conditional, ShiftedMean, VirtualBest, conditional, virtual_best
+from flowgrpo.advantages.baselines import (
+    Conditional,
+    SameNoise,
+    ShiftedMean,
+    VirtualBest,
+    conditional,
+    virtual_best,
+)
 from flowgrpo.types import Context
 from tests.helpers.tables import close, draw, f64
 
@@ -126,3 +133,27 @@ def test_mistakes_are_named(call):
 def test_a_part_that_reads_more_than_rewards_needs_a_context():
     with pytest.raises(AssertionError):
         Conditional()(f64([[[1], [0]]]), [1.0])
+
+
+# --- the deterministic sample from the same noise --------------------------------------------------------------------
+
+def test_same_noise_by_hand():
+    rewards = torch.tensor([[[1.0, 2.0], [3.0, 0.0]], [[0.5, 1.0], [torch.nan, torch.nan]]])
+    context = Context(baseline=torch.tensor([[2.0, 2.0], [1.0, 3.0]]))
+    # Weighted sums 2 and 3, 1; less what the ODE makes of the same noise.
+    assert SameNoise()(rewards, [1.0, 0.5], context).tolist() == [[0, 1], [0, 0]]
+    gains = torch.tensor([0.0, 1.0, 0.0])
+    scaled = SameNoise("batch")(rewards, [1.0, 0.5], context)
+    torch.testing.assert_close(scaled[0, 1], 1 / (gains.std(correction=0) + 1e-4))
+    with pytest.raises(ValueError, match="SameNoise: scale is 'group'"):
+        SameNoise("group")
+
+
+def test_same_noise_is_unbiased_and_varies_less_than_no_baseline():
+    """One number drawn around its noise; the reward is the number, the score function the draw's deviation."""
+    noise, drawn = torch.randn(2, 100_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rewards, context = (noise + 0.1 * drawn)[:, None, None], Context(baseline=noise[:, None])
+    with_it = SameNoise(clamp=math.inf)(rewards, [1.0], context)[:, 0] * drawn
+    without = rewards[:, 0, 0] * drawn
+    assert abs(with_it.mean() - 0.1) < 0.01 and abs(without.mean() - 0.1) < 0.02
+    assert with_it.var() < 0.1 * without.var()

@@ -297,3 +297,16 @@ def test_the_entropies_of_a_run_are_those_of_the_policy_that_drew():
         [taken] = part.transitions
         assert taken.old.entropy.shape == taken.ids.shape and (taken.old.entropy[taken.old.mask] > 0).all()
         assert part.leaves()[:, 3].isfinite().all() and part.leaves()[:, 4].isnan().all()
+
+
+def test_of_two_right_paths_from_one_state_the_shorter_has_the_larger_advantage():
+    """The length-aware credit of branches (ROSE): a prefix of two tokens, then right in 2, right in 4, wrong in 2."""
+    ids = torch.tensor([[5, 6, 1, 2, 0, 0], [5, 6, 3, 4, 1, 1], [5, 6, 7, 7, 0, 0]])
+    mask = torch.tensor([[1] * 4 + [0] * 2, [1] * 6, [1] * 4 + [0] * 2], dtype=torch.bool)
+    taken = Completions(ids, torch.zeros(3, dtype=torch.long), Scored(torch.zeros(3, 6), mask))
+    part = StepGroups(every=2, gamma=0.9, divide=False)
+    found = part(taken, torch.zeros(3), torch.tensor([[1.0, 1.0, 0.0]]))
+    # Behind the prefix the returns are 1, 0.9 and 0.
+    expected = torch.tensor([1.0, 0.9, 0.0]) - 1.9 / 3
+    torch.testing.assert_close(found[:, 2], expected)
+    assert found[0, 2] > found[1, 2] > 0 > found[2, 2]

@@ -38,22 +38,25 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "EarlyExits": {"exit": "=", "close": "="}, "Hints": tiny_runs.HINTED["redraw"] | {"fail": 1.0},
     "SegmentTree": {"every": 1}, "Tree": {"tokens": 1}, "Edit": {"width": 4},
     "Unconfident": {"right": 0.1}, "Decoupled": {"right": 0.1}, "Balanced": {"right": 0.48}, "Rarity": {"slope": 0.5},
-    "ForwardCorrected": {"misses": 0.3}}
+    "ForwardCorrected": {"misses": 0.3},
+    "Pruning": {"pool": 6, "step": 1}, "SpanDecoding": {"opens": list(range(3, 12)), "inside": 0.2},
+    "StepScores": {"ends": "1"},
+    **dict.fromkeys(("ResampleCorrect", "Consistent"), {"n": 2, "rewards": ["score"], "right": 0.1})}
 KL = {"kl": {"weight": 0.1}}
 # What has to be there besides, of the host as well, for a part to be of effect.
 BESIDE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("EMA", "PreviousPolicy", "WeightAverage", "Teacher", "Linear", "Adaptive"), KL),
     "Pooled": {"curriculum": {"type": "Knapsack"}}, "AdditionalGroups": {"advantage": {"type": "PriorBlend"}},
     "OneStep": {"plan": {"count": 2}}, "Preview": {"roots": None},
-    "SegmentTree": {"draws": {"type": "Tree", "tokens": 1}}}
+    "SegmentTree": {"draws": {"type": "Tree", "tokens": 1}}, "Pruning": {"roots": None}}
 VALUES = {"tail": 0.5, "roots": 2, "strides": [1, 2]}
 # What is the host's own under another name: one reward has nothing to be weighed against, and need not rise; of two
-# prompts of which one is flat, both are as difficult; the noise of FlowDDIM is 0, a Teacher without a model is the base,
-# and in two epochs no prompt has a history.
+# prompts of which one is flat, both are as difficult; the noise of FlowDDIM is 0, a Teacher without a model is the
+# base, and in two epochs no prompt has a history.
 SAME = {"Influence", "Hypervolume", "HardPrompts", "ODE", "Teacher", "AdditionalGroups"}
 # What is first seen in a second epoch.
 LATER = {"EMA", "PreviousPolicy", "WeightAverage", "Linear", "Adaptive", "Lag", "ThompsonSampling", "Knapsack",
-         "Pooled", "ValueTracker", "SmoothStandardised"}
+         "Pooled", "ValueTracker", "SmoothStandardised", "Episodic"}
 
 
 def laid(name: str, part: dict[str, Any]) -> dict[str, Any]:

@@ -245,7 +245,7 @@ def test_parts_are_laid_over_a_method():
     ({"plann": {"size": 2}}, "unknown key parts.plann: did you mean 'plan'?"),
     ({"plan": {"sizes": 2}}, "unknown key parts.plan.sizes: did you mean 'size'?"),
     ({"kernel": {"type": "FlowSED"}}, "parts.kernel.type: unknown part 'FlowSED': did you mean 'FlowSDE'?"),
-    ({"kernel": {"type": "Sliding"}}, "parts.kernel.type: Sliding does not belong there; there are: CPS, DDIM,"),
+    ({"kernel": {"type": "Sliding"}}, "parts.kernel.type: Sliding does not belong there; there are: AnnealedNoise, "),
     ({"kernel": {"type": "CPS", "eta": 1}}, "unknown key parts.kernel.eta"),
     ({"kernel": {"level": -1}}, "parts.kernel: FlowSDE: level is -1, expected 0 or more"),
     ({"kernel": {"level": "high"}}, "parts.kernel: "),

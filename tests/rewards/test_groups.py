@@ -43,13 +43,6 @@ def test_a_majority_in_a_recipe_reads_no_label():
         rewards.find("majority", {"score": "mean"})
 
 
-def test_a_text_that_repeats_the_others_loses_the_bonus():
-    """Words {a b}, {a b}, {a c}: similarities 1, 1/3 and 1/3."""
-    assert groups.novelty(["a b", "A b", "a c"], 1) == pytest.approx([1 / 3, 1 / 3, 2 / 3])
-    assert groups.novelty(["a b c", "a b c"], 2) == [0, 0] and groups.novelty(["", "a"], 2) == [1, 1]
-    assert scored("text_diversity", {}, ["a b", "a b", "c d", "e f"], 2) == [0, 0, 1, 1]
-
-
 def test_failures_are_paid_by_their_nearness_to_a_success():
     """Distances 1 and 3 to the success: z is -1 and 1."""
     apart = f64([[0, 1, 3], [1, 0, 2], [3, 2, 0]])

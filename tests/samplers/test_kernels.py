@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,9 +13,22 @@ from diffusers import (
     UniPCMultistepScheduler,
 )
 
+from flowgrpo.errors import UserError
 from flowgrpo.gaussian import log_prob, sample
+from flowgrpo.methods.method import Method
 from flowgrpo.samplers.grids import shifted
-from flowgrpo.samplers.kernels import CPS, DDIM, ODE, DanceSDE, FlowDDIM, FlowSDE, predict_x0, scaled
+from flowgrpo.samplers.kernels import (
+    CPS,
+    DDIM,
+    ODE,
+    AnnealedNoise,
+    DanceSDE,
+    FlowDDIM,
+    FlowSDE,
+    annealed,
+    predict_x0,
+    scaled,
+)
 from tests.helpers.tables import stock
 
 F64 = torch.float64
@@ -337,3 +351,31 @@ def test_a_step_outside_the_grid_is_refused(i):
 def test_impossible_levels_are_refused_by_name(kernel, value):
     with pytest.raises(ValueError, match=f"{kernel.__name__}: (level|eta) is {value}, expected 0"):
         kernel(value)
+
+
+# --- noise that anneals ----------------------------------------------------------------------------------------------
+
+def test_annealed_by_hand():
+    """EAD's published schedule: highest 1.2, d = 400."""
+    found = [annealed(t, 1.2, 0.1, 400) for t in (0, 50, 100, 200, 10_000)]
+    assert found == pytest.approx([1.2, 1.0669, 0.9160, 0.5513, 0.1], abs=1e-4)
+
+
+@pytest.mark.parametrize("kernel, field", [(FlowSDE(0.5), "level"), (CPS(0.5), "level"), (FlowDDIM(0.5), "eta")])
+def test_annealed_noise_is_the_kernel_at_another_level(kernel, field):
+    grid, x, v = shifted(6, 3.0), *torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    part = AnnealedNoise(kernel, 1.5, 0.4, 3.0)
+    for step in range(5):
+        factor = max(2.5 - math.exp(step / 3), 0.4)
+        found, expected = part(x, v, grid, step), replace(kernel, **{field: 0.5 * factor})(x, v, grid, step)
+        torch.testing.assert_close(found.mean, expected.mean)
+        torch.testing.assert_close(found.std, expected.std)
+    doubled = scaled(part, 0.5)
+    assert doubled.kernel == replace(kernel, **{field: 0.25}) and doubled.highest == 1.5
+
+
+def test_annealed_noise_on_another_process_is_that_of_its_form():
+    method = Method().having(kernel=AnnealedNoise(FlowDDIM(0.8)))
+    assert method.on("vp", ["kernel"]).denoising.kernel == AnnealedNoise(DDIM(0.8))
+    with pytest.raises(UserError, match="is for flow matching alone"):
+        Method().having(kernel=AnnealedNoise()).on("vp", ["kernel"])

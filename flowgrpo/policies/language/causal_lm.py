@@ -124,7 +124,7 @@ class CausalLM:
         from transformers import LogitsProcessorList
 
         most = self.text.max_tokens
-        draw = Draw(decoding, uniforms(generators, most).to(self.device), greedy.to(self.device))
+        draw = Draw(decoding, uniforms(generators, most).to(self.device), greedy.to(self.device), tokenized.begun)
         ids, mask = self._left_padded(tokenized)
         with self._arithmetic():
             tokens = self.model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=most, do_sample=False,
@@ -170,6 +170,8 @@ class CausalLM:
         length = int((mask * torch.arange(1, most + 1, device=mask.device)).max().clamp(min=1))  # to the last one
         ids, kept = ids[:, :length].to(self.device), mask[:, :length].to(self.device)
         unique, of = prompts.unique(return_inverse=True)
+        temperatures = decoding.temperatures(ids)
+        heat = None if temperatures is None else temperatures[kept]
         with self._arithmetic():
             if self.text.shared_prefix and len(unique) < len(of) and self.shares(tokenized):
                 hidden = self._behind_prefixes(tokenized.rows(unique), of.to(self.device), ids)
@@ -177,9 +179,9 @@ class CausalLM:
                 hidden = self._whole(tokenized.rows(prompts), ids)
             if self.head_alone(tokenized):
                 head = self.model.get_output_embeddings()
-                scores = score(hidden[kept], head, ids[kept], decoding, entropy=entropy)
+                scores = score(hidden[kept], head, ids[kept], decoding, entropy=entropy, heat=heat)
             else:
-                scores = self._by_logits(tokenized.rows(prompts), ids, kept, decoding, entropy)
+                scores = self._by_logits(tokenized.rows(prompts), ids, kept, decoding, entropy, heat)
         logp, *rest = (pad(torch.zeros(kept.shape, device=self.device).masked_scatter(kept, values), (0, most - length))
                        for values in (scores.unbind(1) if entropy else [scores]))
         return Scored(logp, mask.to(self.device), entropy=rest[0] if rest else None)
@@ -246,12 +248,13 @@ class CausalLM:
         return positions, positions[:, -1:] + 1
 
     def _by_logits(self, tokenized: TokenizedPrompts, ids: Tensor, kept: Tensor, decoding: TokenDistribution,
-                   entropy: bool) -> Tensor:
+                   entropy: bool, heat: Tensor | None) -> Tensor:
         """Return log p [n] from the model's own logits, all held in memory: for models that do more than their head."""
         inputs, places = self._joined(tokenized, ids)
         logits = self.model(input_ids=inputs, use_cache=False, **self._beside(tokenized, inputs.shape[1])).logits
         rows = torch.arange(len(ids), device=self.device)[:, None].expand_as(places)
-        return score(logits[rows[kept], places[kept]], lambda logits: logits, ids[kept], decoding, entropy=entropy)
+        return score(logits[rows[kept], places[kept]], lambda logits: logits, ids[kept], decoding, entropy=entropy,
+                     heat=heat)
 
     @torch.no_grad()
     def head_alone(self, tokenized: TokenizedPrompts) -> bool:

@@ -55,6 +55,9 @@ class Permitted:
     def __call__(self, logits: Tensor, taken: Tensor | None = None) -> Tensor:
         return self.decoding(logits.index_fill(-1, self.barred, -torch.inf), taken)
 
+    def temperatures(self, ids: Tensor) -> Tensor | None:
+        return self.decoding.temperatures(ids)
+
 
 class VisionLM(CausalLM):
     """A transformers model of images and text to text, with trainable weights; its arguments are those of `CausalLM`.

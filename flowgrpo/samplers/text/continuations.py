@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from flowgrpo.errors import UserError
 from flowgrpo.samplers.rollout import Seed
-from flowgrpo.samplers.text.decoding import Decoding, decided
+from flowgrpo.samplers.text.decoding import Decoding, decided, divided
 from flowgrpo.samplers.text.language_model import CausalModel
 from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completions, Segmented
@@ -30,7 +30,7 @@ def continued(policy: CausalModel, tokenized: TokenizedPrompts, prefixes: Sequen
                         "made: use another method")
     begun = [torch.cat(both) for both in zip(tokenized.ids, prefixes)]
     sampled = torch.zeros(len(begun), dtype=torch.bool)
-    rests = policy.sample(replace(tokenized, ids=begun), decoding, generators, sampled)
+    rests = policy.sample(replace(tokenized, ids=begun, begun=list(prefixes)), decoding, generators, sampled)
     most = policy.text.max_tokens
     behind = [(prefix, torch.zeros(len(prefix))) for prefix in prefixes]
     whole = [(torch.cat([first, rest])[:most], torch.cat([none, logp])[:most])
@@ -54,9 +54,11 @@ def alternatives(policy: CausalModel, tokenized: TokenizedPrompts, ids: Tensor, 
                         "not look for other tokens")
     states, head = policy.states_before(tokenized, ids.to(policy.device)), policy.model.get_output_embeddings()
     tokens, logp, likeliest = torch.zeros_like(ids), *(torch.full(ids.shape, -torch.inf) for _ in range(2))
+    heat = decoding.temperatures(ids)
     for row in range(len(ids)):  # row by row: the vocabulary may be large
         counted = mask[row]
-        log_probs = decoding(head(states[row, :ids.shape[1]][counted.to(states.device)])).cpu()
+        logits = head(states[row, :ids.shape[1]][counted.to(states.device)])
+        log_probs = decoding(divided(logits, None if heat is None else heat[row, counted])).cpu()
         likeliest[row, counted] = log_probs.amax(1)
         best = log_probs.scatter(1, ids[row, counted][:, None], -torch.inf).max(1)
         logp[row, counted], tokens[row, counted] = best.values, best.indices

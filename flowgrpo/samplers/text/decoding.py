@@ -6,9 +6,10 @@ the distribution that was sampled, after temperature and cuts, in float32.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,10 @@ class TokenDistribution(Protocol):
 
     def __call__(self, logits: Tensor, taken: Tensor | None = None) -> Tensor:
         """Return log-probabilities [n,V] of logits [n,V]; taken: int64 [n], tokens that are never cut."""
+
+    def temperatures(self, ids: Tensor) -> Tensor | None:
+        """Return the further temperature [B,L] of each place of completions ids [B,L], from the tokens before it; None
+        if all are 1."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class Decoding:
     min_p: float = 0.0
     greedy: int = 0
     expert: int = 0
+    causal: ClassVar[bool] = False  # it needs tokens that are drawn one after the other
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
@@ -70,6 +76,11 @@ class Decoding:
         if taken is not None:
             cut = cut.scatter(1, taken[:, None], False)
         return logits.masked_fill(cut, -torch.inf).log_softmax(-1)
+
+    def temperatures(self, ids: Tensor) -> Tensor | None:
+        """Return the further temperature [B,L] of each place of completions ids [B,L], from the tokens before it; None
+        if all are 1. Logits are divided by it first."""
+        return None
 
     def _cut(self, logits: Tensor) -> Tensor | None:
         """Return the mask of cut tokens, bool [n,V]; None if nothing is cut."""
@@ -153,22 +164,37 @@ class Draw:
 
     uniforms: [B,L], numbers in [0, 1), one per row and step.
     greedy: bool [B], rows that take the most likely token.
+    begun: the tokens with which the completion of each row begins, if it does not begin here.
 
     log_probs() returns those of the drawn tokens, [B, steps so far].
     """
 
-    def __init__(self, decoding: Decoding, uniforms: Tensor, greedy: Tensor):
+    def __init__(self, decoding: Decoding, uniforms: Tensor, greedy: Tensor, begun: Sequence[Tensor] = ()):
         self.decoding, self.uniforms, self.greedy = decoding, uniforms, greedy
+        self.begun = begun or [torch.empty(0, dtype=torch.int64)] * len(uniforms)
         self.found: list[Tensor] = []
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        log_probs, step = self.decoding(scores), len(self.found)
+        step = len(self.found)
+        log_probs = self.decoding(divided(scores, self._temperature(ids[:, ids.shape[1] - step:])))
         taken = torch.where(self.greedy, scores.argmax(-1), drawn(log_probs, self.uniforms[:, step]))[:, None]
         self.found.append(log_probs.gather(1, taken))
         return torch.full_like(scores, -torch.inf).scatter(1, taken, 0.0)
 
+    def _temperature(self, drawn: Tensor) -> Tensor | None:
+        """Return the temperature [B] of the place behind the tokens drawn so far, [B,t]; None if all are 1."""
+        last = drawn.new_zeros(1)
+        heat = [self.decoding.temperatures(torch.cat([begun.to(drawn), row, last])[None])
+                for begun, row in zip(self.begun, drawn)]
+        return None if heat[0] is None else torch.stack([row[0, -1] for row in heat if row is not None])
+
     def log_probs(self) -> Tensor:
         return torch.cat(self.found, 1)
+
+
+def divided(logits: Tensor, temperature: Tensor | None) -> Tensor:
+    """Return logits [n,V] over the temperature [n] of each row, float32 or wider; None: unchanged."""
+    return logits if temperature is None else wide(logits)[0] / temperature.to(logits.device)[:, None]
 
 
 def uniforms(generators: Sequence[torch.Generator], count: int) -> Tensor:
@@ -187,18 +213,18 @@ def decided(ids: Tensor, ends: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def score(hidden: Tensor, head: Callable[[Tensor], Tensor], ids: Tensor, decoding: TokenDistribution,
-          chunk: int = 1024, entropy: bool = False) -> Tensor:
+          chunk: int = 1024, entropy: bool = False, heat: Tensor | None = None) -> Tensor:
     """Return log p of the tokens ids [n] under states hidden [n,H], float32 [n], `chunk` tokens at a time.
 
     With `entropy`, [n,2]: the second column is the entropy of each distribution. head: maps states to logits. Logits of
-    a chunk are recomputed in the backward pass: no [n,V] is ever held.
+    a chunk are recomputed in the backward pass: no [n,V] is ever held. heat: [n], further temperatures; None: all 1.
     """
-    def part(hidden: Tensor, ids: Tensor) -> Tensor:
-        log_probs = decoding(head(hidden), ids)
+    def part(hidden: Tensor, ids: Tensor, heat: Tensor | None) -> Tensor:
+        log_probs = decoding(divided(head(hidden), heat), ids)
         taken = log_probs.gather(1, ids[:, None])
         return torch.cat([taken, entropy_of(log_probs)[:, None]], 1) if entropy else taken[:, 0]
 
-    pieces = zip(hidden.split(chunk), ids.split(chunk))
+    pieces = zip(hidden.split(chunk), ids.split(chunk), itertools.repeat(None) if heat is None else heat.split(chunk))
     if not torch.is_grad_enabled() or len(ids) <= chunk:
         return torch.cat([part(*piece) for piece in pieces])
     return torch.cat([checkpoint(part, *piece, use_reentrant=False) for piece in pieces])

@@ -17,11 +17,13 @@ class TokenizedPrompts:
     prompts: their texts.
     ids: their tokens, int64 [S] each.
     answers: their reference answers, if a method asks for them.
+    begun: the tokens of each row's completion with which its ids end, if they hold any.
     """
 
     prompts: list[str]
     ids: list[Tensor]
     answers: Sequence[str | None] = field(default=(), kw_only=True)
+    begun: Sequence[Tensor] = field(default=(), kw_only=True)
 
     def rows(self, index: Tensor) -> TokenizedPrompts:
         """Return the rows `index` (int64 [B]); a row may be taken several times."""

@@ -1,0 +1,75 @@
+"""Episodic memory: bonuses for samples unlike those of earlier epochs, and for samples near the successful ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.advantages.group import rows_of, weighted_sum
+from flowgrpo.advantages.shaping import Shaping
+from flowgrpo.types import Context
+
+
+@dataclass(frozen=True)
+class Episodic(Shaping):
+    """Total reward plus `explore` times the novelty and `exploit` times the nearness of a sample (Memory-R1+, Reasoning
+    Under 1 Billion).
+
+    A sample is described by the scores of the rewards `rewards`, which may have the weight 0; they stand for the
+    paper's embedding, for pictures and texts alike. Novelty is the mean distance to the `nearest` samples of the
+    prompt's earlier epochs, 0 for an exact repeat. Nearness is 1 / (1 + the distance to the nearest success), whose
+    total reward reached `right`. Both are 0 without such a sample. Distances are Euclidean.
+
+    memory["Episodic"] holds the last `size` samples of every prompt. As in `group.running`, every call of an epoch
+    starts from the epochs before, and the first one's samples are stored.
+    """
+
+    rewards: tuple[str, ...] = ()
+    explore: float = 0.1
+    exploit: float = 0.1
+    nearest: int = 3
+    right: float = 0.5
+    size: int = 64
+    merges = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rewards", tuple(self.rewards))  # a recipe gives a list
+        if self.explore < 0 or self.exploit < 0 or self.nearest < 1 or self.size < 1:
+            raise ValueError(f"Episodic: explore is {self.explore}, exploit {self.exploit}, nearest {self.nearest} and "
+                             f"size {self.size}, expected 0 or more, 0 or more, 1 or more, and 1 or more")
+
+    def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
+        assert context is not None, "Episodic compares with earlier epochs: it needs a context"
+        columns = [number for number, name in enumerate(context.names) if not self.rewards or name in self.rewards]
+        described, total = rewards[..., columns].float(), weighted_sum(rewards, list(context.weights))
+        memory, bonus = context.memory.setdefault("Episodic", {}), torch.zeros_like(total)
+        for prompt, rows in rows_of(context.prompts).items():
+            known = ~(described[rows].isnan().any(2) | total[rows].isnan())
+            now, won = described[rows][known], total[rows][known] >= self.right
+            past = torch.tensor(self._past(memory, prompt, context.epoch, now, won)).view(-1, len(columns) + 1)
+            bonus[rows] = torch.zeros_like(bonus[rows]).masked_scatter(known, self.bonuses(now, past).to(bonus))
+        return (total + bonus)[..., None]
+
+    def bonuses(self, samples: Tensor, past: Tensor) -> Tensor:
+        """Return the bonuses [n] of samples [n, D]. past: [m, D + 1], earlier ones, the last column 1 for a success."""
+        bonus = samples.new_zeros(len(samples))
+        if len(past):
+            apart = torch.cdist(samples, past[:, :-1].to(samples), compute_mode="donot_use_mm_for_euclid_dist")
+            bonus = self.explore * apart.topk(min(self.nearest, len(past)), dim=1, largest=False)[0].mean(1)
+            if len(wins := apart[:, past[:, -1] > 0].T):
+                bonus = bonus + self.exploit / (1 + wins.amin(0))
+        return bonus
+
+    def _past(self, memory: dict[str, Any], prompt: str, epoch: int, now: Tensor, won: Tensor
+              ) -> Sequence[Sequence[float]]:
+        """Return a prompt's samples of earlier epochs; store those of this one."""
+        present = torch.cat([now, won[:, None].to(now)], 1).tolist()
+        entry = memory.setdefault(prompt, {"epoch": epoch, "past": [], "present": present})
+        if entry["epoch"] != epoch:
+            past = (entry["past"] + entry["present"])[-self.size:]
+            entry = memory[prompt] = {"epoch": epoch, "past": past, "present": present}
+        return entry["past"]

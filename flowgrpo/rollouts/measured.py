@@ -1,0 +1,65 @@
+"""Rewards of a part's clean predictions and of its deterministic samples, measured while it is sampled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from flowgrpo.advantages.step_credit import Progress
+from flowgrpo.config.geometry import BatchShape
+from flowgrpo.log import PhaseTimer
+from flowgrpo.policies.pipelines.conditioning import Conditioning
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.rollouts.base import TotalReward
+from flowgrpo.samplers.base_samples import deterministic
+from flowgrpo.samplers.old_policy import OldPolicy
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.types import required
+
+
+class Rollouts(Protocol):
+    """Rollouts of a pipeline as they are measured (`denoising.DenoisingRollouts`)."""
+
+    policy: PipelinePolicy
+    geometry: BatchShape
+    old_policy: OldPolicy
+    clock: PhaseTimer
+    decodes: bool
+
+    def decode(self, finals: torch.Tensor, conditioning: Conditioning) -> torch.Tensor: ...
+
+    def count(self, spent: int) -> None: ...
+
+
+def predicted(rollouts: Rollouts, part: Part, conditioning: Conditioning, judge: TotalReward,
+              progress: Progress) -> Part:
+    """Return the part with the rewards of the clean predictions before its trained steps, which are let go."""
+    transitions: Any = part.transitions  # of a pipeline
+    values, leaves = [], len(part.prompts)
+    for taken in transitions:
+        together = len(taken.x) // len(part.groups)
+        totals = scored(rollouts, required(taken.clean), taken.prompts, conditioning, judge, together, progress.rewards)
+        values.append(totals.flatten().repeat_interleave(leaves // len(taken.x)))
+    let_go = tuple(replace(taken, clean=None) for taken in transitions)
+    return replace(part, transitions=let_go, predicted=torch.stack(values, 1))
+
+
+def baselined(rollouts: Rollouts, part: Part, conditioning: Conditioning, judge: TotalReward) -> Part:
+    """Return the part with the reward of the deterministic sample from every leaf's initial noise."""
+    before = rollouts.policy.evaluations
+    with rollouts.clock("rollout"), rollouts.old_policy.drawing():
+        finals, prompts, at = deterministic(rollouts.policy, conditioning, part, rollouts.geometry.micro_batch)
+    rollouts.count(rollouts.policy.evaluations - before)
+    return replace(part, baseline=scored(rollouts, finals, prompts, conditioning, judge, 1).flatten()[at])
+
+
+def scored(rollouts: Rollouts, finals: torch.Tensor, prompts: torch.Tensor, conditioning: Conditioning,
+           judge: TotalReward, together: int, names: tuple[str, ...] = ()) -> torch.Tensor:
+    """Return the total rewards [., together] of final states [n,*D] of the prompts [n]. names: of those that count."""
+    with rollouts.clock("decode"):
+        finals = finals.to(rollouts.policy.device)
+        pictures = rollouts.decode(finals, conditioning.rows(prompts)) if rollouts.decodes else None
+    with rollouts.clock("reward"):
+        return judge(pictures, together, prompts, finals.float().cpu(), names)
