@@ -6,7 +6,7 @@ row (1 for a transition, L for tokens), *D the shape of one latent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, TypeVar
@@ -258,6 +258,8 @@ class NoisedBatch:
     target: [b, *D], the noise less the data.
     rows: int64 [b], the indices of the samples among their `peers`.
 
+    measure: the method's log-ratio of two scores, [b, 1].
+
     reference and peers are None if the loss does not read them.
     """
 
@@ -268,6 +270,12 @@ class NoisedBatch:
     rows: Tensor
     reference: Scored | None = None
     peers: GroupStatistics | None = None
+    measure: Callable[[Scored, Scored], Tensor] | None = None
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """Return the method's log-ratio to the old policy, [b, 1]."""
+        return required(self.measure)(self.new, self.old)
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,6 +289,7 @@ class CompletionBatch:
     mask: bool [m, L], of all.
     peers: all of them, with the compared statistic [m, ...]; None if the loss compares nothing.
     expert: bool [m], the answers among all that came with their prompts.
+    measure: the method's log-ratio of two scores, [b, L].
     """
 
     new: Scored
@@ -292,6 +301,7 @@ class CompletionBatch:
     reference: Scored | None = None
     peers: GroupStatistics | None = None
     expert: Tensor | None = None
+    measure: Callable[[Scored, Scored], Tensor] | None = None
 
 
 @dataclass(eq=False)

@@ -67,7 +67,7 @@ class First(AdvantageRule):
 
 @dataclass(frozen=True)
 class NoBaseline(AdvantageRule):
-    """Weighted sum of the rewards itself, 0 without any: for a method with a value model (`value`)."""
+    """Weighted sum of the rewards itself, 0 without any: for a value model (`value`), or rewards as labels."""
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         return weighted_sum(rewards, weights).nan_to_num(0)

@@ -175,9 +175,11 @@ class Completions(Target):
         if isinstance(loss.surrogate, token_losses.ExpertMixture) and not rollout.decoding.expert:
             raise ValueError("the surrogate ExpertMixture is about answers that join their group: set "
                              "parts.decoding.expert: 1")
-        if loss.surrogate.reads_advantages and credit.spread is not None:
+        spreads = credit.spread or credit.value
+        if loss.surrogate.reads_advantages and spreads is not None:
             raise ValueError(f"the surrogate {type(loss.surrogate).__name__} reads one advantage per completion, but "
-                             f"{type(credit.spread).__name__} spreads it: set parts.spread: null")
+                             f"{type(spreads).__name__} spreads it: set parts.{'spread' if credit.spread else 'value'}"
+                             ": null")
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flowgrpo import objectives
+from flowgrpo.advantages.baselines import NoBaseline
 from flowgrpo.advantages.shaping import BradleyTerry
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
@@ -37,6 +38,10 @@ def resolve(config: Config, process: str = "flow") -> Method:
             method.credit.selection(torch.zeros(1, train.group))
         explorations = [] if process in OF_TEXT else _explorations(method, config, process)
         method.target.validate(method.rollout, method.credit, method.loss, explorations, train.group)
+        if method.loss.surrogate.reads_labels and not isinstance(method.credit.advantage, NoBaseline):
+            raise ValueError(f"the surrogate {type(method.loss.surrogate).__name__} reads rewards as labels, and "
+                             f"{type(method.credit.advantage).__name__} compares them: set parts.advantage: "
+                             "{type: NoBaseline}")
     except (TypeError, ValueError) as error:
         steps = "" if process in OF_TEXT else f"train.steps {train.steps}, "
         raise UserError(f"method {config.method} with {steps}train.group {train.group} and parts {config.parts}: "

@@ -29,10 +29,11 @@ class Surrogate:
     reads_groups: a `statistic` of the samples of a group.
     reads_entropy: the entropy of every token's distribution.
     reads_advantages: one advantage of every completion.
+    reads_labels: advantages that are rewards, not compared in their group.
     low, high: the range of the ratio; infinite: it has none.
     """
 
-    reads_means = reads_reference = reads_groups = reads_entropy = reads_advantages = False
+    reads_means = reads_reference = reads_groups = reads_entropy = reads_advantages = reads_labels = False
     low: float = math.inf
     high: float = math.inf
 

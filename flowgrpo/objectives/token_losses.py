@@ -104,8 +104,10 @@ class ConflictTokens(WrappedLoss, GroupLoss):
     (GTPO, 2508.03772, and its code).
 
     A conflict token is at the same place, counted from the start or from the end, of a good and of a bad completion of
-    the group (A above and below 0). So are all tokens before it, or after it. most_entropy: completions with a larger
-    mean entropy are left out; the paper's threshold is log 2, for models that start below it.
+    the group (A above and below 0). So are all tokens before it, or after it.
+
+    most_entropy: completions with a larger mean entropy are left out; the paper's threshold is log 2, for models that
+    start below it. A group without a completion below it is of another model: it keeps all of them (ours).
     """
 
     surrogate: Surrogate = Reinforce()
@@ -123,6 +125,15 @@ class ConflictTokens(WrappedLoss, GroupLoss):
     def reads_entropy(self) -> bool:  # type: ignore[override]
         return self.most_entropy < math.inf
 
+    @property
+    def reads_groups(self) -> bool:  # type: ignore[override]
+        return self.reads_entropy
+
+    def statistic(self, compared: CompletionBatch) -> Tensor:
+        """Return the mean entropy of every completion's tokens: [b]."""
+        mask = compared.new.mask
+        return (required(compared.new.entropy) * mask).sum(1) / mask.sum(1).clamp(min=1)
+
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         return self.surrogate(log_ratio, advantage, old.old.logp) * self.weights(old)
 
@@ -131,7 +142,7 @@ class ConflictTokens(WrappedLoss, GroupLoss):
 
     def weights(self, compared: CompletionBatch) -> Tensor:
         """Return the factor of every token's loss: [b, L]."""
-        peers, mask, conflicting = required(compared.peers), compared.new.mask, torch.zeros_like(compared.mask)
+        peers, conflicting = required(compared.peers), torch.zeros_like(compared.mask)
         for label in peers.group.unique():
             at = peers.group == label
             conflicting[at] = conflicts(compared.ids[at], compared.mask[at], peers.advantage[at])
@@ -139,9 +150,9 @@ class ConflictTokens(WrappedLoss, GroupLoss):
         weights = torch.where(conflicting[compared.rows], torch.where(good, self.amplify, 0.0), 1.0)
         if not self.reads_entropy:
             return weights
-        entropy = required(compared.new.entropy).detach()
-        mean = (entropy * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-        return weights * (mean <= self.most_entropy)
+        certain = peers.statistic <= self.most_entropy
+        some = (peers.members(compared.rows) & certain).any(1)
+        return weights * (certain[compared.rows] | ~some)[:, None]
 
 
 @dataclass(frozen=True)

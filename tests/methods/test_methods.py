@@ -41,6 +41,7 @@ from flowgrpo.objectives.best_path import LayerTuning
 from flowgrpo.objectives.ratios import CompletionRatio
 from flowgrpo.objectives.reductions import SequenceMean, SequenceSum, TokenMean
 from flowgrpo.objectives.references import Teacher
+from flowgrpo.objectives.reward_labels import RewardLabels
 from flowgrpo.objectives.schedules import Linear
 from flowgrpo.objectives.sequence_losses import (
     Discriminative,
@@ -110,11 +111,14 @@ OF_TOKENS = {
     "disco": (PlainRatio(), Discriminative("log", 10.0, 1000.0, 1e-4), SequenceMean(), None, None, SampledKL()),
     "reg_grpo": (CompletionRatio(), Regressed(0.1), SequenceSum(), "group", "rewards", SampledKL()),
     "trpa": (PlainRatio(), PairwisePreference(0.1, 2.5, 1e-3), SequenceMean(), "none", "rewards", SampledKL()),
+    "real": (PlainRatio(), RewardLabels("anchor", 10.0), SequenceMean(), None, None, SampledKL()),
+    "pacs": (CompletionRatio(), RewardLabels("leave_one_out", 1.0, True), SequenceSum(), None, None, SampledKL()),
     "w_reinforce": (PlainRatio(), Clip(0.2, 0.2), TokenMean(), None, None, SampledKL()),
     "entropy_bonus": (PlainRatio(), EntropyBonus(Clip(0.2, 0.2), 0.01), SequenceMean(), "group", "rewards",
                       SampledKL(0.04, "k3")),
     "high_entropy": (PlainRatio(), HighEntropy(Clip(0.2, 0.28), 0.2), TokenMean(), "group", "rewards", SampledKL()),
-    "gtpo": (PlainRatio(), ConflictTokens(Reinforce(), 2.0), SequenceMean(), "group", "rewards", SampledKL()),
+    "gtpo": (PlainRatio(), ConflictTokens(Reinforce(), 2.0, math.log(2)), SequenceMean(), "group", "rewards",
+             SampledKL()),
     "kdrl": (PlainRatio(), Clip(0.2, 0.2), SequenceMean(), "group", "rewards", SampledKL(5e-3, "k2", Linear(1e-3))),
     "visurf": (PlainRatio(), Clip(0.2, 0.2), SequenceMean(), "group", "rewards", SampledKL(0.04, "k3")),
     "rl_plus": (PlainRatio(), ExpertMixture(Clip(0.2, 0.2), 2.0, 1.0), SequenceMean(), "group", "rewards",
@@ -131,6 +135,7 @@ OTHER_OF_TOKENS = {"dapo": {"shaping": Overlong(0.2), "selection": DropZeroVaria
                    "gigpo": {"spread": StepGroups(8, (), 0.95, 1.0, True)},
                    "remax": {"decoding": Decoding(greedy=1), "advantage": First(), "selection": ButFirst()},
                    "ppo": {"advantage": NoBaseline(), "value": ValueHead(decay=0.95)},
+                   "real": {"advantage": NoBaseline()}, "pacs": {"advantage": NoBaseline()},
                    "nft": {"advantage": Correctness(), "selection": DropZeroVariance()},
                    "high_entropy": {"shaping": Overlong(0.2), "selection": DropZeroVariance()},
                    "visurf": {"decoding": Decoding(expert=1)}, "kdrl": {"reference": Teacher()},

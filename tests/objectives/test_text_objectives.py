@@ -297,8 +297,8 @@ def test_what_cannot_be_is_told(make, told):
 
 
 def test_losses_of_completions_are_not_for_pictures():
-    with pytest.raises(UserError, match="got Regressed, which reads completions or"):
-        resolve(tiny.config(method="flow_grpo", parts={"surrogate": {"type": "Regressed"}}))
+    with pytest.raises(UserError, match="got Discriminative, which reads completions or"):
+        resolve(tiny.config(method="flow_grpo", parts={"surrogate": {"type": "Discriminative"}}))
 
 
 def test_losses_of_whole_completions_need_one_advantage_for_each():

@@ -132,12 +132,17 @@ def test_conflict_tokens_are_not_pushed_down_and_are_pulled_up_twice():
     close(part.weights(compared(ids=ids, rows=slice(1, 4))).double(), expected[1:4])
 
 
-def test_uncertain_completions_are_left_out_where_that_is_asked_for():
+def test_uncertain_completions_are_left_out_of_groups_that_have_others():
     entropy = f64([[1, 1, 1, 1], [0.1, 0.2, 9, 9], [0, 0, 0, 2], [0.7, 9, 9, 9], [0.6, 0.6, 9, 9]])
     part = ConflictTokens(most_entropy=math.log(2))
-    assert part.reads_entropy and not ConflictTokens().reads_entropy
+    assert part.reads_entropy and not ConflictTokens().reads_entropy and not ConflictTokens().reads_groups
+    assert preset("gtpo").parts()["surrogate"] == part
     ids = torch.arange(20).view(5, 4)
-    assert part.weights(compared(entropy=entropy, ids=ids))[:, 0].tolist() == [0, 1, 1, 0, 1]
+    assert part.weights(compared(part, entropy, ids))[:, 0].tolist() == [0, 1, 1, 0, 1]
+    assert part.weights(compared(part, entropy, ids, rows=slice(2, 5)))[:, 0].tolist() == [1, 0, 1]
+    # Of a model that is above the threshold everywhere nothing is left out: here the second group.
+    entropy[4] = 1
+    assert part.weights(compared(part, entropy, ids))[:, 0].tolist() == [0, 1, 1, 1, 1]
 
 
 # Good texts that become less likely
@@ -186,7 +191,7 @@ def test_options_go_over_any_host_of_tokens():
     assert preset("high_entropy") == preset("dapo+high_entropy") and preset("llds") == preset("grpo+llds")
     assert preset("dr_grpo+entropy_bonus").parts()["surrogate"] == EntropyBonus(Clip(0.2, 0.2), 0.01)
     assert preset("entropy_bonus").reads_entropy and preset("high_entropy").reads_entropy
-    assert not preset("llds").reads_entropy and not preset("gtpo").reads_entropy
+    assert not preset("llds").reads_entropy and preset("gtpo").reads_entropy
     changed = with_parts(preset("high_entropy"), {"surrogate": {"share": 0.3, "surrogate": {"high": 0.4}}})
     assert changed.loss.surrogate == HighEntropy(Clip(0.2, 0.4), 0.3)
     with pytest.raises(UserError, match="HighEntropy: surrogate is Regressed.*expected one of single tokens"):
