@@ -37,6 +37,7 @@ from flowgrpo.objectives import (
     step_weights,
     surrogates,
     token_losses,
+    token_weights,
 )
 from flowgrpo.objectives.kl import Penalty
 from flowgrpo.objectives.ratios import LogRatio
@@ -67,7 +68,7 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "selection": (selection,),
     "log_ratio": (ratios,),
     "surrogate": (surrogates, forward_process, sequence_losses, token_losses, actor_critic,
-                  reward_labels),
+                  reward_labels, token_weights),
     "step_weight": (step_weights,),
     "reduction": (reductions,),
     "kl": (kl,),

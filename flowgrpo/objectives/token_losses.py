@@ -62,18 +62,28 @@ class HighEntropy(WrappedLoss, GroupLoss):
     """The surrogate's loss on the `share` of tokens with the largest entropies, 0 on the others, [B, L] (2506.01939:
     0.2, on DAPO): few tokens decide the direction of a text.
 
+    by: "entropy", or "advantage" for |A| times the entropy (D3S, 2509.22115, its token level).
+
     The entropies are the present policy's. The share is of the tokens of a group, rounded up; the paper's is of a
     batch. The divisor of the loss still counts all tokens, as in the paper.
     """
 
     surrogate: Surrogate = Clip(0.2, 0.28)
     share: float = 0.2
+    by: str = "entropy"
     reads_entropy = reads_groups = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.share <= 1:
             raise ValueError(f"HighEntropy: share is {self.share}, expected above 0 and at most 1")
+        if self.by not in ("entropy", "advantage"):
+            raise ValueError(f"HighEntropy: by is {self.by!r}, expected entropy or advantage")
+
+    @property
+    def reads_advantages(self) -> bool:  # type: ignore[override]
+        """True if tokens are ranked by the advantages of their completions too."""
+        return self.by == "advantage"
 
     def statistic(self, compared: CompletionBatch) -> Tensor:
         """Return the entropies, -inf where a token does not count: [b, L]."""
@@ -87,7 +97,10 @@ class HighEntropy(WrappedLoss, GroupLoss):
 
     def chosen(self, compared: CompletionBatch) -> Tensor:
         """Return the trained tokens, bool [b, L]; all tokens tied at the threshold are trained."""
-        entropies, group = required(compared.peers).statistic, required(compared.peers).group
+        peers = required(compared.peers)
+        entropies, group = peers.statistic, peers.group
+        if self.by == "advantage":
+            entropies = (entropies * peers.advantage.abs()[:, None]).masked_fill(~compared.mask, -math.inf)
         selected = torch.zeros_like(compared.mask)
         for label in group.unique():
             selected[group == label] = self._largest(entropies[group == label])
