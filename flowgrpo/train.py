@@ -41,6 +41,7 @@ from flowgrpo.training.kl_reference import KLReference
 from flowgrpo.training.metrics import Log, UpdateStats, shown
 from flowgrpo.training.optimizer import clip_gradients, make_optimizer, make_scaler, rate, update_average
 from flowgrpo.training.out_of_memory import fitted
+from flowgrpo.training.rehearsal import Rehearsing
 from flowgrpo.training.scorer import Scorer
 from flowgrpo.training.scoring import Functions, Scoring
 from flowgrpo.training.shares import moved, shares, slices, whole_groups
@@ -80,6 +81,8 @@ class Trainer:
         self.best = BestWeights(config.eval)
         self.memory: dict[str, Any] = {}  # state of the method's parts between epochs
         self.kl_reference = KLReference(self.method, policy, self.memory, keep=config.train.inner_epochs > 1)
+        rehearsal = self.method.loss.rehearsal
+        self.rehearsing = None if rehearsal is None else Rehearsing(rehearsal, self.rollouts, config, self.processes)
         self.first_ratio = FirstRatio(self.rollouts, self.method.loss.surrogate, policy.exact,
                                       math.inf if policy.modality == "text" else ROUNDED)
         self.critic = make_critic(self.method, policy, self.geometry, self.processes)
@@ -190,6 +193,8 @@ class Trainer:
             parts = self.fitted(partial(self.first_ratio, parts, conditioning, self.say), "update")
         if self.critic is not None:
             parts = self.critic(parts, conditioning)
+        if self.rehearsing is not None:
+            self.fitted(partial(self.rehearsing.draw, self.prompts, self.scoring))
         weights = self.rollouts.step_weights(parts, self.epoch)
         self.kl_reference.begin(self.epoch, self.config.train.epochs)
         with self.clock("update"):
@@ -204,6 +209,8 @@ class Trainer:
                         self.step_optimizer(stats)
         self.scoring.leave()  # a reward whose gradient was followed
         metrics = stats.summary(self.processes) | self.rollouts.metrics()
+        if self.rehearsing is not None:
+            metrics |= self.rehearsing.metrics()
         if self.critic is not None:
             with self.clock("update"):
                 metrics |= self.critic.fit()
@@ -219,6 +226,8 @@ class Trainer:
             for part in share:
                 self.leave()
                 self.backward(part, conditioning, weights, count, stats)
+            if self.rehearsing is not None:
+                self.rehearsing.add(self.update, lambda loss: self.policy.backward(self.scaler.scale(loss)))
         return stats.decisions
 
     def leave(self) -> None:

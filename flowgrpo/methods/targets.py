@@ -72,7 +72,7 @@ class JointDensity(Target):
 
     trains: ClassVar[str] = "a joint density"
     trains_steps: ClassVar[bool] = True
-    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "strides", "step_weight"}
+    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "strides", "step_weight", "rehearsal"}
 
     def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
                  explorations: Sequence[RolloutSpec], group: int) -> None:
@@ -102,7 +102,8 @@ class RecordedPairs(NoisedFinals):
     """Noised finals of recorded pairs, of which nothing is drawn: what a run with `preferences` makes of them."""
 
     trains: ClassVar[str] = "recorded pairs"
-    unread: ClassVar[frozenset[str]] = NoisedFinals.unread | {"kernel", "plan", "solver", "tail", "roots", "redraw"}
+    unread: ClassVar[frozenset[str]] = NoisedFinals.unread | {"kernel", "plan", "solver", "tail", "roots", "redraw",
+                                                        "rehearsal"}
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class RewardGradient(Target):
     trains_steps: ClassVar[bool] = True
     follows_reward: ClassVar[bool] = True
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "tail", "strides", "step_weight", "kl", "reference",
-                                                   "redraw"}
+                                                   "redraw", "rehearsal"}
     takes: ClassVar[dict[str, type]] = {"surrogate": objectives.RewardAscent, "log_ratio": objectives.PlainRatio}
 
     def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
@@ -138,7 +139,8 @@ class LatentEdits(Target):
     edit: latent_edits.Edit = latent_edits.Edit()
 
     trains: ClassVar[str] = "latent edits"
-    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"strides", "preview", "lag", "adapted", "step_weight"}
+    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"strides", "preview", "lag", "adapted", "step_weight",
+                                                   "rehearsal"}
     takes: ClassVar[dict[str, type]] = {"surrogate": ActorCritic}
 
     def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
@@ -202,7 +204,7 @@ class RelaxedTraces(Target):
     follows_reward: ClassVar[bool] = True
     of: ClassVar[type] = TextGeneration
     unread: ClassVar[frozenset[str]] = frozenset({"step_weight", "reduction", "kl", "reference", "draws", "spread",
-                                                  "redraw", "value"})
+                                                  "redraw", "value", "rehearsal"})
     takes: ClassVar[dict[str, type]] = {"surrogate": objectives.RewardAscent, "log_ratio": objectives.PlainRatio,
                                         "decoding": Unmasking}
 

@@ -38,6 +38,9 @@ def resolve(config: Config, process: str = "flow") -> Method:
             method.credit.selection(torch.zeros(1, train.group))
         explorations = [] if process in OF_TEXT else _explorations(method, config, process)
         method.target.validate(method.rollout, method.credit, method.loss, explorations, train.group)
+        if method.loss.rehearsal is not None and method.rollout.lag.most:
+            raise ValueError("the samples of parts.rehearsal are drawn by the base model, and this method's by an old "
+                             "policy that lags: set parts.lag: {most: 0}, or parts.rehearsal: null")
         if method.loss.surrogate.reads_labels and not isinstance(method.credit.advantage, NoBaseline):
             raise ValueError(f"the surrogate {type(method.loss.surrogate).__name__} reads rewards as labels, and "
                              f"{type(method.credit.advantage).__name__} compares them: set parts.advantage: "
