@@ -36,12 +36,13 @@ from flowgrpo.training.credit import credit
 from flowgrpo.training.critic import make_critic
 from flowgrpo.training.endings import saved
 from flowgrpo.training.first_ratio import ROUNDED, FirstRatio
+from flowgrpo.training.hindsight import make_hindsight
 from flowgrpo.training.hints import RewardHints
 from flowgrpo.training.kl_reference import KLReference
 from flowgrpo.training.metrics import Log, UpdateStats, shown
 from flowgrpo.training.optimizer import clip_gradients, make_optimizer, make_scaler, rate, update_average
 from flowgrpo.training.out_of_memory import fitted
-from flowgrpo.training.rehearsal import Rehearsing
+from flowgrpo.training.rehearsal import make_rehearsing
 from flowgrpo.training.scorer import Scorer
 from flowgrpo.training.scoring import Functions, Scoring
 from flowgrpo.training.shares import moved, shares, slices, whole_groups
@@ -81,8 +82,7 @@ class Trainer:
         self.best = BestWeights(config.eval)
         self.memory: dict[str, Any] = {}  # state of the method's parts between epochs
         self.kl_reference = KLReference(self.method, policy, self.memory, keep=config.train.inner_epochs > 1)
-        rehearsal = self.method.loss.rehearsal
-        self.rehearsing = None if rehearsal is None else Rehearsing(rehearsal, self.rollouts, config, self.processes)
+        self.hindsight, self.rehearsing = make_hindsight(self.rollouts), make_rehearsing(self.rollouts)
         self.first_ratio = FirstRatio(self.rollouts, self.method.loss.surrogate, policy.exact,
                                       math.inf if policy.modality == "text" else ROUNDED)
         self.critic = make_critic(self.method, policy, self.geometry, self.processes)
@@ -104,6 +104,8 @@ class Trainer:
         self.scoring.require_scores(metrics, epoch_batch.prompts[0].text, self.epoch, self.say)
         self.hints.epoch(metrics, self.scoring.spreads, self.epoch, self.say)
         credited = self.credit(parts, scores, [prompt.key for prompt in prompts])
+        if self.hindsight is not None:
+            self.hindsight.begin(epoch_batch.own(), self.epoch)
         return metrics | epoch_batch.metrics() | self.learn(credited, conditioning)
 
     def draw(self) -> tuple[EpochBatch, list[Part], Encoded]:
@@ -264,7 +266,8 @@ class Trainer:
             loss = method.loss.surrogate(log_ratio, advantage, loss_input) * weights[transitions.step]
             if transitions.correction is not None:
                 loss = loss * queued(transitions.correction[rows], device)
-            penalty = kl(new, reference[batch].to(device)) if kl.weight else None
+            penalty = self.kl_reference.penalty(new, reference[batch].to(device), part.rewards[k][rows]) \
+                if kl.weight else None
             loss = loss if penalty is None else loss + penalty
             if transitions.goal is not None:
                 loss = loss + method.tuning(new, transitions.goal.rows(rows).to(device))
@@ -275,7 +278,8 @@ class Trainer:
 
     def reference(self, part: Part, conditioning: Encoded) -> list[Scored]:
         """Return the reference's scores of a part's transitions, where they are needed."""
-        return self.kl_reference.scores(part, lambda part: self.rollouts.replay(part, conditioning))
+        replay = self.hindsight.replay if self.hindsight else partial(self.rollouts.replay, conditioning=conditioning)
+        return self.kl_reference.scores(part, replay)
 
     def step_optimizer(self, stats: UpdateStats) -> None:
         """Clip the gradient and step; a gradient that is not finite is skipped and counted."""

@@ -21,10 +21,12 @@ from flowgrpo.samplers import plans
 # Parts that fewer targets read than their place says.
 _TEXTS = (targets.Completions,)
 TYPES: dict[type, tuple[type[targets.Target], ...]] = {
-    **dict.fromkeys((ratios.SequenceRatio, ratios.CompletionRatio, objectives.DynamicClip, references.Teacher,
+    **dict.fromkeys((ratios.SequenceRatio, ratios.CompletionRatio, objectives.DynamicClip,
                      sequence_losses.GroupLoss, token_losses.LikelihoodFloor, shaping.Overlong,
                      length_shaping.LengthSwitch, length_shaping.ExitDecay, gae.ValueHead), _TEXTS),
     sequence_losses.SampleLoss: (targets.Completions, targets.RecordedSteps, targets.NoisedFinals),
+    **dict.fromkeys((references.Teacher, references.SelfTeacher), (
+        targets.Completions, targets.RecordedSteps, targets.JointDensity, targets.NoisedFinals)),
     **dict.fromkeys((forward_process.OfNoised, ratios.Matching), (targets.NoisedFinals,)),
     **dict.fromkeys((actor_critic.ActorCritic, baselines.Paired, gae.Recall), (targets.LatentEdits,)),
     objectives.Guard: (targets.RecordedSteps, targets.LatentEdits),

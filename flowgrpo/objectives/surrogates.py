@@ -200,6 +200,14 @@ class Reinforce(Surrogate):
 
 
 @dataclass(frozen=True)
+class KLOnly(Surrogate):
+    """0, [B, N]: the KL alone trains, as distillation from a Teacher or SelfTeacher does."""
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        return torch.zeros_like(log_ratio)
+
+
+@dataclass(frozen=True)
 class TruncatedIS(Surrogate):
     """-A clip(r, 1-low, 1+high) log p, [B, N], with the clipped ratio r a constant: an importance weight with bounds
     (CISPO, 2506.13585, equations 4 and 5, which bounds above alone: low is 1).

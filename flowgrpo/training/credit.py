@@ -38,7 +38,7 @@ def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[flo
     leaves = selection(advantage, context) & leaves if selection else leaves
     advantage_of, kept_of = {1: local(advantage)}, {1: local(leaves)}  # by the number of samples below a transition
     for part in parts:
-        at, advantages, kept = slice(part.groups.start, part.groups.stop), [], []
+        at, advantages, kept, earned = slice(part.groups.start, part.groups.stop), [], [], []
         for taken in part.transitions:
             width = len(part.prompts) // len(taken.parent)
             if width not in advantage_of:
@@ -50,11 +50,12 @@ def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[flo
             alike = advantage_of[width][at].flatten()
             advantages.append(spread(cast(Completions, taken), alike, totals[at]) if spread else alike)
             kept.append(kept_of[width][at].flatten())
+            earned.append(totals[at].flatten().view(-1, width).nanmean(1))
         if method.tuning.weight:
             part = towards_best(part, advantage_of[1][at])
         if isinstance(method.target, LatentEdits):
             part = rewarded(part, local(weighted_sum(shaped, weights))[at].flatten())
-        yield part.credited(advantages, kept)
+        yield part.credited(advantages, kept, earned)
 
 
 def towards_best(part: Part, advantages: Tensor) -> Part:

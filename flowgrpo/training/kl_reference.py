@@ -11,6 +11,7 @@ import torch
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import at_epoch, is_active
+from flowgrpo.objectives.references import SelfTeacher
 from flowgrpo.policies.policy import Policy
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import Context, Scored
@@ -49,7 +50,7 @@ class KLReference:
         one is done with it.
         """
         weights = self.policy.weights
-        if self.read and (weights.large or weights.sharded) and not self._teacher:
+        if self.read and (weights.large or weights.sharded) and not self._teacher and not self._present:
             with self.policy.reference(self.held), processes.together():
                 self.known = {id(part): self._kept(replay(part)) for part in parts}
 
@@ -69,7 +70,22 @@ class KLReference:
     def _teacher(self) -> str:
         return getattr(self.method.loss.reference, "model", "")
 
+    @property
+    def _present(self) -> bool:
+        """Return True if the reference is the present policy under other prompts."""
+        return isinstance(self.method.loss.reference, SelfTeacher)
+
+    def penalty(self, new: Scored, reference: Scored, rewards: torch.Tensor) -> torch.Tensor:
+        """Return the KL [b,N] of scored decisions, 0 for samples of a reward that the reference leaves out.
+
+        rewards: [b], the total rewards.
+        """
+        penalty, below = self.kl(new, reference), getattr(self.method.loss.reference, "only_below", None)
+        return penalty if below is None else penalty * (rewards < below)[:, None].to(penalty)
+
     def _in_place(self) -> AbstractContextManager[None]:
+        if self._present:
+            return torch.no_grad()
         return cast(Any, self.policy).teacher(self._teacher) if self._teacher else self.policy.reference(self.held)
 
     def _kept(self, replayed: Iterator[tuple[int, slice, Scored]]) -> list[Scored]:

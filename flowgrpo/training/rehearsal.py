@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.objectives.reductions import reduced
 from flowgrpo.objectives.rehearsal import Rehearsal
@@ -31,11 +29,11 @@ class Rehearsing:
     parts: of this process, on the CPU, once they are drawn; means: the mean divergence of each update of an epoch.
     """
 
-    def __init__(self, part: Rehearsal, rollouts: GroupSampler[Any], config: Config, processes: Processes):
-        if rollouts.method.for_tokens and engines.wanted(config):
+    def __init__(self, part: Rehearsal, rollouts: GroupSampler[Any]):
+        if rollouts.method.for_tokens and engines.wanted(rollouts.config):
             raise UserError("parts.rehearsal draws samples of the base model, and an engine has the trained one: leave "
                             "text.engine out")
-        self.part, self.rollouts, self.config, self.processes = part, rollouts, config, processes
+        self.part, self.rollouts, self.config, self.processes = part, rollouts, rollouts.config, rollouts.processes
         self.parts: list[Part] | None = None
         self.conditioning: Any = None
         self.means: list[Tensor] = []
@@ -83,3 +81,9 @@ class Rehearsing:
         """Return the mean divergence of the epoch's updates, over all processes."""
         means, self.means = self.means, []
         return {"rehearsal": self.processes.gather(torch.stack(means).mean()[None]).sum().item()} if means else {}
+
+
+def make_rehearsing(rollouts: GroupSampler[Any]) -> Rehearsing | None:
+    """Return the recorded samples of a run's base model; None if the method rehearses none."""
+    part = rollouts.method.loss.rehearsal
+    return None if part is None else Rehearsing(part, rollouts)

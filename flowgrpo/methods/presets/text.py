@@ -111,6 +111,12 @@ def pacs(method: Method = Method()) -> Method:
                                log_ratio=objectives.CompletionRatio(), reduction=reductions.SequenceSum())
 
 
+def sdpo(method: Method = Method()) -> Method:
+    """SDPO: the policy that reads a right completion of its group teaches the policy that does not (2601.20802)."""
+    return grpo(method).having(surrogate=objectives.KLOnly(), reduction=reductions.TokenMean(),
+                               kl=objectives.SampledKL(1.0, "k2"), reference=references.SelfTeacher())
+
+
 def trpa(method: Method = Method()) -> Method:
     """TRPA: every better completion of a group preferred to every worse one, near the old policy (2504.04524)."""
     return grpo(method).having(surrogate=sequence_losses.PairwisePreference(), kl=objectives.SampledKL(0.0),

@@ -1,0 +1,66 @@
+"""Prompts of a self-teacher: what it is given in addition, of each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.objectives.references import SelfTeacher
+from flowgrpo.rollouts.base import Encoded, GroupSampler
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.samplers.text.answers import answer_of
+from flowgrpo.types import Completions, Scored
+
+
+class Hindsight:
+    """Replays of a policy under the prompts of its self-teacher.
+
+    prompts: those of the epoch on this process, set by the trainer. Pictures have one richer prompt each, texts one per
+    completion.
+    """
+
+    def __init__(self, teacher: SelfTeacher, rollouts: GroupSampler[Any]):
+        self.teacher, self.rollouts = teacher, rollouts
+        self.prompts: list[Prompt] = []
+        self.richer: Encoded | None = None
+
+    def begin(self, prompts: list[Prompt], epoch: int) -> None:
+        """Take an epoch's prompts, and encode the richer ones of pictures."""
+        self.prompts = prompts
+        if not self.rollouts.method.for_tokens:
+            texts = self.teacher.prompts([p.text for p in prompts], [""] * len(prompts), [0.0] * len(prompts),
+                                         [answer_of(p) for p in prompts])
+            self.richer = self.rollouts.conditioning([replace(p, text=text) for p, text in zip(prompts, texts)], epoch)
+
+    def replay(self, part: Part) -> Iterator[tuple[int, slice, Scored]]:
+        """Score a part's decisions under the teacher's prompts and the present weights."""
+        if self.richer is not None:
+            return self.rollouts.replay(part, self.richer)
+        [taken] = part.transitions
+        assert isinstance(taken, Completions)
+        alone = replace(taken, prompts=torch.arange(len(taken.ids)))
+        of = self.rollouts.conditioning(self.of_texts(taken, part.rewards[0].tolist()))
+        return self.rollouts.replay(replace(part, transitions=(alone,)), of)
+
+    def of_texts(self, taken: Completions, rewards: list[float]) -> list[Prompt]:
+        """Return the teacher's prompt of each completion, as its group and their rewards make it."""
+        policy: Any = self.rollouts.policy
+        written = [str(text) for text in policy.written(taken.ids, taken.old.mask)]
+        prompts: list[Prompt] = [self.prompts[place] for place in taken.prompts.tolist()]
+        for place in taken.prompts.unique():
+            rows = (taken.prompts == place).nonzero()[:, 0].tolist()
+            texts = self.teacher.prompts([prompts[row].text for row in rows], [written[row] for row in rows],
+                                         [rewards[row] for row in rows], [answer_of(prompts[row]) for row in rows])
+            for row, text in zip(rows, texts):
+                prompts[row] = replace(prompts[row], text=text)
+        return prompts
+
+
+def make_hindsight(rollouts: GroupSampler[Any]) -> Hindsight | None:
+    """Return the replays of a method's self-teacher; None if its reference is another."""
+    reference = rollouts.method.loss.reference
+    return Hindsight(reference, rollouts) if isinstance(reference, SelfTeacher) else None
