@@ -103,6 +103,7 @@ class Trainer:
         metrics = self.scoring.metrics(epoch_batch.first, self.say)
         self.scoring.require_scores(metrics, epoch_batch.prompts[0].text, self.epoch, self.say)
         self.hints.epoch(metrics, self.scoring.spreads, self.epoch, self.say)
+        self.kl_reference.judge(parts, partial(self.rollouts.replay, conditioning=conditioning), self.processes)
         credited = self.credit(parts, scores, [prompt.key for prompt in prompts])
         if self.hindsight is not None:
             self.hindsight.begin(epoch_batch.own(), self.epoch)
@@ -182,7 +183,7 @@ class Trainer:
         strides = len(self.method.rollout.strides)
         return Context(groups[::shape.slices], logp.float(), lengths.long(), longest, self.epoch,
                        self.config.train.epochs, self.memory, self.scoring.paired * strides, deducted.float(),
-                       list(self.scoring.weights.values()) * strides)
+                       list(self.scoring.weights.values()) * strides, self.kl_reference.likelihood)
 
     def learn(self, credited: list[Part | None], conditioning: Encoded) -> dict[str, Any]:
         """Replay the recorded decisions and minimise the method's loss: `updates` optimiser steps per inner epoch.
@@ -211,8 +212,7 @@ class Trainer:
                         self.step_optimizer(stats)
         self.scoring.leave()  # a reward whose gradient was followed
         metrics = stats.summary(self.processes) | self.rollouts.metrics()
-        if self.rehearsing is not None:
-            metrics |= self.rehearsing.metrics()
+        metrics |= self.rehearsing.metrics() if self.rehearsing else {}
         if self.critic is not None:
             with self.clock("update"):
                 metrics |= self.critic.fit()
@@ -266,8 +266,7 @@ class Trainer:
             loss = method.loss.surrogate(log_ratio, advantage, loss_input) * weights[transitions.step]
             if transitions.correction is not None:
                 loss = loss * queued(transitions.correction[rows], device)
-            penalty = self.kl_reference.penalty(new, reference[batch].to(device), part.rewards[k][rows]) \
-                if kl.weight else None
+            penalty = self.kl_reference.penalty(new, reference[batch], part.rewards[k][rows]) if kl.weight else None
             loss = loss if penalty is None else loss + penalty
             if transitions.goal is not None:
                 loss = loss + method.tuning(new, transitions.goal.rows(rows).to(device))

@@ -317,6 +317,7 @@ class Context:
     win_rates: for each of the R rewards, whether it is already a win rate within its group, as a judge's (empty: none).
     deducted: [P, G], subtracted from every reward of a sample before all else (None: nothing).
     weights: of the R rewards (empty: 1 each).
+    likelihood: [P, G], of each sample under the reference (None: no part reads it).
     """
 
     prompts: Sequence[str] = ()
@@ -329,3 +330,4 @@ class Context:
     win_rates: Sequence[bool] = ()
     deducted: Tensor | None = None
     weights: Sequence[float] = ()
+    likelihood: Tensor | None = None

@@ -214,8 +214,13 @@ class Method:
 
     @property
     def compares_with_reference(self) -> bool:
-        """True where the surrogate reads the reference's scores, whatever the KL."""
-        return self.loss.surrogate.reads_reference
+        """True where the surrogate or the shaping reads the reference's scores, whatever the KL."""
+        return self.loss.surrogate.reads_reference or self.judges_by_reference
+
+    @property
+    def judges_by_reference(self) -> bool:
+        """True where the shaping of rewards reads the reference's scores."""
+        return self.credit.shaping is not None and self.credit.shaping.reads_reference
 
     @property
     def reads_entropy(self) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flowgrpo import objectives
-from flowgrpo.advantages import baselines, gae, length_shaping, shaping
+from flowgrpo.advantages import baselines, consistency, gae, length_shaping, shaping
 from flowgrpo.config.schema import Config, fields
 from flowgrpo.errors import UserError
 from flowgrpo.methods import registry, targets
@@ -21,9 +21,9 @@ from flowgrpo.samplers import plans
 # Parts that fewer targets read than their place says.
 _TEXTS = (targets.Completions,)
 TYPES: dict[type, tuple[type[targets.Target], ...]] = {
-    **dict.fromkeys((ratios.SequenceRatio, ratios.CompletionRatio, objectives.DynamicClip,
+    **dict.fromkeys((ratios.SequenceRatio, ratios.CompletionRatio, objectives.DynamicClip, gae.ValueHead,
                      sequence_losses.GroupLoss, token_losses.LikelihoodFloor, shaping.Overlong,
-                     length_shaping.LengthSwitch, length_shaping.ExitDecay, gae.ValueHead), _TEXTS),
+                     length_shaping.LengthSwitch, length_shaping.ExitDecay, consistency.Consistency), _TEXTS),
     sequence_losses.SampleLoss: (targets.Completions, targets.RecordedSteps, targets.NoisedFinals),
     **dict.fromkeys((references.Teacher, references.SelfTeacher), (
         targets.Completions, targets.RecordedSteps, targets.JointDensity, targets.NoisedFinals)),

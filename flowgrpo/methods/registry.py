@@ -8,6 +8,7 @@ from typing import Any
 
 from flowgrpo.advantages import (
     baselines,
+    consistency,
     correctness,
     gae,
     group,
@@ -64,7 +65,7 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "plan": (plans,),
     "solver": (solvers,),
     "preview": (preview,),
-    "shaping": (shaping, length_shaping),
+    "shaping": (shaping, length_shaping, consistency),
     "advantage": (group, baselines, reward_weights, correctness),
     "selection": (selection,),
     "log_ratio": (ratios,),

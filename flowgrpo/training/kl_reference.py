@@ -32,6 +32,7 @@ class KLReference:
         self.held: list[Snapshot] = self.next([], 0)
         self.known: dict[int, list[Scored]] = {}
         self.kl = method.loss.kl
+        self.likelihood: torch.Tensor | None = None  # of the epoch's samples under the reference
 
     def begin(self, epoch: int, epochs: int) -> None:
         """Set the KL's weight for an epoch, and drop the last one's scores."""
@@ -41,7 +42,18 @@ class KLReference:
     @property
     def read(self) -> bool:
         """Return True if this epoch's KL or the surrogate reads the reference's scores."""
-        return bool(self.kl.weight) or self.method.compares_with_reference
+        return bool(self.kl.weight) or self.method.loss.surrogate.reads_reference
+
+    def judge(self, parts: list[Part], replay: Replay, processes: Processes) -> None:
+        """Set the likelihood [P,G] of the samples of all processes, if the shaping of rewards reads it."""
+        if not self.method.judges_by_reference:
+            return
+        shaping: Any = self.method.credit.shaping
+        with self._in_place():
+            leaves = [shaping.likelihood(part.transitions[0], torch.cat([score.logp for _, _, score in replay(part)]))
+                      for part in parts]
+        group = len(parts[0].prompts) // len(parts[0].groups)
+        self.likelihood = processes.gather(torch.cat(leaves).cpu()).view(-1, group)
 
     def ahead(self, parts: list[Part], replay: Replay, processes: Processes) -> None:
         """Score all parts of an epoch at once if the reference's weights are large, or sharded.
@@ -80,7 +92,8 @@ class KLReference:
 
         rewards: [b], the total rewards.
         """
-        penalty, below = self.kl(new, reference), getattr(self.method.loss.reference, "only_below", None)
+        penalty = self.kl(new, reference.to(self.policy.device))
+        below = getattr(self.method.loss.reference, "only_below", None)
         return penalty if below is None else penalty * (rewards < below)[:, None].to(penalty)
 
     def _in_place(self) -> AbstractContextManager[None]:
