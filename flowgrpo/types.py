@@ -54,7 +54,8 @@ class Scored:
     mean: [B, N, *D], of each transition.
     std: [N] or [B, N], the deviation of the whole step.
     slope: [N], of a replay, the derivative of the mean by the model's output.
-    entropy: [B, N], of a replay of tokens, that of each token's distribution, in nats.
+    entropy: [B, N], of a replay of tokens, that of each token's distribution, in nats; the mean log-probability of all
+        tokens for a surrogate that reads the uniform policy's.
     """
 
     logp: Tensor

@@ -99,7 +99,8 @@ class Method:
         rollout = self.generation
         if process == "masks":  # answers have no trace
             spread = self.credit.spread
-            return not (spread and spread.causal) and not rollout.draws.causal and not rollout.decoding.expert
+            follows = self.loss.surrogate.reads_uniform  # the state that follows a token
+            return not (spread and spread.causal or follows or rollout.draws.causal or rollout.decoding.expert)
         return not isinstance(rollout.decoding, decoding.Unmasking)
 
     def on(self, process: str, given: Collection[str] = ()) -> Method:
@@ -223,9 +224,10 @@ class Method:
         return self.credit.shaping is not None and self.credit.shaping.reads_reference
 
     @property
-    def reads_entropy(self) -> bool:
-        """True where the loss needs the entropy of every token's distribution."""
-        return self.loss.surrogate.reads_entropy
+    def reads_entropy(self) -> bool | str:
+        """True where the loss needs the entropy of every token's distribution; "uniform" where it needs its mean
+        log-probability."""
+        return "uniform" if self.loss.surrogate.reads_uniform else self.loss.surrogate.reads_entropy
 
     @property
     def for_tokens(self) -> bool:

@@ -29,6 +29,7 @@ from flowgrpo.objectives import (
     Clip,
     Guard,
     InverseDelta,
+    KLOnly,
     NoiseLevel,
     PlainRatio,
     Reinforce,
@@ -38,9 +39,10 @@ from flowgrpo.objectives import (
     Uniform,
 )
 from flowgrpo.objectives.best_path import LayerTuning
+from flowgrpo.objectives.random_policy import RandomPolicyValue
 from flowgrpo.objectives.ratios import CompletionRatio
 from flowgrpo.objectives.reductions import SequenceMean, SequenceSum, TokenMean
-from flowgrpo.objectives.references import Teacher
+from flowgrpo.objectives.references import SelfTeacher, Teacher
 from flowgrpo.objectives.reward_labels import RewardLabels
 from flowgrpo.objectives.schedules import Linear
 from flowgrpo.objectives.sequence_losses import (
@@ -113,6 +115,8 @@ OF_TOKENS = {
     "trpa": (PlainRatio(), PairwisePreference(0.1, 2.5, 1e-3), SequenceMean(), "none", "rewards", SampledKL()),
     "real": (PlainRatio(), RewardLabels("anchor", 10.0), SequenceMean(), None, None, SampledKL()),
     "pacs": (CompletionRatio(), RewardLabels("leave_one_out", 1.0, True), SequenceSum(), None, None, SampledKL()),
+    "rover": (PlainRatio(), RandomPolicyValue(1.0), TokenMean(), "none", "rewards", SampledKL()),
+    "sdpo": (PlainRatio(), KLOnly(), TokenMean(), "group", "rewards", SampledKL(1.0, "k2")),
     "w_reinforce": (PlainRatio(), Clip(0.2, 0.2), TokenMean(), None, None, SampledKL()),
     "entropy_bonus": (PlainRatio(), EntropyBonus(Clip(0.2, 0.2), 0.01), SequenceMean(), "group", "rewards",
                       SampledKL(0.04, "k3")),
@@ -139,6 +143,7 @@ OTHER_OF_TOKENS = {"dapo": {"shaping": Overlong(0.2), "selection": DropZeroVaria
                    "nft": {"advantage": Correctness(), "selection": DropZeroVariance()},
                    "high_entropy": {"shaping": Overlong(0.2), "selection": DropZeroVariance()},
                    "visurf": {"decoding": Decoding(expert=1)}, "kdrl": {"reference": Teacher()},
+                   "sdpo": {"reference": SelfTeacher()},
                    "rl_plus": {"decoding": Decoding(expert=1)},
                    "disco": {"advantage": Correctness()}, "w_reinforce": {"advantage": Signed(0.1, 1.0)}}
 

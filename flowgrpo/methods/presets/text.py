@@ -9,7 +9,7 @@ from flowgrpo.advantages import baselines, correctness, gae, group, length_shapi
 from flowgrpo.methods import targets
 from flowgrpo.methods.groups import TextGeneration
 from flowgrpo.methods.method import Method
-from flowgrpo.objectives import reductions, references, reward_labels, sequence_losses, token_losses
+from flowgrpo.objectives import random_policy, reductions, references, reward_labels, sequence_losses, token_losses
 from flowgrpo.samplers.text import decoding, groups, lookahead, trees
 
 
@@ -109,6 +109,13 @@ def pacs(method: Method = Method()) -> Method:
     """PACS: cross-entropy of the rewards under each log-ratio less that of the others (2509.02522)."""
     return real(method).having(surrogate=reward_labels.RewardLabels("leave_one_out", 1.0, reference=True),
                                log_ratio=objectives.CompletionRatio(), reduction=reductions.SequenceSum())
+
+
+def rover(method: Method = Method()) -> Method:
+    """ROVER: log-ratios regressed on the values of the uniformly random policy, which keep all ways (2509.24981)."""
+    return grpo(method).having(advantage=group.Advantage(scale="none", order="rewards", clamp=math.inf),
+                               surrogate=random_policy.RandomPolicyValue(), reduction=reductions.TokenMean(),
+                               kl=objectives.SampledKL(0.0))
 
 
 def sdpo(method: Method = Method()) -> Method:

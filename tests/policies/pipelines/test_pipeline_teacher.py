@@ -24,7 +24,7 @@ def teacher(folder, pipe=None) -> str:
     return str(tiny.save(pipe, folder))
 
 
-def test_the_reference_is_the_teacher_and_the_denoiser_is_back_afterwards(tmp_path):
+def test_the_reference_is_the_teacher(tmp_path):
     name = teacher(tmp_path)
     trainer = tiny.trainer(method="mix_grpo+kdrl", parts={"reference": {"model": name}})
     batch = trainer.prompts[:2]
