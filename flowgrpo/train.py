@@ -105,8 +105,6 @@ class Trainer:
         self.hints.epoch(metrics, self.scoring.spreads, self.epoch, self.say)
         self.kl_reference.judge(parts, partial(self.rollouts.replay, conditioning=conditioning), self.processes)
         credited = self.credit(parts, scores, [prompt.key for prompt in prompts])
-        if self.hindsight is not None:
-            self.hindsight.begin(epoch_batch.own(), self.epoch)
         return metrics | epoch_batch.metrics() | self.learn(credited, conditioning)
 
     def draw(self) -> tuple[EpochBatch, list[Part], Encoded]:
@@ -144,6 +142,8 @@ class Trainer:
         have R scores in each.
         """
         parts, pending, scoring = [], [], self.scoring
+        if self.hindsight is not None:
+            self.hindsight.begin(batch, self.epoch, turn)
         self.rollouts.old_policy.updates = self.update
         scoring.begin(turn)
         self.geometry.begin()

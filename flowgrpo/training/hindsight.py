@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -19,27 +19,39 @@ from flowgrpo.types import Completions, Scored
 class Hindsight:
     """Replays of a policy under the prompts of its self-teacher.
 
-    prompts: those of the epoch on this process, set by the trainer. Pictures have one richer prompt each, texts one per
+    turns: this process's prompts of each turn of the epoch. Pictures have one richer prompt each, texts one per
     completion.
     """
 
     def __init__(self, teacher: SelfTeacher, rollouts: GroupSampler[Any]):
         self.teacher, self.rollouts = teacher, rollouts
-        self.prompts: list[Prompt] = []
-        self.richer: Encoded | None = None
+        self.turns: dict[int, list[Prompt]] = {}
+        self.epoch, self.richer = 0, cast("Encoded | None", None)
 
-    def begin(self, prompts: list[Prompt], epoch: int) -> None:
-        """Take an epoch's prompts, and encode the richer ones of pictures."""
-        self.prompts = prompts
-        if not self.rollouts.method.for_tokens:
+    def begin(self, batch: list[Prompt], epoch: int, turn: int = 0) -> None:
+        """Take the prompts of a turn; the first one begins the epoch."""
+        self.turns = {turn: batch} if turn == 0 else self.turns | {turn: batch}
+        self.epoch, self.richer = epoch, None
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """Return the epoch's prompts, turn by turn."""
+        return [prompt for turn in sorted(self.turns) for prompt in self.turns[turn]]
+
+    def of_pictures(self) -> Encoded:
+        """Return the encoded richer prompts, made at their first use."""
+        if self.richer is None:
+            prompts = self.prompts
             texts = self.teacher.prompts([p.text for p in prompts], [""] * len(prompts), [0.0] * len(prompts),
                                          [answer_of(p) for p in prompts])
-            self.richer = self.rollouts.conditioning([replace(p, text=text) for p, text in zip(prompts, texts)], epoch)
+            self.richer = self.rollouts.conditioning([replace(p, text=text) for p, text in zip(prompts, texts)],
+                                                     self.epoch)
+        return self.richer
 
     def replay(self, part: Part) -> Iterator[tuple[int, slice, Scored]]:
         """Score a part's decisions under the teacher's prompts and the present weights."""
-        if self.richer is not None:
-            return self.rollouts.replay(part, self.richer)
+        if not self.rollouts.method.for_tokens:
+            return self.rollouts.replay(part, self.of_pictures())
         [taken] = part.transitions
         assert isinstance(taken, Completions)
         alone = replace(taken, prompts=torch.arange(len(taken.ids)))
@@ -50,7 +62,8 @@ class Hindsight:
         """Return the teacher's prompt of each completion, as its group and their rewards make it."""
         policy: Any = self.rollouts.policy
         written = [str(text) for text in policy.written(taken.ids, taken.old.mask)]
-        prompts: list[Prompt] = [self.prompts[place] for place in taken.prompts.tolist()]
+        every = self.prompts
+        prompts = [every[place] for place in taken.prompts.tolist()]
         for place in taken.prompts.unique():
             rows = (taken.prompts == place).nonzero()[:, 0].tolist()
             texts = self.teacher.prompts([prompts[row].text for row in rows], [written[row] for row in rows],

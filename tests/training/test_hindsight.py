@@ -55,7 +55,6 @@ def test_the_kl_is_to_the_present_policy_under_the_richer_prompt():
     batch = trainer.prompts[:2]
     parts, asked, scores = trainer.sample(batch)
     parts = [part for part in trainer.credit(parts, scores, [p.key for p in batch]) if part]
-    trainer.hindsight.begin(batch, 0)
     trainer.kl_reference.begin(0, 2)
     for part in parts:
         [taken], [rewards] = part.transitions, part.rewards
@@ -97,6 +96,16 @@ def test_only_samples_of_smaller_rewards_are_held_where_that_is_set():
     new, other = (Scored(f64(logp), mask) for logp in ([[-1, -2], [-1, -1], [-3, -1]], [[-2, -2], [-2, -3], [-1, -1]]))
     plain = trainer.kl_reference.kl(new, other)
     close(trainer.kl_reference.penalty(new, other, torch.tensor([1.0, 0.4, 0.5])), [[0, 0], plain[1].tolist(), [0, 0]])
+
+
+def test_prompts_of_later_turns_follow_those_of_the_first_and_a_repeated_turn_is_one():
+    hindsight = tiny_text.trainer(parts=TEACH).hindsight
+    a, b, c = tiny_text.trainer().prompts[:3]
+    for turn, batch in ((0, [a]), (1, [b]), (1, [c])):
+        hindsight.begin(batch, 0, turn)
+    assert hindsight.prompts == [a, c]
+    hindsight.begin([b], 1)
+    assert hindsight.prompts == [b]
 
 
 def test_the_kl_alone_trains_where_the_surrogate_is_none():

@@ -82,8 +82,7 @@ class PipelinePolicy:
         self._check_call()
         self._trial = Segment(torch.tensor([0.9, 0.5]), range(1), replay=True,  # to find out what the pipeline does
                               timesteps=torch.tensor([900, 500]) if self.process == "vp" else None)
-        self.evaluations = 0  # rows that went through a denoiser
-        self.teacher = Teachers(self)
+        self.evaluations, self.teacher = 0, Teachers(self)  # rows that went through a denoiser; other denoisers
         mesh = sharding.mesh(memory.shard, self.device)
         # Sharded and offloaded weights come to the device block by block, and never as a whole.
         self.encoders = Encoders(pipe, self.device, None if memory.encoders == "keep" else "cpu",
