@@ -55,7 +55,9 @@ class Hindsight:
         [taken] = part.transitions
         assert isinstance(taken, Completions)
         alone = replace(taken, prompts=torch.arange(len(taken.ids)))
-        of = self.rollouts.conditioning(self.of_texts(taken, part.rewards[0].tolist()))
+        policy: Any = self.rollouts.policy
+        prompts = self.of_texts(taken, part.rewards[0].tolist())
+        of = policy.encode([prompt.text for prompt in prompts], images=[prompt.brings for prompt in prompts])
         return self.rollouts.replay(replace(part, transitions=(alone,)), of)
 
     def of_texts(self, taken: Completions, rewards: list[float]) -> list[Prompt]:
