@@ -38,12 +38,14 @@ from flowgrpo.training.credit import credit
 from flowgrpo.training.critic import make_critic
 from flowgrpo.training.endings import saved
 from flowgrpo.training.first_ratio import ROUNDED, FirstRatio
+from flowgrpo.training.hindsight import make_hindsight
 from flowgrpo.training.hints import RewardHints
 from flowgrpo.training.kl_reference import KLReference
 from flowgrpo.training.measures import drifted, measured
 from flowgrpo.training.metrics import Log, UpdateStats, shown
 from flowgrpo.training.optimizer import clip_gradients, make_optimizer, make_scaler, rate, update_average
 from flowgrpo.training.out_of_memory import fitted
+from flowgrpo.training.rehearsal import make_rehearsing
 from flowgrpo.training.saving import Saving
 from flowgrpo.training.scorer import Scorer
 from flowgrpo.training.scoring import Functions, Scoring
@@ -85,6 +87,7 @@ class Trainer:
         self.best = BestWeights(config.eval)
         self.memory = self.scoring.limits.memory  # state of the method's parts and of constraints between epochs
         self.kl_reference = KLReference(self.method, policy, self.memory, keep=config.train.inner_epochs > 1)
+        self.hindsight, self.rehearsing = make_hindsight(self.rollouts), make_rehearsing(self.rollouts)
         self.first_ratio = FirstRatio(self.rollouts, self.method.loss.surrogate, policy.exact,
                                       math.inf if policy.modality == "text" else ROUNDED)
         self.critic = make_critic(self.method, policy, self.geometry, self.processes)
@@ -111,6 +114,7 @@ class Trainer:
             replay = partial(self.rollouts.replay, conditioning=conditioning)
             measure = partial(measured, self.method, parts, replay, self.kl_reference, self.processes)
             parts = self.fitted(measure, "update")
+        self.kl_reference.judge(parts, partial(self.rollouts.replay, conditioning=conditioning), self.processes)
         credited = self.credit(parts, scores, [prompt.key for prompt in prompts])
         return metrics | epoch_batch.metrics() | self.learn(credited, conditioning)
 
@@ -152,6 +156,8 @@ class Trainer:
         have R scores in each.
         """
         parts, pending, scoring = [], [], self.scoring
+        if self.hindsight is not None:
+            self.hindsight.begin(batch, self.epoch, turn)
         self.rollouts.old_policy.updates = self.update
         scoring.begin(turn)
         self.geometry.begin()
@@ -191,6 +197,8 @@ class Trainer:
             parts = self.fitted(partial(self.first_ratio, parts, conditioning, self.say), "update")
         if self.critic is not None:
             parts = self.critic(parts, conditioning)
+        if self.rehearsing is not None:
+            self.fitted(partial(self.rehearsing.draw, self.prompts, self.scoring))
         weights = self.rollouts.step_weights(parts, self.epoch)
         self.kl_reference.begin(self.epoch, self.config.train.epochs)
         with self.clock("update"):
@@ -207,6 +215,7 @@ class Trainer:
         if "drift" in self.method.needs:
             self.fitted(partial(drifted, self.method, self.memory, parts, replay, self.processes), "update")
         metrics = stats.summary(self.processes) | self.rollouts.metrics()
+        metrics |= self.rehearsing.metrics() if self.rehearsing else {}
         if self.critic is not None:
             with self.clock("update"):
                 metrics |= self.critic.fit()
@@ -222,6 +231,8 @@ class Trainer:
             for part in share:
                 self.leave()
                 self.backward(part, conditioning, weights, count, stats)
+            if self.rehearsing is not None:
+                self.rehearsing.add(self.update, lambda loss: self.policy.backward(self.scaler.scale(loss)))
         return stats.decisions
 
     def leave(self) -> None:
@@ -258,7 +269,7 @@ class Trainer:
             loss = method.loss.surrogate(log_ratio, advantage, loss_input) * weights[transitions.step]
             if transitions.correction is not None:
                 loss = loss * queued(transitions.correction[rows], device)
-            penalty = kl(new, reference[batch].to(device)) if kl.weight else None
+            penalty = self.kl_reference.penalty(new, reference[batch], part.rewards[k][rows]) if kl.weight else None
             loss = loss if penalty is None else loss + penalty
             if transitions.goal is not None:
                 loss = loss + method.tuning(new, transitions.goal.rows(rows).to(device))
@@ -269,7 +280,8 @@ class Trainer:
 
     def reference(self, part: Part, conditioning: Encoded) -> list[Scored]:
         """Return the reference's scores of a part's transitions, where they are needed."""
-        return self.kl_reference.scores(part, lambda part: self.rollouts.replay(part, conditioning))
+        replay = self.hindsight.replay if self.hindsight else partial(self.rollouts.replay, conditioning=conditioning)
+        return self.kl_reference.scores(part, replay)
 
     def step_optimizer(self, stats: UpdateStats) -> None:
         """Clip the gradient and step; a gradient that is not finite is skipped and counted."""

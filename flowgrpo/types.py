@@ -6,7 +6,7 @@ row (1 for a transition, L for tokens), *D the shape of one latent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, TypeVar
@@ -54,7 +54,8 @@ class Scored:
     mean: [B, N, *D], of each transition.
     std: [N] or [B, N], the deviation of the whole step.
     slope: [N], of a replay, the derivative of the mean by the model's output.
-    entropy: [B, N], of a replay of tokens, that of each token's distribution, in nats.
+    entropy: [B, N], of a replay of tokens, that of each token's distribution, in nats; the mean log-probability of all
+        tokens for a surrogate that reads the uniform policy's.
     """
 
     logp: Tensor
@@ -261,6 +262,8 @@ class NoisedBatch:
     target: [b, *D], the noise less the data.
     rows: int64 [b], the indices of the samples among their `peers`.
 
+    measure: the method's log-ratio of two scores, [b, 1].
+
     reference and peers are None if the loss does not read them.
     """
 
@@ -271,6 +274,12 @@ class NoisedBatch:
     rows: Tensor
     reference: Scored | None = None
     peers: GroupStatistics | None = None
+    measure: Callable[[Scored, Scored], Tensor] | None = None
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """Return the method's log-ratio to the old policy, [b, 1]."""
+        return required(self.measure)(self.new, self.old)
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,6 +293,7 @@ class CompletionBatch:
     mask: bool [m, L], of all.
     peers: all of them, with the compared statistic [m, ...]; None if the loss compares nothing.
     expert: bool [m], the answers among all that came with their prompts.
+    measure: the method's log-ratio of two scores, [b, L].
     """
 
     new: Scored
@@ -295,6 +305,7 @@ class CompletionBatch:
     reference: Scored | None = None
     peers: GroupStatistics | None = None
     expert: Tensor | None = None
+    measure: Callable[[Scored, Scored], Tensor] | None = None
 
 
 @dataclass(eq=False)
@@ -317,6 +328,7 @@ class Context:
     names: of the R rewards.
     predicted: [P, G, K], rewards of the clean predictions before the K trained steps (None: not scored).
     baseline: [P, G], reward of the deterministic sample from the same initial noise (None: none is drawn).
+    likelihood: [P, G], of each sample under the reference (None: no part reads it).
     """
 
     prompts: Sequence[str] = ()
@@ -336,3 +348,4 @@ class Context:
     names: Sequence[str] = ()
     predicted: Tensor | None = None
     baseline: Tensor | None = None
+    likelihood: Tensor | None = None

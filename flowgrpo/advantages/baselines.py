@@ -95,7 +95,7 @@ class SameNoise(AdvantageRule):
 
 @dataclass(frozen=True)
 class NoBaseline(AdvantageRule):
-    """Weighted sum of the rewards itself, 0 without any: for a method with a value model (`value`)."""
+    """Weighted sum of the rewards itself, 0 without any: for a value model (`value`), or rewards as labels."""
 
     single = True
 

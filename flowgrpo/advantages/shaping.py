@@ -23,9 +23,10 @@ class Shaping:
     """Rewards before they are compared: base class.
 
     merges: several rewards become one, of weight 1.
+    reads_reference: it reads a likelihood of every sample under the method's reference, from the context.
     """
 
-    merges = False
+    merges = reads_reference = False
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         """Return the rewards [P, G, R], [P, G, 1] if it merges them; NaN where none applies."""

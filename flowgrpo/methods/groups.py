@@ -25,6 +25,7 @@ from flowgrpo.methods.parts import (
 from flowgrpo.objectives import reductions, references
 from flowgrpo.objectives.kl import Penalty
 from flowgrpo.objectives.ratios import LogRatio
+from flowgrpo.objectives.rehearsal import Rehearsal
 from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.samplers import kernels, old_policy, plans, preview, pruning, solvers
 from flowgrpo.samplers.grids import TailPoints
@@ -111,6 +112,7 @@ class Loss:
     step_weight: how much a step of the grid counts.
     reduction: what the loss is a mean over.
     kl: the regulariser, and reference: the policy that it holds to.
+    rehearsal: divergence from the base model on its own recorded samples; None: none.
     """
 
     log_ratio: LogRatio = objectives.PlainRatio()
@@ -119,6 +121,7 @@ class Loss:
     reduction: Reduction = reductions.TokenMean()
     kl: Penalty = objectives.GaussianKL(0.0)
     reference: Reference = references.Base()
+    rehearsal: Rehearsal | None = None
 
     @property
     def reads_means(self) -> bool:

@@ -99,8 +99,9 @@ class Method:
         rollout = self.generation
         if process == "masks":  # answers have no trace
             spread = self.credit.spread
-            return not (spread and spread.causal) and not rollout.draws.causal and not rollout.decoding.expert \
-                and not rollout.decoding.causal
+            follows = self.loss.surrogate.reads_uniform  # the state that follows a token
+            causal = spread and spread.causal or rollout.draws.causal or rollout.decoding.causal
+            return not (causal or follows or rollout.decoding.expert)
         return not isinstance(rollout.decoding, decoding.Unmasking)
 
     def on(self, process: str, given: Collection[str] = ()) -> Method:
@@ -220,8 +221,13 @@ class Method:
 
     @property
     def compares_with_reference(self) -> bool:
-        """True where the surrogate or the credit reads the reference's scores, whatever the KL."""
-        return self.loss.surrogate.reads_reference or "reference" in self.needs
+        """True where the surrogate, the shaping or the credit reads the reference's scores, whatever the KL."""
+        return self.loss.surrogate.reads_reference or self.judges_by_reference or "reference" in self.needs
+
+    @property
+    def judges_by_reference(self) -> bool:
+        """True where the shaping of rewards reads the reference's scores."""
+        return self.credit.shaping is not None and self.credit.shaping.reads_reference
 
     @property
     def needs(self) -> frozenset[str]:
@@ -230,9 +236,11 @@ class Method:
         return frozenset(self.credit.advantage.needs) | frozenset(spread.needs if spread else ())
 
     @property
-    def reads_entropy(self) -> bool:
-        """True where the loss or the credit needs the entropy of every token's distribution."""
-        return self.loss.surrogate.reads_entropy or "entropy" in self.needs
+    def reads_entropy(self) -> bool | str:
+        """True where the loss or the credit needs the entropy of every token's distribution; "uniform" where the loss
+        needs its mean log-probability."""
+        uniform = self.loss.surrogate.reads_uniform
+        return "uniform" if uniform else self.loss.surrogate.reads_entropy or "entropy" in self.needs
 
     @property
     def for_tokens(self) -> bool:

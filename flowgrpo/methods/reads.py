@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flowgrpo import objectives
-from flowgrpo.advantages import baselines, gae, length_shaping, shaping, token_credit
+from flowgrpo.advantages import baselines, consistency, gae, length_shaping, shaping, token_credit
 from flowgrpo.config.schema import Config, fields
 from flowgrpo.errors import UserError
 from flowgrpo.methods import registry, targets
@@ -21,11 +21,14 @@ from flowgrpo.samplers import plans
 # Parts that fewer targets read than their place says.
 _TEXTS = (targets.Completions,)
 TYPES: dict[type, tuple[type[targets.Target], ...]] = {
-    **dict.fromkeys((ratios.SequenceRatio, ratios.CompletionRatio, objectives.DynamicClip, references.Teacher,
+    **dict.fromkeys((ratios.SequenceRatio, ratios.CompletionRatio, objectives.DynamicClip, gae.ValueHead,
                      sequence_losses.GroupLoss, token_losses.LikelihoodFloor, shaping.Overlong,
-                     length_shaping.LengthSwitch, length_shaping.ExitDecay, gae.ValueHead,
+                     length_shaping.LengthSwitch, length_shaping.ExitDecay, consistency.Consistency,
                      token_credit.SegmentChain, token_credit.SegmentTree, token_credit.StepGroups,
                      token_credit.Exploring), _TEXTS),
+    sequence_losses.SampleLoss: (targets.Completions, targets.RecordedSteps, targets.NoisedFinals),
+    **dict.fromkeys((references.Teacher, references.SelfTeacher), (
+        targets.Completions, targets.RecordedSteps, targets.JointDensity, targets.NoisedFinals)),
     **dict.fromkeys((forward_process.OfNoised, ratios.Matching), (targets.NoisedFinals,)),
     **dict.fromkeys((actor_critic.ActorCritic, baselines.Paired, gae.Recall), (targets.LatentEdits,)),
     baselines.SameNoise: (targets.RecordedSteps, targets.JointDensity),
@@ -99,8 +102,8 @@ def require_types(method: Method) -> None:
         part = parts[name]
         if part is not None and not _reads(type(part), name, method.target):
             fitting = [other for other in registry.of_place(name) if _reads(registry.TYPES[other], name, method.target)]
-            by = next((f", which reads {' or '.join(sorted(_kinds(by)))}" for kind, by in TYPES.items()
-                       if isinstance(part, kind)), "")
+            by = next((f", which reads {' or '.join(sorted(_kinds(TYPES[kind])))}" for kind in type(part).__mro__
+                       if kind in TYPES), "")
             raise UserError(f"parts.{name}: got {type(part).__name__}{by}, but the method trains "
                             f"{method.target.trains}: expected one of {', '.join(fitting)}")
 
@@ -111,7 +114,8 @@ def _kinds(by: tuple[type[targets.Target], ...]) -> set[str]:
 
 
 def _reads(part: type, name: str, target: targets.Target) -> bool:
-    return (all(isinstance(target, by) for kind, by in TYPES.items() if issubclass(part, kind))
+    by = next((TYPES[kind] for kind in part.__mro__ if kind in TYPES), (object,))  # what its nearest kind says
+    return (isinstance(target, by)
             and issubclass(part, target.takes.get(name, object)))
 
 

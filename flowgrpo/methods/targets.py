@@ -78,7 +78,8 @@ class JointDensity(Target):
 
     trains: ClassVar[str] = "a joint density"
     trains_steps: ClassVar[bool] = True
-    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "progress", "strides", "step_weight"}
+    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "progress", "strides", "step_weight",
+                                                   "rehearsal"}
 
     def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
                  explorations: Sequence[RolloutSpec], group: int) -> None:
@@ -109,7 +110,7 @@ class RecordedPairs(NoisedFinals):
 
     trains: ClassVar[str] = "recorded pairs"
     unread: ClassVar[frozenset[str]] = NoisedFinals.unread | {"kernel", "plan", "solver", "tail", "roots", "redraw",
-                                                                "pruning"}
+                                                                "pruning", "rehearsal"}
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class RewardGradient(Target):
     trains_steps: ClassVar[bool] = True
     follows_reward: ClassVar[bool] = True
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "progress", "pruning", "tail", "strides", "step_weight",
-                                                   "kl", "reference", "redraw"}
+                                                   "kl", "reference", "redraw", "rehearsal"}
     takes: ClassVar[dict[str, type]] = {"surrogate": objectives.RewardAscent, "log_ratio": objectives.PlainRatio}
 
     def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
@@ -146,7 +147,7 @@ class LatentEdits(Target):
 
     trains: ClassVar[str] = "latent edits"
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"progress", "strides", "preview", "pruning", "lag", "adapted",
-                                                   "step_weight"}
+                                                   "step_weight", "rehearsal"}
     takes: ClassVar[dict[str, type]] = {"surrogate": ActorCritic}
 
     def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
@@ -186,9 +187,11 @@ class Completions(Target):
         if isinstance(loss.surrogate, token_losses.ExpertMixture) and not rollout.decoding.expert:
             raise ValueError("the surrogate ExpertMixture is about answers that join their group: set "
                              "parts.decoding.expert: 1")
-        if loss.surrogate.reads_advantages and credit.spread is not None:
+        spreads = credit.spread or credit.value
+        if loss.surrogate.reads_advantages and spreads is not None:
             raise ValueError(f"the surrogate {type(loss.surrogate).__name__} reads one advantage per completion, but "
-                             f"{type(credit.spread).__name__} spreads it: set parts.spread: null")
+                             f"{type(spreads).__name__} spreads it: set parts.{'spread' if credit.spread else 'value'}"
+                             ": null")
 
 
 @dataclass(frozen=True)
@@ -211,7 +214,7 @@ class RelaxedTraces(Target):
     follows_reward: ClassVar[bool] = True
     of: ClassVar[type] = TextGeneration
     unread: ClassVar[frozenset[str]] = frozenset({"step_weight", "reduction", "kl", "reference", "draws", "spread",
-                                                  "redraw", "value", "progress"})
+                                                  "redraw", "value", "progress", "rehearsal"})
     takes: ClassVar[dict[str, type]] = {"surrogate": objectives.RewardAscent, "log_ratio": objectives.PlainRatio,
                                         "decoding": Unmasking}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flowgrpo import objectives
+from flowgrpo.advantages.baselines import NoBaseline
 from flowgrpo.advantages.reward_weights import ForwardCorrected, Hypervolume, Influence
 from flowgrpo.advantages.shaping import BradleyTerry
 from flowgrpo.advantages.trackers import PriorBlend
@@ -16,6 +17,7 @@ from flowgrpo.methods import reads, registry
 from flowgrpo.methods.method import OF_TEXT, Method
 from flowgrpo.methods.overlay import overlays, preset, with_parts
 from flowgrpo.methods.targets import WITH_LOGP, NoisedFinals, RecordedPairs, RewardGradient
+from flowgrpo.objectives.references import SelfTeacher, Teacher
 from flowgrpo.samplers import plans
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.learned_noise import LearnedNoise
@@ -47,6 +49,7 @@ def resolve(config: Config, process: str = "flow") -> Method:
             splits = explorations[0].listed if explorations else ()
             method.credit.selection(torch.zeros(1, train.group), Context(splits=splits))
         method.target.validate(method.rollout, method.credit, method.loss, explorations, train.group)
+        _require_loss(config, method)
     except (TypeError, ValueError) as error:
         steps = "" if process in OF_TEXT else f"train.steps {train.steps}, "
         raise UserError(f"method {config.method} with {steps}train.group {train.group} and parts {config.parts}: "
@@ -90,6 +93,31 @@ def _require_names(config: Config, method: Method) -> None:
         for name in getattr(part, "rewards", ()):
             if name not in config.rewards:
                 raise UserError(f"parts.{place}.rewards: unknown reward {name!r}{nearest(name, list(config.rewards))}")
+
+
+def _require_loss(config: Config, method: Method) -> None:
+    """Raise ValueError for parts of the loss that do not go with the method's others."""
+    loss, teacher = method.loss, method.loss.reference
+    if loss.rehearsal is not None and method.rollout.lag.most:
+        raise ValueError("the samples of parts.rehearsal are drawn by the base model, and this method's by an old "
+                         "policy that lags: set parts.lag: {most: 0}, or parts.rehearsal: null")
+    if isinstance(loss.surrogate, objectives.KLOnly) and not objectives.is_active(loss.kl):
+        raise ValueError("the surrogate KLOnly trains nothing beside a KL of weight 0: set parts.kl.weight")
+    if loss.surrogate.reads_uniform and "entropy" in method.needs:
+        raise ValueError(f"the surrogate {type(loss.surrogate).__name__} measures every token's mean log-probability in "
+                         "place of the entropy that the credit reads: leave one of them out")
+    if loss.surrogate.reads_labels and not isinstance(method.credit.advantage, NoBaseline):
+        raise ValueError(f"the surrogate {type(loss.surrogate).__name__} reads rewards as labels, and "
+                         f"{type(method.credit.advantage).__name__} compares them: set parts.advantage: "
+                         "{type: NoBaseline}")
+    if method.for_tokens:
+        return
+    if isinstance(teacher, SelfTeacher) and teacher.feedback in ("sibling", "contrast"):
+        raise ValueError(f"parts.reference.feedback is {teacher.feedback}, texts of the group, and pictures have none: "
+                         "set it to none, with a template such as '{prompt}, in sharp focus'")
+    if isinstance(teacher, Teacher) and teacher.model and (config.memory.shard or config.memory.context_parallel > 1):
+        raise ValueError("parts.reference.model is a teacher, which memory.shard and memory.context_parallel do not "
+                         "share out: leave them out")
 
 
 def substituted(config: Config, method: Method) -> str | None:

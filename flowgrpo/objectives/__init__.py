@@ -30,6 +30,7 @@ from flowgrpo.objectives.surrogates import (
     DivergenceMask,
     DualClip,
     DynamicClip,
+    KLOnly,
     Reinforce,
     RewardAscent,
     TruncatedIS,
@@ -38,7 +39,7 @@ from flowgrpo.objectives.surrogates import (
 
 __all__ = [
     "AdaptiveClip", "at_epoch", "Clip", "CompletionRatio", "DivergenceMask", "DualClip", "DynamicClip",
-    "ESTIMATORS", "GaussianKL", "Guard", "InverseDelta", "is_active", "k1", "k2", "k3", "Matching", "NoiseLevel",
-    "OutputError", "PlainRatio", "Reinforce", "RewardAscent", "SampledKL", "SequenceRatio", "Sigma",
+    "ESTIMATORS", "GaussianKL", "Guard", "InverseDelta", "is_active", "k1", "k2", "k3", "KLOnly", "Matching",
+    "NoiseLevel", "OutputError", "PlainRatio", "Reinforce", "RewardAscent", "SampledKL", "SequenceRatio", "Sigma",
     "SquaredErrorRatio", "surrogate_input", "TruncatedIS", "Uniform",
 ]

@@ -10,6 +10,8 @@ Only trainable weights are ever copied, on the CPU.
 
 from __future__ import annotations
 
+import string
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -85,17 +87,72 @@ class WeightAverage:
 
 @dataclass(frozen=True)
 class Teacher:
-    """Another language model, frozen, in every epoch: a KL to it with a falling weight is distillation in addition to
-    the reward (KDRL, 2506.02208).
+    """Another model, frozen, in every epoch: a KL to it with a falling weight is distillation in addition to the reward
+    (KDRL, 2506.02208).
 
-    model: a directory or a hub id, loaded once; its tokenizer must equal the policy's. Empty: the base model is the
-    teacher.
+    model: a directory or a hub id, loaded once. Of a language model its tokenizer must equal the policy's, of a
+        pipeline its denoisers must read the same latents, embeddings and times. Empty: the base model is the teacher.
+    only_below: the KL counts for samples with a smaller total reward alone (KDRL's reward-guided masking); None: all.
     """
 
     model: str = ""
+    only_below: float | None = None
 
     def __call__(self, held: list[Snapshot], now: Callable[[], Snapshot], epoch: int) -> list[Snapshot]:
         return []
+
+
+FEEDBACK = ("sibling", "contrast", "answer", "none")
+
+
+@dataclass(frozen=True)
+class SelfTeacher:
+    """The present policy under a prompt that says more, without a gradient: a KL to it distils the difference into the
+    plain prompt (SDPO, 2601.20802). Equal prompts have a KL of 0.
+
+    feedback: "sibling": the best other completion of the group with a total reward of at least `right`. "contrast":
+        that one, and the most common completion with less, as in SSB (2512.05105). "answer": the prompt's reference
+        answer. "none": the template alone, for a richer prompt of pictures.
+    template: the teacher's prompt, of {prompt}, {right}, {wrong} and {answer}. A sample without what it names has the
+        plain prompt, and so a KL of 0.
+    only_below: the KL counts for samples with a smaller total reward alone; None: all.
+    """
+
+    feedback: str = "sibling"
+    template: str = "{prompt}\n\nA correct solution:\n{right}\n\nSolve it again:"
+    right: float = 0.5
+    only_below: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.feedback not in FEEDBACK:
+            raise ValueError(f"SelfTeacher: feedback is {self.feedback!r}, expected one of {', '.join(FEEDBACK)}")
+        given = {name for _, name, *_ in string.Formatter().parse(self.template) if name is not None}
+        fits = {"prompt", *{"sibling": ["right"], "contrast": ["right", "wrong"], "answer": ["answer"], "none": []}[
+            self.feedback]}
+        if given != fits:
+            raise ValueError(f"SelfTeacher: template has {', '.join(sorted(given)) or 'no field'}, expected "
+                             f"{', '.join(sorted(fits))} for feedback {self.feedback}")
+
+    def __call__(self, held: list[Snapshot], now: Callable[[], Snapshot], epoch: int) -> list[Snapshot]:
+        return []
+
+    def prompts(self, texts: list[str], completions: list[str], rewards: list[float], answers: list[str | None]
+                ) -> list[str]:
+        """Return the teacher's prompt of each of a group's samples.
+
+        texts: their prompts, all [n]; completions: what was written, "" of pictures; rewards: the totals; answers: the
+        prompts' own, None without one.
+        """
+        return [self._prompt(place, text, completions, rewards, answers[place]) for place, text in enumerate(texts)]
+
+    def _prompt(self, place: int, text: str, completions: list[str], rewards: list[float], answer: str | None) -> str:
+        right = [i for i, reward in enumerate(rewards) if reward >= self.right and i != place]
+        wrong = Counter(completions[i] for i, reward in enumerate(rewards) if reward < self.right)
+        known = {"prompt": text, "answer": answer,
+                 "right": completions[max(right, key=lambda i: rewards[i])] if right else None,
+                 "wrong": wrong.most_common(1)[0][0] if wrong else None}
+        named = {name for _, name, *_ in string.Formatter().parse(self.template) if name is not None}
+        return text if any(known[name] is None for name in named) else self.template.format(**known)
 
 
 def _require(part: str, **fields: int) -> None:

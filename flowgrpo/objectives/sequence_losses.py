@@ -1,9 +1,9 @@
 """Losses of whole completions: right against wrong ones, importance of a whole text, regressed advantages.
 
-All are per token, [B, L], with the interface of the surrogates of `objectives`; the `old` of an `GroupLoss` is a
-`CompletionBatch`. Samples of a group are compared through `GroupStatistics`, without a gradient. A completion's weight
-in its group's loss is one number, so a micro-batch may hold a part of the group. Log-ratios and log-probabilities are 0
-where a token does not count, so sums over a row need no mask.
+All are per token, [B, L], or per transition, [B, 1], with the interface of the surrogates of `objectives`; the `old` of
+a `GroupLoss` is a `CompletionBatch`. Samples of a group are compared through `GroupStatistics`, without a gradient. A
+completion's weight in its group's loss is one number, so a micro-batch may hold a part of the group. Log-ratios and
+log-probabilities are 0 where a token does not count, so sums over a row need no mask.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from flowgrpo.objectives.surrogates import Surrogate
-from flowgrpo.types import CompletionBatch, required
+from flowgrpo.types import CompletionBatch, NoisedBatch, required
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,14 @@ class GroupLoss(Surrogate):
     """
 
 
+class SampleLoss(GroupLoss):
+    """Surrogate that compares the samples of a group by one number each: completions, transitions of one recorded step,
+    or noised finals.
+
+    Its `old` is a `CompletionBatch` or a `NoisedBatch`.
+    """
+
+
 @dataclass(frozen=True)
 class Discriminative(GroupLoss):
     """Loss of DisCO (2505.12366), [B, L]: temperature * log mean over wrong of exp(s / temperature), less the mean over
@@ -141,13 +149,13 @@ class Discriminative(GroupLoss):
 
 
 @dataclass(frozen=True)
-class Regressed(GroupLoss):
+class Regressed(SampleLoss):
     """Loss of Reg-GRPO (2506.07464), (z - A)^2, [B, L]: the advantage regressed on z, the log-ratio less its group's
     mean over its group's deviation (ddof 0), without clip or min.
 
     The deviation is held constant and at least `least`, both ours: at the first update all log-ratios are 0 and so is
-    their deviation. Below it the target is a log-ratio of least * A; above it only the shape counts. With
-    `CompletionRatio` and `SequenceSum`.
+    their deviation. Below it the target is a log-ratio of least * A; above it only the shape counts. Of completions
+    with `CompletionRatio` and `SequenceSum`; of pictures log-ratios are means over a latent, and `least` is 1e-4 or so.
     """
 
     least: float = 0.1
@@ -157,11 +165,11 @@ class Regressed(GroupLoss):
         if not self.least > 0:
             raise ValueError(f"Regressed: least is {self.least}, expected above 0")
 
-    def statistic(self, compared: CompletionBatch) -> Tensor:
-        """Return the log-ratio of every completion: [b]."""
+    def statistic(self, compared: CompletionBatch | NoisedBatch) -> Tensor:
+        """Return the log-ratio of every sample: [b]."""
         return _mean(compared.log_ratio, compared.new.mask)
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch | NoisedBatch) -> Tensor:
         group, statistic = required(old.peers).members(old.rows), required(old.peers).statistic
         mean = _over(statistic, group)
         spread = _over((statistic - mean).square(), group).sqrt().clamp(min=self.least)
@@ -169,7 +177,7 @@ class Regressed(GroupLoss):
 
 
 @dataclass(frozen=True)
-class PairwisePreference(GroupLoss):
+class PairwisePreference(SampleLoss):
     """Loss of TRPA (2504.04524 and its code), [B, L]: the mean over the pairs of a group with different advantages of
     -log sigmoid(k beta (g_w - g_l)), plus trust * an estimate of KL(old || new) per token.
 
@@ -190,11 +198,11 @@ class PairwisePreference(GroupLoss):
             raise ValueError(f"PairwisePreference: beta is {self.beta}, best {self.best} and trust {self.trust}, "
                              "expected above 0, and 0 or more of trust")
 
-    def statistic(self, compared: CompletionBatch) -> Tensor:
-        """Return g of every completion: [b]."""
+    def statistic(self, compared: CompletionBatch | NoisedBatch) -> Tensor:
+        """Return g of every sample: [b]."""
         return _mean(compared.new.logp - required(compared.reference).logp, compared.new.mask)
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch | NoisedBatch) -> Tensor:
         peers, group = required(old.peers), required(old.peers).members(old.rows)
         sign = (advantage - peers.advantage).sign() * group
         top = peers.advantage.masked_fill(~group, -math.inf).amax(1, keepdim=True)

@@ -28,11 +28,14 @@ class Surrogate:
     reads_reference: the reference's scores.
     reads_groups: a `statistic` of the samples of a group.
     reads_entropy: the entropy of every token's distribution.
+    reads_uniform: the mean log-probability of all tokens at every place, of the old policy too.
     reads_advantages: one advantage of every completion.
+    reads_labels: advantages that are rewards, not compared in their group.
     low, high: the range of the ratio; infinite: it has none.
     """
 
-    reads_means = reads_reference = reads_groups = reads_entropy = reads_advantages = False
+    reads_means = reads_reference = reads_groups = reads_entropy = reads_advantages = reads_labels = False
+    reads_uniform = False
     low: float = math.inf
     high: float = math.inf
 
@@ -197,6 +200,14 @@ class Reinforce(Surrogate):
 
     def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         return torch.zeros_like(log_ratio, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class KLOnly(Surrogate):
+    """0, [B, N]: the KL alone trains, as distillation from a Teacher or SelfTeacher does."""
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        return 0.0 * log_ratio  # with a graph, for epochs in which the KL has no weight
 
 
 @dataclass(frozen=True)

@@ -62,18 +62,28 @@ class HighEntropy(WrappedLoss, GroupLoss):
     """The surrogate's loss on the `share` of tokens with the largest entropies, 0 on the others, [B, L] (2506.01939:
     0.2, on DAPO): few tokens decide the direction of a text.
 
+    by: "entropy", or "advantage" for |A| times the entropy (D3S, 2509.22115, its token level).
+
     The entropies are the present policy's. The share is of the tokens of a group, rounded up; the paper's is of a
     batch. The divisor of the loss still counts all tokens, as in the paper.
     """
 
     surrogate: Surrogate = Clip(0.2, 0.28)
     share: float = 0.2
+    by: str = "entropy"
     reads_entropy = reads_groups = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.share <= 1:
             raise ValueError(f"HighEntropy: share is {self.share}, expected above 0 and at most 1")
+        if self.by not in ("entropy", "advantage"):
+            raise ValueError(f"HighEntropy: by is {self.by!r}, expected entropy or advantage")
+
+    @property
+    def reads_advantages(self) -> bool:  # type: ignore[override]
+        """True if tokens are ranked by the advantages of their completions too."""
+        return self.by == "advantage"
 
     def statistic(self, compared: CompletionBatch) -> Tensor:
         """Return the entropies, -inf where a token does not count: [b, L]."""
@@ -87,7 +97,10 @@ class HighEntropy(WrappedLoss, GroupLoss):
 
     def chosen(self, compared: CompletionBatch) -> Tensor:
         """Return the trained tokens, bool [b, L]; all tokens tied at the threshold are trained."""
-        entropies, group = required(compared.peers).statistic, required(compared.peers).group
+        peers = required(compared.peers)
+        entropies, group = peers.statistic, peers.group
+        if self.by == "advantage":
+            entropies = (entropies * peers.advantage.abs()[:, None]).masked_fill(~compared.mask, -math.inf)
         selected = torch.zeros_like(compared.mask)
         for label in group.unique():
             selected[group == label] = self._largest(entropies[group == label])
@@ -104,8 +117,10 @@ class ConflictTokens(WrappedLoss, GroupLoss):
     (GTPO, 2508.03772, and its code).
 
     A conflict token is at the same place, counted from the start or from the end, of a good and of a bad completion of
-    the group (A above and below 0). So are all tokens before it, or after it. most_entropy: completions with a larger
-    mean entropy are left out; the paper's threshold is log 2, for models that start below it.
+    the group (A above and below 0). So are all tokens before it, or after it.
+
+    most_entropy: completions with a larger mean entropy are left out; the paper's threshold is log 2, for models that
+    start below it. A group without a completion below it is of another model: it keeps all of them (ours).
     """
 
     surrogate: Surrogate = Reinforce()
@@ -123,6 +138,15 @@ class ConflictTokens(WrappedLoss, GroupLoss):
     def reads_entropy(self) -> bool:  # type: ignore[override]
         return self.most_entropy < math.inf
 
+    @property
+    def reads_groups(self) -> bool:  # type: ignore[override]
+        return self.reads_entropy
+
+    def statistic(self, compared: CompletionBatch) -> Tensor:
+        """Return the mean entropy of every completion's tokens: [b]."""
+        mask = compared.new.mask
+        return (required(compared.new.entropy) * mask).sum(1) / mask.sum(1).clamp(min=1)
+
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         return self.surrogate(log_ratio, advantage, old.old.logp) * self.weights(old)
 
@@ -131,7 +155,7 @@ class ConflictTokens(WrappedLoss, GroupLoss):
 
     def weights(self, compared: CompletionBatch) -> Tensor:
         """Return the factor of every token's loss: [b, L]."""
-        peers, mask, conflicting = required(compared.peers), compared.new.mask, torch.zeros_like(compared.mask)
+        peers, conflicting = required(compared.peers), torch.zeros_like(compared.mask)
         for label in peers.group.unique():
             at = peers.group == label
             conflicting[at] = conflicts(compared.ids[at], compared.mask[at], peers.advantage[at])
@@ -139,9 +163,9 @@ class ConflictTokens(WrappedLoss, GroupLoss):
         weights = torch.where(conflicting[compared.rows], torch.where(good, self.amplify, 0.0), 1.0)
         if not self.reads_entropy:
             return weights
-        entropy = required(compared.new.entropy).detach()
-        mean = (entropy * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-        return weights * (mean <= self.most_entropy)
+        certain = peers.statistic <= self.most_entropy
+        some = (peers.members(compared.rows) & certain).any(1)
+        return weights * (certain[compared.rows] | ~some)[:, None]
 
 
 @dataclass(frozen=True)

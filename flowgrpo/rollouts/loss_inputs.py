@@ -11,11 +11,11 @@ from torch import Tensor
 
 from flowgrpo import objectives
 from flowgrpo.device import queued
+from flowgrpo.methods.groups import Loss
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives.actor_critic import Seen
 from flowgrpo.objectives.forward_process import OfNoised
-from flowgrpo.objectives.sequence_losses import GroupLoss
-from flowgrpo.objectives.surrogates import Surrogate
+from flowgrpo.objectives.sequence_losses import GroupLoss, SampleLoss
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import CompletionBatch, GroupStatistics, NoisedBatch, Scored, required
 
@@ -34,7 +34,8 @@ class LossInputs(Protocol):
 
 
 class NoisedInputs:
-    """Inputs of a surrogate: `objectives.surrogate_input` of recorded steps, a `NoisedBatch` of noised samples.
+    """Inputs of a loss: `objectives.surrogate_input` of recorded steps, a `NoisedBatch` of noised samples and of losses
+    that compare samples.
 
     reference: its scores of the replay's batches, where anything reads them. cut: a replay of the same batches, where
     they cut groups; a surrogate that compares the samples of a group then sees all of it in a first pass, without
@@ -42,10 +43,11 @@ class NoisedInputs:
     split over processes, for each recorded step the samples on all of them, and the place of the part's first.
     """
 
-    def __init__(self, surrogate: Surrogate, part: Part, reference: Sequence[Scored], device: torch.device,
+    def __init__(self, loss: Loss, part: Part, reference: Sequence[Scored], device: torch.device,
                  cut: Replay | None = None, peers: Sequence[tuple[GroupStatistics, int]] = ()):
-        self.surrogate, self.part, self.reference, self.device = surrogate, part, reference, device
-        groups = surrogate.reads_groups
+        self.surrogate, self.measure = loss.surrogate, loss.log_ratio
+        self.part, self.reference, self.device = part, reference, device
+        groups = loss.surrogate.reads_groups
         self.peers: Sequence[GroupStatistics | None] = [of for of, _ in peers] or [None] * len(part.transitions)
         self.firsts = [first for _, first in peers] or [0] * len(part.transitions)
         if groups and cut:
@@ -53,7 +55,7 @@ class NoisedInputs:
 
     def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Tensor | NoisedBatch:
         """Return the inputs of the rows of the k-th recorded step, in this batch of the replay."""
-        if not isinstance(self.surrogate, OfNoised):
+        if not isinstance(self.surrogate, (OfNoised, SampleLoss)):
             return objectives.surrogate_input(self.surrogate, new, old)
         noised = self._noised(batch, k, rows, new, old)
         if not self.surrogate.reads_groups:
@@ -66,7 +68,8 @@ class NoisedInputs:
         reference = self.reference[batch].to(self.device) if self.surrogate.reads_reference else None
         target = queued(taken.x_next[rows], self.device)
         return NoisedBatch(self.part.exploration.grid[taken.step].item(), new, old, target,
-                           self.firsts[k] + torch.arange(rows.start, rows.stop, device=self.device), reference)
+                           self.firsts[k] + torch.arange(rows.start, rows.stop, device=self.device), reference,
+                           measure=self.measure)
 
     def statistics(self, replay: Replay) -> list[Tensor]:
         """Return the compared statistic [m] of every step's samples, under the present weights."""
@@ -120,7 +123,8 @@ class CompletionInputs:
         surrogate = self.method.loss.surrogate
         at = torch.arange(rows.start, min(rows.stop, len(self.taken.ids)), device=self.device)
         reference = self.reference[batch].to(self.device) if surrogate.reads_reference else None
-        return CompletionBatch(new, old, self.method.loss.log_ratio(new, old), at, **self.every, reference=reference)
+        return CompletionBatch(new, old, self.method.loss.log_ratio(new, old), at, **self.every, reference=reference,
+                               measure=self.method.loss.log_ratio)
 
     @torch.no_grad()
     def _statistics(self, first: CompletionBatch) -> Tensor:

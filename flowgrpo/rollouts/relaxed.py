@@ -101,7 +101,7 @@ class RelaxedRollouts(TextRollouts):
 
     def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: list[Scored]) -> NoisedInputs:
         """Return what the surrogate reads in addition to ratio and advantage."""
-        return NoisedInputs(self.method.loss.surrogate, part, reference, self.policy.device)
+        return NoisedInputs(self.method.loss, part, reference, self.policy.device)
 
     def _batches(self, part: Relaxed) -> list[slice]:
         most = self.geometry.micro_batch

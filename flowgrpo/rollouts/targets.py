@@ -88,17 +88,17 @@ class RecordedSteps:
                     ) -> NoisedInputs | EditInputs:
         """Return what the surrogate reads in addition to ratio and advantage, in every batch of the part's replay."""
         if self.rollouts.compared:
-            return NoisedInputs(self.method.loss.surrogate, part, reference, self.policy.device,
+            return NoisedInputs(self.method.loss, part, reference, self.policy.device,
                                 peers=self.rollouts.compared.peers(part, self.policy.device))
         most = max(len(taken.parent) for taken in part.transitions)
         cut = most > self.micro_batch or self.pack
         with self.policy.sampling():
-            return NoisedInputs(self.method.loss.surrogate, part, reference, self.policy.device,
+            return NoisedInputs(self.method.loss, part, reference, self.policy.device,
                                 (lambda: self.replay(part, conditioning)) if cut else None)
 
     def statistics(self, part: Part, conditioning: Conditioning, reference: Sequence[Scored]) -> list[torch.Tensor]:
         """Return what the surrogate compares [m] of every step's samples, under the present weights."""
-        inputs = NoisedInputs(self.method.loss.surrogate, part, reference, self.policy.device)
+        inputs = NoisedInputs(self.method.loss, part, reference, self.policy.device)
         with self.policy.sampling():
             return inputs.statistics(lambda: self.replay(part, conditioning))
 

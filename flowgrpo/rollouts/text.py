@@ -21,6 +21,7 @@ from flowgrpo.rollouts.base import GroupSampler, RewardValue, TotalReward
 from flowgrpo.rollouts.loss_inputs import LossInputs
 from flowgrpo.rollouts.text_steps import scored_steps
 from flowgrpo.rollouts.text_targets import TARGETS, Replayed
+from flowgrpo.samplers.replay import rescored
 from flowgrpo.samplers.rollout import Part, Seed
 from flowgrpo.samplers.text.answers import answer_of, with_answers
 from flowgrpo.samplers.text.continuations import segmented
@@ -65,6 +66,9 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
                 if kernel.expert:
                     batches = self.answered(conditioning, prompts, samples, batches)
             part = self.target.record(groups, prompts, batches)
+            if self.method.loss.surrogate.reads_uniform:
+                with torch.no_grad(), self.clock("update"):
+                    part = rescored(part, self.replay(part, conditioning))
             part = self.valued(part, conditioning, seed, judge)
             yield part, [[text for batch in batches for text in batch.texts]]
         self.count(self.policy.evaluations - before)

@@ -100,7 +100,8 @@ def rescored(part: Part, replayed: Iterator[tuple[int, slice, Scored]]) -> Part:
         # Detach one by one: never hold two graphs.
         old = part.transitions[k].old
         mean = None if old.mean is None else required(new.mean).detach().to(old.mean.device)
-        scores[k].append(Scored(new.logp.detach(), new.mask, mean, None if mean is None else new.std))
+        entropy = None if new.entropy is None else new.entropy.detach()
+        scores[k].append(Scored(new.logp.detach(), new.mask, mean, None if mean is None else new.std, entropy=entropy))
     transitions = tuple(replace(taken, old=_joined(of)) for taken, of in zip(part.transitions, scores))
     return replace(part, transitions=transitions)
 
@@ -113,6 +114,7 @@ def score(transition: Gaussian, x_next: torch.Tensor, means: bool, slope: torch.
 
 
 def _joined(scores: list[Scored]) -> Scored:
-    mean = None if scores[0].mean is None else torch.cat([required(old.mean) for old in scores])
+    mean, entropy = (None if values[0] is None else torch.cat([required(value) for value in values])
+                     for values in ([old.mean for old in scores], [old.entropy for old in scores]))
     return Scored(torch.cat([old.logp for old in scores]), torch.cat([old.mask for old in scores]), mean,
-                  scores[0].std)
+                  scores[0].std, entropy=entropy)

@@ -142,6 +142,7 @@ class Part:
     transitions: of the trained steps, in grid order (of texts their Completions alone).
     finals: [b,*D] per granularity.
     advantages: [m] per trained step, or [m,N], of every decision, once they are known.
+    rewards: [m] per trained step, the total reward of each transition's samples, once they are known.
     deducted: [b], subtracted from every reward of a leaf before rewards are compared (None: nothing).
     seeds: int64 [b], of the initial noise of each leaf (None: no initial noise).
     reference: [b], log-probability of each leaf under the reference, the mean over its recorded steps (None: unread).
@@ -160,6 +161,7 @@ class Part:
     reference: torch.Tensor | None = None
     predicted: torch.Tensor | None = None
     baseline: torch.Tensor | None = None
+    rewards: tuple[torch.Tensor, ...] = ()
 
     def leaves(self) -> torch.Tensor:
         """Return of each leaf, float64 [b, 7 + K]: its log-probability under the policy that drew it, the mean over its
@@ -188,15 +190,18 @@ class Part:
         return [value(taken.old).repeat_interleave(len(self.prompts) // len(taken.parent))
                 for taken in self.transitions]
 
-    def credited(self, advantages: Sequence[torch.Tensor], keep: Sequence[torch.Tensor]) -> Part | None:
+    def credited(self, advantages: Sequence[torch.Tensor], keep: Sequence[torch.Tensor],
+                 rewards: Sequence[torch.Tensor] | None = None) -> Part | None:
         """Return the part with an advantage [m] per transition, restricted to transitions with `keep` true (bool [m]).
 
-        Both sequences have one entry per trained step. None if nothing is kept.
+        All sequences have one entry per trained step; rewards: the total rewards [m]. None if nothing is kept.
         """
-        kept = [(left, advantage[at]) for taken, advantage, at in zip(self.transitions, advantages, keep, strict=True)
+        totals = rewards or advantages
+        kept = [(left, advantage[at], total[at])
+                for taken, advantage, total, at in zip(self.transitions, advantages, totals, keep, strict=True)
                 if (left := taken.kept(at)) is not None]
-        transitions, advantages = zip(*kept) if kept else ((), ())
-        return replace(self, transitions=transitions, advantages=advantages) if kept else None
+        transitions, advantages, totals = zip(*kept) if kept else ((), (), ())
+        return replace(self, transitions=transitions, advantages=advantages, rewards=totals) if kept else None
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def context_of(run: Run, parts: list[Part], keys: list[str]) -> Context:
         longest=sum(transitions.old.logp.shape[1] for transitions in parts[0].transitions),
         win_rates=scoring.paired * strides, deducted=deducted.float(),
         weights=list(scoring.weights.values()) * strides, names=list(scoring.weights) * strides,
-        splits=run.rollouts.splits(run.epoch), expert=expert.bool(),
+        splits=run.rollouts.splits(run.epoch), expert=expert.bool(), likelihood=run.kl_reference.likelihood,
         entropy=entropy.float() if "entropy" in method.needs else None,
         reference=reference.float() if "reference" in method.needs else None,
         metadata=[metadata.get(key, {}) for key in groups],

@@ -43,7 +43,7 @@ def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[flo
     advantage_of, kept_of = {(1, -1): local(advantage)}, {(1, -1): local(leaves)}
     bonuses = _bonuses(method, parts, rewards, context)
     for part in parts:
-        at, advantages, kept = slice(part.groups.start, part.groups.stop), [], []
+        at, advantages, kept, earned = slice(part.groups.start, part.groups.stop), [], [], []
         for place, taken in enumerate(part.transitions):
             width = len(part.prompts) // len(taken.parent)
             node = width, place if bonuses is not None else -1
@@ -57,11 +57,12 @@ def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[flo
             alike = advantage_of[node][at].flatten()
             advantages.append(spread(cast(Completions, taken), alike, totals[at]) if spread else alike)
             kept.append(kept_of[node][at].flatten())
+            earned.append(totals[at].flatten().view(-1, width).nanmean(1))
         if method.tuning.weight:
             part = towards_best(part, advantage_of[1, -1][at], method.tuning)
         if isinstance(method.target, LatentEdits):
             part = rewarded(part, local(weighted_sum(shaped, weights))[at].flatten())
-        yield part.credited(advantages, kept)
+        yield part.credited(advantages, kept, earned)
 
 
 def _bonuses(method: Method, parts: list[Part], rewards: Tensor, context: Context) -> Tensor | None:

@@ -11,6 +11,7 @@ import torch
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import at_epoch, is_active
+from flowgrpo.objectives.references import SelfTeacher
 from flowgrpo.policies.policy import Policy
 from flowgrpo.samplers.replay import rescored
 from flowgrpo.samplers.rollout import Part
@@ -32,6 +33,7 @@ class KLReference:
         self.held: list[Snapshot] = self.next([], 0)
         self.known: dict[int, list[Scored]] = {}
         self.kl = method.loss.kl
+        self.likelihood: torch.Tensor | None = None  # of the epoch's samples under the reference
 
     def begin(self, epoch: int, epochs: int) -> None:
         """Set the KL's weight for an epoch, and drop the last one's scores."""
@@ -43,6 +45,17 @@ class KLReference:
         """Return True if this epoch's KL or the surrogate reads the reference's scores."""
         return bool(self.kl.weight) or self.method.loss.surrogate.reads_reference
 
+    def judge(self, parts: list[Part], replay: Replay, processes: Processes) -> None:
+        """Set the likelihood [P,G] of the samples of all processes, if the shaping of rewards reads it."""
+        if not self.method.judges_by_reference:
+            return
+        shaping: Any = self.method.credit.shaping
+        with self._in_place():
+            leaves = [shaping.likelihood(part.transitions[0], torch.cat([score.logp for _, _, score in replay(part)]))
+                      for part in parts]
+        group = len(parts[0].prompts) // len(parts[0].groups)
+        self.likelihood = processes.gather(torch.cat(leaves).cpu()).view(-1, group)
+
     def ahead(self, parts: list[Part], replay: Replay, processes: Processes) -> None:
         """Score all parts of an epoch at once if the reference's weights are large, or sharded.
 
@@ -50,7 +63,7 @@ class KLReference:
         one is done with it.
         """
         weights = self.policy.weights
-        if self.read and (weights.large or weights.sharded) and not self._teacher:
+        if self.read and (weights.large or weights.sharded) and not self._teacher and not self._present:
             with self.policy.reference(self.held), processes.together():
                 self.known = {id(part): self._kept(replay(part)) for part in parts}
 
@@ -76,7 +89,23 @@ class KLReference:
     def _teacher(self) -> str:
         return getattr(self.method.loss.reference, "model", "")
 
+    @property
+    def _present(self) -> bool:
+        """Return True if the reference is the present policy under other prompts."""
+        return isinstance(self.method.loss.reference, SelfTeacher)
+
+    def penalty(self, new: Scored, reference: Scored, rewards: torch.Tensor) -> torch.Tensor:
+        """Return the KL [b,N] of scored decisions, 0 for samples of a reward that the reference leaves out.
+
+        rewards: [b], the total rewards.
+        """
+        penalty = self.kl(new, reference.to(self.policy.device))
+        below = getattr(self.method.loss.reference, "only_below", None)
+        return penalty if below is None else penalty * (rewards < below)[:, None].to(penalty)
+
     def _in_place(self) -> AbstractContextManager[None]:
+        if self._present:
+            return torch.no_grad()
         return cast(Any, self.policy).teacher(self._teacher) if self._teacher else self.policy.reference(self.held)
 
     def _kept(self, replayed: Iterator[tuple[int, slice, Scored]]) -> list[Scored]:

@@ -31,6 +31,7 @@ from flowgrpo.objectives import (
     DynamicClip,
     Guard,
     InverseDelta,
+    KLOnly,
     NoiseLevel,
     PlainRatio,
     Reinforce,
@@ -40,9 +41,11 @@ from flowgrpo.objectives import (
     Uniform,
 )
 from flowgrpo.objectives.best_path import LayerTuning
+from flowgrpo.objectives.random_policy import RandomPolicyValue
 from flowgrpo.objectives.ratios import CompletionRatio
 from flowgrpo.objectives.reductions import SequenceMean, SequenceSum, TokenMean
-from flowgrpo.objectives.references import Teacher
+from flowgrpo.objectives.references import SelfTeacher, Teacher
+from flowgrpo.objectives.reward_labels import RewardLabels
 from flowgrpo.objectives.schedules import Linear
 from flowgrpo.objectives.sequence_losses import (
     Discriminative,
@@ -114,11 +117,16 @@ OF_TOKENS = {
     "disco": (PlainRatio(), Discriminative("log", 10.0, 1000.0, 1e-4), SequenceMean(), None, None, SampledKL()),
     "reg_grpo": (CompletionRatio(), Regressed(0.1), SequenceSum(), "group", "rewards", SampledKL()),
     "trpa": (PlainRatio(), PairwisePreference(0.1, 2.5, 1e-3), SequenceMean(), "none", "rewards", SampledKL()),
+    "real": (PlainRatio(), RewardLabels("anchor", 10.0), SequenceMean(), None, None, SampledKL()),
+    "pacs": (CompletionRatio(), RewardLabels("leave_one_out", 1.0, True), SequenceSum(), None, None, SampledKL()),
+    "rover": (PlainRatio(), RandomPolicyValue(1.0), TokenMean(), "none", "rewards", SampledKL()),
+    "sdpo": (PlainRatio(), KLOnly(), TokenMean(), "group", "rewards", SampledKL(1.0, "k2")),
     "w_reinforce": (PlainRatio(), Clip(0.2, 0.2), TokenMean(), None, None, SampledKL()),
     "entropy_bonus": (PlainRatio(), EntropyBonus(Clip(0.2, 0.2), 0.01), SequenceMean(), "group", "rewards",
                       SampledKL(0.04, "k3")),
     "high_entropy": (PlainRatio(), HighEntropy(Clip(0.2, 0.28), 0.2), TokenMean(), "group", "rewards", SampledKL()),
-    "gtpo": (PlainRatio(), ConflictTokens(Reinforce(), 2.0), SequenceMean(), "group", "rewards", SampledKL()),
+    "gtpo": (PlainRatio(), ConflictTokens(Reinforce(), 2.0, math.log(2)), SequenceMean(), "group", "rewards",
+             SampledKL()),
     "kdrl": (PlainRatio(), Clip(0.2, 0.2), SequenceMean(), "group", "rewards", SampledKL(5e-3, "k2", Linear(1e-3))),
     "visurf": (PlainRatio(), Clip(0.2, 0.2), SequenceMean(), "group", "rewards", SampledKL(0.04, "k3")),
     "rl_plus": (PlainRatio(), ExpertMixture(Clip(0.2, 0.2), 2.0, 1.0), SequenceMean(), "group", "rewards",
@@ -136,9 +144,11 @@ OTHER_OF_TOKENS = {"dapo": {"shaping": Overlong(0.2), "selection": DropZeroVaria
                    "remax": {"decoding": Decoding(greedy=1), "advantage": First(), "selection": ButFirst()},
                    "dcpo": {"advantage": SmoothStandardised()},
                    "ppo": {"advantage": NoBaseline(), "value": ValueHead(decay=0.95)},
+                   "real": {"advantage": NoBaseline()}, "pacs": {"advantage": NoBaseline()},
                    "nft": {"advantage": Correctness(), "selection": DropZeroVariance()},
                    "high_entropy": {"shaping": Overlong(0.2), "selection": DropZeroVariance()},
                    "visurf": {"decoding": Decoding(expert=1)}, "kdrl": {"reference": Teacher()},
+                   "sdpo": {"reference": SelfTeacher()},
                    "rl_plus": {"decoding": Decoding(expert=1)},
                    "disco": {"advantage": Correctness()}, "w_reinforce": {"advantage": Signed(0.1, 1.0)}}
 

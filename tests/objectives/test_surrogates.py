@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flowgrpo.objectives import Clip, DivergenceMask, DualClip, DynamicClip, Reinforce, surrogate_input
+from flowgrpo.objectives import Clip, DivergenceMask, DualClip, DynamicClip, KLOnly, Reinforce, surrogate_input
 from flowgrpo.types import Scored
 
 F64 = torch.float64
@@ -175,3 +175,9 @@ def test_the_mask_reads_the_divergence_and_the_others_the_old_log_probability():
     new, old = (Scored(f64([[-1.0]]), mask, each, f64([0.5])) for each in (mean + f64([0.1, 0.3]), mean))
     assert surrogate_input(DivergenceMask(), new, old).item() == pytest.approx((0.01 + 0.09) / 2 / (2 * 0.25))
     assert surrogate_input(Clip(), new, old) is old.logp
+
+
+def test_beside_a_kl_alone_there_is_no_loss_of_samples():
+    ratio = torch.tensor([[0.3, -2.0]], requires_grad=True)
+    loss = KLOnly()(ratio, torch.tensor([[5.0]]))
+    assert loss.tolist() == [[0, 0]] and loss.requires_grad and not KLOnly().clipped(ratio, ratio, None).any()

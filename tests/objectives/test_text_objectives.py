@@ -12,6 +12,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.methods.validate import resolve
+from flowgrpo.objectives.random_policy import RandomPolicyValue
 from flowgrpo.objectives.ratios import CompletionRatio
 from flowgrpo.objectives.reductions import SequenceMean, SequenceSum, reduced
 from flowgrpo.objectives.sequence_losses import (
@@ -260,6 +261,53 @@ def test_pieces_of_groups_have_the_gradient_of_whole_ones(surrogate, log_ratio, 
     torch.testing.assert_close(pieces, whole, rtol=0, atol=1e-12)
 
 
+# Values of the random policy
+
+
+def test_rover_regresses_on_the_reward_and_the_mean_value_of_the_next_state():
+    # A row of three tokens and one of one; Q of the tokens, means of log(p / p_old) over all tokens per state.
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
+    ratio, uniform = f64([[0.1, -0.2, 0.3], [0.4, 0, 0]]).requires_grad_(), f64([[-0.5, -0.1, 0.2], [0.7, 9, 9]])
+    old = Scored(torch.zeros(2, 3).double(), mask, entropy=torch.ones(2, 3).double())
+    new = Scored(ratio, mask, entropy=uniform + 1)
+    batch = CompletionBatch(new, old, ratio, torch.arange(2), torch.zeros(2, 3).long(), mask)
+    loss = RandomPolicyValue(2.0)(ratio, f64([[0.5], [-0.5]]), batch)
+    expected = [[(0.2 - 0.5 + 0.2) ** 2, (-0.4 - 0.5 - 0.4) ** 2, (0.6 - 0.5) ** 2], [(0.8 + 0.5) ** 2]]
+    close(loss.detach()[mask], [*expected[0], *expected[1]])
+    loss[mask].sum().backward()
+    close(ratio.grad[mask], [2 * 2 * (0.2 - 0.5 + 0.2), 2 * 2 * (-0.4 - 0.5 - 0.4), 2 * 2 * 0.1, 2 * 2 * 1.3])
+
+
+def test_of_three_last_tokens_the_two_that_win_become_equally_likely():
+    logits = f64([0.3, 0.1, -0.2]).requires_grad_()
+    start, won = torch.zeros(3).double().log_softmax(0), f64([2 / 3, 2 / 3, -4 / 3])
+    optimizer = torch.optim.Adam([logits], lr=0.05)
+    mask = torch.ones(3, 1).bool()
+    for _ in range(300):
+        optimizer.zero_grad()
+        logp = logits.log_softmax(0)
+        new, old = (Scored(each[:, None], mask, entropy=torch.zeros(3, 1).double()) for each in (logp, start))
+        ratio = new.logp - old.logp
+        batch = CompletionBatch(new, old, ratio, torch.arange(3), torch.zeros(3, 1).long(), mask)
+        RandomPolicyValue()(ratio, won[:, None], batch).sum().backward()
+        optimizer.step()
+    found = logits.softmax(0).detach()
+    assert found[0] == pytest.approx(found[1].item(), abs=1e-3) and found[2] < 0.2
+
+
+def test_a_run_records_the_means_of_the_policy_that_drew():
+    halves = {"short": lambda texts, prompts: [float(place % 2) for place in range(len(texts))]}
+    trainer = tiny_text.trainer(rewards=halves, method="rover")
+    tiny_text.stir(trainer.policy)
+    parts, asked, _ = trainer.sample(trainer.prompts[:2])
+    [taken] = parts[0].transitions
+    whole = torch.cat([asked.ids[0], taken.ids[0]])[None]
+    logits = trainer.policy.model(input_ids=whole).logits[0, len(asked.ids[0]) - 1:-1]
+    expected = logits.log_softmax(-1).mean(-1).detach() * taken.old.mask[0]
+    torch.testing.assert_close(taken.old.entropy[0], expected, rtol=0, atol=1e-4)
+    assert trainer.run_epoch()["grad_norm"] > 0
+
+
 # Right and wrong
 
 
@@ -308,8 +356,8 @@ def test_what_cannot_be_is_told(make, told):
 
 
 def test_losses_of_completions_are_not_for_pictures():
-    with pytest.raises(UserError, match="got Regressed, which reads completions or"):
-        resolve(tiny.config(method="flow_grpo", parts={"surrogate": {"type": "Regressed"}}))
+    with pytest.raises(UserError, match="got Discriminative, which reads completions or"):
+        resolve(tiny.config(method="flow_grpo", parts={"surrogate": {"type": "Discriminative"}}))
 
 
 def test_losses_of_whole_completions_need_one_advantage_for_each():

@@ -13,6 +13,7 @@ from flowgrpo.methods.overlay import with_parts
 from flowgrpo.objectives import Clip, DivergenceMask, PlainRatio, Reinforce
 from flowgrpo.objectives.sequence_losses import Regressed
 from flowgrpo.objectives.token_losses import ConflictTokens, EntropyBonus, HighEntropy, LikelihoodFloor, conflicts
+from flowgrpo.objectives.token_weights import TokenWeights, disagreement
 from flowgrpo.samplers.text.decoding import Decoding, entropy_of, score
 from flowgrpo.types import CompletionBatch, GroupStatistics, Scored
 from tests.helpers import tiny_text
@@ -105,6 +106,52 @@ def test_a_groups_most_uncertain_tokens_by_hand():
     assert HighEntropy(share=1.0).chosen(read)[MASK].all()
 
 
+def test_of_two_completions_the_one_with_the_larger_advantage_has_the_trained_tokens():
+    # |A| H of the first group: 1, 9, 2, 3 / 4, 8 / .5, .5, 3.5, 0: the three largest are 9, 8 and 4.
+    entropy = f64([[1, 9, 2, 3], [4, 8, 99, 99], [1, 1, 7, 0], [5, 99, 99, 99], [6, 1, 99, 99]])
+    part = HighEntropy(share=0.25, by="advantage")
+    read = compared(part, entropy)
+    expected = [[0, 1, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [0] * 4, [1, 0, 0, 0]]
+    assert part.chosen(read).tolist() == [[bool(one) for one in row] for row in expected]
+    assert part.reads_advantages and not HighEntropy().reads_advantages
+
+
+# Weights of tokens
+
+
+def test_places_where_a_group_agrees_have_the_least_weight():
+    ids = torch.tensor([[1, 2, 3, 4], [1, 5, 0, 0], [1, 2, 6, 4], [7, 0, 0, 0], [7, 8, 0, 0]])
+    # First group: all agree at place 0; 2, 5, 2 at 1; 3, 6 at 2; 4, 4 at 3. The second agrees where both go on.
+    at_1, at_2 = math.log(3) - 2 / 3 * math.log(2), math.log(2)
+    close(disagreement(ids[:3], MASK[:3])[0].double(), [0, at_1, at_2, 0], 1e-6)
+    part = TokenWeights(Reinforce(), strength=0.5)
+    read = compared(part, ids=ids)
+    close(part.weights(read)[GROUP == 1], [[1] * 4] * 2)
+    close(part.weights(read)[0], [1, 1 + 0.5 * at_1 / at_2, 1.5, 1], 1e-6)
+    plain = Reinforce()(read.log_ratio, ADVANTAGE[:, None])
+    close(part(read.log_ratio, ADVANTAGE[:, None], read), (plain * part.weights(read)).tolist())
+    some = compared(part, ids=ids, rows=slice(1, 4))
+    assert torch.equal(part.weights(some), part.weights(read)[1:4])
+
+
+def test_weights_by_entropy_surprise_and_probability_by_hand():
+    entropy = f64([[1, 3, 2, 2], [1, 2, 99, 99], [1, 1, 1, 1], [5, 99, 99, 99], [5, 5, 99, 99]])
+    part = TokenWeights(Reinforce(), "entropy", 2.0)
+    weights = part.weights(compared(part, entropy))
+    close(weights[:2][MASK[:2]], [1, 3, 2, 2, 1, 2])
+    close(weights[3:][MASK[3:]], [1, 1, 1])  # of one value
+    assert part.reads_entropy and not TokenWeights(by="surprise").reads_entropy
+    for kind in ("surprise", "probability"):
+        part = TokenWeights(Reinforce(), kind, -1.0)
+        read = compared(part)
+        logp = read.old.logp
+        if kind == "probability":
+            close(part.weights(read), (1 - logp.exp()).tolist())
+        else:
+            least, most = -logp[:3][MASK[:3]].amax(), -logp[:3][MASK[:3]].amin()
+            close(part.weights(read)[:3][MASK[:3]], (1 - (-logp[:3][MASK[:3]] - least) / (most - least)).tolist())
+
+
 # Conflict tokens
 
 
@@ -132,12 +179,17 @@ def test_conflict_tokens_are_not_pushed_down_and_are_pulled_up_twice():
     close(part.weights(compared(ids=ids, rows=slice(1, 4))).double(), expected[1:4])
 
 
-def test_uncertain_completions_are_left_out_where_that_is_asked_for():
+def test_uncertain_completions_are_left_out_of_groups_that_have_others():
     entropy = f64([[1, 1, 1, 1], [0.1, 0.2, 9, 9], [0, 0, 0, 2], [0.7, 9, 9, 9], [0.6, 0.6, 9, 9]])
     part = ConflictTokens(most_entropy=math.log(2))
-    assert part.reads_entropy and not ConflictTokens().reads_entropy
+    assert part.reads_entropy and not ConflictTokens().reads_entropy and not ConflictTokens().reads_groups
+    assert preset("gtpo").parts()["surrogate"] == part
     ids = torch.arange(20).view(5, 4)
-    assert part.weights(compared(entropy=entropy, ids=ids))[:, 0].tolist() == [0, 1, 1, 0, 1]
+    assert part.weights(compared(part, entropy, ids))[:, 0].tolist() == [0, 1, 1, 0, 1]
+    assert part.weights(compared(part, entropy, ids, rows=slice(2, 5)))[:, 0].tolist() == [1, 0, 1]
+    # Of a model that is above the threshold everywhere nothing is left out: here the second group.
+    entropy[4] = 1
+    assert part.weights(compared(part, entropy, ids))[:, 0].tolist() == [0, 1, 1, 1, 1]
 
 
 # Good texts that become less likely
@@ -186,7 +238,7 @@ def test_options_go_over_any_host_of_tokens():
     assert preset("high_entropy") == preset("dapo+high_entropy") and preset("llds") == preset("grpo+llds")
     assert preset("dr_grpo+entropy_bonus").parts()["surrogate"] == EntropyBonus(Clip(0.2, 0.2), 0.01)
     assert preset("entropy_bonus").reads_entropy and preset("high_entropy").reads_entropy
-    assert not preset("llds").reads_entropy and not preset("gtpo").reads_entropy
+    assert not preset("llds").reads_entropy and preset("gtpo").reads_entropy
     changed = with_parts(preset("high_entropy"), {"surrogate": {"share": 0.3, "surrogate": {"high": 0.4}}})
     assert changed.loss.surrogate == HighEntropy(Clip(0.2, 0.4), 0.3)
     with pytest.raises(UserError, match="HighEntropy: surrogate is Regressed.*expected one of single tokens"):
@@ -195,6 +247,9 @@ def test_options_go_over_any_host_of_tokens():
 
 @pytest.mark.parametrize("make, told", [
     (lambda: HighEntropy(share=0), "share is 0, expected above 0 and at most 1"),
+    (lambda: HighEntropy(by="chance"), "by is 'chance', expected entropy or advantage"),
+    (lambda: TokenWeights(by="length"), "by is 'length', expected one of entropy, surprise, probability"),
+    (lambda: TokenWeights(strength=-2), "strength is -2, expected -1 or more"),
     (lambda: EntropyBonus(weight=math.inf), "weight is inf, expected a finite number"),
     (lambda: ConflictTokens(amplify=-1), "amplify is -1 and most_entropy inf, expected 0 or more"),
     (lambda: LikelihoodFloor(weight=-1), "weight is -1, expected 0 or more"),

@@ -6,6 +6,7 @@ Those of language models, without a host, change GRPO or DAPO.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from flowgrpo import objectives
 from flowgrpo.advantages import group
@@ -92,12 +93,13 @@ def llds(method: Method = Method()) -> Method:
 
 
 def kdrl(method: Method = Method()) -> Method:
-    """KDRL over a host of language models, GRPO without one: the reward, and a KL to a teacher that fades (2506.02208).
+    """KDRL over any host, GRPO of texts without one: the reward, and a KL to a teacher that fades (2506.02208).
 
     The teacher is `reference.model`.
     """
-    method = method if method.for_tokens else grpo(method)
-    return method.having(kl=objectives.SampledKL(5e-3, "k2", schedules.Linear(1e-3)), reference=references.Teacher())
+    method = grpo(method) if method == Method() else method
+    kl: Any = objectives.SampledKL(0.0, "k2") if method.for_tokens else method.loss.kl
+    return method.having(kl=replace(kl, weight=5e-3, schedule=schedules.Linear(1e-3)), reference=references.Teacher())
 
 
 def visurf(method: Method = Method()) -> Method:

@@ -19,7 +19,7 @@ from flowgrpo.advantages import (
 from flowgrpo.methods import targets
 from flowgrpo.methods.groups import TextGeneration
 from flowgrpo.methods.method import Method
-from flowgrpo.objectives import reductions, references, sequence_losses, token_losses
+from flowgrpo.objectives import random_policy, reductions, references, reward_labels, sequence_losses, token_losses
 from flowgrpo.samplers.text import decoding, groups, lookahead, trees
 
 
@@ -115,6 +115,31 @@ def reg_grpo(method: Method = Method()) -> Method:
                                reduction=reductions.SequenceSum(), kl=objectives.SampledKL(0.0))
 
 
+def real(method: Method = Method()) -> Method:
+    """REAL: rewards are labels, the log-ratios of a group's completions the logits beside an anchor (2602.05630)."""
+    return grpo(method).having(advantage=baselines.NoBaseline(), surrogate=reward_labels.RewardLabels("anchor", 10.0),
+                               kl=objectives.SampledKL(0.0))
+
+
+def pacs(method: Method = Method()) -> Method:
+    """PACS: cross-entropy of the rewards under each log-ratio less that of the others (2509.02522)."""
+    return real(method).having(surrogate=reward_labels.RewardLabels("leave_one_out", 1.0, reference=True),
+                               log_ratio=objectives.CompletionRatio(), reduction=reductions.SequenceSum())
+
+
+def rover(method: Method = Method()) -> Method:
+    """ROVER: log-ratios regressed on the values of the uniformly random policy, which keep all ways (2509.24981)."""
+    return grpo(method).having(advantage=group.Advantage(scale="none", order="rewards", clamp=math.inf),
+                               surrogate=random_policy.RandomPolicyValue(), reduction=reductions.TokenMean(),
+                               kl=objectives.SampledKL(0.0))
+
+
+def sdpo(method: Method = Method()) -> Method:
+    """SDPO: the policy that reads a right completion of its group teaches the policy that does not (2601.20802)."""
+    return grpo(method).having(surrogate=objectives.KLOnly(), reduction=reductions.TokenMean(),
+                               kl=objectives.SampledKL(1.0, "k2"), reference=references.SelfTeacher())
+
+
 def trpa(method: Method = Method()) -> Method:
     """TRPA: every better completion of a group preferred to every worse one, near the old policy (2504.04524)."""
     return grpo(method).having(surrogate=sequence_losses.PairwisePreference(), kl=objectives.SampledKL(0.0),
@@ -128,8 +153,12 @@ def w_reinforce(method: Method = Method()) -> Method:
 
 
 def gtpo(method: Method = Method()) -> Method:
-    """GTPO: tokens that good and bad completions share are not pushed down, and pulled up twice (2508.03772)."""
-    return grpo(method).having(surrogate=token_losses.ConflictTokens(), kl=objectives.SampledKL(0.0))
+    """GTPO: tokens that good and bad completions share are not pushed down, and pulled up twice (2508.03772).
+
+    Completions with a mean entropy above log 2 are left out, in groups that have others.
+    """
+    return grpo(method).having(surrogate=token_losses.ConflictTokens(most_entropy=math.log(2)),
+                               kl=objectives.SampledKL(0.0))
 
 
 def grpo_lambda(method: Method = Method()) -> Method:

@@ -163,7 +163,7 @@ class CausalLM:
     # --- replay ------------------------------------------------------------------------------------------------------
 
     def log_probs(self, tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor, mask: Tensor,
-                  decoding: TokenDistribution, entropy: bool = False) -> Scored:
+                  decoding: TokenDistribution, entropy: bool | str = False) -> Scored:
         """Return the score [B,L] of completions ids [B,L] of the prompts [B] (indices in `tokenized`), 0 where mask is
         false, with gradients where they are enabled; with `entropy`, the entropies too."""
         most = ids.shape[1]
@@ -248,7 +248,7 @@ class CausalLM:
         return positions, positions[:, -1:] + 1
 
     def _by_logits(self, tokenized: TokenizedPrompts, ids: Tensor, kept: Tensor, decoding: TokenDistribution,
-                   entropy: bool, heat: Tensor | None) -> Tensor:
+                   entropy: bool | str, heat: Tensor | None) -> Tensor:
         """Return log p [n] from the model's own logits, all held in memory: for models that do more than their head."""
         inputs, places = self._joined(tokenized, ids)
         logits = self.model(input_ids=inputs, use_cache=False, **self._beside(tokenized, inputs.shape[1])).logits

@@ -122,7 +122,8 @@ class MaskedLM(CausalLM):
     # --- replay ------------------------------------------------------------------------------------------------------
 
     def log_probs(self, tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor,  # type: ignore[override]
-                  mask: Tensor, unmasking: Unmasking, steps: Tensor, together: int, entropy: bool = False) -> Scored:
+                  mask: Tensor, unmasking: Unmasking, steps: Tensor, together: int,
+                  entropy: bool | str = False) -> Scored:
         """Return the score [b,L] of traces (ids, steps [b,L]) of the prompts [b] (indices in `tokenized`), 0 where mask
         is false.
 
@@ -167,7 +168,7 @@ class MaskedLM(CausalLM):
         return torch.cat(results)[torch.cat(places).argsort()]
 
     def _score(self, prompts: Tensor, answers: Tensor, row: Tensor, place: Tensor, ids: Tensor, unmasking: Unmasking,
-               entropy: bool) -> Tensor:
+               entropy: bool | str) -> Tensor:
         """Return `score` of the tokens ids [k] at the places [k] of the rows [k] of answers [n,L] to prompts [n,S]."""
         with self._arithmetic():
             return score(self._logits(prompts, answers)[row, place], self._allowed, ids, unmasking, entropy=entropy)

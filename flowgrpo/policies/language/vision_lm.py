@@ -127,7 +127,7 @@ class VisionLM(CausalLM):
     # --- replay ------------------------------------------------------------------------------------------------------
 
     def log_probs(self, tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor, mask: Tensor,
-                  decoding: TokenDistribution, entropy: bool = False) -> Scored:
+                  decoding: TokenDistribution, entropy: bool | str = False) -> Scored:
         """As in `CausalLM`, of the tokens that are no image placeholders."""
         barred = torch.tensor(self.placeholders, dtype=torch.int64, device=self.device)
         return super().log_probs(tokenized, prompts, ids, mask, Permitted(decoding, barred), entropy)

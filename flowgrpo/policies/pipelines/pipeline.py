@@ -27,6 +27,7 @@ from flowgrpo.policies.pipelines.load import modality, trained_modules
 from flowgrpo.policies.pipelines.prompt_encoding import EncodePrompt
 from flowgrpo.policies.pipelines.prompt_inputs import SHARED, parted, pictures_of
 from flowgrpo.policies.pipelines.reference_images import stay_apart
+from flowgrpo.policies.pipelines.teacher import Teachers
 from flowgrpo.policies.pipelines.timestep_vector import copies
 from flowgrpo.policies.weights import context_parallel, host_weights, sharding
 from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recomputed, supported
@@ -81,7 +82,7 @@ class PipelinePolicy:
         self._check_call()
         self._trial = Segment(torch.tensor([0.9, 0.5]), range(1), replay=True,  # to find out what the pipeline does
                               timesteps=torch.tensor([900, 500]) if self.process == "vp" else None)
-        self.evaluations = 0  # rows that went through a denoiser
+        self.evaluations, self.teacher = 0, Teachers(self)  # rows that went through a denoiser; other denoisers
         mesh = sharding.mesh(memory.shard, self.device)
         # Sharded and offloaded weights come to the device block by block, and never as a whole.
         self.encoders = Encoders(pipe, self.device, None if memory.encoders == "keep" else "cpu",

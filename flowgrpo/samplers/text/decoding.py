@@ -213,21 +213,30 @@ def decided(ids: Tensor, ends: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def score(hidden: Tensor, head: Callable[[Tensor], Tensor], ids: Tensor, decoding: TokenDistribution,
-          chunk: int = 1024, entropy: bool = False, heat: Tensor | None = None) -> Tensor:
+          chunk: int = 1024, entropy: bool | str = False, heat: Tensor | None = None) -> Tensor:
     """Return log p of the tokens ids [n] under states hidden [n,H], float32 [n], `chunk` tokens at a time.
 
-    With `entropy`, [n,2]: the second column is the entropy of each distribution. head: maps states to logits. Logits of
-    a chunk are recomputed in the backward pass: no [n,V] is ever held. heat: [n], further temperatures; None: all 1.
+    With `entropy`, [n,2]: the second column is the entropy of each distribution; with "uniform" the mean
+    log-probability of all tokens. head: maps states to logits. Logits of a chunk are recomputed in the backward pass:
+    no [n,V] is ever held. heat: [n], further temperatures; None: all 1.
     """
     def part(hidden: Tensor, ids: Tensor, heat: Tensor | None) -> Tensor:
         log_probs = decoding(divided(head(hidden), heat), ids)
         taken = log_probs.gather(1, ids[:, None])
-        return torch.cat([taken, entropy_of(log_probs)[:, None]], 1) if entropy else taken[:, 0]
+        if not entropy:
+            return taken[:, 0]
+        second = uniform_mean(log_probs) if entropy == "uniform" else entropy_of(log_probs)
+        return torch.cat([taken, second[:, None]], 1)
 
     pieces = zip(hidden.split(chunk), ids.split(chunk), itertools.repeat(None) if heat is None else heat.split(chunk))
     if not torch.is_grad_enabled() or len(ids) <= chunk:
         return torch.cat([part(*piece) for piece in pieces])
     return torch.cat([checkpoint(part, *piece, use_reentrant=False) for piece in pieces])
+
+
+def uniform_mean(log_probs: Tensor) -> Tensor:
+    """Return the mean of log_probs [n,V] over all tokens: [n]. A cut token adds 0."""
+    return log_probs.masked_fill(log_probs == -torch.inf, 0.0).mean(-1)
 
 
 def entropy_of(log_probs: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class CausalModel(LanguageModel, Protocol):
         """Return the texts of ids [B,L] where mask is true."""
 
     def log_probs(self, tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor, mask: Tensor, decoding: Decoding,
-                  entropy: bool = False) -> Scored:
+                  entropy: bool | str = False) -> Scored:
         """Return the score [B,L] of completions ids [B,L] of the prompts [B], 0 where mask is false."""
 
     def states_before(self, tokenized: TokenizedPrompts, ids: Tensor) -> Tensor:

@@ -1,0 +1,50 @@
+"""Divergences from the base model on samples that it drew before training."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+DIVERGENCES = ("forward_kl", "js", "alpha")
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """weight * D(policy, base), an f-divergence that covers all modes of the base model, on samples that it drew once
+    (DPH-RL, 2509.07430): [B, N].
+
+    Every optimiser step adds the mean of f(u), u = p / p_base, over the decisions of one part of the recorded samples:
+    train.prompts groups, drawn before the first update. Their log-probabilities are recorded with them, so no
+    reference model runs later.
+
+    divergence: "forward_kl": f = -log u, KL(base || policy). "js": f = u log u - (u + 1) log((u + 1) / 2), twice the
+        Jensen-Shannon divergence. "alpha": f = (u^alpha - alpha u - (1 - alpha)) / (alpha (alpha - 1)), between the
+        forward KL (alpha near 0) and the reverse one (near 1).
+    least: samples with a lower total reward are left out (the paper rehearses what the base solves); None: none is.
+    """
+
+    weight: float = 0.1
+    divergence: str = "forward_kl"
+    alpha: float = 0.5
+    least: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < math.inf:
+            raise ValueError(f"Rehearsal: weight is {self.weight}, expected above 0")
+        if self.divergence not in DIVERGENCES:
+            raise ValueError(f"Rehearsal: divergence is {self.divergence!r}, expected one of {', '.join(DIVERGENCES)}")
+        if self.alpha in (0, 1):
+            raise ValueError(f"Rehearsal: alpha is {self.alpha}, expected another number: 0 is forward_kl")
+
+    def __call__(self, logp: Tensor, base: Tensor) -> Tensor:
+        """Return weight * f(u) of log-probabilities [B, N] of the policy and of the base model: [B, N]."""
+        log_ratio = logp - base
+        if self.divergence == "forward_kl":
+            return -self.weight * log_ratio
+        ratio = log_ratio.exp()
+        if self.divergence == "js":
+            return self.weight * (ratio * log_ratio - (ratio + 1) * (log_ratio.expm1() / 2).log1p())
+        alpha = self.alpha
+        return self.weight * ((alpha * log_ratio).expm1() - alpha * log_ratio.expm1()) / (alpha * (alpha - 1))

@@ -1,0 +1,176 @@
+"""Losses that compare samples by one number each: rewards as labels, and what texts and pictures share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits, softplus
+
+from flowgrpo.errors import UserError
+from flowgrpo.methods import preset
+from flowgrpo.methods.groups import Loss
+from flowgrpo.methods.validate import resolve
+from flowgrpo.objectives import CompletionRatio, Matching, PlainRatio
+from flowgrpo.objectives.reductions import SequenceMean, SequenceSum, reduced
+from flowgrpo.objectives.reward_labels import RewardLabels
+from flowgrpo.objectives.sequence_losses import PairwisePreference, Regressed
+from flowgrpo.rollouts.loss_inputs import NoisedInputs
+from flowgrpo.samplers.plans import Schedule
+from flowgrpo.samplers.rollout import Part, RolloutSpec
+from flowgrpo.types import CompletionBatch, GroupStatistics, Scored, Transitions
+from tests.helpers import tiny, tiny_text
+from tests.helpers.tables import close, draw, f64
+
+MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 0, 0]]).bool()
+GROUP = torch.tensor([0, 0, 0, 1, 1])
+REWARD = f64([1, 0, 0.25, 0, 1])
+CENTRED = REWARD - f64([1.25 / 3] * 3 + [0.5] * 2)
+
+
+def scored(seed: int) -> Scored:
+    return Scored((-1 + 0.3 * draw(5, 4, seed=seed)) * MASK, MASK)
+
+
+def of_texts(part: RewardLabels, log_ratio, reduction, rows=(slice(0, 5),)) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reduced loss of five completions in two groups, and its gradient by log p."""
+    new, old, base = scored(1), scored(2), scored(3)
+    new.logp.requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+
+    def batch(at, peers=None):
+        mine = [each.rows(torch.arange(5)[at]) for each in (new, old, base)]
+        return CompletionBatch(mine[0], mine[1], log_ratio(mine[0], mine[1]), torch.arange(5)[at],
+                               torch.zeros(5, 4).long(), MASK, mine[2], peers, measure=log_ratio)
+
+    peers = GroupStatistics(part.statistic(batch(slice(0, 5))).detach(), REWARD, GROUP)
+    for at in rows:
+        piece = batch(at, peers)
+        loss = reduced(part(piece.log_ratio, REWARD[at, None], piece), reduction(piece.new.mask), reduction.count(MASK))
+        loss.backward()
+        total += loss.detach()
+    return total, new.logp.grad
+
+
+def written_out(loss, whole: bool, reference: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """loss(logits, labels) of each group, weighted by its size, over all completions; and its gradient."""
+    new, old, base = (scored(seed).logp for seed in (1, 2, 3))
+    new.requires_grad_()
+    apart = ((new - (base if reference else old)) * MASK).sum(1) / (1 if whole else MASK.sum(1))
+    total = sum(len(own) * loss(apart[own], REWARD[own]) for own in ([0, 1, 2], [3, 4])) / 5
+    total.backward()
+    return total.detach(), new.grad
+
+
+def anchor(z, y):
+    """log(1 + sum e^-z of right ones) + log(1 + sum e^z of wrong ones); soft labels count in part in both."""
+    return (1 + (y * (-2 * z).exp()).sum()).log() + (1 + ((1 - y) * (2 * z).exp()).sum()).log()
+
+
+def each(z, y):
+    return binary_cross_entropy_with_logits(2 * z, y)
+
+
+def leave_one_out(z, y):
+    others = (z.sum() - z) / (len(z) - 1)
+    return binary_cross_entropy_with_logits(2 * (z - others), y)
+
+
+@pytest.mark.parametrize("loss", [anchor, each, leave_one_out])
+@pytest.mark.parametrize("whole, reference", [(False, False), (True, True)])
+def test_rewards_as_labels_have_the_groups_cross_entropy_and_its_gradient(loss, whole, reference):
+    part = RewardLabels(loss.__name__, 2.0, reference)
+    ratio, reduction = (CompletionRatio(), SequenceSum()) if whole else (PlainRatio(), SequenceMean())
+    assert part.reads_reference == reference
+    value, gradient = written_out(loss, whole, reference)
+    found, pushed = of_texts(part, ratio, reduction)
+    torch.testing.assert_close(pushed, gradient, rtol=0, atol=1e-12)
+    if not whole:  # a sum over tokens counts a row's value once per token
+        torch.testing.assert_close(found, value, rtol=0, atol=1e-12)
+    _, pieces = of_texts(part, ratio, reduction, (slice(0, 2), slice(2, 4), slice(4, 5)))
+    torch.testing.assert_close(pieces, gradient, rtol=0, atol=1e-12)
+
+
+def test_with_an_anchor_slopes_are_bounded_and_fall_with_the_logit():
+    # One right sample: its slope is -sigmoid(-z), from 0.98 at -4 to 0.02 at 4, where GRPO's e^z grows.
+    part, same = RewardLabels(), torch.ones(1, 1, dtype=torch.float64)
+    slopes = torch.stack([part.losses(f64([z]), f64([1.0]), same)[1] for z in (-4.0, 0.0, 4.0)])[:, 0]
+    close(slopes, (-torch.sigmoid(f64([4.0, 0.0, -4.0]))).tolist())
+    # Two right ones share one softmax with the anchor: e^-z over 1 + both.
+    _, found = part.losses(f64([1.0, -1.0]), f64([1.0, 1.0]), torch.ones(2, 2, dtype=torch.float64))
+    weights = torch.softmax(f64([-1.0, 1.0, 0.0]), 0)[:2]
+    close(found, (-2 * weights).tolist())
+    close(part.losses(f64([700.0]), f64([0.0]), same)[0], softplus(f64([700.0])).tolist())
+
+
+def test_pacs_scores_add_up_to_zero_and_an_agreeing_group_learns_too():
+    same = torch.ones(3, 3, dtype=torch.float64)
+    _, slope = RewardLabels("leave_one_out").losses(f64([0, 0, 0]), f64([1, 1, 1]), same)
+    close(slope, [0, 0, 0])  # a shift of all changes no psi
+    _, slope = RewardLabels("leave_one_out").losses(f64([0, 0, 0]), f64([1, 0, 0]), same)
+    close(slope, [-0.5 - 0.5, 0.5, 0.5])
+    _, slope = RewardLabels("each").losses(f64([0, 0, 0]), f64([1, 1, 1]), same)
+    close(slope, [-0.5, -0.5, -0.5])
+
+
+# Pictures
+
+
+def part_of(old, advantage) -> Part:
+    """One recorded step of two groups, of three and two transitions, each from a state of its own."""
+    x = torch.zeros(5, 1)
+    taken = Transitions(0, x, GROUP, torch.arange(5), x, Scored(old[:, None], torch.ones(5, 1).bool()))
+    spec = RolloutSpec(torch.tensor([0.9, 0.5]), Schedule((0,), (0,)), None, None, 5, 5)
+    return Part(range(2), GROUP, spec, (taken,), (), (advantage,))
+
+
+def grouped(new, old, advantage, loss) -> torch.Tensor:
+    """sum of loss(log-ratios, advantages) over two groups, weighted by size, over all samples."""
+    return sum(len(own) * loss(new[own] - old[own], advantage[own]) for own in ([0, 1, 2], [3, 4])) / 5
+
+
+@pytest.mark.parametrize("surrogate, loss", [
+    (RewardLabels("anchor", 2.0), anchor), (RewardLabels("leave_one_out", 2.0), leave_one_out),
+    (Regressed(1e-3), lambda z, a: ((z - z.mean()) / z.std(correction=0).detach() - a).square().mean()),
+    (PairwisePreference(2.0, 1.0, 0.0), lambda z, a: torch.stack(
+        [softplus(-2 * (z[i] - z[j])) for i in range(len(z)) for j in range(len(z)) if a[i] > a[j]]).mean())])
+def test_transitions_of_a_step_are_compared_as_completions_are(surrogate, loss):
+    new, old = draw(5, seed=4).requires_grad_(), draw(5, seed=5)
+    advantage = REWARD if isinstance(surrogate, RewardLabels) else CENTRED
+    part = part_of(old, advantage)
+    expected = torch.autograd.grad(grouped(new, old, advantage, loss), new)[0]
+    [taken] = part.transitions
+    inputs = NoisedInputs(Loss(surrogate=surrogate), part, [taken.old], torch.device("cpu"))
+    score = Scored(new[:, None], taken.old.mask)
+    seen = inputs(0, 0, slice(0, 5), score, taken.old)
+    value = surrogate(seen.log_ratio, advantage[:, None], seen).mean()
+    torch.testing.assert_close(torch.autograd.grad(value, new)[0], expected, rtol=0, atol=1e-9)
+
+
+def test_noised_finals_measure_by_the_methods_log_ratio():
+    new, old = draw(5, seed=4).requires_grad_(), draw(5, seed=5)
+    part = part_of(old, REWARD)
+    [taken] = part.transitions
+    inputs = NoisedInputs(Loss(surrogate=RewardLabels("each"), log_ratio=Matching(1.0)), part, [], torch.device("cpu"))
+    seen = inputs(0, 0, slice(0, 5), Scored(new[:, None], taken.old.mask), taken.old)
+    close(seen.peers.statistic, (2 * (new - old)).tolist())  # of errors: twice that of log-densities
+
+
+def test_labels_are_rewards_of_texts_and_of_pictures():
+    for name, form in (("real", "anchor"), ("pacs", "leave_one_out")):
+        method = resolve(tiny_text.config(method=name), "tokens")
+        assert method.loss.surrogate.form == form and method == preset(name)
+    parts = {"surrogate": {"type": "RewardLabels"}, "advantage": {"type": "NoBaseline"}, "shaping": {"type": "WinRate"}}
+    for name in ("flow_grpo", "awm"):
+        assert resolve(tiny.config(method=name, parts=parts)).loss.surrogate == RewardLabels()
+    with pytest.raises(UserError, match="reads rewards as labels, and Advantage compares them"):
+        resolve(tiny.config(method="flow_grpo", parts={"surrogate": {"type": "RewardLabels"}}))
+    with pytest.raises(UserError, match="per completion, but ValueHead spreads it: set parts.value: null"):
+        resolve(tiny_text.config(method="real", parts={"value": {"type": "ValueHead"}}), "tokens")
+
+
+@pytest.mark.parametrize("make, problem", [
+    (lambda: RewardLabels("both"), "form is 'both', expected one of anchor, each, leave_one_out"),
+    (lambda: RewardLabels(scale=0), "scale is 0, expected above 0")])
+def test_settings_of_labels_out_of_range_are_refused(make, problem):
+    with pytest.raises(ValueError, match=problem):
+        make()
