@@ -34,6 +34,7 @@ from flowgrpo.training import state
 from flowgrpo.training.best import BestWeights
 from flowgrpo.training.credit import credit
 from flowgrpo.training.critic import make_critic
+from flowgrpo.training.data_term import DataTerm
 from flowgrpo.training.endings import saved
 from flowgrpo.training.first_ratio import ROUNDED, FirstRatio
 from flowgrpo.training.hints import RewardHints
@@ -83,6 +84,7 @@ class Trainer:
         self.first_ratio = FirstRatio(self.rollouts, self.method.loss.surrogate, policy.exact,
                                       math.inf if policy.modality == "text" else ROUNDED)
         self.critic = make_critic(self.method, policy, self.geometry, self.processes)
+        self.data = DataTerm(self)
         self.epoch = self.update = self.skipped = self.sampled = 0
         self.unmeasured = False  # the last epoch is trained, and its evaluation is due
         self.seconds = self.reward_wait_seconds = self.begun = 0.0
@@ -100,6 +102,7 @@ class Trainer:
         metrics = self.scoring.metrics(epoch_batch.first, self.say)
         self.scoring.require_scores(metrics, epoch_batch.prompts[0].text, self.epoch, self.say)
         self.hints.epoch(metrics, self.scoring.spreads, self.epoch, self.say)
+        self.data.collect(epoch_batch, lambda: self.scoring.weighted(scores[..., :len(self.scoring.functions)]), parts)
         credited = self.credit(parts, scores, [prompt.key for prompt in prompts])
         return metrics | epoch_batch.metrics() | self.learn(credited, conditioning)
 
@@ -196,14 +199,16 @@ class Trainer:
             replay = partial(self.rollouts.replay, conditioning=conditioning)
             self.fitted(partial(self.kl_reference.ahead, parts, replay, self.processes))
         for inner in range(self.config.train.inner_epochs):
-            for share, count in shares(parts, self.geometry, self.processes, self.method.loss.reduction):
+            steps = shares(parts, self.geometry, self.processes, self.method.loss.reduction)
+            for share, count in self.data.interleaved(steps):
                 with self.clock("update"):
                     stats.decisions += self.fitted(partial(self.gradient, share, conditioning, weights, count))
                     self.processes.add_gradients(self.policy.weights.parameters())
+                    self.data.add(self.update, self.fitted)
                     with self.processes.together():
                         self.step_optimizer(stats)
         self.scoring.leave()  # a reward whose gradient was followed
-        metrics = stats.summary(self.processes) | self.rollouts.metrics()
+        metrics = stats.summary(self.processes) | self.rollouts.metrics() | self.data.metrics()
         if self.critic is not None:
             with self.clock("update"):
                 metrics |= self.critic.fit()

@@ -22,6 +22,7 @@ from flowgrpo.methods.parts import (
     Solver,
     StepWeight,
 )
+from flowgrpo.methods.supervised import DataLoss
 from flowgrpo.objectives import reductions, references
 from flowgrpo.objectives.kl import Penalty
 from flowgrpo.objectives.ratios import LogRatio
@@ -105,6 +106,7 @@ class Loss:
     step_weight: how much a step of the grid counts.
     reduction: what the loss is a mean over.
     kl: the regulariser, and reference: the policy that it holds to.
+    data: a supervised term beside the loss; None: none.
     """
 
     log_ratio: LogRatio = objectives.PlainRatio()
@@ -113,6 +115,7 @@ class Loss:
     reduction: Reduction = reductions.TokenMean()
     kl: Penalty = objectives.GaussianKL(0.0)
     reference: Reference = references.Base()
+    data: DataLoss | None = None
 
     @property
     def reads_means(self) -> bool:

@@ -99,7 +99,8 @@ class Method:
         rollout = self.generation
         if process == "masks":  # answers have no trace
             spread = self.credit.spread
-            return not (spread and spread.causal) and not rollout.draws.causal and not rollout.decoding.expert
+            return not (spread and spread.causal) and not rollout.draws.causal and not rollout.decoding.expert \
+                and self.loss.data is None
         return not isinstance(rollout.decoding, decoding.Unmasking)
 
     def on(self, process: str, given: Collection[str] = ()) -> Method:

@@ -13,7 +13,7 @@ from flowgrpo import objectives
 from flowgrpo.advantages import baselines, gae, length_shaping, shaping
 from flowgrpo.config.schema import Config, fields
 from flowgrpo.errors import UserError
-from flowgrpo.methods import registry, targets
+from flowgrpo.methods import registry, supervised, targets
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import actor_critic, forward_process, ratios, references, sequence_losses, token_losses
 from flowgrpo.samplers import plans
@@ -23,9 +23,12 @@ _TEXTS = (targets.Completions,)
 TYPES: dict[type, tuple[type[targets.Target], ...]] = {
     **dict.fromkeys((ratios.SequenceRatio, ratios.CompletionRatio, objectives.DynamicClip, references.Teacher,
                      sequence_losses.GroupLoss, token_losses.LikelihoodFloor, shaping.Overlong,
-                     length_shaping.LengthSwitch, length_shaping.ExitDecay, gae.ValueHead), _TEXTS),
+                     length_shaping.LengthSwitch, length_shaping.ExitDecay, gae.ValueHead,
+                     supervised.NextToken), _TEXTS),
     **dict.fromkeys((forward_process.OfNoised, ratios.Matching), (targets.NoisedFinals,)),
     **dict.fromkeys((actor_critic.ActorCritic, baselines.Paired, gae.Recall), (targets.LatentEdits,)),
+    supervised.NoisedData: (targets.RecordedSteps, targets.JointDensity, targets.NoisedFinals,
+                            targets.RewardGradient),
     objectives.Guard: (targets.RecordedSteps, targets.LatentEdits),
     **dict.fromkeys((objectives.SquaredErrorRatio, objectives.InverseDelta, objectives.NoiseLevel),
                     (targets.RecordedSteps,)),

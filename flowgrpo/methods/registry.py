@@ -21,10 +21,11 @@ from flowgrpo.advantages.group import AdvantageRule
 from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.advantages.token_credit import TokenCredit
 from flowgrpo.curriculum import order, resampling
-from flowgrpo.methods import adapted, targets
+from flowgrpo.methods import adapted, data_sources, supervised, targets
 from flowgrpo.methods.groups import Credit, Denoising, Loss, TextGeneration
 from flowgrpo.objectives import (
     actor_critic,
+    balance,
     best_path,
     forward_process,
     kl,
@@ -36,10 +37,13 @@ from flowgrpo.objectives import (
     step_weights,
     surrogates,
     token_losses,
+    token_weights,
 )
+from flowgrpo.objectives.balance import Balance
 from flowgrpo.objectives.kl import Penalty
 from flowgrpo.objectives.ratios import LogRatio
 from flowgrpo.objectives.surrogates import Surrogate
+from flowgrpo.objectives.token_weights import TokenWeight
 from flowgrpo.samplers import (
     kernels,
     latent_edits,
@@ -72,6 +76,10 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "kl.schedule": (schedules,),
     "reference": (references,),
     "tuning": (best_path,),
+    "data": (supervised,),
+    "data.source": (data_sources,),
+    "data.balance": (balance,),
+    "data.token_weight": (token_weights,),
     "times": (noised_finals,),
     "lag": (old_policy,),
     "backprop": (reward_gradient,),
@@ -86,7 +94,7 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
 # What parts return or hold, and what no recipe names.
 _RECORDS = {plans.Schedule, lookahead.Branch, reward_gradient.ResumableStates, reward_gradient.RewardGradientRollout,
             latent_edits.Edits,
-            actor_critic.Seen, targets.Target,
+            actor_critic.Seen, targets.Target, balance.Now, supervised.DataLoss, supervised.NoisedData,
             targets.Traces, targets.RecordedPairs}  # what a run makes of completions and of noised finals
 PLACES: dict[Any, str] = {cls: place for place, modules in MODULES.items() for module in modules
                            for cls in vars(module).values() if dataclasses.is_dataclass(cls)
@@ -96,7 +104,8 @@ assert len(TYPES) == len(PLACES), "two parts have one name"
 # Classes that parts of a place extend, where they have something in common besides their call.
 BASES: dict[str, type] = {
     "target": targets.Target, "surrogate": Surrogate, "log_ratio": LogRatio, "kl": Penalty, "advantage": AdvantageRule,
-    "shaping": Shaping, "spread": TokenCredit}
+    "shaping": Shaping, "spread": TokenCredit, "data": supervised.DataLoss, "data.balance": Balance,
+    "data.token_weight": TokenWeight}
 # Types of objects that Python gave in this process, by the names that its runs record: FILE.py:NAME, or OBJECT + NAME.
 GIVEN: dict[str, type] = {}
 OBJECT = "object:"

@@ -138,7 +138,7 @@ class LatentEdits(Target):
     edit: latent_edits.Edit = latent_edits.Edit()
 
     trains: ClassVar[str] = "latent edits"
-    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"strides", "preview", "lag", "adapted", "step_weight"}
+    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"strides", "preview", "lag", "adapted", "step_weight", "data"}
     takes: ClassVar[dict[str, type]] = {"surrogate": ActorCritic}
 
     def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
@@ -200,7 +200,7 @@ class RelaxedTraces(Target):
     follows_reward: ClassVar[bool] = True
     of: ClassVar[type] = TextGeneration
     unread: ClassVar[frozenset[str]] = frozenset({"step_weight", "reduction", "kl", "reference", "draws", "spread",
-                                                  "redraw", "value"})
+                                                  "redraw", "value", "data"})
     takes: ClassVar[dict[str, type]] = {"surrogate": objectives.RewardAscent, "log_ratio": objectives.PlainRatio,
                                         "decoding": Unmasking}
 

@@ -7,9 +7,11 @@ import torch
 from flowgrpo import objectives
 from flowgrpo.advantages.shaping import BradleyTerry
 from flowgrpo.config.schema import Config
+from flowgrpo.data.demonstrations import load_demonstrations
 from flowgrpo.errors import UserError
 from flowgrpo.gaussian import log_prob
 from flowgrpo.methods import reads
+from flowgrpo.methods.data_sources import PassRate
 from flowgrpo.methods.method import OF_TEXT, Method
 from flowgrpo.methods.overlay import overlays, preset, with_parts
 from flowgrpo.methods.targets import NoisedFinals, RecordedPairs, RewardGradient
@@ -119,6 +121,24 @@ def require_recorded_pairs(config: Config, method: Method) -> None:
                         "previews of drawn ones: leave sol_rl out")
     if config.train.group != 2:
         raise UserError(f"train.group is {config.train.group}, but preferences brings pairs: set train.group: 2")
+
+
+def require_data(config: Config, method: Method) -> None:
+    """Raise UserError for a supervised term that does not go with an option, has no examples, or whose file of
+    demonstrations has a mistake."""
+    part = method.loss.data
+    if part is None:
+        return
+    wrong = {"memory.shard, whose processes would meet in other steps: use false": config.memory.shard,
+             "memory.context_parallel: use 1": config.memory.context_parallel > 1,
+             "picture.sizes, where the examples of a batch differ in size: leave it out": bool(config.picture.sizes)}
+    for option in (option for option, applies in wrong.items() if applies):
+        raise UserError(f"parts.data, a supervised term, does not go with {option}")
+    if part.source.path:
+        load_demonstrations(part.source.path)
+    elif not method.for_tokens and not (isinstance(part.source, PassRate) and part.source.collects_own):
+        raise UserError(f"parts.data.source is {type(part.source).__name__}, which takes recorded pictures, but it has "
+                        "no path: set it to a .jsonl file of demonstrations")
 
 
 def _require_learned_noise(method: Method, explorations: list[RolloutSpec]) -> None:

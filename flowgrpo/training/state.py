@@ -55,6 +55,7 @@ class Run(Protocol):
     kl_reference: KLReference
     first_ratio: FirstRatio
     critic: Critic | Recalling | None
+    data: checkpoint.Stateful
     memory: dict[str, Any]
     marked: dict[str, Any]
     epoch: int
@@ -75,6 +76,8 @@ def stateful(trainer: Run) -> dict[str, checkpoint.Stateful]:
     """Return the parts of a run that keep a state of their own, by their names in a checkpoint."""
     parts: dict[str, checkpoint.Stateful] = {
         "old": trainer.rollouts.old_policy, "best": trainer.best, "reference": trainer.kl_reference}
+    if trainer.method.loss.data is not None:
+        parts["data"] = trainer.data
     return parts if trainer.critic is None else parts | {"critic": trainer.critic}
 
 
