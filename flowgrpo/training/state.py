@@ -55,10 +55,12 @@ class Run(Protocol):
     kl_reference: KLReference
     first_ratio: FirstRatio
     critic: Critic | Recalling | None
-    data: checkpoint.Stateful
     memory: dict[str, Any]
     marked: dict[str, Any]
     epoch: int
+
+    @property
+    def data(self) -> checkpoint.Stateful: ...
 
 
 def counters(trainer: Run) -> dict[str, Any]:

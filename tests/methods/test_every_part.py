@@ -36,7 +36,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "DualClip": {"low": 5e-5, "high": 5e-5}, "Adaptive": {"target": 0.001}, "Linear": {"last": 0.0},
     "LayerTuning": {"weight": 0.1}, "Lag": {"start": 0.5, "most": 0.5}, "Preview": {"pool": 6, "steps": 2},
     "EarlyExits": {"exit": "=", "close": "="}, "Hints": tiny_runs.HINTED["redraw"] | {"fail": 1.0},
-    "SegmentTree": {"every": 1}, "Tree": {"tokens": 1}, "Edit": {"width": 4}}
+    "SegmentTree": {"every": 1}, "Tree": {"tokens": 1}, "Edit": {"width": 4},
+    "FlowMatching": {"source": {"right": 0.1}}, "GuidanceDistillation": {"source": {"right": 0.1}},
+    "PassRate": {"right": 0.1}, "WarmupCosine": {"warmup": 0}, "GradientNorms": {"warmup": 1}}
 KL = {"kl": {"weight": 0.1}}
 # What has to be there besides, of the host as well, for a part to be of effect.
 BESIDE: dict[str, dict[str, Any]] = {
@@ -57,6 +59,8 @@ def laid(name: str, part: dict[str, Any]) -> dict[str, Any]:
     place, beside = place_of(name), BESIDE.get(name, {})
     if place == "kl.schedule":
         return {"kl": KL["kl"] | {"schedule": part}}
+    if place.startswith("data."):
+        return {"data": {"type": "NextToken", place.removeprefix("data."): part}}
     return beside | {place: part | ({"weight": 0.1} if place == "kl" else {})}
 
 
