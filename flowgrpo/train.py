@@ -175,12 +175,13 @@ class Trainer:
         places = [int(place) for part in parts for place in part.prompts[::shape.group]]
         groups = [of[first + place] for first in range(0, len(of), len(of) // self.processes.count) for place in places]
         leaves = self.processes.gather(torch.cat([part.leaves() for part in parts]))
-        logp, lengths, deducted = leaves.view(-1, self.config.train.group, 3).unbind(2)
+        logp, lengths, deducted, expert = leaves.view(-1, self.config.train.group, 4).unbind(2)
         longest = sum(transitions.old.logp.shape[1] for transitions in parts[0].transitions)
         strides = len(self.method.rollout.strides)
         return Context(groups[::shape.slices], logp.float(), lengths.long(), longest, self.epoch,
                        self.config.train.epochs, self.memory, self.scoring.paired * strides, deducted.float(),
-                       list(self.scoring.weights.values()) * strides)
+                       list(self.scoring.weights.values()) * strides, list(self.scoring.weights) * strides,
+                       expert.bool())
 
     def learn(self, credited: list[Part | None], conditioning: Encoded) -> dict[str, Any]:
         """Replay the recorded decisions and minimise the method's loss: `updates` optimiser steps per inner epoch.

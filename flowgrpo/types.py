@@ -307,6 +307,8 @@ class Context:
     win_rates: for each of the R rewards, whether it is already a win rate within its group, as a judge's (empty: none).
     deducted: [P, G], subtracted from every reward of a sample before all else (None: nothing).
     weights: of the R rewards (empty: 1 each).
+    names: of the R rewards.
+    expert: bool [P, G], the answers that came with their prompts (None: none).
     """
 
     prompts: Sequence[str] = ()
@@ -319,3 +321,5 @@ class Context:
     win_rates: Sequence[bool] = ()
     deducted: Tensor | None = None
     weights: Sequence[float] = ()
+    names: Sequence[str] = ()
+    expert: Tensor | None = None

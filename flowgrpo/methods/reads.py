@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flowgrpo import objectives
-from flowgrpo.advantages import baselines, gae, length_shaping, shaping
+from flowgrpo.advantages import baselines, expert_reward, gae, length_shaping, shaping
 from flowgrpo.config.schema import Config, fields
 from flowgrpo.errors import UserError
 from flowgrpo.methods import registry, supervised, targets
@@ -24,7 +24,7 @@ TYPES: dict[type, tuple[type[targets.Target], ...]] = {
     **dict.fromkeys((ratios.SequenceRatio, ratios.CompletionRatio, objectives.DynamicClip, references.Teacher,
                      sequence_losses.GroupLoss, token_losses.LikelihoodFloor, shaping.Overlong,
                      length_shaping.LengthSwitch, length_shaping.ExitDecay, gae.ValueHead,
-                     supervised.NextToken), _TEXTS),
+                     supervised.NextToken, expert_reward.ExpertReward), _TEXTS),
     **dict.fromkeys((forward_process.OfNoised, ratios.Matching), (targets.NoisedFinals,)),
     **dict.fromkeys((actor_critic.ActorCritic, baselines.Paired, gae.Recall), (targets.LatentEdits,)),
     supervised.NoisedData: (targets.RecordedSteps, targets.JointDensity, targets.NoisedFinals,

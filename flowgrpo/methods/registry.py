@@ -9,6 +9,7 @@ from typing import Any
 from flowgrpo.advantages import (
     baselines,
     correctness,
+    expert_reward,
     gae,
     group,
     length_shaping,
@@ -65,7 +66,7 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "plan": (plans,),
     "solver": (solvers,),
     "preview": (preview,),
-    "shaping": (shaping, length_shaping),
+    "shaping": (shaping, length_shaping, expert_reward),
     "advantage": (group, baselines, reward_weights, correctness),
     "selection": (selection,),
     "log_ratio": (ratios,),

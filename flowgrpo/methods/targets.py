@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from flowgrpo import objectives
 from flowgrpo.advantages.baselines import Paired
+from flowgrpo.advantages.expert_reward import ExpertReward
 from flowgrpo.methods.groups import Credit, Denoising, Loss, TextGeneration
 from flowgrpo.methods.parts import Backprop, Times
 from flowgrpo.objectives import best_path, token_losses
@@ -172,9 +173,10 @@ class Completions(Target):
         if group % rollout.draws.leaves:
             raise ValueError(f"draws is {type(rollout.draws).__name__} with {rollout.draws.leaves} leaves: expected a "
                              "train.group that is a multiple of them")
-        if isinstance(loss.surrogate, token_losses.ExpertMixture) and not rollout.decoding.expert:
-            raise ValueError("the surrogate ExpertMixture is about answers that join their group: set "
-                             "parts.decoding.expert: 1")
+        of_experts = {"surrogate ExpertMixture": isinstance(loss.surrogate, token_losses.ExpertMixture),
+                      "shaping ExpertReward": isinstance(credit.shaping, ExpertReward)}
+        for part in (part for part, is_set in of_experts.items() if is_set and not rollout.decoding.expert):
+            raise ValueError(f"the {part} is about answers that join their group: set parts.decoding.expert: 1")
         if loss.surrogate.reads_advantages and credit.spread is not None:
             raise ValueError(f"the surrogate {type(loss.surrogate).__name__} reads one advantage per completion, but "
                              f"{type(credit.spread).__name__} spreads it: set parts.spread: null")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flowgrpo import objectives
+from flowgrpo.advantages.expert_reward import ExpertReward
 from flowgrpo.advantages.shaping import BradleyTerry
 from flowgrpo.config.schema import Config
 from flowgrpo.data.demonstrations import load_demonstrations
@@ -121,6 +122,15 @@ def require_recorded_pairs(config: Config, method: Method) -> None:
                         "previews of drawn ones: leave sol_rl out")
     if config.train.group != 2:
         raise UserError(f"train.group is {config.train.group}, but preferences brings pairs: set train.group: 2")
+
+
+def require_expert_reward(config: Config, method: Method) -> None:
+    """Raise UserError for a name of `parts.shaping.without` that is no reward of the run."""
+    shaping = method.credit.shaping
+    for name in shaping.without if isinstance(shaping, ExpertReward) else ():
+        if name not in config.rewards:
+            raise UserError(f"parts.shaping.without names {name!r}, which is no reward of the run: expected some of "
+                            f"{', '.join(config.rewards)}")
 
 
 def require_data(config: Config, method: Method) -> None:

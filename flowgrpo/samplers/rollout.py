@@ -145,11 +145,15 @@ class Part:
 
     def leaves(self) -> torch.Tensor:
         """Return of each leaf: its log-probability under the policy that drew it, the mean over its recorded steps;
-        the number of its decisions; the amount subtracted from its rewards. float64 [b, 3]."""
+        the number of its decisions; the amount subtracted from its rewards; 1 for an answer that came with its prompt.
+        float64 [b, 4]."""
         logp = torch.stack(self._per_leaf(lambda old: (old.logp * old.mask).sum(1) / old.mask.sum(1).clamp(min=1)))
         lengths = torch.stack(self._per_leaf(lambda old: old.mask.sum(1)))
         deducted = torch.zeros(len(self.prompts)) if self.deducted is None else self.deducted
-        return torch.stack([column.cpu().double() for column in (logp.mean(0), lengths.sum(0), deducted)], 1)
+        expert = getattr(self.transitions[-1], "expert", None)  # of texts alone
+        expert = torch.zeros(len(self.prompts)) if expert is None else expert
+        columns = logp.mean(0), lengths.sum(0), deducted, expert
+        return torch.stack([column.cpu().double() for column in columns], 1)
 
     def advantage(self, k: int, rows: slice | torch.Tensor) -> torch.Tensor:
         """Return the advantage of rows of the k-th trained step: [b, 1], or one per decision, [b, N]."""

@@ -44,7 +44,7 @@ KL = {"kl": {"weight": 0.1}}
 BESIDE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("EMA", "PreviousPolicy", "WeightAverage", "Teacher", "Linear", "Adaptive"), KL),
     "Pooled": {"curriculum": {"type": "Knapsack"}}, "OneStep": {"plan": {"count": 2}}, "Preview": {"roots": None},
-    "SegmentTree": {"draws": {"type": "Tree", "tokens": 1}}}
+    "SegmentTree": {"draws": {"type": "Tree", "tokens": 1}}, "ExpertReward": {"decoding": {"expert": 1}}}
 VALUES = {"tail": 0.5, "roots": 2, "strides": [1, 2]}
 # What is the host's own under another name: one reward has nothing to be weighed against, the noise of FlowDDIM is 0,
 # and a Teacher without a model is the base.

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from flowgrpo.methods.data_sources import PassRate
-from flowgrpo.methods.supervised import FlowMatching, NextToken
+from flowgrpo.methods.data_sources import PassRate, Recorded
+from flowgrpo.methods.supervised import FlowMatching, GuidanceDistillation, NextToken
 from flowgrpo.objectives.balance import Convergence, FixedWeights, GradientNorms, Now, WarmupCosine
 from flowgrpo.objectives.token_weights import EntropyAware, EqualTokens, OneToken, Uncertain
 from flowgrpo.training.data_term import combined
@@ -71,6 +71,8 @@ def test_gradients_are_combined_and_absent_ones_are_zeros():
     (lambda: FlowMatching(apart=True, balance=FixedWeights(0.5)), "has no balance"),
     (lambda: NextToken(condition="{source}"), "expected a text with {prompt}"),
     (lambda: NextToken(condition="{prompt} {other}"), "expected a text with {prompt}"),
+    (lambda: NextToken(source=Recorded("own.jsonl"), batch=0), "batch is 0"),
+    (lambda: GuidanceDistillation(scale=1.0, base=False), "the teacher has the student's weights and its guidance"),
     (lambda: FlowMatching(distance="l1"), "distance is 'l1', expected one of squared, smooth_l1")])
 def test_values_that_make_no_sense_are_refused(make, told):
     with pytest.raises(ValueError, match=told.replace("{", r"\{").replace("}", r"\}")):
