@@ -103,6 +103,7 @@ class DataTerm:
         """Return the epoch's metrics, and keep its signals for later epochs; all processes call it."""
         if self.part is None:
             return {}
+        self.examples.mark()
         metrics: dict[str, float] = {"data/examples": len(self.examples.pool)}
         if self.losses:
             losses = torch.stack([loss.cpu() for loss in self.losses])

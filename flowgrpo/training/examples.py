@@ -23,12 +23,17 @@ from flowgrpo.types import Completions
 
 
 class Examples:
-    """Examples of a run. collected: those of a `PassRate`, the newest last; recorded: by the text of a prompt."""
+    """Examples of a run.
+
+    collected: those of a `PassRate`, the newest last. recorded: by the text of a prompt. marked: what was collected at
+    the end of the last whole epoch, which a checkpoint holds.
+    """
 
     def __init__(self, source: Source, run: Run, text: bool):
         self.source, self.run, self.text = source, run, text
         self.recorded = recorded(source.path, run.prompts, run.held_out, text)
         self.collected: list[Example] = []
+        self.marked: list[Example] = []
         if not isinstance(source, PassRate) and not self.recorded:
             cure = ", or give the prompts an answer" if text else ""
             raise UserError("parts.data.source is Recorded, but nothing is recorded for a training prompt: set its "
@@ -105,12 +110,12 @@ class Examples:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the collected examples, for a checkpoint."""
-        tensors = {str(i): example.content for i, example in enumerate(self.collected)
+        """Return the examples that were collected at the end of the last whole epoch, for a checkpoint."""
+        tensors = {str(i): example.content for i, example in enumerate(self.marked)
                    if isinstance(example.content, Tensor)}
         lines = [{"prompt": as_line(example.prompt), "reward": example.reward, "source": example.source}
                  | ({} if str(i) in tensors else {"content": example.content})
-                 for i, example in enumerate(self.collected)]
+                 for i, example in enumerate(self.marked)]
         return tensors, {"collected": lines}
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
@@ -119,6 +124,11 @@ class Examples:
         prompts = of_records([line["prompt"] for line in lines])
         self.collected = [Example(prompt, line["content"] if "content" in line else tensors[str(i)], line["reward"],
                                   line["source"]) for i, (prompt, line) in enumerate(zip(prompts, lines))]
+        self.mark()
+
+    def mark(self) -> None:
+        """Take what is collected for a checkpoint, at the end of an epoch."""
+        self.marked = list(self.collected)
 
 
 def _contents(part: Part) -> Tensor:

@@ -18,6 +18,8 @@ from flowgrpo.methods.validate import require_data, resolve
 from flowgrpo.rollouts.data_losses import Example, seed_of
 from flowgrpo.samplers.noised_finals import noised_states
 from flowgrpo.samplers.scheduler import noise_like
+from flowgrpo.storage import checkpoint
+from flowgrpo.training import state
 from tests.helpers import tiny, tiny_runs, tiny_text
 from tests.policies.pipelines.test_image_latents import saved
 
@@ -293,6 +295,8 @@ def test_the_hardest_prompts_get_a_step_of_their_own_once_a_batch_waits():
 def test_collected_examples_are_kept_in_a_checkpoint():
     made, _ = trained({"type": "NextToken", "source": {"type": "PassRate", "right": 0.0, "mastered": True}})
     made.data.examples.collected.append(Example(Prompt("1+2="), "3", 0.5, "me"))
+    assert len(made.data.state()[1]["collected"]) == len(made.data.examples.collected) - 1  # of whole epochs
+    made.data.metrics()
     tensors, values = made.data.state()
     other = trainer("tokens", {"type": "NextToken", "source": {"type": "PassRate"}})
     other.data.load_state(copy.deepcopy(tensors), json.loads(json.dumps(values)))
@@ -301,6 +305,20 @@ def test_collected_examples_are_kept_in_a_checkpoint():
     for one, two in pairs:
         assert (one.prompt, one.reward, one.source) == (two.prompt, two.reward, two.source)
         assert torch.equal(one.content, two.content) if torch.is_tensor(one.content) else one.content == two.content
+
+
+def test_a_resumed_run_trains_as_if_nothing_had_happened(tmp_path):
+    data = {"type": "FlowMatching", "batch": 3, "source": OWN, "balance": {"type": "Convergence", "window": 2}}
+    made, other = (trainer("flow", data) for _ in range(2))
+    tiny_runs.epochs(made, 2)
+    made.epoch, made.marked = 2, state.counters(made) | {"epoch": 2}
+    state.save(made, tmp_path)
+    state.restore(other, checkpoint.latest(tmp_path / "checkpoints"))
+    assert other.epoch == 2 and other.memory["data"] == made.memory["data"]
+    whole, resumed = made.run_epoch(), other.run_epoch()
+    assert whole["data/loss"] == resumed["data/loss"] and whole["data/weight"] == resumed["data/weight"] != 0.5
+    for one, two in zip(made.policy.weights.parameters(), other.policy.weights.parameters(), strict=True):
+        assert torch.equal(one, two)
 
 
 @pytest.mark.parametrize("kind, data", [
