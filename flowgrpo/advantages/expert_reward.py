@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,7 +46,7 @@ class ExpertReward(Shaping):
         return rewards if self.shaping is None else self.shaping(rewards, context)
 
 
-def smoothed(rewards: Tensor, expert: Tensor, weights: Tensor | list[float]) -> Tensor:
+def smoothed(rewards: Tensor, expert: Tensor, weights: Sequence[float]) -> Tensor:
     """Return the rewards [P, G, R] with those of answers replaced by the samples' mean, where a sample's weighted sum
     reaches the answer's. expert: bool [P, G]."""
     totals = weighted_sum(rewards, weights)
