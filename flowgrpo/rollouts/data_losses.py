@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
 from flowgrpo.methods.supervised import NextToken
 from flowgrpo.samplers.text.decoding import Decoding
 
@@ -57,6 +58,15 @@ class TokenLosses:
             return example.content
         ids = self.policy.tokenizer(example.content, add_special_tokens=False)["input_ids"]
         return torch.tensor([*ids, self.policy.ends[0]])
+
+    def require(self, recorded: Iterable[Example]) -> None:
+        """Raise UserError for the first recorded answer with more tokens than a completion may have."""
+        most = self.rollouts.config.text.max_tokens
+        for example in recorded:
+            if (count := len(self.tokens(example))) > most:
+                raise UserError(f"parts.data: the recorded answer of the prompt {example.prompt.text[:60]!r} has "
+                                f"{count} tokens, its end included, and text.max_tokens is {most}: raise it, or shorten "
+                                "the answer")
 
     def divisor(self, examples: Sequence[Example]) -> int:
         return sum(len(self.tokens(example)) for example in examples)

@@ -37,6 +37,8 @@ class DataTerm:
         if self.part is not None:
             self.examples = Examples(self.part.source, run, isinstance(self.part, NextToken))
             self.loss = _losses(self.part, run)
+            if isinstance(self.loss, TokenLosses):
+                self.loss.require(example for examples in self.examples.recorded.values() for example in examples)
 
     def collect(self, epoch_batch: EpochBatch, totals: Callable[[], Tensor], parts: Sequence[Part]) -> None:
         """See an epoch's samples before they are trained. totals: the weighted rewards [groups,G] of all processes."""

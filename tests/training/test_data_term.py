@@ -390,6 +390,10 @@ def _refused(kind: str, host: str, data) -> str:
 def test_answers_have_to_be_there_and_of_the_models_kind(tmp_path):
     with pytest.raises(UserError, match="nothing is recorded for a training prompt"):
         tiny_text.trainer(parts={"data": {"type": "NextToken"}})
+    long = {"type": "NextToken", "source": {"path": str(tmp_path / "own.jsonl")}}
+    (tmp_path / "own.jsonl").write_text('{"prompt": "1+2=", "text": "123456"}')
+    with pytest.raises(UserError, match="answer of the prompt '1\\+2=' has 7 tokens, .* text.max_tokens is 6: raise"):
+        tiny_text.trainer(parts={"data": long})
     (tmp_path / "own.jsonl").write_text('{"prompt": "red", "text": "3"}')
     with pytest.raises(UserError, match="has a text, expected a picture for this model"):
         trainer("flow", {"type": "FlowMatching", "source": {"path": str(tmp_path / "own.jsonl")}})
