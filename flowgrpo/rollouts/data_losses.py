@@ -65,8 +65,8 @@ class TokenLosses:
         for example in recorded:
             if (count := len(self.tokens(example))) > most:
                 raise UserError(f"parts.data: the recorded answer of the prompt {example.prompt.text[:60]!r} has "
-                                f"{count} tokens, its end included, and text.max_tokens is {most}: raise it, or shorten "
-                                "the answer")
+                                f"{count} tokens, its end included, and text.max_tokens is {most}: raise it, or "
+                                "shorten the answer")
 
     def divisor(self, examples: Sequence[Example]) -> int:
         return sum(len(self.tokens(example)) for example in examples)
