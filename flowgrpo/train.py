@@ -36,6 +36,7 @@ from flowgrpo.training.best import BestWeights
 from flowgrpo.training.contexts import context_of
 from flowgrpo.training.credit import credit
 from flowgrpo.training.critic import make_critic
+from flowgrpo.training.data_term import DataTerm
 from flowgrpo.training.endings import saved
 from flowgrpo.training.first_ratio import ROUNDED, FirstRatio
 from flowgrpo.training.hindsight import make_hindsight
@@ -91,6 +92,7 @@ class Trainer:
         self.first_ratio = FirstRatio(self.rollouts, self.method.loss.surrogate, policy.exact,
                                       math.inf if policy.modality == "text" else ROUNDED)
         self.critic = make_critic(self.method, policy, self.geometry, self.processes)
+        self.data = DataTerm(self)
         self.epoch = self.update = self.skipped = self.sampled = 0
         self.unmeasured = False  # the last epoch is trained, and its evaluation is due
         self.seconds = self.reward_wait_seconds = self.begun = 0.0
@@ -115,6 +117,7 @@ class Trainer:
             measure = partial(measured, self.method, parts, replay, self.kl_reference, self.processes)
             parts = self.fitted(measure, "update")
         self.kl_reference.judge(parts, partial(self.rollouts.replay, conditioning=conditioning), self.processes)
+        self.data.collect(epoch_batch, lambda: self.scoring.weighted(scores[..., :len(self.scoring.functions)]), parts)
         credited = self.credit(parts, scores, [prompt.key for prompt in prompts])
         return metrics | epoch_batch.metrics() | self.learn(credited, conditioning)
 
@@ -205,16 +208,18 @@ class Trainer:
             replay = partial(self.rollouts.replay, conditioning=conditioning)
             self.fitted(partial(self.kl_reference.ahead, parts, replay, self.processes))
         for inner in range(self.config.train.inner_epochs):
-            for share, count in shares(parts, self.geometry, self.processes, self.method.loss.reduction):
+            steps = shares(parts, self.geometry, self.processes, self.method.loss.reduction)
+            for share, count in self.data.interleaved(steps):
                 with self.clock("update"):
                     stats.decisions += self.fitted(partial(self.gradient, share, conditioning, weights, count))
                     self.processes.add_gradients(self.policy.weights.parameters())
+                    self.data.add(self.update, self.fitted)
                     with self.processes.together():
                         self.step_optimizer(stats)
         self.scoring.leave()  # a reward whose gradient was followed
         if "drift" in self.method.needs:
             self.fitted(partial(drifted, self.method, self.memory, parts, replay, self.processes), "update")
-        metrics = stats.summary(self.processes) | self.rollouts.metrics()
+        metrics = stats.summary(self.processes) | self.rollouts.metrics() | self.data.metrics()
         metrics |= self.rehearsing.metrics() if self.rehearsing else {}
         if self.critic is not None:
             with self.clock("update"):

@@ -329,6 +329,7 @@ class Context:
     predicted: [P, G, K], rewards of the clean predictions before the K trained steps (None: not scored).
     baseline: [P, G], reward of the deterministic sample from the same initial noise (None: none is drawn).
     likelihood: [P, G], of each sample under the reference (None: no part reads it).
+    expert: bool [P, G], the answers that came with their prompts (None: none).
     """
 
     prompts: Sequence[str] = ()
@@ -349,3 +350,4 @@ class Context:
     predicted: Tensor | None = None
     baseline: Tensor | None = None
     likelihood: Tensor | None = None
+    expert: Tensor | None = None

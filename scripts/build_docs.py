@@ -184,6 +184,10 @@ PLACES = {"target": "what the loss scores",
           "reference": "the policy that the regulariser holds to",
           "rehearsal": "a divergence from the base model on its own recorded samples",
           "tuning": "a supervised term towards the best sample",
+          "data": "a supervised term beside the loss",
+          "data.source": "where the examples of a supervised term come from",
+          "data.balance": "the weights of the loss's gradient and of a supervised term's",
+          "data.token_weight": "how much a token of a supervised answer counts",
           "preview": "how initial noises are chosen",
           "times": "when finals are noised and trained in place of recorded steps",
           "lag": "how slowly the old policy follows",
@@ -202,7 +206,7 @@ PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
 
 
 NULLS = ("By their key in `parts`; a field without a value has to be given. `null` takes an optional part away: "
-         "preview, shaping, selection, spread, value, redraw, and the schedule of a KL or of a temperature.")
+         "preview, shaping, selection, spread, value, data, redraw, and the schedule of a KL or of a temperature.")
 
 
 def methods_index() -> str:

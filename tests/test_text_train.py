@@ -44,11 +44,15 @@ def test_there_are_presets_for_texts_and_they_are_not_for_pictures():
     assert set(PRESETS) == {"grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "remax", "grpo_lambda",
                             "spo_chain", "spo_tree", "gigpo", "s_grpo", "latr", "ppo", "topr", "nft", "disco",
                             "reg_grpo", "trpa", "real", "pacs", "rover", "sdpo", "w_reinforce",
-                            "entropy_bonus", "high_entropy", "gtpo", "llds", "kdrl", "visurf", "rl_plus"}
+                            "entropy_bonus", "high_entropy", "gtpo", "llds", "kdrl", "visurf", "rl_plus", "chord",
+                            "relift"}
     with pytest.raises(UserError, match="the method is one of denoisers .*flowgrpo methods"):
         validate.resolve(tiny_text.config(method="mix_grpo"), "tokens")
     with pytest.raises(UserError, match="the method is one of language models .*flowgrpo methods"):
         validate.resolve(tiny.config(method="gspo"), "flow")
+
+
+PARTS = tiny_text.PARTS | {"chord": {"data": {"source": {"type": "PassRate"}}}}  # no prompt brings an answer
 
 
 def test_every_presets_gradient_differs_from_its_parents():
@@ -57,7 +61,7 @@ def test_every_presets_gradient_differs_from_its_parents():
     found = {}
     for method in PRESETS:
         trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, method=method,
-                                    parts=tiny_text.PARTS.get(method, {}))
+                                    parts=PARTS.get(method, {}))
         parts, asked = credited(trainer)
         tiny_text.stir(trainer.policy, 0.05)  # away from ratios of 1, where some agree
         found[method] = gradient(trainer, parts, asked)
@@ -70,7 +74,7 @@ def test_micro_batches_change_no_gradient(method):
     found = []
     for size in (1, 3, 8):
         trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, method=method, train__micro_batch=size,
-                                    parts=tiny_text.PARTS.get(method, {}))
+                                    parts=PARTS.get(method, {}))
         parts, asked = credited(trainer)
         tiny_text.stir(trainer.policy, 0.05)
         found.append(gradient(trainer, parts, asked))

@@ -12,7 +12,7 @@ from flowgrpo.types import Completions, Context, required, wide
 
 
 @dataclass(frozen=True)
-class Consistency(Shaping):
+class LikelihoodConsistency(Shaping):
     """`bonus` on the first reward of right samples whose answer the reference finds at least as likely as the right
     ones of the group in the mean (GRPO-CARE, 2506.16141).
 
@@ -30,7 +30,7 @@ class Consistency(Shaping):
     def __post_init__(self) -> None:
         object.__setattr__(self, "behind", tuple(self.behind))  # a recipe gives a list
         if not self.bonus > 0:
-            raise ValueError(f"Consistency: bonus is {self.bonus}, expected above 0")
+            raise ValueError(f"LikelihoodConsistency: bonus is {self.bonus}, expected above 0")
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         likelihood = required(required(context).likelihood).to(rewards.device)

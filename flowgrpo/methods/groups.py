@@ -22,6 +22,7 @@ from flowgrpo.methods.parts import (
     Solver,
     StepWeight,
 )
+from flowgrpo.methods.supervised import DataLoss
 from flowgrpo.objectives import reductions, references
 from flowgrpo.objectives.kl import Penalty
 from flowgrpo.objectives.ratios import LogRatio
@@ -113,6 +114,7 @@ class Loss:
     reduction: what the loss is a mean over.
     kl: the regulariser, and reference: the policy that it holds to.
     rehearsal: divergence from the base model on its own recorded samples; None: none.
+    data: a supervised term beside the loss; None: none.
     """
 
     log_ratio: LogRatio = objectives.PlainRatio()
@@ -122,6 +124,7 @@ class Loss:
     kl: Penalty = objectives.GaussianKL(0.0)
     reference: Reference = references.Base()
     rehearsal: Rehearsal | None = None
+    data: DataLoss | None = None
 
     @property
     def reads_means(self) -> bool:

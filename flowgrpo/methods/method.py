@@ -101,7 +101,7 @@ class Method:
             spread = self.credit.spread
             follows = self.loss.surrogate.reads_uniform  # the state that follows a token
             causal = spread and spread.causal or rollout.draws.causal or rollout.decoding.causal
-            return not (causal or follows or rollout.decoding.expert)
+            return not (causal or follows or rollout.decoding.expert or self.loss.data)
         return not isinstance(rollout.decoding, decoding.Unmasking)
 
     def on(self, process: str, given: Collection[str] = ()) -> Method:

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from flowgrpo import objectives
-from flowgrpo.advantages import baselines, consistency, gae, length_shaping, shaping, token_credit
+from flowgrpo.advantages import baselines, consistency, expert_reward, gae, length_shaping, shaping, token_credit
 from flowgrpo.config.schema import Config, fields
 from flowgrpo.errors import UserError
-from flowgrpo.methods import registry, targets
+from flowgrpo.methods import registry, supervised, targets
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import actor_critic, forward_process, ratios, references, sequence_losses, token_losses
 from flowgrpo.samplers import plans
@@ -23,14 +23,15 @@ _TEXTS = (targets.Completions,)
 TYPES: dict[type, tuple[type[targets.Target], ...]] = {
     **dict.fromkeys((ratios.SequenceRatio, ratios.CompletionRatio, objectives.DynamicClip, gae.ValueHead,
                      sequence_losses.GroupLoss, token_losses.LikelihoodFloor, shaping.Overlong,
-                     length_shaping.LengthSwitch, length_shaping.ExitDecay, consistency.Consistency,
+                     length_shaping.LengthSwitch, length_shaping.ExitDecay, consistency.LikelihoodConsistency,
                      token_credit.SegmentChain, token_credit.SegmentTree, token_credit.StepGroups,
-                     token_credit.Exploring), _TEXTS),
+                     token_credit.Exploring, supervised.NextToken, expert_reward.ExpertReward), _TEXTS),
     sequence_losses.SampleLoss: (targets.Completions, targets.RecordedSteps, targets.NoisedFinals),
     **dict.fromkeys((references.Teacher, references.SelfTeacher), (
         targets.Completions, targets.RecordedSteps, targets.JointDensity, targets.NoisedFinals)),
     **dict.fromkeys((forward_process.OfNoised, ratios.Matching), (targets.NoisedFinals,)),
     **dict.fromkeys((actor_critic.ActorCritic, baselines.Paired, gae.Recall), (targets.LatentEdits,)),
+    supervised.NoisedData: (targets.RecordedSteps, targets.JointDensity, targets.NoisedFinals, targets.RewardGradient),
     baselines.SameNoise: (targets.RecordedSteps, targets.JointDensity),
     objectives.Guard: (targets.RecordedSteps, targets.LatentEdits),
     **dict.fromkeys((objectives.SquaredErrorRatio, objectives.InverseDelta, objectives.NoiseLevel),

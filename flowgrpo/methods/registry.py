@@ -12,6 +12,7 @@ from flowgrpo.advantages import (
     correctness,
     downsampling,
     episodic,
+    expert_reward,
     gae,
     group,
     length_shaping,
@@ -29,10 +30,11 @@ from flowgrpo.advantages.group import AdvantageRule
 from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.advantages.token_credit import TokenCredit
 from flowgrpo.curriculum import order, resampling
-from flowgrpo.methods import adapted, targets
+from flowgrpo.methods import adapted, data_sources, supervised, targets
 from flowgrpo.methods.groups import Credit, Denoising, Loss, TextGeneration
 from flowgrpo.objectives import (
     actor_critic,
+    balance,
     best_path,
     forward_process,
     kl,
@@ -45,12 +47,15 @@ from flowgrpo.objectives import (
     schedules,
     sequence_losses,
     step_weights,
+    supervised_weights,
     surrogates,
     token_losses,
     token_weights,
 )
+from flowgrpo.objectives.balance import Balance
 from flowgrpo.objectives.kl import Penalty
 from flowgrpo.objectives.ratios import LogRatio
+from flowgrpo.objectives.supervised_weights import TokenWeight
 from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.samplers import (
     grids,
@@ -77,7 +82,7 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "tail": (grids,),
     "preview": (preview,),
     "pruning": (pruning,),
-    "shaping": (shaping, length_shaping, episodic, consistency),
+    "shaping": (shaping, length_shaping, episodic, consistency, expert_reward),
     "advantage": (group, baselines, trackers, risk, reward_weights, correctness, reshaped),
     "selection": (selection, downsampling),
     "log_ratio": (ratios,),
@@ -90,6 +95,10 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "reference": (references,),
     "rehearsal": (rehearsal,),
     "tuning": (best_path,),
+    "data": (supervised,),
+    "data.source": (data_sources,),
+    "data.balance": (balance,),
+    "data.token_weight": (supervised_weights,),
     "times": (noised_finals,),
     "lag": (old_policy,),
     "backprop": (reward_gradient,),
@@ -104,7 +113,7 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "progress": (step_credit,)}
 # What parts return or hold, and what no recipe names.
 _RECORDS = {plans.Schedule, lookahead.Branch, reward_gradient.ResumableStates, reward_gradient.RewardGradientRollout,
-            latent_edits.Edits, downsampling._Downsampled,
+            latent_edits.Edits, downsampling._Downsampled, balance.Now, supervised.DataLoss, supervised.NoisedData,
             actor_critic.Seen, targets.Target,
             targets.Traces, targets.RecordedPairs}  # what a run makes of completions and of noised finals
 PLACES: dict[Any, str] = {cls: place for place, modules in MODULES.items() for module in modules
@@ -115,7 +124,8 @@ assert len(TYPES) == len(PLACES), "two parts have one name"
 # Classes that parts of a place extend, where they have something in common besides their call.
 BASES: dict[str, type] = {
     "target": targets.Target, "surrogate": Surrogate, "log_ratio": LogRatio, "kl": Penalty, "advantage": AdvantageRule,
-    "shaping": Shaping, "spread": TokenCredit}
+    "shaping": Shaping, "spread": TokenCredit, "data": supervised.DataLoss, "data.balance": Balance,
+    "data.token_weight": TokenWeight}
 # Types of objects that Python gave in this process, by the names that its runs record: FILE.py:NAME, or OBJECT + NAME.
 GIVEN: dict[str, type] = {}
 OBJECT = "object:"

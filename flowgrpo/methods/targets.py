@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from flowgrpo import objectives
 from flowgrpo.advantages.baselines import Paired
+from flowgrpo.advantages.expert_reward import ExpertReward
 from flowgrpo.methods.groups import Credit, Denoising, Loss, TextGeneration
 from flowgrpo.methods.parts import Backprop, Times
 from flowgrpo.objectives import best_path, token_losses
@@ -147,7 +148,7 @@ class LatentEdits(Target):
 
     trains: ClassVar[str] = "latent edits"
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"progress", "strides", "preview", "pruning", "lag", "adapted",
-                                                   "step_weight", "rehearsal"}
+                                                   "step_weight", "rehearsal", "data"}
     takes: ClassVar[dict[str, type]] = {"surrogate": ActorCritic}
 
     def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
@@ -184,9 +185,10 @@ class Completions(Target):
         if group % rollout.draws.leaves:
             raise ValueError(f"draws is {type(rollout.draws).__name__} with {rollout.draws.leaves} leaves: expected a "
                              "train.group that is a multiple of them")
-        if isinstance(loss.surrogate, token_losses.ExpertMixture) and not rollout.decoding.expert:
-            raise ValueError("the surrogate ExpertMixture is about answers that join their group: set "
-                             "parts.decoding.expert: 1")
+        of_experts = {"surrogate ExpertMixture": isinstance(loss.surrogate, token_losses.ExpertMixture),
+                      "shaping ExpertReward": isinstance(credit.shaping, ExpertReward)}
+        for part in (part for part, is_set in of_experts.items() if is_set and not rollout.decoding.expert):
+            raise ValueError(f"the {part} is about answers that join their group: set parts.decoding.expert: 1")
         spreads = credit.spread or credit.value
         if loss.surrogate.reads_advantages and spreads is not None:
             raise ValueError(f"the surrogate {type(loss.surrogate).__name__} reads one advantage per completion, but "
@@ -214,7 +216,7 @@ class RelaxedTraces(Target):
     follows_reward: ClassVar[bool] = True
     of: ClassVar[type] = TextGeneration
     unread: ClassVar[frozenset[str]] = frozenset({"step_weight", "reduction", "kl", "reference", "draws", "spread",
-                                                  "redraw", "value", "progress", "rehearsal"})
+                                                  "redraw", "value", "progress", "rehearsal", "data"})
     takes: ClassVar[dict[str, type]] = {"surrogate": objectives.RewardAscent, "log_ratio": objectives.PlainRatio,
                                         "decoding": Unmasking}
 

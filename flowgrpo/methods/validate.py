@@ -6,14 +6,17 @@ import torch
 
 from flowgrpo import objectives
 from flowgrpo.advantages.baselines import NoBaseline
+from flowgrpo.advantages.expert_reward import ExpertReward
 from flowgrpo.advantages.reward_weights import ForwardCorrected, Hypervolume, Influence
 from flowgrpo.advantages.shaping import BradleyTerry
 from flowgrpo.advantages.trackers import PriorBlend
 from flowgrpo.config.schema import Config
 from flowgrpo.curriculum.resampling import AdditionalGroups
+from flowgrpo.data.demonstrations import load_demonstrations
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.gaussian import log_prob
 from flowgrpo.methods import reads, registry
+from flowgrpo.methods.data_sources import PassRate
 from flowgrpo.methods.method import OF_TEXT, Method
 from flowgrpo.methods.overlay import overlays, preset, with_parts
 from flowgrpo.methods.targets import WITH_LOGP, NoisedFinals, RecordedPairs, RewardGradient
@@ -104,8 +107,8 @@ def _require_loss(config: Config, method: Method) -> None:
     if isinstance(loss.surrogate, objectives.KLOnly) and not objectives.is_active(loss.kl):
         raise ValueError("the surrogate KLOnly trains nothing beside a KL of weight 0: set parts.kl.weight")
     if loss.surrogate.reads_uniform and "entropy" in method.needs:
-        raise ValueError(f"the surrogate {type(loss.surrogate).__name__} measures every token's mean log-probability in "
-                         "place of the entropy that the credit reads: leave one of them out")
+        raise ValueError(f"the surrogate {type(loss.surrogate).__name__} measures mean log-probabilities in place "
+                         "of the entropy that the credit reads: leave one of them out")
     if loss.surrogate.reads_labels and not isinstance(method.credit.advantage, NoBaseline):
         raise ValueError(f"the surrogate {type(loss.surrogate).__name__} reads rewards as labels, and "
                          f"{type(method.credit.advantage).__name__} compares them: set parts.advantage: "
@@ -199,6 +202,33 @@ def require_recorded_pairs(config: Config, method: Method) -> None:
                         "previews of drawn ones: leave sol_rl out")
     if config.train.group != 2:
         raise UserError(f"train.group is {config.train.group}, but preferences brings pairs: set train.group: 2")
+
+
+def require_expert_reward(config: Config, method: Method) -> None:
+    """Raise UserError for a name of `parts.shaping.without` that is no reward of the run."""
+    shaping = method.credit.shaping
+    for name in shaping.without if isinstance(shaping, ExpertReward) else ():
+        if name not in config.rewards:
+            raise UserError(f"parts.shaping.without names {name!r}, which is no reward of the run: expected some of "
+                            f"{', '.join(config.rewards)}")
+
+
+def require_data(config: Config, method: Method) -> None:
+    """Raise UserError for a supervised term that does not go with an option, has no examples, or whose file of
+    demonstrations has a mistake."""
+    part = method.loss.data
+    if part is None:
+        return
+    wrong = {"memory.shard, whose processes would meet in other steps: use false": config.memory.shard,
+             "memory.context_parallel: use 1": config.memory.context_parallel > 1,
+             "picture.sizes, where the examples of a batch differ in size: leave it out": bool(config.picture.sizes)}
+    for option in (option for option, applies in wrong.items() if applies):
+        raise UserError(f"parts.data, a supervised term, does not go with {option}")
+    if part.source.path:
+        load_demonstrations(part.source.path)
+    elif not method.for_tokens and not (isinstance(part.source, PassRate) and part.source.collects_own):
+        raise UserError(f"parts.data.source is {type(part.source).__name__}, which takes recorded pictures, but it has "
+                        "no path: set it to a .jsonl file of demonstrations")
 
 
 def _require_learned_noise(method: Method, explorations: list[RolloutSpec]) -> None:

@@ -29,6 +29,8 @@ def require_options(config: Config, method: Method, device: str | torch.device, 
     require_sizes(config, method)
     validate.require_recorded_pairs(config, method)
     validate.require_adapted(config, method)
+    validate.require_data(config, method)
+    validate.require_expert_reward(config, method)
 
 
 def require_load(config: Config, loaded: bool = False) -> None:

@@ -25,6 +25,7 @@ from flowgrpo.samplers.replay import rescored
 from flowgrpo.samplers.rollout import Part, Seed
 from flowgrpo.samplers.text.answers import answer_of, with_answers
 from flowgrpo.samplers.text.continuations import segmented
+from flowgrpo.samplers.text.decoding import WithAnswers
 from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Scored
 
@@ -44,9 +45,13 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         """Tokenise prompts."""
         with self.clock("encode"):
             encoded = self.encode([p.text for p in batch], images=[p.brings for p in batch])
-        if not self.method.generation.decoding.expert:
+        decoding = self.method.generation.decoding
+        if not decoding.expert:
             return encoded
-        return replace(encoded, answers=[answer_of(p) for p in batch])
+        answers = [answer_of(p) for p in batch]
+        if isinstance(decoding, WithAnswers):
+            answers = [decoding.written(answer) for answer in answers]
+        return replace(encoded, answers=answers)
 
     def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
                value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:

@@ -124,13 +124,13 @@ def noised(policy: Denoiser[C], conditioning: C, part: Part, exploration: Rollou
     generators = policy.generators(_forked(seed(int(p), leaf)) for p, leaf in zip(part.prompts, leaves, strict=True))
     rows, means = torch.arange(len(x0)), exploration.keep_means
     transitions = tuple(_noised(k, *states, part.prompts, rows, means) for k, states in enumerate(
-        _states(x0, noise_like(x0, generators), t, policy.states, vp) for t in exploration.grid[:-1].tolist()))
+        noised_states(x0, noise_like(x0, generators), t, policy.states, vp) for t in exploration.grid[:-1].tolist()))
     part = replace(part, exploration=exploration, transitions=transitions)
     with policy.sampling():
         return rescored(part, replay(policy, conditioning, part, micro_batch, pack))
 
 
-def _states(x0: Tensor, noise: Tensor, t: float, device: torch.device, vp: bool) -> tuple[Tensor, Tensor]:
+def noised_states(x0: Tensor, noise: Tensor, t: float, device: torch.device, vp: bool) -> tuple[Tensor, Tensor]:
     """Return x_t and its target, [b,*D], rounded as the network sees them, on the device of recorded states.
 
     t: sigma, or the alpha-bar of a variance-preserving process.

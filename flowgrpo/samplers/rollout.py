@@ -174,8 +174,9 @@ class Part:
         measured = all(taken.old.entropy is not None for taken in self.transitions)
         entropy = torch.stack(self._per_leaf(lambda old: _mean(required(old.entropy), old.mask))).mean(0) \
             if measured else unknown
+        expert = getattr(self.transitions[-1], "expert", None)  # of texts alone
         columns = (logp.mean(0), lengths.sum(0), zero if self.deducted is None else self.deducted, entropy,
-                   unknown if self.reference is None else self.reference, zero,
+                   unknown if self.reference is None else self.reference, zero if expert is None else expert,
                    unknown if self.baseline is None else self.baseline,
                    *(() if self.predicted is None else self.predicted.unbind(1)))
         return torch.stack([column.cpu().double() for column in columns], 1)

@@ -75,5 +75,5 @@ def rate(update: int, total: int, train: Train) -> float:
     """Return the factor of the learning rate: linear warm-up, then the schedule down to 0 at the last update."""
     if update < train.warmup:
         return (update + 1) / train.warmup
-    left = 1 - (update - train.warmup) / max(total - train.warmup, 1)
+    left = max(1 - (update - train.warmup) / max(total - train.warmup, 1), 0.0)  # steps of data alone come on top
     return {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[train.schedule]

@@ -60,6 +60,9 @@ class Run(Protocol):
     marked: dict[str, Any]
     epoch: int
 
+    @property
+    def data(self) -> checkpoint.Stateful: ...
+
 
 def counters(trainer: Run) -> dict[str, Any]:
     """Return the counters of a run, apart from its weights: the same on all processes."""
@@ -76,6 +79,8 @@ def stateful(trainer: Run) -> dict[str, checkpoint.Stateful]:
     """Return the parts of a run that keep a state of their own, by their names in a checkpoint."""
     parts: dict[str, checkpoint.Stateful] = {
         "old": trainer.rollouts.old_policy, "best": trainer.best, "reference": trainer.kl_reference}
+    if trainer.method.loss.data is not None:
+        parts["data"] = trainer.data
     return parts if trainer.critic is None else parts | {"critic": trainer.critic}
 
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowgrpo.advantages.consistency import Consistency
+from flowgrpo.advantages.consistency import LikelihoodConsistency
 from flowgrpo.errors import UserError
 from flowgrpo.methods.validate import resolve
 from flowgrpo.types import Completions, Context, Scored
 from tests.helpers import tiny, tiny_text
 from tests.helpers.tables import close, f64
 
-CARE = {"shaping": {"type": "Consistency", "right": 0.5}, "reference": {"type": "EMA"}, "kl": {"weight": 0.0}}
+CARE = {"shaping": {"type": "LikelihoodConsistency", "right": 0.5}, "reference": {"type": "EMA"}, "kl": {"weight": 0.0}}
 
 
 def test_only_right_samples_above_their_peers_earn_the_bonus():
     rewards = f64([[1, 1, 0, 1], [0, 0, 0, 1], [1, 1, 0, 0]])[..., None]
     likelihood = f64([[-1, -3, 0, -2], [-1, -1, -1, -9], [-2, -2, 0, 0]])
-    found = Consistency(0.5)(rewards, Context(likelihood=likelihood))
+    found = LikelihoodConsistency(0.5)(rewards, Context(likelihood=likelihood))
     close(found[..., 0], [[1.5, 1, 0, 1.5], [0, 0, 0, 1], [1.5, 1.5, 0, 0]])
-    both = Consistency(0.5)(torch.cat([rewards, rewards + 7], 2), Context(likelihood=likelihood))
+    both = LikelihoodConsistency(0.5)(torch.cat([rewards, rewards + 7], 2), Context(likelihood=likelihood))
     close(both[..., 1], (rewards[..., 0] + 7).tolist())
 
 
@@ -29,8 +29,8 @@ def test_the_likelihood_is_that_of_the_tokens_behind_the_last_marker():
     mask = torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0]]).bool()
     logp = f64([[-1, -2, -3, -4, -5, -6], [-1, -1, -1, -5, 0, 0], [-9, -9, -1, -2, 0, 0]])
     taken = Completions(ids, torch.zeros(3).long(), Scored(logp, mask))
-    close(Consistency(behind=[7, 8]).likelihood(taken, logp), [-6, -2, -1.5])
-    close(Consistency().likelihood(taken, logp), [-3.5, -2, -5.25])
+    close(LikelihoodConsistency(behind=[7, 8]).likelihood(taken, logp), [-6, -2, -1.5])
+    close(LikelihoodConsistency().likelihood(taken, logp), [-3.5, -2, -5.25])
 
 
 def test_a_run_reads_the_likelihood_of_its_slow_reference():
@@ -50,7 +50,7 @@ def test_a_run_reads_the_likelihood_of_its_slow_reference():
 
 
 def test_a_bonus_needs_texts_and_a_value_above_zero():
-    with pytest.raises(UserError, match="got Consistency, which reads completions or"):
-        resolve(tiny.config(parts={"shaping": {"type": "Consistency"}}))
+    with pytest.raises(UserError, match="got LikelihoodConsistency, which reads completions or"):
+        resolve(tiny.config(parts={"shaping": {"type": "LikelihoodConsistency"}}))
     with pytest.raises(ValueError, match="bonus is 0, expected above 0"):
-        Consistency(0)
+        LikelihoodConsistency(0)

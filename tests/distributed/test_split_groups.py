@@ -29,6 +29,8 @@ CASES = {
     "dgpo": dict(method="dgpo", parts__times={"type": "Stratified", "count": 3, "shared": True}),
     "alignprop": dict(method="alignprop"),
     "straddling": dict(method="flow_grpo", train__prompts=3, train__updates=2, train__micro_batch=8),
+    "own samples": dict(method="flow_grpo", parts__data={"type": "FlowMatching", "source": {
+        "right": 0.0, "mastered": True}}),
     "sharded": dict(method="mix_grpo", parts__plan__size=2, memory__shard=True),
 }
 LAUNCHES = {4: [case for case in CASES if case != "straddling"], 2: ["straddling"]}

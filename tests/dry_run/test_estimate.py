@@ -134,7 +134,8 @@ def test_reward_models_are_held_beside_every_phase(model):
 
 @pytest.mark.parametrize("options, text", [
     ({"adapter__rank": 0}, "does not cover adapter.rank: 0"), ({"adapter__dora": True}, "adapter.dora"),
-    ({"train__pack": True}, "train.pack"), ({"model": "starter_text", "method": "grpo", "picture__call": {}},
+    ({"parts__data__type": "FlowMatching"}, "supervised terms"), ({"train__pack": True}, "train.pack"),
+    ({"model": "starter_text", "method": "grpo", "picture__call": {}},
                                             "language models")])
 def test_what_is_not_covered_is_refused(model, options, text):
     with pytest.raises(UserError, match=text):

@@ -27,6 +27,7 @@ PARTS = {"mix_grpo": {"plan": {"size": 2}}, "branch_grpo": {"plan": {"splits": [
          "alignprop": {"backprop": {"checkpointing": False}},
          "reinflow": {"kernel": {"width": 8}},
          "sol_rl": {"preview": {"pool": 6, "steps": 2}},
+         "chord": {"data": {"balance": {"warmup": 0}}},  # mu is not 0 at first
          "llds": {"surrogate": {"weight": 1e-3}},  # what it adds jumps where a ratio is 1, as all are at first
          "scaf_grpo": HINTED, "ghpo": HINTED} | tiny_text.PARTS
 PROMPTS = {True: ["1+2=", "33+4=", "5-66=", "7+8="], False: ["red", "blue", "green", "a cat"]}

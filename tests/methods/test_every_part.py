@@ -41,14 +41,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ForwardCorrected": {"misses": 0.3},
     "Pruning": {"pool": 6, "step": 1}, "SpanDecoding": {"opens": list(range(3, 12)), "inside": 0.2},
     "StepScores": {"ends": "1"},
-    **dict.fromkeys(("ResampleCorrect", "Consistent"), {"n": 2, "rewards": ["score"], "right": 0.1})}
+    **dict.fromkeys(("ResampleCorrect", "Consistent"), {"n": 2, "rewards": ["score"], "right": 0.1}),
+    "FlowMatching": {"source": {"right": 0.1}}, "GuidanceDistillation": {"source": {"right": 0.1}},
+    "PassRate": {"right": 0.1}, "WarmupCosine": {"warmup": 0}, "GradientNorms": {"warmup": 1}}
 KL = {"kl": {"weight": 0.1}}
 # What has to be there besides, of the host as well, for a part to be of effect.
 BESIDE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("EMA", "PreviousPolicy", "WeightAverage", "Teacher", "Linear", "Adaptive"), KL),
     "Pooled": {"curriculum": {"type": "Knapsack"}}, "AdditionalGroups": {"advantage": {"type": "PriorBlend"}},
     "OneStep": {"plan": {"count": 2}}, "Preview": {"roots": None},
-    "SegmentTree": {"draws": {"type": "Tree", "tokens": 1}}, "Pruning": {"roots": None}}
+    "SegmentTree": {"draws": {"type": "Tree", "tokens": 1}}, "Pruning": {"roots": None},
+    "ExpertReward": {"decoding": {"expert": 1}}}
 VALUES = {"tail": 0.5, "roots": 2, "strides": [1, 2]}
 # What is the host's own under another name: one reward has nothing to be weighed against, and need not rise; of two
 # prompts of which one is flat, both are as difficult; the noise of FlowDDIM is 0, a Teacher without a model is the
@@ -64,6 +67,8 @@ def laid(name: str, part: dict[str, Any]) -> dict[str, Any]:
     place, beside = place_of(name), BESIDE.get(name, {})
     if place == "kl.schedule":
         return {"kl": KL["kl"] | {"schedule": part}}
+    if place.startswith("data."):
+        return {"data": {"type": "NextToken", place.removeprefix("data."): part}}
     return beside | {place: part | ({"weight": 0.1} if place == "kl" else {})}
 
 

@@ -9,6 +9,7 @@ import torch
 
 from flowgrpo.advantages.baselines import First, NoBaseline
 from flowgrpo.advantages.correctness import Correctness, Signed
+from flowgrpo.advantages.expert_reward import ExpertReward
 from flowgrpo.advantages.gae import ValueHead
 from flowgrpo.advantages.group import Advantage
 from flowgrpo.advantages.length_shaping import ExitDecay, LengthSwitch
@@ -19,11 +20,13 @@ from flowgrpo.advantages.trackers import SmoothStandardised
 from flowgrpo.config import load
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset, registry
+from flowgrpo.methods.data_sources import PassRate
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.methods.presets import suited
 from flowgrpo.methods.presets.denoising import mix_grpo
 from flowgrpo.methods.presets.overlays import grpo_guard
+from flowgrpo.methods.supervised import NextToken
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives import (
     AdaptiveClip,
@@ -40,6 +43,7 @@ from flowgrpo.objectives import (
     TruncatedIS,
     Uniform,
 )
+from flowgrpo.objectives.balance import WarmupCosine
 from flowgrpo.objectives.best_path import LayerTuning
 from flowgrpo.objectives.random_policy import RandomPolicyValue
 from flowgrpo.objectives.ratios import CompletionRatio
@@ -54,6 +58,7 @@ from flowgrpo.objectives.sequence_losses import (
     Regressed,
     TaperedReinforce,
 )
+from flowgrpo.objectives.supervised_weights import Uncertain
 from flowgrpo.objectives.token_losses import ConflictTokens, EntropyBonus, ExpertMixture, HighEntropy, LikelihoodFloor
 from flowgrpo.samplers.grids import TailPoints
 from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowDDIM, FlowSDE
@@ -131,6 +136,8 @@ OF_TOKENS = {
     "visurf": (PlainRatio(), Clip(0.2, 0.2), SequenceMean(), "group", "rewards", SampledKL(0.04, "k3")),
     "rl_plus": (PlainRatio(), ExpertMixture(Clip(0.2, 0.2), 2.0, 1.0), SequenceMean(), "group", "rewards",
                 SampledKL(0.04, "k3")),
+    **dict.fromkeys(("chord", "relift"), (PlainRatio(), Clip(0.2, 0.2), SequenceMean(), "group", "rewards",
+                                          SampledKL(0.04, "k3"))),
     "llds": (PlainRatio(), LikelihoodFloor(Clip(0.2, 0.2), 0.1), SequenceMean(), "group", "rewards",
              SampledKL(0.04, "k3")),
 }
@@ -147,9 +154,11 @@ OTHER_OF_TOKENS = {"dapo": {"shaping": Overlong(0.2), "selection": DropZeroVaria
                    "real": {"advantage": NoBaseline()}, "pacs": {"advantage": NoBaseline()},
                    "nft": {"advantage": Correctness(), "selection": DropZeroVariance()},
                    "high_entropy": {"shaping": Overlong(0.2), "selection": DropZeroVariance()},
-                   "visurf": {"decoding": Decoding(expert=1)}, "kdrl": {"reference": Teacher()},
-                   "sdpo": {"reference": SelfTeacher()},
+                   "visurf": {"decoding": Decoding(expert=1), "shaping": ExpertReward()},
+                   "kdrl": {"reference": Teacher()}, "sdpo": {"reference": SelfTeacher()},
                    "rl_plus": {"decoding": Decoding(expert=1)},
+                   "chord": {"data": NextToken(balance=WarmupCosine(0.5, 0.02, 20, 200), token_weight=Uncertain())},
+                   "relift": {"data": NextToken(source=PassRate(solved=False), apart=True)},
                    "disco": {"advantage": Correctness()}, "w_reinforce": {"advantage": Signed(0.1, 1.0)}}
 
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from flowgrpo import objectives
-from flowgrpo.advantages import group
+from flowgrpo.advantages import expert_reward, group
 from flowgrpo.curriculum import order, resampling
-from flowgrpo.methods import adapted
+from flowgrpo.methods import adapted, data_sources, supervised
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.presets.text import dapo, grpo
-from flowgrpo.objectives import references, schedules, token_losses
+from flowgrpo.objectives import balance, references, schedules, supervised_weights, token_losses
 from flowgrpo.samplers import preview
 
 
@@ -103,13 +103,33 @@ def kdrl(method: Method = Method()) -> Method:
 
 
 def visurf(method: Method = Method()) -> Method:
-    """ViSurf over a host of causal language models, GRPO without one: the prompt's own answer is one of its group
-    (2510.10606)."""
-    method = method if method.for_tokens else grpo(method)
-    return method.having(decoding=replace(method.generation.decoding, expert=1))
+    """ViSurf over a host of causal language models, GRPO without one: the prompt's own answer is one of its group, with
+    a controlled reward (2510.10606)."""
+    method = _with_answer(method)
+    return method.having(shaping=expert_reward.ExpertReward(shaping=method.credit.shaping))
 
 
 def rl_plus(method: Method = Method()) -> Method:
     """RL-PLUS: ViSurf's answer in its group, with a ratio to the mixture of both policies (2508.00222)."""
-    method = visurf(method)
+    method = _with_answer(method)
     return method.having(surrogate=token_losses.ExpertMixture(method.loss.surrogate))
+
+
+def chord(method: Method = Method()) -> Method:
+    """CHORD over a host of causal language models, GRPO without one: cross entropy of answers beside the loss, its
+    weight rising and falling, uncertain tokens first (2508.11408)."""
+    method = method if method.for_tokens else grpo(method)
+    return method.having(data=supervised.NextToken(balance=balance.WarmupCosine(),
+                                                   token_weight=supervised_weights.Uncertain()))
+
+
+def relift(method: Method = Method()) -> Method:
+    """ReLIFT over a host of causal language models, GRPO without one: prompts that all samples fail wait with their
+    answers for a supervised step (2506.07527)."""
+    method = method if method.for_tokens else grpo(method)
+    return method.having(data=supervised.NextToken(source=data_sources.PassRate(solved=False), apart=True))
+
+
+def _with_answer(method: Method) -> Method:
+    method = method if method.for_tokens else grpo(method)
+    return method.having(decoding=replace(method.generation.decoding, expert=1))

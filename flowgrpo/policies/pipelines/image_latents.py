@@ -29,11 +29,12 @@ class ImageEncoder:
     and of its pictures. A picture that is larger, smaller or of other proportions is scaled to fill that size, and what
     stands over is cut off on both sides. The latent is the mode of what the autoencoder gives, scaled and packed as the
     pipeline does; whether it does is found out, once, by decoding the first one in both ways. `known`: the latents so
-    far, on the CPU. UserError for a picture that cannot be read, and for a pipeline whose latents are others.
+    far, on the CPU. key: what names the pictures in messages. UserError for a picture that cannot be read, and for a
+    pipeline whose latents are others.
     """
 
-    def __init__(self, policy: PipelinePolicy):
-        self.policy, self.vae = policy, getattr(policy.pipe, "vae", None)
+    def __init__(self, policy: PipelinePolicy, key: str = "preferences"):
+        self.policy, self.vae, self.key = policy, getattr(policy.pipe, "vae", None), key
         self.known: dict[str, Tensor] = {}
         self.noise: Tensor | None = None
         self.size = (0, 0)
@@ -41,7 +42,7 @@ class ImageEncoder:
     def __call__(self, path: str, row: Conditioning) -> tuple[Tensor, Tensor]:
         if self.noise is None:
             self._learn(row)
-        picture = read(path, self.size)
+        picture = read(path, self.size, self.key)
         if path not in self.known:
             self.known[path] = self._encoded(picture[None], row).cpu()
         return self.known[path], picture
@@ -49,7 +50,7 @@ class ImageEncoder:
     def _learn(self, row: Conditioning) -> None:
         policy = self.policy
         if self.vae is None:
-            raise UserError(f"preferences: {type(policy.pipe).__name__} has no autoencoder (vae) to encode pictures")
+            raise UserError(f"{self.key}: {type(policy.pipe).__name__} has no autoencoder (vae) to encode pictures")
         self.noise = policy.run(START, row, None, policy.generators([0]))[0].detach()
         height, width = policy.decode(self.noise, row).shape[-2:]
         self.size = height, width
@@ -59,7 +60,7 @@ class ImageEncoder:
         """Return the latent [1,*D] of a picture [1,3,H,W]."""
         plain = mode(self.vae, (2 * picture - 1).to(self.policy.device, self.vae.dtype))
         latent = self._packed(scaled(plain, self.vae.config))
-        message = f"preferences: the pictures of {type(self.policy.pipe).__name__} cannot be encoded"
+        message = f"{self.key}: the pictures of {type(self.policy.pipe).__name__} cannot be encoded"
         if latent.shape[1:] != self.noise.shape[1:]:
             raise UserError(f"{message}: its latents are {list(self.noise.shape[1:])}, and those of its autoencoder "
                             f"{list(latent.shape[1:])}; use a method that draws its pictures")
@@ -89,7 +90,7 @@ class ImageEncoder:
         return (self.policy.decode(latent, row) - (shown.float() / 2 + 0.5).clamp(0, 1)).abs().mean().item()
 
 
-def read(path: str | Path, size: tuple[int, int]) -> Tensor:
+def read(path: str | Path, size: tuple[int, int], key: str = "preferences") -> Tensor:
     """Return the picture of a file, filling the size (height, width): [3,H,W] in [0, 1].
 
     Raises UserError if it is none.
@@ -99,7 +100,7 @@ def read(path: str | Path, size: tuple[int, int]) -> Tensor:
     try:
         return to_tensor(read_picture(path, size))
     except UserError as error:
-        raise UserError(f"preferences: {error}") from None
+        raise UserError(f"{key}: {error}") from None
 
 
 def mode(vae: Any, pictures: Tensor) -> Tensor:

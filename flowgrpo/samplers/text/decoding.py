@@ -98,6 +98,26 @@ class Decoding:
 
 
 @dataclass(frozen=True)
+class WithAnswers(Decoding):
+    """`Decoding` whose groups end with the prompt's own answer, written like the model's own (ViSurf, 2510.10606).
+
+    form: the answer as the group sees it, with {answer}, such as "<answer>{answer}</answer>".
+    """
+
+    expert: int = 1
+    form: str = "{answer}"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if "{answer}" not in self.form:
+            raise ValueError(f"WithAnswers: form is {self.form!r}, expected a text with {{answer}}")
+
+    def written(self, answer: str | None) -> str | None:
+        """Return an answer as the group sees it; None without one."""
+        return answer if answer is None else self.form.replace("{answer}", answer)
+
+
+@dataclass(frozen=True)
 class Unmasking(Decoding):
     """`Decoding` of a masked language model: an answer of masks, `per_step` of which become tokens at every step
     (LLaDA, 2502.09992).

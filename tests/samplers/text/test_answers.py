@@ -5,15 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flowgrpo.advantages.expert_reward import ExpertReward
 from flowgrpo.advantages.group import Advantage
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
-from flowgrpo.methods.validate import resolve
+from flowgrpo.methods.validate import require_expert_reward, resolve
 from flowgrpo.objectives import Clip, Reinforce
 from flowgrpo.objectives.token_losses import ExpertMixture
 from flowgrpo.samplers.text.answers import answer_of
-from flowgrpo.types import CompletionBatch, Scored
+from flowgrpo.samplers.text.decoding import WithAnswers
+from flowgrpo.types import CompletionBatch, Context, Scored
 from tests.helpers import tiny_text
 from tests.helpers.tables import close, f64
 
@@ -154,3 +156,53 @@ def test_answers_join_what_an_engine_drew():
     [taken] = made[0][0].transitions
     assert taken.expert.tolist() == [False] * 3 + [True]
     torch.testing.assert_close(taken.correction[3], torch.ones(6), rtol=0, atol=1e-4)
+
+
+# --- the reward of an answer -----------------------------------------------------------------------------------------
+
+def shaped(rewards, part, expert, names=("right", "thought"), weights=()):
+    context = Context(names=names, weights=weights, expert=torch.tensor(expert))
+    return part(f64(rewards), context)
+
+
+def test_an_answer_has_the_samples_mean_where_one_of_them_is_as_good():
+    # Groups of 3 samples and an answer: all samples fail, one is right, and a prompt without an answer.
+    rewards = [[[0.0], [0.0], [0.0], [1.0]], [[0.0], [1.0], [0.5], [1.0]], [[0.0], [1.0], [0.0], [1.0]]]
+    expert = [[False, False, False, True]] * 2 + [[False] * 4]
+    smooth = shaped(rewards, ExpertReward(), expert, ["right"])
+    close(smooth[..., 0], [[0.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.5, 0.5], [0.0, 1.0, 0.0, 1.0]])
+    advantage = Advantage("group", "rewards")(smooth, [1.0])
+    # 3 failures and the answer: (1 - 1/4) / (1/2); no advantage where a sample is right.
+    assert advantage[0, 3].item() == pytest.approx(1.5, abs=1e-6) and advantage[1, 3].item() == pytest.approx(0)
+    same = shaped(rewards, ExpertReward(smooth=False), expert, ["right"])
+    assert torch.equal(same, f64(rewards))
+
+
+def test_an_answer_earns_no_reward_for_what_it_lacks():
+    rewards = [[[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]]
+    expert = [[False, False, True]]
+    close(shaped(rewards, ExpertReward(["thought"], smooth=False), expert), [[[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]]])
+    # Without it the answer has 1, as the second sample, of weights 1 and 1: both columns are the samples' means.
+    close(shaped(rewards, ExpertReward(["thought"]), expert), [[[0.0, 1.0], [1.0, 0.0], [0.5, 0.5]]])
+    # With a weight of 3 on the first reward, its 3 is what the second sample has.
+    close(shaped(rewards, ExpertReward(), expert, weights=[3.0, 1.0]), [[[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]])
+
+
+def test_an_answer_is_written_like_the_models_own():
+    own = trainer(parts={"decoding": {"type": "WithAnswers", "form": "({answer})"}})
+    assert own.rollouts.conditioning(own.prompts).answers == ["(3)", "(1234567890)", None, "(9)"]
+    written = WithAnswers(form="{{answer} {x}}").written
+    assert (written("3"), written(None)) == ("{3 {x}}", None)
+    with pytest.raises(UserError, match="expected a text with {answer}"):
+        resolve(tiny_text.config(method="visurf", parts={"decoding": {"type": "WithAnswers", "form": "x"}}), "tokens")
+
+
+def test_the_answers_of_a_run_are_known_to_its_credit():
+    own = trainer(train__prompts=4)
+    epoch_batch, parts, _ = own.draw()
+    context = own.context(parts, [prompt.key for prompt in epoch_batch.prompts])
+    fits = [prompt.text in ("1+2=", "9-1=") for prompt in epoch_batch.prompts]
+    assert context.expert.tolist() == [[False] * 3 + [fit] for fit in fits] and context.names == ["short"]
+    with pytest.raises(UserError, match="names 'thought', which is no reward of the run: expected some of short"):
+        settings = tiny_text.config(method="visurf", parts={"shaping": {"without": ["thought"]}})
+        require_expert_reward(settings, resolve(settings, "tokens"))

@@ -1,0 +1,62 @@
+"""Sources of supervised examples: recorded ones, and those that the run collects by the pass rate of a prompt.
+
+A recorded example is a line of a file (`data.demonstrations`) or, without a file, the `solution` or `answer` in a
+prompt's metadata. No example of a held-out prompt is trained on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """All recorded examples, drawn anew for every optimiser step.
+
+    path: the file; empty: the answers of the run's prompts.
+    """
+
+    path: str = ""
+
+
+@dataclass(frozen=True)
+class PassRate:
+    """Examples that the run collects by the pass rate p of a prompt's group, the share of samples that are right.
+
+    Right is a sample whose weighted reward reaches `right`. A prompt that is sampled again is classified anew, and its
+    earlier examples leave.
+    failed: prompts with p = 0 give their recorded example (ReLIFT, 2506.07527, with solved false).
+    solved: prompts with 0 < p < 1 give their own right samples (Metis-RISE, 2506.13056, with both).
+    mastered: prompts with p = 1 give theirs too.
+    path: the file of recorded examples; empty: the answers of the run's prompts.
+    kept: the most examples that are kept; the oldest leave first.
+    """
+
+    path: str = ""
+    right: float = 1.0
+    failed: bool = True
+    solved: bool = True
+    mastered: bool = False
+    kept: int = 256
+
+    def __post_init__(self) -> None:
+        if self.kept < 1:
+            raise ValueError(f"PassRate: kept is {self.kept}, expected 1 or more")
+        if not (self.failed or self.collects_own):
+            raise ValueError("PassRate: failed, solved and mastered are all false, expected one of them to be true")
+
+    @property
+    def collects_own(self) -> bool:
+        """True if it collects samples of the run."""
+        return self.solved or self.mastered
+
+    def takes(self, right: int, count: int) -> str:
+        """Return what a prompt with `right` of `count` samples gives: "recorded", "own" or "" for nothing."""
+        if not count:
+            return ""
+        if not right:
+            return "recorded" if self.failed else ""
+        return "own" if (self.mastered if right == count else self.solved) else ""
+
+
+Source = Recorded | PassRate

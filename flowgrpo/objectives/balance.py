@@ -1,0 +1,146 @@
+"""Balance of the reinforcement gradient and the data gradient in an optimiser step: `balance(now) -> (RL, data)`.
+
+The step's gradient is RL * g_reinforcement + data * g_data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Now:
+    """State of a run at an optimiser step.
+
+    update: the number of earlier optimiser steps.
+    drawn: a uniform number in [0, 1), by the seed and the step.
+    norms: of the reinforcement gradient and the data gradient, for a balance with `reads_norms`.
+    signals: by objective ("rl", "data"), a number of each earlier epoch: the mean reward, and the mean data loss.
+    """
+
+    update: int
+    drawn: float = 0.0
+    norms: tuple[float, float] = (0.0, 0.0)
+    signals: dict[str, Sequence[float]] = field(default_factory=dict)
+
+
+class Balance:
+    """Weights of the two gradients; base class.
+
+    reads_norms: it reads the norms of both gradients.
+    """
+
+    reads_norms = False
+
+    def __call__(self, now: Now) -> tuple[float, float]:
+        """Return the weights (RL, data) of an optimiser step. Data of weight 0 are not computed."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class FixedWeights(Balance):
+    """The same weights in every step: `rl` * L_RL + `data` * L_data."""
+
+    data: float = 0.1
+    rl: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.data > 0 or not self.rl >= 0:
+            raise ValueError(f"FixedWeights: data is {self.data} and rl {self.rl}, expected above 0, and 0 or more")
+
+    def __call__(self, now: Now) -> tuple[float, float]:
+        return self.rl, self.data
+
+
+@dataclass(frozen=True)
+class WarmupCosine(Balance):
+    """(1 - mu) L_RL + mu L_data (CHORD, 2508.11408): mu rises linearly from 0 to `peak` in `warmup` optimiser steps,
+    falls as a cosine to `valley` in the next `decay` ones, and stays there."""
+
+    peak: float = 0.5
+    valley: float = 0.02
+    warmup: int = 20
+    decay: int = 200
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.valley <= self.peak <= 1 or self.peak == 0:
+            raise ValueError(f"WarmupCosine: peak is {self.peak} and valley {self.valley}, expected 0 <= valley <= "
+                             "peak <= 1, and a peak above 0")
+        if min(self.warmup, self.decay) < 0:
+            raise ValueError(f"WarmupCosine: warmup is {self.warmup} and decay {self.decay}, expected 0 or more")
+
+    def __call__(self, now: Now) -> tuple[float, float]:
+        mu = self.mu(now.update)
+        return 1 - mu, mu
+
+    def mu(self, update: int) -> float:
+        """Return mu of an optimiser step, counted from 0."""
+        if update < self.warmup:
+            return self.peak * update / self.warmup
+        if update >= self.warmup + self.decay:
+            return self.valley
+        fallen = 0.5 - 0.5 * math.cos(math.pi * (update - self.warmup) / self.decay)
+        return self.peak + (self.valley - self.peak) * fallen
+
+
+@dataclass(frozen=True)
+class GradientNorms(Balance):
+    """One of the two losses in each step, drawn: data with probability |g_data| / (|g_data| + gamma |g_RL|) (SASR,
+    2505.13026). The first `warmup` optimiser steps learn from data alone.
+
+    Far from the data their gradient is large, and they are drawn often. Draws go by the run's seed and the step.
+    """
+
+    gamma: float = 1.0
+    warmup: int = 0
+    reads_norms = True
+
+    def __post_init__(self) -> None:
+        if not self.gamma > 0 or self.warmup < 0:
+            raise ValueError(f"GradientNorms: gamma is {self.gamma} and warmup {self.warmup}, expected above 0, and 0 "
+                             "or more")
+
+    def __call__(self, now: Now) -> tuple[float, float]:
+        data = now.update < self.warmup or now.drawn < self.probability(*now.norms)
+        return (0.0, 1.0) if data else (1.0, 0.0)
+
+    def probability(self, rl: float, data: float) -> float:
+        """Return the probability of data, for the norms of both gradients; 0 where both are 0."""
+        whole = data + self.gamma * rl
+        return data / whole if whole else 0.0
+
+
+@dataclass(frozen=True)
+class Convergence(Balance):
+    """Weights that sum to 1 and move away from a saturated objective (RECAP, 2510.21978).
+
+    Each objective's signal over the last `window` epochs, the mean reward or the mean data loss, has a priority: how
+    far its mean has moved between the halves, plus its deviation, both over the mean's size. The weights are the
+    softmax of the priorities over `temperature`, equal until `window` epochs are over. RECAP's own formulas are not in
+    its abstract: these are a reconstruction.
+    """
+
+    window: int = 6
+    temperature: float = 0.2
+
+    def __post_init__(self) -> None:
+        if self.window < 2 or not self.temperature > 0:
+            raise ValueError(f"Convergence: window is {self.window} and temperature {self.temperature}, expected 2 or "
+                             "more, and above 0")
+
+    def __call__(self, now: Now) -> tuple[float, float]:
+        seen = [list(now.signals.get(name, ()))[-self.window:] for name in ("rl", "data")]
+        if min(map(len, seen)) < self.window:
+            return 0.5, 0.5
+        rl, data = (self.priority(values) / self.temperature for values in seen)
+        share = 1 / (1 + math.exp(min(data - rl, 700.0)))
+        return share, 1 - share
+
+    def priority(self, values: Sequence[float]) -> float:
+        """Return how much an objective still moves: convergence plus instability of its values, oldest first."""
+        half, mean = len(values) // 2, sum(values) / len(values)
+        moved = abs(sum(values[half:]) / (len(values) - half) - sum(values[:half]) / half)
+        deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+        return (moved + deviation) / max(abs(mean), 1e-8)

@@ -1,0 +1,103 @@
+"""Weights of supervised tokens: `part(logp, entropy, mask) -> weights`, all [B, L], without a gradient.
+
+logp: log-probabilities of the tokens under the present weights. mask: true for tokens of the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowgrpo.types import required, wide
+
+Distribution = Callable[[Tensor, Tensor], Tensor]  # (logits [n,V], tokens [n]) -> [n,V], of which the tokens are read
+
+
+class TokenWeight:
+    """Weights of tokens; base class.
+
+    reads_entropy: it reads the entropy of each token's distribution, in nats.
+    """
+
+    reads_entropy = False
+
+    def __call__(self, logp: Tensor, entropy: Tensor | None, mask: Tensor) -> Tensor:
+        """Return the weights [B, L]."""
+        raise NotImplementedError
+
+    def distribution(self, seed: int) -> Distribution | None:
+        """Return what reads the model's logits in place of their log-softmax; None: nothing. seed: of its draws."""
+        return None
+
+
+@dataclass(frozen=True)
+class EqualTokens(TokenWeight):
+    """1 for every token: plain cross entropy."""
+
+    def __call__(self, logp: Tensor, entropy: Tensor | None, mask: Tensor) -> Tensor:
+        return torch.ones_like(logp)
+
+
+@dataclass(frozen=True)
+class Uncertain(TokenWeight):
+    """p (1 - p) of the token's probability p (CHORD, 2508.11408): 1/4 at p = 1/2, and 0 for tokens that the policy is
+    sure of or would never say."""
+
+    def __call__(self, logp: Tensor, entropy: Tensor | None, mask: Tensor) -> Tensor:
+        p = logp.detach().exp()
+        return p * (1 - p)
+
+
+@dataclass(frozen=True)
+class EntropyAware(TokenWeight):
+    """scale * exp(-H), H the mean entropy of the answer's tokens (SRFT, 2506.19767): an answer counts less where the
+    policy wavers. The mean per answer is our choice."""
+
+    scale: float = 0.5
+    reads_entropy = True
+
+    def __post_init__(self) -> None:
+        if not self.scale > 0:
+            raise ValueError(f"EntropyAware: scale is {self.scale}, expected above 0")
+
+    def __call__(self, logp: Tensor, entropy: Tensor | None, mask: Tensor) -> Tensor:
+        known = required(entropy).detach() * mask
+        mean = known.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        return (self.scale * (-mean).exp()).expand_as(logp)
+
+
+@dataclass(frozen=True)
+class OneToken(TokenWeight):
+    """A policy gradient on tokens drawn at every place of the answer (One-Token Rollout, 2509.26313).
+
+    At each place `samples` tokens are drawn from the policy, behind the answer's own beginning. A drawn token of the
+    answer has the reward 1, another one `wrong`. The loss of a place is -(1/K) sum of R log p(drawn). Where the
+    answer's token is never drawn and `wrong` is 0, a place has no gradient.
+    """
+
+    samples: int = 64
+    wrong: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.samples < 1 or not self.wrong <= 0:
+            raise ValueError(f"OneToken: samples is {self.samples} and wrong {self.wrong}, expected 1 or more, and 0 "
+                             "or less")
+
+    def __call__(self, logp: Tensor, entropy: Tensor | None, mask: Tensor) -> Tensor:
+        return torch.ones_like(logp)
+
+    def distribution(self, seed: int) -> Distribution:
+        def objective(logits: Tensor, tokens: Tensor) -> Tensor:
+            """Return zeros [n,V] with a place's objective at its token."""
+            (logits,) = wide(logits)
+            log_probs = logits.log_softmax(-1)
+            generator = torch.Generator(logits.device).manual_seed(seed)  # anew: a backward pass may compute it again
+            drawn = torch.multinomial(log_probs.detach().exp(), self.samples, replacement=True, generator=generator)
+            reward = torch.where(drawn == tokens[:, None], 1.0, self.wrong).to(log_probs)
+            value = (reward * log_probs.gather(1, drawn)).mean(1, keepdim=True)
+            return torch.zeros_like(log_probs).scatter(1, tokens[:, None], value)
+
+        return objective

@@ -1,0 +1,91 @@
+"""Losses of noised examples of a pipeline: flow matching, and distillation of guidance."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import smooth_l1_loss
+
+from flowgrpo.errors import UserError
+from flowgrpo.methods.supervised import GuidanceDistillation, NoisedData
+from flowgrpo.policies.pipelines.image_latents import ImageEncoder
+from flowgrpo.rollouts.data_losses import Example, conditioned, seed_of
+from flowgrpo.rollouts.denoising import DenoisingRollouts
+from flowgrpo.samplers import noised_finals
+from flowgrpo.samplers.rollout import RolloutSpec
+from flowgrpo.samplers.scheduler import noise_like
+from flowgrpo.types import wide
+
+
+class NoisedLosses:
+    """Errors of a pipeline's prediction at noised examples. rollouts: of the pipeline."""
+
+    def __init__(self, part: NoisedData, rollouts: DenoisingRollouts):
+        self.part, self.rollouts, self.policy = part, rollouts, rollouts.policy
+        if part.source.path and rollouts.policy.modality != "image":
+            raise UserError(f"parts.data.source.path is {part.source.path!r}, which brings pictures, but "
+                            f"{type(rollouts.policy.pipe).__name__} makes videos: leave it out")
+        self.encoder = ImageEncoder(rollouts.policy, "demonstrations")
+
+    def divisor(self, examples: Sequence[Example]) -> int:
+        return len(examples)
+
+    def __call__(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
+        policy, seed = self.policy, self.rollouts.config.seed
+        prompts = [conditioned(self.part.condition, example) for example in examples]
+        encoded = DenoisingRollouts.conditioning(self.rollouts, prompts)
+        x0 = torch.cat([self._latent(example, encoded.rows(torch.tensor([row]))) for row, example in
+                        enumerate(examples)]).to(policy.device)
+        noise = noise_like(x0, policy.generators(seed_of(seed, update, place) for place in places))
+        weights = torch.tensor([self.part.weight(example.reward) for example in examples])
+        times = self.times(update)
+        for k, t in enumerate(times.grid[:-1].tolist()):
+            x, target = noised_finals.noised_states(x0, noise, t, policy.device, policy.process == "vp")
+            if isinstance(self.part, GuidanceDistillation):
+                target = self.teacher(encoded, x, times, k)
+            with at_guidance(policy, self.part.guidance):
+                output = policy.replay(encoded, x, times.grid, k, times.timesteps)
+            yield (weights.to(output.device) * self.errors(output, target, t)).sum() / (len(times.grid) - 1)
+
+    def times(self, update: int) -> RolloutSpec:
+        """Return the times of an optimiser step."""
+        alphas = self.policy.stock.alphas_cumprod.cpu() if self.policy.process == "vp" else None
+        times = self.part.times(self.rollouts.grid, update, self.rollouts.config.seed)
+        return noised_finals.exploration(times, 1, self.rollouts.method.denoising.solver, False, False, alphas)
+
+    def errors(self, output: Tensor, target: Tensor, t: float) -> Tensor:
+        """Return the error [B] of predictions [B,*D]; t: sigma, or the alpha-bar of a variance-preserving process."""
+        output, target = wide(output, target)
+        apart = output - target
+        if self.part.space == "data":
+            apart = apart * (((1 - t) / t)**0.5 if self.policy.process == "vp" else t)
+        apart = apart.flatten(1)
+        if self.part.distance == "squared":
+            return apart.square().mean(1)
+        return smooth_l1_loss(apart, torch.zeros_like(apart), reduction="none").mean(1)
+
+    def teacher(self, encoded: Any, x: Tensor, times: RolloutSpec, k: int) -> Tensor:
+        """Return the teacher's guided prediction [B,*D] at states of the k-th time."""
+        assert isinstance(self.part, GuidanceDistillation)
+        weights = self.policy.reference() if self.part.base else torch.no_grad()
+        with weights, at_guidance(self.policy, self.part.scale):
+            return self.policy.replay(encoded, x, times.grid, k, times.timesteps)
+
+    def _latent(self, example: Example, row: Any) -> Tensor:
+        if isinstance(example.content, Tensor):
+            return example.content[None]
+        return self.encoder(example.content, row)[0]
+
+
+@contextlib.contextmanager
+def at_guidance(policy: Any, scale: float) -> Iterator[None]:
+    """Context manager: the pipeline predicts at this guidance scale."""
+    before, policy.guidance = policy.guidance, scale
+    try:
+        yield
+    finally:
+        policy.guidance = before

@@ -1,0 +1,150 @@
+"""Supervised term of a run: its gradient beside the reinforcement gradient, in every optimiser step or in its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from flowgrpo.curriculum.epoch_batch import EpochBatch
+from flowgrpo.methods.supervised import DataLoss, NextToken, NoisedData
+from flowgrpo.objectives.balance import Now
+from flowgrpo.rollouts.data_losses import DataLosses, Example, TokenLosses
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.training.examples import Examples
+from flowgrpo.training.state import Run
+
+MEMORY = "data"  # signals of earlier epochs, in the memory of the method's parts
+Share = tuple[list[Part], int]
+
+
+class DataTerm:
+    """Supervised term of a run; without one (`part` is None) every call leaves things as they are.
+
+    batch: examples that get an optimiser step of their own, now. losses, weights: of the epoch's batches.
+    """
+
+    def __init__(self, run: Run):
+        self.run, self.part = run, run.method.loss.data
+        self.batch: list[Example] = []
+        self.losses: list[Tensor] = []
+        self.weights: list[float] = []
+        self.reward = 0.0
+        if self.part is not None:
+            self.examples = Examples(self.part.source, run, isinstance(self.part, NextToken))
+            self.loss = _losses(self.part, run)
+            if isinstance(self.loss, TokenLosses):
+                self.loss.require(example for examples in self.examples.recorded.values() for example in examples)
+
+    def collect(self, epoch_batch: EpochBatch, totals: Callable[[], Tensor], parts: Sequence[Part]) -> None:
+        """See an epoch's samples before they are trained. totals: the weighted rewards [groups,G] of all processes."""
+        if self.part is not None:
+            values = totals()
+            self.examples.collect(epoch_batch, values, parts)
+            self.reward = values.nanmean().item()
+
+    def interleaved(self, steps: Iterable[Share]) -> Iterator[Share]:
+        """Yield the optimiser steps, and behind them those of full batches of examples, which train no part."""
+        yield from steps
+        while self.part is not None and self.part.apart:
+            self.batch = self.examples.taken(self.part.batch)
+            if not self.batch:
+                return
+            yield [], 0
+            self.batch = []
+
+    def add(self, update: int, fitted: Callable[[Callable[[], None], str], None]) -> None:
+        """Replace the parameters' gradients, of all processes, by their balance with the data gradient.
+
+        update: the number of earlier optimiser steps. fitted: runs work again with a smaller micro-batch where memory
+        runs out.
+        """
+        part, parameters = self.part, self.run.policy.weights.parameters()
+        if part is None or part.apart and not self.batch:
+            return
+        now = self.now(update)
+        weights = (0.0, 1.0) if part.apart else part.balance(now)
+        chosen = self.batch or self.examples.drawn(part.batch, update)
+        if not chosen or not weights[1] and not part.balance.reads_norms:
+            return
+        before = [parameter.grad for parameter in parameters]
+        fitted(partial(self.backward, chosen, update), "update")
+        self.run.processes.add_gradients(parameters)
+        if part.balance.reads_norms and not part.apart:
+            norms = norm(before), norm([parameter.grad for parameter in parameters])
+            weights = part.balance(Now(now.update, now.drawn, norms, now.signals))
+        for parameter, gradient in zip(parameters, before):
+            parameter.grad = combined(gradient, weights[0], parameter.grad, weights[1])
+        self.weights.append(weights[1])
+
+    def backward(self, chosen: Sequence[Example], update: int) -> None:
+        """Compute the data gradient of this process's share of a batch anew, without the sum over processes."""
+        run, places = self.run, range(len(chosen))
+        divisor, total = self.loss.divisor(chosen), torch.zeros(())
+        for parameter in run.policy.weights.parameters():
+            parameter.grad = None
+        with run.processes.together():
+            own = run.processes.own(places)
+            for start in range(own.start, own.stop, run.geometry.micro_batch):
+                at = range(start, min(start + run.geometry.micro_batch, own.stop))
+                for loss in self.loss([chosen[place] for place in at], at, update):
+                    run.policy.backward(run.scaler.scale(loss / divisor))
+                    total = total.to(loss.device) + loss.detach().float() / divisor
+        self.losses.append(total)
+
+    def now(self, update: int) -> Now:
+        """Return what a balance reads, without the gradients' norms."""
+        drawn = random.Random(f"balance/{self.run.config.seed}/{update}").random()
+        return Now(update, drawn, signals=self.run.memory.get(MEMORY, {}))
+
+    def metrics(self) -> dict[str, float]:
+        """Return the epoch's metrics, and keep its signals for later epochs; all processes call it."""
+        if self.part is None:
+            return {}
+        self.examples.mark()
+        metrics: dict[str, float] = {"data/examples": len(self.examples.pool)}
+        if self.losses:
+            losses = torch.stack([loss.cpu() for loss in self.losses])
+            loss = self.run.processes.gather(losses).sum().item() / len(losses)
+            metrics |= {"data/loss": loss, "data/weight": sum(self.weights) / len(self.weights)}
+            signals = self.run.memory.setdefault(MEMORY, {"rl": [], "data": []})
+            for name, value in (("rl", self.reward), ("data", loss)):
+                signals[name].append(value)
+        self.losses, self.weights = [], []
+        return metrics
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the collected examples, for a checkpoint."""
+        return self.examples.state() if self.part is not None else ({}, {})
+
+    def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Restore the collected examples of a checkpoint."""
+        if self.part is not None:
+            self.examples.load_state(tensors, values)
+
+
+def _losses(part: DataLoss, run: Run) -> DataLosses:
+    if isinstance(part, NextToken):
+        return TokenLosses(part, run.rollouts)
+    from flowgrpo.rollouts.noised_losses import NoisedLosses
+
+    return NoisedLosses(cast(NoisedData, part), cast(Any, run.rollouts))
+
+
+def norm(gradients: Sequence[Tensor | None]) -> float:
+    """Return the Euclidean norm of gradients together; None counts as zeros."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    return torch.nn.utils.get_total_norm(present).item() if present else 0.0
+
+
+def combined(one: Tensor | None, a: float, two: Tensor | None, b: float) -> Tensor | None:
+    """Return a * one + b * two, in the place of a gradient; None counts as zeros, and so does what has weight 0."""
+    one, two = one if a else None, two if b else None
+    if one is None or two is None:
+        only, weight = (one, a) if two is None else (two, b)
+        return only if only is None or weight == 1 else only.mul_(weight)
+    return (one if a == 1 else one.mul_(a)).add_(two, alpha=b)

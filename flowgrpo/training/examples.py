@@ -1,0 +1,165 @@
+"""Examples of a run's supervised term: recorded ones, and those that the run collects. All processes hold the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.curriculum.epoch_batch import EpochBatch
+from flowgrpo.data.demonstrations import load_demonstrations
+from flowgrpo.data.prompts import Prompt, as_line, of_records
+from flowgrpo.errors import UserError
+from flowgrpo.methods.data_sources import PassRate, Source
+from flowgrpo.rollouts.data_losses import Example
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.samplers.text.answers import answer_of
+from flowgrpo.training.shares import slices
+from flowgrpo.training.state import Run
+from flowgrpo.types import Completions
+
+
+class Examples:
+    """Examples of a run.
+
+    collected: those of a `PassRate`, the newest last. recorded: by the text of a prompt. marked: what was collected at
+    the end of the last whole epoch, which a checkpoint holds.
+    """
+
+    def __init__(self, source: Source, run: Run, text: bool):
+        self.source, self.run, self.text = source, run, text
+        self.recorded = recorded(source.path, run.prompts, run.held_out, text)
+        self.collected: list[Example] = []
+        self.marked: list[Example] = []
+        if not isinstance(source, PassRate) and not self.recorded:
+            cure = ", or give the prompts an answer" if text else ""
+            raise UserError("parts.data.source is Recorded, but nothing is recorded for a training prompt: set its "
+                            f"path to a .jsonl file of demonstrations{cure}")
+
+    @property
+    def pool(self) -> list[Example]:
+        """Return the examples from which a batch is drawn."""
+        if isinstance(self.source, PassRate):
+            return self.collected
+        return [example for examples in self.recorded.values() for example in examples]
+
+    def drawn(self, count: int, update: int) -> list[Example]:
+        """Return `count` different examples, or all if there are fewer, by the run's seed and the step."""
+        pool = self.pool
+        return random.Random(f"data/{self.run.config.seed}/{update}").sample(pool, min(count, len(pool)))
+
+    def taken(self, count: int) -> list[Example]:
+        """Remove the oldest `count` collected examples and return them; none if there are fewer."""
+        if len(self.collected) < count:
+            return []
+        batch, self.collected = self.collected[:count], self.collected[count:]
+        return batch
+
+    # --- collection --------------------------------------------------------------------------------------------------
+
+    def collect(self, epoch_batch: EpochBatch, totals: Tensor, parts: Sequence[Part]) -> None:
+        """Classify an epoch's prompts by their pass rates, and add what they give.
+
+        totals: [groups,G] of all processes, in the order of their groups, NaN where no reward applies. parts: of this
+        process, with all of its groups.
+        """
+        if not isinstance(self.source, PassRate):
+            return
+        processes, geometry = self.run.processes, self.run.geometry
+        prompts = {prompt.key: prompt for prompt in epoch_batch.prompts}
+        index = {key: place for place, key in enumerate(prompts)}
+        own = processes.own(geometry.sliced(epoch_batch.prompts)) if epoch_batch.turn == 1 else epoch_batch.own()
+        local = processes.own(slices(totals, geometry.slices))
+        of_group = [index[own[int(place)].key] for part in parts for place in part.prompts[::geometry.group]]
+        right = local >= self.source.right
+        counts = torch.stack([torch.tensor(of_group), right.sum(1), (~local.isnan()).sum(1)], 1)
+        passed = torch.zeros(len(index), 2, dtype=torch.int64)
+        gathered = processes.gather(counts)
+        passed.index_add_(0, gathered[:, 0], gathered[:, 1:])
+        winners = self._winners(of_group, right, parts)
+        for (key, prompt), (good, count) in zip(prompts.items(), passed.tolist()):
+            takes = self.source.takes(good, count)
+            if count:
+                self.collected = [example for example in self.collected if example.prompt.key != key]
+            if takes == "recorded":
+                self.collected += self.recorded.get(prompt.text, [])
+            elif takes == "own":
+                self.collected += [Example(prompt, content) for content in winners.get(index[key], [])]
+        self.collected = self.collected[-self.source.kept:]
+
+    def _winners(self, of_group: list[int], right: Tensor, parts: Sequence[Part]) -> dict[int, list[Tensor]]:
+        """Return the right samples of all processes by the indices of their prompts; right: bool [n,G], of this
+        process's groups."""
+        contents, indices = [], []
+        for part in parts:
+            good = right[part.groups.start:part.groups.stop].flatten().cpu()
+            contents.append(_contents(part)[good])
+            indices.append(torch.tensor(of_group)[part.groups.start:part.groups.stop].repeat_interleave(
+                right.shape[1])[good])
+        gathered, at = (self.run.processes.gather(torch.cat(values)) for values in (contents, indices))
+        winners: dict[int, list[Tensor]] = {}
+        for content, place in zip(gathered, at.tolist()):
+            content = content[content >= 0] if self.text else content.clone()
+            if content.numel():
+                winners.setdefault(place, []).append(content)
+        return winners
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the examples that were collected at the end of the last whole epoch, for a checkpoint."""
+        tensors = {str(i): example.content for i, example in enumerate(self.marked)
+                   if isinstance(example.content, Tensor)}
+        lines = [{"prompt": as_line(example.prompt), "reward": example.reward, "source": example.source}
+                 | ({} if str(i) in tensors else {"content": example.content})
+                 for i, example in enumerate(self.marked)]
+        return tensors, {"collected": lines}
+
+    def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Restore the collected examples of a checkpoint; if there are none, start anew."""
+        lines = values.get("collected", [])
+        prompts = of_records([line["prompt"] for line in lines])
+        self.collected = [Example(prompt, line["content"] if "content" in line else tensors[str(i)], line["reward"],
+                                  line["source"]) for i, (prompt, line) in enumerate(zip(prompts, lines))]
+        self.mark()
+
+    def mark(self) -> None:
+        """Take what is collected for a checkpoint, at the end of an epoch."""
+        self.marked = list(self.collected)
+
+
+def _contents(part: Part) -> Tensor:
+    """Return what a part's samples are on the CPU: final states [b,*D], or tokens [b,L] with -1 where none counts."""
+    [*_, last] = part.transitions or (None,)
+    if isinstance(last, Completions):
+        return last.ids.masked_fill(~last.old.mask, -1).cpu()
+    return part.finals[0].detach().cpu()
+
+
+def recorded(path: str, prompts: Sequence[Prompt], held_out: Sequence[Prompt], text: bool) -> dict[str, list[Example]]:
+    """Return the recorded examples by the text of their prompt, without those of held-out prompts.
+
+    path: of a file; empty: the answers in the training prompts' metadata, for a language model.
+    Raises UserError for pictures in a file for a language model, and for answers in one for a pipeline.
+    """
+    known, unseen = {prompt.text: prompt for prompt in prompts}, {prompt.text for prompt in held_out}
+    examples: dict[str, list[Example]] = {}
+    if not path:
+        for prompt in prompts if text else ():
+            if (answer := answer_of(prompt)) is not None:
+                examples.setdefault(prompt.text, []).append(Example(prompt, answer))
+        return examples
+    for record in load_demonstrations(path):
+        content = record.text if text else record.picture
+        if content is None:
+            got, expected = ("picture", "text") if text else ("text", "picture")
+            raise UserError(f"demonstrations {path}: the prompt {record.prompt[:60]!r} has a {got}, expected a "
+                            f"{expected} for this model")
+        if record.prompt not in unseen:
+            example = Example(known.get(record.prompt, Prompt(record.prompt)), str(content), record.reward,
+                              record.source)
+            examples.setdefault(record.prompt, []).append(example)
+    return examples
