@@ -195,6 +195,8 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
     measured = pairwise.measured(trained, further)
     split = recorded_pairs.in_place(config, _split(config, prompts))
     build.require_inputs(config, [*split[0], *split[1]], pipe)
+    if require := getattr(method.curriculum, "require", None):
+        require(split[0])
     for routed, side in zip((trained, further), split):
         rewards.require_routes(routed, [prompt.metadata for prompt in side])
     last = run_folder.last_whole(config, accelerator) if resume else None

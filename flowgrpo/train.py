@@ -118,12 +118,20 @@ class Trainer:
             parts += [moved(part, earlier_groups) if earlier_groups else part for part in new_parts]
             scores = whole_groups(self.processes.gather(scores), train.group)
             self.sampled += 0 if self.config.preferences else scores[..., 0].numel()
-            epoch_batch.add(batch, scores, self.scoring.weighted(scores[..., :len(self.scoring.functions)]))
+            epoch_batch.add(batch, scores, self.scoring.weighted(scores[..., :len(self.scoring.functions)]),
+                            self.diversity(len(batch)))
             batch = epoch_batch.replace(self.method.redraw(epoch_batch)) if self.method.redraw else []
         self.method.curriculum.learn(self.memory, epoch_batch)
         if epoch_batch.turn > 1:
             conditioning = self.rollouts.conditioning(epoch_batch.own(), self.epoch)
         return epoch_batch, parts, conditioning
+
+    def diversity(self, groups: int) -> list[float]:
+        """Return the diversity of every group of the last turn, if the curriculum reads it and all have one."""
+        if not getattr(self.method.curriculum, "reads_diversity", False):
+            return []
+        values = self.processes.gather(torch.tensor(self.scoring.last_diversity))
+        return values.view(groups, -1).mean(1).tolist() if len(values) and len(values) % groups == 0 else []
 
     def prompt_weights(self) -> list[float] | None:
         """Return the method's sampling weight of each prompt, from its memory; None if it has none."""

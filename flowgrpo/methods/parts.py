@@ -138,5 +138,5 @@ class Curriculum(Protocol):
 class Redraw(Protocol):
     """Choice of the groups that are replaced."""
 
-    def __call__(self, drawn: EpochBatch) -> list[tuple[int, Prompt]]:
-        """Return pairs (index of a group, the prompt that replaces it)."""
+    def __call__(self, drawn: EpochBatch) -> Sequence[tuple[int | None, Prompt]]:
+        """Return pairs (index of a group, the prompt that replaces it); of an additional group the index is None."""

@@ -20,7 +20,7 @@ from flowgrpo.advantages import (
 from flowgrpo.advantages.group import AdvantageRule
 from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.advantages.token_credit import TokenCredit
-from flowgrpo.curriculum import order, resampling
+from flowgrpo.curriculum import categories, history, order, prediction, resampling
 from flowgrpo.methods import adapted, targets
 from flowgrpo.methods.groups import Credit, Denoising, Loss, TextGeneration
 from flowgrpo.objectives import (
@@ -80,7 +80,7 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "adapted": (adapted,),
     "draws": (groups, trees, lookahead),
     "spread": (token_credit,),
-    "curriculum": (order,),
+    "curriculum": (order, categories, history, prediction),
     "redraw": (resampling,),
     "value": (gae,)}
 # What parts return or hold, and what no recipe names.

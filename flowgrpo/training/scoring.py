@@ -63,6 +63,11 @@ class Scoring:
         self._tally.failed.update(tally.failed)
         self._tally.said.update(tally.said)
 
+    @property
+    def last_diversity(self) -> list[float]:
+        """Diversity of every group, or slice, of the last turn on this process, in the order of sampling."""
+        return self._apart[max(self._apart)] if self._apart else []
+
     def latents(self, finals: Sequence[torch.Tensor], count: int) -> list[torch.Tensor | None]:
         """Return the clean latents of `count` granularities on the CPU, in fp32; None where no reward scores them."""
         return [final.float().cpu() for final in finals] if self.reads_latents else [None] * count

@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "DualClip": {"low": 5e-5, "high": 5e-5}, "Adaptive": {"target": 0.001}, "Linear": {"last": 0.0},
     "LayerTuning": {"weight": 0.1}, "Lag": {"start": 0.5, "most": 0.5}, "Preview": {"pool": 6, "steps": 2},
     "EarlyExits": {"exit": "=", "close": "="}, "Hints": tiny_runs.HINTED["redraw"] | {"fail": 1.0},
-    "SegmentTree": {"every": 1}, "Tree": {"tokens": 1}, "Edit": {"width": 4}}
+    "Retention": {"after": 1}, "SegmentTree": {"every": 1}, "Tree": {"tokens": 1}, "Edit": {"width": 4}}
 KL = {"kl": {"weight": 0.1}}
 # What has to be there besides, of the host as well, for a part to be of effect.
 BESIDE: dict[str, dict[str, Any]] = {
@@ -45,11 +45,12 @@ BESIDE: dict[str, dict[str, Any]] = {
     "SegmentTree": {"draws": {"type": "Tree", "tokens": 1}}}
 VALUES = {"tail": 0.5, "roots": 2, "strides": [1, 2]}
 # What is the host's own under another name: one reward has nothing to be weighed against, the noise of FlowDDIM is 0,
-# and a Teacher without a model is the base.
-SAME = {"Influence", "ODE", "Teacher"}
+# a Teacher without a model is the base, and no two of the few prompts here are a pair.
+SAME = {"Influence", "ODE", "Teacher", "OppositePairs"}
 # What is first seen in a second epoch.
 LATER = {"EMA", "PreviousPolicy", "WeightAverage", "Linear", "Adaptive", "Lag", "ThompsonSampling", "Knapsack",
-         "Pooled", "ValueTracker"}
+         "Pooled", "ValueTracker", "CategoryBandit", "VarianceSampling", "InformationGain", "Retention",
+         "OppositePairs", "PredictedDifficulty"}
 
 
 def laid(name: str, part: dict[str, Any]) -> dict[str, Any]:
