@@ -38,7 +38,18 @@ from flowgrpo.rewards import pairwise
 from flowgrpo.rewards.find import place
 from flowgrpo.storage import atomic, lock, paths
 from flowgrpo.train import Trainer
-from flowgrpo.training import announcement, batch_size, best, hints, inputs, run_folder, state, tracker, trial
+from flowgrpo.training import (
+    announcement,
+    batch_size,
+    best,
+    hints,
+    inputs,
+    recorded_groups,
+    run_folder,
+    state,
+    tracker,
+    trial,
+)
 from flowgrpo.user_code import reading
 
 if TYPE_CHECKING:
@@ -190,6 +201,7 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
     pairwise.require(trained, config.train.group, *([method.rollout.preview.pool] if method.rollout.preview else []))
     together = [name for name, reward in trained.items() if pairwise.sees_groups(reward)]
     split_groups.require(config, method, shape, processes, together)
+    recorded_groups.require(config, method, shape.slices)
     if method.target.follows_reward:
         rewards.require_gradient(trained)
     measured = pairwise.measured(trained, further)

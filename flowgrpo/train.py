@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from flowgrpo.training.kl_reference import KLReference
 from flowgrpo.training.metrics import Log, UpdateStats, shown
 from flowgrpo.training.optimizer import clip_gradients, make_optimizer, make_scaler, rate, update_average
 from flowgrpo.training.out_of_memory import fitted
+from flowgrpo.training.recorded_groups import RecordedGroups
 from flowgrpo.training.scorer import Scorer
 from flowgrpo.training.scoring import Functions, Scoring
 from flowgrpo.training.shares import moved, shares, slices, whole_groups
@@ -83,6 +84,8 @@ class Trainer:
         self.first_ratio = FirstRatio(self.rollouts, self.method.loss.surrogate, policy.exact,
                                       math.inf if policy.modality == "text" else ROUNDED)
         self.critic = make_critic(self.method, policy, self.geometry, self.processes)
+        self.recorded = None if self.method.replay is None else RecordedGroups(
+            self.method.replay, self.rollouts, self.processes, config.seed)
         self.epoch = self.update = self.skipped = self.sampled = 0
         self.unmeasured = False  # the last epoch is trained, and its evaluation is due
         self.seconds = self.reward_wait_seconds = self.begun = 0.0
@@ -101,7 +104,7 @@ class Trainer:
         self.scoring.require_scores(metrics, epoch_batch.prompts[0].text, self.epoch, self.say)
         self.hints.epoch(metrics, self.scoring.spreads, self.epoch, self.say)
         credited = self.credit(parts, scores, [prompt.key for prompt in prompts])
-        return metrics | epoch_batch.metrics() | self.learn(credited, conditioning)
+        return metrics | epoch_batch.metrics() | self.learn(credited, conditioning, epoch_batch.own())
 
     def draw(self) -> tuple[EpochBatch, list[Part], Encoded]:
         """Sample the epoch's prompts, and the replacements that the method asks for.
@@ -119,19 +122,12 @@ class Trainer:
             scores = whole_groups(self.processes.gather(scores), train.group)
             self.sampled += 0 if self.config.preferences else scores[..., 0].numel()
             epoch_batch.add(batch, scores, self.scoring.weighted(scores[..., :len(self.scoring.functions)]),
-                            self.diversity(len(batch)))
+                            self.scoring.diversities(self.method.curriculum, len(batch)))
             batch = epoch_batch.replace(self.method.redraw(epoch_batch)) if self.method.redraw else []
         self.method.curriculum.learn(self.memory, epoch_batch)
         if epoch_batch.turn > 1:
             conditioning = self.rollouts.conditioning(epoch_batch.own(), self.epoch)
         return epoch_batch, parts, conditioning
-
-    def diversity(self, groups: int) -> list[float]:
-        """Return the diversity of every group of the last turn, if the curriculum reads it and all have one."""
-        if not getattr(self.method.curriculum, "reads_diversity", False):
-            return []
-        values = self.processes.gather(torch.tensor(self.scoring.last_diversity))
-        return values.view(groups, -1).mean(1).tolist() if len(values) and len(values) % groups == 0 else []
 
     def prompt_weights(self) -> list[float] | None:
         """Return the method's sampling weight of each prompt, from its memory; None if it has none."""
@@ -187,10 +183,12 @@ class Trainer:
                        self.config.train.epochs, self.memory, self.scoring.paired * strides, deducted.float(),
                        list(self.scoring.weights.values()) * strides)
 
-    def learn(self, credited: list[Part | None], conditioning: Encoded) -> dict[str, Any]:
+    def learn(self, credited: list[Part | None], conditioning: Encoded, prompts: Sequence[Prompt] = ()
+              ) -> dict[str, Any]:
         """Replay the recorded decisions and minimise the method's loss: `updates` optimiser steps per inner epoch.
 
         Every process adds the gradient of its own parts; one that has none in a step still takes part in it.
+        prompts: of this process's groups.
         """
         stats = UpdateStats()
         parts = [part for part in credited if part is not None]
@@ -199,6 +197,8 @@ class Trainer:
         if self.critic is not None:
             parts = self.critic(parts, conditioning)
         weights = self.rollouts.step_weights(parts, self.epoch)
+        if self.recorded is not None:
+            parts, conditioning = self.recorded(parts, conditioning, prompts, self.epoch, weights)
         self.kl_reference.begin(self.epoch, self.config.train.epochs)
         with self.clock("update"):
             replay = partial(self.rollouts.replay, conditioning=conditioning)
@@ -215,6 +215,8 @@ class Trainer:
         if self.critic is not None:
             with self.clock("update"):
                 metrics |= self.critic.fit()
+        if self.recorded is not None:
+            metrics |= self.recorded.keep(self.epoch)
         return metrics | {"skipped_updates": self.skipped} | self.kl_reference.end(self.epoch, metrics.get("kl"))
 
     def gradient(self, share: list[Part], conditioning: Encoded, weights: dict[int, float], count: int
@@ -260,7 +262,7 @@ class Trainer:
             transitions, advantage = part.transitions[k], queued(part.advantage(k, rows), device)
             old = transitions.old.rows(rows).to(device)
             log_ratio, loss_input = method.loss.log_ratio(new, old), loss_inputs(batch, k, rows, new, old)
-            loss = method.loss.surrogate(log_ratio, advantage, loss_input) * weights[transitions.step]
+            loss = method.loss.surrogate(log_ratio, advantage, loss_input) * (part.weights or weights)[transitions.step]
             if transitions.correction is not None:
                 loss = loss * queued(transitions.correction[rows], device)
             penalty = kl(new, reference[batch].to(device)) if kl.weight else None

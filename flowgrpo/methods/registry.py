@@ -20,7 +20,7 @@ from flowgrpo.advantages import (
 from flowgrpo.advantages.group import AdvantageRule
 from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.advantages.token_credit import TokenCredit
-from flowgrpo.curriculum import categories, history, order, prediction, resampling
+from flowgrpo.curriculum import categories, history, order, prediction, replay, resampling
 from flowgrpo.methods import adapted, targets
 from flowgrpo.methods.groups import Credit, Denoising, Loss, TextGeneration
 from flowgrpo.objectives import (
@@ -82,6 +82,7 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "spread": (token_credit,),
     "curriculum": (order, categories, history, prediction),
     "redraw": (resampling,),
+    "replay": (replay,),
     "value": (gae,)}
 # What parts return or hold, and what no recipe names.
 _RECORDS = {plans.Schedule, lookahead.Branch, reward_gradient.ResumableStates, reward_gradient.RewardGradientRollout,

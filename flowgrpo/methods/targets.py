@@ -72,7 +72,7 @@ class JointDensity(Target):
 
     trains: ClassVar[str] = "a joint density"
     trains_steps: ClassVar[bool] = True
-    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "strides", "step_weight"}
+    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "strides", "step_weight", "replay"}
 
     def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
                  explorations: Sequence[RolloutSpec], group: int) -> None:
@@ -93,7 +93,7 @@ class NoisedFinals(Target):
     times: Times = noised_finals.GridTimes()
 
     trains: ClassVar[str] = "noised finals"
-    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "strides"}
+    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "strides", "replay"}
     packs: ClassVar[bool] = True
 
 
@@ -118,7 +118,7 @@ class RewardGradient(Target):
     trains_steps: ClassVar[bool] = True
     follows_reward: ClassVar[bool] = True
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "tail", "strides", "step_weight", "kl", "reference",
-                                                   "redraw"}
+                                                   "redraw", "replay"}
     takes: ClassVar[dict[str, type]] = {"surrogate": objectives.RewardAscent, "log_ratio": objectives.PlainRatio}
 
     def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
@@ -138,7 +138,8 @@ class LatentEdits(Target):
     edit: latent_edits.Edit = latent_edits.Edit()
 
     trains: ClassVar[str] = "latent edits"
-    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"strides", "preview", "lag", "adapted", "step_weight"}
+    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"strides", "preview", "lag", "adapted", "step_weight",
+                                                   "replay"}
     takes: ClassVar[dict[str, type]] = {"surrogate": ActorCritic}
 
     def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
@@ -200,7 +201,7 @@ class RelaxedTraces(Target):
     follows_reward: ClassVar[bool] = True
     of: ClassVar[type] = TextGeneration
     unread: ClassVar[frozenset[str]] = frozenset({"step_weight", "reduction", "kl", "reference", "draws", "spread",
-                                                  "redraw", "value"})
+                                                  "redraw", "replay", "value"})
     takes: ClassVar[dict[str, type]] = {"surrogate": objectives.RewardAscent, "log_ratio": objectives.PlainRatio,
                                         "decoding": Unmasking}
 

@@ -132,6 +132,7 @@ class Part:
     advantages: [m] per trained step, or [m,N], of every decision, once they are known.
     deducted: [b], subtracted from every reward of a leaf before rewards are compared (None: nothing).
     seeds: int64 [b], of the initial noise of each leaf (None: no initial noise).
+    weights: of its steps in the loss, of a part of an earlier epoch (None: those of the present one).
     """
 
     groups: range
@@ -142,6 +143,7 @@ class Part:
     advantages: tuple[torch.Tensor, ...] = ()
     deducted: torch.Tensor | None = None
     seeds: torch.Tensor | None = None
+    weights: dict[int, float] | None = None
 
     def leaves(self) -> torch.Tensor:
         """Return of each leaf: its log-probability under the policy that drew it, the mean over its recorded steps;

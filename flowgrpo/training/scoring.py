@@ -63,10 +63,13 @@ class Scoring:
         self._tally.failed.update(tally.failed)
         self._tally.said.update(tally.said)
 
-    @property
-    def last_diversity(self) -> list[float]:
-        """Diversity of every group, or slice, of the last turn on this process, in the order of sampling."""
-        return self._apart[max(self._apart)] if self._apart else []
+    def diversities(self, curriculum: Any, groups: int) -> list[float]:
+        """Return the diversity of every group of the last turn of all processes; none if the curriculum reads none, or
+        groups have none."""
+        if not getattr(curriculum, "reads_diversity", False):
+            return []
+        values = self.processes.gather(torch.tensor(self._apart[max(self._apart)] if self._apart else []))
+        return values.view(groups, -1).mean(1).tolist() if len(values) and len(values) % groups == 0 else []
 
     def latents(self, finals: Sequence[torch.Tensor], count: int) -> list[torch.Tensor | None]:
         """Return the clean latents of `count` granularities on the CPU, in fp32; None where no reward scores them."""

@@ -24,6 +24,7 @@ from flowgrpo.training.best import BestWeights
 from flowgrpo.training.critic import Critic
 from flowgrpo.training.first_ratio import FirstRatio
 from flowgrpo.training.kl_reference import KLReference
+from flowgrpo.training.recorded_groups import RecordedGroups
 from flowgrpo.training.replay_buffer import Recalling
 from flowgrpo.training.scoring import Scoring
 
@@ -55,6 +56,7 @@ class Run(Protocol):
     kl_reference: KLReference
     first_ratio: FirstRatio
     critic: Critic | Recalling | None
+    recorded: RecordedGroups | None
     memory: dict[str, Any]
     marked: dict[str, Any]
     epoch: int
@@ -75,7 +77,8 @@ def stateful(trainer: Run) -> dict[str, checkpoint.Stateful]:
     """Return the parts of a run that keep a state of their own, by their names in a checkpoint."""
     parts: dict[str, checkpoint.Stateful] = {
         "old": trainer.rollouts.old_policy, "best": trainer.best, "reference": trainer.kl_reference}
-    return parts if trainer.critic is None else parts | {"critic": trainer.critic}
+    parts |= {} if trainer.critic is None else {"critic": trainer.critic}
+    return parts if trainer.recorded is None else parts | {"replay": trainer.recorded}
 
 
 def contents(trainer: Run) -> tuple[checkpoint.Tensors, dict[str, Any]]:

@@ -50,7 +50,7 @@ SAME = {"Influence", "ODE", "Teacher", "OppositePairs"}
 # What is first seen in a second epoch.
 LATER = {"EMA", "PreviousPolicy", "WeightAverage", "Linear", "Adaptive", "Lag", "ThompsonSampling", "Knapsack",
          "Pooled", "ValueTracker", "CategoryBandit", "VarianceSampling", "InformationGain", "Retention",
-         "OppositePairs", "PredictedDifficulty"}
+         "OppositePairs", "PredictedDifficulty", "GroupReplay"}
 
 
 def laid(name: str, part: dict[str, Any]) -> dict[str, Any]:
