@@ -44,6 +44,7 @@ from flowgrpo.training import (
     best,
     hints,
     inputs,
+    phases,
     recorded_groups,
     run_folder,
     state,
@@ -207,6 +208,7 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
     measured = pairwise.measured(trained, further)
     split = recorded_pairs.in_place(config, _split(config, prompts))
     build.require_inputs(config, [*split[0], *split[1]], pipe)
+    phases.require(config, build.process(kind), processes, split[0])
     if require := getattr(method.curriculum, "require", None):
         require(split[0])
     for routed, side in zip((trained, further), split):

@@ -41,6 +41,7 @@ from flowgrpo.training.kl_reference import KLReference
 from flowgrpo.training.metrics import Log, UpdateStats, shown
 from flowgrpo.training.optimizer import clip_gradients, make_optimizer, make_scaler, rate, update_average
 from flowgrpo.training.out_of_memory import fitted
+from flowgrpo.training.phases import Phases
 from flowgrpo.training.recorded_groups import RecordedGroups
 from flowgrpo.training.scorer import Scorer
 from flowgrpo.training.scoring import Functions, Scoring
@@ -68,7 +69,7 @@ class Trainer:
         self.geometry = geometry(config.train, self.processes.count)
         self.scoring = Scoring(train_rewards, config.rewards, self.geometry.group, self.processes)
         self.clock, self.stop = PhaseTimer(policy.device.type == "cuda"), Stop(self.processes.members > 1)
-        self.hints = RewardHints(self.method.credit.advantage)
+        self.hints, self.phases = RewardHints(self.method.credit.advantage), Phases(config)
         self.throughput = Throughput(config, policy, self.processes)
         self.say: Callable[[str], None] = print
         self.rollouts = make_rollouts(config, policy, self.method, self.geometry, self.processes, self.clock,
@@ -98,13 +99,14 @@ class Trainer:
 
         Every process samples its share of the epoch's prompts; comparisons are over all of them.
         """
-        epoch_batch, parts, conditioning = self.draw()
-        prompts, scores = epoch_batch.compared()
-        metrics = self.scoring.metrics(epoch_batch.first, self.say)
-        self.scoring.require_scores(metrics, epoch_batch.prompts[0].text, self.epoch, self.say)
-        self.hints.epoch(metrics, self.scoring.spreads, self.epoch, self.say)
-        credited = self.credit(parts, scores, [prompt.key for prompt in prompts])
-        return metrics | epoch_batch.metrics() | self.learn(credited, conditioning, epoch_batch.own())
+        with self.phases.epoch(self):
+            epoch_batch, parts, conditioning = self.draw()
+            prompts, scores = epoch_batch.compared()
+            metrics = self.scoring.metrics(epoch_batch.first, self.say)
+            self.scoring.require_scores(metrics, epoch_batch.prompts[0].text, self.epoch, self.say)
+            self.hints.epoch(metrics, self.scoring.spreads, self.epoch, self.say)
+            credited = self.credit(parts, scores, [prompt.key for prompt in prompts])
+            return metrics | epoch_batch.metrics() | self.learn(credited, conditioning, epoch_batch.own())
 
     def draw(self) -> tuple[EpochBatch, list[Part], Encoded]:
         """Sample the epoch's prompts, and the replacements that the method asks for.

@@ -141,6 +141,7 @@ def require(config: Config, method: Method, slices: int) -> None:
         return
     wrong = {"picture.sizes, which changes with the epoch": bool(config.picture.sizes),
              "groups that are split over processes": slices > 1,
+             "phases, which change what is drawn": bool(config.phases),
              "parts.tuning, whose goals are of one epoch": method.tuning.weight > 0,
              "parts.replay.recompose, which reads lengths of texts": method.replay.recompose and not method.for_tokens}
     if not method.for_tokens:
