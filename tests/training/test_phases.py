@@ -7,13 +7,17 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 
+from flowgrpo.check.tiny import videos
 from flowgrpo.curriculum.carried import Carried
 from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.curriculum.order import EpochPermutation
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
+from flowgrpo.policies import build
+from flowgrpo.train import Trainer
 from flowgrpo.training import phases, state
 from tests.helpers import tiny, tiny_text
 
@@ -128,3 +132,24 @@ def test_impossible_phases(listed, told):
     with pytest.raises(UserError) as error:
         phases.require(settings, "tokens", 1, PROMPTS)
     assert told in str(error.value)
+
+
+def test_a_phase_of_videos_has_other_frames():
+    pipe, call = videos.FACTORIES["WanPipeline"](0)
+    settings = tiny.config(picture__call=call, parts={"plan": {"size": 2}}, train__epochs=3, train__group=2,
+                           phases=[{"at": 1, "set": {"picture.frames": 1}}])
+    policy = build.make_policy(settings, torch.device("cpu"), pipe)
+    made = Trainer(settings, Accelerator(cpu=True), policy,
+                   {"red": lambda videos, prompts: videos[:, 0, 0].mean((1, 2))}, (PROMPTS, []))
+    frames = []
+    draw = made.draw
+
+    def spied():
+        drawn = draw()
+        frames.append(drawn[1][0].finals[0].shape[2])
+        return drawn
+
+    made.draw = spied
+    for made.epoch in range(2):
+        made.run_epoch()
+    assert frames[1] == 1 < frames[0] and made.policy.call == call
