@@ -28,7 +28,8 @@ def record(memory: dict[str, Any], drawn: EpochBatch) -> None:
 
     Raises UserError for rewards outside 0 to 1.
     """
-    known, kinds, sampled = memory.setdefault(RATES, {}), memory.setdefault(DIVERSITY, {}), {}
+    known, kinds = memory.setdefault(RATES, {}), memory.setdefault(DIVERSITY, {})
+    sampled: dict[str, list[float]] = {}
     keys = {prompt.key for prompt in drawn.pool}
     for place, (prompt, totals) in enumerate(zip(drawn.prompts, drawn.totals)):
         if prompt.key in keys and len(rewards := totals[~totals.isnan()].double()):

@@ -28,7 +28,7 @@ def features(text: str) -> np.ndarray:
     words, counts = _WORDS.findall(text.lower()), np.zeros(WIDTH)
     for gram in [*words, *(" ".join(pair) for pair in zip(words, words[1:]))]:
         counts[zlib.crc32(gram.encode()) % WIDTH] += 1
-    return counts / max(np.linalg.norm(counts), 1e-12)
+    return counts / max(float(np.linalg.norm(counts)), 1e-12)
 
 
 def predicted(texts: Sequence[str], references: Sequence[str], rates: Sequence[float], temperature: float
