@@ -189,7 +189,8 @@ PLACES = {"target": "what the loss scores",
           "draws": "how the texts of a group are drawn",
           "spread": "how the advantage of a text is spread over its tokens",
           "curriculum": "which prompts an epoch begins with",
-          "redraw": "which groups are replaced by other prompts",
+          "redraw": "which groups are replaced by other prompts, or added",
+          "replay": "which recorded groups are trained again",
           "value": "a language model's value model, whose advantages are per token, or how the critic of edits learns",
           "edit": "how a small policy edits the final latents of a model that stays as it is"}
 PAPER = re.compile(r"\b\d{4}\.\d{5}\b")

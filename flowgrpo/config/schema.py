@@ -54,7 +54,7 @@ class Config(Section):
         "tensorboard", description="beside `metrics.jsonl`: metrics, configuration and samples")
     trust_remote_code: bool = Field(False, description="run code that comes with a model from a hub")
     phases: list[Phase] = Field([], description="stages of the run, such as {at: 0.5, when: {task: count}, set: "
-                                                "{train.group: 16}}; see docs/features.md")
+                                                "{train.group: 16}}; see docs/curricula.md")
     load: Load = Load()
     picture: Picture = Picture()
     text: Text = Text()

@@ -43,7 +43,7 @@ def predicted(texts: Sequence[str], references: Sequence[str], rates: Sequence[f
 @dataclass(frozen=True)
 class PredictedDifficulty:
     """Prompts whose predicted success rate is nearest to `target`, among `candidates` times as many
-    (difficulty-targeted selection, 2506.05316).
+    (DOTS, 2506.05316).
 
     The rates of the `references` prompts that were sampled last predict those of all others: means that are weighted
     by the similarity of the prompts' words and pairs of words, where the paper trains an attention over embeddings. A

@@ -12,8 +12,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GroupReplay:
-    """Buffer of the last `size` groups with advantages that are not all 0 (selective sample replay of VL-Rethinker,
-    2504.08837; ExGRPO, 2510.02245).
+    """Buffer of the last `size` groups with advantages that are not all 0 (VL-Rethinker, 2504.08837;
+    ExGRPO, 2510.02245).
 
     A group whose advantages are all 0 is replaced by a recorded one, drawn in proportion to |A|^alpha, its mean
     absolute advantage, while the buffer has any. A recorded group keeps its advantages and the log-probabilities of the
@@ -22,7 +22,7 @@ class GroupReplay:
 
     certain: the odds have the further factor exp(certain * mean log-probability of a decision), which prefers groups of
         low entropy, as ExGRPO does.
-    more: recorded groups that are trained besides, as a share of the epoch's own (replay of 2506.05316).
+    more: recorded groups that are trained besides, as a share of the epoch's own (DOTS, 2506.05316).
     recompose: an epoch trains the shorter half of a group's right samples and the longer half of its wrong ones; the
         others wait in the buffer for the compensation batches of `more` (RoRecomp). Texts alone have lengths.
 
