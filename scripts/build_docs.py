@@ -197,7 +197,7 @@ PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
 
 
 NULLS = ("By their key in `parts`; a field without a value has to be given. `null` takes an optional part away: "
-         "preview, shaping, selection, spread, value, redraw, and the schedule of a KL or of a temperature.")
+         "preview, shaping, selection, spread, value, redraw, replay, and the schedule of a KL or of a temperature.")
 
 
 def methods_index() -> str:
