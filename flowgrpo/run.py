@@ -40,7 +40,19 @@ from flowgrpo.rewards import pairwise
 from flowgrpo.rewards.find import place
 from flowgrpo.storage import atomic, lock, paths
 from flowgrpo.train import Trainer
-from flowgrpo.training import announcement, batch_size, best, hints, inputs, run_folder, state, tracker, trial
+from flowgrpo.training import (
+    announcement,
+    batch_size,
+    best,
+    hints,
+    inputs,
+    phases,
+    recorded_groups,
+    run_folder,
+    state,
+    tracker,
+    trial,
+)
 from flowgrpo.user_code import reading
 
 if TYPE_CHECKING:
@@ -197,11 +209,15 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
     _require_alone(method, trained)
     together = [name for name, reward in trained.items() if pairwise.sees_groups(reward)]
     split_groups.require(config, method, shape, processes, together)
+    recorded_groups.require(config, method, shape.slices)
     if method.target.follows_reward:
         rewards.require_gradient(trained)
     measured = pairwise.measured(trained, further)
     split = recorded_pairs.in_place(config, _split(config, prompts))
     build.require_inputs(config, [*split[0], *split[1]], pipe)
+    phases.require(config, build.process(kind), processes, split[0])
+    if require := getattr(method.curriculum, "require", None):
+        require(split[0])
     for routed, side in zip((trained, further), split):
         rewards.require_routes(routed, [prompt.metadata for prompt in side])
     last = run_folder.last_whole(config, accelerator) if resume else None

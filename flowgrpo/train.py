@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.base import Encoded
 from flowgrpo.rollouts.build import make_rollouts
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.training import state
+from flowgrpo.training import extras, state
 from flowgrpo.training.best import BestWeights
 from flowgrpo.training.contexts import context_of
 from flowgrpo.training.credit import credit
@@ -42,10 +42,12 @@ from flowgrpo.training.first_ratio import ROUNDED, FirstRatio
 from flowgrpo.training.hindsight import make_hindsight
 from flowgrpo.training.hints import RewardHints
 from flowgrpo.training.kl_reference import KLReference
-from flowgrpo.training.measures import drifted, measured
+from flowgrpo.training.measures import examined
 from flowgrpo.training.metrics import Log, UpdateStats, shown
 from flowgrpo.training.optimizer import clip_gradients, make_optimizer, make_scaler, rate, update_average
 from flowgrpo.training.out_of_memory import fitted
+from flowgrpo.training.phases import Phases
+from flowgrpo.training.recorded_groups import make_recorded
 from flowgrpo.training.rehearsal import make_rehearsing
 from flowgrpo.training.saving import Saving
 from flowgrpo.training.scorer import Scorer
@@ -75,7 +77,7 @@ class Trainer:
         self.scoring = Scoring(train_rewards, config.rewards, self.geometry.group, self.processes)
         rewards.bind(train_rewards, policy)
         self.clock, self.stop = PhaseTimer(policy.device.type == "cuda"), Stop(self.processes.members > 1)
-        self.hints = RewardHints(self.method.credit.advantage)
+        self.hints, self.phases = RewardHints(self.method.credit.advantage), Phases(config)
         self.throughput = Throughput(config, policy, self.processes)
         self.say: Callable[[str], None] = print
         self.rollouts = make_rollouts(config, policy, self.method, self.geometry, self.processes, self.clock,
@@ -93,6 +95,7 @@ class Trainer:
                                       math.inf if policy.modality == "text" else ROUNDED)
         self.critic = make_critic(self.method, policy, self.geometry, self.processes)
         self.data = DataTerm(self)
+        self.recorded = make_recorded(self)
         self.epoch = self.update = self.skipped = self.sampled = 0
         self.unmeasured = False  # the last epoch is trained, and its evaluation is due
         self.seconds = self.reward_wait_seconds = self.begun = 0.0
@@ -106,31 +109,28 @@ class Trainer:
 
         Every process samples its share of the epoch's prompts; comparisons are over all of them.
         """
-        epoch_batch, parts, conditioning = self.draw()
-        prompts, scores = epoch_batch.compared()
-        metrics = self.scoring.metrics(epoch_batch.first, self.say)
-        self.scoring.require_scores(metrics, epoch_batch.prompts[0].text, self.epoch, self.say)
-        metrics |= self.scoring.limits.learn(metrics)
-        self.hints.epoch(metrics, self.scoring.spreads, self.epoch, self.say)
-        if self.method.needs:
-            replay = partial(self.rollouts.replay, conditioning=conditioning)
-            measure = partial(measured, self.method, parts, replay, self.kl_reference, self.processes)
-            parts = self.fitted(measure, "update")
-        self.kl_reference.judge(parts, partial(self.rollouts.replay, conditioning=conditioning), self.processes)
-        self.data.collect(epoch_batch, lambda: self.scoring.weighted(scores[..., :len(self.scoring.functions)]), parts)
-        credited = self.credit(parts, scores, [prompt.key for prompt in prompts])
-        return metrics | epoch_batch.metrics() | self.learn(credited, conditioning)
+        with self.phases.epoch(self):
+            epoch_batch, parts, conditioning = self.draw()
+            prompts, scores = epoch_batch.compared()
+            metrics = self.scoring.metrics(epoch_batch.first, self.say)
+            self.scoring.require_scores(metrics, epoch_batch.prompts[0].text, self.epoch, self.say)
+            metrics |= self.scoring.limits.learn(metrics)
+            self.hints.epoch(metrics, self.scoring.spreads, self.epoch, self.say)
+            parts = self.fitted(partial(examined, self, parts, conditioning), "update")
+            self.data.collect(epoch_batch, scores, parts)
+            credited = self.credit(parts, scores, [prompt.key for prompt in prompts])
+            return metrics | epoch_batch.metrics() | self.learn(credited, conditioning, epoch_batch.own())
 
     def draw(self) -> tuple[EpochBatch, list[Part], Encoded]:
         """Sample the epoch's prompts, and the replacements that the method asks for.
         Returns (all groups, the parts of this process, the conditioning of its prompts).
         """
         train, seed, parts = self.config.train, self.config.seed, []
-        self.scoring.progress = self.epoch / max(1, train.epochs - 1)
-        rewards.begin(self.scoring.functions, self.memory, self.epoch, self.processes.count)
+        self.scoring.enter(self.epoch, train.epochs, self.memory)
         epoch_batch = EpochBatch(self.prompts, self.epoch, train.epochs, seed, self.processes, self.memory)
-        batch = self.method.curriculum(self.prompts, train.prompts, self.epoch, seed, self.prompt_weights(),
-                                       self.memory, train.group)
+        weights = self.method.credit.advantage.prompt_weights(self.memory, self.keys)
+        batch = self.method.curriculum(self.prompts, train.prompts, self.epoch, seed,
+                                       None if weights is None else weights.tolist(), self.memory, train.group)
         while batch:
             earlier_groups = len(epoch_batch.own())
             local, turn = self.processes.own(self.geometry.sliced(batch)), epoch_batch.turn
@@ -138,18 +138,14 @@ class Trainer:
             parts += [moved(part, earlier_groups) if earlier_groups else part for part in new_parts]
             scores = whole_groups(self.processes.gather(scores), train.group)
             self.sampled += 0 if self.config.preferences else scores[..., 0].numel()
-            epoch_batch.add(batch, scores, self.scoring.weighted(scores[..., :len(self.scoring.functions)]))
+            epoch_batch.add(batch, scores, self.scoring.weighted(scores[..., :len(self.scoring.functions)]),
+                            self.scoring.diversities(self.method.curriculum, len(batch)))
             batch = epoch_batch.replace(self.method.redraw(epoch_batch)) if self.method.redraw else []
         self.method.curriculum.learn(self.memory, epoch_batch)
         rewards.end(self.scoring.functions)
         if epoch_batch.turn > 1:
             conditioning = self.rollouts.conditioning(epoch_batch.own(), self.epoch)
         return epoch_batch, parts, conditioning
-
-    def prompt_weights(self) -> list[float] | None:
-        """Return the method's sampling weight of each prompt, from its memory; None if it has none."""
-        weights = self.method.credit.advantage.prompt_weights(self.memory, self.keys)
-        return None if weights is None else weights.tolist()
 
     def sample(self, batch: list[Prompt], turn: int = 0) -> tuple[list[Part], Encoded, torch.Tensor]:
         """Sample and score groups of these prompts; a thread scores one part while the next one is sampled.
@@ -189,7 +185,8 @@ class Trainer:
         return list(credit(self.method, parts, self.scoring.shaped(scores), weights, context_of(self, parts, keys),
                            lambda values: self.processes.own(slices(values, self.geometry.slices))))
 
-    def learn(self, credited: list[Part | None], conditioning: Encoded) -> dict[str, Any]:
+    def learn(self, credited: list[Part | None], conditioning: Encoded, prompts: Sequence[Prompt] = ()
+              ) -> dict[str, Any]:
         """Replay the recorded decisions and minimise the method's loss: `updates` optimiser steps per inner epoch.
 
         Every process adds the gradient of its own parts; one that has none in a step still takes part in it.
@@ -200,9 +197,8 @@ class Trainer:
             parts = self.fitted(partial(self.first_ratio, parts, conditioning, self.say), "update")
         if self.critic is not None:
             parts = self.critic(parts, conditioning)
-        if self.rehearsing is not None:
-            self.fitted(partial(self.rehearsing.draw, self.prompts, self.scoring))
         weights = self.rollouts.step_weights(parts, self.epoch)
+        parts, conditioning = extras.prepare(self, parts, conditioning, prompts, weights)
         self.kl_reference.begin(self.epoch, self.config.train.epochs)
         with self.clock("update"):
             replay = partial(self.rollouts.replay, conditioning=conditioning)
@@ -217,13 +213,7 @@ class Trainer:
                     with self.processes.together():
                         self.step_optimizer(stats)
         self.scoring.leave()  # a reward whose gradient was followed
-        if "drift" in self.method.needs:
-            self.fitted(partial(drifted, self.method, self.memory, parts, replay, self.processes), "update")
-        metrics = stats.summary(self.processes) | self.rollouts.metrics() | self.data.metrics()
-        metrics |= self.rehearsing.metrics() if self.rehearsing else {}
-        if self.critic is not None:
-            with self.clock("update"):
-                metrics |= self.critic.fit()
+        metrics = stats.summary(self.processes) | self.rollouts.metrics() | extras.finish(self, parts, conditioning)
         return metrics | {"skipped_updates": self.skipped} | self.kl_reference.end(self.epoch, metrics.get("kl"))
 
     def gradient(self, share: list[Part], conditioning: Encoded, weights: dict[int, float], count: int
@@ -271,7 +261,7 @@ class Trainer:
             transitions, advantage = part.transitions[k], queued(part.advantage(k, rows), device)
             old = transitions.old.rows(rows).to(device)
             log_ratio, loss_input = method.loss.log_ratio(new, old), loss_inputs(batch, k, rows, new, old)
-            loss = method.loss.surrogate(log_ratio, advantage, loss_input) * weights[transitions.step]
+            loss = method.loss.surrogate(log_ratio, advantage, loss_input) * (part.weights or weights)[transitions.step]
             if transitions.correction is not None:
                 loss = loss * queued(transitions.correction[rows], device)
             penalty = self.kl_reference.penalty(new, reference[batch], part.rewards[k][rows]) if kl.weight else None

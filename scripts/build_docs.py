@@ -197,7 +197,8 @@ PLACES = {"target": "what the loss scores",
           "draws": "how the texts of a group are drawn",
           "spread": "how the advantage of a sample is spread over its tokens or steps",
           "curriculum": "which prompts an epoch begins with",
-          "redraw": "which groups are replaced by other prompts",
+          "redraw": "which groups are replaced by other prompts, or added",
+          "replay": "which recorded groups are trained again",
           "pruning": "which of many begun samples are finished, by their clean predictions",
           "progress": "credit of every step, by the reward of the clean prediction before it",
           "value": "a language model's value model, whose advantages are per token, or how the critic of edits learns",
@@ -206,7 +207,8 @@ PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
 
 
 NULLS = ("By their key in `parts`; a field without a value has to be given. `null` takes an optional part away: "
-         "preview, shaping, selection, spread, value, data, redraw, and the schedule of a KL or of a temperature.")
+         "preview, shaping, selection, spread, value, data, redraw, replay, and the schedule of a KL or of a "
+         "temperature.")
 
 
 def methods_index() -> str:

@@ -73,20 +73,25 @@ def write_prompts(
     seed: Annotated[int, typer.Option(min=0)] = 0,
     about: Annotated[str | None, typer.Option(help="A subject, in place of templates: a language model writes prompts "
                                               "about it.")] = None,
-    url: Annotated[str, typer.Option(help="With --about: an OpenAI-compatible endpoint.")] = "http://127.0.0.1:8000/v1",
-    model: Annotated[str | None, typer.Option(help="With --about: the model, where several are served.")] = None,
-    key_env: Annotated[str | None, typer.Option(help="With --about: the environment variable with the key.")] = None,
+    like: Annotated[Path | None, typer.Option(metavar="FILE", help="A prompt file, in place of templates: a language "
+                                              "model writes variants of its prompts, with their metadata.")] = None,
+    url: Annotated[str, typer.Option(help="With --about and --like: an OpenAI-compatible endpoint.")]
+    = "http://127.0.0.1:8000/v1",
+    model: Annotated[str | None, typer.Option(help="Likewise: the model, where several are served.")] = None,
+    key_env: Annotated[str | None, typer.Option(help="Likewise: the environment variable with the key.")] = None,
 ) -> None:
     """Write a prompt file from templates with slots, or by a language model."""
     from flowgrpo.data.prompt_writer import load_templates
     from flowgrpo.data.prompts import as_line
 
-    if (templates is None) == (about is None):
-        raise UserError("write-prompts: expected a file of templates, or --about SUBJECT")
+    if sum(given is not None for given in (templates, about, like)) != 1:
+        raise UserError("write-prompts: expected a file of templates, --about SUBJECT or --like FILE")
     if output.exists() or output.suffix != ".jsonl":
         raise UserError(f"--output: got {output}, expected a .jsonl file that does not exist yet")
     if templates is not None:
         lines = [as_line(prompt) for prompt in load_templates(templates).write(count, seed)]
+    elif like is not None:
+        lines = [as_line(prompt) for prompt in _variants(like, count, url, model, key_env)]
     else:
         lines = [{"prompt": text} for text in _asked(str(about), count, url, model, key_env)]
     atomic.write_text(output, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
@@ -113,9 +118,20 @@ def proxy_prompts(
         raise UserError(f"--output: got {output}, expected a .jsonl file that does not exist yet")
     prompts = load_prompts(file)
     made = caption_errors(prompts, seed) if kind == "caption_error" else critiques(prompts, share, seed)
-    output.write_text("".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in made),
-                      encoding="utf-8")
+    atomic.write_text(output, "".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in made))
     typer.echo(f"{output}: {len(made)} prompts")
+
+
+def _variants(file: Path, count: int, url: str, model: str | None, key_env: str | None) -> list[Any]:
+    """Return variants of a file's prompts by a language model, as many of each as make `count`."""
+    from flowgrpo.data.prompt_writer import variants
+    from flowgrpo.data.prompts import load_prompts
+    from flowgrpo.rewards.judges.judge_client import Endpoint
+
+    known = load_prompts(file)
+    endpoint = Endpoint(url=url, model=model, key_env=key_env, temperature=1.0, max_tokens=4096)
+    each = -(-count // len(known))
+    return variants(known, each, lambda messages: endpoint.ask(lambda _: messages, 1)[0].text)[:count]
 
 
 def _asked(about: str, count: int, url: str, model: str | None, key_env: str | None) -> list[str]:

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from flowgrpo.config.base import Section
 from flowgrpo.config.reward_rules import RewardRule, WatchRule, Weighted
-from flowgrpo.config.sections import Adapter, Eval, Load, Memory, Picture, Text, Train
+from flowgrpo.config.sections import Adapter, Eval, Load, Memory, Phase, Picture, Text, Train
 from flowgrpo.config.yaml_text import Dumper
 from flowgrpo.starter import CALLS
 
@@ -53,6 +53,8 @@ class Config(Section):
     tracker: Literal["tensorboard", "wandb", "trackio", "none"] = Field(
         "tensorboard", description="beside `metrics.jsonl`: metrics, configuration and samples")
     trust_remote_code: bool = Field(False, description="run code that comes with a model from a hub")
+    phases: list[Phase] = Field([], description="stages of the run, such as {at: 0.5, when: {task: count}, set: "
+                                                "{train.group: 16}}; see docs/curricula.md")
     load: Load = Load()
     picture: Picture = Picture()
     text: Text = Text()

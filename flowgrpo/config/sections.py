@@ -155,6 +155,18 @@ class Train(Section):
         return 0.0 if self.checkpointing == "auto" else float(self.checkpointing)
 
 
+class Phase(Section):
+    """Stage of a run, which holds until the next one begins; what it does not name is the recipe's."""
+
+    at: float = Field(ge=0, description="epochs before it; below 1 a share of all epochs")
+    reach: float | None = Field(None, description="mean weighted reward of an epoch with which it begins earlier")
+    when: dict[str, Any] = Field({}, description="metadata of the prompts that are drawn: {task: counting}, or a list "
+                                                 "of values")
+    carry: Share = Field(0.0, description="share of the prompts that are drawn from earlier phases, rather hard ones")
+    weights: dict[str, float] = Field({}, description="of rewards, by name, in place of the recipe's")
+    set: dict[str, Any] = Field({}, description="keys with values, such as {train.steps: 20, text.max_tokens: 512}")
+
+
 class Memory(Section):
     """Placement and precision of weights and activations; docs/performance.md gives the cost of each option."""
 

@@ -22,6 +22,7 @@ class EpochBatch:
     totals: [P,G], the weighted sums of rewards.
     replaced: indices of replaced groups.
     turns: the group indices of every turn.
+    diversity: of every group, if the curriculum reads it.
 
     A method that samples a prompt several times has more groups than prompts, and one turn.
     """
@@ -32,6 +33,7 @@ class EpochBatch:
         self.pool, self.epoch, self.epochs, self.seed, self.processes = pool, epoch, epochs, seed, processes
         self.prompts: list[Prompt] = []
         self.turns: list[range] = []
+        self.diversity: list[float] | None = None
         self.replaced: set[int] = set()
         self._scores: list[Tensor] = []
         self._totals: list[Tensor] = []
@@ -54,15 +56,17 @@ class EpochBatch:
         """Indices of the groups that are not replaced."""
         return [place for place in range(len(self.prompts)) if place not in self.replaced]
 
-    def add(self, batch: Sequence[Prompt], scores: Tensor, totals: Tensor) -> None:
-        """Add a turn of all processes: its prompts, their scores [P,G,R] and totals [P,G]."""
+    def add(self, batch: Sequence[Prompt], scores: Tensor, totals: Tensor, diversity: Sequence[float] = ()) -> None:
+        """Add a turn of all processes: its prompts, their scores [P,G,R], totals [P,G] and diversity, if known."""
+        if diversity:
+            self.diversity = [*(self.diversity or []), *diversity]
         self.turns.append(range(len(self.prompts), len(self.prompts) + len(batch)))
         self.prompts += batch
         self._scores.append(scores)
         self._totals.append(totals)
 
     def replace(self, pairs: Sequence[tuple[int | None, Prompt]]) -> list[Prompt]:
-        """Return the prompts of the next turn, each of which replaces a group, or none.
+        """Return the prompts of the next turn, each of which replaces a group, or adds one if its place is None.
 
         Their number is divisible by the number of processes; it may be 0.
         """
@@ -87,8 +91,10 @@ class EpochBatch:
         return [self.prompts[place] for place in order.tolist()], scores[order]
 
     def metrics(self) -> dict[str, int]:
-        """Return the number of replaced groups, if any."""
-        return {"redrawn_groups": len(self.replaced)} if self.replaced else {}
+        """Return the numbers of replaced and of additional groups, if any."""
+        extra = len(self.prompts) - len(self.replaced) - len(self.turns[0])
+        return ({"redrawn_groups": len(self.replaced)} if self.replaced else {}) | (
+            {"extra_groups": extra} if extra else {})
 
     def _own(self) -> list[int]:
         return [place for turn in self.turns for place in self.processes.own(turn)]

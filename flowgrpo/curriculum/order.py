@@ -87,7 +87,7 @@ def learn(memory: dict[str, Any], drawn: EpochBatch, keep: float, prior: float) 
     known, keys = memory.setdefault(KEY, {}), {prompt.key for prompt in drawn.pool}
     for prompt, totals in zip(drawn.prompts, drawn.totals):
         if prompt.key in keys and len(rewards := totals[~totals.isnan()].double()):
-            _require_rate(prompt.key, rewards.min().item(), rewards.max().item())
+            require_rate(prompt.key, rewards.min().item(), rewards.max().item())
             a, b = known.get(prompt.key, (prior, prior))
             known[prompt.key] = list(updated(a, b, rewards.mean().item(), len(rewards), keep, prior))
 
@@ -104,7 +104,8 @@ def require(part: str, keep: float, prior: float) -> None:
         raise ValueError(f"{part}: keep is {keep} and prior {prior}, expected 0 to 1 and above 0")
 
 
-def _require_rate(prompt: str, least: float, most: float) -> None:
+def require_rate(prompt: str, least: float, most: float) -> None:
+    """Raise UserError for rewards of a prompt that are no success rates, within 0 to 1."""
     if least < -RELATIVE_NOISE or most > 1 + RELATIVE_NOISE:
         raise UserError(f"rewards from {least:g} to {most:g} (prompt: {prompt!r}), but a curriculum counts them as "
                         "success rates, within 0 to 1: scale the rewards' weights")

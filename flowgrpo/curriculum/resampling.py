@@ -1,9 +1,9 @@
 """Resampling of groups within an epoch, and their new prompts: `redraw(drawn) -> [(place, prompt), ...]`.
 
 The loop calls it after every turn, until it returns nothing. `drawn` (`epoch_batch.Drawn`) holds all turns so far, of
-all processes. A replaced group is neither compared with others nor trained; a
-prompt that replaces none adds a group. All are pure functions of `drawn`: a
-resumed run draws the same. The new prompt may be the old one with a hint, if no sample solved it.
+all processes. A replaced group is neither compared with others nor trained; a prompt that replaces none adds a group.
+All are pure functions of `drawn`: a resumed run draws the same. The new prompt may be the old one with a hint, if no
+sample solved it; or a hard prompt gets further groups.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -141,3 +141,50 @@ class Hints:
             return [str(hint) for hint in metadata.get("hints", ())]
         words = str(metadata.get("solution", "")).split()
         return [" ".join(words[:max(1, round(share * len(words)))]) for share in self.shares] if words else []
+
+
+@dataclass(frozen=True)
+class ExtraRollouts:
+    """More groups for hard prompts, after the first turn (DARS, 2508.13755).
+
+    The sum of |advantages| of n samples of a prompt of success rate p is 2 n sqrt(p (1 - p)), largest at p = 1/2. A
+    prompt below 1/2 gets as many further groups as bring its sum to that of 1/2, rounded, and at most `most`; one that
+    no sample solved gets `most`.
+    schedule: "equal"; "hardness" brings the sum to 2 (1 - p) times that of 1/2.
+
+    Rates are means of rewards within 0 to 1. The advantage `Pooled` compares all groups of a prompt as one. The paper
+    adds single samples; here the unit is a group, so `train.group` should be small.
+    """
+
+    most: int = 3
+    schedule: Literal["equal", "hardness"] = "equal"
+
+    def __post_init__(self) -> None:
+        if self.most < 1 or self.schedule not in ("equal", "hardness"):
+            raise ValueError(f"ExtraRollouts: most is {self.most} and schedule {self.schedule!r}, expected 1 or more, "
+                             "and equal or hardness")
+
+    def __call__(self, drawn: EpochBatch) -> list[tuple[int | None, Prompt]]:
+        if drawn.turn > 1:
+            return []
+        groups: dict[str, list[int]] = {}
+        for place, prompt in enumerate(drawn.prompts):
+            groups.setdefault(prompt.key, []).append(place)
+        pairs: list[tuple[int | None, Prompt]] = []
+        for places in groups.values():
+            rewards = drawn.totals[places].flatten()
+            rewards = rewards[~rewards.isnan()]
+            if len(rewards):
+                number = self.groups(rewards.mean().item(), len(rewards), drawn.totals.shape[1])
+                pairs += [(None, drawn.prompts[places[0]])] * number
+        return pairs
+
+    def groups(self, rate: float, samples: int, size: int) -> int:
+        """Return the further groups of `size` for a prompt with so many samples of this rate."""
+        if rate >= 0.5:
+            return 0
+        if rate <= 0:
+            return self.most
+        target = 1.0 if self.schedule == "equal" else 2 * (1 - rate)
+        missing = samples * (target / (2 * math.sqrt(rate * (1 - rate))) - 1)
+        return min(int(missing / size + 0.5), self.most)

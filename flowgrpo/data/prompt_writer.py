@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 import string
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +124,26 @@ def request(about: str, count: int, known: Sequence[str]) -> list[dict[str, Any]
     if known:
         text += " Do not repeat any of these:\n" + "\n".join(known)
     return [{"role": "user", "content": text}]
+
+
+def variant_request(prompt: str, count: int) -> list[dict[str, Any]]:
+    """Return the messages that ask a language model for variants of a prompt with the same answer (variational problem
+    synthesis, SvS)."""
+    text = (f"Rewrite the following {count} times. Keep every fact that its answer or a check of the result depends "
+            "on: numbers, names, colours, relations, and what is asked. Change wording, order and setting. One version "
+            f"per line, without numbers, quotes or comments.\n\n{prompt}")
+    return [{"role": "user", "content": text}]
+
+
+def variants(prompts: Sequence[Prompt], count: int, ask: Callable[[list[dict[str, Any]]], str]) -> list[Prompt]:
+    """Return up to `count` variants of every prompt, with its metadata: the reference answer or check stays.
+
+    ask: from messages to a language model's answer. A variant that repeats its prompt, or another one, is left out.
+    """
+    known, written = {prompt.text for prompt in prompts}, []
+    for prompt in prompts:
+        for text in of_answer(ask(variant_request(prompt.text, count)))[:count]:
+            if text not in known:
+                known.add(text)
+                written.append(replace(prompt, text=text))
+    return written

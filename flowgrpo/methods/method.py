@@ -12,6 +12,7 @@ import torch
 
 from flowgrpo import objectives
 from flowgrpo.curriculum import order
+from flowgrpo.curriculum.replay import GroupReplay
 from flowgrpo.errors import UserError
 from flowgrpo.methods.groups import Credit, Denoising, Loss, TextGeneration
 from flowgrpo.methods.parts import Curriculum, Redraw
@@ -42,6 +43,7 @@ class Method:
     loss: from scores and advantages to a scalar.
     curriculum: which prompts an epoch begins with.
     redraw: which of their groups are replaced by other prompts; None: none.
+    replay: which recorded groups are trained again; None: none.
 
     A part is named by its field, wherever it stands: fields of groups have different names.
 
@@ -54,6 +56,7 @@ class Method:
     loss: Loss = Loss()
     curriculum: Curriculum = order.EpochPermutation()
     redraw: Redraw | None = None
+    replay: GroupReplay | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.rollout, self.target.of):

@@ -139,4 +139,4 @@ class Redraw(Protocol):
     """Choice of the groups that are replaced."""
 
     def __call__(self, drawn: EpochBatch) -> Sequence[tuple[int | None, Prompt]]:
-        """Return pairs (index of a group, the prompt that replaces it); None for a prompt that replaces no group."""
+        """Return pairs (index of a group, the prompt that replaces it); of an additional group the index is None."""

@@ -80,7 +80,7 @@ class JointDensity(Target):
     trains: ClassVar[str] = "a joint density"
     trains_steps: ClassVar[bool] = True
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "progress", "strides", "step_weight",
-                                                   "rehearsal"}
+                                                   "rehearsal", "replay"}
 
     def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
                  explorations: Sequence[RolloutSpec], group: int) -> None:
@@ -101,7 +101,7 @@ class NoisedFinals(Target):
     times: Times = noised_finals.GridTimes()
 
     trains: ClassVar[str] = "noised finals"
-    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "progress", "strides"}
+    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "progress", "strides", "replay"}
     packs: ClassVar[bool] = True
 
 
@@ -127,7 +127,7 @@ class RewardGradient(Target):
     trains_steps: ClassVar[bool] = True
     follows_reward: ClassVar[bool] = True
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "progress", "pruning", "tail", "strides", "step_weight",
-                                                   "kl", "reference", "redraw", "rehearsal"}
+                                                   "kl", "reference", "redraw", "rehearsal", "replay"}
     takes: ClassVar[dict[str, type]] = {"surrogate": objectives.RewardAscent, "log_ratio": objectives.PlainRatio}
 
     def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
@@ -148,7 +148,7 @@ class LatentEdits(Target):
 
     trains: ClassVar[str] = "latent edits"
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"progress", "strides", "preview", "pruning", "lag", "adapted",
-                                                   "step_weight", "rehearsal", "data"}
+                                                   "step_weight", "rehearsal", "data", "replay"}
     takes: ClassVar[dict[str, type]] = {"surrogate": ActorCritic}
 
     def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
@@ -216,7 +216,7 @@ class RelaxedTraces(Target):
     follows_reward: ClassVar[bool] = True
     of: ClassVar[type] = TextGeneration
     unread: ClassVar[frozenset[str]] = frozenset({"step_weight", "reduction", "kl", "reference", "draws", "spread",
-                                                  "redraw", "value", "progress", "rehearsal", "data"})
+                                                  "redraw", "value", "progress", "rehearsal", "data", "replay"})
     takes: ClassVar[dict[str, type]] = {"surrogate": objectives.RewardAscent, "log_ratio": objectives.PlainRatio,
                                         "decoding": Unmasking}
 

@@ -148,6 +148,7 @@ class Part:
     reference: [b], log-probability of each leaf under the reference, the mean over its recorded steps (None: unread).
     predicted: [b, K], rewards of the clean predictions before a leaf's trained steps (None: not scored).
     baseline: [b], reward of the deterministic sample from a leaf's initial noise (None: none is drawn).
+    weights: of its steps in the loss, of a part of an earlier epoch (None: those of the present one).
     """
 
     groups: range
@@ -162,6 +163,7 @@ class Part:
     predicted: torch.Tensor | None = None
     baseline: torch.Tensor | None = None
     rewards: tuple[torch.Tensor, ...] = ()
+    weights: dict[int, float] | None = None
 
     def leaves(self) -> torch.Tensor:
         """Return of each leaf, float64 [b, 7 + K]: its log-probability under the policy that drew it, the mean over its

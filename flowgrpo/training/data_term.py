@@ -40,10 +40,11 @@ class DataTerm:
             if isinstance(self.loss, TokenLosses):
                 self.loss.require(example for examples in self.examples.recorded.values() for example in examples)
 
-    def collect(self, epoch_batch: EpochBatch, totals: Callable[[], Tensor], parts: Sequence[Part]) -> None:
-        """See an epoch's samples before they are trained. totals: the weighted rewards [groups,G] of all processes."""
+    def collect(self, epoch_batch: EpochBatch, scores: Tensor, parts: Sequence[Part]) -> None:
+        """See an epoch's samples before they are trained. scores: [groups,G,R] of all processes."""
         if self.part is not None:
-            values = totals()
+            scoring = self.run.scoring
+            values = scoring.weighted(scores[..., :len(scoring.functions)])
             self.examples.collect(epoch_batch, values, parts)
             self.reward = values.nanmean().item()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,19 @@ from flowgrpo.methods.method import Method
 from flowgrpo.methods.targets import WITH_LOGP
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.kl_reference import KLReference
+from flowgrpo.training.state import Run
 from flowgrpo.types import Scored, required
 
 Replay = Callable[[Part], Iterator[tuple[int, slice, Scored]]]
+
+
+def examined(run: Run, parts: list[Part], conditioning: Any) -> list[Part]:
+    """Return the parts with what the credit of a run's method reads besides rewards."""
+    replay = partial(run.rollouts.replay, conditioning=conditioning)
+    if run.method.needs:
+        parts = measured(run.method, parts, replay, run.kl_reference, run.processes)
+    run.kl_reference.judge(parts, replay, run.processes)
+    return parts
 
 
 @torch.no_grad()

@@ -58,6 +58,11 @@ class Scoring:
         """Return the rewards' present weights, by name."""
         return self.limits.weighted(self.given)
 
+    def enter(self, epoch: int, epochs: int, memory: dict[str, Any]) -> None:
+        """Start an epoch for rewards and transforms that move over the run. memory: of the run."""
+        self.progress = epoch / max(1, epochs - 1)
+        rewards.begin(self.functions, memory, epoch, self.processes.count)
+
     def begin(self, turn: int = 0) -> None:
         """Start a turn of an epoch; the first, 0, has no samples before it. A repeated start drops the turn's samples.
         """
@@ -71,6 +76,14 @@ class Scoring:
         self._tally = rewards.Tally()
         self._tally.failed.update(tally.failed)
         self._tally.said.update(tally.said)
+
+    def diversities(self, curriculum: Any, groups: int) -> list[float]:
+        """Return the diversity of every group of the last turn of all processes; none if the curriculum reads none, or
+        groups have none."""
+        if not getattr(curriculum, "reads_diversity", False):
+            return []
+        values = self.processes.gather(torch.tensor(self._apart[max(self._apart)] if self._apart else []))
+        return values.view(groups, -1).mean(1).tolist() if len(values) and len(values) % groups == 0 else []
 
     def latents(self, finals: Sequence[torch.Tensor], count: int) -> list[torch.Tensor | None]:
         """Return the clean latents of `count` granularities on the CPU, in fp32; None where no reward scores them."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -16,6 +17,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed import shards
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
+from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.base import GroupSampler
@@ -25,6 +27,7 @@ from flowgrpo.training.best import BestWeights
 from flowgrpo.training.critic import Critic
 from flowgrpo.training.first_ratio import FirstRatio
 from flowgrpo.training.kl_reference import KLReference
+from flowgrpo.training.recorded_groups import RecordedGroups
 from flowgrpo.training.replay_buffer import Recalling
 from flowgrpo.training.scoring import Scoring
 
@@ -35,6 +38,9 @@ NUMBER = (int, float)
 REQUIRED: dict[str, type | tuple[type, ...]] = {  # values that every checkpoint holds, with their types
     "epoch": int, "memory": dict, "reward_failures": dict, "evaluations": NUMBER, "rescore": bool,
     **dict.fromkeys(SAMPLING, NUMBER)}
+
+
+T = TypeVar("T")
 
 
 class Run(Protocol):
@@ -56,9 +62,16 @@ class Run(Protocol):
     kl_reference: KLReference
     first_ratio: FirstRatio
     critic: Critic | Recalling | None
+    recorded: RecordedGroups | None
+    rehearsing: Any
+    data: Any
+    clock: PhaseTimer
     memory: dict[str, Any]
     marked: dict[str, Any]
     epoch: int
+
+    def fitted(self, work: Callable[[], T], phase: str = "") -> T:
+        """Return work(), repeated with half the micro-batch each time that memory runs out."""
 
     @property
     def data(self) -> checkpoint.Stateful: ...
@@ -79,9 +92,9 @@ def stateful(trainer: Run) -> dict[str, checkpoint.Stateful]:
     """Return the parts of a run that keep a state of their own, by their names in a checkpoint."""
     parts: dict[str, checkpoint.Stateful] = {
         "old": trainer.rollouts.old_policy, "best": trainer.best, "reference": trainer.kl_reference}
-    if trainer.method.loss.data is not None:
-        parts["data"] = trainer.data
-    return parts if trainer.critic is None else parts | {"critic": trainer.critic}
+    parts |= {} if trainer.method.loss.data is None else {"data": trainer.data}
+    parts |= {} if trainer.critic is None else {"critic": trainer.critic}
+    return parts if trainer.recorded is None else parts | {"replay": trainer.recorded}
 
 
 def contents(trainer: Run) -> tuple[checkpoint.Tensors, dict[str, Any]]:

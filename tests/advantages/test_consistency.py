@@ -8,6 +8,7 @@ import torch
 from flowgrpo.advantages.consistency import LikelihoodConsistency
 from flowgrpo.errors import UserError
 from flowgrpo.methods.validate import resolve
+from flowgrpo.training.contexts import context_of
 from flowgrpo.types import Completions, Context, Scored
 from tests.helpers import tiny, tiny_text
 from tests.helpers.tables import close, f64
@@ -45,7 +46,7 @@ def test_a_run_reads_the_likelihood_of_its_slow_reference():
         expected = torch.cat([(new.logp * new.mask).sum(1) / new.mask.sum(1) for part in parts
                               for _, _, new in trainer.rollouts.replay(part, asked)])
     torch.testing.assert_close(found.flatten(), expected, rtol=0, atol=1e-5)
-    context = trainer.context(parts, ["a", "b"])
+    context = context_of(trainer, parts, ["a", "b"])
     assert torch.equal(context.likelihood, found)
 
 

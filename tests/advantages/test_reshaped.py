@@ -22,6 +22,7 @@ from flowgrpo.advantages.reshaped import (
 from flowgrpo.errors import UserError
 from flowgrpo.methods.validate import resolve
 from flowgrpo.samplers.replay import rescored
+from flowgrpo.training.contexts import context_of
 from flowgrpo.types import Context
 from tests.helpers import tiny, tiny_text
 from tests.helpers.tables import close, draw, f64
@@ -184,15 +185,15 @@ def test_measures_of_texts_are_refused_for_pictures():
     (lambda **options: tiny.trainer(tiny.stir(tiny.policy()), **options), {"method": "flow_grpo"}),
     (lambda **options: tiny_text.trainer(tiny.stir(tiny_text.policy()), {"short": tiny_text.short}, **options),
      {"method": "grpo"})])
-def test_the_reference_of_a_sample_is_its_log_probability_under_the_base(make, options):
+def test_the_reference_of_a_sample_is_its_log_probability_under_the_base(make, options, monkeypatch):
     trainer = make(parts={"advantage": {"type": "Confidence"}}, **options)
     seen = []
 
-    def context(parts, keys, given=trainer.context):
-        seen.append((parts, given(parts, keys)))
+    def context(run, parts, keys):
+        seen.append((parts, context_of(run, parts, keys)))
         return seen[-1][1]
 
-    trainer.context = context
+    monkeypatch.setattr("flowgrpo.train.context_of", context)
     trainer.run_epoch()
     [(parts, found)] = seen
     assert found.reference.shape == found.logp.shape and (found.reference - found.logp).abs().max() > 1e-3

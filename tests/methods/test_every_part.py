@@ -36,6 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "DualClip": {"low": 5e-5, "high": 5e-5}, "Adaptive": {"target": 0.001}, "Linear": {"last": 0.0},
     "LayerTuning": {"weight": 0.1}, "Lag": {"start": 0.5, "most": 0.5}, "Preview": {"pool": 6, "steps": 2},
     "EarlyExits": {"exit": "=", "close": "="}, "Hints": tiny_runs.HINTED["redraw"] | {"fail": 1.0},
+    "Retention": {"after": 1},
     "SegmentTree": {"every": 1}, "Tree": {"tokens": 1}, "Edit": {"width": 4},
     "Unconfident": {"right": 0.1}, "Decoupled": {"right": 0.1}, "Balanced": {"right": 0.48}, "Rarity": {"slope": 0.5},
     "ForwardCorrected": {"misses": 0.3},
@@ -55,11 +56,12 @@ BESIDE: dict[str, dict[str, Any]] = {
 VALUES = {"tail": 0.5, "roots": 2, "strides": [1, 2]}
 # What is the host's own under another name: one reward has nothing to be weighed against, and need not rise; of two
 # prompts of which one is flat, both are as difficult; the noise of FlowDDIM is 0, a Teacher without a model is the
-# base, and in two epochs no prompt has a history.
-SAME = {"Influence", "Hypervolume", "HardPrompts", "ODE", "Teacher", "AdditionalGroups"}
+# base, in two epochs no prompt has a history, and no two of the few prompts here are a pair.
+SAME = {"Influence", "Hypervolume", "HardPrompts", "ODE", "Teacher", "AdditionalGroups", "OppositePairs"}
 # What is first seen in a second epoch.
 LATER = {"EMA", "PreviousPolicy", "WeightAverage", "Linear", "Adaptive", "Lag", "ThompsonSampling", "Knapsack",
-         "Pooled", "ValueTracker", "SmoothStandardised", "Episodic"}
+         "Pooled", "ValueTracker", "SmoothStandardised", "Episodic", "CategoryBandit", "VarianceSampling",
+         "InformationGain", "Retention", "OppositePairs", "PredictedDifficulty", "GroupReplay"}
 
 
 def laid(name: str, part: dict[str, Any]) -> dict[str, Any]:

@@ -266,7 +266,7 @@ def test_pass_rates_route_prompts_to_recorded_answers_and_own_samples():
     made = trainer("tokens", {"type": "NextToken", "source": {"type": "PassRate"}}, train__prompts=4)
     epoch_batch, parts, _ = made.draw()
     totals = torch.tensor([[0.0] * 4, [1.0, 0.0, 1.0, 0.0], [1.0] * 4, [torch.nan] * 4])
-    made.data.collect(epoch_batch, lambda: totals, parts)
+    made.data.collect(epoch_batch, totals[..., None], parts)
     failed, half = epoch_batch.prompts[:2]
     recorded, *own = made.data.examples.collected
     assert (recorded.prompt, recorded.content) == (failed, "1+2")  # its solution
@@ -275,7 +275,7 @@ def test_pass_rates_route_prompts_to_recorded_answers_and_own_samples():
     rows = [4, 6] if len(parts[0].groups) > 1 else [0, 2]
     for example, row in zip(own, rows, strict=True):
         assert example.content.tolist() == taken.ids[row][taken.old.mask[row]].tolist()
-    made.data.collect(epoch_batch, lambda: torch.ones(4, 4), parts)  # all are solved now
+    made.data.collect(epoch_batch, torch.ones(4, 4, 1), parts)  # all are solved now
     assert made.data.examples.collected == [] and made.data.reward == 1.0
 
 

@@ -15,6 +15,7 @@ from flowgrpo.objectives import Clip, Reinforce
 from flowgrpo.objectives.token_losses import ExpertMixture
 from flowgrpo.samplers.text.answers import answer_of
 from flowgrpo.samplers.text.decoding import WithAnswers
+from flowgrpo.training.contexts import context_of
 from flowgrpo.types import CompletionBatch, Context, Scored
 from tests.helpers import tiny_text
 from tests.helpers.tables import close, f64
@@ -200,7 +201,7 @@ def test_an_answer_is_written_like_the_models_own():
 def test_the_answers_of_a_run_are_known_to_its_credit():
     own = trainer(train__prompts=4)
     epoch_batch, parts, _ = own.draw()
-    context = own.context(parts, [prompt.key for prompt in epoch_batch.prompts])
+    context = context_of(own, parts, [prompt.key for prompt in epoch_batch.prompts])
     fits = [prompt.text in ("1+2=", "9-1=") for prompt in epoch_batch.prompts]
     assert context.expert.tolist() == [[False] * 3 + [fit] for fit in fits] and context.names == ["short"]
     with pytest.raises(UserError, match="names 'thought', which is no reward of the run: expected some of short"):

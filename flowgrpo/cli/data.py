@@ -1,0 +1,182 @@
+"""`flowgrpo data`: prompt files from prompt sets, filtered, without duplicates, mixed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from flowgrpo.cli.options import asked_rewards
+from flowgrpo.cli.root import app
+from flowgrpo.errors import UserError
+
+By = Literal["hardest", "variance", "middling"]
+
+
+@app.command()
+def data(
+    sets: Annotated[list[str], typer.Argument(metavar="SET[=WEIGHT]...", help="Sets that `flowgrpo prompts` lists, "
+                                              "prompt files or hub:OWNER/NAME; with weights a mixture.")],
+    output: Annotated[Path, typer.Option(help="The .jsonl file to write; it must not exist.")],
+    dedupe: Annotated[bool, typer.Option("--dedupe", help="Drop prompts whose words repeat an earlier one's.")] = False,
+    near: Annotated[float | None, typer.Option(min=0, max=1, help="Drop prompts that share this part of their groups "
+                                               "of three words with an earlier one, such as 0.7.")] = None,
+    rates: Annotated[Path | None, typer.Option(metavar="EVAL|RUN|FILE.jsonl", help="Success rates: an evaluation of "
+                                               "the set, a run that records them, or lines of prompt and rate.")
+                     ] = None,
+    measure: Annotated[str | None, typer.Option(metavar="MODEL", help="Measure them: draw --samples of every prompt "
+                                                "and score them by --reward; kept beside the output.")] = None,
+    likelihood: Annotated[str | None, typer.Option(metavar="MODEL", help="In their place the likelihood of every "
+                                                   "prompt's answer under a language model.")] = None,
+    reward: Annotated[str | None, typer.Option(help="The reward that is the rate, within 0 to 1.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="With --measure.")] = 8,
+    low: Annotated[float, typer.Option(help="Keep prompts of this rate or more.")] = 0.0,
+    high: Annotated[float, typer.Option(help="Keep prompts of this rate or less.")] = 1.0,
+    by: Annotated[By, typer.Option(help="Rank of --keep: the lowest rate, the largest variance of a run's rates, or "
+                                   "the nearest to 1/2.")] = "hardest",
+    keep: Annotated[int | None, typer.Option(min=1, help="Prompts of the first rank that are kept.")] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="Prompts of the mixture; without: all, with weights that "
+                                              "give the sets their shares.")] = None,
+    mixture: Annotated[Path | None, typer.Option(metavar="TRIED.jsonl", help="Choose the weights: lines of {weights: "
+                                                 "[..], score: ..} of earlier runs.")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Write a prompt file from others: without duplicates, by success rates, in a mixture."""
+    if output.exists() or output.suffix != ".jsonl":
+        raise UserError(f"--output: got {output}, expected a .jsonl file that does not exist yet")
+    sources = {"--rates": rates, "--measure": measure, "--likelihood": likelihood}
+    known = [name for name, given in sources.items() if given]
+    if len(known) > 1 or not known and (keep or (low, high) != (0.0, 1.0)):
+        raise UserError("success rates are read for --keep, --low and --high: expected one of --rates, --measure and "
+                        f"--likelihood, got {' and '.join(known) or 'none'}")
+    names, weights = _weighted(sets)
+    pools = _distinct([_loaded(name) for name in names], dedupe, near)
+    if mixture is not None:
+        weights = _chosen(mixture, names, seed)
+    if known:
+        found = _rates(pools, output, names, rates, measure, likelihood, reward, samples)
+        pools = _kept(pools, found, low, high, by, keep)
+    _write(output, pools, weights, count, seed)
+
+
+def _distinct(pools: list[list[Any]], dedupe: bool, near: float | None) -> list[list[Any]]:
+    """Return the sets without prompts that repeat one, if that is asked for."""
+    from flowgrpo.data.selection import deduplicated
+
+    if not dedupe and near is None:
+        return pools
+    return _parted(deduplicated([prompt for pool in pools for prompt in pool], near), pools)
+
+
+def _kept(pools: list[list[Any]], rates: dict[str, list[float]], low: float, high: float, by: str, keep: int | None
+          ) -> list[list[Any]]:
+    """Return the sets with the prompts of these rates, and of these the first `keep` of the rank."""
+    from flowgrpo.data.selection import ranked, within
+
+    pools = [within(pool, rates, low, high) for pool in pools]
+    return _parted(ranked([prompt for pool in pools for prompt in pool], rates, by)[:keep], pools) if keep else pools
+
+
+def _weighted(sets: Sequence[str]) -> tuple[list[str], list[float]]:
+    """Return the names of sets and their weights, 1 where none is given."""
+    names, weights = [], []
+    for given in sets:
+        name, mark, weight = given.rpartition("=")
+        try:
+            number = float(weight) if mark and name else 1.0
+        except ValueError:  # a part of the name, as in hub:OWNER/NAME?split=test
+            name, number = given, 1.0
+        if not 0 < number < float("inf"):
+            raise UserError(f"{given}: expected a weight above 0")
+        names.append(name if mark and name else given)
+        weights.append(number)
+    return names, weights
+
+
+def _loaded(name: str) -> list[Any]:
+    from flowgrpo.data import sets
+
+    return sets.load(sets.SETS[name].train if name in sets.SETS else name)
+
+
+def _parted(kept: Sequence[Any], pools: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Return the kept prompts set by set, in their order."""
+    of = {id(prompt): place for place, pool in enumerate(pools) for prompt in pool}
+    return [[prompt for prompt in kept if of[id(prompt)] == place] for place in range(len(pools))]
+
+
+def _chosen(tried: Path, names: Sequence[str], seed: int) -> list[float]:
+    """Return the weights that a surrogate of the tried mixtures likes best; print them."""
+    from flowgrpo.data.selection import best_mixture
+
+    try:
+        lines = [json.loads(line) for line in tried.read_text(encoding="utf-8").splitlines() if line.strip()]
+        mixtures, scores = [line["weights"] for line in lines], [float(line["score"]) for line in lines]
+        if not lines or any(len(mixture) != len(names) or not sum(mixture) > 0 or min(mixture) < 0
+                            for mixture in mixtures):
+            raise ValueError(f"expected {len(names)} weights of 0 or more, one per set")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--mixture {tried}: expected lines such as {{\"weights\": [1, 2], \"score\": 0.6}}, a weight "
+                        f"per set ({error})") from None
+    weights = best_mixture(mixtures, scores, seed).tolist()
+    typer.echo("weights: " + ", ".join(f"{name} {weight:.3f}" for name, weight in zip(names, weights)))
+    return weights
+
+
+def _rates(pools: Sequence[Sequence[Any]], output: Path, names: Sequence[str], rates: Path | None,
+           measure: str | None, likelihood: str | None, reward: str | None, samples: int) -> dict[str, list[float]]:
+    """Return the success rates by prompt key."""
+    from flowgrpo.evaluation import rates as recorded
+
+    prompts = [prompt for pool in pools for prompt in pool]
+    if rates is not None:
+        return recorded.load(rates, names, reward)
+    if likelihood is not None:
+        return recorded.likelihoods(_language_model(likelihood), prompts)
+    if reward is None:
+        raise UserError("--measure: expected --reward, the one that is the rate")
+    from flowgrpo.data.prompts import as_line
+    from flowgrpo.evaluation.evaluate import evaluate
+
+    folder = output.with_suffix(".rates")
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in prompts),
+                    encoding="utf-8")
+    evaluate(str(measure), str(file), asked_rewards(reward), folder / "samples", samples=samples)
+    return recorded.load(folder / "samples", [str(file)])
+
+
+def _language_model(model: str) -> Any:
+    """Return a causal language model as a policy."""
+    import torch
+
+    from flowgrpo.config import parse
+    from flowgrpo.device import pick_device
+    from flowgrpo.policies import build
+    from flowgrpo.policies.precision import settle
+
+    config = parse.load(None, {"model": model, "method": "grpo"})
+    if build.kind(config) not in (build.CAUSAL_LM, build.VISION_LM):
+        raise UserError(f"--likelihood: {model} is no causal language model, whose answers have a likelihood")
+    device = pick_device(config.device)
+    config, _ = settle(config, device)
+    return build.make_policy(config, torch.device(device), build.load(config))
+
+
+def _write(output: Path, pools: Sequence[Sequence[Any]], weights: Sequence[float], count: int | None, seed: int
+           ) -> None:
+    """Write the mixture of the sets. Raises UserError if no prompt is left."""
+    from flowgrpo.data.prompts import as_line
+    from flowgrpo.data.selection import mixed
+
+    left = [(pool, weight) for pool, weight in zip(pools, weights) if pool and weight > 0]
+    if not left:
+        raise UserError("no prompt is left: choose a wider --low and --high, or other rates")
+    prompts = mixed([pool for pool, _ in left], [weight for _, weight in left], count, seed)
+    output.write_text("".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in prompts),
+                      encoding="utf-8")
+    typer.echo(f"{output}: {len(prompts)} prompts")

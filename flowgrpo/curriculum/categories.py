@@ -1,0 +1,103 @@
+"""Bandit over categories of prompts: which task an epoch trains on, by the size of recent advantages."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flowgrpo.advantages.group import group_relative
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
+
+if TYPE_CHECKING:
+    from flowgrpo.curriculum.epoch_batch import EpochBatch
+
+ARMS = "categories"  # key of the memory: by category [value, groups so far, the last mean |advantages|]
+
+
+@dataclass(frozen=True)
+class CategoryBandit:
+    """Prompts of categories that are drawn by softmax(value / temperature), the categories being a bandit's arms.
+
+    The return of an arm is the mean |advantage| of its groups in an epoch, by the group's own deviation: groups that
+    all agree return 0. Its value follows by temporal differences, Q <- (1 - rate) Q + rate return (SEC, 2505.14970), or
+    is the mean over its last `window` groups, if window is above 0 (DUMP, 2504.09710).
+
+    key: of the prompts' metadata, whose value is the category.
+    bonus: factor on the upper confidence sqrt(2 ln(n + 1) / (n_j + 1)), for n_j of n groups so far: 0 for SEC, 1 for
+        DUMP.
+
+    Prompts of a category are drawn at random, by their weights. Groups are counted, where DUMP counts samples.
+    """
+
+    key: str = "task"
+    temperature: float = 1.0
+    rate: float = 0.5
+    window: int = 0
+    bonus: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0 or not 0 < self.rate <= 1:
+            raise ValueError(f"CategoryBandit: temperature is {self.temperature} and rate {self.rate}, expected above "
+                             "0, and above 0 to 1")
+        if self.window < 0 or self.bonus < 0:
+            raise ValueError(f"CategoryBandit: window is {self.window} and bonus {self.bonus}, expected 0 or more")
+
+    def require(self, pool: Sequence[Prompt]) -> None:
+        """Raise UserError for a prompt without a category."""
+        missing = next((prompt for prompt in pool if self.key not in prompt.metadata), None)
+        if missing is not None:
+            known = ", ".join(sorted({key for prompt in pool for key in prompt.metadata})) or "none"
+            raise UserError(f"parts.curriculum.key is {self.key!r}, which the metadata of {missing.text[:60]!r} does "
+                            f"not have: expected a key that every prompt has, there are: {known}")
+
+    def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
+                 memory: dict[str, Any], group: int) -> list[Prompt]:
+        members: dict[str, list[int]] = {}
+        for place, prompt in enumerate(pool):
+            members.setdefault(self.category(prompt), []).append(place)
+        rng, names = np.random.default_rng([seed, epoch, 0]), sorted(members)
+        factors = np.array([prompt.weight for prompt in pool]) * (1.0 if weights is None else np.array(weights))
+        chosen = []
+        for name, number in zip(names, rng.multinomial(count, self.probabilities(memory, names))):
+            lots = rng.exponential(size=len(members[name])) / np.maximum(factors[members[name]], 1e-12)
+            chosen += np.resize(np.array(members[name])[lots.argsort()], number).tolist()
+        return [pool[place] for place in rng.permutation(chosen)]
+
+    def probabilities(self, memory: dict[str, Any], names: Sequence[str]) -> np.ndarray:
+        """Return the probability of every category."""
+        scores = np.array(self.scores(memory, names)) / self.temperature
+        odds = np.exp(scores - scores.max())
+        return odds / odds.sum()
+
+    def scores(self, memory: dict[str, Any], names: Sequence[str]) -> list[float]:
+        """Return the value of every category, with its bonus; a category that was never drawn has the value 0."""
+        arms = [memory.get(ARMS, {}).get(name, [0.0, 0, []]) for name in names]
+        total = sum(groups for _, groups, _ in arms)
+        return [value + self.bonus * math.sqrt(2 * math.log(total + 1) / (groups + 1)) for value, groups, _ in arms]
+
+    def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
+        """Update the values by an epoch's groups, replaced ones too."""
+        returned: dict[str, list[float]] = {}
+        sizes = group_relative(drawn.totals, "group").abs().mean(1).tolist()
+        for prompt, size, totals in zip(drawn.prompts, sizes, drawn.totals):
+            if not totals.isnan().all():
+                returned.setdefault(self.category(prompt), []).append(size)
+        arms = memory.setdefault(ARMS, {})
+        for name, values in returned.items():
+            value, groups, last = arms.get(name, [0.0, 0, []])
+            if self.window:
+                last = [*deque([*last, *values], self.window)]
+                value = sum(last) / len(last)
+            else:
+                value = (1 - self.rate) * value + self.rate * sum(values) / len(values)
+            arms[name] = [value, groups + len(values), last]
+
+    def category(self, prompt: Prompt) -> str:
+        """Return the category of a prompt."""
+        return str(prompt.metadata.get(self.key))

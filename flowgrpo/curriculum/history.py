@@ -1,0 +1,211 @@
+"""Prompts of an epoch by their recorded success rates.
+
+The memory holds the last rates of every sampled prompt, the mean rewards of its groups in an epoch, and the diversity
+of its last samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from flowgrpo.curriculum.order import KEY, of, require, require_rate, updated
+from flowgrpo.data import splits
+from flowgrpo.data.prompts import Prompt
+
+if TYPE_CHECKING:
+    from flowgrpo.curriculum.epoch_batch import EpochBatch
+
+RATES, DIVERSITY, RETAINED = "rates", "diversity", "retained"  # keys of the memory
+LONGEST = 16  # rates kept per prompt
+
+
+def record(memory: dict[str, Any], drawn: EpochBatch) -> None:
+    """Append the mean reward of every prompt's standing groups of an epoch; of rewards within 0 to 1, a success rate.
+
+    Raises UserError for rewards outside 0 to 1.
+    """
+    known, kinds = memory.setdefault(RATES, {}), memory.setdefault(DIVERSITY, {})
+    sampled: dict[str, list[float]] = {}
+    keys = {prompt.key for prompt in drawn.pool}
+    for place, (prompt, totals) in enumerate(zip(drawn.prompts, drawn.totals)):
+        if prompt.key in keys and len(rewards := totals[~totals.isnan()].double()):
+            require_rate(prompt.key, rewards.min().item(), rewards.max().item())
+            sampled.setdefault(prompt.key, []).append(rewards.mean().item())
+            if drawn.diversity is not None:
+                kinds[prompt.key] = drawn.diversity[place]
+    for key, rates in sampled.items():
+        known[key] = [*known.get(key, []), sum(rates) / len(rates)][-LONGEST:]
+
+
+def last_rate(memory: dict[str, Any], prompt: Prompt) -> float | None:
+    """Return the newest success rate of a prompt; None if it was never sampled."""
+    rates = memory.get(RATES, {}).get(prompt.key)
+    return rates[-1] if rates else None
+
+
+@dataclass(frozen=True)
+class VarianceSampling:
+    """A share of the prompts by variance p (1 - p) of the outcome and diversity of the samples, the others as ever
+    (variance-aware sampling of MMR1, 2509.21268).
+
+    p is a prompt's newest success rate, diversity that of its last samples: for texts the share that repeats no other,
+    for pictures the mean deviation of a pixel. The score is `variance` p (1 - p) + `diversity` times the diversity, and
+    a prompt that was never sampled has the largest possible one. Rates are measured whenever a prompt is trained, where
+    the paper measures all prompts from time to time.
+    """
+
+    share: float = 0.5
+    variance: float = 0.8
+    diversity: float = 0.2
+    reads_diversity = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1 or min(self.variance, self.diversity) < 0 or not self.variance + self.diversity > 0:
+            raise ValueError(f"VarianceSampling: share is {self.share}, variance {self.variance} and diversity "
+                             f"{self.diversity}, expected a share of 0 to 1, and factors of 0 or more, not both 0")
+
+    def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
+                 memory: dict[str, Any], group: int) -> list[Prompt]:
+        scores = np.array([self.score(memory, prompt) * prompt.weight for prompt in pool])
+        number = min(round(self.share * count), int((scores > 0).sum()))
+        rng = np.random.default_rng([seed, epoch, 1])
+        chosen = rng.choice(len(pool), number, replace=False, p=scores / scores.sum()).tolist() if number else []
+        rest = [place for place in range(len(pool)) if place not in {*chosen}] or [*range(len(pool))]
+        others = splits.draw([pool[place] for place in rest], count - number, epoch, seed,
+                             weights and [weights[place] for place in rest])
+        return [pool[place] for place in chosen] + others
+
+    def score(self, memory: dict[str, Any], prompt: Prompt) -> float:
+        """Return the score of a prompt."""
+        rate = last_rate(memory, prompt)
+        if rate is None:
+            return self.variance / 4 + self.diversity
+        return self.variance * rate * (1 - rate) + self.diversity * memory[DIVERSITY].get(prompt.key, 0.0)
+
+    def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
+        record(memory, drawn)
+
+
+@dataclass(frozen=True)
+class InformationGain:
+    """Prompts with the largest gain p (1 - p)^power, for a rate p drawn from a posterior that forgets on two scales
+    (VADE, 2511.18902).
+
+    A sampled prompt's posterior Beta(a, b) keeps `keep` of its counts and gets those of the new samples. All others
+    keep `others` of theirs per epoch: as the policy moves, what is known of them fades to Beta(prior, prior). The power
+    and the default numbers are a reconstruction; power 1 is the variance of a reward.
+    """
+
+    power: float = 1.0
+    candidates: int = 4
+    keep: float = 0.5
+    others: float = 0.95
+    prior: float = 1.0
+
+    def __post_init__(self) -> None:
+        require("InformationGain", self.keep, self.prior)
+        if not 0 <= self.others <= 1 or self.candidates < 1 or not self.power > 0:
+            raise ValueError(f"InformationGain: others is {self.others}, candidates {self.candidates} and power "
+                             f"{self.power}, expected 0 to 1, 1 or more, and above 0")
+
+    def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
+                 memory: dict[str, Any], group: int) -> list[Prompt]:
+        most = max(min(self.candidates * count, len(pool)), count)
+        candidates = splits.draw(list(pool), most, epoch, seed, weights)
+        rates = np.random.default_rng([seed, epoch, 0]).beta(*of(memory, candidates, self.prior).T)
+        gains = rates * (1 - rates) ** self.power
+        return [candidates[place] for place in (-gains).argsort(kind="stable")[:count]]
+
+    def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
+        known, keys = memory.setdefault(KEY, {}), {prompt.key for prompt in drawn.pool}
+        fresh: dict[str, list[float]] = {}
+        for prompt, totals in zip(drawn.prompts, drawn.totals):
+            if prompt.key in keys and (rewards := totals[~totals.isnan()].tolist()):
+                fresh.setdefault(prompt.key, []).extend(rewards)
+        for key in known.keys() - fresh.keys():
+            known[key] = [self.prior + self.others * (count - self.prior) for count in known[key]]
+        for key, rewards in fresh.items():
+            require_rate(key, min(rewards), max(rewards))
+            a, b = known.get(key, (self.prior, self.prior))
+            known[key] = list(updated(a, b, sum(rewards) / len(rewards), len(rewards), self.keep, self.prior))
+
+
+@dataclass(frozen=True)
+class Retention:
+    """All prompts in turn, and from epoch `after` on only the `keep` prompts of the first rank.
+
+    by: "hardest", the lowest newest rate first, ranked anew in every epoch (hard-focus curriculum of DRIVE);
+        "variance", of a prompt's rates so far, the largest first, ranked once (1-shot RLVR, 2504.20571).
+
+    A prompt that was never sampled is retained only if the others do not suffice.
+    """
+
+    after: int = 10
+    keep: int = 1
+    by: Literal["hardest", "variance"] = "hardest"
+
+    def __post_init__(self) -> None:
+        if min(self.after, self.keep) < 1 or self.by not in ("hardest", "variance"):
+            raise ValueError(f"Retention: after is {self.after}, keep {self.keep} and by {self.by!r}, expected numbers "
+                             "of 1 or more, and hardest or variance")
+
+    def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
+                 memory: dict[str, Any], group: int) -> list[Prompt]:
+        if epoch < self.after:
+            return splits.draw(list(pool), count, epoch, seed, weights)
+        kept = self.ranked(memory, pool)[:self.keep]
+        if self.by == "variance":
+            chosen = memory.setdefault(RETAINED, [prompt.key for prompt in kept])
+            kept = [prompt for prompt in pool if prompt.key in chosen] or kept
+        return splits.draw(kept, count, epoch, seed)
+
+    def ranked(self, memory: dict[str, Any], pool: Sequence[Prompt]) -> list[Prompt]:
+        """Return the prompts in the order of retention; equal ones in the pool's."""
+        known = memory.get(RATES, {})
+
+        def rank(prompt: Prompt) -> tuple[bool, float]:
+            rates = known.get(prompt.key, [])
+            value = 0.0 if not rates else rates[-1] if self.by == "hardest" else -float(np.var(rates))
+            return not rates, value
+
+        return sorted(pool, key=rank)
+
+    def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
+        record(memory, drawn)
+
+
+@dataclass(frozen=True)
+class OppositePairs:
+    """Pairs of a hard prompt that is sometimes solved and an easy one that sometimes fails
+    (bidirectional pairing).
+
+    Hard: its newest success rate is above 0 and below 1/2; easy: above 1/2 and below 1. Both are drawn at random, as
+    many of the one as of the other, and at most a `share` of the epoch; the other places go to all prompts in turn. The
+    rare outcome of either has the larger advantage by the group's deviation, `parts.advantage.scale: group`.
+    """
+
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"OppositePairs: share is {self.share}, expected above 0 to 1")
+
+    def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
+                 memory: dict[str, Any], group: int) -> list[Prompt]:
+        rates = [last_rate(memory, prompt) for prompt in pool]
+        hard = [prompt for prompt, rate in zip(pool, rates) if rate is not None and 0 < rate < 0.5]
+        easy = [prompt for prompt, rate in zip(pool, rates) if rate is not None and 0.5 < rate < 1]
+        rng, number = np.random.default_rng([seed, epoch, 2]), min(int(self.share * count) // 2, len(hard), len(easy))
+        pairs = [side[place] for at in zip(rng.permutation(len(hard))[:number], rng.permutation(len(easy))[:number])
+                 for side, place in zip((hard, easy), at)]
+        taken = {prompt.key for prompt in pairs}
+        left = [place for place, prompt in enumerate(pool) if prompt.key not in taken] or [*range(len(pool))]
+        return pairs + splits.draw([pool[place] for place in left], count - len(pairs), epoch, seed,
+                                   weights and [weights[place] for place in left])
+
+    def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
+        record(memory, drawn)

@@ -1,0 +1,126 @@
+"""Choice of prompts from sets: without duplicates, by recorded success rates, in a mixture. Pure functions."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
+
+_WORD = re.compile(r"\w+")
+Rates = Mapping[str, Sequence[float]]  # success rates by a prompt's key, the oldest first
+TRIALS, NEAR = 20_000, 4_000  # mixtures that are tried: anywhere, and near the best one
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words of a text in lower case, without punctuation."""
+    return _WORD.findall(text.lower())
+
+
+def grams(text: str, size: int) -> frozenset[tuple[str, ...]]:
+    """Return the n-grams of a text's words; of a shorter text all its words."""
+    words = words_of(text)
+    return frozenset(tuple(words[at:at + size]) for at in range(max(len(words) - size + 1, 1)))
+
+
+def deduplicated(prompts: Sequence[Prompt], near: float | None = None, size: int = 3) -> list[Prompt]:
+    """Return the prompts without repetitions, the first one of each kept.
+
+    Two texts are the same if their words are; and near each other if the share of n-grams that both have, among those
+    that either has (Jaccard), is at least `near`. Prompts with different files are never the same.
+    """
+    kept: list[Prompt] = []
+    exact: set[tuple[str, ...]] = set()
+    found: list[frozenset[tuple[str, ...]]] = []
+    holding: dict[tuple[str, ...], list[int]] = {}
+    for prompt in prompts:
+        files = prompt.key.split("\n")[1:]
+        identity = (*words_of(prompt.text), "\n", *files)
+        if identity in exact:
+            continue
+        own = frozenset((*gram, "\n", *files) for gram in grams(prompt.text, size))
+        if near is not None:
+            shared = Counter(place for gram in own for place in holding.get(gram, ()))
+            if any(count / (len(own) + len(found[place]) - count) >= near for place, count in shared.items()):
+                continue
+        for gram in own if near is not None else ():
+            holding.setdefault(gram, []).append(len(kept))
+        exact.add(identity)
+        found.append(own)
+        kept.append(prompt)
+    return kept
+
+
+def within(prompts: Sequence[Prompt], rates: Rates, low: float, high: float) -> list[Prompt]:
+    """Return the prompts whose newest success rate is from low to high; of those without one, none."""
+    return [prompt for prompt in prompts if rates.get(prompt.key) and low <= rates[prompt.key][-1] <= high]
+
+
+def ranked(prompts: Sequence[Prompt], rates: Rates, by: str) -> list[Prompt]:
+    """Return the prompts that have rates by rank: "hardest", the lowest newest rate first; "variance", the largest
+    variance of all rates first; "middling", the newest rate nearest to 1/2 first. Equal ones stay in order."""
+    value = {"hardest": lambda past: past[-1], "variance": lambda past: -float(np.var(past)),
+             "middling": lambda past: abs(past[-1] - 0.5)}[by]
+    return sorted((prompt for prompt in prompts if rates.get(prompt.key)), key=lambda prompt: value(rates[prompt.key]))
+
+
+def mixed(sets: Sequence[Sequence[Prompt]], weights: Sequence[float], count: int | None, seed: int) -> list[Prompt]:
+    """Return the prompts of several sets in proportion to `weights`.
+
+    With a count, so many prompts, drawn at random from each set. Without one, all prompts, whose own weights then give
+    the sets their shares of what training draws.
+    Raises UserError for a set with fewer prompts than its share.
+    """
+    shares = np.array(weights) / sum(weights)
+    if count is None:
+        if len(sets) == 1:
+            return list(sets[0])
+        whole = sum(map(len, sets))
+        return [replace(prompt, weight=prompt.weight * share * whole / sum(each.weight for each in prompts))
+                for prompts, share in zip(sets, shares) for prompt in prompts]
+    exact = shares * count
+    numbers = np.floor(exact).astype(int)
+    for place in (numbers - exact).argsort(kind="stable")[:count - numbers.sum()]:  # the largest remainders
+        numbers[place] += 1
+    for number, (prompts, taken) in enumerate(zip(sets, numbers), 1):
+        if taken > len(prompts):
+            raise UserError(f"--count {count}: set {number} has {len(prompts)} prompts, and its share is {taken}: give "
+                            f"it a smaller weight, or a --count of at most {int(len(prompts) / shares[number - 1])}")
+    rng = np.random.default_rng(seed)
+    return [prompts[place] for prompts, taken in zip(sets, numbers)
+            for place in sorted(rng.permutation(len(prompts))[:taken])]
+
+
+def best_mixture(mixtures: Sequence[Sequence[float]], scores: Sequence[float], seed: int = 0) -> np.ndarray:
+    """Return the mixture [k] with the largest predicted score, of a quadratic surrogate that is fitted to the scores
+    [n] of tried mixtures [n,k] (MoDoMoDo, 2505.24871).
+
+    Mixtures are divided by their sums. On the simplex the quadratic is sum b_i x_i + sum b_ij x_i x_j, i < j. Raises
+    UserError for fewer mixtures than it has coefficients.
+    """
+    tried = np.array(mixtures, dtype=float)
+    tried /= tried.sum(1, keepdims=True)
+    fitted = _quadratic(tried)
+    if len(tried) < fitted.shape[1]:
+        raise UserError(f"{len(tried)} mixtures of {tried.shape[1]} sets: expected at least {fitted.shape[1]}, as many "
+                        "as the surrogate has coefficients")
+    coefficients = np.linalg.lstsq(fitted, np.array(scores, dtype=float), rcond=None)[0]
+    rng, size = np.random.default_rng(seed), tried.shape[1]
+    trials = np.concatenate([np.eye(size), rng.dirichlet(np.ones(size), TRIALS)])
+    for width in (0.0, 0.05, 0.01, 0.002):
+        best = trials[(_quadratic(trials) @ coefficients).argmax()]
+        moved = np.clip(best + width * rng.normal(size=(NEAR, size)), 0, None)
+        trials = np.concatenate([best[None], moved / moved.sum(1, keepdims=True)])
+    return trials[(_quadratic(trials) @ coefficients).argmax()]
+
+
+def _quadratic(mixtures: np.ndarray) -> np.ndarray:
+    """Return the terms of the surrogate: [n, k + k (k - 1) / 2]."""
+    pairs = [mixtures[:, i] * mixtures[:, j] for i, j in itertools.combinations(range(mixtures.shape[1]), 2)]
+    return np.column_stack([mixtures, *pairs])

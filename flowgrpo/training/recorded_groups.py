@@ -1,0 +1,211 @@
+"""Recorded groups of a run, which replace groups that teach nothing: the state of a `GroupReplay`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo import types
+from flowgrpo.config.schema import Config
+from flowgrpo.curriculum.replay import GroupReplay, priority
+from flowgrpo.data.prompts import Prompt, as_line, of_records
+from flowgrpo.distributed.processes import Processes
+from flowgrpo.errors import UserError
+from flowgrpo.methods.method import Method
+from flowgrpo.rollouts.base import Encoded, GroupSampler
+from flowgrpo.samplers.rollout import Part
+
+KINDS = {kind.__name__: kind for kind in (types.Transitions, types.Completions, types.Traces, types.Segmented)}
+SALT = 7  # of the draws' seeds
+
+
+@dataclass(eq=False)
+class Recorded:
+    """Recorded group: its prompt, the epoch that drew it, and its part, on the CPU, with advantages and step weights.
+
+    size: its mean |advantage|. logp: the mean log-probability of its decisions.
+    """
+
+    prompt: Prompt
+    epoch: int
+    part: Part
+    size: float
+    logp: float
+
+
+class RecordedGroups:
+    """Buffer of a run; every process keeps groups that it drew, and a checkpoint holds those of the first one."""
+
+    def __init__(self, part: GroupReplay, rollouts: GroupSampler[Any], processes: Processes, seed: int):
+        self.part, self.rollouts, self.processes, self.seed = part, rollouts, processes, seed
+        self.groups: list[Recorded] = []
+        self.fresh: list[Recorded] = []
+        self.ages: list[int] = []
+
+    def __call__(self, parts: list[Part], conditioning: Encoded, prompts: Sequence[Prompt], epoch: int,
+                 weights: dict[int, float]) -> tuple[list[Part], Encoded]:
+        """Return the parts of an epoch with recorded groups in place of those without advantages, and the conditioning
+        of all their prompts.
+
+        A recorded group is drawn of those of earlier epochs.
+        prompts: of this process's groups. weights: of the epoch's steps.
+        """
+        known = [group for group in self.groups if 0 < epoch - group.epoch <= self.part.age]
+        single = {place: alone for part in parts for place in part.groups
+                  if (alone := restricted(part, [place])) is not None}
+        silent = [place for place, alone in single.items() if not size_of(alone)]
+        taken = [known[place] for place in self.part.chosen(
+            [group.size for group in known], [group.logp for group in known],
+            len(silent) + round(self.part.more * len(single)), [self.seed, epoch, self.processes.rank, SALT])]
+        dropped = {*silent[:len(taken)]}
+        fresh = {place: alone for place, alone in single.items() if place not in {*silent}}
+        now = {place: self._priority(alone) for place, alone in fresh.items()} if self.part.recompose else {}
+        self.fresh = []
+        for place, alone in fresh.items():
+            waits = alone if not now else kept(alone, ~now[place])
+            if waits is not None and size_of(waits):
+                self.fresh.append(recorded(waits, prompts[place], epoch, weights))
+        left = [self._left(part, dropped, now) for part in parts]
+        self.ages = [epoch - group.epoch for group in taken]
+        if taken:
+            conditioning = self.rollouts.conditioning([*prompts, *(group.prompt for group in taken)], epoch)
+        return [part for part in left if part is not None] + [
+            placed(group.part, len(prompts) + number) for number, group in enumerate(taken)], conditioning
+
+    @staticmethod
+    def _priority(part: Part) -> Tensor:
+        return priority(part.advantages[0].cpu(), part.transitions[0].old.mask.sum(1).cpu())
+
+    @staticmethod
+    def _left(part: Part, dropped: set[int], now: dict[int, Tensor]) -> Part | None:
+        """Return what of a part is trained; the part itself if that is all."""
+        if not now and not dropped & {*part.groups}:
+            return part
+        masks = []
+        for taken in part.transitions:
+            of = taken.prompts[taken.parent].cpu()
+            keep = ~torch.isin(of, torch.tensor([*dropped], dtype=torch.int64))
+            for place in {*part.groups} & now.keys():
+                keep[of == place] = now[place]
+            masks.append(keep)
+        return part.credited(part.advantages, masks)
+
+    def keep(self, epoch: int) -> dict[str, float]:
+        """Store the groups of an epoch that is trained; return its metrics over all processes."""
+        self.groups = [group for group in [*self.groups, *self.fresh]
+                       if epoch + 1 - group.epoch <= self.part.age][-self.part.size:]
+        self.fresh = []
+        count, ages = self.processes.total([len(self.ages), sum(self.ages)])
+        return {"replayed_groups": count} | ({"replay_age": ages / count} if count else {})
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the first process's groups, for a checkpoint."""
+        tensors: dict[str, Tensor] = {}
+        listed = []
+        for number, group in enumerate(self.groups):
+            kinds = []
+            for k, taken in enumerate(group.part.transitions):
+                tensors |= {f"{number}.{k}.{name}": value.clone() for name, value in _tensors(taken).items()}
+                tensors[f"{number}.{k}.advantage"] = group.part.advantages[k]
+                kinds.append([type(taken).__name__, taken.step])
+            listed.append({"prompt": as_line(group.prompt), "epoch": group.epoch, "size": group.size,
+                           "logp": group.logp, "steps": kinds,
+                           "weights": [*map(list, (group.part.weights or {}).items())]})
+        return tensors, {"groups": listed}
+
+    def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Restore the groups of a checkpoint."""
+        self.groups = []
+        for number, entry in enumerate(values.get("groups", ())):
+            transitions, advantages = [], []
+            for k, (kind, step) in enumerate(entry["steps"]):
+                prefix = f"{number}.{k}."
+                given = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+                advantages.append(given.pop("advantage"))
+                transitions.append(_record(kind, step, given))
+            specs: Any = getattr(self.rollouts, "explorations", None)
+            part = Part(range(1), torch.zeros(len(transitions[0].old.logp), dtype=torch.int64),
+                        specs(entry["epoch"])[0] if specs else None, tuple(transitions), (), tuple(advantages),
+                        weights={step: weight for step, weight in entry["weights"]})
+            [prompt] = of_records([entry["prompt"]])
+            self.groups.append(Recorded(prompt, entry["epoch"], part, entry["size"], entry["logp"]))
+
+
+def require(config: Config, method: Method, slices: int) -> None:
+    """Raise UserError for a method or configuration whose groups cannot be recorded."""
+    if method.replay is None:
+        return
+    wrong = {"picture.sizes, which changes with the epoch": bool(config.picture.sizes),
+             "groups that are split over processes": slices > 1,
+             "phases, which change what is drawn": bool(config.phases),
+             "parts.tuning, whose goals are of one epoch": method.tuning.weight > 0,
+             "parts.replay.recompose, which reads lengths of texts": method.replay.recompose and not method.for_tokens}
+    if not method.for_tokens:
+        denoising = method.denoising
+        planned = denoising.plan(config.train.steps, 0, config.seed)
+        wrong |= {f"the kernel {type(denoising.kernel).__name__}, which learns": hasattr(denoising.kernel, "network"),
+                  f"the plan {type(denoising.plan).__name__}, by which a prompt has several groups":
+                      isinstance(planned, tuple) and len(planned) > 1}
+    for reason in (reason for reason, applies in wrong.items() if applies):
+        raise UserError(f"parts.replay is {type(method.replay).__name__}, which does not go with {reason}: leave one "
+                        "of them out")
+
+
+def recorded(part: Part, prompt: Prompt, epoch: int, weights: dict[int, float]) -> Recorded:
+    """Return a group with its tensors on the CPU and the weights of its steps."""
+    transitions = tuple(_record(type(taken).__name__, taken.step, _tensors(taken)) for taken in part.transitions)
+    old = [taken.old for taken in transitions]
+    logp = sum((each.logp * each.mask).sum().item() for each in old) / max(sum(int(each.mask.sum()) for each in old), 1)
+    steps = {taken.step: weights[taken.step] for taken in transitions}
+    kept = replace(part, transitions=transitions, finals=(), deducted=None, seeds=None, weights=steps,
+                   advantages=tuple(advantage.cpu() for advantage in part.advantages))
+    return Recorded(prompt, epoch, placed(kept, 0), size_of(kept), logp)
+
+
+def restricted(part: Part, places: Sequence[int]) -> Part | None:
+    """Return the part of these groups alone; None if nothing of them is trained."""
+    at = torch.tensor([*places])
+    return part.credited(part.advantages, [torch.isin(taken.prompts[taken.parent].cpu(), at)
+                                           for taken in part.transitions])
+
+
+def kept(part: Part, keep: Tensor) -> Part | None:
+    """Return the part with the samples `keep` (bool [m]) alone."""
+    return part.credited(part.advantages, [keep for _ in part.transitions])
+
+
+def placed(part: Part, place: int) -> Part:
+    """Return a part of one group as the group `place` of an epoch, with the prompt of that place."""
+    transitions = tuple(replace(taken, prompts=torch.full_like(taken.prompts, place)) for taken in part.transitions)
+    return replace(part, groups=range(place, place + 1), prompts=torch.full_like(part.prompts, place),
+                   transitions=transitions)
+
+
+def size_of(part: Part) -> float:
+    """Return the mean |advantage| of a part's trained decisions."""
+    values = torch.cat([advantage.flatten().abs() for advantage in part.advantages])
+    return values.double().mean().item()
+
+
+def _tensors(taken: Any) -> dict[str, Tensor]:
+    """Return the tensors of a record, on the CPU, by field; those of its score under `old.`."""
+    found = {field.name: getattr(taken, field.name) for field in fields(taken) if field.name != "old"}
+    found |= {f"old.{field.name}": getattr(taken.old, field.name) for field in fields(taken.old)}
+    return {name: value.detach().cpu() for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def _record(kind: str, step: int, given: dict[str, Tensor]) -> Any:
+    """Return a record of its tensors."""
+    old = types.Scored(**{name.removeprefix("old."): value for name, value in given.items() if name.startswith("old.")})
+    rest: dict[str, Any] = {name: value for name, value in given.items() if not name.startswith("old.")}
+    return KINDS[kind](**rest | ({"step": step} if kind == "Transitions" else {}), old=old)
+
+
+def make_recorded(run: Any) -> RecordedGroups | None:
+    """Return the buffer of a run whose method replays groups; None for any other."""
+    part = run.method.replay
+    return None if part is None else RecordedGroups(part, run.rollouts, run.processes, run.config.seed)

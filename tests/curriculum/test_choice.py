@@ -1,0 +1,192 @@
+"""Prompts by categories, variance, information gain, retention, pairs and predicted rates: tables worked by hand."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from flowgrpo.advantages.group import group_relative
+from flowgrpo.curriculum.categories import CategoryBandit
+from flowgrpo.curriculum.epoch_batch import EpochBatch
+from flowgrpo.curriculum.history import InformationGain, OppositePairs, Retention, VarianceSampling
+from flowgrpo.curriculum.prediction import PredictedDifficulty, features, predicted
+from flowgrpo.curriculum.resampling import ExtraRollouts
+from flowgrpo.data import splits
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.distributed.processes import Processes
+from flowgrpo.errors import UserError
+from flowgrpo.training import state
+from tests.helpers import tiny, tiny_text
+
+POOL = [Prompt(f"p{i}", metadata={"task": "abc"[i % 3]}) for i in range(12)]
+NONE, HALF, ALL = [0.0] * 4, [0.0, 0.0, 1.0, 1.0], [1.0] * 4
+
+
+def drawn(groups: list[tuple[Prompt, list[float]]], diversity: list[float] = (), epoch: int = 0) -> EpochBatch:
+    batch, totals = EpochBatch(POOL, epoch, 10, 0, Processes()), torch.tensor([rewards for _, rewards in groups])
+    batch.add([prompt for prompt, _ in groups], totals[..., None], totals, diversity)
+    return batch
+
+
+def test_the_values_of_categories_follow_by_temporal_differences():
+    part, memory = CategoryBandit(rate=0.25, temperature=0.5), {}
+    part.learn(memory, drawn([(POOL[0], NONE), (POOL[1], HALF), (POOL[2], ALL)]))
+    size = 0.5 / math.sqrt(1 / 3)  # |r - 1/2| over the deviation, ddof 1
+    assert part.scores(memory, "abc") == [0, pytest.approx(0.25 * size), 0]
+    part.learn(memory, drawn([(POOL[1], ALL), (POOL[4], HALF)]))  # mastered one of two: their mean
+    assert part.scores(memory, "b") == [pytest.approx(0.75 * 0.25 * size + 0.25 * size / 2)]
+    memory["categories"] = {"a": [0.0, 1, []], "b": [0.5, 1, []], "c": [1.0, 1, []]}
+    odds = [math.exp(0), math.exp(1), math.exp(2)]
+    assert part.probabilities(memory, "abc").tolist() == pytest.approx([each / sum(odds) for each in odds])
+
+
+def test_the_upper_confidence_of_categories_by_hand():
+    part = CategoryBandit(window=3, bonus=1.0)
+    memory = {"categories": {"a": [0.1, 100, []], "b": [0.8, 100, []], "c": [0.4, 2, []]}}
+    assert part.scores(memory, "abc") == pytest.approx([0.424, 1.124, 2.282], abs=1e-3)
+    memory = {}
+    part.learn(memory, drawn([(POOL[0], HALF)] * 2))
+    part.learn(memory, drawn([(POOL[0], NONE)] * 2))
+    value, groups, last = memory["categories"]["a"]
+    assert groups == 4 and len(last) == 3 and value == pytest.approx(0.5 / math.sqrt(1 / 3) / 3)
+
+
+def test_prompts_come_from_the_likeliest_category():
+    memory = {"categories": {"a": [0.0, 9, []], "b": [3.0, 9, []], "c": [0.0, 9, []]}}
+    part = CategoryBandit(temperature=0.5)
+    texts = [prompt.metadata["task"] for epoch in range(50) for prompt in part(POOL, 4, epoch, 0, None, memory, 4)]
+    assert Counter(texts)["b"] > 180 and part(POOL, 4, 3, 0, None, memory, 4) == part(POOL, 4, 3, 0, None, memory, 4)
+    assert len({prompt.text for prompt in CategoryBandit(temperature=1e-3)(POOL, 4, 0, 0, None, memory, 4)}) == 4
+    with pytest.raises(UserError, match="parts.curriculum.key is 'kind'.*there are: task"):
+        CategoryBandit(key="kind").require(POOL)
+
+
+def test_the_score_of_variance_sampling_by_hand():
+    part, memory = VarianceSampling(variance=1.0, diversity=0.5), {}
+    eighth = [0.0] * 7 + [1.0]
+    part.learn(memory, drawn([(POOL[0], [0.0] * 8), (POOL[1], [1.0] * 8), (POOL[2], eighth), (POOL[3], HALF * 2)],
+                             [0.0, 0.4, 0.0, 1.0]))
+    assert [part.score(memory, prompt) for prompt in POOL[:5]] == pytest.approx([0, 0.2, 7 / 64, 0.75, 0.75])
+    assert VarianceSampling(share=0.0)(POOL, 5, 3, 1, None, memory, 8) == splits.draw(POOL, 5, 3, 1)
+    part = VarianceSampling(share=1.0, variance=1.0, diversity=0.0)
+    chosen = {prompt.text for epoch in range(30) for prompt in part(POOL, 4, epoch, 0, None, memory, 8)}
+    assert chosen == {prompt.text for prompt in POOL} - {"p0", "p1"}
+    half = VarianceSampling(variance=1.0, diversity=0.0)(POOL, 12, 0, 0, None, memory, 8)
+    assert len({prompt.text for prompt in half}) == 12  # a share by score, and all others in turn
+
+
+@pytest.mark.parametrize("made", [tiny_text.trainer, lambda **options: tiny.trainer(reward="red", **options)])
+def test_a_run_measures_the_diversity_of_its_groups(made):
+    options = {"rewards": {"red": lambda images, prompts: images[:, 0].mean((1, 2)).clamp(0, 1)}} \
+        if made is not tiny_text.trainer else {}
+    trainer = made(parts={"curriculum": {"type": "VarianceSampling"}}, **options)
+    trainer.run_epoch()
+    assert len(trainer.memory["diversity"]) == 2 == len(trainer.memory["rates"])
+    assert np.mean([*trainer.memory["diversity"].values()]) == pytest.approx(
+        trainer.scoring.metrics(torch.zeros(2, 4, 1), print)["diversity"])
+
+
+def test_a_posterior_forgets_on_two_scales():
+    part, memory = InformationGain(keep=0.5, others=0.75), {"beliefs": {"p0": [5.0, 3.0], "p1": [5.0, 9.0]}}
+    part.learn(memory, drawn([(POOL[0], HALF), (POOL[0], ALL)]))
+    assert memory["beliefs"]["p0"] == [0.5 * 5 + 0.5 + 6, 0.5 * 3 + 0.5 + 2]
+    assert memory["beliefs"]["p1"] == [1 + 0.75 * 4, 1 + 0.75 * 8]
+    sure = {"beliefs": {prompt.key: [1e7 * (i + 1), 1e7 * (19 - i)] for i, prompt in enumerate(POOL)}}
+    assert InformationGain(candidates=9)(POOL, 1, 0, 0, None, sure, 4) == [POOL[9]]  # p = 10/20
+    assert InformationGain(candidates=9, power=3.0)(POOL, 1, 0, 0, None, sure, 4) == [POOL[4]]  # p = 5/20
+    for _ in range(6):  # a rate that moves from 0.1 to 0.6 is followed
+        part.learn(memory, drawn([(POOL[1], [1.0, 1.0, 1.0, 0.0, 0.0])]))
+    a, b = memory["beliefs"]["p1"]
+    assert a / (a + b) == pytest.approx(0.6, abs=0.04)
+
+
+def test_the_hardest_or_the_most_varied_prompts_are_retained():
+    memory = {"rates": {"p0": [0.2, 0.8, 0.2], "p1": [0.1, 0.1, 0.1], "p2": [0.0, 0.0, 0.9], "p3": [1.0]}}
+    hard = Retention(after=2, keep=2)
+    assert hard(POOL, 3, 1, 5, None, memory, 4) == splits.draw(POOL, 3, 1, 5)
+    assert {prompt.text for prompt in hard(POOL, 2, 2, 5, None, memory, 4)} == {"p0", "p1"}
+    hard.learn(memory, drawn([(POOL[1], ALL)]))
+    assert {prompt.text for prompt in hard(POOL, 2, 3, 5, None, memory, 4)} == {"p0", "p2"}
+    one = Retention(after=1, by="variance")
+    assert {prompt.text for prompt in one(POOL, 4, 1, 0, None, memory, 4)} == {"p2"}  # 0.18, of p0 0.08
+    memory["rates"]["p0"] = [0.0, 1.0]
+    assert {prompt.text for prompt in one(POOL, 4, 2, 0, None, memory, 4)} == {"p2"}  # chosen once
+
+
+def test_pairs_of_a_rare_success_and_a_rare_failure():
+    memory = {"rates": {"p0": [1 / 8], "p1": [7 / 8], "p2": [0.0], "p3": [1.0], "p4": [0.5]}}
+    pair = OppositePairs()(POOL, 4, 0, 0, None, memory, 8)
+    assert [prompt.text for prompt in pair[:2]] == ["p0", "p1"] and len({prompt.text for prompt in pair}) == 4
+    advantages = group_relative(torch.tensor([[1.0] + [0.0] * 7, [0.0] + [1.0] * 7]))
+    assert advantages[0, 0] == -advantages[1, 0] == pytest.approx(7 / math.sqrt(8))
+    assert OppositePairs()(POOL, 4, 3, 0, None, {}, 8) == splits.draw(POOL, 4, 3, 0)
+
+
+def test_rates_are_predicted_from_similar_prompts():
+    rates = {"red": 0.9, "blue": 0.5, "green": 0.1}
+    texts = [f"{noun} {colour} {colour}" for colour in rates for noun in ("cat", "dog", "sun", "car", "ox", "pen")]
+    known = texts[::6]
+    guessed = predicted(texts, known, [rates[text.split()[1]] for text in known], 0.05)
+    assert np.abs(guessed - [rates[text.split()[1]] for text in texts]).max() < 0.05
+    assert features("A cat")[features("a cat") > 0].tolist() == pytest.approx([3 ** -0.5] * 3)
+    pool, memory = [Prompt(text) for text in texts], {"rates": {text: [rates[text.split()[1]]] for text in known}}
+    part = PredictedDifficulty(candidates=18, fresh=0.0, temperature=0.05)
+    assert {prompt.text.split()[1] for prompt in part(pool, 5, 0, 0, None, memory, 4)} == {"blue"}
+    part.learn(memory, drawn([(POOL[0], HALF)]))
+    assert list(memory["rates"])[-1] == "p0" and part(pool, 5, 2, 0, None, {}, 4) == part(pool, 5, 2, 0, None, {}, 4)
+
+
+def test_hard_prompts_get_further_groups():
+    part = ExtraRollouts(most=3)
+    sums = [2 * n * math.sqrt(p * (1 - p)) for n, p in ((8, 1 / 8), (8, 1 / 2), (12.095, 1 / 8))]
+    assert sums == pytest.approx([5.2915, 8.0, 8.0], abs=1e-3)
+    assert part.groups(1 / 8, 8, 4) == 1 and part.groups(1 / 8, 8, 1) == 3 and ExtraRollouts(9).groups(1 / 8, 8, 1) == 4
+    assert [part.groups(rate, 8, 4) for rate in (0.0, 0.5, 0.9, 1.0)] == [3, 0, 0, 0]
+    assert ExtraRollouts(20, "hardness").groups(1 / 8, 8, 1) == 13  # 8 (1.75 * 1.512 - 1) = 13.2
+    batch = drawn([(POOL[0], NONE), (POOL[1], HALF), (POOL[0], [0.0, 0.0, 0.0, 1.0])])
+    pairs = part(batch)
+    assert pairs == [(None, POOL[0])] and batch.replace(pairs) == [POOL[0]] and batch.replaced == set()
+    batch.add([POOL[0]], torch.zeros(1, 4, 1), torch.zeros(1, 4))
+    assert part(batch) == [] and batch.metrics() == {"extra_groups": 1}
+
+
+def test_further_groups_are_trained_and_compared_as_one():
+    trainer = tiny_text.trainer(method="grpo", rewards={"short": lambda texts, prompts: [
+        float(prompt == "1+2=" and place % 2) for place, prompt in enumerate(prompts)]},
+        train__prompts=6, parts={"redraw": {"type": "ExtraRollouts", "most": 1}, "advantage": {"type": "Pooled"}})
+    metrics = trainer.run_epoch()
+    assert metrics["extra_groups"] == 5 and trainer.first_ratio.found <= 1e-5
+
+
+PARTS = [{"type": "CategoryBandit", "key": "sign"}, {"type": "VarianceSampling"}, {"type": "InformationGain"},
+         {"type": "Retention", "after": 1}, {"type": "OppositePairs"}, {"type": "PredictedDifficulty"}]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=[part["type"] for part in PARTS])
+def test_what_is_learned_is_in_the_checkpoint_and_the_next_epoch_is_the_same(part, tmp_path):
+    def made():
+        trainer = tiny_text.trainer(tiny_text.policy(), parts={"curriculum": part})
+        trainer.prompts = [Prompt(text, metadata={"sign": text[1]}) for text in tiny_text.PROMPTS]
+        return trainer
+
+    trainer, other = made(), made()
+    trainer.draw()
+    trainer.epoch, trainer.marked = 1, state.counters(trainer)
+    state.save(trainer, tmp_path)
+    state.restore(other, tmp_path / "checkpoints" / "epoch-00001")
+    assert other.memory == trainer.memory != {}
+    assert trainer.method.curriculum(trainer.prompts, 2, 1, 0, None, trainer.memory, 4) == \
+        other.method.curriculum(other.prompts, 2, 1, 0, None, other.memory, 4)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: CategoryBandit(temperature=0.0), lambda: CategoryBandit(window=-1), lambda: VarianceSampling(share=2.0),
+    lambda: InformationGain(others=2.0), lambda: Retention(keep=0), lambda: OppositePairs(share=0.0),
+    lambda: PredictedDifficulty(references=0), lambda: PredictedDifficulty(fresh=2.0), lambda: ExtraRollouts(0)])
+def test_impossible_numbers(make):
+    with pytest.raises(ValueError, match="expected"):
+        make()
