@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from flowgrpo import rewards
-from flowgrpo.advantages.step_credit import chosen_weights
 from flowgrpo.config.geometry import geometry, teams
 from flowgrpo.config.parse import validate
 from flowgrpo.config.schema import Config
@@ -50,6 +49,7 @@ from flowgrpo.training import (
     recorded_groups,
     run_folder,
     state,
+    step_rewards,
     tracker,
     trial,
 )
@@ -206,7 +206,7 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
         further = rewards.compose(config.watched, config.cache, functions, away)
     pools = [part.pool for part in (method.rollout.preview, method.rollout.pruning) if part is not None]
     pairwise.require(trained, config.train.group, *pools)
-    _require_alone(method, trained)
+    step_rewards.require(method, trained)
     together = [name for name, reward in trained.items() if pairwise.sees_groups(reward)]
     split_groups.require(config, method, shape, processes, together)
     recorded_groups.require(config, method, shape.slices)
@@ -229,19 +229,6 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
         raise UserError("eval.weights is 'ema', but train.ema is 0: set train.ema to a decay such as 0.9")
     best.require(config.eval, measured)
     return Ready(config, precision, device, accelerator, trained, measured, split, last, changes, began)
-
-
-def _require_alone(method: Method, trained: Mapping[str, Any]) -> None:
-    """Raise UserError for a reward that compares a group, or reads the base's samples, where clean predictions or
-    deterministic samples are scored one by one."""
-    progress = method.credit.progress
-    if progress is None and not method.credit.advantage.reads_baseline:
-        return
-    for name in chosen_weights(dict.fromkeys(trained, 1.0), progress.rewards if progress else ()):
-        if pairwise.sees_groups(trained[name]) or rewards.sees_base(trained[name]):
-            part = "parts.progress" if progress else "parts.advantage"
-            raise UserError(f"{part} scores pictures one by one, but the reward {name!r} compares several: name others "
-                            "in parts.progress.rewards, or leave it out")
 
 
 def _split(config: Config, prompts: list[Prompt] | None) -> tuple[list[Prompt], list[Prompt]]:

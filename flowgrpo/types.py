@@ -314,21 +314,18 @@ class Context:
 
     prompts: the text of each group, P of them.
     logp: [P, G], a sample's old log-probability, the mean over its trained decisions; None if a method has none.
-    lengths: int64 [P, G], the number of trained decisions of a sample, for a text its tokens.
-    longest: the largest possible length.
+    lengths: int64 [P, G], the number of trained decisions of a sample, for a text its tokens; longest: the largest.
     epoch, epochs: counted from 0, and the number of the run.
     memory: the parts' state from epoch to epoch, JSON-able and kept in the checkpoint; each uses one key.
     win_rates: for each of the R rewards, whether it is already a win rate within its group, as a judge's (empty: none).
     deducted: [P, G], subtracted from every reward of a sample before all else (None: nothing).
-    weights: of the R rewards (empty: 1 each).
+    names, weights: of the R rewards (no weights: 1 each).
     splits: children of a state at each split of the plan's tree, in order (empty: the plan lists no split).
-    entropy: [P, G], the mean entropy of a completion's tokens, in nats; None if the method does not read it.
-    reference: [P, G], a sample's log-probability under the reference, in the unit of logp; None likewise.
+    entropy: [P, G], the mean entropy of a completion's tokens, in nats (None: unread).
+    reference, likelihood: [P, G], a sample's log-probability under the reference, in the unit of logp (None: unread).
     metadata: of the prompts of the groups, P of them (empty: none).
-    names: of the R rewards.
     predicted: [P, G, K], rewards of the clean predictions before the K trained steps (None: not scored).
     baseline: [P, G], reward of the deterministic sample from the same initial noise (None: none is drawn).
-    likelihood: [P, G], of each sample under the reference (None: no part reads it).
     expert: bool [P, G], the answers that came with their prompts (None: none).
     """
 

@@ -24,7 +24,8 @@ from common import RECIPE, make_trainer, measuring, options
 from flowgrpo.config import load
 from flowgrpo.data import splits
 from flowgrpo.policies.pipelines.call import plain_on_cpu
-from flowgrpo.samplers.rollout import explore, seeder
+from flowgrpo.samplers.growth import explore
+from flowgrpo.samplers.rollout import seeder
 from flowgrpo.train import Trainer
 
 Call = tuple[torch.nn.Module, tuple, dict[str, Any], bool]

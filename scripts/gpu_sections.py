@@ -30,8 +30,9 @@ from flowgrpo.policies.weights.compiled import compile_blocks
 from flowgrpo.policies.weights.lora_forward import without_casts
 from flowgrpo.policies.weights.low_precision import LOWEST, capability, quantised
 from flowgrpo.run import make_accelerator
+from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.kernels import FlowSDE
-from flowgrpo.samplers.rollout import explore, seeder
+from flowgrpo.samplers.rollout import seeder
 from flowgrpo.train import Trainer
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -36,11 +36,12 @@ from flowgrpo.policies.precision import settle
 from flowgrpo.policies.weights.lora_files import loader
 from flowgrpo.samplers import cost
 from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.kernels import FlowDDIM
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.predictions import prediction
 from flowgrpo.samplers.replay import replay
-from flowgrpo.samplers.rollout import RolloutSpec, explore, seeder
+from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.samplers.solvers import Euler
 from flowgrpo.starter import FOLDERS

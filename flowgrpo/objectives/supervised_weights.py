@@ -5,15 +5,23 @@ logp: log-probabilities of the tokens under the present weights. mask: true for 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from flowgrpo.types import required, wide
 
-Distribution = Callable[[Tensor, Tensor], Tensor]  # (logits [n,V], tokens [n]) -> [n,V], of which the tokens are read
+
+class Distribution(Protocol):
+    """What reads logits in place of their log-softmax, as a decoding does."""
+
+    def __call__(self, logits: Tensor, taken: Tensor | None = None) -> Tensor:
+        """Return [n,V], of which the tokens `taken` [n] are read."""
+
+    def temperatures(self, ids: Tensor) -> Tensor | None:
+        """Return None: no place has a temperature of its own."""
 
 
 class TokenWeight:
@@ -90,14 +98,25 @@ class OneToken(TokenWeight):
         return torch.ones_like(logp)
 
     def distribution(self, seed: int) -> Distribution:
-        def objective(logits: Tensor, tokens: Tensor) -> Tensor:
-            """Return zeros [n,V] with a place's objective at its token."""
-            (logits,) = wide(logits)
-            log_probs = logits.log_softmax(-1)
-            generator = torch.Generator(logits.device).manual_seed(seed)  # anew: a backward pass may compute it again
-            drawn = torch.multinomial(log_probs.detach().exp(), self.samples, replacement=True, generator=generator)
-            reward = torch.where(drawn == tokens[:, None], 1.0, self.wrong).to(log_probs)
-            value = (reward * log_probs.gather(1, drawn)).mean(1, keepdim=True)
-            return torch.zeros_like(log_probs).scatter(1, tokens[:, None], value)
+        return Drawn(self.samples, self.wrong, seed)
 
-        return objective
+
+@dataclass(frozen=True)
+class Drawn:
+    """Objective of a place, at its token: the mean of reward times log-probability over `samples` drawn tokens."""
+
+    samples: int
+    wrong: float
+    seed: int
+
+    def __call__(self, logits: Tensor, taken: Tensor | None = None) -> Tensor:
+        (logits,) = wide(logits)
+        log_probs, tokens = logits.log_softmax(-1), required(taken)
+        generator = torch.Generator(logits.device).manual_seed(self.seed)  # anew: a backward pass may compute it again
+        drawn = torch.multinomial(log_probs.detach().exp(), self.samples, replacement=True, generator=generator)
+        reward = torch.where(drawn == tokens[:, None], 1.0, self.wrong).to(log_probs)
+        value = (reward * log_probs.gather(1, drawn)).mean(1, keepdim=True)
+        return torch.zeros_like(log_probs).scatter(1, tokens[:, None], value)
+
+    def temperatures(self, ids: Tensor) -> Tensor | None:
+        return None

@@ -18,9 +18,10 @@ from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rollouts.loss_inputs import EditInputs, NoisedInputs
 from flowgrpo.rollouts.split_groups import SplitGroups
 from flowgrpo.samplers import joint_density, latent_edits, noised_finals, pruning, reward_gradient
+from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.old_policy import OldPolicy
 from flowgrpo.samplers.replay import replay
-from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed, explore
+from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
 from flowgrpo.types import Scored, required
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ import torch
 
 from flowgrpo.device import queued
 from flowgrpo.samplers.denoiser import C, Denoiser
+from flowgrpo.samplers.growth import Grower, Nodes
 from flowgrpo.samplers.preview import contrasting
-from flowgrpo.samplers.rollout import Grower, Nodes, RolloutSpec, Seed
+from flowgrpo.samplers.rollout import RolloutSpec, Seed
 
 # The rewards [P,pool] of clean predictions [P*pool,*D] of the prompts [P*pool].
 Judge = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]

@@ -64,7 +64,6 @@ class Run(Protocol):
     critic: Critic | Recalling | None
     recorded: RecordedGroups | None
     rehearsing: Any
-    data: Any
     clock: PhaseTimer
     memory: dict[str, Any]
     marked: dict[str, Any]
@@ -74,7 +73,8 @@ class Run(Protocol):
         """Return work(), repeated with half the micro-batch each time that memory runs out."""
 
     @property
-    def data(self) -> checkpoint.Stateful: ...
+    def data(self) -> Any:
+        """Return the supervised term, `data_term.DataTerm`."""
 
 
 def counters(trainer: Run) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from flowgrpo.check.tiny.unets import lcm_sd15
 from flowgrpo.methods import preset
 from flowgrpo.methods.validate import resolve
 from flowgrpo.samplers import kernels
-from flowgrpo.samplers.rollout import explore, seeder
+from flowgrpo.samplers.growth import explore
+from flowgrpo.samplers.rollout import seeder
 from tests.helpers import tiny
 
 STEPS, GUIDANCE = 4, 8.0

@@ -23,7 +23,8 @@ from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.rewards.videos.motion import appearance, motion
 from flowgrpo.run import make_accelerator
-from flowgrpo.samplers.rollout import explore, seeder
+from flowgrpo.samplers.growth import explore
+from flowgrpo.samplers.rollout import seeder
 from flowgrpo.starter import FOLDERS, VIDEO_CALL, VIDEO_GUIDANCE, scenes
 from flowgrpo.starter.motion import STYLES, TASKS, clips, parse, render
 from flowgrpo.train import Trainer

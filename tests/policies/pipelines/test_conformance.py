@@ -22,10 +22,11 @@ from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.pipelines.reference_images import other
 from flowgrpo.policies.weights.lora_files import load_lora
 from flowgrpo.samplers.grids import make_grid
+from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.kernels import FlowDDIM
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay
-from flowgrpo.samplers.rollout import RolloutSpec, explore, seeder
+from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.samplers.solvers import Euler
 

@@ -14,10 +14,11 @@ from flowgrpo.config.sections import Memory
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.timestep_vector import copies
 from flowgrpo.samplers.grids import make_grid, shifted
+from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.kernels import FlowSDE
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay, rescored
-from flowgrpo.samplers.rollout import RolloutSpec, explore, seeder
+from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.solvers import Euler
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.shares import decisions

@@ -19,10 +19,11 @@ from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE, save_peft
 from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.kernels import FlowSDE
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay
-from flowgrpo.samplers.rollout import RolloutSpec, explore, seeder
+from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.samplers.solvers import Euler
 from flowgrpo.training import announcement

@@ -1,0 +1,173 @@
+"""Growth of a rollout's trees: every state is denoised once for all samples that share it.
+
+A prompt's group grows from `roots` initial noises. At the splits of a schedule every state has several children: draws
+from one Gaussian, for one evaluation of the denoiser. A rollout with a shared initial noise is a tree that splits once,
+at the first stochastic step; independent samples are separate roots. All nodes of a step go through the denoiser
+together, in micro-batches. A replay evaluates a state once for all transitions that leave it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic
+
+import torch
+
+from flowgrpo import gaussian
+from flowgrpo.config.geometry import prompts_per_part
+from flowgrpo.device import queued
+from flowgrpo.samplers.denoiser import C, Denoiser
+from flowgrpo.samplers.recording import Recorder
+from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
+from flowgrpo.samplers.scheduler import StepRecord, cat_known, noise_like
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """States of one step.
+
+    x: [n,*D], or None before the first noise.
+    prompts: [n].
+    generators: one per state.
+    x0: [n,*D], the last predicted data, for a multistep solver.
+    """
+
+    x: torch.Tensor | None
+    prompts: torch.Tensor
+    generators: list[torch.Generator]
+    x0: torch.Tensor | None = None
+
+
+def explore(policy: Denoiser[C], conditioning: C, explorations: Sequence[RolloutSpec], micro_batch: int, seed: Seed,
+            together: Sequence[int] = (), grower: Callable[..., Grower[C]] | None = None) -> Iterator[Part]:
+    """Sample each prompt of `conditioning` in each of the explorations; yield whole groups as soon as they are done.
+
+    seed(prompt, sample) is the seed of a leaf; sample -1, -2, ... are the initial noises that leaves share.
+    together: prompts per part; by default as many as a micro-batch holds. grower: of the samples of some prompts.
+    """
+    first, count = 0, len(conditioning.prompts)
+    for prompts in torch.arange(count).split([*together] or prompts_per_part(explorations[0].group, micro_batch)):
+        trunks: dict[int, Nodes] = {}
+        # A trunk continues from a shorter one, so the shortest comes first.
+        for number, exploration in sorted(enumerate(explorations), key=lambda pair: pair[1].trunk):
+            grown = (grower or Grower)(policy, conditioning, exploration, micro_batch, seed, number)
+            yield grown.grow(range(first, first + len(prompts)), prompts, trunks)
+            first += len(prompts)
+
+
+class Grower(Generic[C]):
+    """Tree grower for some prompts in one exploration."""
+
+    def __init__(self, policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, micro_batch: int, seed: Seed,
+                 number: int):
+        self.policy, self.conditioning, self.exploration = policy, conditioning, exploration
+        self.micro_batch, self.seed, self.offset = micro_batch, seed, number * exploration.group
+        self.of_leaf: dict[tuple[int, int], torch.Generator] = {}
+        self.recorder = Recorder(policy.states, exploration.keep_means,
+                                 exploration.predicted if exploration.keep_clean else None)
+
+    def grow(self, groups: range, prompts: torch.Tensor, trunks: dict[int, Nodes]) -> Part:
+        exploration = self.exploration
+        nodes, at = self._begun(prompts, trunks)
+        for step, children in exploration.splits.items():
+            nodes = self._split(self._advance(nodes, at, step), step, children)
+            at = step + 1
+        if len(exploration.strides) > 1:  # noise behind the last split is drawn once for all granularities
+            nodes, at = self._advance(nodes, at, exploration.settled), exploration.settled
+        ends = (self._advance(nodes, at, tail.steps, tail).x for tail in exploration.tails())
+        finals = tuple(end for end in ends if end is not None)
+        transitions = tuple(self.recorder.taken[step] for step in exploration.schedule.trained)
+        seeds = torch.tensor(self._seeds(prompts)).repeat_interleave(exploration.group // exploration.roots)
+        return Part(groups, nodes.prompts, exploration, transitions, finals, seeds=seeds)
+
+    def _begun(self, prompts: torch.Tensor, trunks: dict[int, Nodes]) -> tuple[Nodes, int]:
+        """Return the nodes that the samples of the prompts begin from, and their step."""
+        return self._trunk(prompts, trunks), self.exploration.trunk
+
+    def _trunk(self, prompts: torch.Tensor, trunks: dict[int, Nodes]) -> Nodes:
+        """Return the roots of the prompts, run to the first split or noise.
+
+        Explorations of the same prompts continue from each other's trunks.
+        """
+        trunk = self.exploration.trunk
+        if self.exploration.alone:
+            return self._roots(prompts)
+        if trunk not in trunks:
+            at = max((step for step in trunks if step <= trunk), default=None)
+            nodes = self._roots(prompts) if at is None else trunks[at]
+            trunks[trunk] = self._advance(nodes, at or 0, trunk)
+        return trunks[trunk]
+
+    def _seeds(self, prompts: torch.Tensor) -> list[int]:
+        """Return the seeds of the roots' initial noises: those of the leaves, or of noises that leaves share."""
+        roots, alone = self.exploration.roots, self.exploration.alone
+        return [self.seed(int(p), self.offset + root if alone else -1 - root) for p in prompts for root in range(roots)]
+
+    def _roots(self, prompts: torch.Tensor) -> Nodes:
+        roots, group = self.exploration.roots, self.exploration.group
+        if self.exploration.alone:
+            generators = self._generators([(int(p), leaf) for p in prompts for leaf in range(group)])
+        else:
+            generators = self.policy.generators(self._seeds(prompts))
+        return Nodes(None, prompts.repeat_interleave(roots), generators)
+
+    def _generators(self, leaves: list[tuple[int, int]]) -> list[torch.Generator]:
+        """Return the generators of (prompt, leaf), each passed down by the first leaf below a node: no noise is drawn
+        twice."""
+        new = [key for key in leaves if key not in self.of_leaf]
+        seeds = [self.seed(prompt, self.offset + leaf) for prompt, leaf in new]
+        self.of_leaf |= dict(zip(new, self.policy.generators(seeds), strict=True))
+        return [self.of_leaf[key] for key in leaves]
+
+    def _advance(self, nodes: Nodes, start: int, stop: int, exploration: RolloutSpec | None = None) -> Nodes:
+        """Run the nodes from step `start` to step `stop`, one child each."""
+        if start == stop and nodes.x is not None:
+            return nodes
+        exploration = exploration or self.exploration
+        states, records = [], []
+        for rows in torch.arange(len(nodes.prompts)).split(self.micro_batch):
+            generators = nodes.generators[rows[0]:rows[-1] + 1]
+            task = exploration.task(start, stop, generators)
+            x, x0 = (None if value is None else value[queued(rows, value.device)] for value in (nodes.x, nodes.x0))
+            state, record = self.policy.run(task, self.conditioning.rows(nodes.prompts[rows]), x, generators, x0)
+            states.append(state)
+            records.append(record)
+        recorder = self.recorder
+        for step in records[0].x:
+            x = recorder.joined([record.x[step] for record in records], nodes.x if step == start else None)
+            recorder.keep(step, nodes.prompts, torch.arange(len(nodes.prompts)), x,
+                          recorder.joined([record.x_next[step] for record in records]), records)
+        return replace(nodes, x=recorder.joined(states), x0=cat_known([record.x0 for record in records]))
+
+    def _split(self, nodes: Nodes, step: int, children: int) -> Nodes:
+        """Draw `children` transitions from each state, with one evaluation per state."""
+        grid = self.exploration.grid
+        width = math.prod(n for later, n in self.exploration.splits.items() if later > step)  # leaves below a child
+        assert nodes.x is not None, "a split before the first noise"
+        drawn, records, at = [], [], nodes.x
+        for rows in torch.arange(len(nodes.prompts)).split(self.micro_batch):
+            x = at[queued(rows, at.device)]
+            with self.policy.sampling():
+                v = self.policy.replay(self.conditioning.rows(nodes.prompts[rows]), x, grid, step,
+                                       self.exploration.timesteps).detach()
+            with torch.no_grad():  # a kernel may be learned
+                transition = self.exploration.transition(x, v, grid, step)
+            of = torch.arange(len(rows), device=x.device).repeat_interleave(children)
+            transition = transition.rows(of)
+            group = self.exploration.group
+            generators = self._generators([(int(nodes.prompts[row]), (row * children + child) * width % group)
+                                           for row in rows.tolist() for child in range(children)])
+            # Round first: the density is that of the state that the network will see.
+            x_next = gaussian.sample(transition, noise_like(x[of], generators)).to(x.dtype)
+            task = self.exploration.task(step, step + 1)
+            record = StepRecord(x0=task.predict_x0(x, v, step)[of] if task.multistep else None)
+            record.add(step, x, x_next, transition)
+            records.append(record)
+            drawn += generators
+        parent = torch.arange(len(nodes.prompts)).repeat_interleave(children)
+        x_next = self.recorder.joined([record.x_next[step] for record in records])
+        if step in self.exploration.schedule.trained:
+            self.recorder.keep(step, nodes.prompts, parent, nodes.x, x_next, records)
+        return Nodes(x_next, nodes.prompts[parent], drawn, cat_known([record.x0 for record in records]))
