@@ -114,7 +114,8 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "progress": (step_credit,)}
 # What parts return or hold, and what no recipe names.
 _RECORDS = {plans.Schedule, lookahead.Branch, reward_gradient.ResumableStates, reward_gradient.RewardGradientRollout,
-            latent_edits.Edits, downsampling._Downsampled, balance.Now, supervised_weights.Drawn, supervised.DataLoss, supervised.NoisedData,
+            latent_edits.Edits, downsampling._Downsampled, balance.Now, supervised_weights.Drawn,
+            supervised.DataLoss, supervised.NoisedData,
             actor_critic.Seen, targets.Target,
             targets.Traces, targets.RecordedPairs}  # what a run makes of completions and of noised finals
 PLACES: dict[Any, str] = {cls: place for place, modules in MODULES.items() for module in modules
