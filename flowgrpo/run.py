@@ -47,9 +47,9 @@ from flowgrpo.training import (
     inputs,
     phases,
     recorded_groups,
+    reward_demands,
     run_folder,
     state,
-    step_rewards,
     tracker,
     trial,
 )
@@ -204,14 +204,10 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
     with rewards.lazily(not accelerator.is_main_process):  # the first process finds mistakes, and makes the trial
         trained = rewards.compose(config.trained, config.cache, functions, away)
         further = rewards.compose(config.watched, config.cache, functions, away)
-    pools = [part.pool for part in (method.rollout.preview, method.rollout.pruning) if part is not None]
-    pairwise.require(trained, config.train.group, *pools)
-    step_rewards.require(method, trained)
+    reward_demands.require(method, trained, config.train.group)
     together = [name for name, reward in trained.items() if pairwise.sees_groups(reward)]
     split_groups.require(config, method, shape, processes, together)
     recorded_groups.require(config, method, shape.slices)
-    if method.target.follows_reward:
-        rewards.require_gradient(trained)
     measured = pairwise.measured(trained, further)
     split = recorded_pairs.in_place(config, _split(config, prompts))
     build.require_inputs(config, [*split[0], *split[1]], pipe)

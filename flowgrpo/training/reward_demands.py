@@ -1,4 +1,4 @@
-"""Rewards of clean predictions and deterministic samples, which are scored one by one."""
+"""Demands of a method's parts on the rewards of a run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from flowgrpo.methods.method import Method
 from flowgrpo.rewards import pairwise
 
 
-def require(method: Method, trained: Mapping[str, Any]) -> None:
-    """Raise UserError for a reward that compares a group, or reads the base's samples, where clean predictions or
-    deterministic samples are scored one by one."""
+def require(method: Method, trained: Mapping[str, Any], group: int) -> None:
+    """Raise UserError for rewards that cannot serve the method's parts.
+
+    They are judges of pairs with a group or pool that they cannot share out, rewards without a gradient that is
+    followed, and rewards that compare samples where clean predictions or deterministic samples are scored one by one.
+    """
+    pools = [part.pool for part in (method.rollout.preview, method.rollout.pruning) if part is not None]
+    pairwise.require(trained, group, *pools)
+    if method.target.follows_reward:
+        rewards.require_gradient(trained)
     progress = method.credit.progress
     if progress is None and not method.credit.advantage.reads_baseline:
         return
