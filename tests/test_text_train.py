@@ -43,7 +43,7 @@ def many(completions, prompts):
 def test_there_are_presets_for_texts_and_they_are_not_for_pictures():
     assert set(PRESETS) == {"grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "remax", "grpo_lambda",
                             "spo_chain", "spo_tree", "gigpo", "s_grpo", "latr", "ppo", "topr", "nft", "disco",
-                            "reg_grpo", "trpa", "real", "pacs", "rover", "sdpo", "w_reinforce",
+                            "reg_grpo", "trpa", "dcpo", "real", "pacs", "rover", "sdpo", "w_reinforce",
                             "entropy_bonus", "high_entropy", "gtpo", "llds", "kdrl", "visurf", "rl_plus", "chord",
                             "relift"}
     with pytest.raises(UserError, match="the method is one of denoisers .*flowgrpo methods"):

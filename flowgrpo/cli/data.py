@@ -12,6 +12,7 @@ import typer
 from flowgrpo.cli.options import asked_rewards
 from flowgrpo.cli.root import app
 from flowgrpo.errors import UserError
+from flowgrpo.storage import atomic
 
 By = Literal["hardest", "variance", "middling"]
 
@@ -144,8 +145,7 @@ def _rates(pools: Sequence[Sequence[Any]], output: Path, names: Sequence[str], r
     folder = output.with_suffix(".rates")
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "prompts.jsonl"
-    file.write_text("".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in prompts),
-                    encoding="utf-8")
+    atomic.write_text(file, "".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in prompts))
     evaluate(str(measure), str(file), asked_rewards(reward), folder / "samples", samples=samples)
     return recorded.load(folder / "samples", [str(file)])
 
@@ -177,6 +177,5 @@ def _write(output: Path, pools: Sequence[Sequence[Any]], weights: Sequence[float
     if not left:
         raise UserError("no prompt is left: choose a wider --low and --high, or other rates")
     prompts = mixed([pool for pool, _ in left], [weight for _, weight in left], count, seed)
-    output.write_text("".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in prompts),
-                      encoding="utf-8")
+    atomic.write_text(output, "".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in prompts))
     typer.echo(f"{output}: {len(prompts)} prompts")

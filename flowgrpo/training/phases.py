@@ -140,7 +140,7 @@ class Phases:
         for name in ("decodes", "rollout_evaluations", "saved_evaluations", "old_policy"):
             setattr(trainer.rollouts, name, getattr(before, name))
         trainer.first_ratio.rollouts, trainer.scoring.group = trainer.rollouts, trainer.geometry.group
-        trainer.scoring.weights = self.config.rewards | phase.weights
+        trainer.scoring.given = self.config.rewards | phase.weights
         if hasattr(trainer.critic, "geometry"):
             trainer.critic.geometry = trainer.geometry
         if self.number >= 0 or phase.set:

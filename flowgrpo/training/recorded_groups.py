@@ -92,7 +92,7 @@ class RecordedGroups:
             for place in {*part.groups} & now.keys():
                 keep[of == place] = now[place]
             masks.append(keep)
-        return part.credited(part.advantages, masks)
+        return part.credited(part.advantages, masks, part.rewards)
 
     def keep(self, epoch: int) -> dict[str, float]:
         """Store the groups of an epoch that is trained; return its metrics over all processes."""
@@ -111,6 +111,7 @@ class RecordedGroups:
             for k, taken in enumerate(group.part.transitions):
                 tensors |= {f"{number}.{k}.{name}": value.clone() for name, value in _tensors(taken).items()}
                 tensors[f"{number}.{k}.advantage"] = group.part.advantages[k]
+                tensors[f"{number}.{k}.reward"] = group.part.rewards[k]
                 kinds.append([type(taken).__name__, taken.step])
             listed.append({"prompt": as_line(group.prompt), "epoch": group.epoch, "size": group.size,
                            "logp": group.logp, "steps": kinds,
@@ -121,16 +122,17 @@ class RecordedGroups:
         """Restore the groups of a checkpoint."""
         self.groups = []
         for number, entry in enumerate(values.get("groups", ())):
-            transitions, advantages = [], []
+            transitions, advantages, totals = [], [], []
             for k, (kind, step) in enumerate(entry["steps"]):
                 prefix = f"{number}.{k}."
                 given = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
                 advantages.append(given.pop("advantage"))
+                totals.append(given.pop("reward"))
                 transitions.append(_record(kind, step, given))
             specs: Any = getattr(self.rollouts, "explorations", None)
             part = Part(range(1), torch.zeros(len(transitions[0].old.logp), dtype=torch.int64),
                         specs(entry["epoch"])[0] if specs else None, tuple(transitions), (), tuple(advantages),
-                        weights={step: weight for step, weight in entry["weights"]})
+                        rewards=tuple(totals), weights={step: weight for step, weight in entry["weights"]})
             [prompt] = of_records([entry["prompt"]])
             self.groups.append(Recorded(prompt, entry["epoch"], part, entry["size"], entry["logp"]))
 
@@ -162,7 +164,8 @@ def recorded(part: Part, prompt: Prompt, epoch: int, weights: dict[int, float]) 
     logp = sum((each.logp * each.mask).sum().item() for each in old) / max(sum(int(each.mask.sum()) for each in old), 1)
     steps = {taken.step: weights[taken.step] for taken in transitions}
     kept = replace(part, transitions=transitions, finals=(), deducted=None, seeds=None, weights=steps,
-                   advantages=tuple(advantage.cpu() for advantage in part.advantages))
+                   advantages=tuple(advantage.cpu() for advantage in part.advantages),
+                   rewards=tuple(total.cpu() for total in part.rewards))
     return Recorded(prompt, epoch, placed(kept, 0), size_of(kept), logp)
 
 
@@ -170,12 +173,12 @@ def restricted(part: Part, places: Sequence[int]) -> Part | None:
     """Return the part of these groups alone; None if nothing of them is trained."""
     at = torch.tensor([*places])
     return part.credited(part.advantages, [torch.isin(taken.prompts[taken.parent].cpu(), at)
-                                           for taken in part.transitions])
+                                           for taken in part.transitions], part.rewards)
 
 
 def kept(part: Part, keep: Tensor) -> Part | None:
     """Return the part with the samples `keep` (bool [m]) alone."""
-    return part.credited(part.advantages, [keep for _ in part.transitions])
+    return part.credited(part.advantages, [keep for _ in part.transitions], part.rewards)
 
 
 def placed(part: Part, place: int) -> Part:

@@ -19,6 +19,7 @@ CODES = {signal.SIGTERM: -signal.SIGTERM, signal.SIGINT: 130}
 def signalled(command: list[str], call: str, ending: str, number: int) -> int:
     """The command, whose process signals itself when it has called `os.replace` or calls `os.fsync` for the second
     file of this ending."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
     original, names = getattr(os, call), []
 
     def counted(*arguments):

@@ -87,7 +87,7 @@ def test_prompts_that_contradict_their_prior_get_one_more_group():
     found.add([pair[1]], torch.zeros(1, 4, 1), torch.zeros(1, 4))
     batch, scores = found.compared()
     assert [prompt.text for prompt in batch] == [*"abcda"] and not scores.isnan().any()
-    assert AdditionalGroups(0.1)(found) == [] and found.metrics() == {}
+    assert AdditionalGroups(0.1)(found) == [] and found.metrics() == {"extra_groups": 1}
 
 
 def test_a_run_samples_more_of_what_contradicts_its_prior():

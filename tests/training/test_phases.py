@@ -123,7 +123,7 @@ def test_a_resumed_run_goes_on_in_its_phase(tmp_path):
     ([{"at": 0.5}, {"at": 2}], "rising numbers under `at`"),
     ([{"at": 1, "when": {"sign": "*"}}], "no training prompt has {'sign': '*'}"),
     ([{"at": 1, "weights": {"shirt": 1.0}}], "no reward 'shirt': did you mean 'short'"),
-    ([{"at": 1, "set": {"train.group": 1}}], "phases[0].set: train.group: got 1"),
+    ([{"at": 1, "set": {"train.group": 1}}], "compares the samples of a group: set train.group to 2 or more"),
     ([{"at": 1, "set": {"train.prompts": 1, "train.group": 3}}], None)])
 def test_impossible_phases(listed, told):
     settings = tiny_text.config(phases=listed, train__epochs=10)
