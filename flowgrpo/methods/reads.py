@@ -10,7 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 from flowgrpo import objectives
-from flowgrpo.advantages import baselines, consistency, expert_reward, gae, length_shaping, shaping, token_credit
+from flowgrpo.advantages import (
+    baselines,
+    consistency,
+    expert_reward,
+    gae,
+    length_shaping,
+    shaping,
+    step_scores,
+    token_credit,
+)
 from flowgrpo.config.schema import Config, fields
 from flowgrpo.errors import UserError
 from flowgrpo.methods import registry, supervised, targets
@@ -25,7 +34,8 @@ TYPES: dict[type, tuple[type[targets.Target], ...]] = {
                      sequence_losses.GroupLoss, token_losses.LikelihoodFloor, shaping.Overlong,
                      length_shaping.LengthSwitch, length_shaping.ExitDecay, consistency.LikelihoodConsistency,
                      token_credit.SegmentChain, token_credit.SegmentTree, token_credit.StepGroups,
-                     token_credit.Exploring, supervised.NextToken, expert_reward.ExpertReward), _TEXTS),
+                     token_credit.Exploring, step_scores.StepScores, supervised.NextToken,
+                     expert_reward.ExpertReward), _TEXTS),
     sequence_losses.SampleLoss: (targets.Completions, targets.RecordedSteps, targets.NoisedFinals),
     **dict.fromkeys((references.Teacher, references.SelfTeacher), (
         targets.Completions, targets.RecordedSteps, targets.JointDensity, targets.NoisedFinals)),

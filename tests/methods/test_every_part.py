@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "DualClip": {"low": 5e-5, "high": 5e-5}, "Adaptive": {"target": 0.001}, "Linear": {"last": 0.0},
     "LayerTuning": {"weight": 0.1}, "Lag": {"start": 0.5, "most": 0.5}, "Preview": {"pool": 6, "steps": 2},
     "EarlyExits": {"exit": "=", "close": "="}, "Hints": tiny_runs.HINTED["redraw"] | {"fail": 1.0},
-    "Retention": {"after": 1},
+    "Retention": {"after": 1}, "LikelihoodConsistency": {"right": 0.1},
     "SegmentTree": {"every": 1}, "Tree": {"tokens": 1}, "Edit": {"width": 4},
     "Unconfident": {"right": 0.1}, "Decoupled": {"right": 0.1}, "Balanced": {"right": 0.48}, "Rarity": {"slope": 0.5},
     "ForwardCorrected": {"misses": 0.3},
