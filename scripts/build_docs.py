@@ -125,10 +125,10 @@ method: mix_grpo
 parts: {plan: {size: 2, order: random}, kernel: {type: CPS, level: 0.8}}
 ```
 
-**Notation of the pages.** sigma runs from 1 (noise) to 0 (data) on a grid of T steps; a step goes from sigma to sigma',
-D = sigma - sigma'. v is the model's output, x0 = x - sigma v the data and x1 = x + (1 - sigma) v the noise that it
-predicts. A stochastic step is one Gaussian N(mean, s^2), s the deviation of the whole step; z is the noise it drew. A
-group is the G samples of one prompt.
+**Notation of the pages.** The noise level sigma runs from 1 (noise) to 0 (data) on a grid of T steps. A step goes from
+sigma to sigma', and D = sigma - sigma'. The model's output is v; it predicts the data x0 = x - sigma v and the noise
+x1 = x + (1 - sigma) v. An SDE step is one Gaussian N(mean, s^2), s the deviation of the whole step; z is the noise that
+it drew. A group is the G samples of one prompt, and A is a sample's advantage.
 
 **Shared by all.** Ratio r = exp(log p_new - log p_old), loss max(-A r, -A clip(r, 1 - e, 1 + e)) with e = 1e-4 and A
 within +-5, summed over trained decisions and divided by their number. A recorded state is rounded to the pipeline's
@@ -139,7 +139,7 @@ advantage 0. The defaults of `train` hold for every preset; the papers' batch si
 part of one.
 
 **Clip ranges** are in the unit of a *mean* log-density: log p is the mean over the latent's values of the full normal
-log-density, as in every released trainer, and the joint log-ratio is as many times larger as there are values. The
+log-density, as in every released trainer. The joint log-ratio is as many times larger as there are values. The
 released CPS drops 1/(2 s^2) from it, ours is the true density: a released clip range e on it corresponds to e/(2 s^2)
 here. With `log_ratio: {type: SquaredErrorRatio}`, which is the released one, it is taken as it is.
 
@@ -162,7 +162,8 @@ A method of your own needs no change here: see [Methods of your own](../extendin
 6. Write the preset in a module of `flowgrpo/methods/presets/`, a `method.having(...)` of what defines it.
 7. Its first line is what `flowgrpo methods` shows: `Name: what it does (2501.01234).`
 8. Test its defining property in `tests/methods/test_presets.py` and its defaults in `tests/methods/test_methods.py`.
-9. Write `docs/methods/<preset>.md`: the formula as implemented, where it differs and why, a recipe, its test.
+9. Write `docs/methods/<preset>.md` in the template of the others: idea and paper, formula as implemented, parameters,
+   when to use it, differences from the paper, recipe, tests.
 10. Run `python scripts/build_docs.py` and `make lint`.
 """
 
