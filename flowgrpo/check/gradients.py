@@ -49,5 +49,5 @@ def gradient_error(size: Callable[[], torch.Tensor], weights: TrainableWeights) 
 def require_exact(result: dict[str, Any]) -> None:
     """Raise UserError for a wrong gradient."""
     if not result["gradient_error"] <= LARGEST_GRADIENT_ERROR:
-        raise UserError(f"the gradient is off by {result['gradient_error']:.0%} of the change that it foretells: a "
+        raise UserError(f"the gradient is off by {result['gradient_error']:.0%} of the change that it predicts: a "
                         "part of the model runs without gradients")
