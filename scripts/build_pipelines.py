@@ -22,7 +22,7 @@ instances. A class that is not listed may work all the same: `flowgrpo check MOD
   used: `inject_adapter_in_model` with the folder's `adapter_config.json`, then `set_peft_model_state_dict`.
 - *replay error*, *first log ratio*: largest difference between a rollout and its replay before any update, in fp32, of
   a transition's mean and of its log-probability. *gradient error*: how far a small step along the gradient is from what
-  it foretells.
+  it predicts.
 
 """
 
