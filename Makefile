@@ -1,7 +1,9 @@
-# `make demo` aligns the starter model and shows what changed, `make test` runs the tests, `make lint` checks style and
-# types, `make fuzz` reads hostile inputs for ten minutes, `make docs` builds the site into site/.
+# `make demo` aligns the starter model and shows what changed, `make test` runs the tests, `make lint` checks style, types
+# and prose, `make fuzz` reads hostile inputs for ten minutes, `make docs` builds the site into site/.
 PYTHON ?= python3
 BIN := .venv/bin
+# Without the titles of papers and the pages of methods.
+PROSE = README.md CONTRIBUTING.md $(shell find docs -name '*.md' -not -name mechanisms.md -not -path 'docs/methods/*')
 
 .PHONY: demo test lint fuzz docs
 demo: .venv/installed
@@ -19,6 +21,8 @@ docs: .venv/documented
 lint: .venv/linted
 	$(BIN)/ruff check
 	$(BIN)/mypy
+	$(BIN)/python scripts/check_prose.py
+	$(BIN)/proselint check $(PROSE)
 
 # Without --system-site-packages and without torchaudio, whose build may not fit torch's.
 .venv/installed: pyproject.toml

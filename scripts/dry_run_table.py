@@ -2,7 +2,7 @@
 
     python scripts/dry_run_table.py                              # every recipe, a minute each at most; prints Markdown
     python scripts/dry_run_table.py flux_dev sdxl --json FILE    # those two; the file keeps the rows of other recipes
-    python scripts/dry_run_table.py --json FILE --docs           # and puts the table into docs/performance.md
+    python scripts/dry_run_table.py --json FILE --docs           # and puts the table into docs/dry_run.md
     python scripts/dry_run_table.py --none --json FILE --docs    # the table of the file's rows
 
 Nothing is downloaded: the models' configurations are those of flowgrpo/dry_run/published.py.
@@ -23,7 +23,7 @@ from flowgrpo.dry_run.published import MODELS
 from flowgrpo.gpus import GPUS, gpu_named
 
 ROOT = Path(__file__).parent.parent
-PAGE, BEGIN, END = ROOT / "docs" / "performance.md", "<!-- dry runs: begin -->\n", "<!-- dry runs: end -->\n"
+PAGE, BEGIN, END = ROOT / "docs" / "dry_run.md", "<!-- dry runs: begin -->\n", "<!-- dry runs: end -->\n"
 PHASES = ("encode", "rollout", "decode", "update")
 
 
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--none", action="store_true", help="run none, and use the rows of the file")
     parser.add_argument("--gpu", default="H200")
     parser.add_argument("--json", type=Path, help="rows by recipe, which are read and written there")
-    parser.add_argument("--docs", action="store_true", help="put the table into docs/performance.md")
+    parser.add_argument("--docs", action="store_true", help="put the table into docs/dry_run.md")
     args = parser.parse_args()
     rows = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     for name in [] if args.none else args.recipes or names:

@@ -32,7 +32,7 @@ HEAD = """# Recipes of full-size models
 
 Written by `scripts/recipe_table.py` from the recipes: do not edit. Memory and time are **computed, not measured**, by
 `flowgrpo check --recipe RECIPE --gpu GPU --processes N`, for the GPUs of the memory class that the recipe's comment
-names ([what is counted](performance.md#dry-run)). No recipe has been run at full size yet. Hours are those of all
+names ([what is counted](dry_run.md)). No recipe has been run at full size yet. Hours are those of all
 epochs' rollouts, decoding and updates, without rewards, evaluation and the exchange of gradients; N GPUs share the
 pictures of an epoch, and the peak is that of each. A run can end earlier: `eval.best` keeps the best weights, and
 `eval.stop` ends it. Check a licence on the model's page before you publish weights; a gated model is downloaded after

@@ -296,7 +296,7 @@ def test_a_recipe_names_a_server():
 
 
 def test_the_recipe_of_the_page_works():
-    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reward_server.md").read_text(encoding="utf-8")
     [block] = re.findall(r"```\n(reward:\n  \"http.*?)```", page, re.S)
     rules = config.validate(yaml.safe_load(block)).trained
     assert rules["far"].on_error == "skip" and len(addresses(rules["far"].use)) == 2
