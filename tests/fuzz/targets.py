@@ -214,6 +214,8 @@ def tensors(content: bytes, folder: Path) -> None:
 
 
 def request(content: bytes, folder: Path) -> None:
+    import safetensors.torch  # noqa: F401  # before the limit of memory, whatever the first case is
+
     from flowgrpo.rewards.remote import wire
 
     _ = wire.refusal(content)
