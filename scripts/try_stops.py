@@ -202,6 +202,7 @@ def with_servers(case: Case) -> Result:
         addresses = {"folder": name, "server": f"http://127.0.0.1:{port}",
                      "judge": f"http://127.0.0.1:{judge.server_address[1]}/v1"}
         server = None
+        os.environ["FLOWGRPO_REWARD_TOKEN"] = "token"  # of a server that runs a file's code, and of its client
         if "{server}" in case.reward:
             server = subprocess.Popen([sys.executable, "-m", "flowgrpo", "serve-reward", f"{name}/reward.py:stubborn",
                                        "--port", str(port)], stdout=subprocess.PIPE, start_new_session=True)
