@@ -48,7 +48,7 @@ class Recorder:
         self._between: dict[int, list[Names]] = {}
         self._held: dict[tuple[int, int, int], bytes] = {}
         self._one = threading.RLock()  # threads write checkpoints
-        self._open: dict[int, int] = {}  # descriptors by inode, so that no other file gets the number
+        self._open: dict[int, int] = {}  # descriptors by inode, so that no other gets the number
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -95,6 +95,7 @@ class Recorder:
 
     def _read(self, path: Path, contents: dict[int, bytes], names: dict[int, Names]) -> None:
         inode = path.stat().st_ino
+        self._hold(path, inode)
         inside = names[inode] = {}
         for entry in sorted(path.iterdir()):
             with suppress(FileNotFoundError):  # a library of another thread renames its file
@@ -105,9 +106,12 @@ class Recorder:
                     contents[facts.st_ino] = self._content(entry, facts)
                 inside[entry.name] = facts.st_ino
 
+    def _hold(self, path: Path, inode: int) -> None:
+        if inode not in self._open:
+            self._open[inode] = os.open(path, os.O_RDONLY)
+
     def _content(self, file: Path, facts: os.stat_result) -> bytes:
-        if facts.st_ino not in self._open:
-            self._open[facts.st_ino] = os.open(file, os.O_RDONLY)
+        self._hold(file, facts.st_ino)
         key = facts.st_ino, facts.st_mtime_ns, facts.st_size
         if key not in self._held:
             self._held[key] = file.read_bytes()
