@@ -19,6 +19,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -113,6 +114,7 @@ def kill(arguments: list[str], folder: Path, whole: Path, delay: float) -> str:
     """Kill a run after so many seconds, resume it, and compare; return what is wrong, or nothing."""
     child = os.fork()
     if not child:
+        tqdm.set_lock(threading.RLock())  # tqdm's is shared with this process, and a killed one keeps it
         with contextlib.suppress(BaseException):
             run(arguments, folder)
         os._exit(0)
