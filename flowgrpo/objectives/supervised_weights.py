@@ -15,7 +15,7 @@ from flowgrpo.types import required, wide
 
 
 class Distribution(Protocol):
-    """What reads logits in place of their log-softmax, as a decoding does."""
+    """Reading of logits in place of their log-softmax, called as a decoding is."""
 
     def __call__(self, logits: Tensor, taken: Tensor | None = None) -> Tensor:
         """Return [n,V], of which the tokens `taken` [n] are read."""

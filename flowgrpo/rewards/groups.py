@@ -21,6 +21,7 @@ from flowgrpo.rewards.about import About
 from flowgrpo.rewards.combine import LIKE_ITS_PARTS, Combined
 from flowgrpo.rewards.failures import Failed, first_failed, numbers
 from flowgrpo.rewards.text.answer_keys import LICENCE
+from flowgrpo.rewards.text.diversity import likeness
 from flowgrpo.rewards.text.numeric import NumericMatch
 from flowgrpo.rewards.text.rules import ExactMatch
 
@@ -51,16 +52,10 @@ def certainty(answers: Sequence[Hashable | None]) -> float:
     return 1 - sum(-share * math.log(share) for share in shares) / math.log(len(answers)) if len(answers) > 1 else 1.0
 
 
-def ngrams(text: str, n: int) -> frozenset[tuple[str, ...]]:
+def ngrams(text: str, n: int) -> set[tuple[str, ...]]:
     """Return the word n-grams of a text in lower case; of a shorter text, all its words."""
     words = text.casefold().split()
-    return frozenset(tuple(words[i:i + n]) for i in range(max(1, len(words) - n + 1)))
-
-
-def jaccard(first: frozenset[Any], second: frozenset[Any]) -> float:
-    """Return the share of the elements of two sets that are in both; 1 for two empty ones."""
-    union = first | second
-    return len(first & second) / len(union) if union else 1.0
+    return {tuple(words[i:i + n]) for i in range(max(1, len(words) - n + 1))}
 
 
 def progress(success: Tensor, apart: Tensor, most: float) -> Tensor:
@@ -165,4 +160,4 @@ class Progress(Combined):
             features = torch.as_tensor(extractor(self.features)(outputs)).double()
             return (features[:, None] - features[None]).norm(dim=-1)
         words = [ngrams(text, 1) for text in outputs]
-        return torch.tensor([[1 - jaccard(one, other) for other in words] for one in words], dtype=torch.float64)
+        return torch.tensor([[1 - likeness(one, other) for other in words] for one in words], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What some methods do around an epoch's updates: critics, replayed groups, rehearsed samples, measured drift."""
+"""Work of some methods around an epoch's updates: critics, replayed groups, rehearsed samples, measured drift."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def head(width: int, height: int) -> str:
     of(*[{"text": "t"}] * 5),
 ], ids=["bomb", "wide", "frames", "batch", "tensor", "samples"])
 def test_what_is_too_large_is_refused_before_it_is_unpacked(sent):
-    message(wire.unpacked, sent, Limits(samples=4, all_pixels=2_500_000), error=TooLarge)
+    assert message(wire.unpacked, sent, Limits(samples=4, all_pixels=2_500_000), error=TooLarge)
 
 
 @pytest.mark.parametrize("answer, line", [
@@ -703,7 +703,7 @@ def test_what_is_wrong_at_the_start_is_told():
 @pytest.mark.parametrize("told", [b"{}", b'{"format": 1}', b'{"format": 1, "name": "mine", "about": 3, "group": false}',
                                   json.dumps(wire.Info("m", About(), False, Limits(samples=0)).told()).encode()])
 def test_what_is_no_reward_server_is_told(told):
-    message(wire.Info.read, told, error=ValueError)
+    assert message(wire.Info.read, told, error=ValueError)
 
 
 def test_what_a_server_says_of_itself_is_read_back():
