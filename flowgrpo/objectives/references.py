@@ -70,7 +70,7 @@ class PreviousPolicy:
 @dataclass(frozen=True)
 class WeightAverage:
     """Average of the last `size` snapshots, one at the start of every `every`-th epoch, the first among them (weight
-    soup as reference: SALSA, 2411.01798, whose soup is of two models trained independently before).
+    soup of the run itself as reference; `Soup` is that of SALSA, of models trained before).
 
     For LoRAs the merged weights are averaged, the products B A, not their factors: `Weights.reference`.
     """
@@ -100,6 +100,29 @@ class Teacher:
 
     def __call__(self, held: list[Snapshot], now: Callable[[], Snapshot], epoch: int) -> list[Snapshot]:
         return []
+
+
+@dataclass(frozen=True)
+class Soup:
+    """Weighted average of trained models, frozen, in every epoch (SALSA, 2411.01798: the mean of two models that were
+    tuned independently from one base).
+
+    models: LoRAs of the run's layers, of any rank, as finished runs, folders or files; with adapter.rank 0 folders of
+        whole models. Of LoRAs the products B A are averaged. Empty: the base model.
+    shares: positive, one per model, summing to 1; empty: equal ones.
+    """
+
+    models: tuple[str, ...] = ()
+    shares: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.shares and (len(self.shares) != len(self.models) or min(self.shares) <= 0
+                            or abs(sum(self.shares) - 1) > 1e-6):
+            raise ValueError(f"Soup: shares are {list(self.shares)} for {len(self.models)} models, expected a positive "
+                             "one per model, summing to 1")
+
+    def __call__(self, held: list[Snapshot], now: Callable[[], Snapshot], epoch: int) -> list[Snapshot]:
+        return held  # as `TrainableWeights.soup` reads it
 
 
 FEEDBACK = ("sibling", "contrast", "answer", "none")

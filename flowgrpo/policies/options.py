@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from flowgrpo.config.schema import Config
@@ -72,11 +74,25 @@ def require_memory(config: Config, method: Method, device: str | torch.device, l
     if not adapter.rank and (adapter.dora or adapter.rslora):
         raise UserError("adapter.rank is 0, which trains all weights without a LoRA: take adapter.dora and "
                         "adapter.rslora away, or set a rank")
-    if adapter.dora and isinstance(method.loss.reference, references.WeightAverage):
-        raise UserError("a WeightAverage averages products of LoRAs, which with adapter.dora have lengths besides: use "
+    if isinstance(method.loss.reference, references.Soup):
+        _require_soup(config, method.loss.reference)
+    if adapter.dora and isinstance(method.loss.reference, (references.WeightAverage, references.Soup)):
+        raise UserError("a WeightAverage or Soup averages products of LoRAs, which with adapter.dora have lengths besides: use "
                         "the reference EMA or PreviousPolicy, or adapter.dora: false")
     if config.train.optimizer == "adamw8bit":
         require_package("train.optimizer is 'adamw8bit'", "bitsandbytes")
+
+
+def _require_soup(config: Config, soup: references.Soup) -> None:
+    """Raise UserError for a model of a soup that is not here, and for sharded weights."""
+    if soup.models and config.memory.shard:
+        raise UserError("parts.reference Soup reads whole weights, and memory.shard is set: set it to false, or use "
+                        "the reference Base")
+    for model in soup.models:
+        if config.adapter.rank:
+            require_lora("parts.reference.models", model)
+        elif not Path(model).is_dir():
+            raise UserError(f"parts.reference.models: {model!r} is no folder, expected one with a model's weights")
 
 
 def _quantised(config: Config) -> str | None:

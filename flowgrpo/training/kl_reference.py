@@ -11,7 +11,7 @@ import torch
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import at_epoch, is_active
-from flowgrpo.objectives.references import SelfTeacher
+from flowgrpo.objectives.references import SelfTeacher, Soup
 from flowgrpo.policies.policy import Policy
 from flowgrpo.samplers.replay import rescored
 from flowgrpo.samplers.rollout import Part
@@ -142,4 +142,7 @@ class KLReference:
         """Return the snapshots of an epoch's reference, from those held before and the weights it starts with."""
         if not is_active(self.method.loss.kl) and not self.method.compares_with_reference:
             return []
+        soup = self.method.loss.reference
+        if isinstance(soup, Soup) and soup.models and not held:
+            return [self.policy.weights.soup(soup.models, soup.shares)]
         return self.method.loss.reference(held, self.policy.weights.snapshot, epoch)

@@ -48,16 +48,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
 KL = {"kl": {"weight": 0.1}}
 # What has to be there besides, of the host as well, for a part to be of effect.
 BESIDE: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("EMA", "PreviousPolicy", "WeightAverage", "Teacher", "Linear", "Adaptive"), KL),
+    **dict.fromkeys(("EMA", "PreviousPolicy", "WeightAverage", "Teacher", "Soup", "Linear", "Adaptive"), KL),
     "Pooled": {"curriculum": {"type": "Knapsack"}}, "AdditionalGroups": {"advantage": {"type": "PriorBlend"}},
     "OneStep": {"plan": {"count": 2}}, "Preview": {"roots": None},
     "SegmentTree": {"draws": {"type": "Tree", "tokens": 1}}, "Pruning": {"roots": None},
     "ExpertReward": {"decoding": {"expert": 1}}}
 VALUES = {"tail": 0.5, "roots": 2, "strides": [1, 2]}
 # What is the host's own under another name: one reward has nothing to be weighed against, and need not rise; of two
-# prompts of which one is flat, both are as difficult; the noise of FlowDDIM is 0, a Teacher without a model is the
-# base, in two epochs no prompt has a history or comes again, and no two of the few prompts here are a pair.
-SAME = {"Influence", "Hypervolume", "HardPrompts", "ODE", "Teacher", "AdditionalGroups", "OppositePairs",
+# prompts of which one is flat, both are as difficult; the noise of FlowDDIM is 0, a Teacher without a model and a
+# Soup of none are the base, in two epochs no prompt has a history or comes again, and no two of the few prompts here are a pair.
+SAME = {"Influence", "Soup", "Hypervolume", "HardPrompts", "ODE", "Teacher", "AdditionalGroups", "OppositePairs",
         "Episodic"}
 # What is first seen in a second epoch.
 LATER = {"EMA", "PreviousPolicy", "WeightAverage", "Linear", "Adaptive", "Lag", "ThompsonSampling", "Knapsack",

@@ -10,7 +10,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.methods.validate import resolve
-from flowgrpo.objectives.references import EMA, Base, PreviousPolicy, WeightAverage
+from flowgrpo.objectives.references import EMA, Base, PreviousPolicy, Soup, WeightAverage
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import state
 from flowgrpo.training.endings import save_whole
@@ -116,6 +116,36 @@ def test_a_soup_of_all_weights_is_their_mean():
     torch.testing.assert_close(output(policy, snapshots), mean, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shares", [(), (0.25, 0.75)])
+def test_a_soup_of_given_adapters_is_the_average_of_what_they_add(shares, tmp_path):
+    others = [tiny.policy(rank=rank, alpha=alpha) for rank, alpha in ((2, 3.0), (4, 4.0))]
+    policy, merged = tiny.policy(rank=3), {}
+    for number, (other, share) in enumerate(zip(others, shares or (0.5, 0.5))):
+        tiny.stir(other, 0.2 + number).weights.save(tmp_path / str(number))
+        for key, layer in other.weights.layers().items():
+            delta = layer.scaling["default"] * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+            merged[key] = merged.get(key, 0) + share * delta
+    soup = policy.weights.soup([str(tmp_path / "0"), str(tmp_path / "1")], shares)
+    for key, layer in policy.weights.layers().items():
+        product = soup[f"{key}.lora_B.default.weight"] @ soup[f"{key}.lora_A.default.weight"]
+        torch.testing.assert_close(layer.scaling["default"] * product, merged[key], rtol=1e-4, atol=1e-6)
+    assert (output(policy, [soup]) - output(policy, [])).abs().max() > 1e-2
+
+
+def test_a_soup_of_whole_models_is_their_weighted_mean(tmp_path):
+    policy = tiny.policy(rank=0)
+    first = policy.weights.snapshot()
+    policy.weights.save(tmp_path / "0")
+    second = tiny.stir(policy).weights.snapshot()
+    policy.weights.save(tmp_path / "1")
+    soup = policy.weights.soup([str(tmp_path / "0"), str(tmp_path / "1")], (0.25, 0.75))
+    for key, value in soup.items():
+        torch.testing.assert_close(value, 0.25 * first[key] + 0.75 * second[key])
+    (tmp_path / "2").mkdir()
+    with pytest.raises(UserError, match="parts.reference.models .*2: got no weight transformer"):
+        policy.weights.soup([str(tmp_path / "2")], ())
+
+
 # --- in a run --------------------------------------------------------------------------------------------------------
 
 def made(reference: dict, **options):
@@ -153,6 +183,19 @@ def test_the_average_follows_the_weights_at_the_end_of_every_epoch():
         assert held.keys() == own.keys()  # of all that the model holds, the trainable weights alone
         for key, value in expected.items():
             torch.testing.assert_close(held[key], value)
+
+
+def test_a_run_stays_at_the_soup_of_two_runs(tmp_path):
+    for number, scale in enumerate((0.2, -0.2)):
+        tiny.stir(tiny.policy(), scale).weights.save(tmp_path / str(number))
+    models = [str(tmp_path / "0"), str(tmp_path / "1")]
+    trainer = made({"type": "Soup", "models": models}, train__epochs=2)
+    first = trainer.kl_reference.held
+    for trainer.epoch in range(2):
+        assert trainer.run_epoch()["kl"] > 0
+    assert trainer.kl_reference.held is first and len(first) == 1
+    of_one = made({"type": "Soup", "models": models[:1]})  # a LoRA's soup of one is that LoRA
+    torch.testing.assert_close(of_one.kl_reference.held[0], tiny.stir(tiny.policy(), 0.2).weights.snapshot())
 
 
 def test_every_reference_gives_a_loss_of_its_own():
@@ -223,6 +266,7 @@ def test_a_reference_that_nothing_reads_is_told():
     (lambda: EMA(1.5), "EMA: decay is 1.5"), (lambda: PreviousPolicy(0), "PreviousPolicy: every is 0"),
     (lambda: WeightAverage(every=0), "WeightAverage: every is 0"),
     (lambda: WeightAverage(size=0), "WeightAverage: size is 0"),
+    (lambda: Soup(("a", "b"), (0.5, 0.6)), "Soup: shares are .0.5, 0.6. for 2 models"),
 ])
 def test_impossible_references_are_refused(call, told):
     with pytest.raises(ValueError, match=f"{told}.*expected"):

@@ -20,22 +20,33 @@ LIVE = "default"
 ADAPTER = "adapter_model.safetensors"
 
 
-def require_same(path: Path, modules: dict[str, torch.nn.Module], layers: dict[str, LoraLayer],
-                 others: dict[str, torch.nn.Module]) -> None:
-    """Raise UserError if the LoRA of a path differs from the trained one in its layers, ranks, scales or form.
+def require_layers(setting: str, path: Path, modules: dict[str, torch.nn.Module], layers: dict[str, LoraLayer],
+                   others: dict[str, torch.nn.Module]) -> None:
+    """Raise UserError if the LoRA of a path has other layers than the trained one.
 
-    modules: trained ones. layers: of these modules, that have either LoRA. others: modules that are not trained.
+    setting: the key that names the path. modules: trained ones. layers: of these modules, that have either LoRA.
+    others: modules that are not trained.
     """
     for name, other in others.items():
         if NAME in (getattr(other, "peft_config", None) or {}):
-            raise UserError(f"adapter.init {path}: its LoRA is also of the {name}, but the run trains "
+            raise UserError(f"{setting} {path}: its LoRA is also of the {name}, but the run trains "
                             f"{' and '.join(modules)}: expected a LoRA of these alone")
     for key, layer in layers.items():
         has, expected = NAME in layer.lora_A, LIVE in layer.lora_A
         if has != expected:
             what = "has no layer" if expected else "has a layer"
-            raise UserError(f"adapter.init {path}: its LoRA {what} {key}, which adapter.targets "
+            raise UserError(f"{setting} {path}: its LoRA {what} {key}, which adapter.targets "
                             f"{'do' if expected else 'do not'} name: set adapter.targets to those of the LoRA")
+
+
+def require_same(path: Path, modules: dict[str, torch.nn.Module], layers: dict[str, LoraLayer],
+                 others: dict[str, torch.nn.Module]) -> None:
+    """Raise UserError if the LoRA of a path differs from the trained one in its layers, ranks, scales or form.
+
+    Arguments: as of `require_layers`.
+    """
+    require_layers("adapter.init", path, modules, layers, others)
+    for layer in layers.values():
         ranks = [layer.r[name] for name in (NAME, LIVE)]
         if ranks[0] != ranks[1]:
             raise UserError(f"adapter.init {path}: its LoRA has rank {ranks[0]}, expected adapter.rank {ranks[1]}: set "
@@ -59,6 +70,27 @@ def values(path: Path, named: dict[str, torch.nn.Parameter], layers: dict[str, L
               for part, ending, value in _parts(layer)}
     exact = dict(_tensors(path))
     return {key: exact.get(key.replace(f".{LIVE}", ""), loaded[key]) for key in named if key in loaded}
+
+
+def scales(layers: dict[str, LoraLayer]) -> dict[str, float]:
+    """Return the scale of each layer's LoRA that is read, over that of the live one."""
+    return {key: layer.scaling[NAME] / layer.scaling[LIVE] for key, layer in layers.items()}
+
+
+def whole(path: Path, named: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Return the values of all weights in a model's folder, or in a run's that trained them.
+
+    Raises UserError for a weight that is not there, or has another shape.
+    """
+    files = [(file, file.parent.name) for file in sorted(path.glob("*/*.safetensors"))]
+    files += [(file, "model") for file in sorted(path.glob("*.safetensors"))]
+    values = {f"{part}.{key}": value for file, part in files for key, value in tensors_of(file)[0].items()}
+    for key, parameter in named.items():
+        if key not in values or values[key].shape != parameter.shape:
+            got = f"{key} in the shape {list(values[key].shape)}" if key in values else f"no weight {key}"
+            raise UserError(f"parts.reference.models {path}: got {got}, expected a folder of the trained model's "
+                            f"weights with {key} in the shape {list(parameter.shape)}")
+    return {key: values[key].float() for key in named}
 
 
 def _parts(layer: Any) -> Iterator[tuple[str, str, torch.Tensor]]:

@@ -118,6 +118,24 @@ class TrainableWeights:
             values = initial.values(path, self.named, self.layers())
         self.load(values)
 
+    def soup(self, paths: Sequence[str], shares: Sequence[float]) -> dict[str, torch.Tensor]:
+        """Return values that act as the average of LoRAs at paths, or of whole models where no LoRA is trained.
+
+        shares: of each, summing to 1; empty for equal ones. Raises UserError for one of other layers or shapes.
+        """
+        weights = [share * len(paths) for share in shares] or [1.0] * len(paths)
+        return self.averaged([self._weighted(Path(path), weight) for path, weight in zip(paths, weights)])
+
+    def _weighted(self, path: Path, weight: float) -> dict[str, torch.Tensor]:
+        """Return the values at a path, multiplied: of a LoRA its B alone, also by its scale over the live one's."""
+        if not self.adapter.rank:
+            return {key: weight * value for key, value in initial.whole(path, self.named).items()}
+        with self._beside(path, initial.NAME):
+            initial.require_layers("parts.reference.models", path, self.modules, self.layers(), self._others())
+            values, scales = initial.values(path, self.named, self.layers()), initial.scales(self.layers())
+        return {key: value.cpu() * (weight * scales[key.partition(".lora_B.")[0]] if ".lora_B." in key else 1)
+                for key, value in values.items()}
+
     def _others(self) -> dict[str, torch.nn.Module]:
         """Return the pipeline's modules that are not trained."""
         return {name: part for name, part in self.pipe.components.items()

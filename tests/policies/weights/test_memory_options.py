@@ -180,6 +180,8 @@ REFUSED = [
     ({"adapter.rank": 0, "adapter.rslora": True}, "set a rank"),
     ({"adapter.dora": True, "parts": {"reference": {"type": "WeightAverage"}, "kl": {"weight": 0.1}}},
      "EMA or PreviousPolicy"),
+    ({"parts": {"reference": {"type": "Soup", "models": ["nowhere"]}, "kl": {"weight": 0.1}}},
+     "parts.reference.models is 'nowhere', which has no LoRA"),
 ]
 
 
