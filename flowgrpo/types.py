@@ -294,6 +294,7 @@ class CompletionBatch:
     peers: all of them, with the compared statistic [m, ...]; None if the loss compares nothing.
     expert: bool [m], the answers among all that came with their prompts.
     measure: the method's log-ratio of two scores, [b, L].
+    progress: share of the run's epochs that are over, 0 in the first and 1 in the last one.
     """
 
     new: Scored
@@ -306,6 +307,7 @@ class CompletionBatch:
     peers: GroupStatistics | None = None
     expert: Tensor | None = None
     measure: Callable[[Scored, Scored], Tensor] | None = None
+    progress: float = 0.0
 
 
 @dataclass(eq=False)

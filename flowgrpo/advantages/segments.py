@@ -118,3 +118,27 @@ def shared_values(states: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
     mean = torch.zeros(size).to(kept).index_add(0, at, kept) / count.clamp(min=1)
     missing = torch.full(states.shape, torch.nan, dtype=rewards.dtype)
     return missing.masked_scatter(known, mean[at]), torch.zeros_like(missing).masked_scatter(known, count[at])
+
+
+def merged(ids: Tensor, steps: Tensor, mask: Tensor, groups: Tensor, advantages: Tensor, history: int) -> Tensor:
+    """Return the mean advantage of all rows that take the same step, of each token: [m, L].
+
+    steps: int64 [m, L], of each token; groups: int64 [m]; advantages: [m].
+
+    Steps are the same if their groups, their tokens and those of the `history` steps before are equal; -1: of all steps
+    before. A row that takes a step twice counts twice.
+    """
+    edges: dict[tuple, list[tuple[int, Tensor]]] = {}
+    for row, (tokens, step, kept, group) in enumerate(zip(ids, steps, mask, groups.tolist())):
+        path: list[tuple[int, ...]] = []
+        for number in step[kept].unique().tolist():
+            at = kept & (step == number)
+            path.append(tuple(tokens[at].tolist()))
+            known = path if history < 0 else path[-history - 1:]
+            edges.setdefault((group, len(path) <= history, *known), []).append((row, at))
+    result = torch.zeros(ids.shape).to(advantages)
+    for taken in edges.values():
+        mean = torch.stack([advantages[row] for row, _ in taken]).mean()
+        for row, at in taken:
+            result[row] = torch.where(at.to(result.device), mean, result[row])
+    return result

@@ -19,6 +19,7 @@ from flowgrpo.advantages.segments import (
     anchors,
     chain,
     cut_points,
+    merged,
     segments_of,
     shared_values,
     step_advantages,
@@ -141,6 +142,34 @@ class StepGroups(TokenCredit):
         states = torch.where(torch.arange(states.shape[1]) <= steps.amax(1, keepdim=True), states, -1)
         relative = step_advantages(states, totals.flatten(), self.gamma, self.divide)
         return advantages[:, None] + self.weight * relative.gather(1, steps)
+
+
+@dataclass(frozen=True)
+class MergedSteps(TokenCredit):
+    """Advantage of a step: the mean over all completions of the group that take the same step, merged to one edge of
+    their graph (SALT, 2510.20022: shared steps are neutral, divergent ones keep their outcome): `merged`.
+
+    A step is `every` tokens, or ends with one of the token ids `ends` if given, such as a newline's. history: steps
+    before it that have to be equal too; -1: all from the start. SALT's steps are turns of an agent, and its history is
+    a reconstruction.
+    """
+
+    every: int = 8
+    ends: tuple[int, ...] = ()
+    history: int = 1
+    causal = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ends", tuple(self.ends))  # a recipe gives a list
+        if self.every < 1 or self.history < -1:
+            raise ValueError(f"MergedSteps: every is {self.every} and history {self.history}, expected 1 or more, and "
+                             "0 or more, or -1 for all steps before")
+
+    def __call__(self, taken: Completions, advantages: Tensor, totals: Tensor) -> Tensor:
+        mask = taken.old.mask.cpu()
+        groups = torch.arange(len(totals)).repeat_interleave(totals.shape[1])
+        return merged(taken.ids, steps_of(taken.ids, mask, self.every, self.ends), mask, groups, advantages,
+                      self.history)
 
 
 @dataclass(frozen=True)

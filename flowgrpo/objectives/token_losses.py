@@ -63,6 +63,7 @@ class HighEntropy(WrappedLoss, GroupLoss):
     0.2, on DAPO): few tokens decide the direction of a text.
 
     by: "entropy", or "advantage" for |A| times the entropy (D3S, 2509.22115, its token level).
+    last: the share moves linearly to it over the run; None: it stays. D3S relaxes it, as `MaxVariance` its samples.
 
     The entropies are the present policy's. The share is of the tokens of a group, rounded up; the paper's is of a
     batch. The divisor of the loss still counts all tokens, as in the paper.
@@ -71,12 +72,14 @@ class HighEntropy(WrappedLoss, GroupLoss):
     surrogate: Surrogate = Clip(0.2, 0.28)
     share: float = 0.2
     by: str = "entropy"
+    last: float | None = None
     reads_entropy = reads_groups = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.share <= 1:
-            raise ValueError(f"HighEntropy: share is {self.share}, expected above 0 and at most 1")
+        for name, share in (("share", self.share), ("last", self.share if self.last is None else self.last)):
+            if not 0 < share <= 1:
+                raise ValueError(f"HighEntropy: {name} is {share}, expected above 0 and at most 1")
         if self.by not in ("entropy", "advantage"):
             raise ValueError(f"HighEntropy: by is {self.by!r}, expected entropy or advantage")
 
@@ -103,12 +106,13 @@ class HighEntropy(WrappedLoss, GroupLoss):
             entropies = (entropies * peers.advantage.abs()[:, None]).masked_fill(~compared.mask, -math.inf)
         selected = torch.zeros_like(compared.mask)
         for label in group.unique():
-            selected[group == label] = self._largest(entropies[group == label])
+            selected[group == label] = self._largest(entropies[group == label], compared.progress)
         return selected[compared.rows]
 
-    def _largest(self, entropies: Tensor) -> Tensor:
+    def _largest(self, entropies: Tensor, progress: float) -> Tensor:
         counted = entropies[entropies > -math.inf]
-        return entropies >= counted.topk(max(math.ceil(self.share * len(counted) - 1e-9), 1))[0][-1]
+        share = self.share if self.last is None else self.share + (self.last - self.share) * progress
+        return entropies >= counted.topk(max(math.ceil(share * len(counted) - 1e-9), 1))[0][-1]
 
 
 @dataclass(frozen=True)

@@ -95,12 +95,13 @@ class CompletionInputs:
 
     reference: its scores of the replay's batches, where anything reads them. replay: of the same batches: a surrogate
     that compares whole groups sees a part, which is whole groups, in a first pass, without gradients, which costs a
-    forward per sample; where one batch holds the part it is not needed.
+    forward per sample; where one batch holds the part it is not needed. progress: as of a `CompletionBatch`.
     """
 
     def __init__(self, method: Method, part: Part, reference: Sequence[Scored], device: torch.device,
-                 replay: TextReplay):
+                 replay: TextReplay, progress: float = 0.0):
         self.method, self.reference, self.device, self.replay = method, reference, device, replay
+        self.progress = progress
         [self.taken], [advantage] = part.transitions, part.advantages
         every = {"ids": self.taken.ids, "mask": self.taken.old.mask, "expert": self.taken.expert}
         self.every: dict[str, Any] = {name: tensor if tensor is None else tensor.to(device)
@@ -124,7 +125,7 @@ class CompletionInputs:
         at = torch.arange(rows.start, min(rows.stop, len(self.taken.ids)), device=self.device)
         reference = self.reference[batch].to(self.device) if surrogate.reads_reference else None
         return CompletionBatch(new, old, self.method.loss.log_ratio(new, old), at, **self.every, reference=reference,
-                               measure=self.method.loss.log_ratio)
+                               measure=self.method.loss.log_ratio, progress=self.progress)
 
     @torch.no_grad()
     def _statistics(self, first: CompletionBatch) -> Tensor:

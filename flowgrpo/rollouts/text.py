@@ -61,6 +61,7 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         here. turn: how often the epoch has drawn before.
         """
         before, kernel = self.policy.evaluations, self.method.generation.decoding
+        self.target.progress = epoch / max(self.config.train.epochs - 1, 1)
         seed = self.seeds(epoch, turn, len(conditioning.prompts))
         for groups, prompts, samples, _ in self.whole_groups(len(conditioning.prompts)):
             generators = self.policy.generators(seed(int(p), int(k)) for p, k in zip(prompts, samples))

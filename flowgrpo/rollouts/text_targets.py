@@ -34,7 +34,12 @@ class Rollouts(Protocol):
 
 
 class CompletionTokens:
-    """Tokens of completions, by their log-probability."""
+    """Tokens of completions, by their log-probability.
+
+    progress: share of the run's epochs that are over, 0 in the first and 1 in the last one.
+    """
+
+    progress = 0.0
 
     def __init__(self, rollouts: Rollouts):
         self.policy, self.method, self.text = rollouts.policy, rollouts.method, rollouts.config.text
@@ -72,7 +77,7 @@ class CompletionTokens:
     def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: Sequence[Scored]) -> CompletionInputs:
         """Return what the surrogate reads in addition to ratio and advantage."""
         return CompletionInputs(self.method, part, reference, self.policy.device,
-                                lambda: self.replay(part, conditioning))
+                                lambda: self.replay(part, conditioning), self.progress)
 
 
 class TraceTokens(CompletionTokens):

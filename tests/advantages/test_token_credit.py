@@ -12,13 +12,14 @@ from flowgrpo.advantages.segments import (
     anchors,
     chain,
     cut_points,
+    merged,
     segments_of,
     shared_values,
     starts_of,
     step_advantages,
     steps_of,
 )
-from flowgrpo.advantages.token_credit import Exploring, Planning, SegmentChain, SegmentTree, StepGroups
+from flowgrpo.advantages.token_credit import Exploring, MergedSteps, Planning, SegmentChain, SegmentTree, StepGroups
 from flowgrpo.errors import UserError
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.text.continuations import continued, segmented
@@ -310,3 +311,29 @@ def test_of_two_right_paths_from_one_state_the_shorter_has_the_larger_advantage(
     expected = torch.tensor([1.0, 0.9, 0.0]) - 1.9 / 3
     torch.testing.assert_close(found[:, 2], expected)
     assert found[0, 2] > found[1, 2] > 0 > found[2, 2]
+
+
+# --- SALT ------------------------------------------------------------------------------------------------------------
+
+def test_steps_that_completions_share_have_the_mean_of_their_advantages():
+    # Steps of one token; of three completions two begin with 1, all have 2 behind it, and 9 ends two.
+    ids = torch.tensor([[1, 2, 9], [1, 2, 8], [3, 2, 9], [1, 2, 9]])
+    mask = torch.tensor([[True] * 3] * 3 + [[True, True, False]])
+    taken = Completions(ids, torch.tensor([0, 0, 0, 1]), Scored(torch.zeros(4, 3), mask))
+    advantages, totals = torch.tensor([1.0, -1.0, 0.5, 4.0]), torch.zeros(4, 1)
+    groups = torch.tensor([0, 0, 0, 1])
+
+    def found(history: int) -> list:
+        return merged(ids, steps_of(ids, mask, 1), mask, groups, advantages, history).tolist()
+
+    # The other group shares nothing, and its masked token has no credit.
+    last = [4.0, 4.0, 0.0]
+    assert found(-1) == [[0, 0, 1], [0, 0, -1], [0.5, 0.5, 0.5], last]  # shared beginnings alone
+    assert found(1) == [[0, 0, 0.75], [0, 0, -1], [0.5, 0.5, 0.75], last]  # 2 then 9 twice
+    third = (1 - 1 + 0.5) / 3
+    assert [[pytest.approx(value) for value in row] for row in found(0)] == [
+        [0, third, 0.75], [0, third, -1], [0.5, third, 0.75], last]
+    alone = MergedSteps(every=3)(taken, advantages, totals)  # groups of one: GRPO's own
+    assert alone[:3].tolist() == [[1.0] * 3, [-1.0] * 3, [0.5] * 3]
+    with pytest.raises(ValueError, match="MergedSteps: every is 0"):
+        MergedSteps(every=0)

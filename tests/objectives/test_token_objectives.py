@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -114,6 +115,16 @@ def test_of_two_completions_the_one_with_the_larger_advantage_has_the_trained_to
     expected = [[0, 1, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [0] * 4, [1, 0, 0, 0]]
     assert part.chosen(read).tolist() == [[bool(one) for one in row] for row in expected]
     assert part.reads_advantages and not HighEntropy().reads_advantages
+
+
+def test_the_share_of_uncertain_tokens_moves_to_its_last():
+    # Of 10 tokens and of 3: 1 and 1 in the first epoch, 6 and 2 halfway (0.1 + 0.9 / 2, rounded up), all in the last.
+    entropy = f64([[1, 9, 2, 3], [4, 8, 99, 99], [1, 5, 7, 0], [5, 99, 99, 99], [6, 1, 99, 99]])
+    part, counts = HighEntropy(share=0.1, last=1.0), []
+    for progress in (0.0, 0.5, 1.0):
+        chosen = part.chosen(replace(compared(part, entropy), progress=progress))
+        counts.append((int(chosen[:3].sum()), int(chosen[3:].sum())))
+    assert counts == [(1, 1), (6, 2), (10, 3)]
 
 
 # Weights of tokens
@@ -247,6 +258,7 @@ def test_options_go_over_any_host_of_tokens():
 
 @pytest.mark.parametrize("make, told", [
     (lambda: HighEntropy(share=0), "share is 0, expected above 0 and at most 1"),
+    (lambda: HighEntropy(last=2), "last is 2, expected above 0 and at most 1"),
     (lambda: HighEntropy(by="chance"), "by is 'chance', expected entropy or advantage"),
     (lambda: TokenWeights(by="length"), "by is 'length', expected one of entropy, surprise, probability"),
     (lambda: TokenWeights(strength=-2), "strength is -2, expected -1 or more"),
