@@ -42,7 +42,7 @@ from flowgrpo.training.first_ratio import ROUNDED, FirstRatio
 from flowgrpo.training.hindsight import make_hindsight
 from flowgrpo.training.hints import RewardHints
 from flowgrpo.training.kl_reference import KLReference
-from flowgrpo.training.measures import examined
+from flowgrpo.training.measures import examined, of_groups
 from flowgrpo.training.metrics import Log, UpdateStats, shown
 from flowgrpo.training.optimizer import clip_gradients, make_optimizer, make_scaler, rate, update_average
 from flowgrpo.training.out_of_memory import fitted
@@ -139,7 +139,7 @@ class Trainer:
             scores = whole_groups(self.processes.gather(scores), train.group)
             self.sampled += 0 if self.config.preferences else scores[..., 0].numel()
             epoch_batch.add(batch, scores, self.scoring.weighted(scores[..., :len(self.scoring.functions)]),
-                            self.scoring.diversities(self.method.curriculum, len(batch)))
+                            *of_groups(self, new_parts, len(batch)))
             batch = epoch_batch.replace(self.method.redraw(epoch_batch)) if self.method.redraw else []
         self.method.curriculum.learn(self.memory, epoch_batch)
         rewards.end(self.scoring.functions)

@@ -38,6 +38,11 @@ class Carried:
         """Return True if the inner curriculum reads diversity."""
         return getattr(self.inner, "reads_diversity", False)
 
+    @property
+    def reads_norms(self) -> bool:
+        """Return True if the inner curriculum reads norms of gradients."""
+        return getattr(self.inner, "reads_norms", False)
+
     def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
                  memory: dict[str, Any], group: int) -> list[Prompt]:
         present = [place for place, prompt in enumerate(pool) if prompt.key in self.now]

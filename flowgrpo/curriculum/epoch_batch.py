@@ -23,6 +23,7 @@ class EpochBatch:
     replaced: indices of replaced groups.
     turns: the group indices of every turn.
     diversity: of every group, if the curriculum reads it.
+    norms: of the gradients of each group's samples, [G] each, if the curriculum reads them.
 
     A method that samples a prompt several times has more groups than prompts, and one turn.
     """
@@ -34,6 +35,7 @@ class EpochBatch:
         self.prompts: list[Prompt] = []
         self.turns: list[range] = []
         self.diversity: list[float] | None = None
+        self.norms: list[Tensor] | None = None
         self.replaced: set[int] = set()
         self._scores: list[Tensor] = []
         self._totals: list[Tensor] = []
@@ -56,8 +58,12 @@ class EpochBatch:
         """Indices of the groups that are not replaced."""
         return [place for place in range(len(self.prompts)) if place not in self.replaced]
 
-    def add(self, batch: Sequence[Prompt], scores: Tensor, totals: Tensor, diversity: Sequence[float] = ()) -> None:
-        """Add a turn of all processes: its prompts, their scores [P,G,R], totals [P,G] and diversity, if known."""
+    def add(self, batch: Sequence[Prompt], scores: Tensor, totals: Tensor, diversity: Sequence[float] = (),
+            norms: Sequence[Tensor] = ()) -> None:
+        """Add a turn of all processes: its prompts, their scores [P,G,R], totals [P,G], and diversity and norms, if
+        known."""
+        if len(norms):
+            self.norms = [*(self.norms or []), *norms]
         if diversity:
             self.diversity = [*(self.diversity or []), *diversity]
         self.turns.append(range(len(self.prompts), len(self.prompts) + len(batch)))

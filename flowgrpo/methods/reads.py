@@ -33,8 +33,8 @@ TYPES: dict[type, tuple[type[targets.Target], ...]] = {
     **dict.fromkeys((ratios.SequenceRatio, ratios.CompletionRatio, objectives.DynamicClip, gae.ValueHead,
                      sequence_losses.GroupLoss, token_losses.LikelihoodFloor, shaping.Overlong,
                      length_shaping.LengthSwitch, length_shaping.ExitDecay, consistency.LikelihoodConsistency,
-                     token_credit.SegmentChain, token_credit.SegmentTree, token_credit.StepGroups, token_credit.MergedSteps,
-                     token_credit.Exploring, step_scores.StepScores, supervised.NextToken,
+                     token_credit.SegmentChain, token_credit.SegmentTree, token_credit.StepGroups,
+                     token_credit.MergedSteps, token_credit.Exploring, step_scores.StepScores, supervised.NextToken,
                      expert_reward.ExpertReward), _TEXTS),
     sequence_losses.SampleLoss: (targets.Completions, targets.RecordedSteps, targets.NoisedFinals),
     **dict.fromkeys((references.Teacher, references.SelfTeacher), (

@@ -77,8 +77,8 @@ def require_memory(config: Config, method: Method, device: str | torch.device, l
     if isinstance(method.loss.reference, references.Soup):
         _require_soup(config, method.loss.reference)
     if adapter.dora and isinstance(method.loss.reference, (references.WeightAverage, references.Soup)):
-        raise UserError("a WeightAverage or Soup averages products of LoRAs, which with adapter.dora have lengths besides: use "
-                        "the reference EMA or PreviousPolicy, or adapter.dora: false")
+        raise UserError("a WeightAverage or Soup averages products of LoRAs, which with adapter.dora have lengths "
+                        "besides: use the reference EMA or PreviousPolicy, or adapter.dora: false")
     if config.train.optimizer == "adamw8bit":
         require_package("train.optimizer is 'adamw8bit'", "bitsandbytes")
 

@@ -5,13 +5,14 @@ Each is one replay of recorded decisions without gradients, for methods that nee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from flowgrpo.curriculum.gradient_variance import gradient_norms
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.targets import WITH_LOGP
@@ -30,6 +31,20 @@ def examined(run: Run, parts: list[Part], conditioning: Any) -> list[Part]:
         parts = measured(run.method, parts, replay, run.kl_reference, run.processes)
     run.kl_reference.judge(parts, replay, run.processes)
     return parts
+
+
+def of_groups(run: Run, parts: list[Part], groups: int) -> tuple[Sequence[float], Sequence[torch.Tensor]]:
+    """Return (diversity, norms of gradients [G]) of every group of a turn of all processes; () for what the curriculum
+    does not read, and for norms of pictures.
+
+    parts: of this process; groups: the number of all.
+    """
+    curriculum, norms = run.method.curriculum, ()
+    if getattr(curriculum, "reads_norms", False) and run.policy.modality == "text":
+        olds = [part.transitions[0].old for part in parts]
+        values = run.processes.gather(torch.cat([gradient_norms(old.logp.cpu(), old.mask.cpu()) for old in olds]))
+        norms = tuple(values.view(groups, -1))
+    return run.scoring.diversities(curriculum, groups), norms
 
 
 @torch.no_grad()

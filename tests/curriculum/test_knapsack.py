@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from flowgrpo.advantages.group import Pooled
+from flowgrpo.curriculum.gradient_variance import GradientVariance, gradient_norms, shared_out
 from flowgrpo.curriculum.order import Knapsack, allocated, value
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.types import Context
@@ -68,7 +70,41 @@ def test_an_epoch_learns_and_the_next_one_reads_it():
     assert trainer.update == 1 and trainer.first_ratio.found <= 1e-5
 
 
-@pytest.mark.parametrize("make", [lambda: Knapsack(each=0), lambda: Knapsack(keep=2.0), lambda: Pooled("batch"),
+# --- GVM -------------------------------------------------------------------------------------------------------------
+
+def test_units_that_minimise_the_variance_by_hand():
+    # 1 / sqrt(p + .001 / p): 3.78, 1.98 and 1.05 of 6.82 in all, of 48: 26.6, 14.0 and 7.4.
+    assert shared_out((0.02, 0.25, 0.9), (1, 1, 1), 48, 1e-3, 2.0) == [27, 14, 7]
+    assert shared_out((0.5, 0.5), (1, 3), 8, 1e-3, 2.0) == [2, 6]
+    assert shared_out((0.5, 0.5, 0.5), (0, 1, 1), 9, 1e-3, 2.0) == [1, 4, 4]  # a prompt without gradient: the least
+    assert shared_out((0.5, 0.5), (0, 0), 4, 1e-3, 2.0) == [2, 2]
+
+
+def test_the_norm_of_a_gradient_by_the_logits_of_drawn_tokens():
+    logp = torch.tensor([[0.5, 0.25, 0.9], [1.0, 1.0, 0.1]]).log()
+    mask = torch.tensor([[True, True, False], [True, True, False]])
+    assert gradient_norms(logp, mask).tolist() == pytest.approx([math.sqrt(0.25 + 0.5625), 0], abs=1e-6)
+
+
+def test_norms_of_right_samples_decide_the_next_epochs_groups():
+    pool = [Prompt("a"), Prompt("b"), Prompt("c"), Prompt("d")]
+    part, memory = GradientVariance(each=4, keep=1.0), {}
+    drawn = SimpleNamespace(pool=pool, prompts=pool[:2], totals=torch.tensor([[1.0, 0.0], [0.0, 1.0]]),
+                            norms=[torch.tensor([3.0, 9.0]), torch.tensor([9.0, 1.0])])
+    part.learn(memory, drawn)
+    assert memory["gradient_norms"] == {"a": 3.0, "b": 1.0}
+    prompts = part(pool[:2], 8, 0, 0, None, memory, 2)  # as rare, a gradient three times as long
+    assert [prompts.count(prompt) for prompt in pool] == [6, 2, 0, 0]
+    part.learn(memory, SimpleNamespace(pool=pool, prompts=pool[:1], totals=torch.zeros(1, 2), norms=[torch.ones(2)]))
+    assert memory["gradient_norms"]["a"] == 3.0  # nothing was right
+    trainer = tiny_text.trainer(tiny_text.policy(), train__prompts=4, parts={
+        "curriculum": {"type": "GradientVariance", "each": 2, "right": 0.0}, "advantage": {"type": "Pooled"}})
+    trainer.run_epoch()
+    assert trainer.memory["gradient_norms"] and min(trainer.memory["gradient_norms"].values()) > 0
+
+
+@pytest.mark.parametrize("make", [lambda: GradientVariance(each=0), lambda: GradientVariance(keep=2.0),
+                                  lambda: Knapsack(each=0), lambda: Knapsack(keep=2.0), lambda: Pooled("batch"),
                                   lambda: Pooled(clamp=0.0)])
 def test_impossible_numbers(make):
     with pytest.raises(ValueError, match="is "):

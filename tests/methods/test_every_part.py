@@ -56,13 +56,14 @@ BESIDE: dict[str, dict[str, Any]] = {
 VALUES = {"tail": 0.5, "roots": 2, "strides": [1, 2]}
 # What is the host's own under another name: one reward has nothing to be weighed against, and need not rise; of two
 # prompts of which one is flat, both are as difficult; the noise of FlowDDIM is 0, a Teacher without a model and a
-# Soup of none are the base, in two epochs no prompt has a history or comes again, and no two of the few prompts here are a pair.
+# Soup of none are the base, in two epochs no prompt has a history or comes again, and no two of the few prompts here
+# are a pair.
 SAME = {"Influence", "Soup", "Hypervolume", "HardPrompts", "ODE", "Teacher", "AdditionalGroups", "OppositePairs",
         "Episodic"}
 # What is first seen in a second epoch.
 LATER = {"EMA", "PreviousPolicy", "WeightAverage", "Linear", "Adaptive", "Lag", "ThompsonSampling", "Knapsack",
          "Pooled", "ValueTracker", "SmoothStandardised", "CategoryBandit", "VarianceSampling",
-         "InformationGain", "Retention", "OppositePairs", "PredictedDifficulty", "GroupReplay"}
+         "InformationGain", "Retention", "OppositePairs", "PredictedDifficulty", "GroupReplay", "GradientVariance"}
 
 
 def laid(name: str, part: dict[str, Any]) -> dict[str, Any]:
