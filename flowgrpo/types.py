@@ -261,9 +261,7 @@ class NoisedBatch:
     new, old, reference: Scored [b, 1]; their means, if the loss reads them, are velocities.
     target: [b, *D], the noise less the data.
     rows: int64 [b], the indices of the samples among their `peers`.
-
     measure: the method's log-ratio of two scores, [b, 1].
-
     reference and peers are None if the loss does not read them.
     """
 

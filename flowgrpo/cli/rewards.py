@@ -116,6 +116,34 @@ def _share_or_file(text: str) -> float | str:
 
 
 @app.command()
+def train_text_reward(
+    texts: Annotated[Path, typer.Argument(metavar="TEXTS", help="A .jsonl file: in each line `text` and `labels`, an "
+                                          "object of names and numbers, or `chosen` and `rejected`; maybe `prompt` and "
+                                          "`category`.")],
+    output: Annotated[Path, typer.Option(help="The reward's file: `text_scorer` with args: {file: FILE}.")],
+    encoder: Annotated[str | None, typer.Option(metavar="NAME", help="A model of transformers whose mean last states "
+                                                "are the features; without: hashed words and pairs of words.")] = None,
+    penalty: Annotated[float, typer.Option(min=1e-9, help="Of the squared weights.")] = 1.0,
+    held_out: Annotated[float, typer.Option("--held-out", "--held_out", min=0.001, max=0.9,
+                                            help="Share of the texts to measure with.")] = 0.1,
+    degrade: Annotated[bool, typer.Option("--degrade", help="Learn to prefer the texts to degraded copies of "
+                                          "themselves; labels are not read.")] = False,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Train a reward of texts from labels or pairs: a linear head per aspect and category."""
+    from flowgrpo.data.labelled_texts import load_labelled
+
+    labelled = load_labelled(texts)
+    from flowgrpo.training import text_reward_training as training
+
+    results = training.train(labelled, output, training.Settings(encoder, penalty, held_out, degrade, seed))
+    print_table(["category", "aspect", "measure", "value", "held-out texts"],
+                [[category or "-", aspect, measure, f"{value:.3f}", str(count)]
+                 for category, aspect, measure, value, count in results])
+    typer.echo(f"Use it as the reward text_scorer with args: {{file: {output}}}")
+
+
+@app.command()
 def serve_reward(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A reward's name, or path/to/file.py:function.")],
     host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 is every network of this machine.")] = "127.0.0.1",

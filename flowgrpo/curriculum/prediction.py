@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import re
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,21 +11,10 @@ import numpy as np
 from flowgrpo.curriculum.history import RATES, record
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.data.text_features import features
 
 if TYPE_CHECKING:
     from flowgrpo.curriculum.epoch_batch import EpochBatch
-
-WIDTH = 512  # of a text's features
-_WORDS = re.compile(r"\w+|[^\w\s]")
-
-
-@functools.lru_cache(maxsize=65536)
-def features(text: str) -> np.ndarray:
-    """Return the counts of a text's words and pairs of words, hashed to WIDTH places, of length 1: [WIDTH]."""
-    words, counts = _WORDS.findall(text.lower()), np.zeros(WIDTH)
-    for gram in [*words, *(" ".join(pair) for pair in zip(words, words[1:]))]:
-        counts[zlib.crc32(gram.encode()) % WIDTH] += 1
-    return counts / max(float(np.linalg.norm(counts)), 1e-12)
 
 
 def predicted(texts: Sequence[str], references: Sequence[str], rates: Sequence[float], temperature: float

@@ -107,6 +107,8 @@ BUILT_IN = {
     "caption_answers": "flowgrpo.rewards.questions.caption_answers:CaptionAnswers",
     "svg_render": "flowgrpo.rewards.text.svg:SvgRender",
     "translation": "flowgrpo.rewards.text.translation:Translation",
+    "semantic_similarity": "flowgrpo.rewards.text.embeddings:SemanticSimilarity",
+    "text_scorer": "flowgrpo.rewards.text.text_scorer:TextScorer",
     "reward_model": "flowgrpo.rewards.text.reward_model:RewardModel",
 }
 _registered: dict[str, Any] = {}

@@ -13,10 +13,11 @@ from flowgrpo.advantages.group import group_relative
 from flowgrpo.curriculum.categories import CategoryBandit
 from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.curriculum.history import InformationGain, OppositePairs, Retention, VarianceSampling
-from flowgrpo.curriculum.prediction import PredictedDifficulty, features, predicted
+from flowgrpo.curriculum.prediction import PredictedDifficulty, predicted
 from flowgrpo.curriculum.resampling import ExtraRollouts
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.data.text_features import features
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.training import state
