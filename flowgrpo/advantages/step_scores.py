@@ -13,7 +13,7 @@ from flowgrpo.advantages.segments import chain
 from flowgrpo.advantages.token_credit import TokenCredit
 from flowgrpo.types import Completions, Segmented
 
-KINDS = ("group", "blame", "progress")
+KINDS = ("group", "blame", "progress", "potential")
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class StepScores(TokenCredit):
         "progress": the score behind it less that before it; the first begins from the group's mean reward, the last
             ends at the sample's reward (MRT, 2503.07572; IRCoCo, 2401.16637). A sample's sum to its reward less that
             mean.
+        "potential": as progress, from 0 before the first step to 0 behind the last, so that a sample's sum to 0 and the
+        best policy stays (potential-based shaping; GRPO-R, with the reward `reasoning_depth`).
     whole: a step is scored with all text before it, as a process reward model reads it, or alone.
     votes: times that each step is scored; with several a step is right, 1, if most of them reach `right`, else 0.
     thoughts: neighbouring steps that are all right, or all wrong, are merged, and have their mean score (TP-GRPO).
@@ -75,12 +77,13 @@ class StepScores(TokenCredit):
 
     def _credit(self, segments: Tensor, scores: Tensor, totals: Tensor) -> Tensor:
         """Return the credit of every token's step, [m, L]."""
-        if self.kind == "progress":
-            first = totals.nanmean(1, keepdim=True).expand_as(totals).reshape(-1, 1).to(scores)
-            # The last step's own score gives way to the sample's reward, which is what comes behind it.
+        if self.kind in ("progress", "potential"):
+            outcome = totals if self.kind == "progress" else torch.zeros_like(totals)
+            first = outcome.nanmean(1, keepdim=True).expand_as(totals).reshape(-1, 1).to(scores)
+            # The last step's own score gives way to the sample's reward, or to 0, which is what comes behind it.
             behind = torch.arange(1, scores.shape[1]) <= segments.amax(1, keepdim=True)
             return chain(torch.cat([first, scores[:, :-1].masked_fill(~behind, torch.nan)], 1), segments,
-                         totals.flatten())
+                         outcome.flatten())
         if self.kind == "blame":
             return -(scores < self.right).to(scores).gather(1, segments)
         groups = scores.unflatten(0, totals.shape).transpose(1, 2)  # [n, S, G]

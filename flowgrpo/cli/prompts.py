@@ -101,23 +101,26 @@ def write_prompts(
 
 @app.command("proxy-prompts")
 def proxy_prompts(
-    kind: Annotated[str, typer.Argument(metavar="caption_error|critique", help="What the model is asked for.")],
-    file: Annotated[Path, typer.Argument(help="A prompt file whose metadata have `caption`, or `solutions`: a list of "
-                                         "{text, right}.")],
+    kind: Annotated[str, typer.Argument(metavar="caption_error|critique|inversion",
+                                         help="What the model is asked for.")],
+    file: Annotated[Path, typer.Argument(help="A prompt file whose metadata have `caption`; `solutions`, a list of "
+                                         "{text, right}; or `choices` and `answer`.")],
     output: Annotated[Path, typer.Option(help="The .jsonl file to write; it must not exist.")],
     share: Annotated[float, typer.Option(help="Of critiques among all prompts; the others are the file's.")] = 0.2,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
-    """Write prompts whose right answer is known by construction: a caption's error, or critiques of solutions."""
+    """Write prompts whose right answer is known by construction: a caption's error, critiques of solutions, or
+    inverted choices."""
     from flowgrpo.data.prompts import as_line, load_prompts
-    from flowgrpo.data.proxy_prompts import caption_errors, critiques
+    from flowgrpo.data.proxy_prompts import caption_errors, critiques, inverted
 
-    if kind not in ("caption_error", "critique"):
-        raise UserError(f"proxy-prompts: got {kind!r}, expected caption_error or critique")
+    if kind not in ("caption_error", "critique", "inversion"):
+        raise UserError(f"proxy-prompts: got {kind!r}, expected caption_error, critique or inversion")
     if output.exists() or output.suffix != ".jsonl":
         raise UserError(f"--output: got {output}, expected a .jsonl file that does not exist yet")
     prompts = load_prompts(file)
-    made = caption_errors(prompts, seed) if kind == "caption_error" else critiques(prompts, share, seed)
+    made = {"caption_error": lambda: caption_errors(prompts, seed), "inversion": lambda: inverted(prompts),
+            "critique": lambda: critiques(prompts, share, seed)}[kind]()
     atomic.write_text(output, "".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in made))
     typer.echo(f"{output}: {len(made)} prompts")
 

@@ -1,7 +1,7 @@
 """Prompts of proxy tasks, made from captions and from scored completions: `exact_match` is their reward.
 
 A caption with one error (ViCrit): the model names the wrong words. A critique (Critique-Coder): the model says whether
-a solution is right.
+a solution is right. An inverted question (TW-GRPO): the model names all choices that are wrong.
 """
 
 from __future__ import annotations
@@ -28,6 +28,33 @@ FIND = ("One expression of this caption of the picture is wrong. Name it exactly
         "<answer> tags.\nCaption: {caption}")
 JUDGE = ("Below are a question and a solution. Say whether the solution is right: end with <answer>right</answer> or "
          "<answer>wrong</answer>.\nQuestion: {question}\nSolution: {solution}")
+
+
+INVERT = "{question}\nName the choices that do NOT answer this question, all of them, in <answer> tags, such as A, C."
+
+
+def inverted(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return prompts with choices, each followed by its inversion, whose answer is all other choices (TW-GRPO).
+
+    The metadata have `choices`, the labels of the choices in the text, and `answer`, one of them or a list. Prompts
+    that have none are left out. Raises UserError if none has them, and for an answer that is no choice.
+    """
+    made = []
+    for prompt in prompts:
+        choices, right = prompt.metadata.get("choices"), prompt.metadata.get("answer")
+        right = right if isinstance(right, list) else [right]
+        if not isinstance(choices, list):
+            continue
+        if not set(map(str, right)) <= set(map(str, choices)):
+            raise UserError(f"metadata.answer of the prompt {prompt.text[:60]!r} is {right}, expected of {choices}")
+        others = [choice for choice in choices if str(choice) not in set(map(str, right))]
+        made.append(replace(prompt, metadata=prompt.metadata | {"answer": right}))
+        if others:
+            made.append(replace(prompt, text=INVERT.format(question=prompt.text), metadata=prompt.metadata | {
+                "task": "inversion", "answer": others}))
+    if not made:
+        raise UserError(f"none of the {len(prompts)} prompts has metadata.choices, a list such as [A, B, C, D]")
+    return made
 
 
 def corrupted(caption: str, rng: random.Random) -> tuple[str, str, str] | None:

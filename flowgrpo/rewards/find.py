@@ -104,6 +104,8 @@ BUILT_IN = {
     "text_judge": "flowgrpo.rewards.text.judge:TextJudge",
     "text_judge_rubric": "flowgrpo.rewards.text.judge:TextJudgeRubric",
     "reference_likelihood": "flowgrpo.rewards.text.reference_likelihood:ReferenceLikelihood",
+    "reasoning_depth": "flowgrpo.rewards.text.reasoning_depth:ReasoningDepth",
+    "multi_choice": "flowgrpo.rewards.text.choices:MultiChoice",
     "caption_answers": "flowgrpo.rewards.questions.caption_answers:CaptionAnswers",
     "svg_render": "flowgrpo.rewards.text.svg:SvgRender",
     "translation": "flowgrpo.rewards.text.translation:Translation",

@@ -52,7 +52,8 @@ def fit(rows: Tensor, labels: Tensor, penalty: float, kind: str) -> Tensor:
         weight = centred.T @ torch.linalg.solve(kernel, labels - mean)
         return torch.cat([weight, (mean - centre @ weight)[None]])
     head = torch.zeros(rows.shape[1] + 1, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([head], max_iter=500, tolerance_grad=1e-10, tolerance_change=0, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS([head], max_iter=500, tolerance_grad=1e-10, tolerance_change=0,
+                                  line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
         optimizer.zero_grad()

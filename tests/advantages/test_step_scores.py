@@ -55,6 +55,14 @@ def test_a_majority_overrules_one_false_alarm():
     assert StepScores().voted(torch.tensor([[0.3], [0.9]])).tolist() == pytest.approx([0.3, 0.9])
 
 
+def test_potentials_add_up_to_nothing():
+    found = StepScores("potential", weight=2.0)(
+        taken([[0.6, 0.7, 0.1], [0.4, 0.4, 0.1], [0.9, 0.1, NAN]]), torch.tensor([1.0, 0.0, 0.0]), TOTALS)
+    # Scores behind the steps but the last: .6, .7 / .4, .4 / .9; the sums of the steps' credits are 0.
+    expected = torch.tensor([[2.2, 1.2, 1.2, -0.4], [0.8, 0.8, 0.0, -0.8], [1.8, -1.8, -1.8, 0.0]])
+    torch.testing.assert_close(found, expected)
+
+
 def test_progress_adds_up_to_the_reward_less_the_groups_mean():
     part = StepScores("progress", outcome=0.0)
     found = part(taken([[0.6, 0.7, 0.1], [0.4, 0.4, 0.1], [0.9, 0.1, NAN]]), NONE, TOTALS)

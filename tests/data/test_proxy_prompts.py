@@ -8,7 +8,7 @@ import pytest
 
 from flowgrpo import rewards
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.data.proxy_prompts import caption_errors, corrupted, critiques
+from flowgrpo.data.proxy_prompts import caption_errors, corrupted, critiques, inverted
 from flowgrpo.errors import UserError
 
 CAPTION = "Two dogs and a red car in front of a tall house, a man on the left."
@@ -67,3 +67,18 @@ def test_too_few_solutions_are_an_error():
         critiques(solved(1, 1), 0.5)
     with pytest.raises(UserError, match="has 'x', expected"):
         critiques([Prompt("q", metadata={"solutions": ["x"]})])
+
+
+def test_an_inverted_question_has_all_other_choices_for_its_answer():
+    prompts = [Prompt("Which? A B C", metadata={"choices": ["A", "B", "C"], "answer": "B"}), Prompt("none")]
+    plain, turned = inverted(prompts)
+    assert (plain.text, plain.metadata["answer"]) == ("Which? A B C", ["B"])
+    assert turned.metadata["answer"] == ["A", "C"]
+    assert turned.text.startswith("Which? A B C\nName the choices that do NOT")
+    found = rewards.score({"r": rewards.find("multi_choice")}, ["<answer>A</answer>", "<answer>C, A</answer>"],
+                          ["p"] * 2, [turned.metadata] * 2)
+    assert found[:, 0].tolist() == [0.5, 1]
+    with pytest.raises(UserError, match="is .'D'., expected of"):
+        inverted([Prompt("q", metadata={"choices": ["A"], "answer": "D"})])
+    with pytest.raises(UserError, match="none of the 1 prompts has metadata.choices"):
+        inverted(prompts[1:])

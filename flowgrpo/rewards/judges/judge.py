@@ -22,8 +22,18 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, modality_of
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.judges.judge_client import Answer, Endpoint, user
-from flowgrpo.rewards.judges.judge_parse import Criterion, answers, compared, parser, share
+from flowgrpo.rewards.judges.judge_parse import (
+    Criterion,
+    answers,
+    compared,
+    conclusion,
+    objects,
+    parser,
+    refused,
+    share,
+)
 from flowgrpo.rewards.judges.judge_pictures import ENCODINGS, data_url, picture_part, source_parts, spaced, text_part
+from flowgrpo.rewards.judges.judge_writer import CachedWriter
 from flowgrpo.rewards.pairwise import Pairing
 from flowgrpo.rewards.remote.wire import one_line
 
@@ -32,6 +42,10 @@ if TYPE_CHECKING:
 
 SHOWN = ("output", "source")
 NOUNS = {"image": "Image", "video": "Video", "text": "Text"}
+CRITERIA = ("Write at most 8 criteria that tell a good answer to the request below from a bad one, specific to it: "
+            "each a short statement that an answer meets or not. Give each a weight from 1 to 5, and what a good "
+            "answer must not have a negative one.\nRequest: {prompt}\nAnswer with JSON alone: [{\"text\": \"names the "
+            "dose\", \"weight\": 3}, {\"text\": \"invents a source\", \"weight\": -2}]")
 LICENCE = "Apache-2.0, the model's"
 
 
@@ -170,6 +184,8 @@ class JudgeRubric(Asking):
     metadata. A negative weight lowers the score of an output that meets the criterion, a flaw. `needed: true` makes one
     a veto: an output that misses it, or that has the flaw, scores 0. None for a prompt without a positive one. In the
     template, {criteria} stands for their numbered list.
+    writer: arguments of a language model's endpoint that writes the criteria of prompts whose metadata have none, once
+    per prompt; kept in `file` (the rubric generator of Baichuan-M2).
     """
 
     template: str = ("Judge the result shown here by each of these criteria.\n{criteria}\nThe request was: {prompt}\n"
@@ -177,18 +193,27 @@ class JudgeRubric(Asking):
                      "told, \"unsure\": {\"1\": \"yes\", \"2\": \"no\"}")
     criteria: Sequence[Any] = ()
     key: str = "criteria"
+    writer: dict[str, Any] | None = None
+    file: str | None = None
     _always: list[Criterion] = field(init=False, repr=False)
+    _writer: CriteriaWriter | None = field(init=False, repr=False)
     about = About(modality="image/video/text", range=(0, 1), needs="server", licence=LICENCE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if "{criteria}" not in self._question:
             raise UserError("a judge's template names no {criteria}, expected it where their list belongs")
-        self._set(_always=weighted(self.criteria))
+        if self.file is not None and self.writer is None:
+            raise UserError("a judge's file keeps the criteria of a writer: give writer, or leave it out")
+        self._set(_always=weighted(self.criteria),
+                  _writer=None if self.writer is None else CriteriaWriter(self.writer, self.file, CRITERIA))
 
     def __call__(self, outputs: Tensor | Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
                  ) -> list[float | None | Failed]:
-        lists = [[*self._always, *weighted(entry.get(self.key, ()))] for entry in metadata]
+        left = [prompt for prompt, entry in zip(prompts, metadata) if self._writer and self.key not in entry]
+        written = self._writer(left) if self._writer and left else {}
+        lists = [[*self._always, *(weighted(entry[self.key]) if self.key in entry else written.get(prompt, ()))]
+                 for prompt, entry in zip(prompts, metadata)]
         rows = [row for row, criteria in enumerate(lists) if any(each.weight > 0 for each in criteria)]
 
         def question(place: int) -> list[dict[str, Any]]:
@@ -218,6 +243,29 @@ def weighted(criteria: object) -> list[Criterion]:
                             "{text: ..., weight: other than 0, needed: false}, in a list of them")
         result.append(Criterion(" ".join(text.split()), float(weight), needed))
     return result
+
+
+class CriteriaWriter(CachedWriter[Criterion]):
+    """Language model that writes criteria for prompts, once per prompt."""
+
+    noun = "criteria"
+
+    def read(self, entries: object) -> list[Criterion]:
+        return weighted(entries)
+
+    def written_in(self, answer: Answer) -> list[Criterion]:
+        """Return the valid criteria in a model's answer, whatever surrounds them; none if it declined or was cut off.
+        """
+        written: list[Criterion] = []
+        for entry in () if answer.refused or answer.cut or refused(answer.text) else objects(conclusion(answer.text)):
+            try:
+                written += weighted([entry])
+            except UserError:  # another object
+                continue
+        return written
+
+    def plain(self, entry: Criterion) -> Any:
+        return entry._asdict()
 
 
 def filled(template: str, **texts: str) -> str:

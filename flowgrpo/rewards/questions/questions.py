@@ -6,19 +6,17 @@ prompts, a language model behind a judge's endpoint writes questions, once per p
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.images.colours import NAMES
-from flowgrpo.rewards.judges.judge_client import Answer, Endpoint, user
+from flowgrpo.rewards.judges.judge_client import Answer
 from flowgrpo.rewards.judges.judge_parse import conclusion, objects, refused
+from flowgrpo.rewards.judges.judge_writer import CachedWriter
 from flowgrpo.rewards.remote.wire import one_line
 from flowgrpo.starter.scenes import SHAPES, Claims
-from flowgrpo.storage import atomic
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 PLACES = {"left of": "left", "right of": "right", "above": "above", "below": "below"}
@@ -146,46 +144,22 @@ def _around(count: int) -> tuple[str, ...]:
     return tuple(number(other) for other in range(count + 3))
 
 
-class Writer:
-    """Language model that writes questions for prompts, once per prompt.
+class Writer(CachedWriter[Question]):
+    """Language model that writes questions for prompts, once per prompt."""
 
-    endpoint: arguments of `judge_client.Endpoint`.
-    file: a .jsonl that caches the questions, None to cache them in memory only.
-    template: the instruction, with {prompt}.
-    Raises UserError for a template without {prompt}, and for a broken file.
-    """
+    noun = "questions"
 
     def __init__(self, endpoint: dict[str, Any], file: str | None = None, template: str = WRITER) -> None:
-        if "{prompt}" not in template:
-            raise UserError("a writer's template names no {prompt}, expected it where the prompt belongs")
-        self.endpoint, self.template = Endpoint(**endpoint), template
-        self.file = Path(file).expanduser() if file else None
-        self.known = self._read() if self.file and self.file.is_file() else {}
+        super().__init__(endpoint, file, template)
 
-    def __call__(self, prompts: Sequence[str]) -> dict[str, list[Question]]:
-        """Return the questions of every prompt; none for one without a valid question from the model."""
-        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self.known]
-        answers = self.endpoint.ask(
-            lambda i: user([{"type": "text", "text": self.template.replace("{prompt}", new[i])}]), len(new))
-        written = {prompt: questions for prompt, answer in zip(new, answers) if (questions := written_in(answer))}
-        self.known |= written
-        if written and self.file:
-            atomic.make_folder(self.file.parent)
-            atomic.append_line(self.file, "\n".join(
-                json.dumps({"prompt": prompt, "questions": [asdict(question) for question in questions]})
-                for prompt, questions in written.items()))
-        return {prompt: self.known.get(prompt, []) for prompt in prompts}
+    def read(self, entries: object) -> list[Question]:
+        return of_list(entries)
 
-    def _read(self) -> dict[str, list[Question]]:
-        known = {}
-        for count, line in enumerate(self.file.read_text(encoding="utf-8").splitlines(), 1):
-            try:
-                entry = json.loads(line)
-                known[entry["prompt"]] = of_list(entry["questions"])
-            except (ValueError, KeyError, TypeError, UserError) as error:
-                raise UserError(f"questions {self.file}, line {count}: {one_line(error)}: remove the line, and they "
-                                "are written anew") from None
-        return known
+    def written_in(self, answer: Answer) -> list[Question]:
+        return written_in(answer)
+
+    def plain(self, entry: Question) -> Any:
+        return asdict(entry)
 
 
 def written_in(answer: Answer) -> list[Question]:

@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.images.vision import pretrained
-from flowgrpo.rewards.local_model import LocalModel, require_arguments
 from flowgrpo.rewards.text.answer_keys import LICENCE, keys, several
+from flowgrpo.rewards.text.policy_model import PolicyModel
 
 
 def reflective(logp: Tensor) -> Tensor:
@@ -31,7 +29,7 @@ def reflective(logp: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class ReferenceLikelihood(LocalModel):
+class ReferenceLikelihood(PolicyModel):
     """Log-probability of the reference answer behind a completion's reasoning, its tokens weighted as in `reflective`.
 
     The reasoning is the completion up to the last `before`, or all of it without one; `before` and the reference
@@ -40,7 +38,6 @@ class ReferenceLikelihood(LocalModel):
     the hub. weighted: false takes the mean over the tokens.
     key: of the metadata, the reference, of several the first; None for a prompt without it.
     parts: model and tokenizer, ready-made. dtype, device, batch_size (8) of such a model: as in `LocalModel`.
-    Raises UserError for a policy that is no causal language model, and for "policy" outside a training run.
     """
 
     model: str = "policy"
@@ -52,48 +49,6 @@ class ReferenceLikelihood(LocalModel):
     about = About(modality="text", range=(None, 0), needs="", licence=f"{LICENCE}, the model's")
     group = True
     keyed = True  # nothing is scored without the key
-
-    def __post_init__(self) -> None:
-        if self.model == "policy" and self.parts is None:  # `bind` brings it
-            require_arguments(self.reward, self.dtype, self.device, self.batch_size)
-            object.__setattr__(self, "_policy", lambda: None)
-            return
-        super().__post_init__()
-
-    @property
-    def reads_policy(self) -> bool:
-        """True if it scores with the policy that is trained."""
-        return "_policy" in vars(self)
-
-    def bind(self, policy: Any) -> None:
-        """Score with this policy from here on."""
-        if getattr(policy, "process", None) != "tokens" or hasattr(policy, "processor"):
-            raise UserError(f"reward 'reference_likelihood' with model: policy got {type(policy).__name__}, expected a "
-                            "causal language model without images: name a model in args")
-        object.__setattr__(self, "_policy", lambda: policy)  # a function, within which no `Placement` looks
-
-    @property
-    def models(self) -> tuple[Any, ...]:
-        """Return the model and its tokenizer; nothing of a policy, which is not the reward's to place."""
-        return () if self.reads_policy else super().models
-
-    def _loaded(self) -> tuple[Any, Any]:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        network = pretrained(self.reward, AutoModelForCausalLM, self.model, None, "model", dtype=self.float_type,
-                             use_safetensors=True)
-        return network, pretrained(self.reward, AutoTokenizer, self.model, None, "model")
-
-    def _prompt(self, prompt: str) -> tuple[Any, Any, list[int]]:
-        """Return the network, the tokenizer, and a prompt's tokens."""
-        if not self.reads_policy:
-            network, tokenizer = self.models
-            return network, tokenizer, tokenizer(prompt)["input_ids"]
-        policy = vars(self)["_policy"]()
-        if policy is None:
-            raise UserError("reward 'reference_likelihood' reads the policy that is trained, and there is none here: "
-                            "set args: {model: FOLDER}")
-        return policy.model, policy.tokenizer, policy.encode([prompt]).ids[0].tolist()
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
                  group: int) -> list[float | None]:

@@ -37,6 +37,7 @@ from flowgrpo.rewards.judges.judge_parse import (
 )
 from flowgrpo.rewards.judges.judge_pictures import data_url, spaced
 from flowgrpo.rewards.remote.exchange import seconds
+from flowgrpo.rewards.text.judge import TextJudgeRubric
 
 
 def message(call, *arguments, error=UserError, **keywords) -> str:
@@ -541,6 +542,29 @@ def test_criteria_of_the_recipe_and_of_the_prompt():
     assert "criterion is {'text': 'a', 'weight': 0}" in message(JudgeRubric, criteria=[{"text": "a", "weight": 0}])
     assert "names no {criteria}" in message(JudgeRubric, template="{prompt}")
     assert "criterion is 5" in message(plain, ONE, ["p"], [{"criteria": 5}])
+
+
+def test_criteria_are_written_once_per_prompt(tmp_path):
+    def reply(body, number):
+        text = parts(body, "text")[0]
+        if "Write at most 8 criteria" in text:
+            return said("no idea" if "fog" in text else json.dumps(
+                [{"text": f"fits {number}", "weight": 3}, {"text": "boasts", "weight": -1}, {"text": "", "weight": 0}]))
+        return said(json.dumps({"1": "yes", "2": "yes"}))
+
+    with endpoint(reply) as server:
+        settings = {"url": server.url, "writer": {"url": server.url, **QUICK}, "file": str(tmp_path / "c.jsonl"),
+                    "concurrency": 1, **QUICK}
+        reward = TextJudgeRubric(**settings)
+        prompts, own = ["dose?", "fog", "dose?"], [{}, {}, {"criteria": ["is short"]}]
+        # Weights 3 and -1, both met: 2 of 3; nothing was written for fog; a prompt's own criteria stand.
+        assert answered(reward(["a", "b", "c"], prompts, own)) == [pytest.approx(2 / 3), None, 1]
+        assert len(server.seen) == 4  # two prompts were written for, two completions judged
+        kept = json.loads((tmp_path / "c.jsonl").read_text())
+        assert kept["prompt"] == "dose?" and [entry["weight"] for entry in kept["criteria"]] == [3, -1]
+        assert TextJudgeRubric(**settings)(["a"], ["dose?"], [{}]) == [pytest.approx(2 / 3)]
+        assert len(server.seen) == 5
+    assert "give writer, or leave it out" in message(TextJudgeRubric, file="x.jsonl")
 
 
 def test_unified_reward_is_read_after_its_label():
