@@ -1,0 +1,73 @@
+"""`flowgrpo evolve`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flowgrpo.cli.root import app
+from flowgrpo.cli.train import check_inputs, recipe_and_options
+from flowgrpo.errors import UserError
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def evolve(
+    output: Annotated[Path, typer.Option(help="The folder of the evolved LoRA; it must not exist.")],
+    arguments: Annotated[list[str] | None, typer.Argument(
+        metavar="RECIPE|--KEY=VALUE", show_default=False, help="As of `train`: the model, adapter.init, the reward and "
+        "the prompts, of which each generation draws train.prompts.")] = None,
+    generations: Annotated[int, typer.Option(min=1)] = 50,
+    population: Annotated[int, typer.Option(min=4, help="Points per generation.")] = 8,
+    spread: Annotated[float, typer.Option(min=1e-6, help="First standard deviation, in mean singular values of a "
+                                          "layer.")] = 0.1,
+) -> None:
+    """Tune a trained LoRA further without gradients: evolve its singular values by the reward (ESSA)."""
+    from flowgrpo.config import parse
+
+    recipe, options = recipe_and_options(arguments or [])
+    config = parse.load(recipe, options)
+    if output.exists():
+        raise UserError(f"--output: {output} exists already: name another folder")
+    if config.adapter.init is None:
+        raise UserError("adapter.init is not set: expected a trained LoRA, whose singular values are evolved")
+    check_inputs(config)
+    from flowgrpo.policies.weights.lora_files import require_lora
+
+    require_lora("adapter.init", config.adapter.init)
+    from flowgrpo.training import evolution
+
+    policy, value = _value(config)
+    lines = evolution.evolve(policy.weights, value, evolution.Settings(generations, population, spread, config.seed),
+                             typer.echo)
+    typer.echo(evolution.write(policy.weights, output, lines))
+
+
+def _value(config: Any) -> tuple[Any, Any]:
+    """Return the policy of a configuration, and the mean weighted reward of its samples in a generation."""
+    import torch
+
+    from flowgrpo import rewards
+    from flowgrpo.data import splits
+    from flowgrpo.device import pick_device
+    from flowgrpo.evaluation.measured import measure
+    from flowgrpo.policies import build
+    from flowgrpo.policies.precision import settle
+    from flowgrpo.rewards import pairwise
+
+    device = pick_device(config.device)
+    config, _ = settle(config, device)
+    functions = pairwise.measured(rewards.compose(config.trained, config.cache), {})
+    prompts = splits.resolve(config)[0]
+    policy: Any = build.make_policy(config, torch.device(device), build.load(config))
+    rewards.require_modality(functions, policy.modality)
+    rewards.bind(functions, policy)
+
+    def value(generation: int) -> float:
+        drawn = splits.draw(prompts, config.train.prompts, generation, config.seed)
+        measured = measure(policy, drawn, functions, steps=config.train.steps, guidance=config.train.guidance,
+                           samples=1, micro_batch=config.train.rows, title="evolving")
+        return sum(config.trained[name].weight * mean for name, mean in measured.mean().items())
+
+    return policy, value
