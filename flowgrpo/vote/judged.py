@@ -106,7 +106,7 @@ class Scores:
         known = entries(file.parent, file.name) if file.is_file() else ()
         self.known: dict[tuple[str, str], list[float]] = {
             (line["group"], line["rule"]): [math.nan if value is None else value for value in line["scores"]]
-            for line in known}
+            for line in known if isinstance(line, dict) and {"group", "rule", "scores"} <= line.keys()}
 
     def __call__(self, groups: Sequence[Group]) -> list[torch.Tensor]:
         """Return the scores [G, R] of every group, NaN where a reward does not apply or has failed; missing ones are

@@ -59,7 +59,8 @@ VALUES = {"tail": 0.5, "roots": 2, "strides": [1, 2]}
 # prompts of which one is flat, both are as difficult; the noise of FlowDDIM is 0, a Teacher without a model is the
 # base, in two epochs no prompt has a history or comes again, and no two of the few prompts here are a pair.
 SAME = {"Influence", "Hypervolume", "HardPrompts", "ODE", "Teacher", "AdditionalGroups", "OppositePairs",
-        "Episodic"}
+        "Episodic",
+        "PicturePairs"}  # needs pictures: tests/training/test_pair_term.py
 # What is first seen in a second epoch.
 LATER = {"EMA", "PreviousPolicy", "WeightAverage", "Linear", "Adaptive", "Lag", "ThompsonSampling", "Knapsack",
          "Pooled", "ValueTracker", "SmoothStandardised", "CategoryBandit", "VarianceSampling",

@@ -118,7 +118,7 @@ def test_pairs_are_recorded_and_have_their_own_weight():
 
 
 def test_a_long_text_of_a_pair_is_refused_before_training():
-    with pytest.raises(UserError, match=r"the recorded text of the prompt '33\+4=' has 3 tokens, its end included"):
+    with pytest.raises(UserError, match=r"the recorded text of the prompt '1\+2=' has 3 tokens, its end included"):
         made(text__max_tokens=2)
 
 
