@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from flowgrpo.cli import main
 from flowgrpo.data.pairs import load_pairs
 from flowgrpo.vote.labels import Choice
 from tests.policies.pipelines.test_image_latents import saved
+from tests.rewards.judges.test_judge import endpoint, level_of, parts, said
 
 REWARDS = '''
 from pathlib import Path
@@ -132,6 +134,30 @@ def test_pictures_of_two_folders_by_their_prompts(place):
     for pair in pairs:
         better, worse = (read_tensor(side).mean().item() for side in (pair.chosen, pair.rejected))
         assert pair.margins["overall"] == pytest.approx(better - worse, abs=1e-6) and better > worse
+
+
+def test_a_judge_behind_an_endpoint_labels_aspects_and_principles(place):
+    for folder, shade in (("a", 20), ("b", 200)):
+        (place / folder).mkdir()
+        Image.new("RGB", (8, 8), (shade,) * 3).save(place / folder / "cat.png")
+
+    def reply(body, number):
+        bright = level_of(body) > 100
+        asked = "criteria" in " ".join(parts(body, "text"))
+        return said(json.dumps({"1": "yes" if bright else "no"}) if asked else f"Score: {4 if bright else 10}")
+
+    with endpoint(reply) as server:
+        reached = {"url": server.url, "model": "m"}
+        (place / "judges.yaml").write_text(json.dumps({
+            "following": {"use": "judge", "weight": 2, "args": reached | {"scale": [0, 10]}},
+            "bright": {"use": "judge_rubric", "args": reached | {"criteria": ["is bright"]}}}))
+        assert main(["label", "a", "b", "--rewards", "judges.yaml"]) == 0
+        assert len(server.seen) == 4
+        assert main(["label", "a", "b", "--rewards", "judges.yaml"]) == 0 and len(server.seen) == 4
+    [row] = rows(place / "pairs.jsonl")  # 2 * 1 + 0 against 2 * 0.4 + 1
+    assert (row["prompt"], row["chosen"], row["rejected"]) == ("cat", "a/cat.png", "b/cat.png")
+    assert row["aspects"] == {"following": "chosen", "bright": "rejected"}
+    assert row["margins"] == pytest.approx({"overall": 0.2, "following": 0.6, "bright": -1.0}, abs=1e-6)
 
 
 def test_samples_of_a_model_are_drawn_once(place):
