@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn.functional import softplus
 
 from flowgrpo.objectives.sequence_losses import SampleLoss
-from flowgrpo.types import CompletionBatch, NoisedBatch, required
+from flowgrpo.types import CompletionBatch, NoisedBatch, Scored, required
 
 FORMS = ("logistic", "squared", "hinge")
 
@@ -77,12 +78,8 @@ class PairLoss(SampleLoss):
         value = (losses * sign.abs()).sum(1, keepdim=True) * size / (2 * pairs.clamp(min=1))
         value = 2 * value - value.detach()  # half of a pair's gradient is its partner's
         if self.likelihood:
-            best = group * (peers.advantage == (peers.advantage.masked_fill(group == 0, -float("inf"))
-                                                .amax(1, keepdim=True)))
-            own = best.gather(1, old.rows[:, None]) * (pairs > 0) * size / best.sum(1, keepdim=True)
-            mask = old.new.mask
-            logp = (old.new.logp * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-            value = value - self.likelihood * own * logp
+            pull = _best(peers.advantage, group, old.rows) * size * (pairs > 0)
+            value = value - self.likelihood * pull * _mean(old.new)
         return value.expand_as(log_ratio)
 
     def loss(self, h: Tensor) -> Tensor:
@@ -90,6 +87,18 @@ class PairLoss(SampleLoss):
         if self.form == "squared":
             return ((h - 0.5) / self.beta).square()
         return softplus(-h) if self.form == "logistic" else (1 - h).clamp(min=0)
+
+
+def _best(advantage: Tensor, group: Tensor, rows: Tensor) -> Tensor:
+    """Return the share of each row [b] in the best samples of its group [b, m], by the advantages [m]: [b, 1]."""
+    highest = advantage.masked_fill(group == 0, -math.inf).amax(1, keepdim=True)
+    best = group * (advantage == highest)
+    return best.gather(1, rows[:, None]) / best.sum(1, keepdim=True)
+
+
+def _mean(scored: Scored) -> Tensor:
+    """Return the mean log-probability of each row's decisions: [b, 1]."""
+    return (scored.logp * scored.mask).sum(1, keepdim=True) / scored.mask.sum(1, keepdim=True).clamp(min=1)
 
 
 def _pairs(advantage: Tensor, group: Tensor) -> Tensor:

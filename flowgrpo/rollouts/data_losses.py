@@ -103,7 +103,7 @@ class PairTokenLosses(TextExamples):
     def _of(self, examples: Sequence[Example]) -> Tensor:
         """Return the summed loss of some pairs."""
         loss, policy, count = self.part.loss, self.policy, len(examples)
-        ids, mask = self.padded([self.row(text) for each in examples for text in (str(each.content), each.rejected)])
+        ids, mask = self.padded([self.row(text) for pair in examples for text in (str(pair.content), pair.rejected)])
         encoded = self.rollouts.conditioning([conditioned(self.part.condition, example) for example in examples])
         prompts, decoding = torch.arange(count).repeat_interleave(2), self.rollouts.method.generation.decoding
         new, reference = policy.log_probs(encoded, prompts, ids, mask, decoding), None

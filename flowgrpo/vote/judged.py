@@ -1,7 +1,7 @@
 """Scores of samples for `flowgrpo label`: groups of the samples of a prompt, and their rewards, kept in a file.
 
 A group's scores are a line of the file as soon as they are known, so a killed command goes on. A line is known again by
-the content of its samples and by the reward's rule.
+the content of its samples and by the reward's name, arguments and `when`.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ def _of_folder(folder: Path, key: str | None) -> Iterator[tuple[Prompt, str | Pa
     """Yield the samples of a folder with their prompts, without the metadata that names the sample."""
     listing = folder / "prompts.jsonl"
     keys = (key,) if key else KEYS
-    found = False
+    listed_here = False
     for prompt in load_prompts(listing) if listing.is_file() else ():
         name = next((name for name in keys if isinstance(prompt.metadata.get(name), str)), None)
         if name is not None:
-            found, sample = True, prompt.metadata[name]
+            listed_here, sample = True, prompt.metadata[name]
             rest = {other: value for other, value in prompt.metadata.items() if other != name}
             yield replace(prompt, metadata=rest), _existing(Path(sample)) if _is_picture(name, sample) else sample
-    if not found:
+    if not listed_here:
         if not folder.is_dir():
             raise UserError(f"no folder at {folder}: expected a folder of samples, or --prompts too, with a model")
         pictures = listed(folder)
@@ -102,7 +102,8 @@ class Scores:
 
     def __init__(self, rewards: dict[str, Composed], file: Path):
         self.rewards, self.file, self.failed = rewards, file, Tally()
-        self.rules = {name: _digest([name, reward.rule.model_dump(mode="json")]) for name, reward in rewards.items()}
+        self.rules = {name: _digest([reward.rule.use or name, reward.rule.args, reward.rule.when])
+                      for name, reward in rewards.items()}
         known = entries(file.parent, file.name) if file.is_file() else ()
         self.known: dict[tuple[str, str], list[float]] = {
             (line["group"], line["rule"]): [math.nan if value is None else value for value in line["scores"]]

@@ -81,7 +81,8 @@ def label(groups: Sequence[Group], rules: dict[str, RewardRule], output: Path, c
     atomic.make_folder(output.parent)
     scoring = Scores(composed, kept)
     table = scoring(groups)
-    rows = [_rows(group, scores, composed, output.parent, choice) for group, scores in zip(groups, table)]
+    weights = [rule.weight for rule in rules.values()]
+    rows = [_rows(group, scores, composed, weights, output.parent, choice) for group, scores in zip(groups, table)]
     failed = {name: (count, scoring.failed.said[name]) for name, count in scoring.failed.failed.items()}
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for several in rows for row in several]
     if not lines:
@@ -106,10 +107,9 @@ def require_output(output: Path) -> None:
         raise UserError(f"--output {output} holds pairs that this command did not write: name another file")
 
 
-def _rows(group: Group, scores: Tensor, composed: dict[str, Composed], folder: Path, choice: Choice
-          ) -> list[dict[str, Any]]:
-    """Return the lines of a prompt's pairs. scores: [G, R]."""
-    weights = [reward.rule.weight for reward in composed.values()]
+def _rows(group: Group, scores: Tensor, composed: dict[str, Composed], weights: Sequence[float], folder: Path,
+          choice: Choice) -> list[dict[str, Any]]:
+    """Return the lines of a prompt's pairs. scores: [G, R]; weights: of the R rewards."""
     shaped = rewards.transformed(composed, scores[None])
     [totals] = weighted_sum(shaped, weights)
     signed = shaped[0] * torch.tensor(weights, dtype=shaped.dtype).sign()

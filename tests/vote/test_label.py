@@ -110,6 +110,10 @@ def test_the_same_command_goes_on_and_scores_nothing_twice(place):
     assert main(command) == 0 and (place / "pairs.jsonl").read_text() == pairs
     assert (place / "asked.txt").read_text() == asked + "4|4444|"
     assert main(command) == 0 and (place / "asked.txt").read_text() == asked + "4|4444|"
+    (place / "heavier.yaml").write_text("other: {use: 'mine.py:right', weight: 3}")
+    assert main(["label", "texts", "--rewards", "heavier.yaml"]) == 0  # the same scores under another weight
+    assert (place / "asked.txt").read_text() == asked + "4|4444|"
+    assert rows(place / "pairs.jsonl")[0]["margins"] == {"overall": 3}
 
 
 def test_a_failed_group_is_reported_and_not_kept(place, capsys):

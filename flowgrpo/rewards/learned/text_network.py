@@ -33,7 +33,7 @@ class TextHead(nn.Module):
     def __init__(self, body: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, aspects: int, frozen: bool = False):
         super().__init__()
         self.tokenizer, self.frozen, self.config = tokenizer, frozen, body.config
-        self.parts = (body,)  # a tuple: not registered
+        self.parts: tuple[Any] = (body,)  # a tuple: not registered
         if not frozen:
             self.body = body
         width = body.config.get_text_config().hidden_size

@@ -81,7 +81,7 @@ class QuestionAnswers:
             raise UserError(f"reward 'question_answers': by is {self.by!r} and score {self.score!r}, expected "
                             f"{', '.join(BY)} or a folder with {TRAINED}, and {', '.join(SCORES)}, the latter two not "
                             "of a judge")
-        if isinstance(self.principles, str) or not all(isinstance(each, str) and each for each in self.principles):
+        if isinstance(self.principles, str) or not all(isinstance(text, str) and text for text in self.principles):
             raise UserError(f"reward 'question_answers': principles are {self.principles!r}, expected a list of "
                             "yes-or-no questions")
         if self.file is not None and self.writer is None:
@@ -120,7 +120,7 @@ class QuestionAnswers:
 
     def _questions(self, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> list[list[Question]]:
         if self.principles:
-            return [of_list([{"question": each, "answer": "yes"} for each in self.principles])] * len(prompts)
+            return [of_list([{"question": text, "answer": "yes"} for text in self.principles])] * len(prompts)
         derived = [self._derived(prompt, entry) for prompt, entry in zip(prompts, metadata)]
         left = [prompt for prompt, listed in zip(prompts, derived) if listed is None]
         written: dict[str, list[Question]] = {}
