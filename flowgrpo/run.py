@@ -209,7 +209,7 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
     split_groups.require(config, method, shape, processes, together)
     recorded_groups.require(config, method, shape.slices)
     measured = pairwise.measured(trained, further)
-    split = recorded_pairs.in_place(config, _split(config, prompts))
+    split = recorded_pairs.in_place(config, _split(config, prompts), method.for_tokens)
     build.require_inputs(config, [*split[0], *split[1]], pipe)
     phases.require(config, build.process(kind), processes, split[0])
     if require := getattr(method.curriculum, "require", None):

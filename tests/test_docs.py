@@ -130,7 +130,7 @@ def command_lines() -> list[str]:
 def test_command_lines_are_found():
     assert {line.split()[1] for line in command_lines() if line.startswith("flowgrpo ")} == {
         "train", "sample", "grid", "eval", "bench", "report", "runs", "export", "check", "methods", "new", "prompts",
-        "rewards", "score", "train-reward", "serve-reward", "encode", "vote", "push", "data", "write-prompts"}
+        "rewards", "score", "train-reward", "serve-reward", "encode", "vote", "label", "push", "data", "write-prompts"}
     assert any(line.startswith("accelerate launch") for line in command_lines())
 
 

@@ -45,7 +45,7 @@ def test_there_are_presets_for_texts_and_they_are_not_for_pictures():
                             "spo_chain", "spo_tree", "gigpo", "s_grpo", "latr", "ppo", "topr", "nft", "disco",
                             "reg_grpo", "trpa", "dcpo", "real", "pacs", "rover", "sdpo", "w_reinforce",
                             "entropy_bonus", "high_entropy", "gtpo", "llds", "kdrl", "visurf", "rl_plus", "chord",
-                            "relift"}
+                            "relift", "dpo", "simpo", "hypo"}
     with pytest.raises(UserError, match="the method is one of denoisers .*flowgrpo methods"):
         validate.resolve(tiny_text.config(method="mix_grpo"), "tokens")
     with pytest.raises(UserError, match="the method is one of language models .*flowgrpo methods"):

@@ -53,6 +53,7 @@ def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, resu
     from flowgrpo.check.gradients import RANK, gradient_error, gradient_norm, require_exact
 
     config = recipe or Config(method="grpo", precision="fp32", adapter={"rank": RANK})
+    config = config.model_copy(update={"preferences": None, "labels": "file"})  # a check draws its samples
     config, precision = settle(config, device, None if isinstance(model, str) else model)
     config = config.model_copy(update={"model": model if isinstance(model, str) else type(model[0]).__name__})
     loaded = _loaded(model, config)

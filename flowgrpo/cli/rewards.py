@@ -71,8 +71,8 @@ def score(
 @app.command()
 def train_reward(
     pairs: Annotated[Path, typer.Argument(metavar="PAIRS", help="A .jsonl file: in each line `prompt`, `chosen` and "
-                                          "`rejected` (pictures, relative to the file), and maybe `aspects`, an object "
-                                          "of names with chosen, rejected or tie.")],
+                                          "`rejected` (pictures, relative to the file, or with --model texts), and "
+                                          "maybe `aspects`, an object of names with chosen, rejected or tie.")],
     output: Annotated[Path, typer.Option(help="The folder of the reward: --reward FOLDER, or FOLDER:ASPECT.")],
     held_out: Annotated[str, typer.Option("--held-out", "--held_out", metavar="SHARE|FILE", help=
                                           "Pairs to measure with: a share of the prompts, or another file of pairs.")
@@ -83,6 +83,12 @@ def train_reward(
     clip: Annotated[str | None, typer.Option(metavar="NAME", help="Another network: a head on this model of open_clip, "
                                              "frozen; --text and --size are not used then.")] = None,
     pretrained: Annotated[str | None, typer.Option(metavar="TAG|FILE", help="The weights of --clip.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="For pairs of texts: a head on this language "
+                                              "model, starter_text, a folder or a hub id, all of it trained; a large "
+                                              "one takes a lower --lr.")] = None,
+    frozen: Annotated[bool, typer.Option("--frozen", help="With --model: train the head alone.")] = False,
+    margins: Annotated[float, typer.Option(min=0, metavar="W", help="Learn scores that differ by W times the pair's "
+                                           "margins at least, which `flowgrpo label` writes.")] = 0.0,
     epochs: Annotated[int, typer.Option(min=1, help="At most.")] = 20,
     patience: Annotated[int, typer.Option(min=1, help="Stop after so many epochs without a better accuracy on the "
                                           "held-out pairs; the best epoch is kept.")] = 4,
@@ -92,16 +98,17 @@ def train_reward(
     bf16: Annotated[bool, typer.Option("--bf16", help="Train in bfloat16; scores are float32 all the same.")] = False,
     device: Annotated[str | None, typer.Option(help="Without: a GPU where there is one.")] = None,
 ) -> None:
-    """Train a reward from pairs of pictures, one of them preferred (Bradley-Terry), with one or several aspects."""
+    """Train a reward from preference pairs of pictures or texts (Bradley-Terry), with one or several aspects."""
     from flowgrpo.data.pairs import aspects, load_pairs, split
 
-    sides = split(load_pairs(pairs), _share_or_file(held_out))
+    texts = model is not None
+    sides = split(load_pairs(pairs, texts), _share_or_file(held_out), texts)
     aspects(*sides)  # report mistakes before torch is loaded
     from flowgrpo.training import reward_training as training
 
     accuracies = training.train(*sides, output, training.Settings(
-        text=text, size=size, clip=clip, pretrained=pretrained, epochs=epochs, patience=patience, batch=batch, lr=lr,
-        seed=seed, bf16=bf16, device=device))
+        text=text, size=size, clip=clip, pretrained=pretrained, model=model, frozen=frozen, margins=margins,
+        epochs=epochs, patience=patience, batch=batch, lr=lr, seed=seed, bf16=bf16, device=device))
     print_table(["aspect", "accuracy", "95 %", "prompts"],
                 [[name, f"{accuracy.mean:.3f}", f"{accuracy.low:.3f} to {accuracy.high:.3f}", str(accuracy.prompts)]
                  for name, accuracy in accuracies.items()])

@@ -37,9 +37,10 @@ class Config(Section):
                                               "file, or hub:OWNER/NAME")
     held_out: float | str = Field(0.1, description="share of the prompts that is never trained on, or a file of "
                                                  "them; packaged prompts bring their own, and take no share")
-    preferences: str | None = Field(None, min_length=1, description="a .jsonl of pairs of pictures that are trained "
-                                                                    "on: none is drawn; see docs/preferences.md")
-    labels: Literal["file", "rewards"] = Field("file", description="who says which picture of such a pair is better; "
+    preferences: str | None = Field(None, min_length=1, description="a .jsonl of pairs of pictures or texts that are "
+                                                                    "trained on: none is drawn; see "
+                                                                    "docs/preferences.md")
+    labels: Literal["file", "rewards"] = Field("file", description="who says which side of such a pair is better; "
                                                "with `file` the rewards are only measured")
     negative_prompt: str = Field("", description="of prompts that bring none of their own")
     cache: str | None = Field(None, description="folder for encoded prompts and kept scores, shared by runs; None: "

@@ -1,13 +1,16 @@
-"""Preference pairs of images: load them from a file, and hold out those of some prompts.
+"""Preference pairs of images or texts: load them from a file, and hold out those of some prompts.
 
 A file of pairs is `.jsonl`, one object per line with `prompt`, `chosen` and `rejected` (paths of images, relative to
-the file). Optional `aspects` is an object of names with "chosen", "rejected" or "tie": the better one in that respect.
-Every line is also a verdict of the aspect `overall`, for `chosen`, unless `aspects` names it.
+the file; of a language model the texts themselves). Optional `aspects` is an object of names with "chosen", "rejected"
+or "tie": the better one in that respect. Every line is also a verdict of the aspect `overall`, for `chosen`, unless
+`aspects` names it. Optional `margins` is an object of aspects with numbers: how much better `chosen` is by the scores
+of a judge, below 0 where `rejected` is.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,23 +22,29 @@ from flowgrpo.data.prompts import LARGEST, Prompt
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.files import decoded, require_size, unfit, unsafe
 
-KEYS = ("prompt", "chosen", "rejected", "aspects")
+KEYS = ("prompt", "chosen", "rejected", "aspects", "margins")
 OVERALL = "overall"
+ASPECT = re.compile(r"[\w-]+")  # the name of one
 WORTH = {"chosen": 1.0, "rejected": 0.0, "tie": 0.5}
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two images of a prompt, and by aspect the verdict: 1 for `chosen`, 0 for `rejected`, 1/2 for a tie."""
+    """Two images, or two texts, of a prompt.
+
+    verdicts: by aspect 1 for `chosen`, 0 for `rejected`, 1/2 for a tie.
+    margins: by aspect the score of `chosen` less that of `rejected`, where a judge has said them.
+    """
 
     prompt: str
-    chosen: Path
-    rejected: Path
+    chosen: Path | str
+    rejected: Path | str
     verdicts: dict[str, float] = field(default_factory=lambda: {OVERALL: 1.0}, hash=False)
+    margins: dict[str, float] = field(default_factory=dict, hash=False)
 
 
-def load_pairs(path: str | Path) -> list[Pair]:
-    """Read a .jsonl file of pairs.
+def load_pairs(path: str | Path, text: bool = False) -> list[Pair]:
+    """Read a .jsonl file of pairs. text: `chosen` and `rejected` are texts, not paths of images.
 
     Raises UserError with the file and the line of a mistake.
     """
@@ -49,21 +58,27 @@ def load_pairs(path: str | Path) -> list[Pair]:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"pairs {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-    pairs = [_pair(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
+    pairs = [_pair(line, path, number, text) for number, line in enumerate(lines, 1) if line.strip()]
     if not pairs:
         raise UserError(f"pairs {path}: the file holds no pair")
     return pairs
 
 
-def split(pairs: list[Pair], held_out: float | str) -> tuple[list[Pair], list[Pair]]:
-    """Split pairs into (train, held out); no prompt is ever on both sides.
+def decided(pairs: Sequence[Pair]) -> list[Pair]:
+    """Return the pairs without the ties of `overall`, each with its preferred side as `chosen`."""
+    return [pair if pair.verdicts[OVERALL] else Pair(pair.prompt, pair.rejected, pair.chosen)
+            for pair in pairs if pair.verdicts[OVERALL] != 0.5]
+
+
+def split(pairs: list[Pair], held_out: float | str, text: bool = False) -> tuple[list[Pair], list[Pair]]:
+    """Split pairs into (train, held out); no prompt is ever on both sides. text: of a file, as in `load_pairs`.
 
     A share holds out the pairs of that part of the different prompts, always the same ones. A path is read as the
     held-out pairs, and the pairs of their prompts leave the training side.
     Raises UserError if a side is left empty.
     """
     if isinstance(held_out, str):
-        held = load_pairs(held_out)
+        held = load_pairs(held_out, text)
         texts = {pair.prompt for pair in held}
     else:
         prompts = [Prompt(text) for text in sorted({pair.prompt for pair in pairs})]
@@ -83,17 +98,17 @@ def aspects(train: Sequence[Pair], held: Sequence[Pair]) -> list[str]:
     names = list(dict.fromkeys(name for pair in (*train, *held) for name in pair.verdicts))
     for name in names:
         if not any(pair.verdicts.get(name, 0.5) != 0.5 for pair in train):
-            raise UserError(f"aspect {name!r}: no training pair prefers a picture in it: give such pairs, or leave it "
+            raise UserError(f"aspect {name!r}: no training pair prefers a side in it: give such pairs, or leave it "
                             "out")
     if all(verdict == 0.5 for pair in held for verdict in pair.verdicts.values()):
-        raise UserError("held_out: none of the held-out pairs prefers a picture, so that accuracy cannot be measured: "
+        raise UserError("held_out: none of the held-out pairs prefers a side, so that accuracy cannot be measured: "
                         "hold out more")
     return names
 
 
-def _pair(text: str, path: Path, line: int) -> Pair:
+def _pair(row: str, path: Path, line: int, text: bool) -> Pair:
     try:
-        record = decoded(text)
+        record = decoded(row)
     except json.JSONDecodeError as error:
         raise _wrong(path, line, f"not valid JSON: {error.msg} (column {error.colno})") from None
     if not isinstance(record, dict):
@@ -106,10 +121,21 @@ def _pair(text: str, path: Path, line: int) -> Pair:
         raise _wrong(path, line, f"expected a text under 'prompt', got {prompt!r}")
     if why := unsafe(prompt):
         raise _wrong(path, line, f"the text under 'prompt' holds {why}")
-    chosen, rejected = (_picture(record.get(key), key, path, line) for key in ("chosen", "rejected"))
+    chosen, rejected = ((_text if text else _picture)(record.get(key), key, path, line)
+                        for key in ("chosen", "rejected"))
     if chosen == rejected:
-        raise _wrong(path, line, f"chosen and rejected are the same picture, {record['chosen']}")
-    return Pair(prompt.strip(), chosen, rejected, _verdicts(record.get("aspects"), path, line))
+        what = "text" if text else "picture"
+        raise _wrong(path, line, f"chosen and rejected are the same {what}, {record['chosen'][:200]}")
+    return Pair(prompt.strip(), chosen, rejected, _verdicts(record.get("aspects"), path, line),
+                _margins(record.get("margins"), path, line))
+
+
+def _text(given: Any, key: str, path: Path, line: int) -> str:
+    if not isinstance(given, str):
+        raise _wrong(path, line, f"expected a text under {key!r}, got {given!r}")
+    if why := unsafe(given):
+        raise _wrong(path, line, f"the text under {key!r} holds {why}")
+    return given
 
 
 def _picture(name: Any, key: str, path: Path, line: int) -> Path:
@@ -127,11 +153,20 @@ def _verdicts(given: Any, path: Path, line: int) -> dict[str, float]:
     if not isinstance(given, dict):
         raise _wrong(path, line, f"expected an object of names and verdicts under 'aspects', got {given!r}")
     for name, verdict in given.items():
-        if not re.fullmatch(r"[\w-]+", name):
+        if not ASPECT.fullmatch(name):
             raise _wrong(path, line, f"the aspect {name!r} is no name: expected letters, digits, _ and - alone")
         if not isinstance(verdict, str) or verdict not in WORTH:
             raise _wrong(path, line, f"aspect {name!r}: expected \"chosen\", \"rejected\" or \"tie\", got {verdict!r}")
     return {OVERALL: 1.0} | {name: WORTH[verdict] for name, verdict in given.items()}
+
+
+def _margins(given: Any, path: Path, line: int) -> dict[str, float]:
+    if given is None:
+        return {}
+    if not isinstance(given, dict) or not all(type(value) in (int, float) and abs(value) < math.inf
+                                              for value in given.values()):
+        raise _wrong(path, line, f"expected an object of aspects and finite numbers under 'margins', got {given!r}")
+    return {name: float(value) for name, value in given.items()}
 
 
 def _wrong(path: Path, line: int, what: str) -> UserError:

@@ -35,6 +35,7 @@ TYPES: dict[type, tuple[type[targets.Target], ...]] = {
                      length_shaping.LengthSwitch, length_shaping.ExitDecay, consistency.LikelihoodConsistency,
                      token_credit.SegmentChain, token_credit.SegmentTree, token_credit.StepGroups,
                      token_credit.MergedSteps, token_credit.Exploring, step_scores.StepScores, supervised.NextToken,
+                     supervised.PreferencePairs,
                      expert_reward.ExpertReward), _TEXTS),
     sequence_losses.SampleLoss: (targets.Completions, targets.RecordedSteps, targets.NoisedFinals),
     **dict.fromkeys((references.Teacher, references.SelfTeacher), (
@@ -141,16 +142,17 @@ def _short(part: Any) -> str:
 
 _OF_DENOISERS = (
     "load.config", "load.denoiser", "load.lora", "load.controlnet", "load.ip_adapter",
-    "memory", "picture", "cache", "negative_prompt", "preferences", "labels", "adapter.encoder_targets",
+    "memory", "picture", "cache", "negative_prompt", "adapter.encoder_targets",
     "train.compile", "train.pack", "train.steps", "train.guidance", "train.grid", "train.shift", "eval.steps",
     "eval.guidance")
+_OF_PAIRS = ("preferences", "labels")
 # Keys and sections that a kind of model (`policies.build`) does not read.
 UNREAD: dict[str, tuple[str, ...]] = {
     "pipeline": ("text",),
     "causal_lm": _OF_DENOISERS,
     "vision_lm": _OF_DENOISERS,
-    "masked_lm": (*_OF_DENOISERS, "text.shared_prefix", "text.engine", "text.engine_precision", "text.engine_memory",
-                  "text.correction", "text.correction_cap", "text.correction_level")}
+    "masked_lm": (*_OF_DENOISERS, *_OF_PAIRS, "text.shared_prefix", "text.engine", "text.engine_precision",
+                  "text.engine_memory", "text.correction", "text.correction_cap", "text.correction_level")}
 
 
 def require_keys(config: Config, kind: str) -> None:
@@ -163,7 +165,8 @@ def require_keys(config: Config, kind: str) -> None:
         for name in key.split("."):
             value = getattr(value, name)
         if value != field.default:
-            what = about if key.startswith("text.") else "denoisers"
+            both = key in _OF_PAIRS
+            what = about if key.startswith("text.") else "denoisers" + " and causal language models" * both
             model = {"pipeline": "pipeline", "masked_lm": "masked language model"}.get(kind, "language model")
             raise UserError(f"{key} is set, which is about {what}: leave it out for a {model} (got {value!r}, expected "
                             f"the default, {field.default!r})")

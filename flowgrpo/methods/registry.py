@@ -38,6 +38,7 @@ from flowgrpo.objectives import (
     best_path,
     forward_process,
     kl,
+    pair_losses,
     random_policy,
     ratios,
     reductions,
@@ -87,7 +88,7 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "selection": (selection, downsampling),
     "log_ratio": (ratios,),
     "surrogate": (surrogates, forward_process, sequence_losses, token_losses, actor_critic,
-                  reward_labels, token_weights, random_policy),
+                  reward_labels, token_weights, random_policy, pair_losses),
     "step_weight": (step_weights,),
     "reduction": (reductions,),
     "kl": (kl,),
@@ -117,7 +118,8 @@ _RECORDS = {plans.Schedule, lookahead.Branch, reward_gradient.ResumableStates, r
             latent_edits.Edits, downsampling._Downsampled, balance.Now, supervised_weights.Drawn,
             supervised.DataLoss, supervised.NoisedData,
             actor_critic.Seen, targets.Target,
-            targets.Traces, targets.RecordedPairs}  # what a run makes of completions and of noised finals
+            targets.Traces, targets.RecordedPairs,
+            targets.RecordedCompletions}  # what a run makes of completions and of noised finals
 PLACES: dict[Any, str] = {cls: place for place, modules in MODULES.items() for module in modules
                            for cls in vars(module).values() if dataclasses.is_dataclass(cls)
                            and cls.__module__ == module.__name__ and cls not in _RECORDS}

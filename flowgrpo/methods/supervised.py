@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from flowgrpo.methods.data_sources import PassRate, Recorded, Source
 from flowgrpo.methods.parts import Times
 from flowgrpo.objectives.balance import Balance, FixedWeights
+from flowgrpo.objectives.pair_losses import PairLoss
 from flowgrpo.objectives.supervised_weights import EqualTokens, TokenWeight
 from flowgrpo.samplers.noised_finals import Stratified
 
@@ -72,6 +73,23 @@ class NextToken(DataLoss):
 
 
 @dataclass(frozen=True)
+class PreferencePairs(DataLoss):
+    """Preference loss of recorded pairs of texts, a mean over the batch's pairs: HyPO's offline term (2406.01462).
+
+    source: a file of pairs (`data.pairs`); the margin of a line is its reward's difference, 1 without one.
+    loss: of the pairs; its reference is the base model.
+    """
+
+    source: Source = Recorded()
+    balance: Balance = FixedWeights(data=1.0)
+    loss: PairLoss = PairLoss()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_pairs(self)
+
+
+@dataclass(frozen=True)
 class NoisedData(DataLoss):
     """Term of a pipeline on noised examples; base class.
 
@@ -119,3 +137,28 @@ class GuidanceDistillation(NoisedData):
         if self.base is False and self.scale == self.guidance:
             raise ValueError(f"GuidanceDistillation: the teacher has the student's weights and its guidance, "
                              f"{self.scale}: set data.scale, or data.base: true")
+
+
+@dataclass(frozen=True)
+class PicturePairs(NoisedData):
+    """Preference loss of recorded pairs of pictures, a mean over the batch's pairs, at noised examples with one noise
+    for both: Diffusion-DPO's (2311.12908) beside another loss, as HyPO's of texts.
+
+    source: a file of pairs (`data.pairs`); the margin of a line is its reward's difference, 1 without one.
+    loss: of the pairs, with minus half the error as log-probability; its reference is the base model.
+    """
+
+    source: Source = Recorded()
+    balance: Balance = FixedWeights(data=1.0)
+    loss: PairLoss = PairLoss(100.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_pairs(self)
+
+
+def _require_pairs(part: PreferencePairs | PicturePairs) -> None:
+    """ValueError for a source that collects, and for weights by reward, which pairs have none of."""
+    if not isinstance(part.source, Recorded) or part.beta != math.inf:
+        raise ValueError(f"{type(part).__name__}: its source is a file of pairs and it weighs no rewards: expected "
+                         "source {type: Recorded, path: FILE.jsonl}, and no beta beside that of loss")

@@ -197,6 +197,16 @@ class Completions(Target):
 
 
 @dataclass(frozen=True)
+class RecordedCompletions(Completions):
+    """Tokens of recorded pairs of texts, of which nothing is drawn: what a run with `preferences` makes of completions.
+    """
+
+    trains: ClassVar[str] = "recorded pairs of texts"
+    unread: ClassVar[frozenset[str]] = Completions.unread | {"draws", "spread", "value", "redraw", "replay",
+                                                             "rehearsal"}
+
+
+@dataclass(frozen=True)
 class Traces(Completions):
     """Tokens of an unmasking's trace: what completions are of a masked language model."""
 

@@ -13,13 +13,22 @@ from flowgrpo.advantages.trackers import PriorBlend
 from flowgrpo.config.schema import Config
 from flowgrpo.curriculum.resampling import AdditionalGroups
 from flowgrpo.data.demonstrations import load_demonstrations
+from flowgrpo.data.pairs import load_pairs
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.gaussian import log_prob
 from flowgrpo.methods import reads, registry
 from flowgrpo.methods.data_sources import PassRate
 from flowgrpo.methods.method import OF_TEXT, Method
 from flowgrpo.methods.overlay import overlays, preset, with_parts
-from flowgrpo.methods.targets import WITH_LOGP, NoisedFinals, RecordedPairs, RewardGradient
+from flowgrpo.methods.supervised import PicturePairs, PreferencePairs
+from flowgrpo.methods.targets import (
+    WITH_LOGP,
+    Completions,
+    NoisedFinals,
+    RecordedCompletions,
+    RecordedPairs,
+    RewardGradient,
+)
 from flowgrpo.objectives.references import SelfTeacher, Teacher
 from flowgrpo.samplers import plans
 from flowgrpo.samplers.grids import shifted
@@ -37,8 +46,8 @@ def resolve(config: Config, process: str = "flow") -> Method:
     host, train = preset(config.method), config.train
     requested = with_parts(host, config.parts)
     method = requested.on(process, given=config.parts)
-    if config.preferences is not None and isinstance(method.target, NoisedFinals):
-        method = method.having(target=RecordedPairs(method.target.times))
+    if config.preferences is not None:
+        method = _on_pairs(method)
     reads.require_set(host, requested, method, overlays(config.method))
     reads.require_types(method)
     _require_limits(config, method)
@@ -58,6 +67,13 @@ def resolve(config: Config, process: str = "flow") -> Method:
         raise UserError(f"method {config.method} with {steps}train.group {train.group} and parts {config.parts}: "
                         f"{error}") from None
     return method
+
+
+def _on_pairs(method: Method) -> Method:
+    """Return a method of noised finals or of completions on recorded pairs; another one as it is."""
+    if isinstance(method.target, NoisedFinals):
+        return method.having(target=RecordedPairs(method.target.times))
+    return method.having(target=RecordedCompletions()) if type(method.target) is Completions else method
 
 
 def _require_credit(method: Method, group: int) -> None:
@@ -186,9 +202,7 @@ def require_recorded_pairs(config: Config, method: Method) -> None:
             raise UserError(f"method {config.method} pulls to the first picture of recorded pairs, and none are there: "
                             "set preferences to a file of pairs, or parts.surrogate.similarity: 0")
         return
-    if not isinstance(method.target, RecordedPairs):
-        raise UserError(f"preferences is set, so that no picture is drawn, but method {config.method} trains steps of "
-                        "drawing one, or edits of drawn ones: use a method of noised finals, such as diffusion_dpo")
+    _require_recorded(config, method)
     if config.labels == "file" and isinstance(method.credit.shaping, BradleyTerry):
         raise UserError(f"labels is 'file', but method {config.method} draws labels from rewards, and would turn some "
                         "of the file's round: set labels: rewards, or parts.shaping: null")
@@ -202,6 +216,26 @@ def require_recorded_pairs(config: Config, method: Method) -> None:
                         "previews of drawn ones: leave sol_rl out")
     if config.train.group != 2:
         raise UserError(f"train.group is {config.train.group}, but preferences brings pairs: set train.group: 2")
+
+
+def _require_recorded(config: Config, method: Method) -> None:
+    """Raise UserError for a method that does not train recorded pairs."""
+    if isinstance(method.target, RecordedPairs):
+        return
+    if not method.for_tokens:
+        raise UserError(f"preferences is set, so that no picture is drawn, but method {config.method} trains steps of "
+                        "drawing one, or edits of drawn ones: use a method of noised finals, such as diffusion_dpo")
+    if not isinstance(method.target, RecordedCompletions):
+        raise UserError(f"preferences is set, but method {config.method} on this model trains {method.target.trains}, "
+                        "which recorded texts have none of: expected a causal language model and a method such as dpo")
+    decoding = method.generation.decoding
+    if decoding.greedy or decoding.expert:
+        raise UserError(f"preferences is set, so that no text is drawn, but method {config.method} keeps "
+                        f"{decoding.greedy} greedy samples and {decoding.expert} answers per group: set "
+                        "parts.decoding: {greedy: 0, expert: 0}, or use a method such as dpo")
+    if config.text.engine != "transformers" or config.text.engine_precision is not None:
+        raise UserError("preferences is set, so that no text is drawn, but text.engine or text.engine_precision is "
+                        "set too: leave them out")
 
 
 def require_expert_reward(config: Config, method: Method) -> None:
@@ -224,7 +258,12 @@ def require_data(config: Config, method: Method) -> None:
              "picture.sizes, where the examples of a batch differ in size: leave it out": bool(config.picture.sizes)}
     for option in (option for option, applies in wrong.items() if applies):
         raise UserError(f"parts.data, a supervised term, does not go with {option}")
-    if part.source.path:
+    if isinstance(part, (PreferencePairs, PicturePairs)):
+        if not part.source.path:
+            raise UserError(f"parts.data is {type(part).__name__}, but names no pairs: set parts.data.source.path to a "
+                            ".jsonl file of pairs")
+        load_pairs(part.source.path, text=isinstance(part, PreferencePairs))
+    elif part.source.path:
         load_demonstrations(part.source.path)
     elif not method.for_tokens and not (isinstance(part.source, PassRate) and part.source.collects_own):
         raise UserError(f"parts.data.source is {type(part.source).__name__}, which takes recorded pictures, but it has "

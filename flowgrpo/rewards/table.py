@@ -87,7 +87,7 @@ def score_files(name: str, arguments: dict[str, Any], files: Sequence[Path], pro
     A file is a picture; a folder of pictures, or an animated GIF or WebP, is a video; a .txt file a text.
     Raises UserError for an unreadable file, and as `find` and `score` do.
     """
-    reward, outputs = find(name, arguments), [_read(file) for file in files]
+    reward, outputs = find(name, arguments), [read_output(file) for file in files]
     scores: dict[int, float] = {}
     alike: dict[Any, list[int]] = defaultdict(list)
     for i, output in enumerate(outputs):
@@ -106,8 +106,8 @@ def _stacked(outputs: list[Any]) -> torch.Tensor | list[str]:
     return outputs if isinstance(outputs[0], str) else torch.stack(outputs)
 
 
-def _read(path: Path) -> torch.Tensor | str:
-    """Read a picture [3,H,W] in [0, 1], a video [F,3,H,W], or a text."""
+def read_output(path: Path) -> torch.Tensor | str:
+    """Read a picture [3,H,W] in [0, 1], a video [F,3,H,W], or a text. Raises UserError if it cannot be read."""
     import torch
 
     from flowgrpo.rewards.pixels import read_tensor, read_tensors

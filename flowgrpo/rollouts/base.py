@@ -113,6 +113,9 @@ class GroupSampler(Generic[C]):
         """
         raise NotImplementedError
 
+    def require(self, prompts: Sequence[Prompt]) -> None:
+        """Raise UserError for a training prompt that brings what the run cannot read."""
+
     def prepare(self, batch: list[Prompt]) -> None:
         """Encode prompts that are read in small batches later, all at once where encoders have to come for that."""
 

@@ -10,7 +10,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
-from flowgrpo.methods.targets import RecordedPairs, RelaxedTraces
+from flowgrpo.methods.targets import RecordedCompletions, RecordedPairs, RelaxedTraces
 from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.base import GroupSampler
 
@@ -23,6 +23,10 @@ def make_rollouts(config: Config, policy: Policy, method: Method, geometry: Batc
         from flowgrpo.rollouts.relaxed import RelaxedRollouts
 
         return RelaxedRollouts(*given)
+    if isinstance(method.target, RecordedCompletions):
+        from flowgrpo.rollouts.recorded_text import RecordedTextRollouts
+
+        return RecordedTextRollouts(*given)
     if method.for_tokens:
         from flowgrpo.policies.language import engines
 

@@ -1,4 +1,4 @@
-"""Losses of supervised terms: the interface, and next tokens of a language model's answers."""
+"""Losses of supervised terms: the interface, and next tokens and pairs of a language model's recorded texts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.methods.supervised import NextToken
+from flowgrpo.methods.supervised import NextToken, PreferencePairs
+from flowgrpo.objectives.pair_losses import PairLoss
+from flowgrpo.objectives.reductions import SequenceMean, reduced
 from flowgrpo.samplers.text.decoding import Decoding
+from flowgrpo.types import CompletionBatch, GroupStatistics, Scored
 
 DRAWS = 2210_03142  # separates the draws for examples from others of a run
 
@@ -24,13 +27,15 @@ class Example:
     """Output of a prompt that is learned.
 
     Its content is the path of a picture, an answer's text, or what the run sampled: a final state [*D], or the tokens
-    [n] of an answer, on the CPU.
+    [n] of an answer, on the CPU. rejected: of a pair of texts, the one that is not to be learned; its reward is the
+    pair's margin.
     """
 
     prompt: Prompt
     content: str | Tensor
     reward: float = 1.0
     source: str = ""
+    rejected: str = ""
 
 
 class DataLosses(Protocol):
@@ -46,35 +51,88 @@ class DataLosses(Protocol):
         """
 
 
-class TokenLosses:
-    """Cross entropy of answers' tokens under a causal language model. rollouts: of a `CausalLM`."""
+class TextExamples:
+    """Recorded texts of a causal language model as rows of tokens. rollouts: of a `CausalLM`."""
 
-    def __init__(self, part: NextToken, rollouts: Any):
+    def __init__(self, part: Any, rollouts: Any):
         self.part, self.rollouts, self.policy = part, rollouts, rollouts.policy
+
+    def row(self, text: str) -> Tensor:
+        """Return the tokens [n] of a text, an end included."""
+        ids = self.policy.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return torch.tensor([*ids, self.policy.ends[0]])
+
+    def padded(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return rows of tokens as ids [B, L] and mask, bool [B, L]."""
+        ids = pad_sequence([*rows], batch_first=True, padding_value=self.policy.padding)
+        return ids, torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
+
+
+def summed(loss: PairLoss, new: Scored, reference: Scored | None, margins: Sequence[float]) -> Tensor:
+    """Return the summed loss of n pairs of these margins.
+
+    new, reference: scores [2 n, L], each chosen sample before its rejected one; None where the loss reads no reference.
+    """
+    rows = torch.arange(len(new.logp), device=new.logp.device)
+    better = torch.tensor([value for margin in margins for value in (margin, 0.0)]).to(new.logp)
+    batch = CompletionBatch(new, new, torch.zeros_like(new.logp), rows, new.mask.long(), new.mask, reference)
+    peers = GroupStatistics(loss.statistic(batch).detach(), better, rows // 2)
+    losses = loss(batch.log_ratio, better[:, None], replace(batch, peers=peers))
+    return reduced(losses, SequenceMean()(new.mask), 2)
+
+
+class PairTokenLosses(TextExamples):
+    """Preference loss of pairs of texts under a causal language model."""
+
+    part: PreferencePairs
+
+    def require(self, recorded: Iterable[Example]) -> None:
+        """Raise UserError for the first text with more tokens than a completion may have."""
+        for example in recorded:
+            for text in (str(example.content), example.rejected):
+                require_fitting(self.rollouts.config.text.max_tokens, example.prompt, len(self.row(text)), "text")
+
+    def divisor(self, examples: Sequence[Example]) -> int:
+        return len(examples)
+
+    def __call__(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
+        half = max(1, self.rollouts.geometry.micro_batch // 2)  # a pair is two rows
+        for start in range(0, len(examples), half):
+            yield self._of(examples[start:start + half])
+
+    def _of(self, examples: Sequence[Example]) -> Tensor:
+        """Return the summed loss of some pairs."""
+        loss, policy, count = self.part.loss, self.policy, len(examples)
+        ids, mask = self.padded([self.row(text) for pair in examples for text in (str(pair.content), pair.rejected)])
+        encoded = self.rollouts.conditioning([conditioned(self.part.condition, example) for example in examples])
+        prompts, decoding = torch.arange(count).repeat_interleave(2), self.rollouts.method.generation.decoding
+        new, reference = policy.log_probs(encoded, prompts, ids, mask, decoding), None
+        if loss.reads_reference:
+            with policy.reference():
+                reference = policy.log_probs(encoded, prompts, ids, mask, decoding)
+        return summed(loss, new, reference, [example.reward for example in examples])
+
+
+class TokenLosses(TextExamples):
+    """Cross entropy of answers' tokens under a causal language model."""
+
+    part: NextToken
 
     def tokens(self, example: Example) -> Tensor:
         """Return the tokens [n] of an example's answer, an end included."""
-        if isinstance(example.content, Tensor):
-            return example.content
-        ids = self.policy.tokenizer(example.content, add_special_tokens=False)["input_ids"]
-        return torch.tensor([*ids, self.policy.ends[0]])
+        return example.content if isinstance(example.content, Tensor) else self.row(example.content)
 
     def require(self, recorded: Iterable[Example]) -> None:
         """Raise UserError for the first recorded answer with more tokens than a completion may have."""
-        most = self.rollouts.config.text.max_tokens
         for example in recorded:
-            if (count := len(self.tokens(example))) > most:
-                raise UserError(f"parts.data: the recorded answer of the prompt {example.prompt.text[:60]!r} has "
-                                f"{count} tokens, its end included, and text.max_tokens is {most}: raise it, or "
-                                "shorten the answer")
+            require_fitting(self.rollouts.config.text.max_tokens, example.prompt, len(self.tokens(example)), "answer")
 
     def divisor(self, examples: Sequence[Example]) -> int:
         return sum(len(self.tokens(example)) for example in examples)
 
     def __call__(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
         rows = [self.tokens(example) for example in examples]
-        ids = pad_sequence(rows, batch_first=True, padding_value=self.policy.padding)
-        mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
+        ids, mask = self.padded(rows)
         encoded = self.rollouts.conditioning([conditioned(self.part.condition, example) for example in examples])
         weigh = self.part.token_weight
         seed = seed_of(self.rollouts.config.seed, update, places[0])
@@ -82,6 +140,13 @@ class TokenLosses:
                                        weigh.distribution(seed) or Decoding(), weigh.reads_entropy)
         weights = torch.tensor([self.part.weight(example.reward) for example in examples])[:, None].to(scored.logp)
         yield -(weights * weigh(scored.logp, scored.entropy, scored.mask) * scored.logp * scored.mask).sum()
+
+
+def require_fitting(most: int, prompt: Prompt, count: int, what: str) -> None:
+    """Raise UserError for a recorded answer or text with more tokens than `most`, that of a completion."""
+    if count > most:
+        raise UserError(f"parts.data: the recorded {what} of the prompt {prompt.text[:60]!r} has {count} tokens, its "
+                        f"end included, and text.max_tokens is {most}: raise it, or shorten the {what}")
 
 
 def conditioned(condition: str, example: Example) -> Prompt:

@@ -1,4 +1,4 @@
-"""Losses of noised examples of a pipeline: flow matching, and distillation of guidance."""
+"""Losses of noised examples of a pipeline: flow matching, distillation of guidance, and pairs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
 from flowgrpo.errors import UserError
-from flowgrpo.methods.supervised import GuidanceDistillation, NoisedData
+from flowgrpo.methods.supervised import GuidanceDistillation, NoisedData, PicturePairs
 from flowgrpo.policies.pipelines.image_latents import ImageEncoder
-from flowgrpo.rollouts.data_losses import Example, conditioned, seed_of
+from flowgrpo.rollouts.data_losses import Example, conditioned, seed_of, summed
 from flowgrpo.rollouts.denoising import DenoisingRollouts
 from flowgrpo.samplers import noised_finals
 from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.samplers.scheduler import noise_like
-from flowgrpo.types import wide
+from flowgrpo.types import Scored, wide
 
 
 class NoisedLosses:
@@ -79,6 +79,44 @@ class NoisedLosses:
         if isinstance(example.content, Tensor):
             return example.content[None]
         return self.encoder(example.content, row)[0]
+
+
+class PairNoisedLosses(NoisedLosses):
+    """Preference loss of a pipeline on noised pairs of pictures."""
+
+    part: PicturePairs
+
+    def __call__(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
+        half = max(1, self.rollouts.geometry.micro_batch // 2)  # a pair is two rows
+        for start in range(0, len(examples), half):
+            yield from self._of(examples[start:start + half], places[start:start + half], update)
+
+    def _of(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
+        """Yield the summed loss of some pairs at each time, over the number of times."""
+        policy, loss = self.policy, self.part.loss
+        prompts = [conditioned(self.part.condition, example) for example in examples]
+        encoded = DenoisingRollouts.conditioning(self.rollouts, prompts).rows(
+            torch.arange(len(examples)).repeat_interleave(2))
+        files = [file for example in examples for file in (str(example.content), example.rejected)]
+        x0 = torch.cat([self.encoder(file, encoded.rows(torch.tensor([row])))[0] for row, file in enumerate(files)]
+                       ).to(policy.device)
+        seeds = (seed_of(self.rollouts.config.seed, update, place) for place in places)
+        noise = noise_like(x0[::2], policy.generators(seeds)).repeat_interleave(2, 0)
+        times = self.times(update)
+        for k, t in enumerate(times.grid[:-1].tolist()):
+            x, target = noised_finals.noised_states(x0, noise, t, policy.device, policy.process == "vp")
+
+            def scored() -> Scored:
+                with at_guidance(policy, self.part.guidance):
+                    output = policy.replay(encoded, x, times.grid, k, times.timesteps)
+                logp = -self.errors(output, target, t)[:, None] / 2
+                return Scored(logp, torch.ones_like(logp, dtype=torch.bool))
+
+            reference = None
+            if loss.reads_reference:
+                with policy.reference():
+                    reference = scored()
+            yield summed(loss, scored(), reference, [example.reward for example in examples]) / (len(times.grid) - 1)
 
 
 @contextlib.contextmanager

@@ -108,4 +108,5 @@ class TraceTokens(CompletionTokens):
 
 # By the target of a method. RelaxedTraces have rollouts of their own (`relaxed`), which replay no tokens.
 TARGETS: dict[type[targets.Target], type[CompletionTokens]] = {
-    targets.Completions: CompletionTokens, targets.Traces: TraceTokens, targets.RelaxedTraces: CompletionTokens}
+    targets.Completions: CompletionTokens, targets.Traces: TraceTokens, targets.RelaxedTraces: CompletionTokens,
+    targets.RecordedCompletions: CompletionTokens}

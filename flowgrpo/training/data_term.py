@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from flowgrpo.curriculum.epoch_batch import EpochBatch
-from flowgrpo.methods.supervised import DataLoss, NextToken, NoisedData
+from flowgrpo.methods.supervised import DataLoss, NextToken, NoisedData, PicturePairs, PreferencePairs
 from flowgrpo.objectives.balance import Now
-from flowgrpo.rollouts.data_losses import DataLosses, Example, TokenLosses
+from flowgrpo.rollouts.data_losses import DataLosses, Example, PairTokenLosses, TokenLosses
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.examples import Examples
 from flowgrpo.training.state import Run
@@ -35,9 +35,9 @@ class DataTerm:
         self.weights: list[float] = []
         self.reward = 0.0
         if self.part is not None:
-            self.examples = Examples(self.part.source, run, isinstance(self.part, NextToken))
+            self.examples = Examples(self.part, run)
             self.loss = _losses(self.part, run)
-            if isinstance(self.loss, TokenLosses):
+            if isinstance(self.loss, (TokenLosses, PairTokenLosses)):
                 self.loss.require(example for examples in self.examples.recorded.values() for example in examples)
 
     def collect(self, epoch_batch: EpochBatch, scores: Tensor, parts: Sequence[Part]) -> None:
@@ -131,8 +131,12 @@ class DataTerm:
 def _losses(part: DataLoss, run: Run) -> DataLosses:
     if isinstance(part, NextToken):
         return TokenLosses(part, run.rollouts)
-    from flowgrpo.rollouts.noised_losses import NoisedLosses
+    if isinstance(part, PreferencePairs):
+        return PairTokenLosses(part, run.rollouts)
+    from flowgrpo.rollouts.noised_losses import NoisedLosses, PairNoisedLosses
 
+    if isinstance(part, PicturePairs):
+        return PairNoisedLosses(part, cast(Any, run.rollouts))
     return NoisedLosses(cast(NoisedData, part), cast(Any, run.rollouts))
 
 

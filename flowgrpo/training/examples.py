@@ -11,9 +11,11 @@ from torch import Tensor
 
 from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.data.demonstrations import load_demonstrations
+from flowgrpo.data.pairs import OVERALL, decided, load_pairs
 from flowgrpo.data.prompts import Prompt, as_line, of_records
 from flowgrpo.errors import UserError
-from flowgrpo.methods.data_sources import PassRate, Source
+from flowgrpo.methods.data_sources import PassRate
+from flowgrpo.methods.supervised import DataLoss, NextToken, PicturePairs, PreferencePairs
 from flowgrpo.rollouts.data_losses import Example
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.text.answers import answer_of
@@ -29,9 +31,11 @@ class Examples:
     the end of the last whole epoch, which a checkpoint holds.
     """
 
-    def __init__(self, source: Source, run: Run, text: bool):
+    def __init__(self, part: DataLoss, run: Run):
+        source, text = part.source, isinstance(part, (NextToken, PreferencePairs))
         self.source, self.run, self.text = source, run, text
-        self.recorded = recorded(source.path, run.prompts, run.held_out, text)
+        of = pairs if isinstance(part, (PreferencePairs, PicturePairs)) else recorded
+        self.recorded = of(source.path, run.prompts, run.held_out, text)
         self.collected: list[Example] = []
         self.marked: list[Example] = []
         if not isinstance(source, PassRate) and not self.recorded:
@@ -162,4 +166,17 @@ def recorded(path: str, prompts: Sequence[Prompt], held_out: Sequence[Prompt], t
             example = Example(known.get(record.prompt, Prompt(record.prompt)), str(content), record.reward,
                               record.source)
             examples.setdefault(record.prompt, []).append(example)
+    return examples
+
+
+def pairs(path: str, prompts: Sequence[Prompt], held_out: Sequence[Prompt], text: bool) -> dict[str, list[Example]]:
+    """Return the pairs of a file by the text of their prompt, as `recorded` does; ties are left out."""
+    known, unseen = {prompt.text: prompt for prompt in prompts}, {prompt.text for prompt in held_out}
+    examples: dict[str, list[Example]] = {}
+    for pair in decided(load_pairs(path, text)):
+        if pair.prompt not in unseen:
+            margin = pair.margins.get(OVERALL, 1.0)
+            examples.setdefault(pair.prompt, []).append(Example(
+                known.get(pair.prompt, Prompt(pair.prompt)), str(pair.chosen), margin if margin > 0 else 1.0,
+                rejected=str(pair.rejected)))
     return examples

@@ -1,5 +1,5 @@
-"""Reward training on preference pairs of images (Bradley and Terry 1952), as in VisionPrefer (2404.15100) and Gen-Drive
-(2410.05582): `flowgrpo train-reward`.
+"""Reward training on preference pairs of images or texts (Bradley and Terry 1952), as in VisionPrefer (2404.15100) and
+Gen-Drive (2410.05582): `flowgrpo train-reward`.
 
 P(a preferred to b) = sigmoid(r_a - r_b) for each of A aspects. N pairs have margins r_chosen - r_rejected [N, A] and
 verdicts [N, A]: 1 for chosen, 0 for rejected, 1/2 for a tie, NaN if a pair has no verdict on an aspect.
@@ -11,7 +11,7 @@ import copy
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,14 +26,15 @@ from flowgrpo.data.pairs import Pair, aspects
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.statistics import Interval, interval
 from flowgrpo.rewards.images.clip_models import ClipScore
-from flowgrpo.rewards.learned.preference import FILE, Aspect, Description, save
+from flowgrpo.rewards.learned.preference import FILE, Aspect, Description, Network, save
 from flowgrpo.rewards.learned.preference_networks import ClipHead, Film, with_text
+from flowgrpo.rewards.learned.text_network import TextHead, on_model
 from flowgrpo.rewards.local_model import placed
 from flowgrpo.rewards.pixels import read_tensor
 from flowgrpo.storage import paths
 from flowgrpo.types import required
 
-AT_ONCE = 64  # images read, or scored without gradients, at once
+AT_ONCE = 64  # samples read, or scored without gradients, at once
 B = TypeVar("B")  # a batch
 Rows = dict[str, Tensor]  # of N pairs: [2, N, ...], the chosen first
 
@@ -45,19 +46,24 @@ class Settings:
     text: the source of the small network's text encoder: starter, or a pipeline's folder or hub id.
     size: the side of its images, pixels.
     clip: a model of open_clip in place of both, frozen, with the tag or file `pretrained`.
+    model: a language model in place of all these, for pairs of texts; frozen: its head alone is trained.
+    margins: weight of the pairs' margins: the chosen one is to be that much better (Llama 2, 2307.09288).
     patience: epochs without a better held-out accuracy after which training stops.
     batch: pairs per step.
     lr: peak learning rate, reached in a twentieth of the steps; it then falls to 0.
     bf16: the forward passes in training.
     device: None for a GPU if there is one.
 
-    Raises UserError for one of clip and pretrained alone.
+    Raises UserError for one of clip and pretrained alone, for clip beside model, and for frozen without model.
     """
 
     text: str = "starter"
     size: int = 128
     clip: str | None = None
     pretrained: str | None = None
+    model: str | None = None
+    frozen: bool = False
+    margins: float = 0.0
     epochs: int = 20
     patience: int = 4
     batch: int = 64
@@ -70,10 +76,15 @@ class Settings:
         if (self.clip is None) != (self.pretrained is None):
             raise UserError("expected clip and pretrained together: the name of a model of open_clip, and its tag or "
                             "file of weights")
+        if self.model is not None and self.clip is not None or self.frozen and self.model is None:
+            raise UserError("expected a language model (model) without clip for pairs of texts, and frozen with it "
+                            f"alone: got model {self.model!r}, clip {self.clip!r}, frozen {self.frozen}")
 
     @property
     def network(self) -> dict[str, Any]:
         """Description of the network, as stored in `reward.json`."""
+        if self.model is not None:
+            return {"kind": "language", "model": self.model, "frozen": self.frozen}
         if self.clip is None:
             return {"kind": "film", "size": self.size}
         return {"kind": "clip", "model": self.clip, "pretrained": self.pretrained}
@@ -115,26 +126,29 @@ def share(marks: Sequence[float], prompts: Sequence[str]) -> Interval:
 
 
 def families(pairs: Sequence[Pair]) -> list[list[int]]:
-    """Return the pairs' indices, grouped by shared images, directly or through others."""
-    leads: dict[Path, Path] = {}
+    """Return the pairs' indices, grouped by shared samples, directly or through others."""
+    leads: dict[Hashable, Hashable] = {}
 
-    def lead(picture: Path) -> Path:
-        while leads.setdefault(picture, picture) != picture:
-            picture = leads[picture]
-        return picture
+    def lead(sample: Hashable) -> Hashable:
+        while leads.setdefault(sample, sample) != sample:
+            sample = leads[sample]
+        return sample
+
+    def named(pair: Pair, side: Path | str) -> Hashable:
+        return (pair.prompt, side) if isinstance(side, str) else side  # a short text may answer many prompts
 
     for pair in pairs:
-        leads[lead(pair.chosen)] = lead(pair.rejected)
+        leads[lead(named(pair, pair.chosen))] = lead(named(pair, pair.rejected))
     members = defaultdict(list)
     for number, pair in enumerate(pairs):
-        members[lead(pair.chosen)].append(number)
+        members[lead(named(pair, pair.chosen))].append(number)
     return list(members.values())
 
 
 def batches(grouped: list[list[int]], size: int, rng: np.random.Generator) -> Iterator[list[int]]:
     """Return all pairs' indices in random order, `size` at a time or slightly more.
 
-    Pairs that share an image are in one batch: over several batches, such an image is memorised.
+    Pairs that share a sample are in one batch: over several batches, such a sample is memorised.
     """
     batch: list[int] = []
     for at in rng.permutation(len(grouped)):
@@ -157,12 +171,13 @@ def train(trained: Sequence[Pair], held: Sequence[Pair], output: Path, settings:
         raise UserError(f"{output} holds a reward already: name another folder, or remove that one")
     paths.require_folder(output)
     names, device = aspects(trained, held), _device(settings.device)
+    apart = _apart(trained, names, settings.margins)
     torch.manual_seed(settings.seed)
     network = _network(settings, len(names), device)
     _tell_cut(network, {pair.prompt for pair in (*trained, *held)})
     sides = [(_rows(network, side, title), _verdicts(side, names)) for side, title in
              ((trained, "reading pairs"), (held, "reading held-out pairs"))]
-    best = _fit(network, trained, sides[0], sides[1], settings, device)
+    best = _fit(network, trained, (*sides[0], apart), sides[1], settings, device)
     scores = _scores(network, sides[1][0], settings, device)
     accuracies = {name: accuracy((scores[0] - scores[1])[:, i], sides[1][1][:, i], [pair.prompt for pair in held])
                   for i, name in enumerate(names)}
@@ -184,14 +199,16 @@ def _device(name: str | None) -> str:
                         "cpu") from None
 
 
-def _network(settings: Settings, aspects: int, device: str) -> Film | ClipHead:
+def _network(settings: Settings, aspects: int, device: str) -> Network:
+    if settings.model is not None:
+        return on_model(settings.model, aspects, settings.frozen).to(device)
     if settings.clip is None:
         return with_text(settings.text, aspects, settings.size).to(device)
     clip = ClipScore(settings.clip, required(settings.pretrained), device=device)
     return ClipHead(clip, aspects).to(device)
 
 
-def _tell_cut(network: Film | ClipHead, prompts: set[str]) -> None:
+def _tell_cut(network: Network, prompts: set[str]) -> None:
     """Report the number of prompts that a small text encoder truncates."""
     if isinstance(network, Film):
         longer = sum(len(ids) > network.longest for ids in network.tokenizer(sorted(prompts)).input_ids)
@@ -205,20 +222,31 @@ def _verdicts(pairs: Sequence[Pair], names: Sequence[str]) -> Tensor:
     return torch.tensor([[pair.verdicts.get(name, math.nan) for name in names] for pair in pairs])
 
 
-def _rows(network: Film | ClipHead, pairs: Sequence[Pair], title: str) -> Rows:
-    """Return the network's inputs of the pairs' images and prompts, on the CPU."""
-    shown = [(pair.prompt, picture) for side in ("chosen", "rejected") for pair in pairs
-             for picture in [getattr(pair, side)]]
+def _apart(pairs: Sequence[Pair], names: Sequence[str], weight: float) -> Tensor:
+    """Return by how much chosen is to be better than rejected, weight * margin, 0 where a pair has none: [N, A].
+
+    Raises UserError for a weight where no pair has a margin.
+    """
+    if weight and not any(pair.margins for pair in pairs):
+        raise UserError("--margins: no training pair has a margin: expected pairs of `flowgrpo label`, or leave it out")
+    return weight * torch.tensor([[pair.margins.get(name, 0.0) for name in names] for pair in pairs])
+
+
+def _rows(network: Network, pairs: Sequence[Pair], title: str) -> Rows:
+    """Return the network's inputs of the pairs' samples and prompts, on the CPU."""
+    shown = [(pair.prompt, sample) for side in ("chosen", "rejected") for pair in pairs
+             for sample in [getattr(pair, side)]]
     parts = []
     for at in tqdm(range(0, len(shown), AT_ONCE), desc=title, unit="batch", mininterval=1):
-        prompts, files = zip(*shown[at:at + AT_ONCE])
-        prepared = torch.cat([network.prepare(read_tensor(file)[None]) for file in files])
+        prompts, samples = zip(*shown[at:at + AT_ONCE])
+        prepared: Any = samples if isinstance(network, TextHead) else \
+            torch.cat([network.prepare(read_tensor(file)[None]) for file in samples])
         parts.append({key: value.cpu() for key, value in network.rows(prepared, prompts).items()})
     return {key: torch.cat([part[key] for part in parts]).unflatten(0, (2, len(pairs))) for key in parts[0]}
 
 
-def _fit(network: nn.Module, pairs: Sequence[Pair], trained: tuple[Rows, Tensor], held: tuple[Rows, Tensor],
-         settings: Settings, device: str) -> int:
+def _fit(network: nn.Module, pairs: Sequence[Pair], trained: tuple[Rows, Tensor, Tensor],
+         held: tuple[Rows, Tensor], settings: Settings, device: str) -> int:
     """Train, and load the best epoch's weights at the end; return that epoch, counted from 1."""
     grouped, rng = families(pairs), np.random.default_rng(settings.seed)
     epochs = [list(batches(grouped, settings.batch, rng)) for _ in range(settings.epochs)]
@@ -265,12 +293,13 @@ def fit(network: nn.Module, epochs: Sequence[Sequence[B]], loss_of: Callable[[B]
     return best[2]
 
 
-def _loss(network: nn.Module, side: tuple[Rows, Tensor], numbers: list[int], settings: Settings,
+def _loss(network: nn.Module, side: tuple[Rows, Tensor, Tensor], numbers: list[int], settings: Settings,
           device: str) -> Tensor:
     rows = {key: value[:, numbers].flatten(0, 1).to(device) for key, value in side[0].items()}
     with torch.autocast(device.partition(":")[0], torch.bfloat16, enabled=settings.bf16):
         chosen, rejected = network(**rows).float().chunk(2)
-    return bradley_terry(chosen - rejected, side[1][numbers].to(device))
+    apart = side[2][numbers].to(device)  # what the scores are to differ by
+    return bradley_terry(chosen - rejected - apart, side[1][numbers].to(device))
 
 
 def _measured(network: nn.Module, held: tuple[Rows, Tensor], settings: Settings, device: str) -> tuple[float, float]:

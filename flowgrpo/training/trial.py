@@ -80,6 +80,7 @@ def require(trainer: state.Run, measured: Functions) -> None:
         if trainer.policy.modality == "text":
             plain = [prompt.text for prompt in [*trainer.prompts, *held] if prompt.brings is None]
             cast(Any, trainer.policy).require_context(plain)
+        trainer.rollouts.require(trainer.prompts)
         samples = Samples(trainer)
         batches = _batches(trained, trainer.prompts, trainer.geometry.group, samples)
         further = _batches(watched, held, 1, samples)

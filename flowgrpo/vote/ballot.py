@@ -69,12 +69,13 @@ class Ballot:
         known = load_pairs(self.output)
         lines = [line for line in self.output.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
         for pair, line in zip(known, lines, strict=True):
-            key = (pair.prompt, frozenset((pair.chosen.resolve(), pair.rejected.resolve())))
+            chosen, rejected = Path(pair.chosen).resolve(), Path(pair.rejected).resolve()
+            key = (pair.prompt, frozenset((chosen, rejected)))
             number = numbers.get(key, -1)
             if number < 0 or number in self._rows:
                 self._rows[-len(self._rows) - 1] = json.loads(line)
                 continue
-            chosen_b = pair.chosen.resolve() == self.comparisons[number].b.resolve()
+            chosen_b = chosen == self.comparisons[number].b.resolve()
             worth = pair.verdicts[OVERALL]
             self._rows[number], self.verdicts[number] = json.loads(line), worth if chosen_b else 1 - worth
             self.history.append(number)

@@ -100,7 +100,7 @@ def of_folders(a: Path, b: Path) -> tuple[list[Comparison], Sides]:
     for folder in (a, b):
         if not folder.is_dir():
             raise UserError(f"no folder at {folder}: expected two folders of pictures with equal file names")
-    left, right = _listed(a), _listed(b)
+    left, right = listed(a), listed(b)
     if not left.keys() & right.keys():
         raise UserError(f"{a} and {b} have no pictures of equal file names ({len(left)} and {len(right)} pictures)")
     comparisons = []
@@ -121,8 +121,8 @@ def _names(a: Path, b: Path) -> Sides:
     return (first.name, second.name) if first.name != second.name else (str(a), str(b))
 
 
-def _listed(folder: Path) -> dict[str, tuple[Path, Prompt]]:
-    """Return pictures and their prompts by file name."""
+def listed(folder: Path) -> dict[str, tuple[Path, Prompt]]:
+    """Return the pictures of a folder and their prompts by file name; none if it has none."""
     listing = folder / "prompts.jsonl"
     if listing.is_file():
         given = [(Path(str(prompt.metadata.get("base_image", ""))), prompt) for prompt in load_prompts(listing)]

@@ -150,9 +150,9 @@ def video(case: tuple[str, bytes], folder: Path) -> None:
 
 
 def scored(case: tuple[str, bytes], folder: Path) -> None:
-    from flowgrpo.rewards.table import _read
+    from flowgrpo.rewards.table import read_output
 
-    _read(written(folder, f"picture.{case[0]}", case[1]))
+    read_output(written(folder, f"picture.{case[0]}", case[1]))
 
 
 def run(changes: dict[str, bytes | None], folder: Path) -> None:

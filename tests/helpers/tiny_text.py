@@ -17,9 +17,11 @@ from flowgrpo.train import Trainer
 
 PROMPTS = ["1+2=", "33+4=", "5-66=", "7+8=", "90-1=", "2+2="]
 
+PAIRS = str(Path(__file__).with_name("pairs_of_sums.jsonl"))
 # What a preset needs beside its defaults: texts that the tokenizer knows and that leave room for an answer.
 PARTS = {"s_grpo": {"draws": {"exit": "=", "close": "="}},
-         "spo_tree": {"draws": {"tokens": 1}, "spread": {"every": 1}}}
+         "spo_tree": {"draws": {"tokens": 1}, "spread": {"every": 1}},
+         "hypo": {"data": {"source": {"path": PAIRS}}}}
 
 
 def model(layers: int = 2, seed: int = 0, **options: Any):

@@ -14,7 +14,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import preset, presets, reads, registry
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.methods.validate import resolve
-from tests.helpers import tiny_runs
+from tests.helpers import tiny_runs, tiny_text
 
 ALL = {*registry.MODULES, "roots", "strides"}
 # Hosts of everything that is trained of every kind of model, and the places whose parts are trained there.
@@ -44,7 +44,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "StepScores": {"ends": "1"},
     **dict.fromkeys(("ResampleCorrect", "Consistent"), {"n": 2, "rewards": ["score"], "right": 0.1}),
     "FlowMatching": {"source": {"right": 0.1}}, "GuidanceDistillation": {"source": {"right": 0.1}},
-    "PassRate": {"right": 0.1}, "WarmupCosine": {"warmup": 0}, "GradientNorms": {"warmup": 1}}
+    "PassRate": {"right": 0.1}, "PreferencePairs": {"source": {"path": tiny_text.PAIRS}},
+    "WarmupCosine": {"warmup": 0}, "GradientNorms": {"warmup": 1}}
 KL = {"kl": {"weight": 0.1}}
 # What has to be there besides, of the host as well, for a part to be of effect.
 BESIDE: dict[str, dict[str, Any]] = {
@@ -59,7 +60,8 @@ VALUES = {"tail": 0.5, "roots": 2, "strides": [1, 2]}
 # Soup of none are the base, in two epochs no prompt has a history or comes again, and no two of the few prompts here
 # are a pair.
 SAME = {"Influence", "Soup", "Hypervolume", "HardPrompts", "ODE", "Teacher", "AdditionalGroups", "OppositePairs",
-        "Episodic"}
+        "Episodic",
+        "PicturePairs"}  # needs pictures: tests/training/test_pair_term.py
 # What is first seen in a second epoch.
 LATER = {"EMA", "PreviousPolicy", "WeightAverage", "Linear", "Adaptive", "Lag", "ThompsonSampling", "Knapsack",
          "Pooled", "ValueTracker", "SmoothStandardised", "CategoryBandit", "VarianceSampling",

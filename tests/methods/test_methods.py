@@ -26,7 +26,7 @@ from flowgrpo.methods.overlay import with_parts
 from flowgrpo.methods.presets import suited
 from flowgrpo.methods.presets.denoising import mix_grpo
 from flowgrpo.methods.presets.overlays import grpo_guard
-from flowgrpo.methods.supervised import NextToken
+from flowgrpo.methods.supervised import NextToken, PreferencePairs
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives import (
     AdaptiveClip,
@@ -45,6 +45,7 @@ from flowgrpo.objectives import (
 )
 from flowgrpo.objectives.balance import WarmupCosine
 from flowgrpo.objectives.best_path import LayerTuning
+from flowgrpo.objectives.pair_losses import PairLoss
 from flowgrpo.objectives.random_policy import RandomPolicyValue
 from flowgrpo.objectives.ratios import CompletionRatio
 from flowgrpo.objectives.reductions import SequenceMean, SequenceSum, TokenMean
@@ -122,6 +123,10 @@ OF_TOKENS = {
     "disco": (PlainRatio(), Discriminative("log", 10.0, 1000.0, 1e-4), SequenceMean(), None, None, SampledKL()),
     "reg_grpo": (CompletionRatio(), Regressed(0.1), SequenceSum(), "group", "rewards", SampledKL()),
     "trpa": (PlainRatio(), PairwisePreference(0.1, 2.5, 1e-3), SequenceMean(), "none", "rewards", SampledKL()),
+    "dpo": (PlainRatio(), PairLoss(0.1), SequenceMean(), "none", "rewards", SampledKL()),
+    "simpo": (PlainRatio(), PairLoss(2.0, mean=True, reference=False, margin=1.0), SequenceMean(), "none", "rewards",
+              SampledKL()),
+    "hypo": (PlainRatio(), KLOnly(), SequenceSum(), "group", "rewards", SampledKL(0.01, "k2")),
     "real": (PlainRatio(), RewardLabels("anchor", 10.0), SequenceMean(), None, None, SampledKL()),
     "pacs": (CompletionRatio(), RewardLabels("leave_one_out", 1.0, True), SequenceSum(), None, None, SampledKL()),
     "rover": (PlainRatio(), RandomPolicyValue(1.0), TokenMean(), "none", "rewards", SampledKL()),
@@ -151,6 +156,8 @@ OTHER_OF_TOKENS = {"dapo": {"shaping": Overlong(0.2), "selection": DropZeroVaria
                    "remax": {"decoding": Decoding(greedy=1), "advantage": First(), "selection": ButFirst()},
                    "dcpo": {"advantage": SmoothStandardised()},
                    "ppo": {"advantage": NoBaseline(), "value": ValueHead(decay=0.95)},
+                   **dict.fromkeys(("dpo", "simpo"), {"selection": BestWorst(2)}),
+                   "hypo": {"data": PreferencePairs(loss=PairLoss(0.1))},
                    "real": {"advantage": NoBaseline()}, "pacs": {"advantage": NoBaseline()},
                    "nft": {"advantage": Correctness(), "selection": DropZeroVariance()},
                    "high_entropy": {"shaping": Overlong(0.2), "selection": DropZeroVariance()},

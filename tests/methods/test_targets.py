@@ -14,6 +14,7 @@ from flowgrpo.methods.targets import (
     JointDensity,
     LatentEdits,
     NoisedFinals,
+    RecordedCompletions,
     RecordedPairs,
     RecordedSteps,
     RelaxedTraces,
@@ -26,7 +27,7 @@ from flowgrpo.samplers.noised_finals import GridTimes, Stratified
 from tests.helpers import tiny
 
 OF_PIPELINES = RecordedSteps(), JointDensity(), NoisedFinals(), RecordedPairs(), RewardGradient(), LatentEdits()
-OF_TEXTS = Completions(), Traces(), RelaxedTraces()
+OF_TEXTS = Completions(), Traces(), RelaxedTraces(), RecordedCompletions()
 
 
 def test_a_target_belongs_to_one_kind_of_rollout():

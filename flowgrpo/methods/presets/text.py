@@ -16,10 +16,18 @@ from flowgrpo.advantages import (
     token_credit,
     trackers,
 )
-from flowgrpo.methods import targets
+from flowgrpo.methods import supervised, targets
 from flowgrpo.methods.groups import TextGeneration
 from flowgrpo.methods.method import Method
-from flowgrpo.objectives import random_policy, reductions, references, reward_labels, sequence_losses, token_losses
+from flowgrpo.objectives import (
+    pair_losses,
+    random_policy,
+    reductions,
+    references,
+    reward_labels,
+    sequence_losses,
+    token_losses,
+)
 from flowgrpo.samplers.text import decoding, groups, lookahead, trees
 
 
@@ -138,6 +146,30 @@ def sdpo(method: Method = Method()) -> Method:
     """SDPO: the policy that reads a right completion of its group teaches the policy that does not (2601.20802)."""
     return grpo(method).having(surrogate=objectives.KLOnly(), reduction=reductions.TokenMean(),
                                kl=objectives.SampledKL(1.0, "k2"), reference=references.SelfTeacher())
+
+
+def dpo(method: Method = Method()) -> Method:
+    """DPO: the chosen text of a recorded pair preferred to the rejected one, against the base model (2305.18290).
+
+    Online, without `preferences`, the pair is the best and the worst of every group.
+    """
+    return grpo(method).having(surrogate=pair_losses.PairLoss(0.1), selection=selection.BestWorst(2),
+                               advantage=group.Advantage(scale="none", order="rewards", clamp=math.inf),
+                               kl=objectives.SampledKL(0.0))
+
+
+def simpo(method: Method = Method()) -> Method:
+    """SimPO: mean log-probabilities of a pair's texts at least a margin apart, without a reference (2405.14734)."""
+    return dpo(method).having(surrogate=pair_losses.PairLoss(2.0, mean=True, reference=False, margin=1.0))
+
+
+def hypo(method: Method = Method()) -> Method:
+    """HyPO: DPO on recorded pairs, and the reverse KL to the base model on samples of the run (2406.01462).
+
+    The pairs are those of `parts.data.source.path`. Rewards are measured alone.
+    """
+    return grpo(method).having(surrogate=objectives.KLOnly(), reduction=reductions.SequenceSum(),
+                               kl=objectives.SampledKL(0.01, "k2"), data=supervised.PreferencePairs())
 
 
 def trpa(method: Method = Method()) -> Method:

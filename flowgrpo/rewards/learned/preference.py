@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors.torch import save_file
@@ -23,12 +23,15 @@ from flowgrpo.rewards.about import TRAINED, About
 from flowgrpo.rewards.images.clip_models import ClipScore
 from flowgrpo.rewards.images.vision import fill, loading
 from flowgrpo.rewards.learned.preference_networks import TEXT, TOKENIZER, ClipHead, Film, saved_film
+from flowgrpo.rewards.learned.text_network import LANGUAGE, TextHead, on_model
+from flowgrpo.rewards.learned.text_network import saved as saved_text
 from flowgrpo.rewards.local_model import LocalModel
 from flowgrpo.storage import atomic, paths
 from flowgrpo.types import required
 
 FILE, WEIGHTS = TRAINED, "network.safetensors"
 FORM = 1
+Network: TypeAlias = "Film | ClipHead | TextHead"
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ class Aspect:
 class Description:
     """Content of `reward.json`: aspects in the order of the network's outputs, the network, and its measurements.
 
-    network: {"kind": "film", "size": S} or {"kind": "clip", "model": NAME, "pretrained": TAG_OR_FILE}.
+    network: {"kind": "film", "size": S}, {"kind": "clip", "model": NAME, "pretrained": TAG_OR_FILE}, or of texts
+    {"kind": "language", "model": SOURCE, "frozen": BOOL}.
     """
 
     aspects: dict[str, Aspect]
@@ -100,7 +104,7 @@ class Preference(LocalModel):
         return self.folder
 
     def _placed(self, part: Any) -> Any:
-        return part if isinstance(part, ClipHead) else super()._placed(part)
+        return part if isinstance(part, (ClipHead, TextHead)) else super()._placed(part)
 
     def _loaded(self) -> tuple[Any, Tensor]:
         terms = [(self.chosen[name], term.mean, term.deviation) for name, term in self.known.aspects.items()]
@@ -120,12 +124,31 @@ class Preference(LocalModel):
         return network(**network.rows(network.prepare(images.to(self.device)), prompts))
 
 
+@dataclass(frozen=True)
+class TextPreference(Preference):
+    """Human or judge preference, learned from pairs of texts by `flowgrpo train-reward --model`.
+
+    Arguments and scores as of `Preference`.
+    """
+
+    about = About(modality="text", range=(None, None), needs="", licence="Apache-2.0, weights of your own")
+
+    def scores(self, texts: Sequence[str], prompts: Sequence[str]) -> Tensor:  # type: ignore[override]
+        """Return the network's raw scores [B, A]; their differences between texts of a prompt are log-odds."""
+        network, size = self.models[0], self.batch_size
+        with torch.no_grad():
+            return torch.cat([network(**network.rows(texts[at:at + size], prompts[at:at + size])).float().cpu()
+                              for at in range(0, len(prompts), size)])
+
+
 def named(folder: Path, aspect: str | None) -> partial[Preference]:
     """Return the reward of a folder, or of one of its aspects, not yet instantiated.
     Raises UserError for an unknown aspect."""
-    _weights(str(folder), Description.read(folder), aspect, None)
+    known = Description.read(folder)
+    _weights(str(folder), known, aspect, None)
     options: dict[str, Any] = {} if aspect is None else {"aspect": aspect}
-    return partial(Preference, str(folder), **options)
+    kind = TextPreference if known.network["kind"] == "language" else Preference
+    return partial(kind, str(folder), **options)
 
 
 def _weights(folder: str, known: Description, aspect: str | None, weights: dict[str, float] | None) -> dict[str, float]:
@@ -140,7 +163,7 @@ def _weights(folder: str, known: Description, aspect: str | None, weights: dict[
     return others | given
 
 
-def save(folder: Path, network: Film | ClipHead, known: Description) -> None:
+def save(folder: Path, network: Network, known: Description) -> None:
     """Write a reward's folder; `reward.json` comes last, so a folder with one is complete."""
     with atomic.filling(folder) as place:
         save_file({key: value.detach().cpu().clone() for key, value in network.state_dict().items()}, place / WEIGHTS)
@@ -148,15 +171,22 @@ def save(folder: Path, network: Film | ClipHead, known: Description) -> None:
         if isinstance(network, Film):
             network.text.config.save_pretrained(place / TEXT)
             network.tokenizer.save_pretrained(place / TOKENIZER)
+        if isinstance(network, TextHead) and not network.frozen:
+            network.config.save_pretrained(place / LANGUAGE)
+            network.tokenizer.save_pretrained(place / TOKENIZER)
     known.write(folder)
 
 
-def read_network(folder: Path, known: Description, device: str, dtype: str = "fp32") -> Film | ClipHead:
+def read_network(folder: Path, known: Description, device: str, dtype: str = "fp32") -> Network:
     """Load the network of a folder with its weights.
     Raises UserError if it is unreadable or does not fit."""
     with loading(f"reward {str(folder)!r}", "train it again, or copy its whole folder"):
         if known.network["kind"] == "film":
-            network: Film | ClipHead = saved_film(folder, len(known.aspects), known.network["size"])
+            network: Network = saved_film(folder, len(known.aspects), known.network["size"])
+        elif known.network["kind"] == "language":
+            frozen = known.network["frozen"]
+            network = on_model(known.network["model"], len(known.aspects), True) if frozen else \
+                saved_text(folder, len(known.aspects))
         else:
             clip = ClipScore(known.network["model"], known.network["pretrained"], device=device, dtype=dtype)
             network = ClipHead(clip, len(known.aspects))

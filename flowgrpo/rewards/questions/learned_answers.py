@@ -23,7 +23,7 @@ ALWAYS = ("yes", "no")  # answers known by every such network
 
 @dataclass(frozen=True)
 class ByFolder:
-    """Probability of the right answer, or 1 if it is the likeliest of the choices (`score` "share").
+    """Probability of the right answer or its logit, or 1 if it is the likeliest of the choices (`score` "share").
 
     arguments: of `LocalModel`.
     Raises UserError for a folder whose aspects are not answers, and for a choice that is not among them.
@@ -46,9 +46,14 @@ class ByFolder:
 
     def right(self, images: Tensor, questions: Sequence[tuple[int, Question]]) -> list[float]:
         """Score n questions. images: [B, 3, H, W] in [0, 1]. questions: n pairs of a picture's row and its question."""
-        return [float(p[question.choices.index(question.answer)] if self.score == "probability"
-                      else p.argmax() == question.choices.index(question.answer))
+        return [self._worth(p, question.choices.index(question.answer))
                 for (_, question), p in zip(questions, self.probabilities(images, questions), strict=True)]
+
+    def _worth(self, p: Tensor, right: int) -> float:
+        """Return the score of a question from its choices' probabilities. right: place of the right one."""
+        if self.score == "logit":
+            return float(p[right].log() - (1 - p[right]).log())
+        return float(p[right] if self.score == "probability" else p.argmax() == right)
 
     def probabilities(self, images: Tensor, questions: Sequence[tuple[int, Question]]) -> list[Tensor]:
         """Return each question's probabilities of its choices, float64."""

@@ -30,7 +30,8 @@ from flowgrpo.rewards.questions.learned_answers import ByFolder
 from flowgrpo.rewards.questions.questions import NUMBERS, Question, Writer, of_claims, of_clauses, of_list
 from flowgrpo.starter.scenes import parse
 
-BY, SCORES = ("vqa", "judge"), ("share", "probability")
+BY, SCORES = ("vqa", "judge"), ("share", "probability", "logit")
+LEAST = 1e-6  # of a probability whose logit is taken
 TokenizedPrompts = list[tuple[int, Question]]  # the row of a picture, and a question about it
 
 
@@ -46,8 +47,10 @@ class QuestionAnswers:
 
     by: "vqa", the model of `vqa_score`, with its arguments in `vqa`; "judge", with those of `judge.Asking` in `judge`,
     whose template holds {question} and {choices}; or the folder of a network for `learned_answers`.
-    score: "share", of questions whose right answer is chosen, or "probability", the mean probability of the right
-    answers, which a judge does not give.
+    score: "share", of questions whose right answer is chosen; or, which a judge does not give, "probability", the mean
+    probability p of the right answers, or "logit", the mean of log p - log(1 - p), without bounds: of a network for
+    yes and no the difference of their scores.
+    principles: questions about every picture whose right answer is yes, in place of a prompt's own (RLBFF, 2509.21319).
     key: metadata key of a prompt's own questions, {"question", "answer", "choices"}. Others are made from GenEval's
     metadata, from prompts of the starter's world, or by `writer`.
     writer: arguments of a language model's endpoint; its questions are cached in `file`.
@@ -59,6 +62,7 @@ class QuestionAnswers:
 
     by: str = "vqa"
     score: str = "share"
+    principles: Sequence[str] = ()
     key: str = "questions"
     vqa: dict[str, Any] = field(default_factory=dict)
     judge: dict[str, Any] = field(default_factory=dict)
@@ -73,10 +77,13 @@ class QuestionAnswers:
 
     def __post_init__(self) -> None:
         known = self.by in BY or (Path(self.by) / TRAINED).is_file()
-        if not known or self.score not in SCORES or (self.by, self.score) == ("judge", "probability"):
+        if not known or self.score not in SCORES or self.by == "judge" and self.score != "share":
             raise UserError(f"reward 'question_answers': by is {self.by!r} and score {self.score!r}, expected "
-                            f"{', '.join(BY)} or a folder with {TRAINED}, and {' or '.join(SCORES)}, the latter not of "
-                            "a judge")
+                            f"{', '.join(BY)} or a folder with {TRAINED}, and {', '.join(SCORES)}, the latter two not "
+                            "of a judge")
+        if isinstance(self.principles, str) or not all(isinstance(text, str) and text for text in self.principles):
+            raise UserError(f"reward 'question_answers': principles are {self.principles!r}, expected a list of "
+                            "yes-or-no questions")
         if self.file is not None and self.writer is None:
             raise UserError("reward 'question_answers': file keeps what a writer wrote: give writer, or leave it out")
         writer = None if self.writer is None else Writer(self.writer, self.file)
@@ -112,6 +119,8 @@ class QuestionAnswers:
                        f"{prompt!r}") for prompt, listed, answered in zip(prompts, questions, values)]
 
     def _questions(self, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> list[list[Question]]:
+        if self.principles:
+            return [of_list([{"question": text, "answer": "yes"} for text in self.principles])] * len(prompts)
         derived = [self._derived(prompt, entry) for prompt, entry in zip(prompts, metadata)]
         left = [prompt for prompt, listed in zip(prompts, derived) if listed is None]
         written: dict[str, list[Question]] = {}
@@ -143,8 +152,8 @@ class ByVqa:
     def right(self, images: Tensor, questions: TokenizedPrompts) -> list[float]:
         """Score n questions, each about the picture of its row."""
         expected = self._probabilities(images, [(row, question, question.answer) for row, question in questions])
-        if self.score == "probability":
-            return expected.tolist()
+        if self.score != "share":
+            return expected.tolist() if self.score == "probability" else expected.logit(LEAST).tolist()
         others = [(at, row, question, choice) for at, (row, question) in enumerate(questions)
                   for choice in question.choices if choice != question.answer]
         of = torch.tensor([at for at, *_ in others])

@@ -150,11 +150,11 @@ def test_mistakes_in_a_whole_file(folder, capsys):
     assert "expected a share between 0 and 1" in told(capsys, *train, "--held-out", "1.5")
     assert "holds out every pair" in told(capsys, *train, "--held-out", file)
     file.write_text(f"{line()}\n{line(prompt='q', aspects={'dull': 'tie'})}\n{line(prompt='r')}\n")
-    assert "aspect 'dull': no training pair prefers a picture in it" in told(capsys, *train)
+    assert "aspect 'dull': no training pair prefers a side in it" in told(capsys, *train)
     file.write_text("\n".join(line(prompt=p, aspects={"overall": "tie"}) for p in "pq") + f"\n{line(prompt='r')}")
     held = folder / "held.jsonl"
     held.write_text(line(prompt="q", aspects={"overall": "tie"}))
-    assert "none of the held-out pairs prefers a picture" in told(capsys, *train, "--held-out", held)
+    assert "none of the held-out pairs prefers a side" in told(capsys, *train, "--held-out", held)
 
 
 def test_no_prompt_is_on_both_sides(folder):

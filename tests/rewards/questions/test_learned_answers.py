@@ -77,6 +77,23 @@ def test_yes_has_the_sigmoid_of_the_difference(answering):
     assert answers.right(pictures(1), [(0, question)]) == [pytest.approx(1 / (1 + math.exp(yes - no)), abs=1e-6)]
 
 
+def test_principles_are_questions_to_every_picture_and_a_logit_is_a_difference_of_scores(answering):
+    """The same pictures under two principles: of yes and no, the score of one less that of the other."""
+    model, folder = answering
+    shown, asked_for = pictures(3), [each.question for each in of_claims(scenes.parse("a star"))[-2:]]
+    found = []
+    for principle in asked_for:
+        reward = find("question_answers", {"by": str(folder), "score": "logit", "principles": [principle]})
+        scores = ByFolder(str(folder), "logit").model.scores(shown, [principle] * 3)
+        apart = (scores[:, ANSWERS.index("yes")] - scores[:, ANSWERS.index("no")]).tolist()
+        found.append(reward(shown, ["any prompt at all"] * 3, [{}] * 3))
+        assert found[-1] == pytest.approx(apart, abs=1e-4)
+    assert found[0] != pytest.approx(found[1], abs=1e-2)
+    both = find("question_answers", {"by": str(folder), "score": "logit", "principles": asked_for})
+    assert both(shown, [""] * 3, [{}] * 3) == pytest.approx([(a + b) / 2 for a, b in zip(*found)], abs=1e-4)
+    assert "expected a list of yes-or-no questions" in told({"by": str(folder), "principles": "is it red?"})
+
+
 def test_a_picture_looked_at_once_is_judged_as_if_looked_at_for_each_question(answering):
     model, _ = answering
     rows = model.rows(pictures(2).repeat_interleave(2, 0), PROMPTS)

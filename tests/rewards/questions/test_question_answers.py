@@ -180,7 +180,7 @@ def test_a_writer_is_asked_once_per_prompt_and_kept(tmp_path):
 @pytest.mark.parametrize("arguments, told", [
     ({"by": "me"}, "by is 'me' and score 'share', expected vqa, judge or a folder with reward.json"),
     ({"score": "mean"}, "score 'mean', expected"),
-    ({"by": "judge", "score": "probability"}, "the latter not of a judge"),
+    ({"by": "judge", "score": "probability"}, "the latter two not of a judge"),
     ({"by": "judge", "file": "x.jsonl"}, "give writer, or leave it out"),
     ({"by": "judge", "judge": {"template": "Is it so?"}}, "names no {question}")])
 def test_mistakes_are_told_in_one_line(arguments, told):

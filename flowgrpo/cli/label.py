@@ -1,0 +1,104 @@
+"""`flowgrpo label`: preference pairs by rewards and judges."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flowgrpo import trust
+from flowgrpo.cli.options import LORA, PRECISION, TRUST, Precision, local_lora, local_source, opening
+from flowgrpo.cli.root import app
+from flowgrpo.errors import UserError
+
+if TYPE_CHECKING:
+    from flowgrpo.config.reward_rules import RewardRule
+
+LARGEST = 1e9
+
+
+@app.command()
+def label(
+    context: typer.Context,
+    places: Annotated[list[str], typer.Argument(
+        metavar="FOLDER... | MODEL_OR_RUN", show_default=False, help="Folders of samples, of `flowgrpo sample "
+        "--prompts` or of pictures; or with --prompts a model or run, which draws them.")],
+    rewards: Annotated[str, typer.Option(metavar="A,B|FILE.yaml", help="Rewards or judges, or a file of them with "
+                                         "weights and args, as under `reward`. Several are aspects of each pair.")],
+    output: Annotated[Path, typer.Option(help="The pairs, for --preferences and `flowgrpo train-reward`. Scores are "
+                                         "kept beside them, and the same again goes on.")] = Path("pairs.jsonl"),
+    prompts: Annotated[str | None, typer.Option(metavar="FILE|SET", help="Draw samples of these: a prompt file, or a "
+                                                "set that `flowgrpo prompts` lists.")] = None,
+    count: Annotated[int, typer.Option(min=2, help="With --prompts: samples per prompt.")] = 4,
+    lora: Annotated[str | None, typer.Option(help=f"With --prompts: {LORA}")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="With --prompts: of the drawing.")] = 0,
+    temperature: Annotated[float | None, typer.Option(min=0, help="With --prompts, of a language model; without: "
+                                                      "1.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="With --prompts: samples per call of the model. Without: 1 "
+                                              "picture, 8 texts.")] = None,
+    precision: Annotated[Precision | None, typer.Option(help=f"With --prompts: {PRECISION}")] = None,
+    key: Annotated[str | None, typer.Option(metavar="NAME", help="What prompts.jsonl of a folder calls a sample in the "
+                                            "metadata. Without: base_image or base_text.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Write all pairs of a prompt's samples, in place of the best and "
+                                        "the worst.")] = False,
+    least: Annotated[float, typer.Option(min=0, max=LARGEST, help="Leave out pairs whose totals differ by this or "
+                                         "less.")] = 0.0,
+    tie: Annotated[float, typer.Option(min=0, max=LARGEST, help="Call an aspect a tie up to this difference.")] = 0.0,
+    trust_run: Annotated[bool, typer.Option(trust.FLAG, help=TRUST)] = False,
+) -> None:
+    """Label preference pairs of pictures or texts with rewards or judges: a verdict and a margin for each."""
+    rules = rules_of(rewards)
+    from flowgrpo.vote import judged, labels
+
+    labels.require_output(output)
+    labels.require_aspects(rules)
+    _require_drawing(places, prompts, {"--lora": lora, "--temperature": temperature, "--batch": batch,
+                                      "--precision": precision})
+    opening(context, trust_run, rules)
+    folders = [Path(place) for place in places] if prompts is None else [_drawn(places[0], prompts, output, dict(
+        lora=local_lora(lora), count=count, seed=seed, batch=batch, precision=precision, key=key,
+        temperature=temperature))]
+    result = labels.label(judged.groups(folders, key), rules, output, labels.Choice(every, least, tie))
+    for name, (number, said) in result.failed.items():
+        typer.echo(f"left out: {number} samples that {name!r} failed on, which the same command scores again; the "
+                   f"last: {said}", err=True)
+    typer.echo(f"{output}: {result.pairs} pairs of {result.prompts} prompts, {result.without} of which have none")
+
+
+def _require_drawing(places: list[str], prompts: str | None, options: dict[str, object]) -> None:
+    """Raise UserError for options of drawing without --prompts, and for several models with it."""
+    if prompts is not None and len(places) != 1:
+        raise UserError(f"--prompts: goes with one model or run, got {len(places)}")
+    for option, value in options.items() if prompts is None else ():
+        if value is not None:
+            raise UserError(f"{option}: goes with --prompts, of which samples are drawn; leave it out")
+
+
+def rules_of(text: str) -> dict[str, RewardRule]:
+    """Parse --rewards: names as `A,B`, or a YAML file of weights or rules by name, as under `reward`."""
+    from flowgrpo.config import parse
+
+    if not text.endswith((".yaml", ".yml")):
+        given: Any = {name.strip(): 1.0 for name in text.split(",") if name.strip()}
+    elif not (given := parse.read_yaml(Path(text))):
+        raise UserError(f"{text}: expected rewards with their rules, such as colour: {{use: judge, weight: 2}}")
+    return dict(parse.validate({"reward": given}, where=text).trained) if given else {}
+
+
+def _drawn(source: str, prompts: str, output: Path, options: dict[str, Any]) -> Path:
+    """Draw samples of prompts into the folder STEM-samples beside `output`, and return it; those that it has are
+    kept."""
+    import json
+
+    from flowgrpo.data import sets
+    from flowgrpo.data.prompts import as_line
+    from flowgrpo.evaluation import prompt_file
+    from flowgrpo.storage import atomic
+
+    given = sets.load(sets.SETS[prompts].train if prompts in sets.SETS else prompts)
+    folder = output.with_name(f"{output.stem}-samples")
+    listing = folder.with_name(f"{output.stem}-prompts.jsonl")
+    atomic.write_text(listing, "".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in given))
+    prompt_file.sample(local_source(source), listing, folder, **options)
+    return folder

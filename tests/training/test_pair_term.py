@@ -1,0 +1,155 @@
+"""HyPO: the preference loss of recorded pairs beside a KL on samples of the run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from flowgrpo.errors import UserError
+from flowgrpo.methods.data_sources import PassRate
+from flowgrpo.methods.supervised import PicturePairs, PreferencePairs
+from flowgrpo.methods.validate import require_data, resolve
+from flowgrpo.objectives import SampledKL
+from flowgrpo.objectives.balance import FixedWeights
+from flowgrpo.objectives.pair_losses import PairLoss
+from flowgrpo.rollouts.data_losses import seed_of
+from flowgrpo.rollouts.noised_losses import at_guidance
+from flowgrpo.samplers.scheduler import noise_like
+from flowgrpo.types import CompletionBatch, GroupStatistics, Scored
+from tests.helpers import tiny_runs, tiny_text
+from tests.policies.pipelines.test_image_latents import saved
+
+PAIRS = {"1+2=": ("3", "12"), "33+4=": ("37", "7"), "5-66=": ("-61", "6"), "7+8=": ("15", "1")}
+
+
+def made(**options):
+    return tiny_runs.trainer("tokens", tiny_runs.config("tokens", "hypo", **options))
+
+
+def grads(trainer) -> torch.Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in trainer.policy.weights.parameters()])
+
+
+def test_the_term_has_the_value_and_gradient_of_dpo_in_any_micro_batch():
+    trainer = made()
+    examples = [example for several in trainer.data.examples.recorded.values() for example in several]
+    assert {each.prompt.text: (each.content, each.rejected) for each in examples} == PAIRS  # turned, without the tie
+    assert [each.reward for each in examples] == [1.0, 1.0, 1.0, 0.5]
+    trainer.data.backward(examples, 0)
+    found, [value] = grads(trainer), trainer.data.losses
+
+    def whole(text: str, prompt: str) -> torch.Tensor:
+        row = trainer.data.loss.row(text)[None]
+        return trainer.policy.log_probs(trainer.policy.encode([prompt]), torch.zeros(1).long(), row,
+                                        torch.ones_like(row).bool(), trainer.method.generation.decoding).logp.sum()
+
+    losses = []
+    for prompt, (chosen, rejected) in PAIRS.items():
+        with trainer.policy.reference():
+            base = whole(chosen, prompt) - whole(rejected, prompt)
+        losses.append(-torch.nn.functional.logsigmoid(0.1 * (whole(chosen, prompt) - whole(rejected, prompt) - base)))
+    expected = torch.stack(losses).mean()
+    trainer.optimizer.zero_grad()
+    expected.backward()
+    assert value.item() == pytest.approx(expected.item(), abs=1e-6) and found.norm() > 1e-3
+    torch.testing.assert_close(found, grads(trainer), rtol=1e-3, atol=1e-6)
+    small = made(train__micro_batch=2)
+    small.data.backward(examples, 0)
+    torch.testing.assert_close(grads(small), found, rtol=1e-3, atol=1e-6)
+
+
+def test_an_epoch_trains_the_pairs_and_the_kl_of_its_own_samples():
+    trainer = made(train__updates=1)
+    before = trainer.policy.weights.snapshot()
+    metrics = trainer.run_epoch()
+    assert metrics["kl"] > 0 and metrics["data/examples"] == 4 and metrics["data/loss"] > 0
+    assert trainer.rollouts.rollout_evaluations > 0
+    assert any(not torch.equal(before[name], value) for name, value in trainer.policy.weights.snapshot().items())
+
+
+def test_with_partial_coverage_the_kl_on_own_samples_keeps_the_policy_near():
+    """Three actions with logits x, 0 and 2 x. Pairs prefer the first to the second; the third, which shares the
+    feature, is in no pair. Offline all mass goes to it; with the KL on samples of the policy it does not."""
+    base = torch.log_softmax(torch.zeros(3, dtype=torch.float64), 0)
+
+    def trained(weight: float) -> torch.Tensor:
+        x = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        part, kl = PairLoss(0.5), SampledKL(weight, "k2")
+        for _ in range(400):
+            logp = torch.log_softmax(torch.stack([x, 0 * x, 2 * x]), 0)
+            there = torch.ones(2, 1).bool()
+            pair = Scored(logp[:2, None], there)
+            batch = CompletionBatch(pair, pair, torch.zeros(2, 1, dtype=torch.float64), torch.arange(2),
+                                    there.long(), there, Scored(base[:2, None], there))
+            better = torch.tensor([1.0, 0.0], dtype=torch.float64)
+            peers = GroupStatistics(part.statistic(batch).detach(), better, torch.zeros(2).long())
+            loss = part(batch.log_ratio, better[:, None], CompletionBatch(
+                pair, pair, batch.log_ratio, batch.rows, batch.ids, batch.mask, batch.reference, peers)).mean()
+            if weight:  # the mean over the policy's own actions
+                every = torch.ones(3, 1).bool()
+                distance = kl(Scored(logp[:, None], every), Scored(base[:, None], every))[:, 0]
+                loss = loss + (logp.detach().exp() * distance).sum()
+            [gradient] = torch.autograd.grad(loss, x)
+            x = (x - 0.2 * gradient).detach().requires_grad_()
+        return torch.log_softmax(torch.stack([x, 0 * x, 2 * x]), 0).detach().exp()
+
+    offline, hybrid = trained(0.0), trained(0.5)
+    assert offline[2] > 0.97 and hybrid[2] < 0.7 and hybrid[0] > hybrid[1]
+
+
+@pytest.mark.parametrize("data, told", [
+    ({"source": {"path": ""}}, "names no pairs: set parts.data.source.path to a .jsonl file of pairs"),
+    ({"source": {"path": "nowhere.jsonl"}}, "pairs nowhere.jsonl: no such file"),
+    ({"source": {"type": "PassRate"}}, "its source is a file of pairs"),
+    ({"beta": 1.0}, "and no beta beside that of loss")])
+def test_mistakes_are_one_line(data, told):
+    config = tiny_text.config(method="hypo", parts={"data": data})
+    with pytest.raises(UserError, match=told):
+        require_data(config, resolve(config, "tokens"))
+
+
+def test_pairs_are_recorded_and_have_their_own_weight():
+    assert PreferencePairs().balance == PicturePairs().balance == FixedWeights(data=1.0)
+    for make in (lambda: PreferencePairs(source=PassRate()), lambda: PicturePairs(beta=0.5)):
+        with pytest.raises(ValueError, match="its source is a file of pairs and it weighs no rewards"):
+            make()
+
+
+def test_a_long_text_of_a_pair_is_refused_before_training():
+    with pytest.raises(UserError, match=r"the recorded text of the prompt '1\+2=' has 3 tokens, its end included"):
+        made(text__max_tokens=2)
+
+
+def test_of_pictures_it_is_diffusion_dpo_at_one_noise_for_both(tmp_path):
+    for name, seed in (("a.png", 1), ("b.png", 2)):
+        saved(tmp_path / name, seed=seed)
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps({"prompt": "red", "chosen": "a.png", "rejected": "b.png"}))
+    data = {"type": "PicturePairs", "source": {"path": str(file)}, "loss": {"beta": 20.0}}
+    trainer = tiny_runs.trainer("flow", tiny_runs.config("flow", "mix_grpo", {"data": data}))
+    [example] = trainer.data.examples.recorded["red"]
+    trainer.data.backward([example], 0)
+    found, [value], policy, loss = grads(trainer), trainer.data.losses, trainer.policy, trainer.data.loss
+
+    encoded = trainer.rollouts.conditioning([example.prompt]).rows(torch.tensor([0, 0]))
+    x0 = torch.cat([loss.encoder(str(tmp_path / name), encoded.rows(torch.tensor([row])))[0]
+                    for row, name in enumerate(("a.png", "b.png"))])
+    noise = noise_like(x0[:1], policy.generators([seed_of(trainer.config.seed, 0, 0)]))
+    times = loss.times(0)
+    t = times.grid[0].item()
+
+    def errors() -> torch.Tensor:
+        with at_guidance(policy, 1.0):
+            output = policy.replay(encoded, (1 - t) * x0 + t * noise, times.grid, 0, times.timesteps)
+        return (output - (noise - x0)).flatten(1).square().mean(1)
+
+    with policy.reference():
+        base = errors()
+    apart = errors() - base
+    expected = torch.nn.functional.softplus(10 * (apart[0] - apart[1]))
+    trainer.optimizer.zero_grad()
+    expected.backward()
+    assert value.item() == pytest.approx(expected.item(), abs=1e-6) and found.norm() > 1e-4
+    torch.testing.assert_close(found, grads(trainer), rtol=1e-3, atol=1e-6)
