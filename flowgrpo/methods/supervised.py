@@ -119,3 +119,32 @@ class GuidanceDistillation(NoisedData):
         if self.base is False and self.scale == self.guidance:
             raise ValueError(f"GuidanceDistillation: the teacher has the student's weights and its guidance, "
                              f"{self.scale}: set data.scale, or data.base: true")
+
+
+@dataclass(frozen=True)
+class OwnAnswers(DataLoss):
+    """Answers of the trained denoiser about the pictures that it drew itself (UniRL, 2505.23380).
+
+    A head on the denoiser's states learns the answers to the questions of the pictures' prompts. Its gradient reaches
+    the weights that draw. The reward `own_answers` scores by these answers in the same run.
+
+    time: when the clean picture is read: sigma, or the share of the timesteps of a variance-preserving process.
+    width: of the head's hidden layer.
+    samples: answers drawn to each question and compared by GRPO; 0: cross entropy.
+    """
+
+    source: Source = PassRate(failed=False, mastered=True)
+    time: float = 0.1
+    width: int = 64
+    samples: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.time < 1 or self.width < 1 or self.samples < 0 or self.samples == 1:
+            raise ValueError(f"OwnAnswers: time is {self.time}, width {self.width} and samples {self.samples}, "
+                             "expected between 0 and 1, 1 or more, and 0 or at least 2")
+        if not isinstance(self.source, PassRate) or self.source.path or not self.source.collects_own:
+            raise ValueError("OwnAnswers learns from the run's own pictures alone: set data.source: {type: PassRate}, "
+                             "with solved or mastered and without a path")
+        if self.condition != "{prompt}":
+            raise ValueError("OwnAnswers reads pictures under the empty prompt: leave data.condition out")

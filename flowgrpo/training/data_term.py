@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.curriculum.epoch_batch import EpochBatch
-from flowgrpo.methods.supervised import DataLoss, NextToken, NoisedData
+from flowgrpo.methods.supervised import DataLoss, NextToken, NoisedData, OwnAnswers
 from flowgrpo.objectives.balance import Now
 from flowgrpo.rollouts.data_losses import DataLosses, Example, TokenLosses
 from flowgrpo.samplers.rollout import Part
@@ -112,6 +112,7 @@ class DataTerm:
             losses = torch.stack([loss.cpu() for loss in self.losses])
             loss = self.run.processes.gather(losses).sum().item() / len(losses)
             metrics |= {"data/loss": loss, "data/weight": sum(self.weights) / len(self.weights)}
+            metrics |= self.loss.metrics(self.run.processes.total)
             signals = self.run.memory.setdefault(MEMORY, {"rl": [], "data": []})
             for name, value in (("rl", self.reward), ("data", loss)):
                 signals[name].append(value)
@@ -131,6 +132,10 @@ class DataTerm:
 def _losses(part: DataLoss, run: Run) -> DataLosses:
     if isinstance(part, NextToken):
         return TokenLosses(part, run.rollouts)
+    if isinstance(part, OwnAnswers):
+        from flowgrpo.rollouts.answer_losses import AnswerLosses
+
+        return AnswerLosses(part, run.rollouts, [*run.prompts, *run.held_out])
     from flowgrpo.rollouts.noised_losses import NoisedLosses
 
     return NoisedLosses(cast(NoisedData, part), cast(Any, run.rollouts))

@@ -27,8 +27,7 @@ from flowgrpo.rewards.judges.judge_parse import conclusion, refused
 from flowgrpo.rewards.judges.judge_pictures import text_part
 from flowgrpo.rewards.local_model import passed_on
 from flowgrpo.rewards.questions.learned_answers import ByFolder
-from flowgrpo.rewards.questions.questions import NUMBERS, Question, Writer, of_claims, of_clauses, of_list
-from flowgrpo.starter.scenes import parse
+from flowgrpo.rewards.questions.questions import NUMBERS, Question, Writer, of_prompt
 
 BY, SCORES = ("vqa", "judge"), ("share", "probability")
 TokenizedPrompts = list[tuple[int, Question]]  # the row of a picture, and a question about it
@@ -112,7 +111,7 @@ class QuestionAnswers:
                        f"{prompt!r}") for prompt, listed, answered in zip(prompts, questions, values)]
 
     def _questions(self, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> list[list[Question]]:
-        derived = [self._derived(prompt, entry) for prompt, entry in zip(prompts, metadata)]
+        derived = [of_prompt(prompt, entry, self.key) for prompt, entry in zip(prompts, metadata)]
         left = [prompt for prompt, listed in zip(prompts, derived) if listed is None]
         written: dict[str, list[Question]] = {}
         if left:
@@ -121,16 +120,6 @@ class QuestionAnswers:
                                 f"metadata with {self.key}, GenEval's metadata, or args: {{writer: {{url: ...}}}}")
             written = self._writer(left)
         return [written[prompt] if listed is None else listed for prompt, listed in zip(prompts, derived)]
-
-    def _derived(self, prompt: str, metadata: dict[str, Any]) -> list[Question] | None:
-        if self.key in metadata:
-            return of_list(metadata[self.key])
-        if "include" in metadata:
-            return of_clauses(metadata)
-        try:
-            return of_claims(parse(prompt))
-        except ValueError:  # not a prompt of the starter's world
-            return None
 
 
 @dataclass(frozen=True)

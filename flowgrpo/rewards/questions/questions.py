@@ -17,7 +17,7 @@ from flowgrpo.rewards.images.colours import NAMES
 from flowgrpo.rewards.judges.judge_client import Answer, Endpoint, user
 from flowgrpo.rewards.judges.judge_parse import conclusion, objects, refused
 from flowgrpo.rewards.remote.wire import one_line
-from flowgrpo.starter.scenes import SHAPES, Claims
+from flowgrpo.starter.scenes import SHAPES, Claims, parse
 from flowgrpo.storage import atomic
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -57,6 +57,21 @@ def plural(noun: str) -> str:
     if noun.endswith(("s", "x", "ch", "sh")):
         return noun + "es"
     return noun[:-1] + "ies" if noun.endswith("y") and noun[-2:-1] not in "aeiou" else noun + "s"
+
+
+def of_prompt(prompt: str, metadata: dict[str, Any], key: str = "questions") -> list[Question] | None:
+    """Return the questions of a prompt: those under `key` in its metadata, or of GenEval's metadata, or of a prompt of
+    the starter's world. None for another prompt.
+
+    Raises UserError for questions of another form."""
+    if key in metadata:
+        return of_list(metadata[key])
+    if "include" in metadata:
+        return of_clauses(metadata)
+    try:
+        return of_claims(parse(prompt))
+    except ValueError:  # not a prompt of the starter's world
+        return None
 
 
 def of_clauses(metadata: dict[str, Any]) -> list[Question]:
