@@ -11,7 +11,7 @@ from torch import Tensor
 from flowgrpo.advantages.group import group_relative
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.methods.supervised import OwnAnswers
+from flowgrpo.methods.supervised import SelfAnswers
 from flowgrpo.policies.pipelines import picture_reader
 from flowgrpo.rewards.questions.questions import Question, of_prompt
 from flowgrpo.rollouts.data_losses import DataLosses, Example, seed_of
@@ -25,7 +25,7 @@ class AnswerLosses(DataLosses):
     Raises UserError for a prompt without questions, or with a picture.
     """
 
-    def __init__(self, part: OwnAnswers, rollouts: Any, prompts: Sequence[Prompt]):
+    def __init__(self, part: SelfAnswers, rollouts: Any, prompts: Sequence[Prompt]):
         self.part, self.rollouts = part, rollouts
         self.questions = {prompt.key: questions_of(prompt) for prompt in prompts}
         every = [question for questions in self.questions.values() for question in questions]
@@ -42,8 +42,8 @@ class AnswerLosses(DataLosses):
                  for question in self.questions[example.prompt.key]]
         contents = [example.content for example in examples if isinstance(example.content, Tensor)]
         logp = self.head(torch.stack(contents), [(row, asked.question, asked.choices) for row, asked in pairs])
-        right = self.head.right([asked.answer for _, asked in pairs]).to(logp.device)
-        self.counted += torch.tensor([(logp.argmax(1) == right).sum().item(), len(right)])
+        right = self.head.numbers([asked.answer for _, asked in pairs]).to(logp.device)
+        self.counted += torch.tensor([picture_reader.likeliest(logp, right).sum().item(), len(right)])
         weights = torch.tensor([self.part.weight(examples[row].reward) for row, _ in pairs]).to(logp)
         if not self.part.samples:
             yield -(weights * logp.gather(1, right[:, None])[:, 0]).sum()
@@ -60,10 +60,10 @@ class AnswerLosses(DataLosses):
 
 def questions_of(prompt: Prompt) -> list[Question]:
     """Return the questions of a prompt. Raises UserError if it has none, or brings a picture."""
-    questions = of_prompt(prompt.text, prompt.metadata)
+    questions = of_prompt(prompt.text, prompt.metadata, present=True)
     if prompt.brings is not None or not questions:
         got = "brings a picture, and is read without it" if prompt.brings is not None else "gives no question"
-        raise UserError(f"parts.data OwnAnswers: the prompt {prompt.text[:60]!r} {got}: expected metadata with "
+        raise UserError(f"parts.data SelfAnswers: the prompt {prompt.text[:60]!r} {got}: expected metadata with "
                         "questions, GenEval's metadata, or a prompt of the starter, and no picture")
     return questions
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.curriculum.epoch_batch import EpochBatch
-from flowgrpo.methods.supervised import DataLoss, NextToken, NoisedData, OwnAnswers
+from flowgrpo.methods.supervised import DataLoss, NextToken, NoisedData, SelfAnswers
 from flowgrpo.objectives.balance import Now
 from flowgrpo.rollouts.data_losses import DataLosses, Example, TokenLosses
 from flowgrpo.samplers.rollout import Part
@@ -132,7 +132,7 @@ class DataTerm:
 def _losses(part: DataLoss, run: Run) -> DataLosses:
     if isinstance(part, NextToken):
         return TokenLosses(part, run.rollouts)
-    if isinstance(part, OwnAnswers):
+    if isinstance(part, SelfAnswers):
         from flowgrpo.rollouts.answer_losses import AnswerLosses
 
         return AnswerLosses(part, run.rollouts, [*run.prompts, *run.held_out])

@@ -60,8 +60,8 @@ class PictureReader:
                 handle.remove()
         states = torch.cat([state.flatten(2).transpose(1, 2) if state.ndim == 4 else state for state in seen])
         if len(states) != len(x):
-            raise UserError(f"parts.data OwnAnswers: {type(policy.pipe).__name__} calls its denoiser for {len(states)} "
-                            f"rows to read {len(x)} pictures, expected one each: use another pipeline")
+            raise UserError(f"parts.data SelfAnswers: {type(policy.pipe).__name__} calls its denoiser for "
+                            f"{len(states)} rows to read {len(x)} pictures, expected one each: use another pipeline")
         return states
 
 
@@ -103,7 +103,7 @@ class AnswerHead(torch.nn.Module):
         scores = self.out(torch.nn.functional.silu(self.mix(torch.cat([what, much, question], 1))))
         return scores.masked_fill(~self._allowed(asked).to(scores.device), -torch.inf).log_softmax(1)
 
-    def right(self, answers: Sequence[str]) -> Tensor:
+    def numbers(self, answers: Sequence[str]) -> Tensor:
         """Return the numbers [n] of answers."""
         return torch.tensor([self._number(self.answers, answer) for answer in answers])
 
@@ -121,13 +121,19 @@ class AnswerHead(torch.nn.Module):
         return known[text]
 
 
+def likeliest(logp: Tensor, right: Tensor) -> Tensor:
+    """Return whether each right answer [n] is likelier than every other one: bool [n]. logp: [n, A]."""
+    own = logp.gather(1, right[:, None])
+    return (own > logp.scatter(1, right[:, None], -torch.inf)).all(1)
+
+
 def last_layer(denoiser: torch.nn.Module) -> Any:
     """Return the last layer of a denoiser. Raises UserError where it has another name than diffusers' usual ones."""
     for name in LAST:
         layer = getattr(denoiser, name, None)
         if hasattr(layer, "in_features") or hasattr(layer, "in_channels"):
             return layer
-    raise UserError(f"parts.data OwnAnswers: {type(denoiser).__name__} has no last layer {' or '.join(LAST)}, whose "
+    raise UserError(f"parts.data SelfAnswers: {type(denoiser).__name__} has no last layer {' or '.join(LAST)}, whose "
                     "input it reads: use another model")
 
 

@@ -1,9 +1,9 @@
 """Reward by questions: a model answers questions about a picture, made from its prompt. The idea is UniRL's
 (2505.23380).
 
-There one model draws and answers, and learns both, each from the other. Here another model answers and is not trained:
-InstructBLIP, as in `vqa_score`, one behind a judge's endpoint, or a small pretrained network (`learned_answers.py`).
-The questions are the prompt's own (`questions.py`).
+Here another model answers and is not trained: InstructBLIP, as in `vqa_score`, one behind a judge's endpoint, or a
+small pretrained network (`learned_answers.py`). In `self_answers.py` the model that draws answers, and learns both. The
+questions are the prompt's own (`questions.py`).
 """
 
 from __future__ import annotations

@@ -11,12 +11,13 @@ from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.signals import Stop
 from flowgrpo.errors import UserError
-from flowgrpo.methods.supervised import OwnAnswers
+from flowgrpo.evaluation import checkpoints
+from flowgrpo.methods.supervised import SelfAnswers
 from flowgrpo.methods.validate import resolve
 from flowgrpo.policies.pipelines import picture_reader
 from flowgrpo.rewards import compose, find
 from flowgrpo.rewards.questions.questions import Question, of_prompt
-from flowgrpo.rollouts.answer_losses import policy_gradient
+from flowgrpo.rollouts.answer_losses import policy_gradient, questions_of
 from flowgrpo.rollouts.data_losses import Example
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import state
@@ -31,7 +32,7 @@ ALL = {"right": 0.0, "mastered": True}
 
 
 def trainer(data=None, rewards=None, kind: str = "flow", **options):
-    data = {"type": "OwnAnswers", "batch": 3, "source": ALL} | (data or {})
+    data = {"type": "SelfAnswers", "batch": 3, "source": ALL} | (data or {})
     settings = tiny_runs.config(kind, "mix_grpo" if kind == "flow" else "ddpo", {"data": data}, **options)
     rewards = {"score": tiny.red} if rewards is None else rewards
     if kind == "flow":
@@ -60,6 +61,10 @@ def test_the_prompts_claims_are_the_labels():
     answers = {each.question: each.answer for each in of_prompt("a red star", {})}
     assert answers["What color is the star?"] == "red" and answers["How many things are in the picture?"] == "one"
     assert answers["Is there a ring in the picture?"] == "no"
+    assert "Is there a star in the picture?" not in answers
+    both = of_prompt("a red star", {}, present=True)
+    assert both[-1] == Question("Is there a star in the picture?", "yes") and len(both) == len(answers) + 1
+    assert questions_of(Prompt("a red star")) == both
     assert of_prompt("a photograph of my cat", {}) is None
 
 
@@ -158,50 +163,55 @@ def test_the_answers_are_learned_from_the_runs_own_pictures(samples):
 
 
 def composed(**arguments):
-    return compose({"own_answers": WatchRule(args=arguments)})
+    return compose({"self_answers": WatchRule(args=arguments)})
 
 
 def test_a_runs_reward_is_the_answers_of_its_own_model():
     rewards = composed(score="probability")
-    made = trainer(rewards=rewards, reward={"own_answers": 1.0})
+    made = trainer(rewards=rewards, reward={"self_answers": 1.0})
     head = made.data.loss.head
     with torch.no_grad():
         head.out.bias[head.answers["red"]] = torch.tensor(3.0).log()
     latents, metadata = torch.stack([each.content for each in drawn()]), [prompt.metadata for prompt in ASKED]
-    found = rewards["own_answers"].function(latents, list(COLOURS), metadata)
+    found = rewards["self_answers"].function(latents, list(COLOURS), metadata)
     assert found == pytest.approx([(3 / 5 + 1 / 2) / 2, (1 / 5 + 1 / 2) / 2, (1 / 5 + 1 / 2) / 2])
-    share = find("own_answers")
+    share = find("self_answers")
     share.bind(made.policy)
-    assert share(latents[:1], ["red"], metadata[:1])[0] in (0.5, 1.0)  # red is the likeliest colour, yes and no tie
+    assert share(latents, list(COLOURS), metadata) == [0.5, 0.0, 0.0]  # red is the likeliest colour, yes and no tie
     with pytest.raises(UserError, match="the run's own answers know no 'Is it new"):
         share(latents[:1], ["red"], [{"questions": [{"question": "Is it new?", "answer": "yes"}]}])
 
 
-@pytest.mark.parametrize("kind, samples", [("flow", 0), ("vp", 4)])
-def test_two_epochs_of_both_tasks(kind, samples):
-    made = trainer({"samples": samples}, composed(score="probability"), kind, reward={"own_answers": 1.0})
+@pytest.mark.parametrize("samples", [0, 4])
+def test_two_epochs_of_both_tasks(samples):
+    made = trainer({"samples": samples}, composed(score="probability"), reward={"self_answers": 1.0})
     frozen = tiny_runs.frozen(made)
     metrics = tiny_runs.epochs(made, 2)
     assert all(0 <= epoch["data/accuracy"] <= 1 and epoch["data/examples"] > 0 for epoch in metrics)
-    assert metrics[0]["reward/own_answers/mean"] == pytest.approx(5 / 12)  # of chance, before anything is learned
-    assert metrics[1]["reward/own_answers/mean"] != metrics[0]["reward/own_answers/mean"]
-    assert metrics[1]["reward/own_answers/std"] > 0
+    assert metrics[0]["reward/self_answers/mean"] == pytest.approx(5 / 12)  # of chance, before anything is learned
+    assert metrics[1]["reward/self_answers/mean"] != metrics[0]["reward/self_answers/mean"]
+    assert metrics[1]["reward/self_answers/std"] > 0
     after = tiny_runs.frozen(made)
     assert all(torch.equal(after[key], frozen[key]) for key in frozen)
 
 
 def test_a_resumed_run_answers_as_if_nothing_had_happened(tmp_path):
-    made, other = (trainer(rewards=composed(score="probability"), reward={"own_answers": 1.0}) for _ in range(2))
+    made, other = (trainer(rewards=composed(score="probability"), reward={"self_answers": 1.0}) for _ in range(2))
     tiny_runs.epochs(made, 2)
     made.epoch, made.marked = 2, state.counters(made) | {"epoch": 2}
     state.save(made, tmp_path)
     state.restore(other, checkpoint.latest(tmp_path / "checkpoints"))
     whole, resumed = made.run_epoch(), other.run_epoch()
-    for key in ("data/loss", "data/accuracy", "reward/own_answers/mean"):
+    for key in ("data/loss", "data/accuracy", "reward/self_answers/mean"):
         assert whole[key] == resumed[key]
     held = other.policy.weights.named
     assert all(torch.equal(parameter, held[key]) for key, parameter in made.policy.weights.named.items())
     assert any(key.startswith(f"{picture_reader.NAME}.") for key in held)
+    plain = tiny.policy().weights  # of the pipeline alone, which draws without the head
+    checkpoints.take(plain, made.config, checkpoint.latest(tmp_path / "checkpoints"))
+    saved, _ = checkpoint.load(checkpoint.latest(tmp_path / "checkpoints"))
+    assert plain.named and all(torch.equal(parameter, saved[f"weights/{key}"]) for key, parameter in
+                               plain.named.items())
 
 
 def test_the_reward_reads_the_model_once_nothing_is_sampled_any_more():
@@ -210,7 +220,7 @@ def test_the_reward_reads_the_model_once_nothing_is_sampled_any_more():
         future = scorer.submit(lambda: began.set() or torch.ones(1))
         assert not began.wait(0.05)
         assert scorer.results([future])[0].item() == 1.0
-    assert trainer(rewards=composed(), reward={"own_answers": 1.0}).scoring.waits and not trainer().scoring.waits
+    assert trainer(rewards=composed(), reward={"self_answers": 1.0}).scoring.waits and not trainer().scoring.waits
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -222,21 +232,21 @@ def test_the_reward_reads_the_model_once_nothing_is_sampled_any_more():
     ({"condition": "{source}{prompt}"}, "under the empty prompt")])
 def test_parts_that_do_not_go_together(options, told):
     with pytest.raises(UserError, match=told):
-        resolve(tiny_runs.config("flow", "mix_grpo", {"data": {"type": "OwnAnswers"} | options}))
+        resolve(tiny_runs.config("flow", "mix_grpo", {"data": {"type": "SelfAnswers"} | options}))
 
 
 def test_runs_without_questions_or_answers_are_refused():
-    assert OwnAnswers().source.right == 1.0 and not OwnAnswers().source.failed
-    settings = tiny_runs.config("flow", "mix_grpo", {"data": {"type": "OwnAnswers"}})
+    assert SelfAnswers().source.right == 1.0 and not SelfAnswers().source.failed
+    settings = tiny_runs.config("flow", "mix_grpo", {"data": {"type": "SelfAnswers"}})
     with pytest.raises(UserError, match="the prompt 'a cat' gives no question: expected metadata"):
         tiny.trainer_of(settings, {"score": tiny.red}, [Prompt("a cat")])
     rewards = composed()
-    tiny.trainer_of(tiny_runs.config("flow", "mix_grpo", reward={"own_answers": 1.0}), rewards, ASKED)
+    tiny.trainer_of(tiny_runs.config("flow", "mix_grpo", reward={"self_answers": 1.0}), rewards, ASKED)
     with pytest.raises(UserError, match="learned no answers here: set parts.data"):
-        rewards["own_answers"].function(torch.zeros(1, *tiny.LATENTS), ["red"], [ASKED[0].metadata])
+        rewards["self_answers"].function(torch.zeros(1, *tiny.LATENTS), ["red"], [ASKED[0].metadata])
     with pytest.raises(UserError, match="which changes: set cache: false"):
-        compose({"own_answers": WatchRule(cache=True)}, "folder")
+        compose({"self_answers": WatchRule(cache=True)}, "folder")
     with pytest.raises(UserError, match="Linear has no last layer proj_out or conv_out"):
         picture_reader.last_layer(torch.nn.Linear(2, 2))
     with pytest.raises(UserError, match="score is 'mark' and batch_size 32"):
-        find("own_answers", {"score": "mark"})
+        find("self_answers", {"score": "mark"})
