@@ -83,6 +83,7 @@ class Trainer:
         self.rollouts = make_rollouts(config, policy, self.method, self.geometry, self.processes, self.clock,
                                       first=self.prompts[0])
         self.rollouts.decodes = self.scoring.reads_outputs
+        self.data = DataTerm(self)
         self.processes.agree(policy.weights.parameters())
         self.optimizer = make_optimizer(config.train, policy.weights.parameters())
         self.scaler = make_scaler(config.precision, policy.device)
@@ -94,7 +95,6 @@ class Trainer:
         self.first_ratio = FirstRatio(self.rollouts, self.method.loss.surrogate, policy.exact,
                                       math.inf if policy.modality == "text" else ROUNDED)
         self.critic = make_critic(self.method, policy, self.geometry, self.processes)
-        self.data = DataTerm(self)
         self.recorded = make_recorded(self)
         self.epoch = self.update = self.skipped = self.sampled = 0
         self.unmeasured = False  # the last epoch is trained, and its evaluation is due
@@ -160,7 +160,7 @@ class Trainer:
         self.rollouts.old_policy.updates = self.update
         scoring.begin(turn)
         self.geometry.begin()
-        with self.processes.together(), Scorer(self.stop) as scorer:
+        with self.processes.together(), Scorer(self.stop, self.scoring.waits) as scorer:
             conditioning = self.rollouts.conditioning(batch, self.epoch)
             for part, outputs in self.rollouts.sample(conditioning, self.epoch, partial(scoring.total, batch),
                                                       partial(scoring.value, batch), turn):

@@ -21,7 +21,7 @@ from flowgrpo.methods.method import Method
 from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.policies import build
 from flowgrpo.policies.language.causal_lm import CausalLM
-from flowgrpo.policies.pipelines import edit_networks
+from flowgrpo.policies.pipelines import edit_networks, picture_reader
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers import learned_noise
 from flowgrpo.storage import checkpoint
@@ -113,8 +113,9 @@ def take(live: TrainableWeights, config: Config, path: Path) -> None:
     """Copy a checkpoint's weights into trainable ones. Raises UserError if they belong to another model."""
     room = "ema/" if config.eval.weights == "ema" else "weights/"
     tensors, _ = checkpoint.load(path)
+    beside = tuple(f"{room}{name}." for name in (learned_noise.NAME, picture_reader.NAME))  # not the pipeline's
     held = {key.removeprefix(room): tensor for key, tensor in tensors.items()
-            if key.startswith(room) and not key.startswith(f"{room}{learned_noise.NAME}.")}
+            if key.startswith(room) and not key.startswith(beside)}
     if live.named.keys() != held.keys():
         raise UserError(f"{path} holds other weights than {config.model!r} with the run's adapter has")
     live.load(held)

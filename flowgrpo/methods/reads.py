@@ -42,7 +42,8 @@ TYPES: dict[type, tuple[type[targets.Target], ...]] = {
         targets.Completions, targets.RecordedSteps, targets.JointDensity, targets.NoisedFinals)),
     **dict.fromkeys((forward_process.OfNoised, ratios.Matching), (targets.NoisedFinals,)),
     **dict.fromkeys((actor_critic.ActorCritic, baselines.Paired, gae.Recall), (targets.LatentEdits,)),
-    supervised.NoisedData: (targets.RecordedSteps, targets.JointDensity, targets.NoisedFinals, targets.RewardGradient),
+    **dict.fromkeys((supervised.NoisedData, supervised.SelfAnswers), (
+        targets.RecordedSteps, targets.JointDensity, targets.NoisedFinals, targets.RewardGradient)),
     baselines.SameNoise: (targets.RecordedSteps, targets.JointDensity),
     objectives.Guard: (targets.RecordedSteps, targets.LatentEdits),
     **dict.fromkeys((objectives.SquaredErrorRatio, objectives.InverseDelta, objectives.NoiseLevel),

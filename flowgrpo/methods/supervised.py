@@ -162,3 +162,32 @@ def _require_pairs(part: PreferencePairs | PicturePairs) -> None:
     if not isinstance(part.source, Recorded) or part.beta != math.inf:
         raise ValueError(f"{type(part).__name__}: its source is a file of pairs and it weighs no rewards: expected "
                          "source {type: Recorded, path: FILE.jsonl}, and no beta beside that of loss")
+
+
+@dataclass(frozen=True)
+class SelfAnswers(DataLoss):
+    """Answers of the trained denoiser about the pictures that it drew itself (UniRL, 2505.23380).
+
+    A head on the denoiser's states learns the answers to the questions of the pictures' prompts. Its gradient reaches
+    the weights that draw. The reward `self_answers` scores by these answers in the same run.
+
+    time: when the clean picture is read: sigma, or the share of the timesteps of a variance-preserving process.
+    width: of the head's hidden layer.
+    samples: answers drawn to each question and compared by GRPO; 0: cross entropy.
+    """
+
+    source: Source = PassRate(failed=False, mastered=True)
+    time: float = 0.1
+    width: int = 64
+    samples: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.time < 1 or self.width < 1 or self.samples < 0 or self.samples == 1:
+            raise ValueError(f"SelfAnswers: time is {self.time}, width {self.width} and samples {self.samples}, "
+                             "expected between 0 and 1, 1 or more, and 0 or at least 2")
+        if not isinstance(self.source, PassRate) or self.source.path or not self.source.collects_own:
+            raise ValueError("SelfAnswers learns from the run's own pictures alone: set data.source: {type: PassRate}, "
+                             "with solved or mastered and without a path")
+        if self.condition != "{prompt}":
+            raise ValueError("SelfAnswers reads pictures under the empty prompt: leave data.condition out")

@@ -14,6 +14,7 @@ from flowgrpo.data import provenance
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods import overlay, reads, validate
+from flowgrpo.methods.supervised import SelfAnswers
 from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.policies import hub, sources
 from flowgrpo.policies.pipelines import prompt_inputs
@@ -123,7 +124,7 @@ def encoded(config: Config, prompts: Iterable[Prompt]) -> bool:
     """Return True if a run finds all of its prompts encoded, and neither trains nor asks text encoders."""
     method = overlay.with_parts(overlay.preset(config.method), config.parts)
     if config.cache is None or method.for_tokens or isinstance(method.target, LatentEdits) or \
-            method.denoising.adapted.encoders:
+            isinstance(method.loss.data, SelfAnswers) or method.denoising.adapted.encoders:
         return False
     from flowgrpo.policies.pipelines import encoded_prompts
 

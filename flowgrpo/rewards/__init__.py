@@ -38,6 +38,7 @@ from flowgrpo.rewards.compose import (
     compose,
     end,
     limits_of,
+    reads_sampler,
     require_routes,
     transformed,
     transforms_of,
@@ -51,5 +52,6 @@ from flowgrpo.rewards.score import score
 
 __all__ = ["BUILT_IN", "GROUP", "MODALITIES", "About", "Composed", "Failed", "Tally", "about", "begin", "bind",
            "compose", "differentiable", "end", "find", "lazily", "leave", "limits_of", "locate", "names",
-           "require_base", "require_gradient", "require_latents", "require_modality", "require_routes", "reward",
-           "score", "scores_latents", "sees_base", "source", "transformed", "transforms_of", "value"]
+           "reads_sampler", "require_base", "require_gradient", "require_latents", "require_modality",
+           "require_routes", "reward", "score", "scores_latents", "sees_base", "source", "transformed",
+           "transforms_of", "value"]

@@ -68,6 +68,8 @@ def _composed(label: str, rule: WatchRule, cache: str | None, given: Reward | No
     if sees_groups(function):
         raise UserError(f"reward {label!r} compares the samples of a group, and its scores hold for that group alone: "
                         "set cache: false")
+    if getattr(function, "reads_policy", False):
+        raise UserError(f"reward {label!r} scores with the model that is trained, which changes: set cache: false")
     if cache is None:
         raise UserError(f"reward {label!r} keeps its scores (cache: true), but no folder is named: set the key cache "
                         "at the top of the recipe, such as cache: .cache")
@@ -106,6 +108,13 @@ def bind(rewards: Mapping[str, object], policy: object) -> None:
     for function in _functions(rewards).values():
         if getattr(function, "reads_policy", False):
             function.bind(policy)
+
+
+def reads_sampler(reward: object) -> bool:
+    """True if a reward, or one with its rule, scores with the pipeline that is trained, which cannot sample meanwhile.
+    """
+    function = reward.function if isinstance(reward, Composed) else reward
+    return bool(getattr(function, "reads_policy", False)) and getattr(function, "scores", None) == "latents"
 
 
 def begin(rewards: Mapping[str, object], memory: dict[str, Any], epoch: int, processes: int = 1) -> None:

@@ -44,6 +44,7 @@ BUILT_IN = {
     "image_reward": "flowgrpo.rewards.images.image_reward:ImageReward",
     "vqa_score": "flowgrpo.rewards.images.vqa_score:VqaScore",
     "question_answers": "flowgrpo.rewards.questions.question_answers:QuestionAnswers",
+    "self_answers": "flowgrpo.rewards.questions.self_answers:SelfAnswers",
     "t2i_compbench": "flowgrpo.rewards.questions.t2i_compbench:T2ICompBench",
     "flow_amount": "flowgrpo.rewards.videos.optical_flow:FlowAmount",
     "flow_direction": "flowgrpo.rewards.videos.optical_flow:FlowDirection",

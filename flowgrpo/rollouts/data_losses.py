@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -50,8 +50,11 @@ class DataLosses(Protocol):
         places: of the examples in the batch of all processes. update: the number of earlier optimiser steps.
         """
 
+    def metrics(self, total: Callable[[Sequence[float]], list[float]]) -> dict[str, float]:
+        """Return an epoch's further metrics; all processes call it. total: sums over processes."""
+        return {}
 
-class TextExamples:
+class TextExamples(DataLosses):
     """Recorded texts of a causal language model as rows of tokens. rollouts: of a `CausalLM`."""
 
     def __init__(self, part: Any, rollouts: Any):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,8 +11,9 @@ from torch.nn.functional import smooth_l1_loss
 
 from flowgrpo.errors import UserError
 from flowgrpo.methods.supervised import GuidanceDistillation, NoisedData, PicturePairs
+from flowgrpo.policies.pipelines.guider import at_guidance
 from flowgrpo.policies.pipelines.image_latents import ImageEncoder
-from flowgrpo.rollouts.data_losses import Example, conditioned, seed_of, summed
+from flowgrpo.rollouts.data_losses import DataLosses, Example, conditioned, seed_of, summed
 from flowgrpo.rollouts.denoising import DenoisingRollouts
 from flowgrpo.samplers import noised_finals
 from flowgrpo.samplers.rollout import RolloutSpec
@@ -21,7 +21,7 @@ from flowgrpo.samplers.scheduler import noise_like
 from flowgrpo.types import Scored, wide
 
 
-class NoisedLosses:
+class NoisedLosses(DataLosses):
     """Errors of a pipeline's prediction at noised examples. rollouts: of the pipeline."""
 
     def __init__(self, part: NoisedData, rollouts: DenoisingRollouts):
@@ -117,13 +117,3 @@ class PairNoisedLosses(NoisedLosses):
                 with policy.reference():
                     reference = scored()
             yield summed(loss, scored(), reference, [example.reward for example in examples]) / (len(times.grid) - 1)
-
-
-@contextlib.contextmanager
-def at_guidance(policy: Any, scale: float) -> Iterator[None]:
-    """Context manager: the pipeline predicts at this guidance scale."""
-    before, policy.guidance = policy.guidance, scale
-    try:
-        yield
-    finally:
-        policy.guidance = before

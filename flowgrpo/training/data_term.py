@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.curriculum.epoch_batch import EpochBatch
-from flowgrpo.methods.supervised import DataLoss, NextToken, NoisedData, PicturePairs, PreferencePairs
+from flowgrpo.methods.supervised import DataLoss, NextToken, NoisedData, PicturePairs, PreferencePairs, SelfAnswers
 from flowgrpo.objectives.balance import Now
 from flowgrpo.rollouts.data_losses import DataLosses, Example, PairTokenLosses, TokenLosses
 from flowgrpo.samplers.rollout import Part
@@ -112,6 +112,7 @@ class DataTerm:
             losses = torch.stack([loss.cpu() for loss in self.losses])
             loss = self.run.processes.gather(losses).sum().item() / len(losses)
             metrics |= {"data/loss": loss, "data/weight": sum(self.weights) / len(self.weights)}
+            metrics |= self.loss.metrics(self.run.processes.total)
             signals = self.run.memory.setdefault(MEMORY, {"rl": [], "data": []})
             for name, value in (("rl", self.reward), ("data", loss)):
                 signals[name].append(value)
@@ -133,6 +134,10 @@ def _losses(part: DataLoss, run: Run) -> DataLosses:
         return TokenLosses(part, run.rollouts)
     if isinstance(part, PreferencePairs):
         return PairTokenLosses(part, run.rollouts)
+    if isinstance(part, SelfAnswers):
+        from flowgrpo.rollouts.answer_losses import AnswerLosses
+
+        return AnswerLosses(part, run.rollouts, [*run.prompts, *run.held_out])
     from flowgrpo.rollouts.noised_losses import NoisedLosses, PairNoisedLosses
 
     if isinstance(part, PicturePairs):

@@ -19,11 +19,15 @@ from flowgrpo.distributed.signals import Stop
 class Scorer:
     """Context manager around a rollout. A reward that hangs holds neither a stop nor the end of the process.
 
+    waits: calls begin with `results`, when nothing is sampled any more.
+
     At a stop the scores are dropped. At any other error the call that runs is waited for, and the rest is dropped.
     """
 
-    def __init__(self, stop: Stop):
-        self.stop, self._closed = stop, False
+    def __init__(self, stop: Stop, waits: bool = False):
+        self.stop, self._closed, self._begun = stop, False, threading.Event()
+        if not waits:
+            self._begun.set()
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._idle = Future[None]()  # done at the thread's end
 
@@ -33,6 +37,7 @@ class Scorer:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._closed = kind is not None
+        self._begun.set()
         self._calls.put(None)
         if kind is None or issubclass(kind, Exception):
             signals.result(self._idle, self.stop.check)
@@ -45,10 +50,12 @@ class Scorer:
 
     def results(self, futures: list[Future[torch.Tensor]]) -> list[torch.Tensor]:
         """Return the results in order. Raises Stopped when a stop was requested."""
+        self._begun.set()
         return [signals.result(future, self.stop.check) for future in futures]
 
     def _work(self, gpu: int | None) -> None:
         use_gpu(gpu)
+        self._begun.wait()
         while (call := self._calls.get()) is not None:
             if not self._closed:
                 signals.complete(*call)

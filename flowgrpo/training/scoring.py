@@ -43,6 +43,7 @@ class Scoring:
         self.compares = any(map(rewards.sees_base, functions.values()))  # reads the base model's samples
         self.reads_latents = any(map(rewards.scores_latents, functions.values()))
         self.reads_outputs = not all(map(rewards.scores_latents, functions.values()))  # else nothing is decoded
+        self.waits = any(map(rewards.reads_sampler, functions.values()))  # until all samples are drawn
         self.transforms = any(map(rewards.transforms_of, functions.values()))  # a rule changes scores
         self.paired = [pairing(function) is not None for function in functions.values()]
         self.reward_failures: dict[str, int] = {}

@@ -14,6 +14,7 @@ from flowgrpo.check import tiny as pipelines
 from flowgrpo.cli import main
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.data.splits import resolve
+from flowgrpo.policies import build
 from flowgrpo.policies.pipelines.conditioning import PromptCache
 from flowgrpo.policies.pipelines.encoded_prompts import complete
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
@@ -73,6 +74,8 @@ def test_a_prompt_that_is_new_brings_the_text_encoders_back(model, tmp_path):
     prompts = [prompt for side in resolve(config) for prompt in side]
     assert complete(config, prompts) and not complete(config, [*prompts, Prompt("new")])
     assert not complete(config.model_copy(update={"negative_prompt": "other"}), prompts)
+    reading = config.model_copy(update={"parts": {"data": {"type": "SelfAnswers"}}})  # under the empty prompt
+    assert build.encoded(config, prompts) and not build.encoded(reading, prompts)
     other = config.model_copy(update={"precision": "bf16"})
     assert not complete(other, prompts)
 

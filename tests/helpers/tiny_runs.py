@@ -73,7 +73,8 @@ def trainer(kind: str, settings: Config) -> Trainer:
     policy = tiny.stir(build.make_policy(settings, torch.device("cpu"), loaded(kind)), 0.02)
     if kind == "masks":
         policy.model.double()
-    metadata = {"answer": "7", "hints": ["1", "2"], "solution": "1+2"}
+    metadata = {"answer": "7", "hints": ["1", "2"], "solution": "1+2",
+                "questions": [{"question": "Is it red?", "answer": "yes"}]}
     prompts = [Prompt(each, metadata=metadata) for each in PROMPTS[kind in TEXTS]]
     return Trainer(settings, Accelerator(cpu=True), policy, {"score": score}, (prompts, []))
 

@@ -43,7 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "Pruning": {"pool": 6, "step": 1}, "SpanDecoding": {"opens": list(range(3, 12)), "inside": 0.2},
     "StepScores": {"ends": "1"},
     **dict.fromkeys(("ResampleCorrect", "Consistent"), {"n": 2, "rewards": ["score"], "right": 0.1}),
-    "FlowMatching": {"source": {"right": 0.1}}, "GuidanceDistillation": {"source": {"right": 0.1}},
+    **dict.fromkeys(("FlowMatching", "GuidanceDistillation", "SelfAnswers"), {"source": {"right": 0.1}}),
     "PassRate": {"right": 0.1}, "PreferencePairs": {"source": {"path": tiny_text.PAIRS}},
     "WarmupCosine": {"warmup": 0}, "GradientNorms": {"warmup": 1}}
 KL = {"kl": {"weight": 0.1}}

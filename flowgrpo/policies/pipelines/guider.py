@@ -1,4 +1,4 @@
-"""Guidance of pipelines that have it in a part of their own, the `guider`, and no argument of their call for it."""
+"""Guidance of a policy for some calls, and of pipelines that have it in a part of their own, the `guider`."""
 
 from __future__ import annotations
 
@@ -20,3 +20,13 @@ def guided(pipe: Any, scale: float) -> Iterator[None]:
         yield
     finally:
         guider.guidance_scale = before
+
+
+@contextlib.contextmanager
+def at_guidance(policy: Any, scale: float) -> Iterator[None]:
+    """Context manager: the policy predicts at this guidance scale."""
+    before, policy.guidance = policy.guidance, scale
+    try:
+        yield
+    finally:
+        policy.guidance = before

@@ -72,6 +72,7 @@ class TrainableWeights:
             else:
                 (module.float() if unsharded else module).requires_grad_(True)
         self.named: dict[str, torch.nn.Parameter] = {}
+        self.added: dict[str, torch.nn.Module] = {}
         self._first: dict[str, torch.Tensor] = {}
         if adapter.rank or unsharded:
             self.hold()
@@ -180,6 +181,7 @@ class TrainableWeights:
     def add(self, name: str, module: torch.nn.Module) -> None:
         """Train an extra module that is not one of the pipeline's: checkpoints hold it, `save` leaves it out."""
         added = {f"{name}.{key}": parameter for key, parameter in module.named_parameters()}
+        self.added[name] = module
         self.named |= added
         self._first |= {key: parameter.detach().cpu().clone() for key, parameter in added.items()}
 

@@ -1,9 +1,9 @@
 """Reward by questions: a model answers questions about a picture, made from its prompt. The idea is UniRL's
 (2505.23380).
 
-There one model draws and answers, and learns both, each from the other. Here another model answers and is not trained:
-InstructBLIP, as in `vqa_score`, one behind a judge's endpoint, or a small pretrained network (`learned_answers.py`).
-The questions are the prompt's own (`questions.py`).
+Here another model answers and is not trained: InstructBLIP, as in `vqa_score`, one behind a judge's endpoint, or a
+small pretrained network (`learned_answers.py`). In `self_answers.py` the model that draws answers, and learns both. The
+questions are the prompt's own (`questions.py`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from flowgrpo.rewards.judges.judge_parse import conclusion, refused
 from flowgrpo.rewards.judges.judge_pictures import text_part
 from flowgrpo.rewards.local_model import passed_on
 from flowgrpo.rewards.questions.learned_answers import ByFolder
-from flowgrpo.rewards.questions.questions import NUMBERS, Question, Writer, of_claims, of_clauses, of_list
-from flowgrpo.starter.scenes import parse
+from flowgrpo.rewards.questions.questions import NUMBERS, Question, Writer, of_list, of_prompt
 
 BY, SCORES = ("vqa", "judge"), ("share", "probability", "logit")
 LEAST = 1e-6  # of a probability whose logit is taken
@@ -121,7 +120,7 @@ class QuestionAnswers:
     def _questions(self, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> list[list[Question]]:
         if self.principles:
             return [of_list([{"question": text, "answer": "yes"} for text in self.principles])] * len(prompts)
-        derived = [self._derived(prompt, entry) for prompt, entry in zip(prompts, metadata)]
+        derived = [of_prompt(prompt, entry, self.key) for prompt, entry in zip(prompts, metadata)]
         left = [prompt for prompt, listed in zip(prompts, derived) if listed is None]
         written: dict[str, list[Question]] = {}
         if left:
@@ -130,16 +129,6 @@ class QuestionAnswers:
                                 f"metadata with {self.key}, GenEval's metadata, or args: {{writer: {{url: ...}}}}")
             written = self._writer(left)
         return [written[prompt] if listed is None else listed for prompt, listed in zip(prompts, derived)]
-
-    def _derived(self, prompt: str, metadata: dict[str, Any]) -> list[Question] | None:
-        if self.key in metadata:
-            return of_list(metadata[self.key])
-        if "include" in metadata:
-            return of_clauses(metadata)
-        try:
-            return of_claims(parse(prompt))
-        except ValueError:  # not a prompt of the starter's world
-            return None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from flowgrpo.rewards.judges.judge_client import Answer
 from flowgrpo.rewards.judges.judge_parse import conclusion, objects, refused
 from flowgrpo.rewards.judges.judge_writer import CachedWriter
 from flowgrpo.rewards.remote.wire import one_line
-from flowgrpo.starter.scenes import SHAPES, Claims
+from flowgrpo.starter.scenes import SHAPES, Claims, parse
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 PLACES = {"left of": "left", "right of": "right", "above": "above", "below": "below"}
@@ -57,6 +57,26 @@ def plural(noun: str) -> str:
     return noun[:-1] + "ies" if noun.endswith("y") and noun[-2:-1] not in "aeiou" else noun + "s"
 
 
+def of_prompt(prompt: str, metadata: dict[str, Any], key: str = "questions", present: bool = False
+              ) -> list[Question] | None:
+    """Return the questions of a prompt: those under `key` in its metadata, or of GenEval's metadata, or of a prompt of
+    the starter's world. None for another prompt.
+
+    present: ask of the starter's prompts also whether the named shapes are there. Otherwise the answer is always no.
+
+    Raises UserError for questions of another form."""
+    if key in metadata:
+        return of_list(metadata[key])
+    if "include" in metadata:
+        return of_clauses(metadata)
+    try:
+        claims = parse(prompt)
+    except ValueError:  # not a prompt of the starter's world
+        return None
+    named = dict.fromkeys(claim.shape for claim in claims.objects) if present else ()
+    return [*of_claims(claims), *(_is_there(shape, "yes") for shape in named)]
+
+
 def of_clauses(metadata: dict[str, Any]) -> list[Question]:
     """Return the questions of GenEval's clauses: {"include": [{"class", "count", "color", "position"}], "exclude":
     [...]}.
@@ -73,8 +93,12 @@ def of_clauses(metadata: dict[str, Any]) -> list[Question]:
             [_how_many(noun, sum(member.get("count", 1) for member in members))]
     for clause in metadata.get("exclude", ()):
         if clause["class"] not in clauses:
-            questions.append(Question(f"Is there {article(clause['class'])} {clause['class']} in the picture?", "no"))
+            questions.append(_is_there(clause["class"], "no"))
     return questions
+
+
+def _is_there(noun: str, answer: str) -> Question:
+    return Question(f"Is there {article(noun)} {noun} in the picture?", answer)
 
 
 def _how_many(noun: str, count: int) -> Question:
@@ -85,7 +109,7 @@ def _of_clause(clause: dict[str, Any], include: Sequence[dict[str, Any]],
                clauses: dict[str, list[dict[str, Any]]]) -> list[Question]:
     noun, count = clause["class"], clause.get("count", 1)
     if count == 1:
-        questions = [Question(f"Is there {article(noun)} {noun} in the picture?", "yes")]
+        questions = [_is_there(noun, "yes")]
     else:
         questions = [_how_many(noun, count)]
     verb, named = ("is", noun) if count == 1 else ("are", plural(noun))
