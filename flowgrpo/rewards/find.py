@@ -105,6 +105,7 @@ BUILT_IN = {
     "text_judge_rubric": "flowgrpo.rewards.text.judge:TextJudgeRubric",
     "reference_likelihood": "flowgrpo.rewards.text.reference_likelihood:ReferenceLikelihood",
     "caption_answers": "flowgrpo.rewards.questions.caption_answers:CaptionAnswers",
+    "pictured": "flowgrpo.rewards.text.pictured:Pictured",
     "svg_render": "flowgrpo.rewards.text.svg:SvgRender",
     "translation": "flowgrpo.rewards.text.translation:Translation",
     "reward_model": "flowgrpo.rewards.text.reward_model:RewardModel",
