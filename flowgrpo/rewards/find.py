@@ -74,6 +74,7 @@ BUILT_IN = {
     "flawed": "flowgrpo.rewards.verdicts:Flawed",
     "rechecked": "flowgrpo.rewards.verdicts:Rechecked",
     "scaled": "flowgrpo.rewards.verdicts:Scaled",
+    "user_prompt": "flowgrpo.rewards.verdicts:UserPrompt",
     "progress": "flowgrpo.rewards.groups:Progress",
     "majority": "flowgrpo.rewards.groups:Majority",
     "pseudo_labels": "flowgrpo.rewards.pseudo_labels:PseudoLabels",

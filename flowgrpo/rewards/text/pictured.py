@@ -24,7 +24,7 @@ from flowgrpo.policies.pipelines.call import guidance_argument
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.combine import LIKE_ITS_PARTS, Combined
+from flowgrpo.rewards.combine import Combined
 from flowgrpo.rewards.failures import Failed, first_failed
 from flowgrpo.rewards.local_model import LocalModel, require_arguments
 from flowgrpo.rewards.text.answer_keys import spoken, tagged
@@ -119,7 +119,7 @@ class Pictured(Combined):
     device: str | None = None
     batch_size: int = 8
     parts: Any = field(default=None, repr=False)
-    about = LIKE_ITS_PARTS
+    about = About(modality="text", range=(None, None), needs="", licence="the pipeline's, the rewards'")
     remembers = False  # `begin` names the epoch alone
 
     def __post_init__(self) -> None:
@@ -132,8 +132,7 @@ class Pictured(Combined):
         require_arguments("pictured", self.dtype, self.device, self.batch_size)
         painter = FrozenPipeline(self.pipeline, self.lora, self.steps, self.guidance, self.call, dtype=self.dtype,
                                  device=self.device, batch_size=self.batch_size, parts=self.parts)
-        facts = About(modality="text", range=(None, None), needs="", licence="the pipeline's, the rewards'")
-        for name, value in (("painter", painter), ("about", facts), ("_epoch", None)):
+        for name, value in (("painter", painter), ("about", type(self).about), ("_epoch", None)):
             object.__setattr__(self, name, value)
 
     def begin(self, memory: dict[str, Any], epoch: int) -> None:
