@@ -127,8 +127,7 @@ class Transitions:
         assert len(self.x) == len(self.prompts) and len(self.x_next) == len(self.parent) == len(self.old.logp)
 
     def kept(self, keep: Tensor) -> Transitions | None:
-        """Return the transitions where `keep` (bool [m]) is true, with the states that they left; None if there are
-        none."""
+        """Return the transitions where `keep` (bool [m]) is true, with the states that they left; None if no one is."""
         if keep.all():
             return self
         if not keep.any():
@@ -141,9 +140,10 @@ class Transitions:
 
 
 class Completion(str):
-    """Text that a language model wrote, and its number of tokens, its end included."""
+    """Text that a language model wrote, its number of tokens with its end, and what `pictured` drew from it."""
 
     tokens: int
+    picture: Tensor | None = None  # [3, H, W] in [0, 1], for display
 
     def __new__(cls, text: str, tokens: int) -> Completion:
         self = super().__new__(cls, text)

@@ -90,7 +90,7 @@ def packaged(group: str) -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=group)}
 
 
-def guarded(what: str, call: Callable[..., T], *arguments: Any, error_type: type[UserError] = UserError,
+def guarded(what: str, call: Callable[..., T], /, *arguments: Any, error_type: type[UserError] = UserError,
             **keywords: Any) -> T:
     """Call third-party code; raise any of its errors as a UserError that begins with `what`."""
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -12,6 +12,7 @@ from flowgrpo import trust
 from flowgrpo.cli.options import (
     BEST_OF,
     BY,
+    ENHANCER,
     EPOCH,
     LORA,
     PRECISION,
@@ -34,7 +35,8 @@ from flowgrpo.storage import places
 TEMPERATURE = "Of a language model; 0 takes the likeliest token. Without: the run's, or 0 for one text, 1 for several."
 IMAGE = "A picture: what a pipeline starts from, or a language model reads."
 BATCH = "With --prompts: samples per call of the model. Without: 1 picture, 8 texts."
-KEY = "With --prompts: what prompts.jsonl calls a sample in the metadata. Without: base_image or base_text."
+KEY = "With --prompts: what prompts.jsonl calls a sample in the metadata. Without: base_image or base_text. With " \
+      "prompt, a text becomes the line's prompt, and the user's stands in the metadata as user_prompt."
 ColumnKind = Literal["checkpoints", "runs", "seeds", "guidance", "steps", "rlg"]
 
 
@@ -63,6 +65,7 @@ def sample(
     epoch: Annotated[int | None, typer.Option(min=0, help=EPOCH)] = None,
     best_of: Annotated[int, typer.Option(metavar="N", min=1, help=BEST_OF)] = 1,
     by: Annotated[str, typer.Option(metavar="REWARD|FILE.yaml", help=BY)] = "",
+    enhancer: Annotated[str | None, typer.Option(metavar="MODEL_OR_RUN", help=ENHANCER)] = None,
     trust_run: Annotated[bool, typer.Option(trust.FLAG, help=TRUST)] = False,
 ) -> None:
     """Draw pictures with a model, or write texts, with or without a LoRA."""
@@ -71,24 +74,33 @@ def sample(
     weight = one_weight(rlg)
     _require_options(prompt, prompts, image, output, {"batch": batch, "key": key})
     model, weights = _source(local_source(model), local_lora(lora), epoch, weight)
+    rewriter = enhancer and local_source(enhancer)
+    drawn: dict[str, Any] = {"count": count, "seed": seed, "precision": precision, "best_of": best_of, "by": scorer}
     if prompts is not None:
         from flowgrpo.evaluation import prompt_file
 
-        typer.echo(prompt_file.sample(model, prompts, output, lora=weights, count=count, seed=seed, steps=steps,
-                                      guidance=guidance, rlg=weight, batch=batch, temperature=temperature, key=key,
-                                      precision=precision, best_of=best_of, by=scorer))
-        return
-    given = prompt or []
-    if _writes(model, weights, weight):
+        typer.echo(prompt_file.sample(model, prompts, output, lora=weights, steps=steps, guidance=guidance, rlg=weight,
+                                      batch=batch, temperature=temperature, key=key, enhancer=rewriter, **drawn))
+    elif _writes(model, weights, weight):
         from flowgrpo.evaluation import texts
 
-        shown = str(image) if image else None
-        _print(texts.sample(model, weights, given, count, seed, temperature, shown, precision, best_of, scorer))
+        if rewriter is not None:
+            raise UserError("--enhancer: rewrites the prompts of a pipeline; leave it out for a language model")
+        _print(texts.sample(model, weights, prompt or [], temperature=temperature,
+                            image=str(image) if image else None, **drawn))
     else:
-        from flowgrpo.evaluation import images
+        _paint(model, weights, rewriter, drawn | {
+            "prompts": prompt, "steps": steps, "guidance": guidance, "output": output, "rlg": weight, "image": image})
 
-        _print(images.sample(model, weights, given, count, seed, steps, guidance, output, weight, image, precision,
-                             best_of, scorer))
+
+def _paint(model: str, weights: Path | None, rewriter: str | None, drawn: dict[str, Any]) -> None:
+    """Draw pictures and print their paths; the rewritten prompts go to stderr. drawn: arguments of `images.sample`."""
+    from flowgrpo.evaluation import enhancer, images
+
+    writer = enhancer.make(rewriter, drawn["seed"])
+    _print(images.sample(model, weights, enhancer=writer, **drawn))
+    for text, written in writer.known.items() if writer else ():
+        typer.echo(f"{text} -> {written}", err=True)
 
 
 def _print(lines: Sequence[object]) -> None:

@@ -11,6 +11,7 @@ from flowgrpo import trust
 from flowgrpo.cli.options import (
     BEST_OF,
     BY,
+    ENHANCER,
     EPOCH,
     LORA,
     PRECISION,
@@ -27,15 +28,16 @@ from flowgrpo.cli.options import (
 from flowgrpo.cli.root import app
 from flowgrpo.errors import UserError
 
+SUITE = "A set that `flowgrpo prompts` lists, a published suite's file or folder, a hub dataset's id, or one of its " \
+        "files (OWNER/NAME/FILE)."
+
 
 @app.command("eval")
 def evaluate(
     context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A model, or a finished run or its checkpoint, "
                                           "as for sample.")],
-    suite: Annotated[str, typer.Option(metavar="NAME|PATH", help="A set that `flowgrpo prompts` lists, a "
-                                       "published suite's file or folder, a hub dataset's id, or one of its files "
-                                       "(OWNER/NAME/FILE).")],
+    suite: Annotated[str, typer.Option(metavar="NAME|PATH", help=SUITE)],
     output: Annotated[Path, typer.Option(help="The folder of samples, scores and tables; the same again goes on.")],
     rewards: Annotated[str, typer.Option(metavar="A,B|FILE.yaml", help="Rewards, or a file of them with their args, as "
                                          "under eval.rewards; without: those of the run.")] = "",
@@ -58,6 +60,7 @@ def evaluate(
     epoch: Annotated[int | None, typer.Option(min=0, help=EPOCH)] = None,
     best_of: Annotated[int, typer.Option(metavar="N", min=1, help=BEST_OF)] = 1,
     by: Annotated[str, typer.Option(metavar="REWARD|FILE.yaml", help=BY)] = "",
+    enhancer: Annotated[str | None, typer.Option(metavar="MODEL_OR_RUN", help=ENHANCER)] = None,
     trust_run: Annotated[bool, typer.Option(trust.FLAG, help=TRUST)] = False,
 ) -> None:
     """Score a model on a suite of prompts, by several rewards, and against its base."""
@@ -69,10 +72,11 @@ def evaluate(
     named, scorer = asked_rewards(rewards), best_by(by)
     opening(context, trust_run, named, features, scorer)
     try:
-        results = evaluation.evaluate(local_source(source), suite, named, output, lora=local_lora(lora), base=base,
-                                      samples=samples, steps=steps, guidance=guidance, seed=seed, features=features,
-                                      rlg=weights, batch=batch, temperature=temperature, max_tokens=max_tokens,
-                                      precision=precision, epoch=epoch, best_of=best_of, by=scorer)
+        results = evaluation.evaluate(
+            local_source(source), suite, named, output, lora=local_lora(lora), base=base, samples=samples, steps=steps,
+            guidance=guidance, seed=seed, features=features, rlg=weights, batch=batch, temperature=temperature,
+            max_tokens=max_tokens, precision=precision, epoch=epoch, best_of=best_of, by=scorer,
+            enhancer=enhancer and local_source(enhancer))
     except KeyboardInterrupt:
         typer.echo(f"flowgrpo: interrupted; the same command goes on with what is in {output}", err=True)
         raise

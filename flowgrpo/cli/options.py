@@ -22,6 +22,7 @@ TRUST = "Execute code that the run's recipe names: FILE.py:NAME of rewards, meth
 RLG = "Draw with base + W * (tuned - base): 0 the base, 1 the tuned model, above 1 beyond it (RLG). Other weights " \
       "run the denoiser twice as often."
 BEST_OF = "Draw N for each kept sample, and keep the one that --by scores highest."
+ENHANCER = "A language model, or a run that trained one, that rewrites the prompts that a pipeline draws from."
 BY = "The reward of --best-of: a name that `flowgrpo rewards` lists, the run's, or a file of one with its args."
 
 

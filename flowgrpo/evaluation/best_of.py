@@ -81,15 +81,18 @@ def make(count: int, by: str | dict[str, Any], config: Config | None) -> BestOf 
     return BestOf(count, name, reward)
 
 
-def kept(pictures: Sequence[torch.Tensor], prompts: Sequence[Prompt], count: int, seed: int,
-         settings: dict[str, Any], best: BestOf | None) -> Iterator[tuple[torch.Tensor, str]]:
-    """Yield `count` pictures per prompt, each with how it was drawn: all, or of consecutive draws the best."""
+def kept(pictures: Sequence[torch.Tensor], prompts: Sequence[Prompt], count: int, seed: int, settings: dict[str, Any],
+         best: BestOf | None, written: Sequence[Prompt]) -> Iterator[tuple[torch.Tensor, str]]:
+    """Yield `count` pictures per prompt, each with how it was drawn: all, or of consecutive draws the best.
+
+    written: the prompts that they were drawn from.
+    """
     seed_of, of = seeder(seed, 0), [(i, k) for i in range(len(prompts)) for k in range(count)]
     picked = best.pick(pictures, [prompts[i] for i, _ in of]) if best else [(0, 0.0)] * len(of)
     draws = best.count if best else 1
     for place, ((i, k), (number, score)) in enumerate(zip(of, picked)):
         picture, told = pictures[place * draws + number], settings | (best.facts(score) if best else {})
-        yield picture, picture_files.parameters(prompts[i].text, seed_of(i, k * draws + number), picture, told)
+        yield picture, picture_files.parameters(written[i].text, seed_of(i, k * draws + number), picture, told)
 
 
 @dataclass

@@ -56,7 +56,7 @@ class Painter:
         assert weight or not self.tuned or self.branches, "what was loaded into the pipeline does not leave it"
         with self.branches.at(weight) if self.branches else contextlib.nullcontext(), unchecked(self.pipe):
             seeds = [self.seed_of(place.prompt, place.sample) for place in places]
-            return self.together.draw(self.pipe, prompts, seeds, self.plan.asked, self.plan.negative)
+            return self.together.draw(self.pipe, self._written(prompts), seeds, self.plan.asked, self.plan.negative)
 
     def facts(self, arm: str, prompt: Prompt, place: Place, sample: torch.Tensor) -> str:
         """Return how a picture was drawn, as AUTOMATIC1111 and ComfyUI read it."""
@@ -66,8 +66,13 @@ class Painter:
             self.settings[arm] = picture_files.settings(self.pipe, plan.model, plan.asked, tuned,
                                                         None if weight in (0, 1) else weight)
         negative = plan.negative if prompt.negative is None else prompt.negative
-        return picture_files.parameters(prompt.text, self.seed_of(place.prompt, place.sample), sample,
+        [written] = self._written([prompt])
+        return picture_files.parameters(written.text, self.seed_of(place.prompt, place.sample), sample,
                                         self.settings[arm], negative)
+
+    def _written(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+        """Return the prompts that pictures are drawn from: the users', or as an enhancer rewrites them."""
+        return self.plan.enhancer(prompts) if self.plan.enhancer else prompts
 
     def _tune(self) -> None:
         assert self.plan.tuned is not None

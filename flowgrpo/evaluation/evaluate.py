@@ -28,6 +28,7 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import best_of as choice
 from flowgrpo.evaluation import checkpoints, draw, findings, held_out, images, measured, run_rewards, texts
+from flowgrpo.evaluation import enhancer as rewriter
 from flowgrpo.evaluation.ledger import BaseLedger, Place
 from flowgrpo.evaluation.pages import rlg_sweep
 from flowgrpo.evaluation.pages.before_after import means_of
@@ -51,7 +52,7 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
              guidance: float | None = None, seed: int = 0, features: str | Callable = "pixels",
              rlg: Sequence[float] = (), batch: int | None = None, temperature: float | None = None,
              max_tokens: int | None = None, precision: str | None = None, epoch: int | None = None, best_of: int = 1,
-             by: str | dict[str, Any] = "") -> dict[str, Any]:
+             by: str | dict[str, Any] = "", enhancer: str | None = None) -> dict[str, Any]:
     """Sample a suite, score it, and write samples, `results.json`, `table.md` and `grid.png` to the folder `output`;
     returns the results.
 
@@ -67,12 +68,13 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
     temperature 1.
     precision: None takes the run's, or the device's default. epoch: of a run's checkpoint, in place of its result.
     best_of: draws per sample, of which the one with the highest reward `by` is kept, a name or its rule by name.
+    enhancer: language model or run that rewrites the prompts of pictures; rewards judge for the suite's prompts.
     A sample depends only on the seed, its prompt's number and its number within the prompt. With a `batch` of several
     per call (None: 1 picture, 8 texts) this holds up to rounding.
     Raises UserError for what cannot be loaded, and for a folder that holds another evaluation.
     """
     plan = make_plan(source, lora, base, samples, steps, guidance, seed, rlg, temperature, max_tokens, precision,
-                     epoch, best_of, by)
+                     epoch, best_of, by, enhancer)
     processes, apart = _processes(), plan.medium.apart(features)
     if processes.first:
         paths.require_folder(output)
@@ -97,7 +99,7 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
 def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, steps: int | None,
               guidance: float | None, seed: int, rlg: Sequence[float] = (), temperature: float | None = None,
               max_tokens: int | None = None, precision: str | None = None, epoch: int | None = None, best_of: int = 1,
-              by: str | dict[str, Any] = "") -> Plan:
+              by: str | dict[str, Any] = "", enhancer: str | None = None) -> Plan:
     """Resolve the source to a run or a model, of pictures or of texts.
     Raises UserError for a run with another LoRA, for a base with nothing to compare, for RLG weights without a tuned
     model or with a base, and for options of the other medium."""
@@ -108,7 +110,7 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
         raise UserError("--rlg guides a result away from its base: give a run, or a model and --lora")
     config = checkpoints.config_of(tuned)
     medium = draw.TEXTS if build.writes(model, config) else draw.PICTURES
-    _require_fitting(medium, {"steps": steps, "guidance": guidance, "rlg": rlg or None},
+    _require_fitting(medium, {"steps": steps, "guidance": guidance, "rlg": rlg or None, "enhancer": enhancer},
                      {"temperature": temperature, "max-tokens": max_tokens})
     if medium is draw.TEXTS:
         arguments = texts.asked(config, samples * best_of, temperature, max_tokens)
@@ -122,7 +124,7 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
     if len(arms) < len(rlg):
         raise UserError(f"--rlg: got a weight twice in {', '.join(f'{weight:g}' for weight in rlg)}")
     return Plan(model, tuned, arms, "sweep" if len(rlg) > 1 else next(iter(rlg), None), config, arguments, samples,
-                seed, medium, precision, choice.make(best_of, by, config))
+                seed, medium, precision, choice.make(best_of, by, config), rewriter.make(enhancer, seed))
 
 
 def _require_fitting(medium: Medium, of_pictures: dict[str, Any], of_texts: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation import best_of as choice
 from flowgrpo.evaluation import checkpoints, picture_files, run_rewards
 from flowgrpo.evaluation.checkpoints import config_of, run_config
+from flowgrpo.evaluation.enhancer import Enhancer
 from flowgrpo.evaluation.measured import Measured, spread
 from flowgrpo.evaluation.nouns import SAMPLE
 from flowgrpo.evaluation.pages import mp4, singles
@@ -57,7 +58,7 @@ def memory_told() -> Iterator[None]:
 def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, seed: int, steps: int | None,
            guidance: float | None, output: str | Path, rlg: float | None = None,
            image: str | Path | None = None, precision: str | None = None, best_of: int = 1,
-           by: str | dict[str, Any] = "") -> list[Path]:
+           by: str | dict[str, Any] = "", enhancer: Enhancer | None = None) -> list[Path]:
     """Draw `count` pictures per prompt to the folder `output`, clips as animated WebP and mp4; returns the paths of the
     pictures or WebPs, in order. An `output` that ends with .mp4 is the file of one clip.
 
@@ -70,6 +71,7 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     rlg: draw with base + rlg * (tuned - base), see policies/weights/rlg.py.
     image: file of a picture from which all prompts start. precision: None takes the run's, or the device's default.
     best_of: draws per picture, of which the one with the highest reward `by` is kept, a name or its rule by name.
+    enhancer: rewrites the prompts that pictures are drawn from.
     A picture depends only on the seed, its prompt's number and its number within the prompt.
     Raises UserError for a model or weights that do not load, and for an unreadable picture.
     """
@@ -82,7 +84,7 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     if run:
         require_weights(run)
     config = config_of(run) or Config()
-    best = choice.make(best_of, by, config)
+    best, written = choice.make(best_of, by, config), enhancer(given) if enhancer else given
     pipe = make_pipeline(model, drawing(config.precision, place(), precision), config.trust_remote_code,
                          memory=config.memory, files=files_of(config, model))
     if image is not None and "image" not in inspect.signature(pipe.__call__).parameters:
@@ -91,13 +93,13 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
         raise UserError(f"--output {output}: {type(pipe).__name__} draws pictures: name a folder")
     arguments = call_arguments(model, run, steps, guidance)
     with contextlib.nullcontext() if run is None else tuned(pipe, run, rlg):
-        pictures = _draw(pipe, given, count * best_of, seed, arguments)
+        pictures = _draw(pipe, written, count * best_of, seed, arguments)
     settings = picture_files.settings(pipe, model, arguments, run, rlg)
     folder, names = Path(output), _names(prompts, count, "webp" if pictures[0].ndim == 4 else "png")
     folder, names = (folder.parent, [folder.name]) if film else (folder, names)
     paths = [picture_files.free(folder / name) for name in names]
     folder.mkdir(parents=True, exist_ok=True)
-    for path, (picture, facts) in zip(paths, choice.kept(pictures, given, count, seed, settings, best)):
+    for path, (picture, facts) in zip(paths, choice.kept(pictures, given, count, seed, settings, best, written)):
         picture_files.save(path, picture, facts)
     return paths
 

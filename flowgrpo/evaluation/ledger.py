@@ -50,10 +50,10 @@ class BaseLedger(Generic[Sample, Batch]):
         if not path.is_file():
             return
         known = self._settings()
-        for key, value in settings.items():
-            was = known.get(key)
+        for key in dict.fromkeys([*settings, *known]):
+            was, value = known.get(key), settings.get(key)
             if key == "rewards":  # others may be added
-                assert isinstance(was, dict)
+                assert isinstance(was, dict) and isinstance(value, dict)
                 was = was | {name: rule for name, rule in value.items() if name not in was}
                 value = was | value
             if was != value:

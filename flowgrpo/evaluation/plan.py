@@ -28,6 +28,16 @@ class BestOf(Protocol):
         """Return how samples are chosen."""
 
 
+class Enhancer(Protocol):
+    """Rewriter of prompts (`enhancer.Enhancer`)."""
+
+    def __call__(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Return the prompts with rewritten texts."""
+
+    def told(self) -> dict[str, Any]:
+        """Return how prompts are rewritten."""
+
+
 class Hand(Protocol):
     """Generator of an evaluation's samples."""
 
@@ -68,6 +78,7 @@ class Plan:
     rlg: requested RLG weights: None, one, or "sweep" for several, to which others may be added.
     precision: None takes the run's, or the device's default.
     best: how each sample is chosen among several draws; None: it is drawn once.
+    enhancer: rewrites the prompts that pictures are drawn from; rewards and pages read the user's.
     """
 
     model: str
@@ -81,6 +92,7 @@ class Plan:
     medium: Medium
     precision: str | None = None
     best: BestOf | None = None
+    enhancer: Enhancer | None = None
 
     def drawer(self, device: torch.device) -> Hand:
         """Return what makes the samples."""
@@ -98,13 +110,14 @@ class Plan:
 
     def told(self) -> dict[str, Any]:
         """Return the settings that the pictures depend on, besides the prompts."""
-        return {"model": self.model, "tuned": str(self.tuned) if self.tuned else None, "weights": _digest(self.tuned),
+        return {"model": self.model, "tuned": str(self.tuned) if self.tuned else None,
+                "weights": weights_digest(self.tuned),
                 "samples": self.samples, "seed": self.seed, "call": self.asked, "negative_prompt": self.negative,
                 "rlg": self.rlg, **({"precision": self.precision} if self.precision else {}),
-                **(self.best.told() if self.best else {})}
+                **(self.best.told() if self.best else {}), **(self.enhancer.told() if self.enhancer else {})}
 
 
-def _digest(path: Path | None) -> str | None:
+def weights_digest(path: Path | None) -> str | None:
     """Return a digest of all safetensors files at a path."""
     if path is None:
         return None

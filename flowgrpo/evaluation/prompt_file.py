@@ -13,13 +13,17 @@ import torch
 from tqdm import tqdm
 
 from flowgrpo.data.prompts import Prompt, as_line, load_prompts
+from flowgrpo.errors import UserError
 from flowgrpo.evaluation import draw, images
 from flowgrpo.evaluation.evaluate import make_plan
 from flowgrpo.evaluation.ledger import BaseLedger, Place
 from flowgrpo.evaluation.plan import Plan, digest
+from flowgrpo.rewards.text.pictured import rewritten
+from flowgrpo.rewards.verdicts import USER_PROMPT
 from flowgrpo.storage import atomic, paths
 
 FILE = "prompts.jsonl"
+PROMPT = "prompt"  # the key that makes a text the prompt of its line
 KEYS = {draw.PICTURES: "base_image", draw.TEXTS: "base_text"}
 
 
@@ -27,16 +31,21 @@ KEYS = {draw.PICTURES: "base_image", draw.TEXTS: "base_text"}
 def sample(source: str, prompts: str | Path, output: str | Path, *, lora: str | Path | None = None, count: int = 1,
            seed: int = 0, steps: int | None = None, guidance: float | None = None, rlg: float | None = None,
            batch: int | None = None, temperature: float | None = None, key: str | None = None,
-           precision: str | None = None, best_of: int = 1, by: str | dict[str, Any] = "") -> Path:
+           precision: str | None = None, best_of: int = 1, by: str | dict[str, Any] = "",
+           enhancer: str | None = None) -> Path:
     """Draw `count` samples of each prompt of a file, as `evaluate` does; returns `output`/prompts.jsonl.
 
     That file has a line per sample: the prompt with its metadata, and under `key` the absolute path of the picture (of
-    a clip's animated WebP), or the text itself. key: None means "base_image" or "base_text". Existing samples in the
-    folder are kept. Other arguments: see `evaluate`.
-    Raises UserError as `evaluate` does, and for a folder with samples of other settings.
+    a clip's animated WebP), or the text itself. key: None means "base_image" or "base_text";
+    with "prompt" a text becomes the line's prompt (see `_named`). Existing samples in the folder are kept. Other
+    arguments: see `evaluate`.
+    Raises UserError as `evaluate` does, for a folder with samples of other settings, and for pictures as prompts.
     """
     plan = make_plan(source, lora, False, count, steps, guidance, seed, [] if rlg is None else [rlg], temperature,
-                     precision=precision, best_of=best_of, by=by)
+                     precision=precision, best_of=best_of, by=by, enhancer=enhancer)
+    if key == PROMPT and plan.medium is draw.PICTURES:
+        raise UserError("--key prompt: makes a text the prompt of its line, and the model draws pictures: name another "
+                        "key")
     paths.require_folder(output)
     given, [arm] = load_prompts(prompts), plan.arms
     ledger = plan.medium.ledger(Path(output))
@@ -46,12 +55,18 @@ def sample(source: str, prompts: str | Path, output: str | Path, *, lora: str | 
     places = [Place(arm, i, k) for i in range(len(given)) for k in range(count)]
     _draw(plan, given, places, ledger, batch or plan.medium.together)
     name, path = key or KEYS[plan.medium], ledger.folder / FILE
-    lines = []
-    for place in places:
-        prompt = given[place.prompt]
-        lines.append(as_line(replace(prompt, metadata=prompt.metadata | {name: ledger.told(place)})))
+    lines = [as_line(_named(given[place.prompt], name, ledger.told(place))) for place in places]
     atomic.write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     return path
+
+
+def _named(prompt: Prompt, key: str, sample: str) -> Prompt:
+    """Return a prompt whose metadata has a sample under `key`. For PROMPT: with the sample as its text, and the user's
+    text in its metadata; a sample without a text changes nothing."""
+    if key != PROMPT:
+        return replace(prompt, metadata=prompt.metadata | {key: sample})
+    text = rewritten(sample) or prompt.text
+    return replace(prompt, text=text, metadata={USER_PROMPT: prompt.text} | prompt.metadata)
 
 
 def _draw(plan: Plan, prompts: Sequence[Prompt], places: Sequence[Place], ledger: BaseLedger, batch: int) -> None:

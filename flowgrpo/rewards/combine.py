@@ -11,6 +11,7 @@ route need none of this; a recipe's rules have them.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -140,7 +141,12 @@ class Combined:
         raise NotImplementedError
 
     def _label(self, place: int) -> str:
-        return f"{type(self).__name__.lower()}[{place}]"
+        return f"{self._name}[{place}]"
+
+    @property
+    def _name(self) -> str:
+        """Return the reward's name in a recipe: that of its class, with underscores."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
 
     def _rule(self, place: int) -> WatchRule:
         part = self.rewards[place]
@@ -155,7 +161,7 @@ class Combined:
 
     def _require(self, holds: object, name: str, expected: str) -> None:
         if not holds:
-            raise UserError(f"reward {type(self).__name__.lower()!r}: {name} is {getattr(self, name)!r}, expected "
+            raise UserError(f"reward {self._name!r}: {name} is {getattr(self, name)!r}, expected "
                             f"{expected}")
 
 

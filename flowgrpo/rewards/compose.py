@@ -118,18 +118,19 @@ def reads_sampler(reward: object) -> bool:
 
 
 def begin(rewards: Mapping[str, object], memory: dict[str, Any], epoch: int, processes: int = 1) -> None:
-    """Start an epoch of the rewards that remember earlier ones (their method `begin`), with the run's memory.
-    Raises UserError for one of them among several processes, each of which would see a share of the prompts."""
+    """Start an epoch of the rewards that have a method `begin`, with the run's memory.
+    Raises UserError for several processes, each of which sees a share of the prompts, unless the reward's attribute
+    `remembers` is false: it reads the epoch alone."""
     for name, function in _functions(rewards).items():
         if not hasattr(function, "begin"):
             continue
-        if processes > 1:
+        if processes > 1 and getattr(function, "remembers", True):
             raise UserError(f"reward {name!r} remembers all prompts, and got {processes} processes: run it in one")
         function.begin(memory.setdefault("rewards", {}).setdefault(name, {}), epoch)
 
 
 def end(rewards: Mapping[str, object]) -> None:
-    """End an epoch's rollouts: what rewards score from here on, they do not remember."""
+    """End an epoch's rollouts: what rewards score from here on is of no epoch, and they do not remember it."""
     for function in _functions(rewards).values():
         if hasattr(function, "begin"):
             function.end()

@@ -19,6 +19,8 @@ from flowgrpo.rewards.combine import LIKE_ITS_PARTS, Combined
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.remote.wire import one_line
 
+USER_PROMPT = "user_prompt"  # metadata key of the prompt that a rewritten prompt comes from
+
 # --- pure ------------------------------------------------------------------------------------------------------------
 
 
@@ -148,6 +150,28 @@ class Scaled(Combined):
         values = super().__call__(outputs, prompts, metadata, base)
         return [value if value is None or isinstance(value, Failed) else value * factor
                 for value, factor in zip(values, factors)]
+
+    def combined(self, scores: Tensor) -> Tensor:
+        return scores[:, 0]
+
+
+@dataclass(frozen=True, eq=False)
+class UserPrompt(Combined):
+    """Score of a reward for the user's prompt in the metadata, in place of the rewritten prompt that was drawn from.
+
+    key: of the metadata; a prompt without it is the user's.
+    """
+
+    key: str = USER_PROMPT
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(len(self.rewards) == 1, "rewards", "one reward")
+
+    def __call__(self, outputs: Tensor | list[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
+                 base: Tensor | None = None) -> list[float | None | Failed]:
+        users = [str(entry.get(self.key, prompt)) for prompt, entry in zip(prompts, metadata)]
+        return super().__call__(outputs, users, metadata, base)
 
     def combined(self, scores: Tensor) -> Tensor:
         return scores[:, 0]

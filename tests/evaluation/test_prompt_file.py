@@ -87,7 +87,11 @@ def test_texts_stand_in_the_file_itself(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "out" / "texts-0.jsonl").read_text().splitlines()]
     assert [line["text"] for line in lines] == texts
     assert prompt_file.sample("starter_text", asked, tmp_path / "out", seed=5) == path
-    assert len((tmp_path / "out" / "texts-0.jsonl").read_text().splitlines()) == 2  # nothing was written again
+    # As prompts of their own, with the user's beside them; nothing is written again.
+    assert prompt_file.sample("starter_text", asked, tmp_path / "out", seed=5, key="prompt") == path
+    assert [(p.text, p.metadata) for p in prompts.load_prompts(path)] == [
+        (texts[0], {"user_prompt": "1+2="}), (texts[1], {"user_prompt": "7+8="})]
+    assert len((tmp_path / "out" / "texts-0.jsonl").read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize("options, line", [
@@ -98,6 +102,8 @@ def test_texts_stand_in_the_file_itself(tmp_path):
     (["--prompt", "x", "--key", "k"], "--key: goes with --prompts FILE"),
     (["--prompts", "no.txt"], "prompts no.txt: no such file"),
     (["--prompts", "no.txt", "--temperature", "1"], "--temperature: is of a language model"),
+    (["--prompts", "no.txt", "--key", "prompt"], "--key prompt: makes a text the prompt of its line"),
+    (["--prompt", "x", "--enhancer", "starter"], "--enhancer starter: draws pictures, expected a language model"),
 ])
 def test_mistakes_are_told(options, line, capsys):
     assert main(["sample", "starter", *options]) == 2

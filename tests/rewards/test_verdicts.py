@@ -83,3 +83,11 @@ def test_a_difficulty_scales_a_reward():
     assert found[:3] == [1, 0.25, 0.5] and math.isnan(found[3])
     with pytest.raises(UserError, match="metadata.difficulty is 'hard', expected a number"):
         values(reward, "a", [{"difficulty": "hard"}])
+
+
+def test_a_rewritten_prompts_sample_is_judged_for_the_users():
+    reward = rewards.find("user_prompt", {"rewards": [lambda texts, prompts: [float(prompt == "a cat")
+                                                                              for prompt in prompts]]})
+    scores = rewards.score({"r": reward}, ["x", "x", "x"], ["a fluffy cat", "a cat", "a cat"],
+                           [{"user_prompt": "a cat"}, {}, {"user_prompt": "a dog"}])
+    assert scores[:, 0].tolist() == [1, 1, 0]

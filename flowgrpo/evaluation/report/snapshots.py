@@ -117,9 +117,10 @@ def _insert(kept: list[tuple], sign: int, sample: tuple) -> None:
 
 def shown(output: torch.Tensor | str) -> dict[str, str]:
     """Return a sample for JSON: a picture [3,H,W] or clip [F,3,H,W] as a data URL, of a clip also as a video if there
-    is an encoder, a text unchanged."""
+    is an encoder, a text unchanged, with the picture that a reward drew from it."""
     if isinstance(output, str):
-        return {"text": output}
+        picture = getattr(output, "picture", None)
+        return {"text": output} | ({} if picture is None else {"picture": data_url(picture)})
     video = video_url(output) if output.ndim == 4 else None
     return {"picture": data_url(output)} | ({"video": video} if video else {})
 
