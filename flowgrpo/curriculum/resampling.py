@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flowgrpo.advantages.group import RELATIVE_NOISE, zero_variance
 from flowgrpo.advantages.history import mean_of
-from flowgrpo.data.prompts import Prompt
+from flowgrpo.data.prompts import Guidance, Prompt
 
 if TYPE_CHECKING:
     from flowgrpo.curriculum.epoch_batch import EpochBatch
@@ -87,9 +87,6 @@ def fresh(pool: Sequence[Prompt], count: int, drawn: Sequence[Prompt], seed: Seq
     return [pool[order[number % len(pool)]] for number in range(count)]
 
 
-BOOK = "hinted"  # metadata key under which a prompt with hints keeps its origin
-
-
 @dataclass(frozen=True)
 class Hints:
     """Sample a group without a sample above `fail` again with a hint in its prompt, and with one more hint while it
@@ -99,15 +96,18 @@ class Hints:
     `shares` they are the first parts, of these sizes and cut between words, of the text under `solution`.
     text: the template that joins prompt and hints.
     after: the share of the run before which no hints are given.
+    learned: True: samples and replays, old and new probabilities, all read the prompt with its hints, so that the first
+        ratio is 1. False: the loss scores the samples under the prompt itself, with the ratio pi(o | q) / pi_old(o | q,
+        hint) (Guide, 2506.13923).
 
-    Samples and replays, old and new probabilities, all read the prompt with its hints. So ratios are those of the
-    policy that answered. A prompt without hints stays.
+    Rewards see the prompt without hints. A prompt without hints stays.
     """
 
     shares: tuple[float, ...] = ()
     after: float = 0.0
     fail: float = 0.0
     text: str = "{prompt}\n\nHint: {hint}"
+    learned: bool = True
 
     def __post_init__(self) -> None:
         if any(not 0 < share <= 1 for share in self.shares) or list(self.shares) != sorted(set(self.shares)):
@@ -127,13 +127,12 @@ class Hints:
 
     def helped(self, prompt: Prompt) -> Prompt | None:
         """Return the prompt with one more hint; None if none is left."""
-        book = prompt.metadata.get(BOOK, {"prompt": prompt.text, "given": 0})
-        hints, given = self.hints(prompt.metadata), book["given"] + 1
+        hints, given = self.hints(prompt.metadata), 1 + int(prompt.guided.level if prompt.guided else 0)
         if given > len(hints):
             return None
         hint = hints[given - 1] if self.shares else "\n".join(hints[:given])
-        text = self.text.replace("{prompt}", book["prompt"]).replace("{hint}", hint)
-        return replace(prompt, text=text, metadata=prompt.metadata | {BOOK: book | {"given": given}})
+        text = self.text.replace("{prompt}", prompt.text).replace("{hint}", hint)
+        return replace(prompt, guided=Guidance(text, learned=self.learned, level=given))
 
     def hints(self, metadata: dict[str, Any]) -> list[str]:
         """Return the hints of a prompt's metadata: its hints, or ever longer beginnings of its solution."""

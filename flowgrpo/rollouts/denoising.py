@@ -79,7 +79,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
     def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> Conditioning:
         """Encode prompts, each once. epoch: whose sizes of pictures they get; None: the evaluation's."""
         with self.clock("encode"):
-            encoded = self.encode([p.text for p in batch], self._negatives(batch), [p.brings for p in batch])
+            encoded = self.encode([p.shown for p in batch], self._negatives(batch), [p.brings for p in batch])
             if self.config.train.pack and encoded.mixed:
                 raise UserError("train.pack is true, but the prompts' pictures differ in size, so that every row is a "
                                 "call of its own: set it to false, or bring the pictures to one size")
@@ -88,7 +88,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
                                 f"call at guidance {self.policy.guidance:g}: set it to false")
         if epoch is None or not self.config.picture.sizes:
             return encoded
-        return replace(encoded, sizes=sizes.drawn(self.config.picture.sizes, [p.key for p in batch], epoch,
+        return replace(encoded, sizes=sizes.drawn(self.config.picture.sizes, [p.unguided.key for p in batch], epoch,
                                                   self.config.seed))
 
     def prepare(self, batch: list[Prompt]) -> None:

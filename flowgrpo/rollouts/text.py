@@ -44,7 +44,7 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
     def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> TokenizedPrompts:
         """Tokenise prompts."""
         with self.clock("encode"):
-            encoded = self.encode([p.text for p in batch], images=[p.brings for p in batch])
+            encoded = self.encode([p.shown for p in batch], images=[p.brings for p in batch])
         decoding = self.method.generation.decoding
         if not decoding.expert:
             return encoded
