@@ -47,12 +47,14 @@ class Guidance:
     scale: the guidance scale of a pipeline; None: `train.guidance`.
     learned: True if the loss scores samples under this input; False: under the prompt's own.
     level: the number of hints in the text, or their share of the solution; 0: none.
+    answers: True if teachers' answers join the prompt's group.
     """
 
     text: str
     scale: float | None = None
     learned: bool = True
     level: float = 0.0
+    answers: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,13 @@ class Prompt:
 
     @property
     def key(self) -> str:
-        """Identity of a prompt: the text, with its hints if it is sampled with any, and the files if there are any."""
+        """Identity of a prompt: the text, with its hints if it is sampled with any, and the files if there are any.
+
+        Groups with teachers' answers, whose rewards are not the policy's alone, have an identity of their own.
+        """
         text = self.guided.text if self.guided and self.guided.level else self.text
-        return "\n".join([text, *self.inputs.images, *filter(None, [self.inputs.key])])
+        answers = ["with answers"] if self.guided and self.guided.answers else []
+        return "\n".join([text, *self.inputs.images, *filter(None, [self.inputs.key]), *answers])
 
     @property
     def shown(self) -> str:

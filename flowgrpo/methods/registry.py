@@ -29,7 +29,17 @@ from flowgrpo.advantages import (
 from flowgrpo.advantages.group import AdvantageRule
 from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.advantages.token_credit import TokenCredit
-from flowgrpo.curriculum import categories, history, order, prediction, replay, resampling
+from flowgrpo.curriculum import (
+    categories,
+    expansion,
+    hint_length,
+    history,
+    order,
+    prediction,
+    replay,
+    resampling,
+    teachers,
+)
 from flowgrpo.methods import adapted, data_sources, supervised, targets
 from flowgrpo.methods.groups import Credit, Denoising, Loss, TextGeneration
 from flowgrpo.objectives import (
@@ -38,6 +48,7 @@ from flowgrpo.objectives import (
     best_path,
     forward_process,
     kl,
+    policy_shaping,
     random_policy,
     ratios,
     reductions,
@@ -87,7 +98,7 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "selection": (selection, downsampling),
     "log_ratio": (ratios,),
     "surrogate": (surrogates, forward_process, sequence_losses, token_losses, actor_critic,
-                  reward_labels, token_weights, random_policy),
+                  reward_labels, token_weights, random_policy, policy_shaping),
     "step_weight": (step_weights,),
     "reduction": (reductions,),
     "kl": (kl,),
@@ -108,14 +119,15 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "draws": (groups, trees, lookahead, branching),
     "spread": (token_credit, step_scores),
     "curriculum": (order, categories, history, prediction),
-    "redraw": (resampling,),
+    "expansion": (expansion,),
+    "redraw": (resampling, hint_length, teachers),
     "replay": (replay,),
     "value": (gae,),
     "progress": (step_credit,)}
 # What parts return or hold, and what no recipe names.
 _RECORDS = {plans.Schedule, lookahead.Branch, reward_gradient.ResumableStates, reward_gradient.RewardGradientRollout,
             latent_edits.Edits, downsampling._Downsampled, balance.Now, supervised_weights.Drawn,
-            supervised.DataLoss, supervised.NoisedData,
+            supervised.DataLoss, supervised.NoisedData, surrogates.Origin,
             actor_critic.Seen, targets.Target,
             targets.Traces, targets.RecordedPairs}  # what a run makes of completions and of noised finals
 PLACES: dict[Any, str] = {cls: place for place, modules in MODULES.items() for module in modules

@@ -54,8 +54,7 @@ def test_nobody_is_helped_at_first_or_above_the_mark():
 
 
 def led(**options):
-    """(trainer, what its reward has seen, what its policy has read), with a reward that the third group of a prompt, and
-    the second of another, can earn."""
+    """(trainer, what its reward has seen, what its policy has read); the group with the last hint can earn a reward."""
     seen: list[tuple[str, dict]] = []
     read: list[str] = []
 
