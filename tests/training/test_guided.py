@@ -12,6 +12,7 @@ from flowgrpo.data.prompts import Guidance, Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods.validate import resolve
 from flowgrpo.samplers.text.decoding import Decoding
+from flowgrpo.training.measures import drift
 from tests.helpers import tiny, tiny_text
 
 GUIDE = {"redraw": {"type": "Hints", "text": "{prompt}{hint}", "learned": False}}
@@ -113,6 +114,12 @@ def test_noised_finals_of_an_expansion_are_scored_under_the_prompt_itself():
               for k, rows, new in trainer.rollouts.replay(part, learned)]
     assert max(ratios) <= 1e-6 and trainer.guided.sampled(learned) is learned
     assert part.transitions[0].old.guided is None
+
+
+def test_the_drift_of_the_policy_is_that_of_its_own_samples():
+    trainer, parts, learned = guided_texts()
+    assert drift(parts, lambda part: trainer.rollouts.replay(part, learned), trainer.processes) <= 1e-9
+    assert drift(parts[-1:], lambda part: trainer.rollouts.replay(part, learned), trainer.processes) == 0
 
 
 def test_replayed_groups_keep_the_mark_of_guidance():
