@@ -39,6 +39,7 @@ from flowgrpo.training.critic import make_critic
 from flowgrpo.training.data_term import DataTerm
 from flowgrpo.training.endings import saved
 from flowgrpo.training.first_ratio import ROUNDED, FirstRatio
+from flowgrpo.training.guided import GuidedSampling
 from flowgrpo.training.hindsight import make_hindsight
 from flowgrpo.training.hints import RewardHints
 from flowgrpo.training.kl_reference import KLReference
@@ -52,7 +53,7 @@ from flowgrpo.training.rehearsal import make_rehearsing
 from flowgrpo.training.saving import Saving
 from flowgrpo.training.scorer import Scorer
 from flowgrpo.training.scoring import Functions, Scoring
-from flowgrpo.training.shares import moved, shares, slices, whole_groups
+from flowgrpo.training.shares import shares, slices, whole_groups
 from flowgrpo.training.throughput import Throughput
 from flowgrpo.types import Scored, required
 
@@ -95,6 +96,7 @@ class Trainer:
         self.first_ratio = FirstRatio(self.rollouts, self.method.loss.surrogate, policy.exact,
                                       math.inf if policy.modality == "text" else ROUNDED)
         self.critic = make_critic(self.method, policy, self.geometry, self.processes)
+        self.guided = GuidedSampling(self.rollouts)
         self.recorded = make_recorded(self)
         self.epoch = self.update = self.skipped = self.sampled = 0
         self.unmeasured = False  # the last epoch is trained, and its evaluation is due
@@ -131,21 +133,19 @@ class Trainer:
         weights = self.method.credit.advantage.prompt_weights(self.memory, self.keys)
         batch = self.method.curriculum(self.prompts, train.prompts, self.epoch, seed,
                                        None if weights is None else weights.tolist(), self.memory, train.group)
+        batch = self.guided.first(batch, epoch_batch)
         while batch:
-            earlier_groups = len(epoch_batch.own())
             local, turn = self.processes.own(self.geometry.sliced(batch)), epoch_batch.turn
             new_parts, conditioning, scores = self.fitted(partial(self.sample, local, turn))
-            parts += [moved(part, earlier_groups) if earlier_groups else part for part in new_parts]
+            parts += self.guided.take(new_parts, local)
             scores = whole_groups(self.processes.gather(scores), train.group)
             self.sampled += 0 if self.config.preferences else scores[..., 0].numel()
             epoch_batch.add(batch, scores, self.scoring.weighted(scores[..., :len(self.scoring.functions)]),
                             *of_groups(self, new_parts, len(batch)))
-            batch = epoch_batch.replace(self.method.redraw(epoch_batch)) if self.method.redraw else []
+            batch = self.guided.following()
         self.method.curriculum.learn(self.memory, epoch_batch)
         rewards.end(self.scoring.functions)
-        if epoch_batch.turn > 1:
-            conditioning = self.rollouts.conditioning(epoch_batch.own(), self.epoch)
-        return epoch_batch, parts, conditioning
+        return epoch_batch, parts, self.guided.end(conditioning)
 
     def sample(self, batch: list[Prompt], turn: int = 0) -> tuple[list[Part], Encoded, torch.Tensor]:
         """Sample and score groups of these prompts; a thread scores one part while the next one is sampled.
@@ -194,7 +194,8 @@ class Trainer:
         stats = UpdateStats()
         parts = [part for part in credited if part is not None]
         if self.first_ratio.found is None or self.first_ratio.rescore:
-            parts = self.fitted(partial(self.first_ratio, parts, conditioning, self.say), "update")
+            sampled = self.guided.sampled(conditioning)
+            parts = self.fitted(partial(self.first_ratio, parts, sampled, self.say), "update")
         if self.critic is not None:
             parts = self.critic(parts, conditioning)
         weights = self.rollouts.step_weights(parts, self.epoch)

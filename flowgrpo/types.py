@@ -49,13 +49,12 @@ class Gaussian:
 class Scored:
     """A policy's score of recorded decisions. Optional fields are None if the method does not read them.
 
-    logp: [B, N].
-    mask: bool [B, N], true where the decision counts.
-    mean: [B, N, *D], of each transition.
-    std: [N] or [B, N], the deviation of the whole step.
+    logp: [B, N]. mask: bool [B, N], true where the decision counts.
+    mean: [B, N, *D], of each transition. std: [N] or [B, N], the deviation of the whole step.
     slope: [N], of a replay, the derivative of the mean by the model's output.
     entropy: [B, N], of a replay of tokens, that of each token's distribution, in nats; the mean log-probability of all
         tokens for a surrogate that reads the uniform policy's.
+    guided: bool [B], of an old score, true for decisions drawn under another input than the one that is learned.
     """
 
     logp: Tensor
@@ -64,6 +63,7 @@ class Scored:
     std: Tensor | None = None
     slope: Tensor | None = None
     entropy: Tensor | None = None
+    guided: Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.logp.ndim == 2 and self.logp.shape == self.mask.shape, (self.logp.shape, self.mask.shape)
@@ -72,13 +72,14 @@ class Scored:
     def rows(self, at: Tensor | slice) -> Scored:
         """Return the rows `at` (indices, a mask or a slice) of all fields."""
         std = self.std if self.std is None or self.std.ndim < 2 else self.std[at]
-        mean, entropy = (tensor if tensor is None else tensor[at] for tensor in (self.mean, self.entropy))
-        return Scored(self.logp[at], self.mask[at], mean, std, self.slope, entropy)
+        mean, entropy, guided = (each if each is None else each[at] for each in (self.mean, self.entropy, self.guided))
+        return Scored(self.logp[at], self.mask[at], mean, std, self.slope, entropy, guided)
 
     def to(self, device: torch.device) -> Scored:
         """Return the score with its large parts on the device; std and slope, a few numbers, stay in place."""
-        mean, entropy = (tensor if tensor is None else queued(tensor, device) for tensor in (self.mean, self.entropy))
-        return Scored(queued(self.logp, device), queued(self.mask, device), mean, self.std, self.slope, entropy)
+        held = self.mean, self.entropy, self.guided
+        mean, entropy, guided = (each if each is None else queued(each, device) for each in held)
+        return Scored(queued(self.logp, device), queued(self.mask, device), mean, self.std, self.slope, entropy, guided)
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,8 +288,7 @@ class CompletionBatch:
     new, old, reference: Scored [b, L]; reference is None if the loss does not read it.
     log_ratio: [b, L], the method's.
     rows: int64 [b], their indices among all.
-    ids: int64 [m, L], of all.
-    mask: bool [m, L], of all.
+    ids: int64 [m, L], mask: bool [m, L], of all.
     peers: all of them, with the compared statistic [m, ...]; None if the loss compares nothing.
     expert: bool [m], the answers among all that came with their prompts.
     measure: the method's log-ratio of two scores, [b, L].

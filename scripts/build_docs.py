@@ -198,6 +198,7 @@ PLACES = {"target": "what the loss scores",
           "draws": "how the texts of a group are drawn",
           "spread": "how the advantage of a sample is spread over its tokens or steps",
           "curriculum": "which prompts an epoch begins with",
+          "expansion": "input under which prompts are sampled, where the loss reads another",
           "redraw": "which groups are replaced by other prompts, or added",
           "replay": "which recorded groups are trained again",
           "pruning": "which of many begun samples are finished, by their clean predictions",
@@ -208,8 +209,8 @@ PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
 
 
 NULLS = ("By their key in `parts`; a field without a value has to be given. `null` takes an optional part away: "
-         "preview, shaping, selection, spread, value, data, redraw, replay, and the schedule of a KL or of a "
-         "temperature.")
+         "preview, shaping, selection, spread, value, data, expansion, redraw, replay, and the schedule of a KL or of "
+         "a temperature.")
 
 
 def methods_index() -> str:

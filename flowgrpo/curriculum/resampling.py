@@ -19,7 +19,8 @@ from torch import Tensor
 
 from flowgrpo.advantages.group import RELATIVE_NOISE, zero_variance
 from flowgrpo.advantages.history import mean_of
-from flowgrpo.data.prompts import Prompt
+from flowgrpo.curriculum.expansion import require_scale
+from flowgrpo.data.prompts import Guidance, Prompt
 
 if TYPE_CHECKING:
     from flowgrpo.curriculum.epoch_batch import EpochBatch
@@ -87,9 +88,6 @@ def fresh(pool: Sequence[Prompt], count: int, drawn: Sequence[Prompt], seed: Seq
     return [pool[order[number % len(pool)]] for number in range(count)]
 
 
-BOOK = "hinted"  # metadata key under which a prompt with hints keeps its origin
-
-
 @dataclass(frozen=True)
 class Hints:
     """Sample a group without a sample above `fail` again with a hint in its prompt, and with one more hint while it
@@ -97,50 +95,75 @@ class Hints:
 
     The prompt's metadata holds the hints, from the vaguest to the plainest: a list of texts under `hints`. With
     `shares` they are the first parts, of these sizes and cut between words, of the text under `solution`.
+    usual: the hints of a prompt whose metadata has none, such as ["in sharp focus"] for pictures.
     text: the template that joins prompt and hints.
+    scale: the guidance scale under which pipelines sample again; None: `train.guidance`. With it a prompt that has no
+        hints is sampled again as it is.
     after: the share of the run before which no hints are given.
+    learned: True: samples and replays, old and new probabilities, all read the prompt with its hints, so that the first
+        ratio is 1. False: the loss scores the samples under the prompt itself, with the ratio pi(o | q) / pi_old(o | q,
+        hint), as Guide-GRPO (2506.13923).
 
-    Samples and replays, old and new probabilities, all read the prompt with its hints. So ratios are those of the
-    policy that answered. A prompt without hints stays.
+    Rewards see the prompt without hints. A prompt without hints stays.
     """
 
     shares: tuple[float, ...] = ()
     after: float = 0.0
     fail: float = 0.0
     text: str = "{prompt}\n\nHint: {hint}"
+    learned: bool = True
+    usual: tuple[str, ...] = ()
+    scale: float | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "usual", tuple(self.usual))  # a recipe gives a list
         if any(not 0 < share <= 1 for share in self.shares) or list(self.shares) != sorted(set(self.shares)):
             raise ValueError(f"Hints: shares are {list(self.shares)}, expected rising numbers above 0 to 1")
         if not 0 <= self.after <= 1:
             raise ValueError(f"Hints: after is {self.after}, expected 0 to 1")
-        if "{prompt}" not in self.text or "{hint}" not in self.text:
-            raise ValueError(f"Hints: text is {self.text!r}, expected both {{prompt}} and {{hint}} in it")
+        require_template("Hints", self.text)
+        require_scale("Hints", self.scale)
 
     def __call__(self, drawn: EpochBatch) -> list[tuple[int, Prompt]]:
         if drawn.epoch < self.after * drawn.epochs:
             return []
-        best = drawn.totals.nan_to_num(float("-inf")).amax(1)
-        failed = (best <= self.fail + RELATIVE_NOISE * abs(self.fail)).tolist()
+        failed = failing(drawn, self.fail)
         helped = [(place, self.helped(drawn.prompts[place])) for place in drawn.standing() if failed[place]]
         return [(place, prompt) for place, prompt in helped if prompt is not None]
 
     def helped(self, prompt: Prompt) -> Prompt | None:
         """Return the prompt with one more hint; None if none is left."""
-        book = prompt.metadata.get(BOOK, {"prompt": prompt.text, "given": 0})
-        hints, given = self.hints(prompt.metadata), book["given"] + 1
+        hints, given = self.hints(prompt.metadata), 1 + int(prompt.guided.level if prompt.guided else 0)
         if given > len(hints):
             return None
         hint = hints[given - 1] if self.shares else "\n".join(hints[:given])
-        text = self.text.replace("{prompt}", book["prompt"]).replace("{hint}", hint)
-        return replace(prompt, text=text, metadata=prompt.metadata | {BOOK: book | {"given": given}})
+        text = self.text.replace("{prompt}", prompt.text).replace("{hint}", hint) if hint else prompt.text
+        return replace(prompt, guided=Guidance(text, self.scale, self.learned, given))
 
     def hints(self, metadata: dict[str, Any]) -> list[str]:
         """Return the hints of a prompt's metadata: its hints, or ever longer beginnings of its solution."""
         if not self.shares:
-            return [str(hint) for hint in metadata.get("hints", ())]
-        words = str(metadata.get("solution", "")).split()
-        return [" ".join(words[:max(1, round(share * len(words)))]) for share in self.shares] if words else []
+            given = [str(hint) for hint in metadata.get("hints", self.usual)]
+            return given if given or self.scale is None else [""]
+        return [beginning(metadata, share) for share in self.shares] if metadata.get("solution") else []
+
+
+def failing(drawn: EpochBatch, fail: float) -> list[bool]:
+    """Return True for every group without a sample whose weighted reward is above `fail`."""
+    best = drawn.totals.nan_to_num(float("-inf")).amax(1)
+    return (best <= fail + RELATIVE_NOISE * abs(fail)).tolist()
+
+
+def beginning(metadata: dict[str, Any], share: float) -> str:
+    """Return that share of the words of a prompt's solution, one at least; empty for share 0 and without a solution."""
+    words = str(metadata.get("solution") or "").split()
+    return " ".join(words[:max(1, round(share * len(words)))]) if share > 0 else ""
+
+
+def require_template(part: str, text: str) -> None:
+    """Raise ValueError unless a part's text joins a prompt and a hint."""
+    if "{prompt}" not in text or "{hint}" not in text:
+        raise ValueError(f"{part}: text is {text!r}, expected both {{prompt}} and {{hint}} in it")
 
 
 @dataclass(frozen=True)

@@ -40,11 +40,30 @@ STARTER = Path(__file__).parents[1] / "starter"
 
 
 @dataclass(frozen=True)
+class Guidance:
+    """Input under which a prompt is sampled in place of its own.
+
+    text: in place of the prompt's.
+    scale: the guidance scale of a pipeline; None: `train.guidance`.
+    learned: True if the loss scores samples under this input; False: under the prompt's own.
+    level: the number of hints in the text, or their share of the solution; 0: none.
+    answers: True if teachers' answers join the prompt's group.
+    """
+
+    text: str
+    scale: float | None = None
+    learned: bool = True
+    level: float = 0.0
+    answers: bool = False
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One prompt; `image` is the path of its first reference picture, `weight` its relative frequency in training.
 
     inputs: all files that it brings. The metadata holds their full paths under their keys, unless it has such a key
     already.
+    guided: the input under which it is sampled; None: its own. Rewards and reports see `text` and the metadata.
     """
 
     text: str
@@ -53,6 +72,7 @@ class Prompt:
     image: str | None = None
     weight: float = 1.0
     inputs: Inputs = Inputs()
+    guided: Guidance | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.image, str) and self.image not in self.inputs.images[:1]:
@@ -64,8 +84,28 @@ class Prompt:
 
     @property
     def key(self) -> str:
-        """Identity of a prompt: the text, and the files if there are any."""
-        return "\n".join([self.text, *self.inputs.images, *filter(None, [self.inputs.key])])
+        """Identity of a prompt: the text, with its hints if it is sampled with any, and the files if there are any.
+
+        Groups with teachers' answers, whose rewards are not the policy's alone, have an identity of their own.
+        """
+        text = self.guided.text if self.guided and self.guided.level else self.text
+        answers = ["with answers"] if self.guided and self.guided.answers else []
+        return "\n".join([text, *self.inputs.images, *filter(None, [self.inputs.key]), *answers])
+
+    @property
+    def shown(self) -> str:
+        """Text that the policy is given."""
+        return self.guided.text if self.guided else self.text
+
+    @property
+    def unguided(self) -> Prompt:
+        """The prompt without guidance."""
+        return replace(self, guided=None) if self.guided else self
+
+    @property
+    def learned(self) -> Prompt:
+        """The prompt under which the loss scores its samples."""
+        return self if self.guided and self.guided.learned else self.unguided
 
     @property
     def brings(self) -> str | Inputs | None:

@@ -12,6 +12,7 @@ import torch
 
 from flowgrpo import objectives
 from flowgrpo.curriculum import order
+from flowgrpo.curriculum.expansion import Expansion
 from flowgrpo.curriculum.replay import GroupReplay
 from flowgrpo.errors import UserError
 from flowgrpo.methods.groups import Credit, Denoising, Loss, TextGeneration
@@ -42,6 +43,7 @@ class Method:
     credit: from rewards to advantages.
     loss: from scores and advantages to a scalar.
     curriculum: which prompts an epoch begins with.
+    expansion: the input under which prompts are sampled; None: their own.
     redraw: which of their groups are replaced by other prompts; None: none.
     replay: which recorded groups are trained again; None: none.
 
@@ -55,6 +57,7 @@ class Method:
     credit: Credit = Credit()
     loss: Loss = Loss()
     curriculum: Curriculum = order.EpochPermutation()
+    expansion: Expansion | None = None
     redraw: Redraw | None = None
     replay: GroupReplay | None = None
 
@@ -216,6 +219,12 @@ class Method:
         """Return the rollout of a language model's method."""
         assert isinstance(self.rollout, TextGeneration), "a pipeline's method"
         return self.rollout
+
+    @property
+    def off_policy(self) -> bool:
+        """True where samples may be answers of prompts, or be drawn under another input than is learned."""
+        answers = self.for_tokens and self.generation.decoding.expert > 0
+        return answers or any(not getattr(part, "learned", True) for part in (self.expansion, self.redraw))
 
     @property
     def tuning(self) -> LayerTuning:

@@ -21,10 +21,19 @@ from flowgrpo.advantages import (
     token_credit,
 )
 from flowgrpo.config.schema import Config, fields
+from flowgrpo.curriculum import teachers
 from flowgrpo.errors import UserError
 from flowgrpo.methods import registry, supervised, targets
 from flowgrpo.methods.method import Method
-from flowgrpo.objectives import actor_critic, forward_process, ratios, references, sequence_losses, token_losses
+from flowgrpo.objectives import (
+    actor_critic,
+    forward_process,
+    policy_shaping,
+    ratios,
+    references,
+    sequence_losses,
+    token_losses,
+)
 from flowgrpo.samplers import plans
 
 # Parts that fewer targets read than their place says.
@@ -36,7 +45,8 @@ TYPES: dict[type, tuple[type[targets.Target], ...]] = {
                      token_credit.SegmentChain, token_credit.SegmentTree, token_credit.StepGroups,
                      token_credit.MergedSteps, token_credit.Exploring, step_scores.StepScores, supervised.NextToken,
                      supervised.PreferencePairs,
-                     expert_reward.ExpertReward), _TEXTS),
+                     expert_reward.ExpertReward, teachers.TeacherAnswers), _TEXTS),
+    policy_shaping.PolicyShaping: (targets.Completions, targets.RecordedSteps, targets.JointDensity),
     sequence_losses.SampleLoss: (targets.Completions, targets.RecordedSteps, targets.NoisedFinals),
     **dict.fromkeys((references.Teacher, references.SelfTeacher), (
         targets.Completions, targets.RecordedSteps, targets.JointDensity, targets.NoisedFinals)),

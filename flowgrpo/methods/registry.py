@@ -29,7 +29,18 @@ from flowgrpo.advantages import (
 from flowgrpo.advantages.group import AdvantageRule
 from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.advantages.token_credit import TokenCredit
-from flowgrpo.curriculum import categories, gradient_variance, history, order, prediction, replay, resampling
+from flowgrpo.curriculum import (
+    categories,
+    expansion,
+    gradient_variance,
+    hint_length,
+    history,
+    order,
+    prediction,
+    replay,
+    resampling,
+    teachers,
+)
 from flowgrpo.methods import adapted, data_sources, supervised, targets
 from flowgrpo.methods.groups import Credit, Denoising, Loss, TextGeneration
 from flowgrpo.objectives import (
@@ -39,6 +50,7 @@ from flowgrpo.objectives import (
     forward_process,
     kl,
     pair_losses,
+    policy_shaping,
     random_policy,
     ratios,
     reductions,
@@ -88,7 +100,7 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "selection": (selection, downsampling),
     "log_ratio": (ratios,),
     "surrogate": (surrogates, forward_process, sequence_losses, token_losses, actor_critic,
-                  reward_labels, token_weights, random_policy, pair_losses),
+                  reward_labels, token_weights, random_policy, pair_losses, policy_shaping),
     "step_weight": (step_weights,),
     "reduction": (reductions,),
     "kl": (kl,),
@@ -109,14 +121,15 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "draws": (groups, trees, lookahead, branching),
     "spread": (token_credit, step_scores),
     "curriculum": (order, categories, gradient_variance, history, prediction),
-    "redraw": (resampling,),
+    "expansion": (expansion,),
+    "redraw": (resampling, hint_length, teachers),
     "replay": (replay,),
     "value": (gae,),
     "progress": (step_credit,)}
 # What parts return or hold, and what no recipe names.
 _RECORDS = {plans.Schedule, lookahead.Branch, reward_gradient.ResumableStates, reward_gradient.RewardGradientRollout,
             latent_edits.Edits, downsampling._Downsampled, balance.Now, supervised_weights.Drawn,
-            supervised.DataLoss, supervised.NoisedData,
+            supervised.DataLoss, supervised.NoisedData, surrogates.Origin,
             actor_critic.Seen, targets.Target,
             targets.Traces, targets.RecordedPairs,
             targets.RecordedCompletions}  # what a run makes of completions and of noised finals

@@ -31,6 +31,7 @@ class Target:
     trains_steps: True if it needs steps that draw noise.
     packs: True if `train.pack` can put its decisions into one call.
     follows_reward: True if it is the reward's gradient.
+    scores_sampling: True if old scores are those of sampling; False: a score of finished samples.
     """
 
     trains: ClassVar[str]
@@ -40,6 +41,7 @@ class Target:
     trains_steps: ClassVar[bool] = False
     packs: ClassVar[bool] = False
     follows_reward: ClassVar[bool] = False
+    scores_sampling: ClassVar[bool] = True
 
     def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
                  explorations: Sequence[RolloutSpec], group: int) -> None:
@@ -101,6 +103,7 @@ class NoisedFinals(Target):
     times: Times = noised_finals.GridTimes()
 
     trains: ClassVar[str] = "noised finals"
+    scores_sampling: ClassVar[bool] = False
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "progress", "strides", "replay"}
     packs: ClassVar[bool] = True
 
@@ -111,7 +114,7 @@ class RecordedPairs(NoisedFinals):
 
     trains: ClassVar[str] = "recorded pairs"
     unread: ClassVar[frozenset[str]] = NoisedFinals.unread | {"kernel", "plan", "solver", "tail", "roots", "redraw",
-                                                                "pruning", "rehearsal"}
+                                                                "expansion", "pruning", "rehearsal"}
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,8 @@ class RewardGradient(Target):
     trains_steps: ClassVar[bool] = True
     follows_reward: ClassVar[bool] = True
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "progress", "pruning", "tail", "strides", "step_weight",
-                                                   "kl", "reference", "redraw", "rehearsal", "replay"}
+                                                   "kl", "reference", "redraw", "expansion", "rehearsal",
+                                                   "replay"}
     takes: ClassVar[dict[str, type]] = {"surrogate": objectives.RewardAscent, "log_ratio": objectives.PlainRatio}
 
     def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
@@ -147,6 +151,7 @@ class LatentEdits(Target):
     edit: latent_edits.Edit = latent_edits.Edit()
 
     trains: ClassVar[str] = "latent edits"
+    scores_sampling: ClassVar[bool] = False
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"progress", "strides", "preview", "pruning", "lag", "adapted",
                                                    "step_weight", "rehearsal", "data", "replay"}
     takes: ClassVar[dict[str, type]] = {"surrogate": ActorCritic}
@@ -226,7 +231,8 @@ class RelaxedTraces(Target):
     follows_reward: ClassVar[bool] = True
     of: ClassVar[type] = TextGeneration
     unread: ClassVar[frozenset[str]] = frozenset({"step_weight", "reduction", "kl", "reference", "draws", "spread",
-                                                  "redraw", "value", "progress", "rehearsal", "data", "replay"})
+                                                  "redraw", "expansion", "value", "progress", "rehearsal",
+                                                  "data", "replay"})
     takes: ClassVar[dict[str, type]] = {"surrogate": objectives.RewardAscent, "log_ratio": objectives.PlainRatio,
                                         "decoding": Unmasking}
 

@@ -12,6 +12,7 @@ from flowgrpo.advantages.shaping import BradleyTerry
 from flowgrpo.advantages.trackers import PriorBlend
 from flowgrpo.config.schema import Config
 from flowgrpo.curriculum.resampling import AdditionalGroups
+from flowgrpo.curriculum.teachers import TeacherAnswers
 from flowgrpo.data.demonstrations import load_demonstrations
 from flowgrpo.data.pairs import load_pairs
 from flowgrpo.errors import UserError, nearest
@@ -129,7 +130,17 @@ def _require_loss(config: Config, method: Method) -> None:
         raise ValueError(f"the surrogate {type(loss.surrogate).__name__} reads rewards as labels, and "
                          f"{type(method.credit.advantage).__name__} compares them: set parts.advantage: "
                          "{type: NoBaseline}")
+    if loss.surrogate.reads_guided and not method.off_policy:
+        answers = ", or parts.decoding.expert: 1" if method.for_tokens else ""
+        raise ValueError(f"the surrogate {type(loss.surrogate).__name__} is about samples that another policy drew, "
+                         f"and none are: set learned: false of parts.redraw or parts.expansion{answers}")
+    if method.expansion is not None and not method.expansion.changes:
+        raise ValueError("parts.expansion changes nothing: set its text, key or scale")
     if method.for_tokens:
+        if isinstance(method.redraw, TeacherAnswers) and not method.generation.decoding.expert:
+            raise ValueError("TeacherAnswers puts answers into groups that fail: set parts.decoding.expert to their "
+                             "number")
+        _require_no_scale(method)
         return
     if isinstance(teacher, SelfTeacher) and teacher.feedback in ("sibling", "contrast"):
         raise ValueError(f"parts.reference.feedback is {teacher.feedback}, texts of the group, and pictures have none: "
@@ -137,6 +148,14 @@ def _require_loss(config: Config, method: Method) -> None:
     if isinstance(teacher, Teacher) and teacher.model and (config.memory.shard or config.memory.context_parallel > 1):
         raise ValueError("parts.reference.model is a teacher, which memory.shard and memory.context_parallel do not "
                          "share out: leave them out")
+
+
+def _require_no_scale(method: Method) -> None:
+    """Raise ValueError for a guidance scale of a language model."""
+    for place in ("expansion", "redraw"):
+        if (scale := getattr(getattr(method, place), "scale", None)) is not None:
+            raise ValueError(f"parts.{place}.scale is {scale}, the guidance of pipelines, and a language model has "
+                             "none: leave it out")
 
 
 def substituted(config: Config, method: Method) -> str | None:

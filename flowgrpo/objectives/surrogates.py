@@ -31,11 +31,12 @@ class Surrogate:
     reads_uniform: the mean log-probability of all tokens at every place, of the old policy too.
     reads_advantages: one advantage of every completion.
     reads_labels: advantages that are rewards, not compared in their group.
+    reads_guided: `Origin`, who drew a decision.
     low, high: the range of the ratio; infinite: it has none.
     """
 
     reads_means = reads_reference = reads_groups = reads_entropy = reads_advantages = reads_labels = False
-    reads_uniform = False
+    reads_uniform = reads_guided = False
     low: float = math.inf
     high: float = math.inf
 
@@ -179,9 +180,29 @@ class DivergenceMask(ClippedSurrogate):
         return -width, width
 
 
-def surrogate_input(surrogate: Surrogate, new: Scored, old: Scored) -> Tensor:
-    """Return the third argument of a surrogate, [B, N]: of a DivergenceMask the divergence from the old policy,
-    otherwise the old log-probability."""
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """Origin of decisions.
+
+    new, old: their log-probabilities [B, N].
+    guided: bool [B], those drawn under another input than the one that is learned.
+    answers: bool [B], those that came with their prompts.
+    """
+
+    new: Tensor
+    old: Tensor
+    guided: Tensor
+    answers: Tensor
+
+
+def surrogate_input(surrogate: Surrogate, new: Scored, old: Scored, answers: Tensor | None = None) -> Tensor | Origin:
+    """Return the third argument of a surrogate, [B, N]: of a DivergenceMask the divergence from the old policy, of one
+    that reads it the `Origin`, otherwise the old log-probability. answers: bool [B], those that came with their
+    prompts."""
+    if surrogate.reads_guided:
+        none = torch.zeros_like(old.mask[:, 0])
+        return Origin(new.logp, old.logp, none if old.guided is None else old.guided,
+                      none if answers is None else answers)
     return divergence(new, old).detach() if isinstance(surrogate, DivergenceMask) else old.logp
 
 

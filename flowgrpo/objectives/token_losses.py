@@ -23,7 +23,8 @@ class WrappedLoss(Surrogate):
     surrogate: Surrogate
 
     def __post_init__(self) -> None:
-        if isinstance(self.surrogate, (GroupLoss, DivergenceMask)) or not callable(self.surrogate):
+        taken = self.surrogate
+        if isinstance(taken, (GroupLoss, DivergenceMask)) or not callable(taken) or taken.reads_guided:
             raise ValueError(f"{type(self).__name__}: surrogate is {self.surrogate!r}, expected one of single tokens, "
                              "such as Clip")
 

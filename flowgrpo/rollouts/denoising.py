@@ -77,23 +77,32 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         return self._grids[size]
 
     def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> Conditioning:
-        """Encode prompts, each once. epoch: whose sizes of pictures they get; None: the evaluation's."""
+        """Encode prompts, each once, as they are sampled. epoch: whose sizes of pictures they get; None: the
+        evaluation's."""
         with self.clock("encode"):
-            encoded = self.encode([p.text for p in batch], self._negatives(batch), [p.brings for p in batch])
+            encoded = self.encode([p.shown for p in batch], self._negatives(batch), [p.brings for p in batch])
             if self.config.train.pack and encoded.mixed:
                 raise UserError("train.pack is true, but the prompts' pictures differ in size, so that every row is a "
                                 "call of its own: set it to false, or bring the pictures to one size")
             if self.config.train.pack and not self.policy.vector(encoded):
                 raise UserError(f"train.pack is true, but {type(self.policy.pipe).__name__} takes one timestep per "
                                 f"call at guidance {self.policy.guidance:g}: set it to false")
+        if any(p.guided and p.guided.scale is not None for p in batch):
+            encoded = replace(encoded, scales=[self._scale(p) for p in batch])
+        if any(p.learned is not p for p in batch) and not self.method.target.scores_sampling:
+            encoded = replace(encoded, learned=self.conditioning([p.learned for p in batch], epoch))
         if epoch is None or not self.config.picture.sizes:
             return encoded
-        return replace(encoded, sizes=sizes.drawn(self.config.picture.sizes, [p.key for p in batch], epoch,
+        return replace(encoded, sizes=sizes.drawn(self.config.picture.sizes, [p.unguided.key for p in batch], epoch,
                                                   self.config.seed))
 
     def prepare(self, batch: list[Prompt]) -> None:
         """Encode prompts into the memory of prompts, as many as it holds."""
         self.encode.prepare([p.text for p in batch], self._negatives(batch), [p.brings for p in batch])
+
+    def _scale(self, prompt: Prompt) -> float:
+        scale = prompt.guided.scale if prompt.guided else None
+        return self.policy.guidance if scale is None else scale
 
     def _negatives(self, batch: list[Prompt]) -> list[str]:
         return [self.config.negative_prompt if p.negative is None else p.negative for p in batch]
@@ -144,7 +153,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             if part is None:
                 break
             sampled = self.policy.evaluations
-            part = self.target.record(part, conditioning, epoch, seed)
+            part = self.target.record(part, conditioning.learned or conditioning, epoch, seed)
             before += self.policy.evaluations - sampled  # they are the update's
             if self.method.credit.progress is not None:
                 part = measured.predicted(self, part, conditioning, judge, self.method.credit.progress)

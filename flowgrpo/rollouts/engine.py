@@ -10,7 +10,6 @@ import torch
 
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
-from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.log import PhaseTimer
@@ -49,13 +48,10 @@ class EngineRollouts(TextRollouts):
         self.engine = engines.make(config, policy, self.processes.count)
         self.apart: list[torch.Tensor] = []  # [n,4] of drawn tokens: trainer, engine, weight, above the cap
 
-    def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> TokenizedPrompts:
-        self.apart = []
-        return super().conditioning(batch, epoch)
-
     def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
                value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
         """Sample as `TextRollouts`; the engine draws all groups first."""
+        self.apart, conditioning = self.apart if turn else [], self.ranked(conditioning)
         before, group, count = self.engine.evaluations, self.geometry.group, len(conditioning.prompts)
         prompts, samples = torch.arange(count).repeat_interleave(group), torch.arange(group).repeat(count)
         seed = self.seeds(epoch, turn, count)

@@ -16,6 +16,7 @@ from flowgrpo.methods.method import Method
 from flowgrpo.objectives.actor_critic import Seen
 from flowgrpo.objectives.forward_process import OfNoised
 from flowgrpo.objectives.sequence_losses import GroupLoss, SampleLoss
+from flowgrpo.objectives.surrogates import Origin
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import CompletionBatch, GroupStatistics, NoisedBatch, Scored, required
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from flowgrpo.policies.pipelines.edit_networks import Editor
 
 Replay = Callable[[], Iterator[tuple[int, slice, Scored]]]
-LossInput: TypeAlias = Tensor | NoisedBatch | CompletionBatch | Seen
+LossInput: TypeAlias = Tensor | Origin | NoisedBatch | CompletionBatch | Seen
 
 
 class LossInputs(Protocol):
@@ -53,7 +54,7 @@ class NoisedInputs:
         if groups and cut:
             self.peers = [self._peers(k, values) for k, values in enumerate(self.statistics(cut))]
 
-    def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Tensor | NoisedBatch:
+    def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Tensor | Origin | NoisedBatch:
         """Return the inputs of the rows of the k-th recorded step, in this batch of the replay."""
         if not isinstance(self.surrogate, (OfNoised, SampleLoss)):
             return objectives.surrogate_input(self.surrogate, new, old)
@@ -111,10 +112,12 @@ class CompletionInputs:
                                      self.taken.prompts.to(device))
         self.seen = not method.loss.surrogate.reads_groups
 
-    def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Tensor | CompletionBatch:
+    def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Tensor | Origin | CompletionBatch:
         """Return the inputs of these rows of the completions, in this batch of the replay."""
         if not isinstance(self.method.loss.surrogate, GroupLoss):
-            return objectives.surrogate_input(self.method.loss.surrogate, new, old)
+            answers = self.every["expert"]
+            return objectives.surrogate_input(self.method.loss.surrogate, new, old,
+                                              answers if answers is None else answers[rows])
         compared = self._compared(batch, rows, new, old)
         if not self.seen:
             self.peers, self.seen = replace(self.peers, statistic=self._statistics(compared)), True

@@ -12,6 +12,7 @@ from flowgrpo.advantages.segments import starts_of
 from flowgrpo.advantages.step_scores import StepScores
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
+from flowgrpo.curriculum.teachers import TeacherAnswers, solutions_of
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.log import PhaseTimer
@@ -23,7 +24,7 @@ from flowgrpo.rollouts.text_steps import scored_steps
 from flowgrpo.rollouts.text_targets import TARGETS, Replayed
 from flowgrpo.samplers.replay import rescored
 from flowgrpo.samplers.rollout import Part, Seed
-from flowgrpo.samplers.text.answers import answer_of, with_answers
+from flowgrpo.samplers.text.answers import answer_of, ranked, with_answers
 from flowgrpo.samplers.text.continuations import segmented
 from flowgrpo.samplers.text.decoding import WithAnswers
 from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
@@ -44,14 +45,27 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
     def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> TokenizedPrompts:
         """Tokenise prompts."""
         with self.clock("encode"):
-            encoded = self.encode([p.text for p in batch], images=[p.brings for p in batch])
+            encoded = self.encode([p.shown for p in batch], images=[p.brings for p in batch])
         decoding = self.method.generation.decoding
         if not decoding.expert:
             return encoded
-        answers = [answer_of(p) for p in batch]
-        if isinstance(decoding, WithAnswers):
-            answers = [decoding.written(answer) for answer in answers]
-        return replace(encoded, answers=answers)
+        references = [answer_of(p) for p in batch] if self.taught else []
+        return replace(encoded, answers=[self.answers(p) for p in batch], references=references)
+
+    @property
+    def taught(self) -> bool:
+        """Return True if answers are those of several teachers, in groups that failed alone."""
+        return isinstance(self.method.redraw, TeacherAnswers)
+
+    def answers(self, prompt: Prompt) -> list[str]:
+        """Return the answers that may join a prompt's group, in order."""
+        decoding = self.method.generation.decoding
+        if self.taught:
+            answers = solutions_of(prompt) if prompt.guided and prompt.guided.answers else []
+        else:
+            answer = answer_of(prompt)
+            answers = [] if answer is None else [answer] * decoding.expert
+        return [decoding.written(answer) for answer in answers] if isinstance(decoding, WithAnswers) else answers
 
     def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
                value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
@@ -62,6 +76,7 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         """
         before, kernel = self.policy.evaluations, self.method.generation.decoding
         self.target.progress = epoch / max(self.config.train.epochs - 1, 1)
+        conditioning = self.ranked(conditioning)
         seed = self.seeds(epoch, turn, len(conditioning.prompts))
         for groups, prompts, samples, _ in self.whole_groups(len(conditioning.prompts)):
             generators = self.policy.generators(seed(int(p), int(k)) for p, k in zip(prompts, samples))
@@ -79,12 +94,19 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
             yield part, [[text for batch in batches for text in batch.texts]]
         self.count(self.policy.evaluations - before)
 
+    def ranked(self, conditioning: TokenizedPrompts) -> TokenizedPrompts:
+        """Return the prompts with teachers' answers in the order in which they join a group."""
+        if not self.taught:
+            return conditioning
+        with self.clock("rollout"):
+            return ranked(self.policy, conditioning)
+
     def answered(self, conditioning: TokenizedPrompts, prompts: torch.Tensor, samples: torch.Tensor,
                  batches: list[SampledCompletions]) -> list[SampledCompletions]:
         """Replace the last samples of every group, of the prompts [B], by their prompts' answers."""
         kernel, group = self.method.generation.decoding, self.geometry.group
         places = torch.arange(len(prompts)).split([len(batch.ids) for batch in batches])
-        return [with_answers(self.policy, conditioning, prompts[at], samples[at] >= group - kernel.expert, batch,
+        return [with_answers(self.policy, conditioning, prompts[at], samples[at] - (group - kernel.expert), batch,
                              kernel)
                 for at, batch in zip(places, batches)]
 

@@ -102,7 +102,8 @@ def rescored(part: Part, replayed: Iterator[tuple[int, slice, Scored]]) -> Part:
         mean = None if old.mean is None else required(new.mean).detach().to(old.mean.device)
         entropy = None if new.entropy is None else new.entropy.detach()
         scores[k].append(Scored(new.logp.detach(), new.mask, mean, None if mean is None else new.std, entropy=entropy))
-    transitions = tuple(replace(taken, old=_joined(of)) for taken, of in zip(part.transitions, scores))
+    transitions = tuple(replace(taken, old=replace(_joined(of), guided=taken.old.guided))
+                        for taken, of in zip(part.transitions, scores))
     return replace(part, transitions=transitions)
 
 

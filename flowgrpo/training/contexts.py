@@ -18,7 +18,8 @@ def context_of(run: Run, parts: list[Part], keys: list[str]) -> Context:
     columns = run.processes.gather(torch.cat([part.leaves() for part in parts]))
     logp, lengths, deducted, entropy, reference, expert, baseline, *predicted = columns.view(
         -1, run.config.train.group, columns.shape[1]).unbind(2)
-    metadata, strides = {prompt.key: prompt.metadata for prompt in run.prompts}, len(method.rollout.strides)
+    metadata = {prompt.key: prompt.metadata for prompt in run.prompts} | run.guided.metadata
+    strides = len(method.rollout.strides)
     return Context(
         groups, logp.float(), lengths.long(), epoch=run.epoch, epochs=run.config.train.epochs, memory=run.memory,
         longest=sum(transitions.old.logp.shape[1] for transitions in parts[0].transitions),

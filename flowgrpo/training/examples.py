@@ -91,7 +91,7 @@ class Examples:
             if takes == "recorded":
                 self.collected += self.recorded.get(prompt.text, [])
             elif takes == "own":
-                self.collected += [Example(prompt, content) for content in winners.get(index[key], [])]
+                self.collected += [Example(prompt.unguided, content) for content in winners.get(index[key], [])]
         self.collected = self.collected[-self.source.kept:]
 
     def _winners(self, of_group: list[int], right: Tensor, parts: Sequence[Part]) -> dict[int, list[Tensor]]:

@@ -21,7 +21,7 @@ def prepare(run: Run, parts: list[Part], conditioning: Encoded, prompts: Sequenc
         run.fitted(partial(run.rehearsing.draw, run.prompts, run.scoring))
     if run.recorded is None:
         return parts, conditioning
-    return run.recorded(parts, conditioning, prompts, run.epoch, weights)
+    return run.recorded(parts, conditioning, [prompt.learned for prompt in prompts], run.epoch, weights)
 
 
 def finish(run: Run, parts: list[Part], conditioning: Encoded) -> dict[str, Any]:

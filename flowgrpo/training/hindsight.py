@@ -35,17 +35,17 @@ class Hindsight:
 
     @property
     def prompts(self) -> list[Prompt]:
-        """Return the epoch's prompts, turn by turn."""
-        return [prompt for turn in sorted(self.turns) for prompt in self.turns[turn]]
+        """Return the epoch's prompts as they are learned, turn by turn."""
+        return [prompt.learned for turn in sorted(self.turns) for prompt in self.turns[turn]]
 
     def of_pictures(self) -> Encoded:
         """Return the encoded richer prompts, made at their first use."""
         if self.richer is None:
             prompts = self.prompts
-            texts = self.teacher.prompts([p.text for p in prompts], [""] * len(prompts), [0.0] * len(prompts),
+            texts = self.teacher.prompts([p.shown for p in prompts], [""] * len(prompts), [0.0] * len(prompts),
                                          [answer_of(p) for p in prompts])
-            self.richer = self.rollouts.conditioning([replace(p, text=text) for p, text in zip(prompts, texts)],
-                                                     self.epoch)
+            self.richer = self.rollouts.conditioning(
+                [replace(p.unguided, text=text) for p, text in zip(prompts, texts)], self.epoch)
         return self.richer
 
     def replay(self, part: Part) -> Iterator[tuple[int, slice, Scored]]:
@@ -68,10 +68,10 @@ class Hindsight:
         prompts = [every[place] for place in taken.prompts.tolist()]
         for place in taken.prompts.unique():
             rows = (taken.prompts == place).nonzero()[:, 0].tolist()
-            texts = self.teacher.prompts([prompts[row].text for row in rows], [written[row] for row in rows],
+            texts = self.teacher.prompts([prompts[row].shown for row in rows], [written[row] for row in rows],
                                          [rewards[row] for row in rows], [answer_of(prompts[row]) for row in rows])
             for row, text in zip(rows, texts):
-                prompts[row] = replace(prompts[row], text=text)
+                prompts[row] = replace(prompts[row].unguided, text=text)
         return prompts
 
 

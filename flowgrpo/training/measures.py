@@ -78,12 +78,15 @@ def drifted(method: Method, memory: dict[str, Any], parts: list[Part], replay: R
 @torch.no_grad()
 def drift(parts: list[Part], replay: Replay, processes: Processes) -> float:
     """Return the KL of the policy that drew the parts to the present one: the mean of r - 1 - log r over the decisions
-    of all processes; 0 without any."""
+    of all processes, without those drawn under guidance that is not learned; 0 without any."""
     terms = [torch.empty(0)]
     with processes.together():
         for part in parts:
             for k, rows, new in replay(part):
-                log_ratio = new.logp.float().cpu() - part.transitions[k].old.logp[rows].float().cpu()
-                terms.append((log_ratio.expm1() - log_ratio)[new.mask.cpu()])
+                old = part.transitions[k].old.rows(rows)
+                log_ratio, counted = new.logp.float().cpu() - old.logp.float().cpu(), new.mask.cpu()
+                if old.guided is not None:
+                    counted = counted & ~old.guided.cpu()[:, None]
+                terms.append((log_ratio.expm1() - log_ratio)[counted])
     every = processes.gather(torch.cat(terms))
     return every.mean().item() if len(every) else 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from flowgrpo import types
 from flowgrpo.config.schema import Config
 from flowgrpo.curriculum.replay import GroupReplay, priority
-from flowgrpo.data.prompts import Prompt, as_line, of_records
+from flowgrpo.data.prompts import Guidance, Prompt, as_line, of_records
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.methods.method import Method
@@ -113,7 +113,8 @@ class RecordedGroups:
                 tensors[f"{number}.{k}.advantage"] = group.part.advantages[k]
                 tensors[f"{number}.{k}.reward"] = group.part.rewards[k]
                 kinds.append([type(taken).__name__, taken.step])
-            listed.append({"prompt": as_line(group.prompt), "epoch": group.epoch, "size": group.size,
+            guided = {"guided": asdict(group.prompt.guided)} if group.prompt.guided else {}
+            listed.append(guided | {"prompt": as_line(group.prompt), "epoch": group.epoch, "size": group.size,
                            "logp": group.logp, "steps": kinds,
                            "weights": [*map(list, (group.part.weights or {}).items())]})
         return tensors, {"groups": listed}
@@ -134,6 +135,7 @@ class RecordedGroups:
                         specs(entry["epoch"])[0] if specs else None, tuple(transitions), (), tuple(advantages),
                         rewards=tuple(totals), weights={step: weight for step, weight in entry["weights"]})
             [prompt] = of_records([entry["prompt"]])
+            prompt = replace(prompt, guided=Guidance(**entry["guided"])) if "guided" in entry else prompt
             self.groups.append(Recorded(prompt, entry["epoch"], part, entry["size"], entry["logp"]))
 
 

@@ -26,6 +26,7 @@ from flowgrpo.storage.places import checkpoints
 from flowgrpo.training.best import BestWeights
 from flowgrpo.training.critic import Critic
 from flowgrpo.training.first_ratio import FirstRatio
+from flowgrpo.training.guided import GuidedSampling
 from flowgrpo.training.kl_reference import KLReference
 from flowgrpo.training.recorded_groups import RecordedGroups
 from flowgrpo.training.replay_buffer import Recalling
@@ -61,6 +62,7 @@ class Run(Protocol):
     best: BestWeights
     kl_reference: KLReference
     first_ratio: FirstRatio
+    guided: GuidedSampling
     critic: Critic | Recalling | None
     recorded: RecordedGroups | None
     rehearsing: Any

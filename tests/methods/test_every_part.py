@@ -36,6 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "DualClip": {"low": 5e-5, "high": 5e-5}, "Adaptive": {"target": 0.001}, "Linear": {"last": 0.0},
     "LayerTuning": {"weight": 0.1}, "Lag": {"start": 0.5, "most": 0.5}, "Preview": {"pool": 6, "steps": 2},
     "EarlyExits": {"exit": "=", "close": "="}, "Hints": tiny_runs.HINTED["redraw"] | {"fail": 1.0},
+    "HintLength": {"text": "{prompt}{hint}"}, "Expansion": {"text": "{prompt}7"}, "TeacherAnswers": {"fail": 1.0},
     "Retention": {"after": 1}, "LikelihoodConsistency": {"right": 0.1},
     "SegmentTree": {"every": 1}, "Tree": {"tokens": 1}, "Edit": {"width": 4},
     "Unconfident": {"right": 0.1}, "Decoupled": {"right": 0.1}, "Balanced": {"right": 0.48}, "Rarity": {"slope": 0.5},
@@ -53,7 +54,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "Pooled": {"curriculum": {"type": "Knapsack"}}, "AdditionalGroups": {"advantage": {"type": "PriorBlend"}},
     "OneStep": {"plan": {"count": 2}}, "Preview": {"roots": None},
     "SegmentTree": {"draws": {"type": "Tree", "tokens": 1}}, "Pruning": {"roots": None},
-    "ExpertReward": {"decoding": {"expert": 1}}}
+    **dict.fromkeys(("ExpertReward", "TeacherAnswers"), {"decoding": {"expert": 1}}),
+    "PolicyShaping": {"expansion": {"type": "Expansion", "text": "{prompt}7"}}}
 VALUES = {"tail": 0.5, "roots": 2, "strides": [1, 2]}
 # What is the host's own under another name: one reward has nothing to be weighed against, and need not rise; of two
 # prompts of which one is flat, both are as difficult; the noise of FlowDDIM is 0, a Teacher without a model and a

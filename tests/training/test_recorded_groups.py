@@ -109,6 +109,20 @@ def test_recorded_groups_are_in_the_checkpoint_and_the_next_epoch_is_the_same(ki
         assert torch.equal(tensor, other.policy.weights.snapshot()[key])
 
 
+@pytest.mark.parametrize("learned", [True, False])
+def test_a_group_of_a_checkpoint_is_learned_under_its_own_input(learned):
+    parts = {"replay": {"type": "GroupReplay"},
+             "expansion": {"type": "Expansion", "text": "{prompt}7", "learned": learned}}
+    made, other = (tiny_text.trainer(rewards={"short": by_place}, train__prompts=2, parts=parts) for _ in range(2))
+    made.prompts = [Prompt("1+2="), Prompt("33+4=")]
+    made.run_epoch()
+    other.recorded.load_state(*made.recorded.state())
+    [group] = other.recorded.groups
+    assert group.prompt.text == "1+2=" and group.prompt.shown == ("1+2=7" if learned else "1+2=")
+    guided = group.part.transitions[0].old.guided
+    assert guided is None if learned else guided.all()
+
+
 @pytest.mark.parametrize("options, told", [
     (dict(parts={"replay": {"type": "GroupReplay"}}, picture__sizes=[[16, 16]]), "picture.sizes"),
     (dict(parts={"replay": {"type": "GroupReplay", "recompose": True}}), "reads lengths of texts"),

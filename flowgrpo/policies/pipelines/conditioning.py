@@ -52,6 +52,8 @@ class Conditioning:
     parts: of prompts that differ in length, one Conditioning each, in place of `calls`. masks: how they are padded
     (`padding.learn`); None: rows of different lengths need calls of their own.
     sizes: of each prompt's pictures; empty: of all those of the policy's `call`.
+    scales: of each prompt's guidance, where it is sampled at a scale of its own; empty: the policy's.
+    learned: the same prompts as the loss reads them, for scores of the rollout; None: as these.
     """
 
     prompts: list[str]
@@ -65,6 +67,8 @@ class Conditioning:
     parts: tuple[Conditioning, ...] = ()
     masks: padding.Masks | None = None
     sizes: list[Size] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    learned: Conditioning | None = None
 
     def rows(self, index: torch.Tensor) -> Conditioning:
         """Return the rows `index` (int64 [B]); a row may be taken several times.
@@ -72,9 +76,9 @@ class Conditioning:
         Rows that differ in length are padded, or stay `parts`.
         """
         picked = index.tolist()
-        sizes = [self.sizes[i] for i in picked] if self.sizes else []
+        sizes, scales = ([values[i] for i in picked] if values else [] for values in (self.sizes, self.scales))
         if self.parts:
-            return replace(gathered([self.parts[i] for i in picked], self.masks), sizes=sizes)
+            return replace(gathered([self.parts[i] for i in picked], self.masks), sizes=sizes, scales=scales)
         places: dict[torch.device, torch.Tensor] = {}  # by device: the index is brought to each once
 
         def taken(value: Any) -> Any:
@@ -87,7 +91,7 @@ class Conditioning:
         calls = tuple(tuple(taken(value) if per_row else value for value, per_row in zip(values, flags, strict=True))
                       for values, flags in zip(self.calls, self.per_prompt, strict=True))
         return replace(self, prompts=taken(self.prompts), negatives=taken(self.negatives), calls=calls, sizes=sizes,
-                       inputs={name: taken(values) for name, values in self.inputs.items()})
+                       scales=scales, inputs={name: taken(values) for name, values in self.inputs.items()})
 
     @property
     def size(self) -> dict[str, int]:
@@ -95,6 +99,12 @@ class Conditioning:
         if len(set(self.sizes)) > 1:
             raise ValueError(f"rows of sizes {sorted(set(self.sizes))} in one call: expected one size")
         return dict(zip(("height", "width"), self.sizes[0])) if self.sizes else {}
+
+    def scale(self, usual: float) -> float:
+        """Return the rows' guidance scale: `usual`, or their own. Raises ValueError for several scales."""
+        if len(set(self.scales)) > 1:
+            raise ValueError(f"rows of guidance scales {sorted(set(self.scales))} in one call: expected one scale")
+        return self.scales[0] if self.scales else usual
 
     def runs(self) -> list[range]:
         """Return the rows that one call of the pipeline may bring, call by call."""

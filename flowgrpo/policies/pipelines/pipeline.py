@@ -198,20 +198,20 @@ class PipelinePolicy:
         return last, record
 
     def vector(self, conditioning: Conditioning) -> bool:
-        """Return True if one call can replay rows of different steps at the present guidance; tried once."""
-        if self.guidance not in self._copies:
+        """Return True if one call can replay rows of different steps at the rows' guidance; tried once."""
+        if (guidance := conditioning.scale(self.guidance)) not in self._copies:
             before, twice = self.evaluations, conditioning.rows(torch.tensor([0, 0]))
 
             def driven(task: Segment, **options: Any) -> StepRecord:
-                return required(self._drive(twice, task, self.guidance, **options)[1])
+                return required(self._drive(twice, task, guidance, **options)[1])
 
             with self.sampling():
                 state = driven(self._trial, latents=None, generator=generators([0, 1])).first
-                self._copies[self.guidance] = 0 if self.encode_prompt.apart else copies(
+                self._copies[guidance] = 0 if self.encode_prompt.apart else copies(
                     lambda task: required(driven(task, latents=state).output), self.process,
                     self.dtype == torch.float32)
             self.evaluations = before
-        return self._copies[self.guidance] > 0
+        return self._copies[guidance] > 0
 
     def replay(self, conditioning: Conditioning, x: torch.Tensor, grid: torch.Tensor, step: int | torch.Tensor,
                timesteps: torch.Tensor | None = None) -> torch.Tensor:
@@ -230,7 +230,7 @@ class PipelinePolicy:
         task = Segment(grid, range(1), replay=True, timesteps=timesteps)
         if torch.is_tensor(step):
             assert self.vector(conditioning), "this pipeline takes one timestep per call"
-            task = task.at_rows(step, self._copies[self.guidance])
+            task = task.at_rows(step, self._copies[conditioning.scale(self.guidance)])
         else:
             task = task.at_step(step)
         record = self._drive(conditioning, task, self.guidance, latents=x)[1]
@@ -318,7 +318,7 @@ class PipelinePolicy:
         if self.live and (task is None or task.steps):
             with unlogged():
                 conditioning = self.encode_prompt.anew(conditioning, self.guidance)
-        return self.driver(conditioning, task, guidance, **options)
+        return self.driver(conditioning, task, conditioning.scale(guidance), **options)
 
     @contextlib.contextmanager
     def reference(self, held: Sequence[dict[str, torch.Tensor]] = ()) -> Iterator[None]:

@@ -86,7 +86,8 @@ class EncodePrompt:
                             "encoders: train the denoiser alone, parts: {adapted: {encoders: false, denoisers: true}}")
         places = {row: place for place, row in enumerate(first)}
         encoded = gathered(parts, conditioning.masks, pad=False)
-        return replace(encoded.rows(torch.tensor([places[row] for row in rows])), sizes=conditioning.sizes)
+        return replace(encoded.rows(torch.tensor([places[row] for row in rows])), sizes=conditioning.sizes,
+                       scales=conditioning.scales)
 
     def _calls(self, plain: Conditioning, guidance: float) -> tuple[tuple[Any, ...], ...]:
         """Return the values of each call of `encode_prompt` during a pipeline call without steps."""

@@ -112,9 +112,9 @@ class WithAnswers(Decoding):
         if "{answer}" not in self.form:
             raise ValueError(f"WithAnswers: form is {self.form!r}, expected a text with {{answer}}")
 
-    def written(self, answer: str | None) -> str | None:
-        """Return an answer as the group sees it; None without one."""
-        return answer if answer is None else self.form.replace("{answer}", answer)
+    def written(self, answer: str) -> str:
+        """Return an answer as the group sees it."""
+        return self.form.replace("{answer}", answer)
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,15 @@ class TokenizedPrompts:
 
     prompts: their texts.
     ids: their tokens, int64 [S] each.
-    answers: their reference answers, if a method asks for them.
+    answers: of each prompt, the answers that may join its group, if a method asks for them.
+    references: the right answers, by which those are ranked; empty: they are not.
     begun: the tokens of each row's completion with which its ids end, if they hold any.
     """
 
     prompts: list[str]
     ids: list[Tensor]
-    answers: Sequence[str | None] = field(default=(), kw_only=True)
+    answers: Sequence[Sequence[str]] = field(default=(), kw_only=True)
+    references: Sequence[str | None] = field(default=(), kw_only=True)
     begun: Sequence[Tensor] = field(default=(), kw_only=True)
 
     def rows(self, index: Tensor) -> TokenizedPrompts:

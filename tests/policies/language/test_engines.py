@@ -114,6 +114,8 @@ def test_old_scores_are_the_trainers_and_weights_tell_them_from_the_engines():
     told = made.rollouts.metrics()
     assert told["engine/max"] == pytest.approx(largest, abs=1e-6) and told["engine/above"] == 0
     assert 0.9 < told["engine/weight"] < 1.1
+    made.rollouts.conditioning(made.prompts[:1])  # the epoch's prompts as they are learned
+    assert made.rollouts.metrics() == told
 
 
 def test_the_engine_has_the_present_weights():

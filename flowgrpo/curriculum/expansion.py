@@ -1,0 +1,54 @@
+"""Sampling under an expanded prompt or another guidance scale, of prompts that are learned without it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from flowgrpo.data.prompts import Guidance, Prompt
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """Sample every prompt under an expanded text or at another guidance scale; score and learn its samples under the
+    prompt itself.
+
+    The ratio is pi(o | prompt) / pi_old(o | expansion), as of Guide-GRPO (2506.13923). A target of finished samples,
+    such as noised finals, has no ratio to sampling and takes them as they are.
+
+    text: with {prompt}, such as "{prompt}, each object clearly visible".
+    key: of the metadata, under which a prompt has an expansion of its own in place of `text`; empty: none has.
+    scale: the guidance scale of sampling, of pipelines; None: `train.guidance`.
+    learned: True: the loss reads the expansion and the scale too, so that the first ratio is 1; rewards do not.
+    """
+
+    text: str = "{prompt}"
+    key: str = ""
+    scale: float | None = None
+    learned: bool = False
+
+    def __post_init__(self) -> None:
+        if "{prompt}" not in self.text:
+            raise ValueError(f"Expansion: text is {self.text!r}, expected {{prompt}} in it")
+        require_scale("Expansion", self.scale)
+
+    @property
+    def changes(self) -> bool:
+        """True if prompts are sampled otherwise than without it."""
+        return self.text != "{prompt}" or bool(self.key) or self.scale is not None
+
+    def __call__(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Return the prompts with their guidance; those that have some already stay."""
+        return [prompt if prompt.guided else replace(prompt, guided=Guidance(
+            self.expanded(prompt), self.scale, self.learned)) for prompt in prompts]
+
+    def expanded(self, prompt: Prompt) -> str:
+        """Return the text under which a prompt is sampled."""
+        own = prompt.metadata.get(self.key) if self.key else None
+        return self.text.replace("{prompt}", prompt.text) if own is None else str(own)
+
+
+def require_scale(part: str, scale: float | None) -> None:
+    """Raise ValueError unless a guidance scale of a part is 0 or more, or None."""
+    if scale is not None and not scale >= 0:
+        raise ValueError(f"{part}: scale is {scale}, expected 0 or more")

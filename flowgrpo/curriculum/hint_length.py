@@ -1,0 +1,128 @@
+"""Hints whose length follows the measured accuracy of a prompt: SEELE's item response model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flowgrpo.curriculum.order import require_rate
+from flowgrpo.curriculum.resampling import beginning, require_template
+from flowgrpo.data.prompts import Guidance, Prompt
+
+if TYPE_CHECKING:
+    from flowgrpo.curriculum.epoch_batch import EpochBatch
+
+KEY = "hint_length"  # of the memory: of each prompt's text, its last [share, rate, samples, epoch]
+WHOLE = (1.0, 0.95, 1.0)  # share, rate and weight of a prior: nearly all samples succeed with the whole solution
+LEAST = 1.0  # slope of the model: a longer hint never lowers the accuracy
+
+
+@dataclass(frozen=True)
+class HintLength:
+    """Show that share of a prompt's solution at which its accuracy is near `target` (SEELE, 2509.06923).
+
+    The accuracy at the share s is modelled as sigmoid(a s + b), a > 0, fitted to the prompt's measured pairs of share
+    and accuracy. The first turn of an epoch takes the predicted share, none for a prompt that was never sampled. A
+    group whose mean reward is further than `band` from the target is followed by one with the share predicted anew, up
+    to `rounds` groups of a prompt in an epoch. All are trained, each compared by itself.
+
+    keep: the number of pairs per prompt. decay: the factor on a pair's weight per epoch of age.
+    text: the template that joins prompt and hint. learned: as of `Hints`.
+
+    Rewards are within 0 to 1, and the metadata holds the text under `solution`. The model's lower asymptote is left
+    out, and its prior of one sample with the whole solution is ours.
+    """
+
+    target: float = 0.5
+    rounds: int = 4
+    band: float = 0.1
+    keep: int = 8
+    decay: float = 0.8
+    text: str = "{prompt}\n\nThe solution begins like this, go on from there: {hint}"
+    learned: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.target < 1 or not 0 <= self.band < 1 or not 0 < self.decay <= 1:
+            raise ValueError(f"HintLength: target is {self.target}, band {self.band} and decay {self.decay}, expected "
+                             "numbers between 0 and 1")
+        if self.rounds < 1 or self.keep < 1:
+            raise ValueError(f"HintLength: rounds is {self.rounds} and keep {self.keep}, expected 1 or more")
+        require_template("HintLength", self.text)
+
+    def begin(self, prompts: Sequence[Prompt], drawn: EpochBatch) -> list[Prompt]:
+        """Return the prompts of an epoch's first turn, with hints of the predicted shares."""
+        known = drawn.memory.get(KEY, {})
+        return [self.hinted(prompt, self.share(known.get(prompt.unguided.key, []), drawn.epoch)) for prompt in prompts]
+
+    def __call__(self, drawn: EpochBatch) -> list[tuple[None, Prompt]]:
+        if drawn.turn >= self.rounds:
+            return []
+        pairs = self.measured(drawn)
+        longer = []
+        for place in drawn.turns[-1]:
+            prompt, rewards = drawn.prompts[place], drawn.totals[place]
+            rewards = rewards[~rewards.isnan()]
+            if len(rewards) and abs(rewards.mean().item() - self.target) > self.band:
+                changed = self.hinted(prompt, self.share(pairs.get(prompt.unguided.key, []), drawn.epoch))
+                longer += [changed] if changed.shown != prompt.shown else []
+        return [(None, prompt) for prompt in longer]
+
+    def learn(self, drawn: EpochBatch) -> None:
+        """Keep the pairs of an epoch for later ones."""
+        drawn.memory[KEY] = self.measured(drawn)
+
+    def measured(self, drawn: EpochBatch) -> dict[str, list[list[float]]]:
+        """Return the pairs of all prompts, those of the present epoch included."""
+        known = {key: [*pairs] for key, pairs in drawn.memory.get(KEY, {}).items()}
+        for prompt, totals in zip(drawn.prompts, drawn.totals):
+            rewards = totals[~totals.isnan()].double()
+            if len(rewards) and prompt.metadata.get("solution"):
+                require_rate(prompt.key, rewards.min().item(), rewards.max().item())
+                share = prompt.guided.level if prompt.guided else 0.0
+                pairs = known.setdefault(prompt.unguided.key, [])
+                pairs.append([share, rewards.mean().item(), len(rewards), drawn.epoch])
+        return {key: pairs[-self.keep:] for key, pairs in known.items()}
+
+    def share(self, pairs: Sequence[Sequence[float]], epoch: int) -> float:
+        """Return the share, 0 to 1, at which the accuracy is the target by the fitted model; 0 without pairs."""
+        if not pairs:
+            return 0.0
+        slope, offset = fitted([(share, (rate * count + 0.5) / (count + 1), count * self.decay ** (epoch - then))
+                                for share, rate, count, then in pairs])
+        return min(max((math.log(self.target / (1 - self.target)) - offset) / slope, 0.0), 1.0)
+
+    def hinted(self, prompt: Prompt, share: float) -> Prompt:
+        """Return the prompt with that share of its solution as a hint; without one if it is empty."""
+        hint = beginning(prompt.metadata, share)
+        if not hint:
+            return prompt.unguided
+        text = self.text.replace("{prompt}", prompt.text).replace("{hint}", hint)
+        return replace(prompt, guided=Guidance(text, learned=self.learned, level=share))
+
+
+def fitted(pairs: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Return the slope, LEAST at least, and the offset of the logistic model of most likelihood.
+
+    pairs: (share, rate, weight); the prior WHOLE is added.
+    """
+    shares, rates, weights = np.array([*pairs, WHOLE]).T
+    inputs, values = np.stack([shares, np.ones_like(shares)], 1), np.array([LEAST, 0.0])
+    values = _newton(inputs, rates, weights, values)
+    if values[0] < LEAST:
+        values = np.array([LEAST, *_newton(inputs[:, 1:], rates, weights, values[1:], LEAST * shares)])
+    return float(values[0]), float(values[1])
+
+
+def _newton(inputs: Any, rates: Any, weights: Any, values: Any, constant: Any = 0.0) -> Any:
+    """Return the maximum of a weighted logistic likelihood, by damped Newton steps; a small ridge keeps it finite."""
+    for _ in range(50):
+        odds = 1 / (1 + np.exp(-(inputs @ values + constant)))
+        slope = inputs.T @ (weights * (rates - odds)) - 1e-4 * values
+        curve = (inputs * (weights * odds * (1 - odds))[:, None]).T @ inputs + 1e-4 * np.eye(len(values))
+        step = np.linalg.solve(curve, slope)
+        values = values + step * min(1.0, 2 / max(np.abs(step).max(), 1e-12))
+    return values
