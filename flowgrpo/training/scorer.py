@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -20,20 +20,30 @@ class Scorer:
     """Context manager around a rollout. A reward that hangs holds neither a stop nor the end of the process.
 
     At a stop the scores are dropped. At any other error the call that runs is waited for, and the rest is dropped.
+    Without the context, `start` and `end` wait for nothing. after: a scorer whose calls come first.
     """
 
-    def __init__(self, stop: Stop):
+    def __init__(self, stop: Stop, after: Scorer | None = None):
         self.stop, self._closed = stop, False
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._idle = Future[None]()  # done at the thread's end
+        self._after = None if after is None else after._idle
 
-    def __enter__(self) -> Scorer:
+    def start(self) -> Scorer:
+        """Start the thread."""
         threading.Thread(target=self._work, args=(current_gpu(),), daemon=True, name="rewards").start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._closed = kind is not None
+    def end(self, drop: bool = False) -> None:
+        """End the thread behind the calls that were submitted; drop: behind the one that runs."""
+        self._closed = drop
         self._calls.put(None)
+
+    def __enter__(self) -> Scorer:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.end(drop=kind is not None)
         if kind is None or issubclass(kind, Exception):
             signals.result(self._idle, self.stop.check)
 
@@ -49,6 +59,8 @@ class Scorer:
 
     def _work(self, gpu: int | None) -> None:
         use_gpu(gpu)
+        if self._after is not None:
+            wait([self._after])
         while (call := self._calls.get()) is not None:
             if not self._closed:
                 signals.complete(*call)
