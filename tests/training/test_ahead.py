@@ -147,6 +147,25 @@ def test_an_epoch_is_scored_while_the_next_one_is_sampled():
     assert waited[:2] == [True, True]  # both parts of epoch 0
 
 
+@pytest.mark.parametrize("every", [0, 1])
+def test_an_evaluation_waits_for_the_rewards_of_all_drawn_epochs(every):
+    """It calls the same rewards."""
+    learning, learn = threading.Event(), []
+
+    def slow(completions, prompts):
+        if len(learn) == 2:  # both parts of the first epoch are scored
+            learning.wait(0.2 if every else 30)
+        learn.append(len(completions))
+        return length(completions, prompts)
+
+    made = trainer("text", 1, {"short": slow}, eval__every=every)
+    examined, found = made.credit, []
+    made.credit = lambda *given: (found.append(all(future.done() for future in made.ahead.queue[0].pending)),
+                                  learning.set(), examined(*given))[2]
+    made.run_epoch()
+    assert found == [bool(every)]
+
+
 def test_rewards_are_called_by_one_thread_in_the_order_of_the_epochs():
     calls, threads = [], set()
 
