@@ -49,8 +49,10 @@ from flowgrpo.training import (
     recorded_groups,
     reward_demands,
     run_folder,
+    staleness,
     state,
     tracker,
+    trajectory,
     trial,
 )
 from flowgrpo.user_code import reading
@@ -208,6 +210,8 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
     together = [name for name, reward in trained.items() if pairwise.sees_groups(reward)]
     split_groups.require(config, method, shape, processes, together)
     recorded_groups.require(config, method, shape.slices)
+    staleness.require(config, method, processes, trained)
+    trajectory.require(config)
     measured = pairwise.measured(trained, further)
     split = recorded_pairs.in_place(config, _split(config, prompts), method.for_tokens)
     build.require_inputs(config, [*split[0], *split[1]], pipe)

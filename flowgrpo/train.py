@@ -31,7 +31,8 @@ from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.base import Encoded
 from flowgrpo.rollouts.build import make_rollouts
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.training import extras, state
+from flowgrpo.training import drawing, extras, state
+from flowgrpo.training.ahead import make_ahead
 from flowgrpo.training.best import BestWeights
 from flowgrpo.training.contexts import context_of
 from flowgrpo.training.credit import credit
@@ -55,6 +56,7 @@ from flowgrpo.training.scorer import Scorer
 from flowgrpo.training.scoring import Functions, Scoring
 from flowgrpo.training.shares import shares, slices, whole_groups
 from flowgrpo.training.throughput import Throughput
+from flowgrpo.training.trajectory import make_trajectory
 from flowgrpo.types import Scored, required
 
 if TYPE_CHECKING:
@@ -96,8 +98,8 @@ class Trainer:
         self.first_ratio = FirstRatio(self.rollouts, self.method.loss.surrogate, policy.exact,
                                       math.inf if policy.modality == "text" else ROUNDED)
         self.critic = make_critic(self.method, policy, self.geometry, self.processes)
-        self.guided = GuidedSampling(self.rollouts)
-        self.recorded = make_recorded(self)
+        self.guided, self.recorded, self.ahead = GuidedSampling(self.rollouts), make_recorded(self), make_ahead(self)
+        self.trajectory = make_trajectory(self)
         self.epoch = self.update = self.skipped = self.sampled = 0
         self.unmeasured = False  # the last epoch is trained, and its evaluation is due
         self.seconds = self.reward_wait_seconds = self.begun = 0.0
@@ -112,8 +114,10 @@ class Trainer:
         Every process samples its share of the epoch's prompts; comparisons are over all of them.
         """
         with self.phases.epoch(self):
-            epoch_batch, parts, conditioning = self.draw()
+            epoch_batch, parts, conditioning = (self.ahead or self).draw()
             prompts, scores = epoch_batch.compared()
+            if self.trajectory is not None:
+                self.trajectory.see(epoch_batch.totals)
             metrics = self.scoring.metrics(epoch_batch.first, self.say)
             self.scoring.require_scores(metrics, epoch_batch.prompts[0].text, self.epoch, self.say)
             metrics |= self.scoring.limits.learn(metrics)
@@ -127,13 +131,10 @@ class Trainer:
         """Sample the epoch's prompts, and the replacements that the method asks for.
         Returns (all groups, the parts of this process, the conditioning of its prompts).
         """
-        train, seed, parts = self.config.train, self.config.seed, []
+        train, parts = self.config.train, []
         self.scoring.enter(self.epoch, train.epochs, self.memory)
-        epoch_batch = EpochBatch(self.prompts, self.epoch, train.epochs, seed, self.processes, self.memory)
-        weights = self.method.credit.advantage.prompt_weights(self.memory, self.keys)
-        batch = self.method.curriculum(self.prompts, train.prompts, self.epoch, seed,
-                                       None if weights is None else weights.tolist(), self.memory, train.group)
-        batch = self.guided.first(batch, epoch_batch)
+        epoch_batch = drawing.empty(self, self.epoch)
+        batch = self.guided.first(drawing.chosen(self, self.epoch), epoch_batch)
         while batch:
             local, turn = self.processes.own(self.geometry.sliced(batch)), epoch_batch.turn
             new_parts, conditioning, scores = self.fitted(partial(self.sample, local, turn))
@@ -162,19 +163,13 @@ class Trainer:
         self.geometry.begin()
         with self.processes.together(), Scorer(self.stop, self.scoring.waits) as scorer:
             conditioning = self.rollouts.conditioning(batch, self.epoch)
-            for part, outputs in self.rollouts.sample(conditioning, self.epoch, partial(scoring.total, batch),
-                                                      partial(scoring.value, batch), turn):
-                self.stop.asked = self.processes.any_of_team(self.stop.asked)
-                self.stop.check()
+            for part, outputs in drawing.sampled(self, scoring, conditioning, batch, self.epoch, turn):
                 parts.append(part)
-                base = self.rollouts.base(part, conditioning) if scoring.compares else None
-                pending += [scorer.submit(scoring.judge, batch, part.prompts, *given, base)
-                            for given in zip(outputs, scoring.latents(part.finals, len(outputs)))]
+                pending += drawing.judged(self, scoring, scorer, batch, part, outputs, conditioning)
             with self.clock("reward"):
-                scores, strides = scorer.results(pending), len(self.method.rollout.strides)
+                scores = drawing.columns(self, scorer.results(pending))
         scoring.leave()
-        columns = [torch.cat(scores[stride::strides]) for stride in range(strides)]
-        return parts, conditioning, torch.cat(columns, 1).unflatten(0, (-1, self.geometry.group))
+        return parts, conditioning, scores
 
     def credit(self, parts: list[Part], scores: torch.Tensor, keys: list[str]) -> list[Part | None]:
         """Apply `credit.credit` of this method: return the parts of this process with advantages.

@@ -84,11 +84,7 @@ class Scored:
 
 @dataclass(frozen=True, eq=False)
 class RegressionTarget:
-    """Goal of transitions.
-
-    mean: [m, 1, *D], the target of the mean.
-    weight: [m, 1], the strength of the pull.
-    """
+    """Goal of transitions: mean [m, 1, *D], the target of the mean; weight [m, 1], the strength of the pull."""
 
     mean: Tensor
     weight: Tensor
@@ -112,6 +108,7 @@ class Transitions:
     old: [m, 1], their score under the policy that drew them.
     goal: of a method with a supervised term.
     clean: [n, *D], the data that the policy predicted at each state, of a method that scores it.
+    correction: [m, 1], factor on the loss of a transition, if older weights drew it than its update begins with.
     """
 
     step: int
@@ -122,7 +119,7 @@ class Transitions:
     old: Scored
     goal: RegressionTarget | None = None
     clean: Tensor | None = None
-    correction = None  # states of a sampler have none
+    correction: Tensor | None = None
 
     def __post_init__(self) -> None:
         assert len(self.x) == len(self.prompts) and len(self.x_next) == len(self.parent) == len(self.old.logp)
@@ -136,8 +133,9 @@ class Transitions:
         left, parent = self.parent[keep].unique_consecutive(return_inverse=True)
         at, of = keep.to(self.x_next.device), left.to(self.x.device)
         goal, clean = self.goal and self.goal.rows(at), None if self.clean is None else self.clean[of]
+        correction = None if self.correction is None else self.correction[keep.to(self.correction.device)]
         return Transitions(self.step, self.x[of], self.prompts[left], parent, self.x_next[at], self.old.rows(at), goal,
-                           clean)
+                           clean, correction)
 
 
 class Completion(str):

@@ -36,6 +36,11 @@ class Text(Section):
                                                            "without an end: trained like others, not at all, or with "
                                                            "`penalty` taken off")
     penalty: float = Field(1.0, gt=0, description="of `truncated: penalise`, off every transformed reward")
+    over_provision: float = Field(0.0, ge=0, description="groups that are begun beyond those of an epoch, as a share "
+                                  "of `train.prompts`; the unfinished ones go on in the next epoch; 0: none; see "
+                                  "docs/performance.md")
+    chunk: int = Field(64, ge=1, description="tokens between two looks at which completions have ended, with "
+                                             "`over_provision`")
     shared_prefix: bool = Field(True, description="a prompt is read once for all samples of its group, where the model "
                                                   "allows it")
     eval_temperature: float = Field(0.0, ge=0, description="of the evaluation; 0 takes the likeliest token")
@@ -141,6 +146,13 @@ class Train(Section):
                                                                          "bitsandbytes")
     compile: bool = Field(False, description="torch.compile for the denoiser's blocks")
     ema: float = Field(0.0, ge=0, lt=1, description="decay of the moving average of the weights; 0 keeps none")
+    staleness: int = Field(0, ge=0, description="epochs that are drawn before the update that they wait for: a thread "
+                           "computes their rewards meanwhile; 0: none; see docs/performance.md")
+    staleness_cap: float = Field(5.0, ge=1, description="of a decision that older weights drew, its weight, the "
+                                 "probability before the update over theirs; above the cap it is 0")
+    extrapolate: int = Field(0, ge=0, description="epochs by which a LoRA jumps ahead along its own low-rank path; a "
+                             "jump is taken back if the next epoch's reward is lower; 0: none; see docs/performance.md")
+    extrapolate_every: int = Field(8, ge=2, description="epochs between two jumps, whose weights are the path")
     save_every: int = Field(50, ge=1, description="epochs between checkpoints; the last epoch is always saved")
     keep: int = Field(2, ge=1, description="checkpoints kept")
 

@@ -163,7 +163,7 @@ def _trainer(config: Config, policy: Any, image: str | None) -> Trainer:
     first, *later = (Prompt(f"{PROMPT} {number}", image=image) for number in range(config.train.prompts + 1))
     alone: Any = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"), is_main_process=True)
     trainer = Trainer(config, alone, policy, {name: _any for name in config.trained}, ([first, *later[1:]], []))
-    trainer.prompts = later
+    trainer.ahead, trainer.prompts = None, later  # an epoch that is drawn ahead costs no less
     trainer.keys = [prompt.key for prompt in later]
     for parameter in policy.weights.parameters():
         parameter.grad = torch.empty_like(parameter)

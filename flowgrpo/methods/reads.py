@@ -157,13 +157,15 @@ _OF_DENOISERS = (
     "train.compile", "train.pack", "train.steps", "train.guidance", "train.grid", "train.shift", "eval.steps",
     "eval.guidance")
 _OF_PAIRS = ("preferences", "labels")
+_OF_PARTIAL = ("text.over_provision", "text.chunk")
 # Keys and sections that a kind of model (`policies.build`) does not read.
 UNREAD: dict[str, tuple[str, ...]] = {
     "pipeline": ("text",),
     "causal_lm": _OF_DENOISERS,
-    "vision_lm": _OF_DENOISERS,
-    "masked_lm": (*_OF_DENOISERS, *_OF_PAIRS, "text.shared_prefix", "text.engine", "text.engine_precision",
-                  "text.engine_memory", "text.correction", "text.correction_cap", "text.correction_level")}
+    "vision_lm": (*_OF_DENOISERS, *_OF_PARTIAL),
+    "masked_lm": (*_OF_DENOISERS, *_OF_PAIRS, *_OF_PARTIAL, "text.shared_prefix", "text.engine",
+                  "text.engine_precision", "text.engine_memory", "text.correction", "text.correction_cap",
+                  "text.correction_level")}
 
 
 def require_keys(config: Config, kind: str) -> None:

@@ -50,6 +50,9 @@ def saved(trainer: Run, folder: Path) -> Iterator[None]:
     except Exception:
         trainer.saving.leave()
         raise
+    finally:
+        if trainer.ahead is not None:
+            trainer.ahead.drop()
 
 
 def save_whole(trainer: Run, folder: Path, wait: bool = True) -> bool:

@@ -30,6 +30,7 @@ def finish(run: Run, parts: list[Part], conditioning: Encoded) -> dict[str, Any]
         replay = partial(run.rollouts.replay, conditioning=conditioning)
         run.fitted(partial(drifted, run.method, run.memory, parts, replay, run.processes), "update")
     metrics = run.data.metrics() | (run.rehearsing.metrics() if run.rehearsing else {})
+    metrics |= (run.ahead.metrics() if run.ahead else {}) | (run.trajectory.epoch() if run.trajectory else {})
     if run.critic is not None:
         with run.clock("update"):
             metrics |= run.critic.fit()

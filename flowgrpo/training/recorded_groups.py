@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowgrpo import types
 from flowgrpo.config.schema import Config
 from flowgrpo.curriculum.replay import GroupReplay, priority
 from flowgrpo.data.prompts import Guidance, Prompt, as_line, of_records
@@ -18,8 +17,8 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods.method import Method
 from flowgrpo.rollouts.base import Encoded, GroupSampler
 from flowgrpo.samplers.rollout import Part
+from flowgrpo.training.stored_parts import record_of, tensors_of, unrecordable
 
-KINDS = {kind.__name__: kind for kind in (types.Transitions, types.Completions, types.Traces, types.Segmented)}
 SALT = 7  # of the draws' seeds
 
 
@@ -109,7 +108,7 @@ class RecordedGroups:
         for number, group in enumerate(self.groups):
             kinds = []
             for k, taken in enumerate(group.part.transitions):
-                tensors |= {f"{number}.{k}.{name}": value.clone() for name, value in _tensors(taken).items()}
+                tensors |= {f"{number}.{k}.{name}": value.clone() for name, value in tensors_of(taken).items()}
                 tensors[f"{number}.{k}.advantage"] = group.part.advantages[k]
                 tensors[f"{number}.{k}.reward"] = group.part.rewards[k]
                 kinds.append([type(taken).__name__, taken.step])
@@ -129,7 +128,7 @@ class RecordedGroups:
                 given = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
                 advantages.append(given.pop("advantage"))
                 totals.append(given.pop("reward"))
-                transitions.append(_record(kind, step, given))
+                transitions.append(record_of(kind, step, given))
             specs: Any = getattr(self.rollouts, "explorations", None)
             part = Part(range(1), torch.zeros(len(transitions[0].old.logp), dtype=torch.int64),
                         specs(entry["epoch"])[0] if specs else None, tuple(transitions), (), tuple(advantages),
@@ -143,17 +142,10 @@ def require(config: Config, method: Method, slices: int) -> None:
     """Raise UserError for a method or configuration whose groups cannot be recorded."""
     if method.replay is None:
         return
-    wrong = {"picture.sizes, which changes with the epoch": bool(config.picture.sizes),
-             "groups that are split over processes": slices > 1,
-             "phases, which change what is drawn": bool(config.phases),
-             "parts.tuning, whose goals are of one epoch": method.tuning.weight > 0,
-             "parts.replay.recompose, which reads lengths of texts": method.replay.recompose and not method.for_tokens}
-    if not method.for_tokens:
-        denoising = method.denoising
-        planned = denoising.plan(config.train.steps, 0, config.seed)
-        wrong |= {f"the kernel {type(denoising.kernel).__name__}, which learns": hasattr(denoising.kernel, "network"),
-                  f"the plan {type(denoising.plan).__name__}, by which a prompt has several groups":
-                      isinstance(planned, tuple) and len(planned) > 1}
+    wrong = unrecordable(config, method) | {
+        "groups that are split over processes": slices > 1,
+        "parts.tuning, whose goals are of one epoch": method.tuning.weight > 0,
+        "parts.replay.recompose, which reads lengths of texts": method.replay.recompose and not method.for_tokens}
     for reason in (reason for reason, applies in wrong.items() if applies):
         raise UserError(f"parts.replay is {type(method.replay).__name__}, which does not go with {reason}: leave one "
                         "of them out")
@@ -161,7 +153,7 @@ def require(config: Config, method: Method, slices: int) -> None:
 
 def recorded(part: Part, prompt: Prompt, epoch: int, weights: dict[int, float]) -> Recorded:
     """Return a group with its tensors on the CPU and the weights of its steps."""
-    transitions = tuple(_record(type(taken).__name__, taken.step, _tensors(taken)) for taken in part.transitions)
+    transitions = tuple(record_of(type(taken).__name__, taken.step, tensors_of(taken)) for taken in part.transitions)
     old = [taken.old for taken in transitions]
     logp = sum((each.logp * each.mask).sum().item() for each in old) / max(sum(int(each.mask.sum()) for each in old), 1)
     steps = {taken.step: weights[taken.step] for taken in transitions}
@@ -194,20 +186,6 @@ def size_of(part: Part) -> float:
     """Return the mean |advantage| of a part's trained decisions."""
     values = torch.cat([advantage.flatten().abs() for advantage in part.advantages])
     return values.double().mean().item()
-
-
-def _tensors(taken: Any) -> dict[str, Tensor]:
-    """Return the tensors of a record, on the CPU, by field; those of its score under `old.`."""
-    found = {field.name: getattr(taken, field.name) for field in fields(taken) if field.name != "old"}
-    found |= {f"old.{field.name}": getattr(taken.old, field.name) for field in fields(taken.old)}
-    return {name: value.detach().cpu() for name, value in found.items() if isinstance(value, Tensor)}
-
-
-def _record(kind: str, step: int, given: dict[str, Tensor]) -> Any:
-    """Return a record of its tensors."""
-    old = types.Scored(**{name.removeprefix("old."): value for name, value in given.items() if name.startswith("old.")})
-    rest: dict[str, Any] = {name: value for name, value in given.items() if not name.startswith("old.")}
-    return KINDS[kind](**rest | ({"step": step} if kind == "Transitions" else {}), old=old)
 
 
 def make_recorded(run: Any) -> RecordedGroups | None:

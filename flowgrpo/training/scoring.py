@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -77,6 +78,17 @@ class Scoring:
         self._tally = rewards.Tally()
         self._tally.failed.update(tally.failed)
         self._tally.said.update(tally.said)
+
+    def apart(self) -> Scoring:
+        """Return a copy that counts and keeps samples of another epoch; rewards and their lock are shared."""
+        other = copy.copy(self)
+        other.begin()
+        return other
+
+    def take(self, other: Scoring) -> None:
+        """Take the samples, failures and diversities of a copy."""
+        self.extremes, self._tally, self._apart, self._before = (
+            other.extremes, other._tally, other._apart, other._before)
 
     def diversities(self, curriculum: Any, groups: int) -> list[float]:
         """Return the diversity of every group of the last turn of all processes; none if the curriculum reads none, or

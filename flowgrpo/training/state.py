@@ -66,6 +66,8 @@ class Run(Protocol):
     critic: Critic | Recalling | None
     recorded: RecordedGroups | None
     rehearsing: Any
+    ahead: Any
+    trajectory: Any
     clock: PhaseTimer
     memory: dict[str, Any]
     marked: dict[str, Any]
@@ -96,6 +98,8 @@ def stateful(trainer: Run) -> dict[str, checkpoint.Stateful]:
         "old": trainer.rollouts.old_policy, "best": trainer.best, "reference": trainer.kl_reference}
     parts |= {} if trainer.method.loss.data is None else {"data": trainer.data}
     parts |= {} if trainer.critic is None else {"critic": trainer.critic}
+    parts |= {} if trainer.ahead is None else {"ahead": trainer.ahead}
+    parts |= {} if trainer.trajectory is None else {"trajectory": trainer.trajectory}
     return parts if trainer.recorded is None else parts | {"replay": trainer.recorded}
 
 

@@ -47,7 +47,7 @@ def model(tmp_path_factory):
     return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("model"))
 
 
-def arguments(model, folder) -> list[str]:
+def arguments(model, folder, **options) -> list[str]:
     """A run with two micro-batches and two updates per epoch and a moving average, saved every second epoch."""
     folder.mkdir(exist_ok=True)
     (folder / "reward.py").write_text(REWARD)
@@ -55,7 +55,7 @@ def arguments(model, folder) -> list[str]:
     settings = tiny.config(folder, model=str(model), reward=f"{folder}/reward.py:red",
                            prompts=str(folder / "prompts.txt"), train__epochs=EPOCHS, train__save_every=2,
                            train__updates=2, train__ema=0.9, train__warmup=3, train__schedule="linear",
-                           train__steps=4, parts__plan__size=2, train__lr=0.02)
+                           train__steps=4, parts__plan__size=2, train__lr=0.02, **options)
     (folder / "recipe.yaml").write_text(settings.yaml())
     return ["train", str(folder / "recipe.yaml")]
 
@@ -102,6 +102,21 @@ def test_after_a_kill(model, uninterrupted, tmp_path):
     assert main([*command, "--resume"]) == 0
     assert_same(run, uninterrupted)
     assert [line["evaluations"] for line in lines(run)] == [line["evaluations"] for line in lines(uninterrupted)]
+
+
+def test_after_a_kill_while_epochs_are_drawn_ahead(model, tmp_path):
+    """Call 13 is that of the sixth epoch, which is drawn before the update of the fourth."""
+    whole = arguments(model, tmp_path / "whole", train__staleness=2)
+    assert main(whole) == 0
+    command = arguments(model, tmp_path / "killed", train__staleness=2)
+    (tmp_path / "killed" / "plan").write_text(f"13 {int(signal.SIGKILL)}")
+    killed = Forked(main, command)
+    assert killed.wait() == -signal.SIGKILL, killed.streams()
+    run = tmp_path / "killed" / "run"
+    assert [line["epoch"] for line in lines(run)][:2] == [1, 2] and len(lines(run)) < EPOCHS
+    assert main([*command, "--resume"]) == 0
+    assert_same(run, tmp_path / "whole" / "run")
+    assert [line["staleness/epochs"] for line in lines(run)] == [0, 1, 2, 2, 2, 2]
 
 
 def test_after_a_kind_request_the_last_whole_epoch_is_saved(model, uninterrupted, tmp_path, capsys):

@@ -1,0 +1,115 @@
+"""Extrapolation of the path of a LoRA: jumps that save epochs, and are taken back where the reward falls.
+
+A reconstruction of NExt (Low-rank Optimization Trajectories Modeling for LLM RLVR Acceleration).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.config.schema import Config
+from flowgrpo.errors import UserError
+from flowgrpo.storage.checkpoint import Tensors
+from flowgrpo.training.stored_parts import within
+
+RATES = torch.logspace(-3, 0.5, 141, dtype=torch.float64)  # of saturation per epoch; the least is nearly a line
+
+
+def rank_one(path: Tensor) -> tuple[Tensor, Tensor]:
+    """Return c [M] and u [n] of weights path [M,n]: c[t] u is the best rank-1 approximation of path[t] - path[0]."""
+    apart = (path - path[0]).double()
+    values, vectors = torch.linalg.eigh(apart @ apart.T)
+    size = values[-1].clamp(min=0).sqrt()
+    if size == 0:
+        return torch.zeros(len(path), dtype=torch.float64), torch.zeros(path.shape[1], dtype=torch.float64)
+    vector = vectors[:, -1] * (1 if vectors[-1, -1] >= 0 else -1)
+    return vector * size, apart.T @ vector / size
+
+
+def growth(c: Tensor, ahead: int) -> float:
+    """Return by how much c grows in the next `ahead` epochs, by the curve a (1 - exp(-r t)) that fits c [M] best."""
+    t = torch.arange(len(c), dtype=torch.float64)
+    curves = -torch.expm1(-RATES[:, None] * t)
+    a = (curves @ c) / curves.square().sum(1)
+    best = int((a[:, None] * curves - c).square().sum(1).argmin())
+    rate = RATES[best].item()
+    return a[best].item() * (math.exp(-rate * (len(c) - 1)) - math.exp(-rate * (len(c) - 1 + ahead)))
+
+
+class Trajectory:
+    """Path of a `train.Trainer`'s weights since the last jump: `path`, one snapshot per epoch.
+
+    reward: the mean weighted reward of the present epoch; before: that of the epoch before a jump. held: the weights
+    before a jump whose next epoch is not trained yet.
+    """
+
+    def __init__(self, run: Any, every: int, ahead: int):
+        self.run, self.every, self.ahead = run, every, ahead
+        self.path: list[dict[str, Tensor]] = []
+        self.held: dict[str, Tensor] = {}
+        self.reward = self.before = 0.0
+
+    def see(self, totals: Tensor) -> None:
+        """Take the weighted rewards [P,G] of an epoch."""
+        self.reward = totals.nanmean().item()
+
+    def epoch(self) -> dict[str, float]:
+        """End an epoch whose updates are done: jump, or judge the jump before it. Return its metric: 1 for a jump, -1
+        for one that is taken back."""
+        run, weights = self.run, self.run.policy.weights
+        if self.held:
+            worse = not self.reward >= self.before
+            if worse:
+                weights.load(self.held)
+                run.say(f"epoch {run.epoch + 1}: reward {self.reward:.4g} after an extrapolation, {self.before:.4g} "
+                        "before it: its weights are restored")
+            self.held, self.path = {}, []
+            if worse:
+                return {"extrapolation": -1.0}
+        self.path.append(weights.kept())
+        if len(self.path) <= self.every:
+            return {"extrapolation": 0.0}
+        self.held, self.before = self.path[-1], self.reward
+        weights.load({key: self._extrapolated(key) for key in self.held})
+        self.path = []
+        return {"extrapolation": 1.0}
+
+    def _extrapolated(self, key: str) -> Tensor:
+        values = torch.stack([snapshot[key] for snapshot in self.path])
+        c, u = rank_one(values.flatten(1))
+        return values[-1] + (growth(c.cpu(), self.ahead) * u).view(values.shape[1:]).to(values)
+
+    def state(self) -> tuple[Tensors, dict[str, Any]]:
+        """Return the path and the weights before a jump, for a checkpoint."""
+        tensors = {f"{place}/{key}": value for place, snapshot in enumerate(self.path)
+                   for key, value in snapshot.items()} | {f"held/{key}": value for key, value in self.held.items()}
+        return tensors, {"path": len(self.path), "before": self.before}
+
+    def load_state(self, tensors: Tensors, values: dict[str, Any]) -> None:
+        """Restore the state of a checkpoint; without any, start anew."""
+        place = self.run.policy.weights.placed
+        self.path = [place(within(tensors, f"{number}/")) for number in range(values.get("path", 0))]
+        self.held, self.before = place(within(tensors, "held/")), values.get("before", 0.0)
+
+
+def require(config: Config) -> None:
+    """Raise UserError for a run whose weights cannot be extrapolated."""
+    if not config.train.extrapolate:
+        return
+    wrong = {"adapter.rank: 0, whose path would be copies of all weights": not config.adapter.rank,
+             "train.staleness, whose rewards are of earlier weights": config.train.staleness > 0,
+             "text.over_provision, whose rewards are of earlier weights": config.text.over_provision > 0,
+             "memory.shard": bool(config.memory.shard)}
+    for reason in (reason for reason, applies in wrong.items() if applies):
+        raise UserError(f"train.extrapolate is {config.train.extrapolate}, which does not go with {reason}: leave one "
+                        "of them out")
+
+
+def make_trajectory(run: Any) -> Trajectory | None:
+    """Return what extrapolates the weights of a run; None without."""
+    train = run.config.train
+    return Trajectory(run, train.extrapolate_every, train.extrapolate) if train.extrapolate else None
