@@ -37,7 +37,7 @@ from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.shares import decisions
 from flowgrpo.types import Completions, Scored
 
-TOKENS, SEED = 5, 0
+TOKENS, SEED = 16, 0
 # TRL's names of the preset's loss.
 LOSSES = {"grpo": {"loss_type": "grpo"}, "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
           "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
@@ -45,13 +45,17 @@ LOSSES = {"grpo": {"loss_type": "grpo"}, "dr_grpo": {"loss_type": "dr_grpo", "sc
 
 
 def exact(completions, prompts, metadata):
-    """1 for the right answer."""
-    return [float(text.strip() == entry["answer"]) for text, entry in zip(completions, metadata)]
+    """1 for the right answer, behind the last semicolon."""
+    return [float(last(text) == entry["answer"]) for text, entry in zip(completions, metadata)]
 
 
 def exact_for_trl(completions, answer, **_):
     """The same, as TRL asks for it: a completion is a conversation."""
-    return [float(said[0]["content"].strip() == right) for said, right in zip(completions, answer)]
+    return [float(last(said[0]["content"]) == right) for said, right in zip(completions, answer)]
+
+
+def last(text: str) -> str:
+    return text.rpartition(";")[2].strip()
 
 
 class CompletionBatch(GRPOTrainer):

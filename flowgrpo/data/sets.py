@@ -50,7 +50,7 @@ SETS: dict[str, PromptSet] = {
     "starter_video": PromptSet("moving shapes, for the video starter", "video", STARTER / "video_train.jsonl",
                                STARTER / "video_held_out.jsonl", rewards=("motion",)),
     "starter_text": PromptSet("sums, for the text starter", "text", STARTER / "text_train.jsonl",
-                              STARTER / "text_held_out.jsonl", rewards=("exact_match",)),
+                              STARTER / "text_held_out.jsonl", rewards=("numeric_match", "step_match")),
     "geneval": PromptSet("pairs, counts, colours, positions, bindings; GenEval's own 553 are held out, and none of "
                          "their scenes is trained on", "image", FOLDER / "geneval_train.jsonl",
                          FOLDER / "geneval.jsonl", "MIT", "djghosh13/geneval (2310.11513)", ("geneval",)),

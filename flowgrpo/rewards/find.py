@@ -88,6 +88,7 @@ BUILT_IN = {
     "exact_match": "flowgrpo.rewards.text.rules:ExactMatch",
     "numeric_match": "flowgrpo.rewards.text.numeric:NumericMatch",
     "math_answer": "flowgrpo.rewards.text.math_answer:MathAnswer",
+    "step_match": "flowgrpo.rewards.text.steps:StepMatch",
     "format_tags": "flowgrpo.rewards.text.rules:FormatTags",
     "text_length": "flowgrpo.rewards.text.rules:Length",
     "completion_length": "flowgrpo.rewards.text.rules:CompletionLength",

@@ -1,83 +1,112 @@
-"""World of the text starter: addition and subtraction of numbers below 100, and a careless pupil.
+"""World of the text starter: sums of two to five numbers with their partial sums, and a careless pupil.
 
-A problem is `23+48=`, its answer `71`. Held-out problems are never shown with any answer, to the model or to its
-alignment. A hash selects them, so no file is needed.
+A problem is `12+34+56=`, its solution `46;102`, its answer `102`. Held-out problems are never shown with any solution,
+to the model or to its alignment. A hash of the numbers, in any order, selects them, so no file is needed.
 """
 
 from __future__ import annotations
 
 import random
 import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-LIMIT = 100  # operands are 0 to 99
-SIGNS = ("+", "-")
-CHARACTERS = "0123456789+-="
+SMALLEST, LARGEST = 10, 99  # numbers of a problem
+COUNTS = {2: 7, 3: 6, 4: 4, 5: 3}  # weight of problems with so many numbers
+CHARACTERS = "0123456789+;="
+# How often the pupil slips in a digit fact; the 45 facts, in the order of a hash, take these in turn.
+RATES = (0.01,) * 8 + (0.3,) * 3 + (0.6,) * 2 + (0.7, 0.9)
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Problem:
-    """`a sign b =`, with a and b from 0 to 99."""
+    """Sum of two to five numbers from 10 to 99."""
 
-    a: int
-    sign: str
-    b: int
+    numbers: tuple[int, ...]
 
     @property
     def prompt(self) -> str:
-        return f"{self.a}{self.sign}{self.b}="
+        return "+".join(map(str, self.numbers)) + "="
+
+    @property
+    def steps(self) -> list[int]:
+        """Partial sums, the answer last."""
+        return [*accumulate(self.numbers)][1:]
 
     @property
     def answer(self) -> int:
-        return self.a + self.b if self.sign == "+" else self.a - self.b
+        return sum(self.numbers)
 
     @property
     def task(self) -> str:
-        """Kind of the problem, by what there is to forget."""
-        name = "addition" if self.sign == "+" else "subtraction" if self.answer >= 0 else "below zero"
-        return f"{name}, carry" if self.carries else name
-
-    @property
-    def carries(self) -> bool:
-        """Return True if the units carry over: their sum is above 9, or the larger number's unit is the smaller one."""
-        if self.sign == "+":
-            return self.a % 10 + self.b % 10 > 9
-        return self._ordered[0] % 10 < self._ordered[1] % 10
-
-    @property
-    def careless(self) -> int:
-        """Careless answer: digit by digit, without the carry and without the minus before the result.
-
-        It is the right answer if there is nothing to forget.
-        """
-        high, low = self._ordered
-        tens = high // 10 + low // 10 if self.sign == "+" else high // 10 - low // 10
-        units = (high + low if self.sign == "+" else high - low) % 10
-        return 10 * tens + units
-
-    @property
-    def _ordered(self) -> tuple[int, int]:
-        return max(self.a, self.b), min(self.a, self.b)
+        return f"{len(self.numbers)} numbers"
 
     @property
     def held_out(self) -> bool:
-        """Return True for one problem in ten."""
-        return zlib.crc32(self.prompt.encode()) % 10 == 0
+        """Return True for one set of numbers in ten, whatever their order."""
+        return zlib.crc32("+".join(map(str, sorted(self.numbers))).encode()) % 10 == 0
+
+    def careless(self, dice: random.Random) -> list[int]:
+        """Return partial sums of the careless pupil, who goes on from a wrong one."""
+        return self._with_slips(lambda rate: dice.random() < rate)
+
+    @property
+    def usual(self) -> list[int]:
+        """Partial sums with every slip that the pupil makes more often than not."""
+        return self._with_slips(lambda rate: rate > 0.5)
+
+    def _with_slips(self, slips: Callable[[float], bool]) -> list[int]:
+        return [*accumulate(self.numbers, lambda total, number: total + number + sum(
+            ten * slip for ten, rate, slip in _slips(total, number) if slips(rate)))][1:]
 
 
-def problems(held_out: bool) -> list[Problem]:
-    """Return all problems of one side of the split, in order."""
-    every = (Problem(a, sign, b) for sign in SIGNS for a in range(LIMIT) for b in range(LIMIT))
-    return [problem for problem in every if problem.held_out == held_out]
+def solution(steps: Sequence[int]) -> str:
+    """Return partial sums as the model writes them."""
+    return ";".join(map(str, steps))
+
+
+def _facts() -> dict[tuple[int, int], tuple[float, int]]:
+    """Return (rate, slip) by digits a <= b, from 1 to 9: the pupil's a + b is wrong by the slip.
+
+    A slip is one too few, one too many or, of a fact with a carry, the carry forgotten.
+    """
+    facts = sorted(((a, b) for a in range(1, 10) for b in range(a, 10)),
+                   key=lambda fact: zlib.crc32("{}+{}".format(*fact).encode()))
+    slips = ((-1, 1), (-10, -1, 1))
+    kinds = [slips[a + b > 9] for a, b in facts]
+    return {fact: (RATES[i % len(RATES)], kind[i // len(RATES) % len(kind)])
+            for i, (fact, kind) in enumerate(zip(facts, kinds))}
+
+
+FACTS = _facts()
+
+
+def _slips(total: int, number: int) -> list[tuple[int, float, int]]:
+    """Return (ten, rate, slip) for the units and the tens of a step; zeros are added without fault."""
+    pairs = [(ten, sorted((total // ten % 10, number // ten % 10))) for ten in (1, 10)]
+    return [(ten, *FACTS[a, b]) for ten, (a, b) in pairs if a]
+
+
+def draw(dice: random.Random, held_out: bool, count: int | None = None) -> Problem:
+    """Return a random problem of one side of the split; count: how many numbers it has."""
+    count = count or dice.choices([*COUNTS], [*COUNTS.values()])[0]
+    while True:
+        problem = Problem(tuple(dice.randint(SMALLEST, LARGEST) for _ in range(count)))
+        if problem.held_out == held_out:
+            return problem
 
 
 def chosen(held_out: bool, count: int, seed: int) -> list[Problem]:
-    """`count` problems of one side, drawn without replacement, in order."""
-    return sorted(random.Random(seed).sample(problems(held_out), count))
+    """Return `count` different problems of one side, those with few numbers first."""
+    dice, problems = random.Random(seed), set[Problem]()
+    while len(problems) < count:
+        problems.add(draw(dice, held_out))
+    return sorted(problems, key=lambda problem: (len(problem.numbers), problem.numbers))
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

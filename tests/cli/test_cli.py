@@ -119,7 +119,7 @@ def test_a_reward_file_that_does_not_import_is_told(tmp_path, capsys):
     assert f"reward file {file} does not import: ModuleNotFoundError" in line and "(mine_for_cli.py, line 1)" in line
 
 
-TEXT = "--model=starter_text", "--method=grpo", "--prompts=starter_text", "--reward=exact_match"
+TEXT = "--model=starter_text", "--method=grpo", "--prompts=starter_text", "--reward=numeric_match"
 
 
 @pytest.mark.parametrize("arguments, given, expected", [
@@ -167,7 +167,7 @@ def test_an_interruption_exits_with_130(tmp_path):
     (["check"], "MODEL"),
     (["sample", "startr", "--prompt", "x"], "no model 'startr', and no folder of that name: did you mean 'starter'?"),
     (["train", "--model=starter_vidoe"], "did you mean 'starter_video'?"),
-    (["train", "--model=startr_text", "--method=grpo", "--prompts=starter_text", "--reward=exact_match"],
+    (["train", "--model=startr_text", "--method=grpo", "--prompts=starter_text", "--reward=numeric_match"],
      "did you mean 'starter_text'?"),
 ])
 def test_mistakes_in_other_commands_are_told(arguments, line, capsys):

@@ -23,7 +23,7 @@ from tests.evaluation.test_evaluate import launch
 from tests.helpers import tiny_masked, tiny_vision
 from tests.helpers import tiny_text as tiny
 
-QUESTIONS = [("1+2=", "3", "sum"), ("33+4=", "7", "sum"), ("5-66=", "<<5-66=-61>>so\n#### 1,0", "rest")]
+QUESTIONS = [("1+2=", "3", "sum"), ("33+4=", "7", "sum"), ("5;66=", "<<5;66=-61>>so\n#### 1,0", "rest")]
 SHORT = "def short(texts, prompts):\n    return [float(len(text) < 4) for text in texts]\n"
 LONG = "def long(texts, prompts, metadata):\n    return [float(m['completion_tokens']) for m in metadata]\n"
 SAMPLES = 4
@@ -219,14 +219,14 @@ def test_suites_of_questions(tmp_path, ending):
     if ending == "jsonl":
         path.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a, _ in QUESTIONS))
     else:
-        path.write_text('question,answer,level\n"1+2=","3",1\n33+4=,37,2\n5-66=,"#### 1,0",2\n')
+        path.write_text('question,answer,level\n"1+2=","3",1\n33+4=,37,2\n5;66=,"#### 1,0",2\n')
     suite = load_suite(str(path))
-    assert suite.form == "questions" and [prompt.text for prompt in suite.prompts] == ["1+2=", "33+4=", "5-66="]
+    assert suite.form == "questions" and [prompt.text for prompt in suite.prompts] == ["1+2=", "33+4=", "5;66="]
     assert [prompt.metadata["answer"] for prompt in suite.prompts] == ["3", "7" if ending == "jsonl" else "37", "10"]
     assert suite.categories == ({} if ending == "jsonl" else {"1": [0], "2": [1, 2]})
 
 
 def test_the_text_starters_suite_is_its_held_out_file():
     suite = load_suite("starter_text")
-    assert len(suite.cases) > 100 and suite.form == "flowgrpo" and "addition, carry" in suite.categories
+    assert len(suite.cases) > 100 and suite.form == "flowgrpo" and "5 numbers" in suite.categories
     assert torch.tensor([bool(prompt.metadata["answer"]) for prompt in suite.prompts]).all()

@@ -30,7 +30,7 @@ PARTS = {"mix_grpo": {"plan": {"size": 2}}, "branch_grpo": {"plan": {"splits": [
          "chord": {"data": {"balance": {"warmup": 0}}},  # mu is not 0 at first
          "llds": {"surrogate": {"weight": 1e-3}},  # what it adds jumps where a ratio is 1, as all are at first
          "scaf_grpo": HINTED, "ghpo": HINTED} | tiny_text.PARTS
-PROMPTS = {True: ["1+2=", "33+4=", "5-66=", "7+8="], False: ["red", "blue", "green", "a cat"]}
+PROMPTS = {True: ["1+2=", "33+4=", "5;66=", "7+8="], False: ["red", "blue", "green", "a cat"]}
 # The prompts whose samples all score the same.
 FLAT = {"1+2=", "red"}
 

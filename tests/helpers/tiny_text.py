@@ -15,7 +15,7 @@ from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.starter.arithmetic import build_tokenizer
 from flowgrpo.train import Trainer
 
-PROMPTS = ["1+2=", "33+4=", "5-66=", "7+8=", "90-1=", "2+2="]
+PROMPTS = ["1+2=", "33+4=", "5;66=", "7+8=", "90;1=", "2+2="]
 
 PAIRS = str(Path(__file__).with_name("pairs_of_sums.jsonl"))
 # What a preset needs beside its defaults: texts that the tokenizer knows and that leave room for an answer.

@@ -199,7 +199,7 @@ def test_pictures_of_a_file_are_learned(tmp_path):
 
 def test_the_term_of_answers_is_plain_cross_entropy():
     made = trainer("tokens", {"type": "NextToken"}, train__micro_batch=2)
-    examples = [Example(Prompt("1+2="), "3"), Example(Prompt("33+4="), "37"), Example(Prompt("5-66="), "-61")]
+    examples = [Example(Prompt("1+2="), "3"), Example(Prompt("33+4="), "37"), Example(Prompt("5;66="), ";61")]
     policy, losses, count = made.policy, [], 0
     for example in examples:
         prompt, answer = policy.encode([example.prompt.text]).ids[0], made.data.loss.tokens(example)

@@ -14,7 +14,7 @@ from flowgrpo.samplers.text.decoding import Decoding
 from flowgrpo.types import Scored
 from tests.helpers import tiny_text as tiny
 
-ASKED = ["1+2=", "90-1=", "5-66=", "1+2="]
+ASKED = ["1+2=", "90;1=", "5;66=", "1+2="]
 
 
 def sampled(own: CausalLM, prompts=ASKED, seeds=(1, 2, 3, 4), decoding=Decoding(), greedy=0):
@@ -114,7 +114,7 @@ def test_what_a_group_shares_is_read_once_and_gives_the_same_gradient():
     for shared, whole in zip(*gradients):
         assert (shared - whole).norm() <= 1e-5 * whole.norm()
     length = int(found.mask.sum(1).max())
-    assert counts == [2 * 6 + 6 * (length - 1), 6 * (6 + length - 1)]  # "5-66=" has 6 tokens with its start
+    assert counts == [2 * 6 + 6 * (length - 1), 6 * (6 + length - 1)]  # "5;66=" has 6 tokens with its start
 
 
 def test_logits_that_are_more_than_the_heads_are_taken_whole():

@@ -27,7 +27,7 @@ from flowgrpo.training.shares import decisions
 from tests.helpers import tiny_text as tiny
 from tests.helpers.tiny_masked import model, policy
 
-ASKED = ["1+2=", "90-1=", "5-66=", "1+2="]
+ASKED = ["1+2=", "90;1=", "5;66=", "1+2="]
 F64 = torch.float64
 
 

@@ -18,7 +18,7 @@ from flowgrpo.samplers.text.decoding import Decoding
 from tests.helpers import tiny_text
 from tests.helpers import tiny_vision as tiny
 
-PROMPTS = ["1+2=", "90-1=", "5-66=", "1+2="]
+PROMPTS = ["1+2=", "90;1=", "5;66=", "1+2="]
 FAMILIES = pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
 SHARED = pytest.mark.parametrize("shared", [True, False])
 BARRED = [tiny.SPECIAL.index(name) for name in ("<image>", "<video>")]
@@ -197,7 +197,7 @@ def test_a_run_on_prompts_with_images_and_what_it_leaves(family, tmp_path, image
     model, processor = tiny.FAMILIES[family]()
     model.save_pretrained(tmp_path / "model")
     processor.save_pretrained(tmp_path / "model")
-    rows = [{"prompt": "1+2=", "image": name.rpartition("/")[2]} for name in images[:3]] + [{"prompt": "5-66="}]
+    rows = [{"prompt": "1+2=", "image": name.rpartition("/")[2]} for name in images[:3]] + [{"prompt": "5;66="}]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "short.py").write_text("def short(texts, prompts):\n    return [-len(text) for text in texts]\n")
     settings = tiny_text.config(tmp_path, model=str(tmp_path / "model"), prompts=str(tmp_path / "prompts.jsonl"),

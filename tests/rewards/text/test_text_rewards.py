@@ -35,6 +35,7 @@ from flowgrpo.rewards.text.rules import (
     turning,
     window,
 )
+from flowgrpo.rewards.text.steps import StepMatch
 
 
 def message(call, *arguments, **keywords) -> str:
@@ -87,6 +88,19 @@ def test_exact_match_as_it_is_set():
     assert one(ExactMatch(key="city"), "Paris", answer="Rome", city="Paris") == 1
     assert one(ExactMatch(), "Paris") is None and one(ExactMatch(), "Paris", answer=None) is None
     assert normalised("...") == "..." and normalised(" A \t B. ") == "a b"
+
+
+@pytest.mark.parametrize("completion, score", [
+    ("46;102;180", 1), (" 46; 102 ;180", 1), ("46;102;181", 2 / 3), ("46;103;180", 1 / 3), ("45;102;180", 0),
+    ("46;102", 2 / 3), ("46;102;180;7", 3 / 4), ("180", 0), ("", 0)])
+def test_steps_count_up_to_the_first_wrong_one(completion, score):
+    for solution in ("46;102;180", [46, 102, 180]):
+        assert one(StepMatch(), completion, solution=solution) == pytest.approx(score)
+
+
+def test_steps_as_they_are_set():
+    assert one(StepMatch(key="proof", separator="\n"), "a\nb", proof="a\nc") == 0.5 and one(StepMatch(), "1") is None
+    assert "separator is empty" in message(StepMatch, separator="")
 
 
 @pytest.mark.parametrize("key", [True, {}, [], " ", [1, None]])

@@ -31,7 +31,7 @@ def right(completions, prompts, metadata):
 def trainer(**options):
     own = tiny_text.trainer(rewards={"short": right}, **{"method": "visurf"} | options)
     own.prompts = [Prompt("1+2=", metadata={"answer": "3"}), Prompt("33+4=", metadata={"answer": "1234567890"}),
-                   Prompt("7+8="), Prompt("9-1=", metadata={"answer": "8", "solution": "9"})]
+                   Prompt("7+8="), Prompt("9+1=", metadata={"answer": "8", "solution": "9"})]
     return own
 
 
@@ -204,7 +204,7 @@ def test_the_answers_of_a_run_are_known_to_its_credit():
     own = trainer(train__prompts=4)
     epoch_batch, parts, _ = own.draw()
     context = context_of(own, parts, [prompt.key for prompt in epoch_batch.prompts])
-    fits = [prompt.text in ("1+2=", "9-1=") for prompt in epoch_batch.prompts]
+    fits = [prompt.text in ("1+2=", "9+1=") for prompt in epoch_batch.prompts]
     assert context.expert.tolist() == [[False] * 3 + [fit] for fit in fits] and context.names == ["short"]
     with pytest.raises(UserError, match="names 'thought', which is no reward of the run: expected some of short"):
         settings = tiny_text.config(method="visurf", parts={"shaping": {"without": ["thought"]}})
