@@ -74,7 +74,7 @@ def shared_out(rates: Sequence[float], norms: Sequence[float], units: int, alpha
     odds = [norm / math.sqrt(max(rate, 1e-9) + alpha / max(rate, 1e-9) ** (beta - 1))
             for rate, norm in zip(rates, norms)]
     total = sum(odds)
-    exact = [units * each / total if total else units / len(odds) for each in odds]
+    exact = [units * share / total if total else units / len(odds) for share in odds]
     counts = [max(math.floor(share), least) for share in exact]
     for _ in range(units - sum(counts)):
         counts[max(range(len(counts)), key=lambda at: exact[at] - counts[at])] += 1

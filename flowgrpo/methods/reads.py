@@ -31,13 +31,14 @@ from flowgrpo.samplers import plans
 _TEXTS = (targets.Completions,)
 TYPES: dict[type, tuple[type[targets.Target], ...]] = {
     **dict.fromkeys((ratios.SequenceRatio, ratios.CompletionRatio, objectives.DynamicClip, gae.ValueHead,
+                     gae.OutcomeHead,
                      sequence_losses.GroupLoss, token_losses.LikelihoodFloor, shaping.Overlong,
                      length_shaping.LengthSwitch, length_shaping.ExitDecay, consistency.LikelihoodConsistency,
                      token_credit.SegmentChain, token_credit.SegmentTree, token_credit.StepGroups,
                      token_credit.MergedSteps, token_credit.Exploring, step_scores.StepScores, supervised.NextToken,
                      expert_reward.ExpertReward), _TEXTS),
     sequence_losses.SampleLoss: (targets.Completions, targets.RecordedSteps, targets.NoisedFinals),
-    **dict.fromkeys((references.Teacher, references.SelfTeacher), (
+    **dict.fromkeys((references.Teacher, references.SelfTeacher, references.Soup), (
         targets.Completions, targets.RecordedSteps, targets.JointDensity, targets.NoisedFinals)),
     **dict.fromkeys((forward_process.OfNoised, ratios.Matching), (targets.NoisedFinals,)),
     **dict.fromkeys((actor_critic.ActorCritic, baselines.Paired, gae.Recall), (targets.LatentEdits,)),
