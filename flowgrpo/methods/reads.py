@@ -21,6 +21,7 @@ from flowgrpo.advantages import (
     token_credit,
 )
 from flowgrpo.config.schema import Config, fields
+from flowgrpo.curriculum import variations
 from flowgrpo.errors import UserError
 from flowgrpo.methods import registry, supervised, targets
 from flowgrpo.methods.method import Method
@@ -31,7 +32,7 @@ from flowgrpo.samplers import plans
 _TEXTS = (targets.Completions,)
 TYPES: dict[type, tuple[type[targets.Target], ...]] = {
     **dict.fromkeys((ratios.SequenceRatio, ratios.CompletionRatio, objectives.DynamicClip, gae.ValueHead,
-                     gae.OutcomeHead,
+                     gae.OutcomeHead, variations.Variations,
                      sequence_losses.GroupLoss, token_losses.LikelihoodFloor, shaping.Overlong,
                      length_shaping.LengthSwitch, length_shaping.ExitDecay, consistency.LikelihoodConsistency,
                      token_credit.SegmentChain, token_credit.SegmentTree, token_credit.StepGroups,

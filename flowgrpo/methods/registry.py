@@ -29,7 +29,16 @@ from flowgrpo.advantages import (
 from flowgrpo.advantages.group import AdvantageRule
 from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.advantages.token_credit import TokenCredit
-from flowgrpo.curriculum import categories, gradient_variance, history, order, prediction, replay, resampling
+from flowgrpo.curriculum import (
+    categories,
+    gradient_variance,
+    history,
+    order,
+    prediction,
+    replay,
+    resampling,
+    variations,
+)
 from flowgrpo.methods import adapted, data_sources, supervised, targets
 from flowgrpo.methods.groups import Credit, Denoising, Loss, TextGeneration
 from flowgrpo.objectives import (
@@ -107,7 +116,7 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "adapted": (adapted,),
     "draws": (groups, trees, lookahead, branching),
     "spread": (token_credit, step_scores),
-    "curriculum": (order, categories, gradient_variance, history, prediction),
+    "curriculum": (order, categories, gradient_variance, history, prediction, variations),
     "redraw": (resampling,),
     "replay": (replay,),
     "value": (gae,),

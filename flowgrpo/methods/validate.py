@@ -16,7 +16,7 @@ from flowgrpo.data.demonstrations import load_demonstrations
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.gaussian import log_prob
 from flowgrpo.methods import reads, registry
-from flowgrpo.methods.data_sources import PassRate
+from flowgrpo.methods.data_sources import Explained, PassRate
 from flowgrpo.methods.method import OF_TEXT, Method
 from flowgrpo.methods.overlay import overlays, preset, with_parts
 from flowgrpo.methods.targets import WITH_LOGP, NoisedFinals, RecordedPairs, RewardGradient
@@ -224,6 +224,8 @@ def require_data(config: Config, method: Method) -> None:
              "picture.sizes, where the examples of a batch differ in size: leave it out": bool(config.picture.sizes)}
     for option in (option for option, applies in wrong.items() if applies):
         raise UserError(f"parts.data, a supervised term, does not go with {option}")
+    if isinstance(part.source, Explained) and not method.for_tokens:
+        raise UserError("parts.data.source is Explained, whose examples a language model writes: use PassRate here")
     if part.source.path:
         load_demonstrations(part.source.path)
     elif not method.for_tokens and not (isinstance(part.source, PassRate) and part.source.collects_own):

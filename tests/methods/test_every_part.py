@@ -44,7 +44,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "StepScores": {"ends": "1"},
     **dict.fromkeys(("ResampleCorrect", "Consistent"), {"n": 2, "rewards": ["score"], "right": 0.1}),
     "FlowMatching": {"source": {"right": 0.1}}, "GuidanceDistillation": {"source": {"right": 0.1}},
-    "PassRate": {"right": 0.1}, "WarmupCosine": {"warmup": 0}, "GradientNorms": {"warmup": 1}}
+    "Variations": {"right": 0.1, "share": 1.0, "template": "{prompt}{solution}"}, "PassRate": {"right": 0.1},
+    "MergedSteps": {"every": 1}, "Explained": {"right": 0.1, "template": "{prompt}{right}{wrong}"},
+    "WarmupCosine": {"warmup": 0}, "GradientNorms": {"warmup": 1}}
 KL = {"kl": {"weight": 0.1}}
 # What has to be there besides, of the host as well, for a part to be of effect.
 BESIDE: dict[str, dict[str, Any]] = {
@@ -63,7 +65,8 @@ SAME = {"Influence", "Soup", "Hypervolume", "HardPrompts", "ODE", "Teacher", "Ad
 # What is first seen in a second epoch.
 LATER = {"EMA", "PreviousPolicy", "WeightAverage", "Linear", "Adaptive", "Lag", "ThompsonSampling", "Knapsack",
          "Pooled", "ValueTracker", "SmoothStandardised", "CategoryBandit", "VarianceSampling",
-         "InformationGain", "Retention", "OppositePairs", "PredictedDifficulty", "GroupReplay", "GradientVariance"}
+         "InformationGain", "Retention", "OppositePairs", "PredictedDifficulty", "GroupReplay", "GradientVariance",
+         "OutcomeHead", "Variations"}
 
 
 def laid(name: str, part: dict[str, Any]) -> dict[str, Any]:
