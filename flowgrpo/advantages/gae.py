@@ -33,6 +33,39 @@ class ValueHead:
                              "0, above 0 and 1 or more")
 
 
+@dataclass(frozen=True)
+class OutcomeHead:
+    """Critic that predicts the class of a completion's outcome from every token's state, whose probability of the true
+    class weighs the token: A times `outcome_weights` (CodeRL, 2207.01780). It is a linear head on the policy's states.
+
+    With `code_run: {outcomes: true}` and the method `remax`, whose baseline is the greedy completion, it is CodeRL's
+    training; the paper's critic is a model of its own, on the maximum of its states.
+
+    bounds: rewards that part the classes, ascending. lr, passes: as of `ValueHead`, of the cross-entropy.
+    """
+
+    bounds: tuple[float, ...] = (-0.8, -0.45, 0.35)
+    lr: float = 1e-3
+    passes: int = 4
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bounds", tuple(self.bounds))  # a recipe gives a list
+        if not self.bounds or list(self.bounds) != sorted(set(self.bounds)):
+            raise ValueError(f"OutcomeHead: bounds is {list(self.bounds)}, expected ascending numbers")
+        if not self.lr > 0 or self.passes < 1:
+            raise ValueError(f"OutcomeHead: lr is {self.lr} and passes {self.passes}, expected above 0, and 1 or more")
+
+
+def outcome_weights(logits: Tensor, classes: Tensor, mask: Tensor) -> Tensor:
+    """Return the probability of its row's class at every token, over the row's mean: [B,L], 0 where mask is false.
+
+    logits: [k,C] of the k tokens of the mask [B,L], row by row; classes: int64 [B].
+    """
+    of = classes[:, None].expand(mask.shape)[mask]
+    chance = torch.zeros(mask.shape).to(logits).masked_scatter(mask, logits.softmax(1).gather(1, of[:, None])[:, 0])
+    return chance / (chance.sum(1) / mask.sum(1).clamp(min=1)).clamp(min=1e-12)[:, None]
+
+
 def over_traces(rewards: Tensor, values: Tensor, steps: Tensor, mask: Tensor, gamma: float, decay: float
                 ) -> tuple[Tensor, Tensor]:
     """Return advantages and returns of tokens, [B,L] each, 0 where mask is false (TraceRL, 2509.06949, its value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -58,9 +59,9 @@ class GradientVariance:
     def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
         """Learn the rates, and the norms of prompts with a right sample; others keep theirs."""
         learn(memory, drawn, self.keep, self.prior)
-        known, squares = memory.setdefault(NORMS, {}), {}
+        known, squares = memory.setdefault(NORMS, {}), defaultdict[str, list[float]](list)
         for prompt, totals, norms in zip(drawn.prompts, drawn.totals, drawn.norms or ()):
-            squares.setdefault(prompt.key, []).extend(norms[totals >= self.right].square().tolist())
+            squares[prompt.key].extend(norms[totals >= self.right].square().tolist())
         known |= {key: math.sqrt(sum(values) / len(values)) for key, values in squares.items() if values}
 
 
@@ -74,7 +75,7 @@ def shared_out(rates: Sequence[float], norms: Sequence[float], units: int, alpha
     odds = [norm / math.sqrt(max(rate, 1e-9) + alpha / max(rate, 1e-9) ** (beta - 1))
             for rate, norm in zip(rates, norms)]
     total = sum(odds)
-    exact = [units * each / total if total else units / len(odds) for each in odds]
+    exact = [units * share / total if total else units / len(odds) for share in odds]
     counts = [max(math.floor(share), least) for share in exact]
     for _ in range(units - sum(counts)):
         counts[max(range(len(counts)), key=lambda at: exact[at] - counts[at])] += 1

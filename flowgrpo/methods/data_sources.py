@@ -6,6 +6,7 @@ prompt's metadata. No example of a held-out prompt is trained on.
 
 from __future__ import annotations
 
+import string
 from dataclasses import dataclass
 
 
@@ -57,6 +58,29 @@ class PassRate:
         if not right:
             return "recorded" if self.failed else ""
         return "own" if (self.mastered if right == count else self.solved) else ""
+
+
+@dataclass(frozen=True)
+class Explained(PassRate):
+    """Verified explanations of prompts with 0 < p < 1 (SSB, 2512.05105): the policy reads a right sample and the most
+    common wrong one in `template` and answers; the first of `tries` answers that is right itself is learned from the
+    plain prompt, so that the student never reads the hint. The cross-entropy of tokens that the hinted policy drew is
+    the paper's match of its logits, of one draw. Language models alone.
+
+    The other fields: as of PassRate.
+    """
+
+    failed: bool = False
+    template: str = ("{prompt}\n\nA correct solution:\n{right}\n\nA wrong solution:\n{wrong}\n\nExplain the correct "
+                     "solution step by step, and answer:")
+    tries: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        named = {name for _, name, *_ in string.Formatter().parse(self.template) if name is not None}
+        if named != {"prompt", "right", "wrong"} or self.tries < 1 or not self.solved:
+            raise ValueError(f"Explained: template has {', '.join(sorted(named)) or 'no field'}, tries is {self.tries} "
+                             f"and solved {self.solved}, expected prompt, right and wrong, 1 or more, and true")
 
 
 Source = Recorded | PassRate

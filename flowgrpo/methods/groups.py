@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from flowgrpo import objectives
 from flowgrpo.advantages import group, step_credit
-from flowgrpo.advantages.gae import Recall, ValueHead
+from flowgrpo.advantages.gae import OutcomeHead, Recall, ValueHead
 from flowgrpo.advantages.group import AdvantageRule
 from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.advantages.token_credit import TokenCredit
@@ -100,7 +100,7 @@ class Credit:
     advantage: AdvantageRule = group.Advantage(scale="batch", order="rewards")
     selection: Selection | None = None
     spread: TokenCredit | None = None
-    value: ValueHead | Recall | None = None
+    value: ValueHead | OutcomeHead | Recall | None = None
     progress: step_credit.Progress | None = None
 
 

@@ -21,7 +21,7 @@ from flowgrpo.advantages import (
     token_credit,
 )
 from flowgrpo.config.schema import Config, fields
-from flowgrpo.curriculum import teachers
+from flowgrpo.curriculum import teachers, variations
 from flowgrpo.errors import UserError
 from flowgrpo.methods import registry, supervised, targets
 from flowgrpo.methods.method import Method
@@ -40,6 +40,7 @@ from flowgrpo.samplers import plans
 _TEXTS = (targets.Completions,)
 TYPES: dict[type, tuple[type[targets.Target], ...]] = {
     **dict.fromkeys((ratios.SequenceRatio, ratios.CompletionRatio, objectives.DynamicClip, gae.ValueHead,
+                     gae.OutcomeHead, variations.Variations,
                      sequence_losses.GroupLoss, token_losses.LikelihoodFloor, shaping.Overlong,
                      length_shaping.LengthSwitch, length_shaping.ExitDecay, consistency.LikelihoodConsistency,
                      token_credit.SegmentChain, token_credit.SegmentTree, token_credit.StepGroups,
@@ -48,7 +49,7 @@ TYPES: dict[type, tuple[type[targets.Target], ...]] = {
                      expert_reward.ExpertReward, teachers.TeacherAnswers), _TEXTS),
     policy_shaping.PolicyShaping: (targets.Completions, targets.RecordedSteps, targets.JointDensity),
     sequence_losses.SampleLoss: (targets.Completions, targets.RecordedSteps, targets.NoisedFinals),
-    **dict.fromkeys((references.Teacher, references.SelfTeacher), (
+    **dict.fromkeys((references.Teacher, references.SelfTeacher, references.Soup), (
         targets.Completions, targets.RecordedSteps, targets.JointDensity, targets.NoisedFinals)),
     **dict.fromkeys((forward_process.OfNoised, ratios.Matching), (targets.NoisedFinals,)),
     **dict.fromkeys((actor_critic.ActorCritic, baselines.Paired, gae.Recall), (targets.LatentEdits,)),

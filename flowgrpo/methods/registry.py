@@ -40,6 +40,7 @@ from flowgrpo.curriculum import (
     replay,
     resampling,
     teachers,
+    variations,
 )
 from flowgrpo.methods import adapted, data_sources, supervised, targets
 from flowgrpo.methods.groups import Credit, Denoising, Loss, TextGeneration
@@ -120,7 +121,7 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "adapted": (adapted,),
     "draws": (groups, trees, lookahead, branching),
     "spread": (token_credit, step_scores),
-    "curriculum": (order, categories, gradient_variance, history, prediction),
+    "curriculum": (order, categories, gradient_variance, history, prediction, variations),
     "expansion": (expansion,),
     "redraw": (resampling, hint_length, teachers),
     "replay": (replay,),

@@ -90,6 +90,27 @@ class PreferencePairs(DataLoss):
 
 
 @dataclass(frozen=True)
+class AlignedChains(NextToken):
+    """NextToken, plus `contrast` times how far an answer's representation is from that of its prompt's annotated answer
+    among those of the batch's other prompts (CARFT, 2508.15868): InfoNCE of cosines over `temperature`.
+
+    A representation is the mean of the last hidden states before an answer's tokens; the annotated one, the prompt's
+    `solution` or `answer`, has no gradient. With a PassRate source the answers are the run's own right samples. The
+    negatives are those of a micro-batch. The forms of representation and negatives are a reconstruction.
+    """
+
+    source: Source = PassRate()
+    contrast: float = 0.1
+    temperature: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.contrast >= 0 or not self.temperature > 0:
+            raise ValueError(f"AlignedChains: contrast is {self.contrast} and temperature {self.temperature}, expected "
+                             "0 or more, and above 0")
+
+
+@dataclass(frozen=True)
 class NoisedData(DataLoss):
     """Term of a pipeline on noised examples; base class.
 

@@ -18,7 +18,7 @@ from flowgrpo.data.pairs import load_pairs
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.gaussian import log_prob
 from flowgrpo.methods import reads, registry
-from flowgrpo.methods.data_sources import PassRate
+from flowgrpo.methods.data_sources import Explained, PassRate
 from flowgrpo.methods.method import OF_TEXT, Method
 from flowgrpo.methods.overlay import overlays, preset, with_parts
 from flowgrpo.methods.supervised import PicturePairs, PreferencePairs
@@ -277,6 +277,8 @@ def require_data(config: Config, method: Method) -> None:
              "picture.sizes, where the examples of a batch differ in size: leave it out": bool(config.picture.sizes)}
     for option in (option for option, applies in wrong.items() if applies):
         raise UserError(f"parts.data, a supervised term, does not go with {option}")
+    if isinstance(part.source, Explained) and not method.for_tokens:
+        raise UserError("parts.data.source is Explained, whose examples a language model writes: use PassRate here")
     if isinstance(part, (PreferencePairs, PicturePairs)):
         if not part.source.path:
             raise UserError(f"parts.data is {type(part).__name__}, but names no pairs: set parts.data.source.path to a "

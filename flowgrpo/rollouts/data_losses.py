@@ -9,13 +9,15 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy, normalize
 from torch.nn.utils.rnn import pad_sequence
 
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.methods.supervised import NextToken, PreferencePairs
+from flowgrpo.methods.supervised import AlignedChains, NextToken, PreferencePairs
 from flowgrpo.objectives.pair_losses import PairLoss
 from flowgrpo.objectives.reductions import SequenceMean, reduced
+from flowgrpo.samplers.text.answers import answer_of
 from flowgrpo.samplers.text.decoding import Decoding
 from flowgrpo.types import CompletionBatch, GroupStatistics, Scored
 
@@ -143,6 +145,34 @@ class TokenLosses(TextExamples):
                                        weigh.distribution(seed) or Decoding(), weigh.reads_entropy)
         weights = torch.tensor([self.part.weight(example.reward) for example in examples])[:, None].to(scored.logp)
         yield -(weights * weigh(scored.logp, scored.entropy, scored.mask) * scored.logp * scored.mask).sum()
+        if isinstance(self.part, AlignedChains) and self.part.contrast:
+            yield from self._contrast(self.part, examples)
+
+    def _contrast(self, part: AlignedChains, examples: Sequence[Example]) -> Iterator[Tensor]:
+        """Yield the contrast of the examples whose prompts have an annotated answer, if two prompts have one; each
+        counts as many times as it has tokens."""
+        annotated = {example.prompt.key: Example(example.prompt, answer) for example in examples
+                     if (answer := answer_of(example.prompt)) is not None}
+        if len(annotated) < 2:
+            return
+        with torch.no_grad():
+            anchors = self._represented(list(annotated.values()))
+        place = {key: number for number, key in enumerate(annotated)}
+        compared = [example for example in examples if example.prompt.key in annotated]
+        logits = self._represented(compared) @ anchors.T / part.temperature
+        target = torch.tensor([place[example.prompt.key] for example in compared], device=logits.device)
+        counts = torch.tensor([len(self.tokens(example)) for example in compared]).to(logits)
+        yield part.contrast * (cross_entropy(logits, target, reduction="none") * counts).sum()
+
+    def _represented(self, examples: Sequence[Example]) -> Tensor:
+        """Return the mean last hidden states before the tokens of answers, of length 1: [n,H] float32."""
+        rows = [self.tokens(example) for example in examples]
+        ids = pad_sequence(rows, batch_first=True, padding_value=self.policy.padding).to(self.policy.device)
+        counts = torch.tensor([len(row) for row in rows], device=ids.device)
+        mask = torch.arange(ids.shape[1], device=ids.device) < counts[:, None]
+        encoded = self.rollouts.conditioning([conditioned(self.part.condition, example) for example in examples])
+        states = self.policy.states_before(encoded, ids).float()
+        return normalize((states * mask[..., None]).sum(1) / counts[:, None], dim=1)
 
 
 def require_fitting(most: int, prompt: Prompt, count: int, what: str) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from flowgrpo.advantages.gae import Recall, ValueHead, over_traces, value_loss
+from flowgrpo.advantages.gae import OutcomeHead, Recall, ValueHead, outcome_weights, over_traces, value_loss
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.methods.method import Method
@@ -37,10 +37,11 @@ class Critic:
     seen: per part of the epoch, the states [k,H] of its tokens, float32 on the CPU, their values and returns [k].
     """
 
-    def __init__(self, part: ValueHead, policy: CausalLM, kernel: Decoding, geometry: BatchShape, processes: Processes):
+    def __init__(self, part: ValueHead | OutcomeHead, policy: CausalLM, kernel: Decoding, geometry: BatchShape,
+                 processes: Processes, outputs: int = 1):
         self.part, self.policy, self.kernel = part, policy, kernel
         self.geometry, self.processes = geometry, processes
-        self.head = torch.nn.Linear(policy.width, 1).to(policy.device)
+        self.head = torch.nn.Linear(policy.width, outputs).to(policy.device)
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
         self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=part.lr, weight_decay=0.0)
@@ -54,7 +55,7 @@ class Critic:
     @torch.no_grad()
     def _credited(self, part: Part, conditioning: TokenizedPrompts) -> Part:
         [taken], [reward], mask = part.transitions, part.advantages, part.transitions[0].old.mask
-        assert isinstance(taken, Completions)
+        assert isinstance(taken, Completions) and isinstance(self.part, ValueHead)
         hidden, turns = self.policy.hidden(conditioning, taken, self.kernel, self.geometry.micro_batch)
         values = self.values(hidden).cpu()
         advantages, returns = over_traces(reward.cpu(), torch.zeros(mask.shape).masked_scatter(mask, values), turns,
@@ -82,6 +83,7 @@ class Critic:
 
     def _backward(self, hidden: Tensor, old: Tensor, returns: Tensor, count: int) -> float:
         device = self.policy.device
+        assert isinstance(self.part, ValueHead)
         loss = value_loss(self.values(hidden), old.to(device), returns.to(device), self.part.clip).sum() / count
         loss.backward()
         return loss.item()
@@ -101,6 +103,34 @@ class Critic:
         checkpoint.load_optimizer(self.optimizer, state)
 
 
+class OutcomeCritic(Critic):
+    """Critic of a run that weighs tokens by the outcome that it predicts.
+
+    seen: per part of the epoch, the states [k,H] of its tokens, and twice the classes [k] of their completions.
+    """
+
+    def __init__(self, part: OutcomeHead, policy: CausalLM, kernel: Decoding, geometry: BatchShape,
+                 processes: Processes):
+        super().__init__(part, policy, kernel, geometry, processes, len(part.bounds) + 1)
+        self.bounds = torch.tensor(part.bounds)
+
+    @torch.no_grad()
+    def _credited(self, part: Part, conditioning: TokenizedPrompts) -> Part:
+        [taken], [advantage], [reward] = part.transitions, part.advantages, part.rewards
+        mask, classes = taken.old.mask.cpu(), torch.bucketize(reward.float().cpu(), self.bounds, right=True)
+        hidden, _ = self.policy.hidden(conditioning, cast(Completions, taken), self.kernel, self.geometry.micro_batch)
+        logits = self.head(hidden.to(self.policy.device, torch.float32)).cpu()
+        of = classes[:, None].expand(mask.shape)[mask]
+        self.seen.append((hidden.cpu(), of, of))
+        return replace(part, advantages=(advantage.cpu()[:, None] * outcome_weights(logits, classes, mask),))
+
+    def _backward(self, hidden: Tensor, old: Tensor, returns: Tensor, count: int) -> float:
+        logits = self.head(hidden.to(self.policy.device, torch.float32))
+        loss = torch.nn.functional.cross_entropy(logits, returns.to(logits.device), reduction="sum") / count
+        loss.backward()
+        return loss.item()
+
+
 def make_critic(method: Method, policy: Policy, geometry: BatchShape, processes: Processes
                 ) -> Critic | Recalling | None:
     """Create the value model of a method; None if it has none."""
@@ -108,4 +138,7 @@ def make_critic(method: Method, policy: Policy, geometry: BatchShape, processes:
         return None
     if isinstance(method.credit.value, Recall):
         return Recalling(method.credit.value, cast("EditPolicy", policy).editor, processes)
+    if isinstance(method.credit.value, OutcomeHead):
+        return OutcomeCritic(method.credit.value, cast("CausalLM", policy), method.rollout.decoding, geometry,
+                             processes)
     return Critic(method.credit.value, cast("CausalLM", policy), method.rollout.decoding, geometry, processes)

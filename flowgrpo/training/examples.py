@@ -14,11 +14,12 @@ from flowgrpo.data.demonstrations import load_demonstrations
 from flowgrpo.data.pairs import OVERALL, decided, load_pairs
 from flowgrpo.data.prompts import Prompt, as_line, of_records
 from flowgrpo.errors import UserError
-from flowgrpo.methods.data_sources import PassRate
+from flowgrpo.methods.data_sources import Explained, PassRate
 from flowgrpo.methods.supervised import DataLoss, NextToken, PicturePairs, PreferencePairs
 from flowgrpo.rollouts.data_losses import Example
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.text.answers import answer_of
+from flowgrpo.training.explanations import explained
 from flowgrpo.training.shares import slices
 from flowgrpo.training.state import Run
 from flowgrpo.types import Completions
@@ -84,6 +85,10 @@ class Examples:
         gathered = processes.gather(counts)
         passed.index_add_(0, gathered[:, 0], gathered[:, 1:])
         winners = self._winners(of_group, right, parts)
+        if isinstance(self.source, Explained):
+            losers = self._winners(of_group, ~right & ~local.isnan(), parts)
+            winners = {place: explained(self.run, self.source, prompt, place, winners.get(place, []),
+                                        losers.get(place, [])) for place, prompt in enumerate(prompts.values())}
         for (key, prompt), (good, count) in zip(prompts.items(), passed.tolist()):
             takes = self.source.takes(good, count)
             if count:

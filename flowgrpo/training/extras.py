@@ -9,6 +9,7 @@ from typing import Any
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.rollouts.base import Encoded
 from flowgrpo.samplers.rollout import Part
+from flowgrpo.training import variants
 from flowgrpo.training.measures import drifted
 from flowgrpo.training.state import Run
 
@@ -17,6 +18,7 @@ def prepare(run: Run, parts: list[Part], conditioning: Encoded, prompts: Sequenc
             ) -> tuple[list[Part], Encoded]:
     """Return the parts that are trained, with groups of earlier epochs where the method replays them, and their
     conditioning. prompts: of this process's groups; weights: of the steps."""
+    variants.write(run, parts, prompts)
     if run.rehearsing is not None:
         run.fitted(partial(run.rehearsing.draw, run.prompts, run.scoring))
     if run.recorded is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.curriculum.history import InformationGain, OppositePairs, Retention, VarianceSampling
 from flowgrpo.curriculum.prediction import PredictedDifficulty, predicted
 from flowgrpo.curriculum.resampling import ExtraRollouts
+from flowgrpo.curriculum.variations import Variations
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.data.text_features import features
@@ -191,3 +193,36 @@ def test_what_is_learned_is_in_the_checkpoint_and_the_next_epoch_is_the_same(par
 def test_impossible_numbers(make):
     with pytest.raises(ValueError, match="expected"):
         make()
+
+
+# --- SvS -------------------------------------------------------------------------------------------------------------
+
+def test_variants_come_until_they_teach_nothing():
+    part, memory, pool = Variations(share=0.5), {}, [Prompt(text) for text in "abcd"]
+    assert [prompt.text for prompt in part(pool, 4, 0, 0, None, memory, 2)] == [
+        prompt.text for prompt in splits.draw(pool, 4, 0, 0)]
+    memory["variants"] = [{"prompt": text, "metadata": {"answer": text}} for text in ("v", "w", "x")]
+    drawn = part(pool, 4, 0, 0, None, memory, 2)
+    assert [prompt.text for prompt in drawn[:2]] == ["v", "w"] and drawn[0].metadata == {"answer": "v"}
+    totals = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [1.0, 0.0]])
+    part.learn(memory, SimpleNamespace(prompts=drawn, totals=totals))
+    assert [line["prompt"] for line in memory["variants"]] == ["x", "v"]  # w is always solved
+    for wrong in ({"share": 0.0}, {"kept": 0}, {"template": "{prompt}"}):
+        with pytest.raises(ValueError, match="Variations: share is"):
+            Variations(**wrong)
+
+
+def test_the_policy_writes_variants_of_what_it_sometimes_solves():
+    def odd(texts, prompts):
+        return [float(place % 2) for place, _ in enumerate(texts)]
+
+    trainer = tiny_text.trainer(rewards={"short": odd}, train__epochs=2, parts={
+        "curriculum": {"type": "Variations", "template": "{prompt}{solution}", "share": 1.0}})
+    trainer.prompts = [Prompt(text, metadata={"answer": text}) for text in tiny_text.PROMPTS]
+    trainer.run_epoch()
+    lines = list(trainer.memory["variants"])
+    assert lines and all(line["metadata"]["answer"] in tiny_text.PROMPTS for line in lines)
+    assert not {line["prompt"] for line in lines} & set(tiny_text.PROMPTS)
+    trainer.epoch = 1
+    drawn, _, _ = trainer.draw()
+    assert [prompt.text for prompt in drawn.prompts][:len(lines)] == [line["prompt"] for line in lines][:2]

@@ -46,6 +46,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("ResampleCorrect", "Consistent"), {"n": 2, "rewards": ["score"], "right": 0.1}),
     **dict.fromkeys(("FlowMatching", "GuidanceDistillation", "SelfAnswers"), {"source": {"right": 0.1}}),
     "PassRate": {"right": 0.1}, "PreferencePairs": {"source": {"path": tiny_text.PAIRS}},
+    "Variations": {"right": 0.1, "share": 1.0, "template": "{prompt}{solution}"},
+    "MergedSteps": {"every": 1}, "Explained": {"right": 0.1, "template": "{prompt}{right}{wrong}"},
     "WarmupCosine": {"warmup": 0}, "GradientNorms": {"warmup": 1}}
 KL = {"kl": {"weight": 0.1}}
 # What has to be there besides, of the host as well, for a part to be of effect.
@@ -67,7 +69,8 @@ SAME = {"Influence", "Soup", "Hypervolume", "HardPrompts", "ODE", "Teacher", "Ad
 # What is first seen in a second epoch.
 LATER = {"EMA", "PreviousPolicy", "WeightAverage", "Linear", "Adaptive", "Lag", "ThompsonSampling", "Knapsack",
          "Pooled", "ValueTracker", "SmoothStandardised", "CategoryBandit", "VarianceSampling",
-         "InformationGain", "Retention", "OppositePairs", "PredictedDifficulty", "GroupReplay", "GradientVariance"}
+         "InformationGain", "Retention", "OppositePairs", "PredictedDifficulty", "GroupReplay", "GradientVariance",
+         "OutcomeHead", "Variations"}
 
 
 def laid(name: str, part: dict[str, Any]) -> dict[str, Any]:

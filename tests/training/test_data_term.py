@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from flowgrpo.data.demonstrations import Demonstration, load_demonstrations
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
+from flowgrpo.methods.data_sources import Explained
 from flowgrpo.methods.overlay import with_parts
+from flowgrpo.methods.supervised import AlignedChains
 from flowgrpo.methods.validate import require_data, resolve
 from flowgrpo.rollouts.data_losses import Example, seed_of
 from flowgrpo.samplers.noised_finals import noised_states
@@ -279,6 +282,50 @@ def test_pass_rates_route_prompts_to_recorded_answers_and_own_samples():
     assert made.data.examples.collected == [] and made.data.reward == 1.0
 
 
+def test_answers_are_drawn_to_their_own_annotation():
+    made = tiny_text.trainer(parts={"data": {"type": "AlignedChains", "contrast": 0.5, "temperature": 0.2}})
+    losses, policy = made.data.loss, tiny_text.stir(made.policy)
+    prompts = [Prompt("1+2=", metadata={"answer": "3"}), Prompt("7+8=", metadata={"answer": "15"}), Prompt("9=")]
+    examples = [Example(prompts[0], "3+0"), Example(prompts[1], "15"), Example(prompts[2], "9")]
+
+    def shown(example):
+        ids = losses.tokens(example)
+        prompt = policy.encode([example.prompt.text]).ids[0]
+        made = policy.model(input_ids=torch.cat([prompt, ids])[None], output_hidden_states=True).hidden_states[-1][0]
+        mean = made[len(prompt) - 1:-1].mean(0)
+        return mean / mean.norm()
+
+    anchors = torch.stack([shown(Example(prompts[0], "3")), shown(Example(prompts[1], "15"))])
+    odds = torch.stack([shown(example) for example in examples[:2]]) @ anchors.T / 0.2
+    counts = [len(losses.tokens(example)) for example in examples[:2]]
+    expected = 0.5 * sum(cross_entropy(odds[i:i + 1], torch.tensor([i])) * counts[i] for i in range(2))
+    plain, contrast = losses(examples, range(3), 0)
+    torch.testing.assert_close(contrast, expected, rtol=1e-4, atol=1e-5)
+    contrast.backward()
+    assert any(parameter.grad.abs().max() > 0 for parameter in policy.weights.parameters())
+    assert len(list(losses([examples[0], examples[2]], range(2), 0))) == 1  # nothing to tell it from
+    with pytest.raises(ValueError, match="contrast is -1"):
+        AlignedChains(contrast=-1)
+
+
+def constant(value, texts, prompts):
+    return [value] * len(texts)
+
+
+def test_only_verified_explanations_are_learned_from_the_plain_prompt():
+    for verdict, count in ((1.0, 1), (0.0, 0)):
+        made = tiny_text.trainer(rewards={"short": partial(constant, verdict)}, train__prompts=4, parts={"data": {
+            "type": "NextToken", "source": {"type": "Explained", "template": "{prompt}{right}{wrong}"}}})
+        epoch_batch, parts, _ = made.draw()
+        totals = torch.tensor([[0.0] * 4, [1.0, 0.0, 1.0, 0.0], [1.0] * 4, [torch.nan] * 4])
+        made.data.collect(epoch_batch, totals[..., None], parts)
+        found = made.data.examples.collected  # of the prompt alone that has right and wrong samples
+        assert [example.prompt for example in found] == [epoch_batch.prompts[1]] * count
+        assert all(example.content.ndim == 1 and len(example.content) for example in found)
+    with pytest.raises(ValueError, match="template has prompt, right, tries is 2"):
+        Explained(template="{prompt}{right}")
+
+
 def test_the_hardest_prompts_get_a_step_of_their_own_once_a_batch_waits():
     made, metrics = trained({"type": "NextToken", "batch": 3, "apart": True, "source": {
         "type": "PassRate", "right": 2.0, "solved": False}}, 2)  # no sample is right
@@ -371,6 +418,8 @@ def refusal(kind: str, data, **options) -> str:
 def test_terms_that_do_not_go_with_a_run_are_refused(tmp_path):
     assert "has no path: set it to a .jsonl file" in refusal("flow", {"type": "FlowMatching", "source": {
         "type": "Recorded"}})
+    assert "whose examples a language model writes" in refusal("flow", {"type": "FlowMatching", "source": {
+        "type": "Explained"}})
     assert "no such file" in refusal("flow", {"type": "FlowMatching", "source": {"path": str(tmp_path / "a.jsonl")}})
     assert "does not go with memory.shard" in refusal("flow", {"type": "FlowMatching"}, memory__shard=True)
     for kind, data, told in (("flow", {"type": "NextToken"}, "parts.data: got NextToken, which reads completions"),

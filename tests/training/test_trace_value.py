@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from flowgrpo import methods
 from flowgrpo.advantages.baselines import NoBaseline
-from flowgrpo.advantages.gae import ValueHead, over_traces, value_loss
+from flowgrpo.advantages.gae import OutcomeHead, ValueHead, outcome_weights, over_traces, value_loss
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
 from flowgrpo.policies.language.masked_lm import MaskedLM
@@ -81,6 +81,16 @@ def test_it_is_for_tokens_alone():
     assert (found.credit.value, found.rollout.decoding) == (ValueHead(), Unmasking())
     assert methods.preset("trace_rl_value").parts()["value"] == ValueHead(1.0, 1.0, 0.2)
     assert methods.preset("trace_rl").parts()["value"] is None
+
+
+def test_tokens_weigh_what_the_critic_predicts_of_the_outcome_by_hand():
+    """Classes 1 and 0: probabilities 3/4 and 1/4, then 1/5; over their means 1/2 and 1/5."""
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    logits = f64([[1, 3], [3, 1], [1, 4]]).log()
+    close(outcome_weights(logits, torch.tensor([1, 0]), mask), [[1.5, 0.5, 0], [1, 0, 0]])
+    for wrong in ({"bounds": ()}, {"bounds": (1.0, 0.0)}, {"lr": 0.0}):
+        with pytest.raises(ValueError, match="OutcomeHead: "):
+            OutcomeHead(**wrong)
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -217,3 +227,27 @@ def test_a_resumed_run_goes_on_bit_for_bit_with_its_values(tmp_path):
 def test_two_parts_that_make_advantages_of_tokens_are_told():
     with pytest.raises(UserError, match="value and spread .StepGroups. both make advantages of tokens"):
         validate.resolve(tiny.config(method="ppo", parts={"spread": {"type": "StepGroups"}}), "tokens")
+
+
+def test_a_critic_of_outcomes_learns_to_tell_them_and_keeps_the_mean():
+    own = tiny.trainer(rewards={"short": lambda texts, prompts: [float(len(text) > 3) for text in texts]},
+                       method="remax", train__micro_batch=3, train__group=6,
+                       parts={"value": {"type": "OutcomeHead", "bounds": [0.5], "lr": 0.05, "passes": 30}})
+    batch = own.prompts[:2]
+    parts, asked, scores = own.sample(batch)
+    parts = [part for part in own.credit(parts, scores, [prompt.text for prompt in batch]) if part is not None]
+    given, losses = own.critic(parts, asked), []
+    for part, after in zip(parts, given):  # of a new critic all tokens weigh the same
+        [taken] = part.transitions
+        torch.testing.assert_close(after.advantages[0], part.advantages[0][:, None] * taken.old.mask)
+        classes = own.critic.seen[len(losses)][1]
+        assert classes.tolist() == (part.rewards[0] > 0.5).long()[:, None].expand_as(taken.old.mask)[
+            taken.old.mask].tolist()
+        losses.append(0)
+    first = own.critic.fit()["value_loss"]
+    later = own.critic(parts, asked)
+    assert own.critic.fit()["value_loss"] < first == pytest.approx(0.6931, abs=1e-3)
+    for part, after in zip(parts, later):
+        mask = part.transitions[0].old.mask
+        torch.testing.assert_close(after.advantages[0].sum(1) / mask.sum(1), part.advantages[0].float(), rtol=1e-4,
+                                   atol=1e-5)

@@ -57,6 +57,8 @@ class CodeRun:
     strict: 1 if all tests pass, else 0.
     pace: seconds of all tests at which speed counts a half; None: time does not count. With it, code that passes all
     tests scores 1/2 + 1/2 pace / (pace + seconds), other code half its share (ACECode).
+    outcomes: 1 if all tests pass, -0.3 if one fails, -0.6 if the code raises by itself, -1 if it does not compile
+        (CodeRL). Programs that read standard input are not told to raise.
     seconds: wall-clock time for all asserts of a completion together, or for each pair.
     memory: MiB of a process. files: MiB of its folder and of the printed output.
     workers: completions that run at the same time.
@@ -68,13 +70,14 @@ class CodeRun:
     key: str = "tests"
     strict: bool = False
     pace: float | None = None
+    outcomes: bool = False
     seconds: float = 10.0
     memory: int = 1024
     files: int = 8
     workers: int = 4
     accept_risk: bool = False
     boundary: Boundary = field(init=False)
-    about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
+    about = About(modality="text", range=(-1, 1), needs="", licence=LICENCE)
     keyed = True  # nothing is scored without the key
     privileged = True  # runs code of completions and metadata
 
@@ -84,6 +87,8 @@ class CodeRun:
                             f"workers {self.workers}, expected above 0, from 64, from 1 and from 1")
         if self.pace is not None and not self.pace > 0:
             raise UserError(f"reward 'code_run': pace is {self.pace}, expected above 0 seconds")
+        if self.outcomes and (self.strict or self.pace is not None):
+            raise UserError("reward 'code_run': outcomes is true, beside strict or pace: expected one of them")
         if importlib.util.find_spec("resource") is None:
             raise UserError("reward 'code_run' needs the limits of a Unix system: run it there, behind "
                             "`flowgrpo serve-reward code_run`")
@@ -105,8 +110,20 @@ class CodeRun:
     def _share(self, code: str, tests: Checks) -> float:
         verdict = run(code, tests, Limits(self.seconds, self.memory, self.files), self.boundary)
         share = sum(verdict.passed) / len(verdict.passed)
+        if self.outcomes:
+            return 1.0 if share == 1 else self._failed(code, tests)
         share = float(share == 1) if self.strict else share
         return share if self.pace is None else paced(share, verdict.seconds, self.pace)
+
+    def _failed(self, code: str, tests: Checks) -> float:
+        """Return the outcome of code that fails a test, from further runs of it."""
+        def passes(source: str) -> bool:
+            limits = Limits(self.seconds, self.memory, self.files)
+            return all(run(source, Checks(asserts=("pass",)), limits, self.boundary).passed)
+
+        if not passes(f"compile({code!r}, 'code', 'exec')"):
+            return -1.0
+        return -0.3 if tests.pairs or passes(code) else -0.6
 
 
 def paced(share: float, seconds: float, pace: float) -> float:

@@ -157,3 +157,12 @@ def test_a_boundary_that_stops_working_is_an_error_not_a_score():
     object.__setattr__(reward, "boundary", Boundary("bubblewrap", lambda job, files: ["false"]))
     assert message(reward, [DOUBLE], ["p"], [{"tests": "assert f(2) == 4"}]) == (
         "the boundary bubblewrap does not start a process (it ended without a message): check its installation")
+
+
+def test_outcomes_of_code_have_four_values():
+    made = CodeRun(seconds=60, outcomes=True, accept_risk=True, workers=1)
+    codes = ["def f(x): return x", "def f(x): return -x", "def f(x): return x\n1 / 0", "def f(x: return x"]
+    assert made(codes, ["p"] * 4, [{"tests": ["assert f(2) == 2"]}] * 4) == [1, -0.3, -0.6, -1]
+    pair = [{"tests": [{"input": "3", "output": "4"}]}] * 2
+    assert made(["print(4)", "print(5)"], ["p"] * 2, pair) == [1, -0.3]
+    assert "outcomes is true, beside strict or pace" in message(CodeRun, outcomes=True, strict=True)
