@@ -32,7 +32,7 @@ class AnswerLosses(DataLosses):
         texts = (sorted({question.question for question in every}),
                  sorted({choice for question in every for choice in question.choices}))
         self.head = picture_reader.made(rollouts.policy, part.time, part.width, texts, rollouts.config.seed)
-        self.counted = torch.zeros(2)
+        self.counted = [0, 0]
 
     def divisor(self, examples: Sequence[Example]) -> int:
         return sum(len(self.questions[example.prompt.key]) for example in examples)
@@ -43,7 +43,8 @@ class AnswerLosses(DataLosses):
         contents = [example.content for example in examples if isinstance(example.content, Tensor)]
         logp = self.head(torch.stack(contents), [(row, asked.question, asked.choices) for row, asked in pairs])
         right = self.head.numbers([asked.answer for _, asked in pairs]).to(logp.device)
-        self.counted += torch.tensor([picture_reader.likeliest(logp, right).sum().item(), len(right)])
+        self.counted[0] += int(picture_reader.likeliest(logp, right).sum())
+        self.counted[1] += len(right)
         weights = torch.tensor([self.part.weight(examples[row].reward) for row, _ in pairs]).to(logp)
         if not self.part.samples:
             yield -(weights * logp.gather(1, right[:, None])[:, 0]).sum()
@@ -52,9 +53,9 @@ class AnswerLosses(DataLosses):
         drawn = torch.multinomial(logp.detach().exp().cpu(), self.part.samples, True, generator=generator)
         yield (weights * policy_gradient(logp, drawn.to(logp.device), right)).sum()
 
-    def metrics(self, total: Callable[[Sequence[float]], list[float]]) -> dict[str, float]:
-        right, count = total(self.counted.tolist())
-        self.counted = torch.zeros(2)
+    def metrics(self, total: Callable[[Sequence[int]], list[int]]) -> dict[str, float]:
+        right, count = total(self.counted)
+        self.counted = [0, 0]
         return {"data/accuracy": right / count} if count else {}
 
 

@@ -52,7 +52,7 @@ class DataLosses(Protocol):
         places: of the examples in the batch of all processes. update: the number of earlier optimiser steps.
         """
 
-    def metrics(self, total: Callable[[Sequence[float]], list[float]]) -> dict[str, float]:
+    def metrics(self, total: Callable[[Sequence[int]], list[int]]) -> dict[str, float]:
         """Return an epoch's further metrics; all processes call it. total: sums over processes."""
         return {}
 
