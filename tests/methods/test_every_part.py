@@ -41,7 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "Unconfident": {"right": 0.1}, "Decoupled": {"right": 0.1}, "Balanced": {"right": 0.48}, "Rarity": {"slope": 0.5},
     "ForwardCorrected": {"misses": 0.3},
     "Pruning": {"pool": 6, "step": 1}, "SpanDecoding": {"opens": list(range(3, 12)), "inside": 0.2},
-    "StepScores": {"ends": "1"},
+    "StepScores": {"ends": "1"}, "SecondAttempt": {"again": "="},
     **dict.fromkeys(("ResampleCorrect", "Consistent"), {"n": 2, "rewards": ["score"], "right": 0.1}),
     "FlowMatching": {"source": {"right": 0.1}}, "GuidanceDistillation": {"source": {"right": 0.1}},
     "PassRate": {"right": 0.1}, "WarmupCosine": {"warmup": 0}, "GradientNorms": {"warmup": 1}}
