@@ -32,6 +32,8 @@ class StepScores(TokenCredit):
     whole: a step is scored with all text before it, as a process reward model reads it, or alone.
     votes: times that each step is scored; with several a step is right, 1, if most of them reach `right`, else 0.
     thoughts: neighbouring steps that are all right, or all wrong, are merged, and have their mean score (TP-GRPO).
+    gain: with "group", factor of the change of the score from the step before, which is added to it (SCoRe's alpha,
+        for the steps of `SecondAttempt`).
     easing: the weight is multiplied by 1 less the group's mean reward, within 0 to 1: steps count less the more of a
         group is right (TP-GRPO's adaptive weight, in a form of ours).
     rewards: names of the run's rewards; empty: all. One of weight 0 counts with weight 1.
@@ -45,6 +47,7 @@ class StepScores(TokenCredit):
     right: float = 0.5
     votes: int = 1
     thoughts: bool = False
+    gain: float = 0.0
     easing: bool = False
     rewards: tuple[str, ...] = ()
     causal = True
@@ -53,6 +56,9 @@ class StepScores(TokenCredit):
         object.__setattr__(self, "rewards", tuple(self.rewards))  # a recipe gives a list
         if self.kind not in KINDS:
             raise ValueError(f"StepScores: kind is {self.kind!r}, expected one of {', '.join(KINDS)}")
+        if self.gain < 0 or self.gain and self.kind != "group":
+            raise ValueError(f"StepScores: gain is {self.gain} with kind {self.kind!r}, expected 0 or more, and kind "
+                             "'group'")
         if self.weight < 0 or self.outcome < 0 or self.votes < 1 or not self.ends:
             raise ValueError(f"StepScores: weight is {self.weight}, outcome {self.outcome}, votes {self.votes} and "
                              f"ends {self.ends!r}, expected 0 or more, 0 or more, 1 or more, and a text")
@@ -86,9 +92,16 @@ class StepScores(TokenCredit):
                          outcome.flatten())
         if self.kind == "blame":
             return -(scores < self.right).to(scores).gather(1, segments)
-        groups = scores.unflatten(0, totals.shape).transpose(1, 2)  # [n, S, G]
+        groups = with_gains(scores, self.gain).unflatten(0, totals.shape).transpose(1, 2)  # [n, S, G]
         relative = group_relative(groups.flatten(0, 1), "group").view(groups.shape)
         return relative.transpose(1, 2).flatten(0, 1).gather(1, segments)
+
+
+def with_gains(scores: Tensor, gain: float) -> Tensor:
+    """Return scores [m, S] of steps, each with `gain` times its change from the step before; a missing step before
+    (NaN) adds nothing."""
+    change = scores[:, 1:] - scores[:, :-1]
+    return torch.cat([scores[:, :1], scores[:, 1:] + gain * change.nan_to_num(0)], 1) if gain else scores
 
 
 def text_steps(ids: Sequence[int], ends: str, text: Callable[[Sequence[int]], str]) -> list[int]:

@@ -119,6 +119,8 @@ class Pictured(Combined):
     device: str | None = None
     batch_size: int = 8
     parts: Any = field(default=None, repr=False)
+    painter: FrozenPipeline = field(init=False, repr=False)
+    _epoch: int | None = field(default=None, init=False, repr=False)
     about = About(modality="text", range=(None, None), needs="", licence="the pipeline's, the rewards'")
     remembers = False  # `begin` names the epoch alone
 
@@ -132,7 +134,7 @@ class Pictured(Combined):
         require_arguments("pictured", self.dtype, self.device, self.batch_size)
         painter = FrozenPipeline(self.pipeline, self.lora, self.steps, self.guidance, self.call, dtype=self.dtype,
                                  device=self.device, batch_size=self.batch_size, parts=self.parts)
-        for name, value in (("painter", painter), ("about", type(self).about), ("_epoch", None)):
+        for name, value in (("painter", painter), ("about", type(self).about)):
             object.__setattr__(self, name, value)
 
     def begin(self, memory: dict[str, Any], epoch: int) -> None:

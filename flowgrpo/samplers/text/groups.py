@@ -55,7 +55,7 @@ class EarlyExits:
     def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
                  generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
                  ) -> list[SampledCompletions]:
-        exit, most = self._exit(policy), policy.text.max_tokens
+        exit, most = inserted(policy, "exit", self.exit), policy.text.max_tokens
         whole = torch.arange(group - 1, len(generators), group)
         leaders = joined([policy.sample(tokenized.rows(at), decoding, [generators[i] for i in at], greedy[at])
                           for at in whole.split(micro_batch)])
@@ -64,8 +64,8 @@ class EarlyExits:
                             for ids, mask, row in zip(leaders.ids, leaders.mask, whole.tolist())])
         of = torch.arange(len(whole)).repeat_interleave(group - 1)
         rows = whole[of] - (group - 1) + torch.arange(group - 1).repeat(len(whole))
-        exits = joined([self._left(policy, tokenized.rows(rows[at]), decoding, [generators[i] for i in rows[at]],
-                                   leaders.ids[of[at]], leaders.logp[of[at]], places[at], exit)
+        exits = joined([left(policy, tokenized.rows(rows[at]), decoding, [generators[i] for i in rows[at]],
+                             leaders.ids[of[at]], leaders.logp[of[at]], places[at], exit)
                         for at in torch.arange(len(rows)).split(micro_batch)])
         return [ordered(joined([exits, leaders]), torch.cat([rows, whole]).argsort())]
 
@@ -73,29 +73,64 @@ class EarlyExits:
         """Return the exits of a thought of `length` tokens, int64 [count], ascending, at most `most`."""
         return torch.randint(1, max(min(length, most), 1) + 1, (count,), generator=generator).sort()[0]
 
-    def _exit(self, policy: CausalModel) -> Tensor:
-        """Return the tokens of `exit`.
 
-        Raises UserError if they leave no room for an answer.
-        """
-        ids = torch.tensor(policy.tokenizer(self.exit, add_special_tokens=False)["input_ids"], dtype=torch.long)
-        if len(ids) + 2 > policy.text.max_tokens:
-            raise UserError(f"text.max_tokens is {policy.text.max_tokens}, but the exit {self.exit!r} alone has "
-                            f"{len(ids)} tokens: raise it, or set parts.draws.exit to a shorter text")
-        return ids
+@dataclass(frozen=True)
+class SecondAttempt:
+    """Two attempts in every completion: the policy reads its first answer and tries again (SCoRe, 2409.12917).
 
-    @staticmethod
-    def _left(policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
-              generators: Sequence[torch.Generator], ids: Tensor, logp: Tensor, places: Tensor, exit: Tensor
-              ) -> SampledCompletions:
-        """Return answers of thoughts ids [b,L], with their logp [b,L], that exit at `places` [b]."""
-        from flowgrpo.samplers.text.continuations import continued
+    The first attempt, without its end, is followed by the text `again`, which is neither sampled nor trained, and by
+    the second attempt. With the spread `StepScores` whose `ends` is the same text, each attempt has a score of its own.
+    share: of the tokens of `text.max_tokens` beside `again`, those that the first attempt may have; a longer one is
+    cut.
+    """
 
-        prefixes = [torch.cat([row[:place], exit]) for row, place in zip(ids, places)]
-        answers = continued(policy, tokenized, prefixes, decoding, generators)
-        at = torch.arange(ids.shape[1])
-        before, behind = at < places[:, None], at >= places[:, None] + len(exit)
-        return replace(answers, logp=torch.where(before, logp, answers.logp), mask=answers.mask & (before | behind))
+    again: str = "\n\nThere may be an error in this answer. I check it, and answer again.\n\n"
+    share: float = 0.5
+    causal, leaves = True, 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share < 1 or not self.again:
+            raise ValueError(f"SecondAttempt: share is {self.share} and again {self.again!r}, expected between 0 and "
+                             "1, and a text")
+
+    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
+                 generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
+                 ) -> list[SampledCompletions]:
+        again = inserted(policy, "again", self.again)
+        room = max(1, int(self.share * (policy.text.max_tokens - len(again))))
+        pieces = []
+        for at in torch.arange(len(generators)).split(micro_batch):
+            rows, drawing = tokenized.rows(at), [generators[i] for i in at]
+            first = policy.sample(rows, decoding, drawing, greedy[at])
+            places = torch.tensor([min(room, thought(policy, ids[mask], "")) for ids, mask in zip(first.ids,
+                                                                                                  first.mask)])
+            pieces.append(left(policy, rows, decoding, drawing, first.ids, first.logp, places, again))
+        return pieces
+
+
+def inserted(policy: CausalModel, field: str, text: str) -> Tensor:
+    """Return the tokens of a text that `parts.draws` inserts under the name `field`.
+
+    Raises UserError if they leave no room for an answer.
+    """
+    ids = torch.tensor(policy.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.long)
+    if len(ids) + 2 > policy.text.max_tokens:
+        raise UserError(f"text.max_tokens is {policy.text.max_tokens}, but the {field} {text!r} alone has {len(ids)} "
+                        f"tokens: raise it, or set parts.draws.{field} to a shorter text")
+    return ids
+
+
+def left(policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
+         ids: Tensor, logp: Tensor, places: Tensor, text: Tensor) -> SampledCompletions:
+    """Return completions that repeat ids [b,L], with their logp [b,L], up to `places` [b], go on with the tokens `text`
+    [n], which are not trained, and are drawn from there."""
+    from flowgrpo.samplers.text.continuations import continued
+
+    prefixes = [torch.cat([row[:place], text]) for row, place in zip(ids, places)]
+    answers = continued(policy, tokenized, prefixes, decoding, generators)
+    at = torch.arange(ids.shape[1])
+    before, behind = at < places[:, None], at >= places[:, None] + len(text)
+    return replace(answers, logp=torch.where(before, logp, answers.logp), mask=answers.mask & (before | behind))
 
 
 def thought(policy: CausalModel, ids: Tensor, close: str) -> int:

@@ -9,9 +9,10 @@ import torch
 
 from flowgrpo import methods
 from flowgrpo.advantages.length_shaping import ExitDecay
+from flowgrpo.advantages.step_scores import StepScores, with_gains
 from flowgrpo.errors import UserError
 from flowgrpo.samplers.text.decoding import Decoding
-from flowgrpo.samplers.text.groups import EarlyExits, Independent, thought
+from flowgrpo.samplers.text.groups import EarlyExits, Independent, SecondAttempt, joined, thought
 from tests.helpers import tiny_text
 
 PART = EarlyExits(exit="=", close="+")
@@ -97,3 +98,28 @@ def test_an_exit_without_room_for_an_answer_is_told_in_a_line():
         drawn(EarlyExits(exit="12345678"))
     with pytest.raises(UserError, match="one of causal language models"):
         methods.preset("s_grpo").on("masks")
+
+
+def test_a_second_attempt_follows_the_first_and_a_text_that_is_not_trained():
+    own, asked, pieces = drawn(SecondAttempt(again="=+", share=0.5), micro_batch=3)
+    made, again = joined(pieces), own.tokenizer("=+", add_special_tokens=False)["input_ids"]
+    alone = own.sample(asked, Decoding(), own.generators(range(8)), torch.zeros(8, dtype=torch.bool))
+    for row in range(8):
+        first = alone.ids[row, :min(3, thought(own, alone.ids[row][alone.mask[row]], ""))].tolist()  # 3 of 9 - 2 tokens
+        assert made.ids[row, :len(first) + 2].tolist() == first + again
+        assert made.mask[row, :len(first) + 3].tolist() == [True] * len(first) + [False] * 2 + [True]
+        torch.testing.assert_close(made.logp[row, :len(first)], alone.logp[row, :len(first)], atol=1e-5, rtol=0)
+        assert "=+" in made.texts[row]
+    found = own.log_probs(asked, torch.arange(8), made.ids, made.mask, Decoding())
+    assert (found.logp - made.logp)[made.mask].abs().max() <= 1e-5 and len({*made.texts}) > 4
+
+
+def test_a_gain_by_hand():
+    """Right then wrong is -2, wrong then right 3, alpha 2; no change adds nothing, and neither does a missing score."""
+    nan = math.nan
+    scores = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [nan, 1.0], [1.0, nan]])
+    expected = torch.tensor([[1.0, -2.0], [0.0, 3.0], [1.0, 1.0], [nan, 1.0], [1.0, nan]])
+    torch.testing.assert_close(with_gains(scores, 2.0), expected, equal_nan=True)
+    assert with_gains(scores, 0.0) is scores
+    with pytest.raises(ValueError, match="gain is 1.0 with kind 'blame'"):
+        StepScores(kind="blame", gain=1.0)
