@@ -136,7 +136,11 @@ class Curriculum(Protocol):
 
 
 class Redraw(Protocol):
-    """Choice of the groups that are replaced."""
+    """Choice of the groups that are replaced.
+
+    A part may also have begin(prompts, drawn), which returns the prompts of an epoch's first turn as they are sampled,
+    and learn(drawn), called at the end of its sampling.
+    """
 
     def __call__(self, drawn: EpochBatch) -> Sequence[tuple[int | None, Prompt]]:
         """Return pairs (index of a group, the prompt that replaces it); of an additional group the index is None."""
