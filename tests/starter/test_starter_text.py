@@ -84,7 +84,7 @@ def test_the_first_ratio_is_one(method, tmp_path):
     parts = {"s_grpo": {"draws": {"exit": ";", "close": ";"}}}.get(method, tiny_text.PARTS.get(method, {}))
     short = {"method": method, "parts": parts, "output": str(tmp_path), "tracker": "none",
              "device": "cpu", "train.epochs": 1, "train.prompts": 8, "train.group": 8, "train.updates": 1,
-             "eval.prompts": 4}
+             "eval.prompts": 4, "precision": "fp32"}
     summary = run(load(RECIPE, short))
     assert summary["max_first_log_ratio"] <= 1e-5 and summary["updates"] == 1
 
