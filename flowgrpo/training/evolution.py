@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ class SingularValues:
         first = []
         with torch.no_grad():
             for layer in weights.layers().values():
-                a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+                a, b = (cast(Any, part)["default"].weight for part in (layer.lora_A, layer.lora_B))
                 left, values, right = factors(b.flatten(1), a.flatten(1))
                 a.copy_(right.view_as(a))
                 self.pairs.append((b, left.view_as(b)))

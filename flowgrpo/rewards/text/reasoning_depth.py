@@ -21,7 +21,8 @@ def divergence(one: Tensor, other: Tensor) -> Tensor:
     """Return the Jensen-Shannon divergence, in nats, of distributions with these log-probabilities: [..., V] -> [...].
     """
     mean = torch.logaddexp(one, other) - torch.log(torch.tensor(2.0))
-    return 0.5 * sum((logp.exp() * (logp - mean)).nan_to_num(0).sum(-1) for logp in (one, other))
+    to_one, to_other = ((logp.exp() * (logp - mean)).nan_to_num(0).sum(-1) for logp in (one, other))
+    return (to_one + to_other) / 2
 
 
 @dataclass(frozen=True, eq=False)
