@@ -1,0 +1,115 @@
+"""Blocks of YAML and Python in README.md and docs/ work as they stand there; commands are parsed by test_docs.py."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from flowgrpo import config
+from flowgrpo.data.prompt_writer import load_templates
+
+ROOT = Path(__file__).parent.parent
+# One epoch of one prompt, measured on two.
+SHORT = {'{"epochs": 20}': '{"epochs": 1, "prompts": 1, "group": 4, "micro_batch": 4, "steps": 6}',
+         '{"guidance": 2.0,': '{"guidance": 2.0, "prompts": 2, "steps": 2,', '"runs/starter"': '"runs/first"'}
+
+
+def blocks(language: str, page: Path) -> Iterator[str]:
+    """Yield the code blocks of a page in a language, without their indentation."""
+    text = page.read_text(encoding="utf-8")
+    for indent, block in re.findall(rf"^( *)```{language}\n(.*?)^ *```$", text, re.S | re.M):
+        yield re.sub(f"^{indent}", "", block, flags=re.M)
+
+
+def documents() -> Iterator[Any]:
+    """Yield a parameter (YAML document) for every document of every page but those of the methods."""
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        if page.parent.name == "methods":
+            continue
+        for number, block in enumerate(blocks("yaml", page)):
+            for document in block.split("\n---\n"):
+                yield pytest.param(document, id=f"{page.stem}-{number}")
+
+
+def test_documents_are_found():
+    assert len([*documents()]) > 35
+
+
+@pytest.mark.parametrize("document", [*documents()])
+def test_yaml_that_is_shown_loads(document, tmp_path):
+    """A recipe, or templates of prompts, or named rewards of `flowgrpo label --rewards`."""
+    content = yaml.safe_load(document)
+    if "extends" in content:
+        shutil.copytree(ROOT / "configs", tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "shown.yaml"
+    file.write_text(document)
+    if "templates" in content:
+        assert len(load_templates(file).write(5, 0)) == 5
+    elif all(isinstance(value, dict) and "use" in value for value in content.values()):
+        assert config.validate({"reward": content}).rewards.keys() == content.keys()
+    else:
+        assert config.load(file).model_dump(exclude_unset=True).keys() >= content.keys() - {"extends"}
+
+
+def test_the_readmes_python_trains_and_stock_diffusers_reads_it(tmp_path, monkeypatch):
+    """The call of README.md, shortened, and the pipeline of docs/reference/files.md with its LoRA."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "flowgrpo").symlink_to(ROOT / "flowgrpo")
+    call, _ = blocks("python", ROOT / "README.md")
+    [loading] = blocks("python", ROOT / "docs" / "reference" / "files.md")
+    names: dict[str, Any] = {}
+    for block in (call, loading):
+        for shown, short in SHORT.items():
+            block = block.replace(shown, short)
+        exec(compile(block, "shown.py", "exec"), names)
+    assert {"before", "after"} <= names["summary"].keys() and (tmp_path / "runs" / "first").is_dir()
+    assert names["image"].size == (64, 64) and (tmp_path / "star.png").exists()
+
+
+def test_rewards_that_are_shown_score():
+    """Those of docs/rewards.md, whose later blocks read names of earlier ones."""
+    names: dict[str, Any] = {}
+    for block in blocks("python", ROOT / "docs" / "rewards.md"):
+        exec(compile(block, "shown.py", "exec"), names)
+        if "About(" in block:
+            assert names["red"].about.modality == "image"
+    pictures, latents, two = torch.rand(2, 3, 8, 8), torch.rand(2, 4, 4, 4), ["p", "q"]
+    assert names["red"](pictures, two).shape == names["smooth"](latents, two, [{}] * 2).shape == (2,)
+    assert names["kept"](pictures, two, [{}] * 2, base=pictures).tolist() == [0.0, 0.0]
+    assert names["kept"](pictures, two, [{}] * 2) == [None, None]
+    assert names["red"].differentiable and names["purines"].differentiable
+
+
+def test_the_readmes_reward_prefers_red():
+    _, block = blocks("python", ROOT / "README.md")
+    names: dict[str, Any] = {}
+    exec(compile(block, "red.py", "exec"), names)
+    red, grey = torch.tensor([1.0, 0.0, 0.0]).view(3, 1, 1).expand(3, 4, 4), torch.full((3, 4, 4), 0.5)
+    assert names["red"](torch.stack([red, grey]), ["p"] * 2, [{}] * 2) == pytest.approx([1.0, 0.0])
+
+
+def test_what_the_page_of_one_gpu_imports_exists():
+    [block] = blocks("python", ROOT / "docs" / "get_started" / "one_gpu.md")
+    tree = ast.parse(block)
+    [(module, name)] = [(node.module, alias.name) for node in tree.body if isinstance(node, ast.ImportFrom)
+                        for alias in node.names]
+    pipeline = getattr(importlib.import_module(module), name)
+    called = {node.func.attr for node in ast.walk(tree) if isinstance(node, ast.Call)
+              and isinstance(node.func, ast.Attribute)}
+    assert called == {"from_pretrained", "load_lora_weights"} and all(hasattr(pipeline, name) for name in called)
+
+
+def test_make_targets_that_are_shown_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    shown = {target for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+             for target in re.findall(r"(?:`|^)make ([a-z]+)", page.read_text(encoding="utf-8"), re.M)}
+    assert {"test", "demo"} <= shown and [name for name in shown if not re.search(f"^{name}:", makefile, re.M)] == []
