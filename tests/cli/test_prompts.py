@@ -83,4 +83,4 @@ def test_a_caption_becomes_a_proxy_prompt(tmp_path, capsys):
     assert prompt.metadata["right"] == "red" and prompt.metadata["answer"] in prompt.text
     assert main(command) == 2
     assert main(["proxy-prompts", "riddle", "c", "--output", "d"]) == 2
-    assert "got 'riddle', expected caption_error or critique" in capsys.readouterr().err
+    assert "got 'riddle', expected caption_error, critique or inversion" in capsys.readouterr().err

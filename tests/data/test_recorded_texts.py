@@ -22,7 +22,7 @@ from flowgrpo.run import run
 from flowgrpo.train import Trainer
 from tests.helpers import tiny_text
 
-RIGHT = [("1+2=", "3", "4"), ("33+4=", "37", "1"), ("5-66=", "-61", "61"), ("7+8=", "15", "78")]
+RIGHT = [("1+2=", "3", "4"), ("33+4=", "37", "1"), ("5;66=", ";61", "61"), ("7+8=", "15", "78")]
 DPO = dict(method="dpo", train__group=2, train__prompts=4, train__micro_batch=8, train__updates=1)
 
 

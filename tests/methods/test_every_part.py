@@ -47,7 +47,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("FlowMatching", "GuidanceDistillation", "SelfAnswers"), {"source": {"right": 0.1}}),
     "PassRate": {"right": 0.1}, "PreferencePairs": {"source": {"path": tiny_text.PAIRS}},
     "Variations": {"right": 0.1, "share": 1.0, "template": "{prompt}{solution}"},
-    "MergedSteps": {"every": 1}, "Explained": {"right": 0.1, "template": "{prompt}{right}{wrong}"},
+    "Explained": {"right": 0.1, "template": "{prompt}{right}{wrong}"},
     "WarmupCosine": {"warmup": 0}, "GradientNorms": {"warmup": 1}}
 KL = {"kl": {"weight": 0.1}}
 # What has to be there besides, of the host as well, for a part to be of effect.
@@ -61,10 +61,10 @@ BESIDE: dict[str, dict[str, Any]] = {
 VALUES = {"tail": 0.5, "roots": 2, "strides": [1, 2]}
 # What is the host's own under another name: one reward has nothing to be weighed against, and need not rise; of two
 # prompts of which one is flat, both are as difficult; the noise of FlowDDIM is 0, a Teacher without a model and a
-# Soup of none are the base, in two epochs no prompt has a history or comes again, and no two of the few prompts here
-# are a pair.
-SAME = {"Influence", "Soup", "Hypervolume", "HardPrompts", "ODE", "Teacher", "AdditionalGroups", "OppositePairs",
-        "Episodic",
+# Soup of none are the base, in two epochs no prompt has a history or comes again, no two of the few prompts here are a
+# pair, and no two completions share a step.
+SAME = {"Influence", "MergedSteps", "Soup", "Hypervolume", "HardPrompts", "ODE", "Teacher", "AdditionalGroups",
+        "OppositePairs", "Episodic",
         "PicturePairs"}  # needs pictures: tests/training/test_pair_term.py
 # What is first seen in a second epoch.
 LATER = {"EMA", "PreviousPolicy", "WeightAverage", "Linear", "Adaptive", "Lag", "ThompsonSampling", "Knapsack",
@@ -179,7 +179,8 @@ def test_a_preset_of_which_nothing_is_read_is_refused():
 
 
 @pytest.mark.parametrize("kind, host, part, told", [
-    ("flow", "mix_grpo", {"log_ratio": {"type": "SequenceRatio"}}, "completions or traces of an unmasking, but the "
+    ("flow", "mix_grpo", {"log_ratio": {"type": "SequenceRatio"}},
+     "completions or recorded pairs of texts or traces of an unmasking, but the "
      "method trains recorded steps: expected one of Guard, PlainRatio, SquaredErrorRatio"),
     ("tokens", "grpo", {"surrogate": {"type": "Preference"}}, "Preference, which reads noised finals"),
     ("flow", "mix_grpo", {"advantage": {"type": "Paired"}}, "Paired, which reads latent edits"),

@@ -47,7 +47,7 @@ def test_fields_of_groups_have_different_names():
     for name in ("mix_grpo", "diffusion_nft", "draft", "expo", "grpo", "drakes"):
         method = preset(name)
         groups = (method.rollout, method.target, method.credit, method.loss)
-        assert len(method.parts()) == sum(len(vars(group)) for group in groups) + 3
+        assert len(method.parts()) == sum(len(vars(group)) for group in groups) + 4
 
 
 def test_a_part_is_replaced_wherever_it_stands_and_whole_groups_come_first():

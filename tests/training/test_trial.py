@@ -274,7 +274,7 @@ def test_completions_are_short(tmp_path):
 
 def test_a_prompt_that_leaves_no_room_is_told():
     line = told({"mine": Seen()}, make=tiny_text, text__max_tokens=59)
-    assert "the prompt '5-66=' has 6 tokens and its completion up to 59, but the model's context is 64 tokens" in line
+    assert "the prompt '5;66=' has 6 tokens and its completion up to 59, but the model's context is 64 tokens" in line
 
 
 def test_a_chat_template_that_fails_is_told():

@@ -165,15 +165,16 @@ def test_a_judge_behind_an_endpoint_labels_aspects_and_principles(place):
 
 
 def test_samples_of_a_model_are_drawn_once(place):
-    (place / "sums.jsonl").write_text(json.dumps({"prompt": "2+2=", "metadata": {"answer": "4"}}))
-    command = ["label", "starter_text", "--prompts", "sums.jsonl", "--count", "6", "--temperature", "3",
+    (place / "sums.jsonl").write_text(json.dumps({"prompt": "12+34=", "metadata": {"answer": "46"}}))
+    command = ["label", "starter_text", "--prompts", "sums.jsonl", "--count", "8", "--temperature", "1",
                "--rewards", "mine.py:right"]
     assert main(command) == 0
     before = (place / "pairs-samples" / "texts-0.jsonl").read_text()
-    assert len(before.splitlines()) == 6
+    assert len(before.splitlines()) == 8
     assert main(command) == 0 and (place / "pairs-samples" / "texts-0.jsonl").read_text() == before
     [row] = rows(place / "pairs.jsonl")
-    assert (row["prompt"], row["chosen"], row["margins"]) == ("2+2=", "4", {"overall": 1}) and row["rejected"] != "4"
+    assert (row["prompt"], row["chosen"], row["margins"]) == ("12+34=", "46", {"overall": 1})
+    assert row["rejected"] != "46"
 
 
 @pytest.mark.parametrize("arguments, told", [

@@ -214,38 +214,38 @@ def test_the_answers_of_a_run_are_known_to_its_credit():
 # AMPO
 
 TAUGHT = {"redraw": {"type": "TeacherAnswers"}, "decoding": {"expert": 2}, "surrogate": {"type": "PolicyShaping"}}
-LESSONS = ["9-1=8", {"text": "7+1=8"}, {"text": "1+1=2", "right": False}, "2+6=8"]
+LESSONS = ["9;1=8", {"text": "7+1=8"}, {"text": "1+1=2", "right": False}, "2+6=8"]
 
 
 def test_only_groups_that_fail_get_teachers():
-    solved, failed = (Prompt(text, metadata={"answer": "8", "solutions": LESSONS}) for text in ("2+2=", "5-1="))
+    solved, failed = (Prompt(text, metadata={"answer": "8", "solutions": LESSONS}) for text in ("2+2=", "5;1="))
     silent = Prompt("7+7=", metadata={"answer": "14"})
     found = EpochBatch([], 0, 1, 0, Processes())
     found.add([solved, failed, silent], torch.zeros(3, 2, 1), torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 0.0]]))
     [(place, taught)] = TeacherAnswers()(found)
-    assert place == 1 and taught.guided.answers and taught.shown == taught.text == "5-1=" and taught.key != failed.key
+    assert place == 1 and taught.guided.answers and taught.shown == taught.text == "5;1=" and taught.key != failed.key
     found.add(found.replace([(place, taught)]), torch.zeros(1, 2, 1), torch.zeros(1, 2))
     assert TeacherAnswers()(found) == []  # they come once
-    assert solutions_of(taught) == ["9-1=8", "7+1=8", "2+6=8"]
+    assert solutions_of(taught) == ["9;1=8", "7+1=8", "2+6=8"]
 
 
 def test_the_answers_that_the_policy_comprehends_best_join_a_group_that_failed():
     failing = {"short": lambda texts, prompts: [0.0] * len(texts)}
     own = tiny_text.trainer(rewards=failing, train__prompts=1, parts=TAUGHT)
     tiny_text.stir(own.policy)
-    own.prompts = [Prompt("5-1=", metadata={"answer": "8", "solutions": LESSONS})]
+    own.prompts = [Prompt("5;1=", metadata={"answer": "8", "solutions": LESSONS})]
     scores = []
-    for reasoning in ("9-1=", "7+1=", "2+6="):  # the likelihood of the answer behind the reasoning, as one prompt
+    for reasoning in ("9;1=", "7+1=", "2+6="):  # the likelihood of the answer behind the reasoning, as one prompt
         ids = torch.tensor([own.policy.tokenizer("8", add_special_tokens=False)["input_ids"]])
-        asked = own.policy.encode([f"5-1={reasoning}"])
+        asked = own.policy.encode([f"5;1={reasoning}"])
         scores.append(own.policy.log_probs(asked, torch.tensor([0]), ids, ids == ids, Decoding()).logp.mean().item())
-    best = sorted(zip(scores, ("9-1=8", "7+1=8", "2+6=8")), reverse=True)
+    best = sorted(zip(scores, ("9;1=8", "7+1=8", "2+6=8")), reverse=True)
     drawn, parts, learned = own.draw()
     [first], [second] = (part.transitions for part in parts)
     assert drawn.turn == 2 and not first.expert.any() and second.expert.tolist() == [False, False, True, True]
     assert own.policy.written(second.ids, second.old.mask)[2:] == [text for _, text in best[:2]]
     assert own.guided.sampled(learned) is learned and second.old.guided is None
-    metrics = own.learn(own.credit(parts, torch.rand(2, 4, 1), ["5-1=", "x"]), learned, own.guided.prompts)
+    metrics = own.learn(own.credit(parts, torch.rand(2, 4, 1), ["5;1=", "x"]), learned, own.guided.prompts)
     assert own.first_ratio.found <= 1e-5 and metrics["grad_norm"] > 0
 
 
