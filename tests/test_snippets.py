@@ -105,7 +105,7 @@ def test_what_the_page_of_one_gpu_imports_exists():
     pipeline = getattr(importlib.import_module(module), name)
     called = {node.func.attr for node in ast.walk(tree) if isinstance(node, ast.Call)
               and isinstance(node.func, ast.Attribute)}
-    assert called == {"from_pretrained", "load_lora_weights"} and all(hasattr(pipeline, name) for name in called)
+    assert called == {"from_pretrained", "to", "load_lora_weights"} and all(hasattr(pipeline, name) for name in called)
 
 
 def test_make_targets_that_are_shown_exist():

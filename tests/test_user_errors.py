@@ -218,6 +218,14 @@ def test_a_misspelt_folder_is_told_without_asking_the_hub(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_run_that_is_not_there_is_no_name_of_the_hub(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path, tmp_path / "runs"):
+        folder.mkdir(exist_ok=True)
+        told = "no model or run 'runs/sdxl': runs has no folder of that name"
+        assert refused(capsys, "sample", "runs/sdxl", "--prompt=x").endswith(told)
+
+
 def test_a_run_in_the_place_of_a_model_is_told(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text(tiny.config(model="owner/name").yaml())
     told = f"{tmp_path} is a run, not a model: give the model that it trained"

@@ -36,7 +36,7 @@ class Config(Section):
     prompts: str = Field("starter", description="a set that `flowgrpo prompts` lists, a .txt, .jsonl, .csv or .parquet "
                                               "file, or hub:OWNER/NAME")
     held_out: float | str = Field(0.1, description="share of the prompts that is never trained on, or a file of "
-                                                 "them; packaged prompts bring their own, and take no share")
+                                                 "them; sets with held-out prompts of their own take no share")
     preferences: str | None = Field(None, min_length=1, description="a .jsonl of pairs of pictures or texts that are "
                                                                     "trained on: none is drawn; see "
                                                                     "docs/preferences.md")

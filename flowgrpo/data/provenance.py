@@ -17,6 +17,7 @@ from flowgrpo.starter import FOLDERS
 
 PROMPTS = "prompts.jsonl"  # in the run's folder, for a list of prompts
 CLASS = re.compile(r"[A-Z]\w*(Pipeline|Model|ModelLM|For[A-Z]\w*)")
+OUTPUT = Config.model_fields["output"].default
 
 
 def model(loaded: object) -> str:
@@ -35,15 +36,16 @@ def require_place(model: str) -> None:
 def require_no_slip(model: str) -> None:
     """Raise UserError for a near miss of a packaged model's or a local folder's name.
 
-    A hub's owner/name is one if a folder of the owner's name here has a similar entry.
+    A hub's owner/name is one if a folder of the owner's name here has a similar entry, or if it is below OUTPUT.
     """
     if model in FOLDERS or Path(model).is_dir():
         return
     inside = Path(model).parent if "/" in model else None
-    if inside and inside.is_dir():
-        others = [path.name for path in inside.iterdir() if path.is_dir()]
+    of_runs = inside == Path(OUTPUT)
+    if inside and (inside.is_dir() or of_runs):
+        others = [path.name for path in inside.iterdir() if path.is_dir()] if inside.is_dir() else []
         near = difflib.get_close_matches(Path(model).name, others, n=1, cutoff=0.85)
-        if near or len(Path(model).parts) > 2:
+        if near or of_runs or len(Path(model).parts) > 2:
             raise UserError(f"no model or run {model!r}: {inside} has no folder of that name"
                             + (f": did you mean {str(inside / near[0])!r}?" if near else ""))
     near = [] if inside else difflib.get_close_matches(model, FOLDERS, n=1, cutoff=0.75)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flowgrpo.cli import main
+from flowgrpo.config import load
 from flowgrpo.dry_run import estimate, fit, from_configs
 from flowgrpo.dry_run.estimate import dry_run
 from flowgrpo.dry_run.repeats import Repeats
@@ -187,7 +188,7 @@ def test_batch_settings_are_the_largest_that_fit(model):
 @pytest.fixture
 def recipe(model, tmp_path):
     file = tmp_path / "recipe.yaml"
-    file.write_text(config(model, reward="hps_v2", **LOW).yaml())
+    file.write_text(config(model, reward="hps_v2", train__epochs=3_600_000, **LOW).yaml())
     return str(file)
 
 
@@ -196,6 +197,8 @@ def test_the_command_prints_phases_and_what_fits(recipe, capsys):
     page = capsys.readouterr().out
     assert "rollout" in page and "3.7 GiB of reward models" in page and "computed, not measured" in page
     assert "0 per rollout step" in page and "does not fit" not in page
+    seconds = dry_run(load(recipe), GPUS["H200"]).seconds
+    assert seconds > 1e-3 and f"{1000 * seconds:,.1f} of all 3,600,000 epochs" in page
 
 
 def test_the_command_as_json_names_the_nearest_settings(recipe, model, capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,7 +81,8 @@ def loading(what: str, fix: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # a hub, a file and a library fail in many ways
-        raise UserError(f"{what} cannot be loaded ({' '.join(str(error).split())[:160]}): {fix}") from None
+        reason = textwrap.shorten(str(error), 160, placeholder=" ...")
+        raise UserError(f"{what} cannot be loaded ({reason}): {fix}") from None
 
 
 def pretrained(reward: str, kind: Any, name: str, revision: str | None, option: str, within: str = "",

@@ -307,6 +307,12 @@ def test_nothing_but_tensors_is_unpickled(pick, tmp_path):
         Aesthetic(pick[2], head=str(tmp_path / "module.pth"), device="cpu")
 
 
+def test_a_long_reason_is_cut_between_words():
+    with pytest.raises(UserError, match=r"^weights cannot be loaded \(check your( \w+){29} \.\.\.\): fetch them$"), \
+            vision.loading("weights", "fetch them"):
+        raise OSError("check your\n" + "link " * 40)
+
+
 @pytest.mark.parametrize("name, arguments, told", [
     ("clip_score", {"pretrained": "/no/weights.pt"}, "fetch|open_clip.list_pretrained"),
     ("clip_score", {"score": "cos"}, "score is 'cos', expected clipscore or cosine"),
