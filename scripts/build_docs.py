@@ -205,6 +205,14 @@ PLACES = {"target": "what the loss scores",
           "progress": "credit of every step, by the reward of the clean prediction before it",
           "value": "a language model's value model, whose advantages are per token, or how the critic of edits learns",
           "edit": "how a small policy edits the final latents of a model that stays as it is"}
+# Names of methods of papers that no docstring has before the number, or that are another one's there.
+TITLES = {"1707.06347": "PPO", "1904.09751": "Nucleus sampling", "1912.09729": "Dual-clip PPO", "2010.02502": "DDIM",
+          "2210.03142": "Guidance distillation", "2211.01095": "DPM-Solver++", "2303.01469": "Consistency models",
+          "2402.10571": "ODPO", "2404.19733": "Iterative RPO", "2407.01082": "Min-p", "2410.05582": "Gen-Drive",
+          "2502.04463": "Training Language Models to Reason Efficiently", "2503.14476": "DAPO", "2505.13026": "SASR",
+          "2505.23564": "SPO", "2506.01939": "High-entropy tokens", "2506.02355": "Rewarding the Unlikely",
+          "2508.04138": "COPO", "2509.11452": "Dynamic reward weighting", "2509.24203": "Group-relative REINFORCE",
+          "2509.26313": "One-Token Rollout"}
 PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
 
 
@@ -257,7 +265,7 @@ def named(thing: Any) -> list[Any]:
 
 def titled(things: list[Any]) -> dict[str, str]:
     """What the papers' methods are called: the start of a preset's docstring, or the name before a number."""
-    titles: dict[str, str] = {}
+    titles = dict(TITLES)
     for thing in things:
         if thing in methods.PRESETS.values():
             for number in PAPER.findall(first(thing)):
@@ -272,7 +280,9 @@ def listing(key: str, about: str) -> str:
     """The parts that go to one place of a method."""
     rows = [f"| `{name}` | {values(part)} | {first(part)} | `{test_of(name)}` |"
             for name, part in registry.TYPES.items() if registry.PLACES[part] == key]
-    return "\n".join([f"### `{key}`: {about}", "", *table("part | fields | what it is | test", rows)])
+    base = registry.BASES.get(key)
+    extends = [f"A part of your own extends `{base.__module__}.{base.__name__}`.", ""] if base else []
+    return "\n".join([f"### `{key}`: {about}", "", *extends, *table("part | fields | what it is | test", rows)])
 
 
 def values(part: Any) -> str:

@@ -88,6 +88,19 @@ def test_the_parts_that_are_shown_can_be_set(name, snippet):
     assert overlay.with_parts(method, yaml.safe_load(snippet)["parts"]) != method
 
 
+@pytest.mark.parametrize("page", ["credit", "curricula"])
+def test_the_parts_of_a_guides_tables_can_be_set(page):
+    """Lay each over a method of pipelines, or over one of language models."""
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    shown = [yaml.safe_load(code) for line in re.findall(r"^\|.*$", text, re.M)
+             for code in re.findall(r"`(\{\w+: \{.*?\})`", line)]
+    assert len(shown) > 12
+    for parts in shown:
+        method = methods.preset("mix_grpo")
+        method = method if method.parts().keys() >= parts.keys() else methods.preset("grpo")
+        assert overlay.with_parts(method, parts) != method, parts
+
+
 @pytest.mark.parametrize("name", [*PRESETS, *INFERENCE])
 def test_tests_that_a_page_names_exist(name):
     named = re.findall(r"`tests/((?:\w+/)*test_\w+\.py)::(\w+)`", PAGES[name])

@@ -88,7 +88,7 @@ def methods(
     points = [[name, point.value, f"package {point.dist.name}"] for name, point in packaged("flowgrpo.methods").items()]
     tables["Of installed packages"] = [row for row in points if not word or word.lower() in " ".join(row).lower()]
     if not any(tables.values()):
-        raise UserError(f"no method's line has {word!r}: `flowgrpo methods` lists all")
+        raise UserError(f"no method's line has {word!r}: `flowgrpo methods` lists all, docs/methods/index.md the parts")
     for title, rows in tables.items():
         if rows:
             print_table(["name", title, "source"], rows)

@@ -33,7 +33,8 @@ def new(
              for template, pattern in FILES[kind].items()}
     _require_name(name, "".join(texts.values()))
     if existing := [str(path) for path in texts if path.exists()]:
-        raise UserError(f"{' and '.join(existing)} exists already: give another name, or --output another folder")
+        raise UserError(f"no file is overwritten, and there is {' and '.join(existing)}: give another name, or "
+                        "--output another folder")
     paths.require_folder(output)
     for path, text in texts.items():
         atomic.write_text(path, text.replace("[[NAME]]", name).replace("[[CLASS]]", _class(name)))

@@ -29,6 +29,8 @@ def preset(*names: str) -> Method:
     for name in chain:
         try:
             method = functions[name](method)
+        except UserError:  # it names the preset
+            raise
         except ValueError as error:
             raise UserError(f"method {'+'.join(names)}: {error}") from None
     for host in hosts:
@@ -55,6 +57,10 @@ def _preset(name: str) -> Callable[..., Method]:
 
 def _applied(name: str, function: Any, method: Method) -> Method:
     """Return function(method). Raises UserError if that fails or is no method."""
+    if isinstance(function, type) and dataclasses.is_dataclass(function):
+        place = next((place for place, base in registry.BASES.items() if issubclass(function, base)), "PLACE")
+        raise UserError(f"method {name}: got a part, expected a function from a method to a method: name the part by "
+                        f"its place, parts: {{{place}: {{type: {name}}}}}")
     if not callable(function):
         raise UserError(f"method {name}: got a value of type {type(function).__name__}, expected a function from a "
                         "method to a method")

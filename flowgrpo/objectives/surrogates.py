@@ -2,7 +2,9 @@
 
 log_ratio: [B, N].
 advantage: [B, N] or [B, 1].
-old: [B, N], the result of `surrogate_input` for the old policy; only DynamicClip and DivergenceMask read it.
+old: [B, N], the log-probability under the old policy; of a DivergenceMask the divergence from it; of a surrogate that
+    reads who drew a decision its `Origin`. Few surrogates read it. Those of groups and of noised finals get a
+    `CompletionBatch` or a `NoisedBatch`.
 
 clipped(...), with the same arguments, is the mask where the gradient is cut. low and high are the ratio's range, in the
 unit of `gaussian.log_prob`. Masks and the division come last, in `reductions`.

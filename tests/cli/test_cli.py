@@ -199,7 +199,8 @@ def test_methods_are_found_by_a_word_and_stand_in_one_group_each(capsys):
     out = capsys.readouterr().out
     assert "dynamic_sampling " in out and "high_entropy " in out and "mix_grpo " not in out
     assert main(["methods", "nothing_like_it"]) == 2
-    assert "no method's line has 'nothing_like_it'" in capsys.readouterr().err
+    line = "no method's line has 'nothing_like_it': `flowgrpo methods` lists all, docs/methods/index.md the parts"
+    assert line in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["methods", "rewards"])

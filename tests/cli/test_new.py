@@ -45,7 +45,7 @@ def test_the_written_recipe_loads(tmp_path):
 def test_no_file_is_overwritten(kind, existing, tmp_path, capsys):
     (tmp_path / existing).write_text("mine\n")
     line = told(capsys, "new", kind, "a", "--output", tmp_path)
-    assert f"{tmp_path / existing} exists already: give another name" in line
+    assert f"no file is overwritten, and there is {tmp_path / existing}: give another name" in line
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [(existing, "mine\n")]
 
 

@@ -205,3 +205,12 @@ def test_a_preset_has_to_return_a_method(files):
     (files / "forgets.py").write_text("def change(method):\n    method.having(roots=1)\n")
     with pytest.raises(UserError, match=r"method forgets.py:change: it returned a NoneType, expected a method"):
         preset("flow_grpo+forgets.py:change")
+
+
+@pytest.mark.parametrize("name, place", [("soft_gate.py:SoftGate", "surrogate"), ("ranks.py:Ranks", "advantage"),
+                                         ("fading.py:FadingSDE", "PLACE")])
+def test_a_part_in_place_of_a_preset_is_refused_with_its_place(name, place):
+    with pytest.raises(UserError) as caught:
+        preset(f"flow_grpo+{name}")
+    assert str(caught.value) == (f"method {name}: got a part, expected a function from a method to a method: name the "
+                                 f"part by its place, parts: {{{place}: {{type: {name}}}}}")
