@@ -34,7 +34,8 @@ def predict(model: str | None, recipe: str | None, name: str, processes: int, as
     above = counts.above(gpu.room)
     settings, better = fit.nearest_settings(config, gpu, counts, processes) if above else ({}, counts)
     report = _report(config.model, name, gpu, counts, settings, better) | {
-        "micro_batch": config.train.micro_batch, "checkpointing": config.train.checkpointing}
+        "micro_batch": config.train.micro_batch, "checkpointing": config.train.checkpointing,
+        "epochs": config.train.epochs, "hours": round(config.train.epochs * counts.seconds / 3600, 1)}
     typer.echo(json.dumps(report, indent=2)) if as_json else _page(report)
     if above:
         raise typer.Exit(2)
@@ -71,8 +72,9 @@ def _page(report: dict[str, Any]) -> None:
                      f"{report['gpu']}: its memory less {report['context']:.1f} GiB of CUDA's context and 4 % between "
                      "the allocator's blocks",
              "reserved": "by the rules of torch's caching allocator; unused blocks are given back when memory runs out",
-             "seconds": f"{report['seconds']:,.0f} an epoch; of each kernel the largest of FLOP / peak, bytes / "
-                        "bandwidth and 2.5 us: computed, not measured",
+             "seconds": f"{report['seconds']:,.0f} an epoch, {report['hours']:,.1f} hours for {report['epochs']:,} "
+                        "epochs; of each kernel the largest of FLOP / peak, bytes / bandwidth and 2.5 us: computed, "
+                        "not measured",
              "host waits": f"{_waits(report['waits_per_step'])} per rollout step, "
                            f"{_waits(report['waits_per_replay'])} per replayed micro-batch"}
     for key, text in lines.items():
