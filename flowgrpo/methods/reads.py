@@ -191,7 +191,6 @@ def require_keys(config: Config, kind: str) -> None:
     for key, mains in BESIDE.items():
         value, default = attrgetter(key)(config), fields()[key].default
         if value != default and not any(attrgetter(main)(config) for main in mains):
-            both = " and ".join(mains)
-            raise UserError(f"{key} is {value!r}, but {both} {'is' if len(mains) == 1 else 'are'} 0, so that the "
-                            f"run does not read it: set {' or '.join(mains)}, or leave {key} out (expected the "
-                            f"default, {default!r})")
+            raise UserError(f"{key} is {value!r}, but {' and '.join(mains)} {'is' if len(mains) == 1 else 'are'} "
+                            f"0, so that the run does not read it: set {' or '.join(mains)}, or leave {key} out "
+                            f"(expected the default, {default!r})")

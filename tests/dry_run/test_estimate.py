@@ -216,6 +216,13 @@ def test_the_command_as_json_names_the_nearest_settings(recipe, model, capsys, m
     assert report["waits_per_step"] == {} and set(report["phases"]) <= set(estimate.ORDER)
 
 
+def test_the_command_refuses_what_a_sharded_run_refuses(model, tmp_path, capsys):
+    file = tmp_path / "sharded.yaml"
+    file.write_text(config(model, memory__shard=True, memory__weights="int8").yaml())
+    assert main(["check", "--recipe", str(file), "--gpu", "h200", "--processes", "2"]) == 2
+    assert "memory.shard is true, which does not go with memory.weights: int8" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments, text", [
     (["--gpu", "H100"], "give --recipe"), ([], "needs a MODEL"), (["--gpu", "H10", "--recipe", "x"], "did you mean")])
 def test_the_command_says_what_is_missing(arguments, text, capsys):
