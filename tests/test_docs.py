@@ -190,3 +190,12 @@ def test_the_table_of_recipes_says_what_the_recipes_say():
     script = runpy.run_path(str(ROOT / "scripts" / "recipe_table.py"))
     table = script["HEAD"] + "\n".join(map(script["row"], script["names"]())) + "\n"
     assert (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8") == table
+
+
+def test_every_launch_line_of_accelerate_names_its_processes_alike():
+    files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").rglob("*.yaml")]
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    lines = [line for text in texts for line in re.findall("accelerate launch (-.*)", text)]
+    assert len(lines) > 30
+    alike = r"--multi_gpu --num_processes \d|--config_file configs/"
+    assert [line for line in lines if not re.match(alike, line)] == []

@@ -23,12 +23,16 @@ def predict(model: str | None, recipe: str | None, name: str, processes: int, as
     from flowgrpo.config import parse
     from flowgrpo.dry_run import estimate, fit
     from flowgrpo.gpus import gpu_named
+    from flowgrpo.methods import validate
+    from flowgrpo.policies import build, options
 
     gpu = gpu_named(name)
     if recipe is None:
         raise UserError("--gpu predicts an epoch of a recipe: give --recipe")
     config = parse.load(recipe)
     config = config if model is None else config.model_copy(update={"model": model})
+    method = validate.resolve(config, build.process(build.kind(config)))
+    options.require_shardable(config, method)
     config = fit.settle(config, gpu, processes)
     counts = estimate.dry_run(config, gpu, processes)
     above = counts.above(gpu.room)

@@ -119,8 +119,9 @@ def _covered(config: Config) -> Config:
     if config.precision == AUTO:
         config = config.model_copy(update={"precision": "bf16"})
     wrong = {"language models": kind(config) != PIPELINE, "adapter.rank: 0": not config.adapter.rank,
-             "adapter.dora": config.adapter.dora, "trained text encoders": "adapted" in config.parts,
-             "train.pack": config.train.pack, "supervised terms (parts.data)": bool(config.parts.get("data")),
+             "adapter.dora": config.adapter.dora, "memory.context_parallel": config.memory.context_parallel > 1,
+             "trained text encoders": "adapted" in config.parts, "train.pack": config.train.pack,
+             "supervised terms (parts.data)": bool(config.parts.get("data")),
              "recorded pairs (preferences)": config.preferences is not None,
              "precision: fp16 (say bf16)": config.precision == "fp16"}
     for name in (name for name, applies in wrong.items() if applies):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from flowgrpo import objectives
@@ -167,20 +168,29 @@ UNREAD: dict[str, tuple[str, ...]] = {
     "masked_lm": (*_OF_DENOISERS, *_OF_PAIRS, *_OF_PARTIAL, "text.shared_prefix", "text.engine",
                   "text.engine_precision", "text.engine_memory", "text.correction", "text.correction_cap",
                   "text.correction_level")}
+# Keys that a run reads only if one of these others is above 0.
+BESIDE: dict[str, tuple[str, ...]] = {
+    "text.chunk": ("text.over_provision",),
+    "train.staleness_cap": ("train.staleness", "text.over_provision"),
+    "train.extrapolate_every": ("train.extrapolate",)}
 
 
 def require_keys(config: Config, kind: str) -> None:
-    """Raise UserError for a changed key that a model of this kind (`policies.build`) does not read."""
+    """Raise UserError for a changed key that a model of this kind (`policies.build`), or this run, does not read."""
     about = "language models" if kind == "pipeline" else "causal language models"
     for key, field in fields().items():
         if not any(f"{key}.".startswith(f"{name}.") for name in UNREAD[kind]):
             continue
-        value = config
-        for name in key.split("."):
-            value = getattr(value, name)
+        value = attrgetter(key)(config)
         if value != field.default:
             both = key in _OF_PAIRS
             what = about if key.startswith("text.") else "denoisers" + " and causal language models" * both
             model = {"pipeline": "pipeline", "masked_lm": "masked language model"}.get(kind, "language model")
             raise UserError(f"{key} is set, which is about {what}: leave it out for a {model} (got {value!r}, expected "
                             f"the default, {field.default!r})")
+    for key, mains in BESIDE.items():
+        value, default = attrgetter(key)(config), fields()[key].default
+        if value != default and not any(attrgetter(main)(config) for main in mains):
+            raise UserError(f"{key} is {value!r}, but {' and '.join(mains)} {'is' if len(mains) == 1 else 'are'} "
+                            f"0, so that the run does not read it: set {' or '.join(mains)}, or leave {key} out "
+                            f"(expected the default, {default!r})")

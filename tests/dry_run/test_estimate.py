@@ -135,6 +135,7 @@ def test_reward_models_are_held_beside_every_phase(model):
 
 @pytest.mark.parametrize("options, text", [
     ({"adapter__rank": 0}, "does not cover adapter.rank: 0"), ({"adapter__dora": True}, "adapter.dora"),
+    ({"memory__context_parallel": 2}, "memory.context_parallel"),
     ({"parts__data__type": "FlowMatching"}, "supervised terms"), ({"train__pack": True}, "train.pack"),
     ({"model": "starter_text", "method": "grpo", "picture__call": {}},
                                             "language models")])
@@ -201,6 +202,14 @@ def test_the_command_prints_phases_and_what_fits(recipe, capsys):
     assert seconds > 1e-3 and f"{1000 * seconds:,.1f} of all 3,600,000 epochs" in page
 
 
+def test_the_command_prints_the_hours_of_all_epochs(model, tmp_path, capsys):
+    settings = config(model, reward="hps_v2", **LOW, train__epochs=10**6)
+    (tmp_path / "long.yaml").write_text(settings.yaml())
+    assert main(["check", "--recipe", str(tmp_path / "long.yaml"), "--gpu", "h200"]) == 0
+    hours = 10**6 * dry_run(settings, GPUS["H200"]).seconds / 3600
+    assert hours > 1 and f" an epoch, {hours:,.1f} hours for 1,000,000 epochs; " in capsys.readouterr().out
+
+
 def test_the_command_as_json_names_the_nearest_settings(recipe, model, capsys, monkeypatch):
     monkeypatch.setitem(GPUS, "4090", gpu(4 * 0.986e9 + 2**16))
     assert main(["check", str(model / "model"), "--recipe", recipe, "--gpu", "4090", "--json"]) == 2
@@ -208,6 +217,13 @@ def test_the_command_as_json_names_the_nearest_settings(recipe, model, capsys, m
     assert report["gpu"] == "4090" and set(report["above"]) == set(report["phases"]) and not report["measured"]
     assert report["nearest"]["settings"]["memory.weights"] == "nf4" and not report["nearest"]["enough"]
     assert report["waits_per_step"] == {} and set(report["phases"]) <= set(estimate.ORDER)
+
+
+def test_the_command_refuses_what_a_sharded_run_refuses(model, tmp_path, capsys):
+    file = tmp_path / "sharded.yaml"
+    file.write_text(config(model, memory__shard=True, memory__weights="int8").yaml())
+    assert main(["check", "--recipe", str(file), "--gpu", "h200", "--processes", "2"]) == 2
+    assert "memory.shard is true, which does not go with memory.weights: int8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments, text", [

@@ -6,7 +6,7 @@ import operator
 
 import pytest
 
-from flowgrpo.config import Config, keys, validate
+from flowgrpo.config import Config, keys, load, validate
 from flowgrpo.errors import UserError
 from flowgrpo.methods import reads
 from flowgrpo.policies import build
@@ -29,7 +29,8 @@ OTHER = {"load.config": "folder", "load.denoiser": "file.safetensors", "load.lor
          "eval.steps": 4, "eval.guidance": 1.0, "text.max_tokens": 7, "text.system": "Be kind.", "text.template": True,
          "text.truncated": "mask", "text.penalty": 2.0, "text.shared_prefix": False, "text.eval_temperature": 0.5,
          "text.engine": "vllm", "text.engine_precision": "bf16", "text.engine_memory": 0.5, "text.correction": "none",
-         "text.correction_cap": 3.0, "text.correction_level": "sequence"}
+         "text.correction_cap": 3.0, "text.correction_level": "sequence",
+         "text.over_provision": 0.5, "text.chunk": 8}
 
 
 def of(key: str, value) -> Config:
@@ -54,7 +55,8 @@ def test_a_key_that_a_kind_of_model_does_not_read_is_refused_and_others_are_not(
     reads.require_keys(validate(Config().model_dump()), kind)  # all keys written out, as a run saves them
     for key, value in OTHER.items():
         if key not in unread(kind):
-            reads.require_keys(of(key, value), kind)
+            if key not in reads.BESIDE:
+                reads.require_keys(of(key, value), kind)
             continue
         config = of(key, value)
         with pytest.raises(UserError, match=rf"^{key} is set, which is about .*: leave it out for a ") as caught:
@@ -65,7 +67,23 @@ def test_a_key_that_a_kind_of_model_does_not_read_is_refused_and_others_are_not(
 def test_they_are_refused_before_a_run():
     with pytest.raises(UserError, match="^text.engine is set, which is about language models: leave it out for a pipe"):
         check(tiny.config(text__engine="vllm"), pipe=tiny.sd3())
+    with pytest.raises(UserError, match="^train.extrapolate_every is 4, but train.extrapolate is 0"):
+        check(tiny.config(train__extrapolate_every=4), pipe=tiny.sd3())
     for key, value in (("train__steps", 4), ("eval__guidance", 2.0), ("picture__height", 64)):
         name = key.replace("__", ".")
         with pytest.raises(UserError, match=f"^{name} is set, which is about denoisers: leave it out for a language"):
             check(tiny_text.config(**{key: value}), pipe=tiny_text.model())
+
+
+@pytest.mark.parametrize("key, value, main", [
+    ("text.chunk", 8, {"text.over_provision": 0.5}), ("train.staleness_cap", 2.0, {"train.staleness": 1}),
+    ("train.staleness_cap", 2.0, {"text.over_provision": 0.5}),
+    ("train.extrapolate_every", 4, {"train.extrapolate": 2})])
+def test_a_key_that_is_read_beside_another_is_refused_alone(key, value, main):
+    mains = "train.staleness and text.over_provision are" if key == "train.staleness_cap" else f"{[*main][0]} is"
+    with pytest.raises(UserError, match=f"^{key} is {value}, but {mains} 0, so that the run does not read it: set .*, "
+                                        f"or leave {key} out") as caught:
+        reads.require_keys(load(None, {key: value}), build.CAUSAL_LM)
+    assert "\n" not in str(caught.value)
+    reads.require_keys(load(None, {key: value, **main}), build.CAUSAL_LM)
+    reads.require_keys(load(None, main), build.CAUSAL_LM)
