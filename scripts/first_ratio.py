@@ -25,7 +25,7 @@ from flowgrpo.train import Trainer
 
 OVER = {"grpo_guard": "mix_grpo+grpo_guard", "flow_dppo": "flow_grpo+flow_dppo", "sol_rl": "flow_grpo+sol_rl",
         "texforce": "ddpo+texforce"}
-# Those that change which prompts are drawn have the ratios of their hosts; expo trains no denoiser.
+# Those that change which prompts are drawn have the ratios of their base methods; expo trains no denoiser.
 ELSEWHERE = {"dynamic_sampling", "mopps", "knapsack_rl", "scaf_grpo", "ghpo", "expo"}
 METHODS = [OVER.get(name, name) for name in suited("flow")
            if isinstance(preset(name).target, (RecordedSteps, JointDensity)) and name not in ELSEWHERE]

@@ -93,7 +93,7 @@ class Load(Section):
 
     @property
     def fused(self) -> list[Fused]:
-        """The LoRAs of `lora` with their scales."""
+        """LoRAs of `lora` with their scales."""
         return [Fused(path=lora) if isinstance(lora, str) else lora for lora in self.lora]
 
 
@@ -116,7 +116,7 @@ class Adapter(Section):
 
 
 class Train(Section):
-    """The training loop: its geometry, its sampler and its optimiser."""
+    """Training loop: its geometry, sampler and optimizer."""
 
     epochs: int = Field(100, ge=1, description="rollout rounds; each draws prompts, samples groups and updates")
     prompts: int = Field(8, ge=1, description="prompts per epoch, over all processes")
@@ -158,12 +158,12 @@ class Train(Section):
 
     @property
     def rows(self) -> int:
-        """The micro-batch; 1 where it is still to be chosen."""
+        """Micro-batch; 1 if it is not chosen yet."""
         return 1 if self.micro_batch == "auto" else self.micro_batch
 
     @property
     def recomputed(self) -> float:
-        """The share of blocks that recompute; 0 where it is still to be chosen."""
+        """Share of blocks that recompute; 0 if it is not chosen yet."""
         return 0.0 if self.checkpointing == "auto" else float(self.checkpointing)
 
 

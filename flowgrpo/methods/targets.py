@@ -119,7 +119,7 @@ class RecordedPairs(NoisedFinals):
 
 @dataclass(frozen=True)
 class RewardGradient(Target):
-    """The reward itself, whose gradient is followed through the last steps (DRaFT, AlignProp, ReFL).
+    """Reward gradient, followed back through the last denoising steps (DRaFT, AlignProp, ReFL).
 
     backprop: how the steps from the plan's one on become the data.
     """
@@ -220,7 +220,7 @@ class Traces(Completions):
 
 @dataclass(frozen=True)
 class RelaxedTraces(Target):
-    """The reward itself, whose gradient is followed through the unmasking of an answer (DRAKES, 2410.13643).
+    """Reward gradient, followed back through the unmasking of an answer (DRAKES, 2410.13643).
 
     relaxation: what stands for drawn tokens.
     """

@@ -42,14 +42,14 @@ from flowgrpo.types import Context
 def resolve(config: Config, process: str = "flow") -> Method:
     """Return the method a configuration asks for, its parts tried on the configuration's number of steps and samples.
 
-    Raises UserError where they do not go together, and for one that the user set and the method does not read.
+    Raises UserError where they do not go together, and for a part that the user set and the method does not read.
     """
-    host, train = preset(config.method), config.train
-    requested = with_parts(host, config.parts)
+    base, train = preset(config.method), config.train
+    requested = with_parts(base, config.parts)
     method = requested.on(process, given=config.parts)
     if config.preferences is not None:
         method = _on_pairs(method)
-    reads.require_set(host, requested, method, overlays(config.method))
+    reads.require_set(base, requested, method, overlays(config.method))
     reads.require_types(method)
     _require_limits(config, method)
     _require_names(config, method)

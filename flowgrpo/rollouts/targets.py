@@ -140,7 +140,7 @@ class NoisedFinals(RecordedSteps):
 
 
 class RewardGradient(RecordedSteps):
-    """The reward itself, whose gradient is followed through the last steps (DRaFT, AlignProp, ReFL)."""
+    """Reward gradient, followed back through the last denoising steps (DRaFT, AlignProp, ReFL)."""
 
     own: targets.RewardGradient
 

@@ -64,7 +64,7 @@ def placed(stock: type, device: torch.device) -> type:
 
 
 class PipelineCall:
-    """A diffusers pipeline that is called for tasks, or, without one, with its own scheduler.
+    """Diffusers pipeline that is called for tasks, or, without one, with its own scheduler.
 
     call: arguments of every call; device, dtype: of the arithmetic; trained: names of modules whose weights change, so
     that their answers are not kept; skipped: told the rows of every evaluation that an idle step did without.
@@ -252,7 +252,7 @@ def guidance_argument(accepted: Collection[str], call: Collection[str], denoiser
 
 
 class _Set(Exception):
-    """The scheduler has its steps."""
+    """Signal: the scheduler has its steps."""
 
 
 @contextlib.contextmanager
