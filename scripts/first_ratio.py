@@ -1,4 +1,4 @@
-"""The largest |log ratio| before the first update, in fp32 and bf16, of every preset that records steps, as a table.
+"""Largest |log ratio| before the first update, in fp32 and bf16, of every preset that records steps, as a table.
 
     python scripts/first_ratio.py
 
@@ -33,7 +33,7 @@ PRECISIONS = ("fp32", "bf16")
 
 
 def largest(trainer: Trainer, epochs: list[int]) -> float:
-    """The largest first |log ratio| over the epochs, with the trainer's weights as they are."""
+    """Largest first |log ratio| over the epochs, with the trainer's weights as they are."""
     shape, found = trainer.geometry, []
     batch = trainer.prompts[:: max(1, len(trainer.prompts) // shape.prompts)][:shape.prompts]
     conditioning = trainer.rollouts.conditioning(batch)

@@ -31,7 +31,7 @@ def check(
     processes: Annotated[int, typer.Option(min=1, help="With --gpu: processes that share an epoch's prompts.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tell whether a pipeline or a language model can be trained, what it needs, and why not; exit code 2 where it
+    """Report whether a pipeline or a language model can be trained, what it needs, and why not; exit code 2 where it
     cannot, or where that is unknown."""
     from flowgrpo.check.report import of_class, report
     from flowgrpo.config import parse
@@ -80,7 +80,7 @@ GROUPS = {"denoising": "Of pipelines: recorded steps of a rollout",
 @app.command()
 def methods(
     word: Annotated[str | None, typer.Argument(metavar="[WORD]", show_default=False,
-                                               help="List those alone whose line has this word.")] = None,
+                                               help="List only those whose line has this word.")] = None,
 ) -> None:
     """List the presets that --method takes."""
     tables = {title: [row for row in _presets(module) if not word or word.lower() in " ".join(row).lower()]
@@ -88,7 +88,7 @@ def methods(
     points = [[name, point.value, f"package {point.dist.name}"] for name, point in packaged("flowgrpo.methods").items()]
     tables["Of installed packages"] = [row for row in points if not word or word.lower() in " ".join(row).lower()]
     if not any(tables.values()):
-        raise UserError(f"no method's line has {word!r}: `flowgrpo methods` lists all")
+        raise UserError(f"no method matches {word!r}: `flowgrpo methods` lists all")
     for title, rows in tables.items():
         if rows:
             print_table(["name", title, "source"], rows)

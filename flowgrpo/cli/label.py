@@ -32,14 +32,14 @@ def label(
                                                 "set that `flowgrpo prompts` lists.")] = None,
     count: Annotated[int, typer.Option(min=2, help="With --prompts: samples per prompt.")] = 4,
     lora: Annotated[str | None, typer.Option(help=f"With --prompts: {LORA}")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="With --prompts: of the drawing.")] = 0,
-    temperature: Annotated[float | None, typer.Option(min=0, help="With --prompts, of a language model; without: "
-                                                      "1.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="With --prompts: seed of the drawing.")] = 0,
+    temperature: Annotated[float | None, typer.Option(min=0, help="With --prompts: temperature of a language model; "
+                                                      "without: 1.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="With --prompts: samples per call of the model. Without: 1 "
                                               "picture, 8 texts.")] = None,
     precision: Annotated[Precision | None, typer.Option(help=f"With --prompts: {PRECISION}")] = None,
-    key: Annotated[str | None, typer.Option(metavar="NAME", help="What prompts.jsonl of a folder calls a sample in the "
-                                            "metadata. Without: base_image or base_text.")] = None,
+    key: Annotated[str | None, typer.Option(metavar="NAME", help="Metadata key that names a sample in a folder's "
+                                            "prompts.jsonl. Without: base_image or base_text.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Write all pairs of a prompt's samples, in place of the best and "
                                         "the worst.")] = False,
     least: Annotated[float, typer.Option(min=0, max=LARGEST, help="Leave out pairs whose totals differ by this or "

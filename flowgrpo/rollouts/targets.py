@@ -119,7 +119,7 @@ class JointDensity(RecordedSteps):
 
 
 class NoisedFinals(RecordedSteps):
-    """Final states noised to drawn times and scored by the old policy (DiffusionNFT and its kin)."""
+    """Final states noised to drawn times and scored by the old policy (DiffusionNFT and its variants)."""
 
     own: targets.NoisedFinals
 

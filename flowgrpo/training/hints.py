@@ -1,4 +1,4 @@
-"""Hints: lines on what makes a run slow, or keeps it from learning. A run goes on whatever they say."""
+"""Hints: lines on what makes a run slow, or keeps it from learning. They do not stop a run."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def config_of(config: Config, number: int) -> Config:
     for key, value in config.phases[number].set.items():
         if key not in CHANGES:
             raise UserError(f"phases[{number}].set: {key!r} cannot change within a run{nearest(key, list(CHANGES))}; "
-                            f"there are: {', '.join(CHANGES)}")
+                            f"expected one of {', '.join(CHANGES)}")
         section, name = key.split(".")
         raw[section] = raw[section] | {name: value}
     return validate(raw, where=f"phases[{number}].set")
