@@ -72,7 +72,7 @@ def _require_drawing(places: list[str], prompts: str | None, options: dict[str, 
         raise UserError(f"--prompts: goes with one model or run, got {len(places)}")
     for option, value in options.items() if prompts is None else ():
         if value is not None:
-            raise UserError(f"{option}: goes with --prompts, of which samples are drawn; leave it out")
+            raise UserError(f"{option}: goes with --prompts: leave it out")
 
 
 def rules_of(text: str) -> dict[str, RewardRule]:

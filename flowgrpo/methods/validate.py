@@ -231,7 +231,7 @@ def require_recorded_pairs(config: Config, method: Method) -> None:
                         "but labels is 'rewards', which may prefer the other picture: set labels: file, or similarity: "
                         "0")
     if method.rollout.preview:
-        raise UserError(f"preferences is set, so that no picture is drawn, but method {config.method} chooses among "
+        raise UserError(f"preferences is set, so no picture is drawn, but method {config.method} chooses among "
                         "previews of drawn ones: leave sol_rl out")
     if config.train.group != 2:
         raise UserError(f"train.group is {config.train.group}, but preferences brings pairs: set train.group: 2")
@@ -242,18 +242,18 @@ def _require_recorded(config: Config, method: Method) -> None:
     if isinstance(method.target, RecordedPairs):
         return
     if not method.for_tokens:
-        raise UserError(f"preferences is set, so that no picture is drawn, but method {config.method} trains steps of "
+        raise UserError(f"preferences is set, so no picture is drawn, but method {config.method} trains steps of "
                         "drawing one, or edits of drawn ones: use a method of noised finals, such as diffusion_dpo")
     if not isinstance(method.target, RecordedCompletions):
         raise UserError(f"preferences is set, but method {config.method} on this model trains {method.target.trains}, "
                         "which recorded texts have none of: expected a causal language model and a method such as dpo")
     decoding = method.generation.decoding
     if decoding.greedy or decoding.expert:
-        raise UserError(f"preferences is set, so that no text is drawn, but method {config.method} keeps "
+        raise UserError(f"preferences is set, so no text is drawn, but method {config.method} keeps "
                         f"{decoding.greedy} greedy samples and {decoding.expert} answers per group: set "
                         "parts.decoding: {greedy: 0, expert: 0}, or use a method such as dpo")
     if config.text.engine != "transformers" or config.text.engine_precision is not None:
-        raise UserError("preferences is set, so that no text is drawn, but text.engine or text.engine_precision is "
+        raise UserError("preferences is set, so no text is drawn, but text.engine or text.engine_precision is "
                         "set too: leave them out")
 
 
