@@ -72,9 +72,10 @@ def _plain(value: Any) -> str:
 
 
 # Modules of presets, which are read and not imported: that would load torch.
-GROUPS = {"denoising": "Of pipelines: recorded steps of a rollout",
-          "finals": "Of pipelines: what a rollout ends with; drakes is for masked language models",
-          "text": "Of language models", "overlays": "Over one of the above: MIX+OVER, such as mix_grpo+grpo_guard"}
+GROUPS = {"denoising": "For pipelines: recorded steps of a rollout",
+          "finals": "For pipelines: final samples of a rollout; drakes is for masked language models",
+          "text": "For language models",
+          "overlays": "Modifiers of a base method: BASE+MODIFIER, such as mix_grpo+grpo_guard"}
 
 
 @app.command()
@@ -86,7 +87,7 @@ def methods(
     tables = {title: [row for row in _presets(module) if not word or word.lower() in " ".join(row).lower()]
               for module, title in GROUPS.items()}
     points = [[name, point.value, f"package {point.dist.name}"] for name, point in packaged("flowgrpo.methods").items()]
-    tables["Of installed packages"] = [row for row in points if not word or word.lower() in " ".join(row).lower()]
+    tables["From installed packages"] = [row for row in points if not word or word.lower() in " ".join(row).lower()]
     if not any(tables.values()):
         raise UserError(f"no method matches {word!r}: `flowgrpo methods` lists all")
     for title, rows in tables.items():
@@ -96,7 +97,7 @@ def methods(
 
 
 def _presets(module: str) -> list[list[str]]:
-    """Return (name, what it does, source) of the presets of a module."""
+    """Return (name, summary, source) of the presets of a module."""
     file = Path(__file__).parent.parent / "methods" / "presets" / f"{module}.py"
     tree = ast.parse(file.read_text(encoding="utf-8"))
     return [[node.name, *_summary(ast.get_docstring(node) or "")] for node in tree.body

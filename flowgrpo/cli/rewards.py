@@ -35,7 +35,7 @@ def rewards(
     for reward in listed:
         if reward["broken"]:
             typer.echo(reward["broken"])
-    typer.echo('Needs are installed as "flowgrpo[NAME]" or by their own name; ? is what a reward does not say.')
+    typer.echo('Needs are installed as "flowgrpo[NAME]" or by their own name; ?: the reward does not state it.')
 
 
 @app.command()
@@ -112,7 +112,7 @@ def train_reward(
     print_table(["aspect", "accuracy", "95 %", "prompts"],
                 [[name, f"{accuracy.mean:.3f}", f"{accuracy.low:.3f} to {accuracy.high:.3f}", str(accuracy.prompts)]
                  for name, accuracy in accuracies.items()])
-    typer.echo(f"These are the held-out pairs, which chose the epoch too. Use it as --reward {output}")
+    typer.echo(f"Accuracies are of the held-out pairs, which chose the epoch too. Use it as --reward {output}")
 
 
 def _share_or_file(text: str) -> float | str:

@@ -110,7 +110,7 @@ class NoisedFinals(Target):
 
 @dataclass(frozen=True)
 class RecordedPairs(NoisedFinals):
-    """Noised finals of recorded pairs, of which nothing is drawn: what a run with `preferences` makes of them."""
+    """Noised finals of recorded pairs, without sampling: the target of a run with `preferences`."""
 
     trains: ClassVar[str] = "recorded pairs"
     unread: ClassVar[frozenset[str]] = NoisedFinals.unread | {"kernel", "plan", "solver", "tail", "roots", "redraw",
@@ -203,7 +203,7 @@ class Completions(Target):
 
 @dataclass(frozen=True)
 class RecordedCompletions(Completions):
-    """Tokens of recorded pairs of texts, of which nothing is drawn: what a run with `preferences` makes of completions.
+    """Tokens of recorded pairs of texts, without sampling: the target of a run with `preferences`.
     """
 
     trains: ClassVar[str] = "recorded pairs of texts"

@@ -1,4 +1,4 @@
-"""Phases of a run: what the list `phases` of a recipe changes from an epoch on."""
+"""Phases of a run: changes from an epoch on, listed under `phases` of a recipe."""
 
 from __future__ import annotations
 
