@@ -11,7 +11,7 @@ Against the best of 2N bases of a prompt, by the scorer, stands with as many cal
   edits: of one base, which takes no more of the denoiser, and of CANDIDATES;
 - the best of N bases and their N edits, whatever the critic thinks of them.
 
-Differences are paired by prompt, with 95 % intervals. What limits them is told too: how well the critic ranks a
+Differences are paired by prompt, with 95 % intervals. Its limits are reported too: how well the critic ranks a
 prompt's bases, and the gain that it expects of an edit; and what the bound leaves room for, by edits that follow the
 gradient of `scene_soft`, a soft form of the reward itself, which no trained edit can read.
 """

@@ -93,7 +93,7 @@ class Stretch(Section):
 
 
 class Band(Section):
-    """1 within [low, high], falling linearly to 0 at a distance of `margin`; with a margin of 0, at once."""
+    """1 within [low, high], falling linearly to 0 at a distance of `margin`; a margin of 0 is a step."""
 
     band: tuple[Moving, Moving]
     margin: float = Field(0.0, ge=0)

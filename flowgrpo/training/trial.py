@@ -125,7 +125,7 @@ def judged(batch: Batch) -> bool:
 
 
 def tried(reward: Composed) -> Composed:
-    """Return the reward without a cache and with at most one retry, at once."""
+    """Return the reward without a cache and with at most one immediate retry."""
     policy = reward.rule.on_error
     if isinstance(policy, Retry):
         policy = policy.model_copy(update={"retry": 1, "wait": 0.0})
