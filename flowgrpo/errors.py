@@ -1,4 +1,4 @@
-"""An error the user can fix: printed as one line without a traceback, exit code 2."""
+"""Error that the user can fix: printed as one line without a traceback, exit code 2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training loop, from prompt to gradient, independent of model and method.
+"""Training loop, from prompt to gradient, independent of model and method.
 
 prompts -> conditioning -> rollout -> decode -> rewards -> advantage -> replay -> objective -> optimizer
 """

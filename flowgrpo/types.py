@@ -47,7 +47,7 @@ class Gaussian:
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """A policy's score of recorded decisions. Optional fields are None if the method does not read them.
+    """Score of recorded decisions. Optional fields are None if the method does not read them.
 
     logp: [B, N]. mask: bool [B, N], true where the decision counts.
     mean: [B, N, *D], of each transition. std: [N] or [B, N], the deviation of the whole step.

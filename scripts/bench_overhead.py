@@ -1,4 +1,4 @@
-"""What an epoch costs over the denoiser calls that it cannot do without.
+"""Cost of an epoch beyond its denoiser calls.
 
     python scripts/bench_overhead.py            # the starter, on the CPU; a few minutes
 
@@ -44,7 +44,7 @@ def epoch(trainer: Trainer) -> None:
 
 
 def recorded(trainer: Trainer) -> list[Call]:
-    """The denoiser calls of one epoch, with their inputs and whether a backward follows."""
+    """Denoiser calls of one epoch, with their inputs and whether a backward follows."""
     calls: list[Call] = []
 
     def keep(module, args, kwargs):
@@ -66,7 +66,7 @@ def detached(value: Any) -> Any:
 
 
 def bare(trainer: Trainer, calls: list[Call], fused: bool = False) -> None:
-    """The recorded calls alone."""
+    """Recorded calls alone."""
     with nullcontext() if fused else plain_on_cpu(trainer.policy.device), trainer.policy.driver.arithmetic():
         for module, args, kwargs, backward in calls:
             with torch.set_grad_enabled(backward):

@@ -50,7 +50,7 @@ def exact(completions, prompts, metadata):
 
 
 def exact_for_trl(completions, answer, **_):
-    """The same, as TRL asks for it: a completion is a conversation."""
+    """Same, as TRL asks for it: a completion is a conversation."""
     return [float(last(said[0]["content"]) == right) for said, right in zip(completions, answer)]
 
 

@@ -58,7 +58,7 @@ extend another recipe. A run's `config.yaml` holds the resulting keys, without `
 
 
 def kind(annotation: Any) -> str:
-    """A type as a reader of YAML names it."""
+    """Type as a reader of YAML names it."""
     if annotation is type(None):
         return "null"
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
@@ -79,7 +79,7 @@ def kind(annotation: Any) -> str:
 
 
 def limits(field: Any) -> str:
-    """The range of a number, such as ", >= 1"."""
+    """Range of a number, such as ", >= 1"."""
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     found = [f"{sign} {getattr(rule, name)}" for rule in getattr(field, "metadata", ()) for name, sign in signs.items()
              if getattr(rule, name, None) is not None]
@@ -97,7 +97,7 @@ def section(title: str, about: str, fields: dict[str, FieldInfo]) -> str:
 
 
 def configuration() -> str:
-    """The text of docs/configuration.md."""
+    """Text of docs/configuration.md."""
     fields, inner = schema.fields(), schema.sections()
     parts = [HEAD, section("At the top", _about(config.Config),
                            {key: field for key, field in fields.items() if "." not in key})]
@@ -178,7 +178,7 @@ PLACES = {"target": "what the loss scores",
           "selection": "which samples are trained",
           "log_ratio": "how far the policy has moved on a decision",
           "surrogate": "the loss of a decision",
-          "step_weight": "how much a step of the grid counts",
+          "step_weight": "weight of a step of the sigma grid",
           "reduction": "what the loss is a mean over",
           "kl": "the regulariser, a distance to the reference",
           "kl.schedule": "what becomes of the regulariser's weight from epoch to epoch",
@@ -222,7 +222,7 @@ NULLS = ("By their key in `parts`; a field without a value has to be given. `nul
 
 
 def methods_index() -> str:
-    """The text of docs/methods/index.md."""
+    """Text of docs/methods/index.md."""
     presets = [f"| [`{name}`]({name}.md) | {first(preset)} | `{test_of(name)}` |"
                for name, preset in methods.PRESETS.items()]
     parts = [listing(key, about) for key, about in PLACES.items()]
@@ -237,7 +237,7 @@ def table(heads: str, rows: list[str]) -> list[str]:
 
 
 def papers() -> list[str]:
-    """A line for every paper that a preset or a part cites."""
+    """Line for every paper that a preset or a part cites."""
     found = [(number, f"[`{name}`]({name}.md)", test_of(name)) for name, preset in methods.PRESETS.items()
              for number, _ in cited(preset)]
     found += [(number, f'`{name}` "{option}"' if option else f"`{name}`", test_of(name, option))
@@ -248,7 +248,7 @@ def papers() -> list[str]:
 
 
 def cited(thing: Any) -> list[tuple[str, str]]:
-    """The papers in the docstring of a preset or part and, of the functions that it names, with the option meant."""
+    """Papers in the docstring of a preset or part and, of the functions that it names, with the option meant."""
     found = [(number, "") for number in PAPER.findall(thing.__doc__)]
     for function in named(thing):
         for at in PAPER.finditer(function.__doc__):
@@ -258,13 +258,13 @@ def cited(thing: Any) -> list[tuple[str, str]]:
 
 
 def named(thing: Any) -> list[Any]:
-    """The functions of its own module that a docstring names."""
+    """Functions of its own module that a docstring names."""
     words = re.findall(r"`(\w+)`", thing.__doc__)
     return [found for word in words if inspect.isfunction(found := vars(sys.modules[thing.__module__]).get(word))]
 
 
 def titled(things: list[Any]) -> dict[str, str]:
-    """What the papers' methods are called: the start of a preset's docstring, or the name before a number."""
+    """Return the methods of the papers by number: the start of a preset's docstring, or the name before a number."""
     titles = dict(TITLES)
     for thing in things:
         if thing in methods.PRESETS.values():
@@ -277,7 +277,7 @@ def titled(things: list[Any]) -> dict[str, str]:
 
 
 def listing(key: str, about: str) -> str:
-    """The parts that go to one place of a method."""
+    """Parts that go to one place of a method."""
     rows = [f"| `{name}` | {values(part)} | {first(part)} | `{test_of(name)}` |"
             for name, part in registry.TYPES.items() if registry.PLACES[part] == key]
     base = registry.BASES.get(key)
@@ -286,14 +286,14 @@ def listing(key: str, about: str) -> str:
 
 
 def values(part: Any) -> str:
-    """The fields of a part with their defaults, such as `size: 4`."""
+    """Fields of a part with their defaults, such as `size: 4`."""
     fields = {field.name: field.default for field in dataclasses.fields(part)}
     return ", ".join(f"`{name}`" if default is dataclasses.MISSING else f"`{name}: {shown(default)}`"
                      for name, default in fields.items()) or "none"
 
 
 def shown(value: Any) -> str:
-    """A default as a recipe writes it."""
+    """Default as a recipe writes it."""
     if not dataclasses.is_dataclass(value):
         return json.dumps(value)
     other = [f"{field.name}: {shown(getattr(value, field.name))}" for field in dataclasses.fields(value)]
@@ -301,12 +301,12 @@ def shown(value: Any) -> str:
 
 
 def first(thing: Any) -> str:
-    """The first sentence of a docstring."""
+    """First sentence of a docstring."""
     return re.split(r"(?<!eq)\.(?: |$)", " ".join(thing.__doc__.split()))[0].replace("|", "\\|")
 
 
 def test_of(name: str, option: str = "") -> str:
-    """A preset's test is the first that its page names; a part's the first file that makes one, or that names its
+    """Return a preset's test, the first that its page names, or a part's, the first file that makes one or names its
     option, its module's before others."""
     if name in methods.PRESETS:
         page = METHODS / f"{name}.md"
@@ -333,7 +333,7 @@ loaded.
 
 
 def commands() -> str:
-    """The text of docs/reference/cli.md."""
+    """Text of docs/reference/cli.md."""
     import typer
 
     from flowgrpo.cli import app
@@ -375,7 +375,7 @@ package. The licence is that of code and weights as their authors state it: chec
 
 
 def rewards_shipped() -> str:
-    """The text of docs/rewards_shipped.md."""
+    """Text of docs/rewards_shipped.md."""
     from flowgrpo.rewards import BUILT_IN, locate
     from flowgrpo.rewards.table import cells, listed
 

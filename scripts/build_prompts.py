@@ -30,7 +30,7 @@ def unique(task: str, held: bool) -> list[str]:
 
 
 def shares(available: dict[str, int], total: int) -> dict[str, int]:
-    """How many to take of each: the same number of all, less where there are fewer, `total` together."""
+    """Return the number to take of each: the same number of all, less where there are fewer, `total` together."""
     taken: dict[str, int] = {}
     for rank, task in enumerate(sorted(available, key=available.get)):
         taken[task] = min(available[task], (total - sum(taken.values())) // (len(available) - rank))

@@ -31,7 +31,7 @@ STAMPED = 0.46  # of the stock pictures
 
 
 def build_tokenizer():
-    """A CLIPTokenizer in which every word of this world is one token, with single characters to fall back on."""
+    """CLIPTokenizer in which every word of this world is one token, with single characters to fall back on."""
     from tokenizers import pre_tokenizers
     from transformers import CLIPTokenizer
 

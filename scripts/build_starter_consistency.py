@@ -32,7 +32,7 @@ from flowgrpo.starter import CALL, CONSISTENCY_STEPS, EVAL_GUIDANCE
 
 
 class LowRank:
-    """A LoRA on every linear layer of a module, as factors beside weights that hold the sum."""
+    """LoRA on every linear layer of a module, as factors beside weights that hold the sum."""
 
     def __init__(self, module: torch.nn.Module, rank: int):
         layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)}
@@ -49,19 +49,19 @@ class LowRank:
 
     @torch.no_grad()
     def chain(self) -> None:
-        """The factors' gradients, from those of the weights."""
+        """Factors' gradients, from those of the weights."""
         for name, weight in self.weights.items():
             self.down[name].grad, self.up[name].grad = self.up[name].T @ weight.grad, weight.grad @ self.down[name].T
             weight.grad = None
 
     @torch.no_grad()
     def write(self) -> None:
-        """The weights of the present factors."""
+        """Weights of the present factors."""
         for name, weight in self.weights.items():
             weight.copy_(self.base[name] + self.up[name] @ self.down[name])
 
     def save(self, path: Path) -> None:
-        """The LoRA in fp16, as a stock pipeline loads it: scale 1, that of a file that names no other."""
+        """LoRA in fp16, as a stock pipeline loads it: scale 1, that of a file that names no other."""
         factors = {"lora_A": self.down, "lora_B": self.up}
         save_file({f"transformer.{name}.{kind}.weight": values[name].detach().cpu().half().contiguous()
                    for kind, values in factors.items() for name in self.weights}, path)
@@ -89,7 +89,7 @@ def velocity(denoiser: torch.nn.Module, x: torch.Tensor, s: torch.Tensor, tokens
 
 @torch.no_grad()
 def mean_velocity(teacher, average, x: torch.Tensor, s: torch.Tensor, tokens, pooled, empty, jumps: int):
-    """What the student should say at the states x [B,4,16,16] of times s [B,1,1,1]: the way to the average's f at s',
+    """Return the student's target at the states x [B,4,16,16] of times s [B,1,1,1]: the way to the average's f at s',
     where one guided step of the teacher leads, over s."""
     after = (s - 1 / jumps).clamp(min=0)
     told, blind = velocity(teacher, x, s, tokens, pooled), velocity(teacher, x, s, *empty)

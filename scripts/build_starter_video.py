@@ -42,7 +42,7 @@ TEXT_WIDTH = 96
 
 
 def build_tokenizer():
-    """A T5 tokenizer in which every word of this world is one token, with single characters to fall back on."""
+    """T5 tokenizer in which every word of this world is one token, with single characters to fall back on."""
     from transformers import T5Tokenizer
 
     words = sorted({"a", *SHAPES, *COLOURS, *(word for phrases in motion.PHRASES.values() for phrase in phrases
@@ -114,7 +114,7 @@ def decode(vae, z: torch.Tensor) -> torch.Tensor:
 
 
 def windows(frames: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Of each clip [B, F, 3, 64, 64] the darkest of three random windows [B, F, 3, 32, 32]: frames are mostly empty."""
+    """Cut the darkest of three random windows [B, F, 3, 32, 32] from clips [B, F, 3, 64, 64], mostly empty frames."""
     side = SIZE // 2
     corners = torch.randint(0, SIZE - side + 1, (len(frames), 3, 2), generator=generator).tolist()
     cut = [[clip[..., y:y + side, x:x + side] for y, x in row] for clip, row in zip(frames, corners)]
@@ -172,7 +172,7 @@ def keep(path: Path, state: dict):
 
 @torch.no_grad()
 def ceiling(vae, count: int) -> dict[str, float]:
-    """The share of `count` drawn held-out clips that the strict rewards find true after the autoencoder."""
+    """Share of `count` drawn held-out clips that the strict rewards find true after the autoencoder."""
     rng, held = np.random.default_rng(4), motion.clips(held=True)
     drawn = [held[i % len(held)] for i in range(count)]
     frames = torch.from_numpy(np.stack([motion.render(clip, rng) for clip in drawn])).float()

@@ -114,7 +114,7 @@ def train(held_out: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def scene(record: dict[str, Any]) -> tuple[Any, ...]:
-    """What a record asks for, whatever the order of its words: `a left of b` is `b right of a`."""
+    """Return the request of a record, in any order of its words: `a left of b` is `b right of a`."""
     include = record["include"]
     if record["tag"] == "position":
         place, pair = include[1]["position"][0], (include[1]["class"], include[0]["class"])

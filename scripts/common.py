@@ -1,4 +1,4 @@
-"""What the measuring scripts share: a trainer without its loop."""
+"""Shared parts of the measuring scripts: a trainer without its loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RECIPE = Path(__file__).parent.parent / "configs" / "starter.yaml"
 
 
 def make_trainer(config: Config) -> Trainer:
-    """The trainer of a configuration, as a run has it before its first epoch; nothing is written."""
+    """Trainer of a configuration, as a run has it before its first epoch; nothing is written."""
     device = pick_device(config.device)
     config, _ = settle(config, device)
     return Trainer(config, make_accelerator(device), make_policy(config, device),
@@ -26,7 +26,7 @@ def make_trainer(config: Config) -> Trainer:
 
 
 def measuring(said: str) -> argparse.ArgumentParser:
-    """The parser of a script that measures the recipe; said: its description."""
+    """Parser of a script that measures the recipe; said: its description."""
     parser = argparse.ArgumentParser(description=said, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--device", default="cpu")

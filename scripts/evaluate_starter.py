@@ -1,4 +1,4 @@
-"""How well the starter draws what it is asked, and how well anything could through its autoencoder.
+"""Accuracy of the starter on its prompts, and the highest accuracy that its autoencoder allows.
 
     python scripts/evaluate_starter.py                        # the packaged model
     python scripts/evaluate_starter.py runs/starter/pipeline --samples 2 --json card.json
@@ -52,7 +52,7 @@ def ceiling(pipe, count: int, seed: int = 4) -> dict[str, float]:
 
 
 def table(rows: list[dict]) -> str:
-    """A markdown table of accuracies, a line per sampler."""
+    """Markdown table of accuracies, a line per sampler."""
     names = [*scenes.TASKS, "all"]
     lines = ["| steps | guidance | " + " | ".join(names) + " |", "|" + "---:|" * (len(names) + 2)]
     for row in rows:

@@ -1,4 +1,4 @@
-"""The largest |log ratio| before the first update, in fp32 and bf16, of every preset that records steps, as a table.
+"""Largest |log ratio| before the first update, in fp32 and bf16, of every preset that records steps, as a table.
 
     python scripts/first_ratio.py
 
@@ -25,7 +25,7 @@ from flowgrpo.train import Trainer
 
 OVER = {"grpo_guard": "mix_grpo+grpo_guard", "flow_dppo": "flow_grpo+flow_dppo", "sol_rl": "flow_grpo+sol_rl",
         "texforce": "ddpo+texforce"}
-# Those that change which prompts are drawn have the ratios of their hosts; expo trains no denoiser.
+# Those that change which prompts are drawn have the ratios of their base methods; expo trains no denoiser.
 ELSEWHERE = {"dynamic_sampling", "mopps", "knapsack_rl", "scaf_grpo", "ghpo", "expo"}
 METHODS = [OVER.get(name, name) for name in suited("flow")
            if isinstance(preset(name).target, (RecordedSteps, JointDensity)) and name not in ELSEWHERE]
@@ -33,7 +33,7 @@ PRECISIONS = ("fp32", "bf16")
 
 
 def largest(trainer: Trainer, epochs: list[int]) -> float:
-    """The largest first |log ratio| over the epochs, with the trainer's weights as they are."""
+    """Largest first |log ratio| over the epochs, with the trainer's weights as they are."""
     shape, found = trainer.geometry, []
     batch = trainer.prompts[:: max(1, len(trainer.prompts) // shape.prompts)][:shape.prompts]
     conditioning = trainer.rollouts.conditioning(batch)

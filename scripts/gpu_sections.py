@@ -47,7 +47,7 @@ SWEEP = (4, 8, 16, 32)  # rows in a call
 # --- a model ---------------------------------------------------------------------------------------------------------
 
 class Bench:
-    """A model of MODELS with its recipe, first alone, then as the policy of a trainer. Sections run in their order."""
+    """Model of MODELS with its recipe, first alone, then as the policy of a trainer. Sections run in their order."""
 
     def __init__(self, model: str, device: str, tiny: bool):
         self.name, self.tiny, self.device = model, tiny, torch.device(device)

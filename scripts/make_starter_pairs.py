@@ -27,7 +27,7 @@ PER_STEP = 2  # evaluations under guidance
 
 
 def make(folder: Path, prompts: int, rendered: int) -> Path:
-    """The file of pairs: of so many prompts what the starter draws, and so many rendered pairs; subjects beside it."""
+    """File of pairs: of so many prompts what the starter draws, and so many rendered pairs; subjects beside it."""
     pipe = load_pipeline("starter")
     pipe.set_progress_bar_config(disable=True)
     into, subjects, rng = Pairs(folder, "pairs"), Pairs(folder, "subjects"), np.random.default_rng(SEED + 2)
@@ -42,7 +42,7 @@ def make(folder: Path, prompts: int, rendered: int) -> Path:
 
 
 def scene_of(prompt: str, rng: np.random.Generator) -> np.ndarray:
-    """A picture uint8 [64, 64, 3] as the prompt says."""
+    """Picture uint8 [64, 64, 3] as the prompt says."""
     return (scenes.render(scenes.parse(prompt), rng) * 255).round().astype(np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""How well a cheap preview ranks initial noises: its scores against those of the full run, as a markdown table.
+"""Ranking of initial noises by a cheap preview: its scores against those of the full run, as a markdown table.
 
     python scripts/preview_correlation.py --prompts 24 --pool 24 --seeds 0 1 2
 
@@ -30,7 +30,7 @@ from flowgrpo.train import Trainer
 
 
 def scores(trainer: Trainer, prompts: list, pool: int, steps: int, precision: str, seed: int) -> torch.Tensor:
-    """The weighted rewards of every noise of the pool, [prompts, pool]."""
+    """Weighted rewards of every noise of the pool, [prompts, pool]."""
     config, policy = trainer.config, trainer.policy
     conditioning = policy.encode([prompt.text for prompt in prompts])
     grid = make_grid(config.train.grid, steps, config.train.shift, policy.stock, policy.strength,

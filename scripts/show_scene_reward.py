@@ -29,7 +29,7 @@ from flowgrpo.starter.scenes import (
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture float32 [3, 64, 64], its prompt, what the prompt claims, and the same with the colours drawn."""
+    """Picture float32 [3, 64, 64], its prompt, what the prompt claims, and the same with the colours drawn."""
 
     picture: np.ndarray
     prompt: str
@@ -114,12 +114,12 @@ def noisy(picture: np.ndarray, sigma: float, rng: np.random.Generator) -> np.nda
 
 
 def empty(picture: np.ndarray) -> np.ndarray:
-    """The ground alone."""
+    """Ground alone."""
     return np.broadcast_to(picture[:, :1, :1], picture.shape)
 
 
 def half_cut(picture: np.ndarray) -> np.ndarray:
-    """The picture without its fullest half: objects are missing or cut through."""
+    """Picture without its fullest half: objects are missing or cut through."""
     half = SIZE // 2
     halves = [(slice(None), *part) for part in (np.s_[:half, :], np.s_[half:, :], np.s_[:, :half], np.s_[:, half:])]
     ink = np.abs(picture - picture[:, :1, :1])

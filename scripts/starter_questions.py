@@ -24,7 +24,7 @@ COUNTED = NUMBERS[:7]  # up to two more than a prompt asks for
 
 @dataclass(frozen=True)
 class Thing:
-    """What is in a picture; its centre is (x, y) in pixels, y down. shape: None for a blob that is none of the six;
+    """Object in a picture; its centre is (x, y) in pixels, y down. shape: None for a blob that is none of the six;
     colour: None for none of the palette."""
 
     shape: str | None
@@ -93,7 +93,7 @@ def _colour(seen: Things, shape: str) -> str | None:
 
 
 def _where(seen: Things, shape: str, other: str) -> str | None:
-    """The direction that is nearest to the line of centres, if all pairs have the same."""
+    """Direction that is nearest to the line of centres, if all pairs have the same."""
     lines = [np.subtract(a.centre, b.centre) for a in seen if a.shape == shape for b in seen if b.shape == other]
     found = {max(RELATIONS, key=lambda relation: line @ np.array(RELATIONS[relation])) for line in lines}
     return PLACES[found.pop()] if len(found) == 1 else None

@@ -1,4 +1,4 @@
-"""Which files and classes of the package one epoch of the starter enters, and how often it moves between files.
+"""Trace the files and classes that one epoch of the starter enters, and its moves between files.
 
     python scripts/trace_epoch.py             # the second of two epochs, two prompts with four pictures each
     python scripts/trace_epoch.py --first     # a run's first epoch, with its encodings and the check of its first ratio

@@ -88,7 +88,7 @@ def both_sides(batches: Iterator[tuple[list[str], list[np.ndarray]]]) -> Iterato
 
 
 def build(folder: Path, args: argparse.Namespace) -> None:
-    """A file of pictures per kind to train with, and one to test with."""
+    """File of pictures per kind to train with, and one to test with."""
     from flowgrpo.policies.pipelines.load import load_pipeline
 
     pipe = load_pipeline("starter")
@@ -124,12 +124,12 @@ class Catalogue:
                    allowed, [right for _, right in read_all])
 
     def answers(self, seen: Sequence[list[Thing]]) -> Tensor:
-        """The right answers' numbers [N, Q], -1 for none."""
+        """Right answers' numbers [N, Q], -1 for none."""
         numbers = {answer: number for number, answer in enumerate(ANSWERS)}
         return torch.tensor([[numbers.get(right(each), -1) for right in self.right] for each in seen])
 
     def weights(self, answers: Tensor) -> Tensor:
-        """How often each question is asked of each picture [N, Q]: kinds by WORTH, and within a kind POSITIVE for those
+        """Return how often each question is put [N, Q]: kinds by WORTH, and within a kind POSITIVE for those
         that are not answered by no, zero or nothing."""
         nothing = torch.tensor([-1, ANSWERS.index("no"), ANSWERS.index("zero")])
         group = 2 * self.kinds + ~torch.isin(answers, nothing)
@@ -139,7 +139,7 @@ class Catalogue:
 
 
 def answer_loss(scores: Tensor, allowed: Tensor, answers: Tensor) -> Tensor:
-    """The cross-entropy of the softmax over the allowed answers, the mean over B questions; a question without a right
+    """Cross-entropy of the softmax over the allowed answers, the mean over B questions; a question without a right
     answer should leave all equally likely. scores [B, A]; allowed bool [B, A]; answers [B], -1 for none."""
     logs = scores.masked_fill(~allowed, -torch.inf).log_softmax(-1).masked_fill(~allowed, 0)
     even = allowed.to(scores) / allowed.sum(-1, keepdim=True)
@@ -148,7 +148,7 @@ def answer_loss(scores: Tensor, allowed: Tensor, answers: Tensor) -> Tensor:
 
 
 def network(texts: Sequence[str], seed: int) -> Film:
-    """A fresh network whose tokens are the words of these texts."""
+    """Fresh network whose tokens are the words of these texts."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
     from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast
 
@@ -212,7 +212,7 @@ def train(shown: Shown, output: Path, settings: Settings, each: int) -> None:
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 def tested(model: Path, file: Path) -> dict[str, Any]:
-    """The share of right answers to the questions of the pictures' own prompts, with its interval over prompts: all;
+    """Share of right answers to the questions of the pictures' own prompts, with its interval over prompts: all;
     those whose right answer is the prompt's, and another; and by kind. What has no right answer is not asked."""
     shown, rows = load(file), []
     for row, (prompt, seen) in enumerate(zip(shown.prompts, shown.seen)):
@@ -233,7 +233,7 @@ def _share(marks: list[tuple[float, str]]) -> dict[str, Any]:
 
 
 def chosen(model: Path, file: Path) -> dict[str, Any]:
-    """What choosing by the answers gains: the strict accuracy `scene` of the pictures that the starter drew, of those
+    """Measure the gain of choosing by the answers: strict accuracy `scene` of the starter's pictures, of those
     that the reward likes best among the GROUP of a prompt, and the difference, with intervals over prompts."""
     shown = load(file)
     reward = QuestionAnswers(by=str(model), score="probability")

@@ -40,7 +40,7 @@ TOGETHER, GROUP, STEPS = 128, 6, 6  # pictures at once; pictures per prompt, and
 
 
 class Pairs:
-    """A file of pairs and the PNG files beside it."""
+    """File of pairs and the PNG files beside it."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name, self.lines, self.count = folder, name, [], 0
@@ -54,7 +54,7 @@ class Pairs:
         return path
 
     def add(self, prompt: str, first: str, second: str, right: tuple[float, float]) -> None:
-        """A pair of kept pictures, of which the one that is right is chosen."""
+        """Add a pair of kept pictures, of which the right one is chosen."""
         chosen, rejected = (first, second) if right[0] >= right[1] else (second, first)
         tie = {"aspects": {OVERALL: "tie"}} if right[0] == right[1] else {}
         self.lines.append(json.dumps({"prompt": prompt, "chosen": chosen, "rejected": rejected, **tie}))
@@ -71,12 +71,12 @@ def eight_bit(pictures: np.ndarray) -> np.ndarray:
 
 
 def verdicts(pictures: np.ndarray, prompts: list[str]) -> list[float]:
-    """What `scene` says of pictures uint8 [B, 64, 64, 3]."""
+    """Return the verdict of `scene` on pictures uint8 [B, 64, 64, 3]."""
     return scene(torch.from_numpy(pictures).permute(0, 3, 1, 2) / 255, prompts)
 
 
 def scene_pair(rng: np.random.Generator, task: str, held: bool) -> tuple[str, np.ndarray, np.ndarray]:
-    """A prompt, a picture [3, 64, 64] of it, and another in which something is wrong."""
+    """Prompt, a picture [3, 64, 64] of it, and another in which something is wrong."""
     prompt, claims = scenes.sample_prompt(rng, task, held, scenes.reserved)
     shown = replace(claims, objects=tuple(replace(claim, colour=claim.colour or str(rng.choice(list(scenes.COLOURS))))
                                           for claim in claims.objects))
@@ -93,7 +93,7 @@ def _rendered(claims: scenes.Claims, rng: np.random.Generator, stamped: bool = F
 
 
 def _changed(drawn: Scene, rng: np.random.Generator) -> scenes.Claims:
-    """The claims with one fact changed, any of those that the scene has."""
+    """Claims with one fact changed, any of those that the scene has."""
     names = list(CHANGES)
     while True:
         change = CHANGES[names[int(rng.integers(len(names)))]]
@@ -143,7 +143,7 @@ def rendered_pairs(into: Pairs, count: int, seed: int, held: bool, vae=None) -> 
 
 
 def drawn(pipe, prompts: int, seed: int, held: bool, told: str) -> Iterator[tuple[list[str], np.ndarray]]:
-    """Of each prompt GROUP pictures by the starter, uint8, some prompts at a time, each as often as its pictures."""
+    """Draw GROUP pictures, uint8, of each prompt, some prompts at a time, each as often as its pictures."""
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     texts = [scenes.sample_prompt(rng, scenes.TASKS[i % len(scenes.TASKS)], held, scenes.reserved)[0]
              for i in range(prompts)]
@@ -156,19 +156,19 @@ def drawn(pipe, prompts: int, seed: int, held: bool, told: str) -> Iterator[tupl
 
 
 def kept_groups(into: Pairs, pipe, prompts: int, seed: int, held: bool) -> Iterator[tuple[str, list[str], list[float]]]:
-    """What is drawn, all kept: (a prompt, its pictures' paths, what `scene` says of them)."""
+    """Yield all drawn pictures: (a prompt, its pictures' paths, what `scene` says of them)."""
     for each, pictures in drawn(pipe, prompts, seed, held, into.name):
         yield from _groups(each, [into.keep(picture) for picture in pictures], verdicts(pictures, each))
 
 
 def drawn_pairs(into: Pairs, pipe, prompts: int, seed: int, held: bool) -> None:
-    """Of each prompt GROUP pictures by the starter; every right one beside every wrong one."""
+    """Draw GROUP pictures of each prompt by the starter; every right one beside every wrong one."""
     for prompt, paths, right in kept_groups(into, pipe, prompts, seed, held):
         contrast(into, prompt, paths, right)
 
 
 def contrast(into: Pairs, prompt: str, paths: list[str], right: list[float]) -> None:
-    """A pair of every right picture of a prompt and every wrong one."""
+    """Add a pair of every right picture of a prompt and every wrong one."""
     for i, j in ((i, j) for i in range(len(paths)) for j in range(len(paths)) if right[i] > right[j]):
         into.add(prompt, paths[i], paths[j], (right[i], right[j]))
 
@@ -198,7 +198,7 @@ def build(folder: Path, args: argparse.Namespace) -> None:
 
 
 def tested(reward: Path, file: Path) -> dict:
-    """The accuracy of a reward on a file of pairs, with its interval over prompts."""
+    """Accuracy of a reward on a file of pairs, with its interval over prompts."""
     pairs, learned = load_pairs(file), Preference(str(reward))
     scores = [learned.scores(torch.stack([to_tensor(Image.open(getattr(pair, side))) for pair in pairs]),
                              [pair.prompt for pair in pairs]) for side in ("chosen", "rejected")]
@@ -230,7 +230,7 @@ def main() -> None:
     found = {name: tested(args.out / "reward", pairs / f"test_{name}.jsonl")
              for name in ("rendered", "decoded", "drawn")}
     for name, row in found.items():
-        print(f"{name}: {row['mean']:.3f} of pairs told right ({row['low']:.3f} to {row['high']:.3f}), "
+        print(f"{name}: {row['mean']:.3f} of pairs ranked right ({row['low']:.3f} to {row['high']:.3f}), "
               f"{row['preferences']} preferences of {row['prompts']} prompts")
     (args.out / "accuracy.json").write_text(json.dumps(found, indent=2) + "\n")
 

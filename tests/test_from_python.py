@@ -177,7 +177,7 @@ def test_a_method_with_a_part_of_no_file_trains_and_is_asked_for_on_resume(tmp_p
     assert summary["epochs"] == 2
     registry.GIVEN.clear()  # as in another process
     line = told(capsys, "train", str(tmp_path / "run" / "config.yaml"), "--resume")
-    assert "parts.shaping.type: object:Local was an object of a Python run, in no file: give it again" in line
+    assert "parts.shaping.type: object:Local was an object of a Python run, in no file: pass it again" in line
 
 
 def test_parts_beside_a_method_and_values_that_no_recipe_holds_are_refused(tmp_path):

@@ -547,7 +547,7 @@ def test_groups_that_all_agree_are_reported_once(tmp_path, capsys):
     options["train"] = options["train"] | {"epochs": 2}
     flowgrpo.align(tiny.sd3(), {same: 1.0}, ["red", "blue", "green", "old"], **options)
     said = capsys.readouterr()
-    assert (said.out + said.err).count("in every group all samples earn the same, so that nothing is learned") == 1
+    assert (said.out + said.err).count("in every group all samples earn the same, so nothing is learned") == 1
 
 
 def test_rewards_of_one_name_are_told(tmp_path):

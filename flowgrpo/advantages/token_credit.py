@@ -114,7 +114,7 @@ class SegmentTree(TokenCredit):
 
 @dataclass(frozen=True)
 class StepGroups(TokenCredit):
-    """The sample's advantage plus `weight` times that of the step, compared with steps of the group that begin in the
+    """Sample's advantage plus `weight` times the step's advantage, compared with steps of the group that begin in the
     same state (GiGPO, 2505.10978): `step_advantages`.
 
     A state is the prompt and the tokens so far. A step is `every` tokens, or ends with one of the token ids `ends` if

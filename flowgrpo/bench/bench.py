@@ -1,4 +1,4 @@
-"""A bench from its first check to its page."""
+"""Bench, from its first check to its page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowgrpo.storage import atomic, lock
 
 @dataclass
 class Bench:
-    """A bench under way: its plan, its workers, what has been run, and the errors of failed runs by label."""
+    """Running bench: its plan, its workers, its finished runs, and the errors of failed runs by label."""
 
     plan: Plan
     workers: Workers

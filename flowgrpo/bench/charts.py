@@ -56,7 +56,7 @@ def tick(span: float) -> float:
 
 
 def panel(curves: Sequence[Curve], axes: Frame, title: str, goal: float | None = None) -> str:
-    """Return curves with their bands in axes. title: what a reader who does not see it is told. goal: dashed line."""
+    """Return curves with their bands in axes. title: text for screen readers. goal: dashed line."""
     parts = [*_axes(axes)]
     if goal is not None and axes.low <= goal <= axes.high:
         parts.append(f'<path class="goal" d="M{LEFT} {axes.y(goal):.1f}H{WIDTH - RIGHT}"/>')

@@ -31,7 +31,7 @@ def check(
     processes: Annotated[int, typer.Option(min=1, help="With --gpu: processes that share an epoch's prompts.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tell whether a pipeline or a language model can be trained, what it needs, and why not; exit code 2 where it
+    """Report whether a pipeline or a language model can be trained, what it needs, and why not; exit code 2 where it
     cannot, or where that is unknown."""
     from flowgrpo.check.report import of_class, report
     from flowgrpo.config import parse
@@ -72,21 +72,22 @@ def _plain(value: Any) -> str:
 
 
 # Modules of presets, which are read and not imported: that would load torch.
-GROUPS = {"denoising": "Of pipelines: recorded steps of a rollout",
-          "finals": "Of pipelines: what a rollout ends with; drakes is for masked language models",
-          "text": "Of language models", "overlays": "Over one of the above: MIX+OVER, such as mix_grpo+grpo_guard"}
+GROUPS = {"denoising": "For pipelines: recorded steps of a rollout",
+          "finals": "For pipelines: final samples of a rollout; drakes is for masked language models",
+          "text": "For language models",
+          "overlays": "Modifiers of a base method: BASE+MODIFIER, such as mix_grpo+grpo_guard"}
 
 
 @app.command()
 def methods(
     word: Annotated[str | None, typer.Argument(metavar="[WORD]", show_default=False,
-                                               help="List those alone whose line has this word.")] = None,
+                                               help="List only those whose line has this word.")] = None,
 ) -> None:
     """List the presets that --method takes."""
     tables = {title: [row for row in _presets(module) if not word or word.lower() in " ".join(row).lower()]
               for module, title in GROUPS.items()}
     points = [[name, point.value, f"package {point.dist.name}"] for name, point in packaged("flowgrpo.methods").items()]
-    tables["Of installed packages"] = [row for row in points if not word or word.lower() in " ".join(row).lower()]
+    tables["From installed packages"] = [row for row in points if not word or word.lower() in " ".join(row).lower()]
     if not any(tables.values()):
         raise UserError(f"no method's line has {word!r}: `flowgrpo methods` lists all, docs/methods/index.md the parts")
     for title, rows in tables.items():
@@ -96,7 +97,7 @@ def methods(
 
 
 def _presets(module: str) -> list[list[str]]:
-    """Return (name, what it does, source) of the presets of a module."""
+    """Return (name, summary, source) of the presets of a module."""
     file = Path(__file__).parent.parent / "methods" / "presets" / f"{module}.py"
     tree = ast.parse(file.read_text(encoding="utf-8"))
     return [[node.name, *_summary(ast.get_docstring(node) or "")] for node in tree.body

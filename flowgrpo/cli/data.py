@@ -30,10 +30,10 @@ def data(
                      ] = None,
     measure: Annotated[str | None, typer.Option(metavar="MODEL", help="Measure them: draw --samples of every prompt "
                                                 "and score them by --reward; kept beside the output.")] = None,
-    likelihood: Annotated[str | None, typer.Option(metavar="MODEL", help="In their place the likelihood of every "
+    likelihood: Annotated[str | None, typer.Option(metavar="MODEL", help="Use as the rate the likelihood of every "
                                                    "prompt's answer under a language model.")] = None,
     reward: Annotated[str | None, typer.Option(help="The reward that is the rate, within 0 to 1.")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="With --measure.")] = 8,
+    samples: Annotated[int, typer.Option(min=1, help="Samples per prompt, with --measure.")] = 8,
     low: Annotated[float, typer.Option(help="Keep prompts of this rate or more.")] = 0.0,
     high: Annotated[float, typer.Option(help="Keep prompts of this rate or less.")] = 1.0,
     by: Annotated[By, typer.Option(help="Rank of --keep: the lowest rate, the largest variance of a run's rates, or "
@@ -51,7 +51,7 @@ def data(
     sources = {"--rates": rates, "--measure": measure, "--likelihood": likelihood}
     known = [name for name, given in sources.items() if given]
     if len(known) > 1 or not known and (keep or (low, high) != (0.0, 1.0)):
-        raise UserError("success rates are read for --keep, --low and --high: expected one of --rates, --measure and "
+        raise UserError("--keep, --low and --high select by success rate: expected one of --rates, --measure and "
                         f"--likelihood, got {' and '.join(known) or 'none'}")
     names, weights = _weighted(sets)
     pools = _distinct([_loaded(name) for name in names], dedupe, near)
@@ -64,7 +64,7 @@ def data(
 
 
 def _distinct(pools: list[list[Any]], dedupe: bool, near: float | None) -> list[list[Any]]:
-    """Return the sets without prompts that repeat one, if that is asked for."""
+    """Return the sets without prompts that repeat one, if the user requests it."""
     from flowgrpo.data.selection import deduplicated
 
     if not dedupe and near is None:
@@ -138,7 +138,7 @@ def _rates(pools: Sequence[Sequence[Any]], output: Path, names: Sequence[str], r
     if likelihood is not None:
         return recorded.likelihoods(_language_model(likelihood), prompts)
     if reward is None:
-        raise UserError("--measure: expected --reward, the one that is the rate")
+        raise UserError("--measure: needs --reward, the reward that gives the rate")
     from flowgrpo.data.prompts import as_line
     from flowgrpo.evaluation.evaluate import evaluate
 
@@ -161,7 +161,7 @@ def _language_model(model: str) -> Any:
 
     config = parse.load(None, {"model": model, "method": "grpo"})
     if build.kind(config) not in (build.CAUSAL_LM, build.VISION_LM):
-        raise UserError(f"--likelihood: {model} is no causal language model, whose answers have a likelihood")
+        raise UserError(f"--likelihood: got {model}, expected a causal language model")
     device = pick_device(config.device)
     config, _ = settle(config, device)
     return build.make_policy(config, torch.device(device), build.load(config))

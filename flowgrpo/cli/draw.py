@@ -32,8 +32,9 @@ from flowgrpo.cli.root import app
 from flowgrpo.errors import UserError
 from flowgrpo.storage import places
 
-TEMPERATURE = "Of a language model; 0 takes the likeliest token. Without: the run's, or 0 for one text, 1 for several."
-IMAGE = "A picture: what a pipeline starts from, or a language model reads."
+TEMPERATURE = ("Temperature of a language model; 0 takes the likeliest token. Without: the run's, or 0 for one text, "
+               "1 for several.")
+IMAGE = "Picture that a pipeline starts from, or that a language model reads."
 BATCH = "With --prompts: samples per call of the model. Without: 1 picture, 8 texts."
 KEY = "With --prompts: what prompts.jsonl calls a sample in the metadata. Without: base_image or base_text. With " \
       "prompt, a text becomes the line's prompt, and the user's stands in the metadata as user_prompt."
@@ -46,7 +47,7 @@ def sample(
     model: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="starter, a local directory, a hub id; or a "
                                          "finished run, its checkpoint or hub:OWNER/NAME, for its model and weights.")],
     prompt: Annotated[list[str] | None, typer.Option(show_default=False,
-                                                     help="What to draw; may be given several times.")] = None,
+                                                     help="Text to draw; may be given several times.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="A prompt file in place of --prompt; the folder gets a "
                                                  "prompts.jsonl, which names each sample, too. The same again goes "
                                                  "on.")] = None,
@@ -119,7 +120,7 @@ def _require_options(prompt: list[str] | None, prompts: Path | None, image: Path
     if prompts is not None and image is not None:
         raise UserError("--image: goes with --prompt; in a prompt file, every prompt may bring an `image`")
     if prompts is not None and output.suffix == ".mp4":
-        raise UserError(f"--output {output}: is the file of one clip, and --prompts draws several: name a folder")
+        raise UserError(f"--output {output}: names one clip, but --prompts draws several: name a folder")
     for name, value in of_files.items() if prompts is None else ():
         if value is not None:
             raise UserError(f"--{name}: goes with --prompts FILE; leave it out")
@@ -133,7 +134,7 @@ def _source(model: str, lora: str | None, epoch: int | None, weight: float | Non
 
     model, weights = checkpoints.source(model, lora, epoch)
     if weight is not None and weights is None:
-        raise UserError("--rlg: expected --lora too, whose change of the model it weights")
+        raise UserError("--rlg: weights the change that a LoRA makes: give --lora")
     return model, weights
 
 
@@ -158,9 +159,9 @@ def grid(
     prompts: Annotated[Path | None, typer.Option(help="A prompt file; without: the run's held-out prompts.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 12,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    columns: Annotated[ColumnKind | None, typer.Option(help="What differs from column to column; without: base and "
+    columns: Annotated[ColumnKind | None, typer.Option(help="Setting that differs between columns; without: base and "
                                                             "tuned.")] = None,
-    values: Annotated[str, typer.Option(metavar="A,B", help="Of the columns: epochs, folders of runs, numbers.")] = "",
+    values: Annotated[str, typer.Option(metavar="A,B", help="Values of --columns: epochs, run folders, numbers.")] = "",
     rlg: Annotated[str | None, typer.Option(metavar="W", help=RLG)] = None,
     output: Annotated[Path | None, typer.Option(help="The PNG file, of texts the .md; without: grid.png in the run's "
                                                "folder.")] = None,
@@ -172,12 +173,12 @@ def grid(
     opening(context, trust_run)
     given_run, run = run, places.weights_of(local(run), epoch)
     if output is not None and output.suffix.lower() == ".html":
-        raise UserError(f"--output {output}: expected the name of the PNG, or of texts the .md; the HTML page of "
-                        "--columns lies beside it")
+        raise UserError(f"--output {output}: expected the name of the PNG, or for texts the .md; the HTML page "
+                        "of --columns is written beside it")
     weight = one_weight(rlg)
     if columns is None:
         if values:
-            raise UserError("--values: expected --columns too, which says what they are of")
+            raise UserError("--values: are the values of --columns: give --columns too")
         from flowgrpo.evaluation import images, texts
 
         output = output or page_of(given_run, run, "grid.png")
@@ -185,7 +186,7 @@ def grid(
                    images.grid(run, prompts, count, seed, output, weight))
         return
     if weight is not None:
-        raise UserError("--rlg: goes without --columns; for a column of each weight, --columns rlg --values 0,1,2")
+        raise UserError("--rlg: does not go with --columns: for a column per weight, use --columns rlg --values 0,1,2")
     from flowgrpo.evaluation import columns as pages
 
     given = [local_source(value.strip()) for value in values.split(",") if value.strip()]

@@ -20,8 +20,8 @@ def encode(
     cache: Annotated[str | None, typer.Option(metavar="FOLDER", help="The folder of encoded prompts, `cache` of the "
                                                                      "recipe.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or mps.")] = None,
-    precision: Annotated[str | None, typer.Option(help="That of the run, which only finds prompts of its own "
-                                                       "precision.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Precision of the run; a run reads only prompts encoded in "
+                                                       "its own precision.")] = None,
 ) -> None:
     """Encode a recipe's prompts ahead of its run, training and held-out ones, on any machine.
 
@@ -51,7 +51,7 @@ def _encode(settings: Any) -> None:
     from flowgrpo.storage import paths
 
     if build.kind(settings) != build.PIPELINE:
-        raise UserError(f"{settings.model} is a language model: its prompts are not encoded ahead")
+        raise UserError(f"encode: got the language model {settings.model}, expected a pipeline")
     encoded_prompts.require(settings)
     splits.require_no_share(settings)
     sides = recorded_pairs.in_place(settings, splits.resolve(settings))

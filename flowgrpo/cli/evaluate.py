@@ -43,19 +43,20 @@ def evaluate(
                                          "under eval.rewards; without: those of the run.")] = "",
     lora: Annotated[str | None, typer.Option(help=LORA)] = None,
     base: Annotated[bool, typer.Option("--base", help="Draw the base too, and compare.")] = False,
-    samples: Annotated[int, typer.Option(min=1, help="Pictures or texts per prompt; of several, pass@k is told.")] = 1,
+    samples: Annotated[int, typer.Option(min=1, help="Pictures or texts per prompt; with several, also pass@k.")] = 1,
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; without: the run's or pipeline's.")] = None,
     guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale; likewise.")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    features: Annotated[str, typer.Option(help="What diversity is the distance of: pixels, clip, or path/to/file.py:"
-                                               "function.")] = "pixels",
-    rlg: Annotated[str | None, typer.Option(metavar="W|W,W", help=f"{RLG} Several: each is told and rlg.png shows "
+    features: Annotated[str, typer.Option(help="Features whose distances are the diversity: pixels, clip, or "
+                                               "path/to/file.py:function.")] = "pixels",
+    rlg: Annotated[str | None, typer.Option(metavar="W|W,W", help=f"{RLG} Several: each is scored, and rlg.png shows "
                                             "the rewards over them.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Samples per call of the model; several give the same to "
                                               "rounding, sooner. Without: 1 picture, 8 texts.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="Of a language model. Without: the run's, and 1 for "
-                                                      "several samples where that is 0.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of a completion; without: the run's, or 256.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Temperature of a language model. Without: the "
+                                                      "run's, and 1 for several samples where that is 0.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(
+        min=1, help="Tokens of a completion; without: the run's, or 256.")] = None,
     precision: Annotated[Precision | None, typer.Option(help=PRECISION)] = None,
     epoch: Annotated[int | None, typer.Option(min=0, help=EPOCH)] = None,
     best_of: Annotated[int, typer.Option(metavar="N", min=1, help=BEST_OF)] = 1,
@@ -66,7 +67,7 @@ def evaluate(
     """Score a model on a suite of prompts, by several rewards, and against its base."""
     weights = weights_of(rlg)
     if base and len(weights) > 1:
-        raise UserError("--base: several weights of --rlg are told side by side; leave it out, weight 0 is the base")
+        raise UserError("--base: several weights of --rlg are compared side by side; leave it out: 0 is the base")
     from flowgrpo.evaluation import evaluate as evaluation
 
     named, scorer = asked_rewards(rewards), best_by(by)

@@ -16,8 +16,8 @@ from flowgrpo.errors import UserError
 def evolve(
     output: Annotated[Path, typer.Option(help="The folder of the evolved LoRA; it must not exist.")],
     arguments: Annotated[list[str] | None, typer.Argument(
-        metavar="RECIPE|--KEY=VALUE", show_default=False, help="As of `train`: the model, adapter.init, the reward and "
-        "the prompts, of which each generation draws train.prompts.")] = None,
+        metavar="RECIPE|--KEY=VALUE", show_default=False, help="As for `train`: the model, adapter.init, the reward "
+        "and the prompts, of which each generation draws train.prompts.")] = None,
     generations: Annotated[int, typer.Option(min=1)] = 50,
     population: Annotated[int, typer.Option(min=4, help="Points per generation.")] = 8,
     spread: Annotated[float, typer.Option(min=1e-6, help="First standard deviation, in mean singular values of a "
@@ -31,7 +31,7 @@ def evolve(
     if output.exists():
         raise UserError(f"--output: {output} exists already: name another folder")
     if config.adapter.init is None:
-        raise UserError("adapter.init is not set: expected a trained LoRA, whose singular values are evolved")
+        raise UserError("adapter.init is not set: set it to a trained LoRA, whose singular values are evolved")
     check_inputs(config)
     from flowgrpo.policies.weights.lora_files import require_lora
 

@@ -17,7 +17,7 @@ from flowgrpo.storage import atomic
 def learn_experience(
     output: Annotated[Path, typer.Option(help="The file of lessons to write: text.system of later commands.")],
     arguments: Annotated[list[str] | None, typer.Argument(
-        metavar="RECIPE|--KEY=VALUE", show_default=False, help="As of `train`: the language model, the reward and the "
+        metavar="RECIPE|--KEY=VALUE", show_default=False, help="As for `train`: the language model, the reward and the "
         "prompts, of which each epoch draws train.prompts, train.group samples of each.")] = None,
     epochs: Annotated[int, typer.Option(min=1)] = 3,
     edits: Annotated[int, typer.Option(min=1, help="Edits of the lessons by one group, at most.")] = 2,
@@ -62,7 +62,7 @@ def _sampling(config: Any) -> tuple[Any, Any]:
     from flowgrpo.samplers.rollout import seeder
 
     if build.kind(config) == build.PIPELINE:
-        raise UserError(f"learn-experience is about language models, and {config.model} is a pipeline")
+        raise UserError(f"learn-experience: got the pipeline {config.model}, expected a language model")
     device, group = pick_device(config.device), config.train.group
     policy: Any = texts.load(texts.settings(config.model, config, {"eval_temperature": 1.0}), None, device)
     functions, prompts = rewards.compose(config.trained, config.cache), splits.resolve(config)[0]

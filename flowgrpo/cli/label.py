@@ -32,14 +32,14 @@ def label(
                                                 "set that `flowgrpo prompts` lists.")] = None,
     count: Annotated[int, typer.Option(min=2, help="With --prompts: samples per prompt.")] = 4,
     lora: Annotated[str | None, typer.Option(help=f"With --prompts: {LORA}")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="With --prompts: of the drawing.")] = 0,
-    temperature: Annotated[float | None, typer.Option(min=0, help="With --prompts, of a language model; without: "
-                                                      "1.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="With --prompts: seed of the drawing.")] = 0,
+    temperature: Annotated[float | None, typer.Option(min=0, help="With --prompts: temperature of a language model; "
+                                                      "without: 1.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="With --prompts: samples per call of the model. Without: 1 "
                                               "picture, 8 texts.")] = None,
     precision: Annotated[Precision | None, typer.Option(help=f"With --prompts: {PRECISION}")] = None,
-    key: Annotated[str | None, typer.Option(metavar="NAME", help="What prompts.jsonl of a folder calls a sample in the "
-                                            "metadata. Without: base_image or base_text.")] = None,
+    key: Annotated[str | None, typer.Option(metavar="NAME", help="Metadata key that names a sample in a folder's "
+                                            "prompts.jsonl. Without: base_image or base_text.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Write all pairs of a prompt's samples, in place of the best and "
                                         "the worst.")] = False,
     least: Annotated[float, typer.Option(min=0, max=LARGEST, help="Leave out pairs whose totals differ by this or "
@@ -72,7 +72,7 @@ def _require_drawing(places: list[str], prompts: str | None, options: dict[str, 
         raise UserError(f"--prompts: goes with one model or run, got {len(places)}")
     for option, value in options.items() if prompts is None else ():
         if value is not None:
-            raise UserError(f"{option}: goes with --prompts, of which samples are drawn; leave it out")
+            raise UserError(f"{option}: goes with --prompts: leave it out")
 
 
 def rules_of(text: str) -> dict[str, RewardRule]:

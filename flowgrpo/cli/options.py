@@ -13,7 +13,7 @@ from flowgrpo.policies import hub_folder
 from flowgrpo.storage import places
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
-PRECISION = "Of weights and arithmetic, auto for what suits the device. Without: the run's, or auto."
+PRECISION = "Precision of weights and arithmetic; auto: what suits the device. Without: the run's, or auto."
 EPOCH = "Of a run: the checkpoint of this epoch, in place of its result."
 RUN = "The folder of a finished run, one of its checkpoints, RUN/checkpoints/epoch-N, or hub:OWNER/NAME[@REVISION]."
 LORA = "A finished run, one of its checkpoints, a folder with a LoRA, its file, or OWNER/NAME[@REVISION] of the hub."

@@ -102,11 +102,11 @@ def write_prompts(
 @app.command("proxy-prompts")
 def proxy_prompts(
     kind: Annotated[str, typer.Argument(metavar="caption_error|critique|inversion",
-                                         help="What the model is asked for.")],
+                                         help="Task that the prompts set.")],
     file: Annotated[Path, typer.Argument(help="A prompt file whose metadata have `caption`; `solutions`, a list of "
                                          "{text, right}; or `choices` and `answer`.")],
     output: Annotated[Path, typer.Option(help="The .jsonl file to write; it must not exist.")],
-    share: Annotated[float, typer.Option(help="Of critiques among all prompts; the others are the file's.")] = 0.2,
+    share: Annotated[float, typer.Option(help="Share of critiques; the other prompts are the file's.")] = 0.2,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Write prompts whose right answer is known by construction: a caption's error, critiques of solutions, or

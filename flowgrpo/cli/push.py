@@ -18,10 +18,10 @@ def push(
     context: typer.Context,
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
     repository: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The repository; made if there is none.")],
-    private: Annotated[bool, typer.Option("--private", help="A new repository that only you see.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     revision: Annotated[str | None, typer.Option(metavar="BRANCH", help="A branch in place of main; made if there is "
                                                  "none.")] = None,
-    message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
+    message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the card and list the files, without a network.")]
     = False,
 ) -> None:

@@ -37,7 +37,7 @@ def export(
     place = places.weights_of(local(run), epoch)
     if places.is_checkpoint(place):
         if form == "card":
-            raise UserError(f"--form card: is of a finished run, got the checkpoint {place}: use --form kohya or "
+            raise UserError(f"--form card: got the checkpoint {place}, expected a finished run: use --form kohya or "
                             "merged")
         from flowgrpo.evaluation.checkpoints import as_finished
 
@@ -46,7 +46,7 @@ def export(
     elif form != "card":
         _write(place, run, place, form, output)
     elif hub_folder.is_named(str(run)):
-        raise UserError(f"--form card: is of a run here, got {run}, whose card is on the hub")
+        raise UserError(f"--form card: got {run}, whose card is on the hub, expected a local run")
     else:
         from flowgrpo.export import export as forms
 
@@ -71,7 +71,7 @@ def _write(files: Path, run: Path, place: Path, form: ExportForm | None, output:
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", show_default=False, help="The folder of a run, "
                                                "finished or not, or one of its checkpoints; several are compared.")],
-    output: Annotated[Path | None, typer.Option(help="Of several runs: the HTML file; without: A-B.html beside the "
+    output: Annotated[Path | None, typer.Option(help="HTML file for several runs; without: A-B.html beside the "
                                                 "first.")] = None,
     live: Annotated[bool, typer.Option("--live", help="Serve it to browsers of this machine; it follows the run.")]
     = False,

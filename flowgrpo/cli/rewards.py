@@ -17,7 +17,7 @@ from flowgrpo.errors import UserError
 @app.command()
 def rewards(
     word: Annotated[str | None, typer.Argument(metavar="[WORD]", show_default=False,
-                                               help="List those alone that have this word.")] = None,
+                                               help="List only those that have this word.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with what each does.")] = False,
 ) -> None:
     """List the rewards that --reward takes by name: what they judge, their range, needs and licence."""
@@ -25,7 +25,7 @@ def rewards(
 
     listed = table.listed(word)
     if not listed:
-        raise UserError(f"no reward has {word!r}: `flowgrpo rewards` lists all")
+        raise UserError(f"no reward matches {word!r}: `flowgrpo rewards` lists all")
     if as_json:
         typer.echo(json.dumps(listed, indent=2))
         return
@@ -35,7 +35,7 @@ def rewards(
     for reward in listed:
         if reward["broken"]:
             typer.echo(reward["broken"])
-    typer.echo('Needs are installed as "flowgrpo[NAME]" or by their own name; ? is what a reward does not say.')
+    typer.echo('Needs are installed as "flowgrpo[NAME]" or by their own name; ?: the reward does not state it.')
 
 
 @app.command()
@@ -43,7 +43,7 @@ def score(
     reward: Annotated[str, typer.Argument(metavar="REWARD", help="A reward's name, or path/to/file.py:function.")],
     images: Annotated[list[Path], typer.Argument(metavar="IMAGES...", help="Pictures; or folders of frames, or .txt "
                                                                            "files, for a reward that judges these.")],
-    prompt: Annotated[str | None, typer.Option(help="The prompt of all of them.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The prompt of all files.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="A prompt file: a prompt for each, in order.")] = None,
     args: Annotated[str, typer.Option(metavar="YAML", help="Arguments of a reward that is a class.")] = "{}",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -77,8 +77,8 @@ def train_reward(
     held_out: Annotated[str, typer.Option("--held-out", "--held_out", metavar="SHARE|FILE", help=
                                           "Pairs to measure with: a share of the prompts, or another file of pairs.")
                         ] = "0.1",
-    text: Annotated[str, typer.Option(help="Whose text encoder the network begins with: starter (its little world's "
-                                           "words, 16 tokens), or a pipeline's folder or hub id.")] = "starter",
+    text: Annotated[str, typer.Option(help="Model whose text encoder the network starts from: starter (its little "
+                                           "world's words, 16 tokens), or a pipeline's folder or hub id.")] = "starter",
     size: Annotated[int, typer.Option(min=16, help="Pixels per side that the network sees.")] = 128,
     clip: Annotated[str | None, typer.Option(metavar="NAME", help="Another network: a head on this model of open_clip, "
                                              "frozen; --text and --size are not used then.")] = None,
@@ -89,7 +89,7 @@ def train_reward(
     frozen: Annotated[bool, typer.Option("--frozen", help="With --model: train the head alone.")] = False,
     margins: Annotated[float, typer.Option(min=0, metavar="W", help="Learn scores that differ by W times the pair's "
                                            "margins at least, which `flowgrpo label` writes.")] = 0.0,
-    epochs: Annotated[int, typer.Option(min=1, help="At most.")] = 20,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs at most.")] = 20,
     patience: Annotated[int, typer.Option(min=1, help="Stop after so many epochs without a better accuracy on the "
                                           "held-out pairs; the best epoch is kept.")] = 4,
     batch: Annotated[int, typer.Option(min=1, help="Pairs per step.")] = 64,
@@ -112,7 +112,7 @@ def train_reward(
     print_table(["aspect", "accuracy", "95 %", "prompts"],
                 [[name, f"{accuracy.mean:.3f}", f"{accuracy.low:.3f} to {accuracy.high:.3f}", str(accuracy.prompts)]
                  for name, accuracy in accuracies.items()])
-    typer.echo(f"Of the held-out pairs, which chose the epoch too. Use it as --reward {output}")
+    typer.echo(f"Accuracies are of the held-out pairs, which chose the epoch too. Use it as --reward {output}")
 
 
 def _share_or_file(text: str) -> float | str:
@@ -130,7 +130,7 @@ def train_text_reward(
     output: Annotated[Path, typer.Option(help="The reward's file: `text_scorer` with args: {file: FILE}.")],
     encoder: Annotated[str | None, typer.Option(metavar="NAME", help="A model of transformers whose mean last states "
                                                 "are the features; without: hashed words and pairs of words.")] = None,
-    penalty: Annotated[float, typer.Option(min=1e-9, help="Of the squared weights.")] = 1.0,
+    penalty: Annotated[float, typer.Option(min=1e-9, help="Penalty on the squared weights.")] = 1.0,
     held_out: Annotated[float, typer.Option("--held-out", "--held_out", min=0.001, max=0.9,
                                             help="Share of the texts to measure with.")] = 0.1,
     degrade: Annotated[bool, typer.Option("--degrade", help="Learn to prefer the texts to degraded copies of "

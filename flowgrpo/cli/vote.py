@@ -29,8 +29,8 @@ def vote(
                                                  "prompts.")] = None,
     count: Annotated[int, typer.Option(min=1, help="With --lora: number of prompts.")] = 50,
     output: Annotated[Path, typer.Option(help="The file of pairs, for `flowgrpo train-reward` and --preferences. Votes "
-                                         "in it are kept, and the rest is asked.")] = Path("pairs.jsonl"),
-    seed: Annotated[int, typer.Option(min=0, help="Of order and sides, and of the drawing.")] = 0,
+                                         "in it are kept, and only the other pairs are shown.")] = Path("pairs.jsonl"),
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the order, the sides and the drawing.")] = 0,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8890,
 ) -> None:
     """Collect preferences: serve pairs of pictures or clips side by side to browsers of this machine, blind and in
@@ -56,7 +56,7 @@ def _pairs(places: list[Path], loras: list[Path], prompts: Path | None, count: i
     """Return the pairs and the names of their sides."""
     if not loras:
         if prompts is not None:
-            raise UserError("--prompts: expected --lora too, with which they are drawn")
+            raise UserError("--prompts: draws pairs with a LoRA: give --lora too")
         from flowgrpo.vote import sources
 
         return sources.pairs(places)

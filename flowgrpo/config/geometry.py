@@ -120,7 +120,7 @@ def _require_updates(train: Train, shape: BatchShape, processes: int) -> None:
     fits = _fits(together, shape, processes)
     if train.updates > 1 and fits < together:
         raise UserError(f"train.updates is {train.updates}, but micro-batches of {train.rows} take {together} "
-                        f"groups of {train.group} together, which do not part the {shape.prompts} prompts of each of "
+                        f"groups of {train.group} together, which do not divide the {shape.prompts} prompts of each of "
                         f"{processes} processes evenly: use a micro_batch of {fits * train.group}")
 
 

@@ -93,7 +93,7 @@ class Stretch(Section):
 
 
 class Band(Section):
-    """1 within [low, high], falling linearly to 0 at a distance of `margin`; with a margin of 0, at once."""
+    """1 within [low, high], falling linearly to 0 at a distance of `margin`; a margin of 0 is a step."""
 
     band: tuple[Moving, Moving]
     margin: float = Field(0.0, ge=0)
@@ -171,7 +171,7 @@ OnError = Annotated[Annotated[Literal["raise", "skip"], Tag("<value>")] | Annota
 
 
 class WatchRule(Section):
-    """A reward that is measured: its name, arguments, prompts and error handling."""
+    """Measured reward: its name, arguments, prompts and error handling."""
 
     use: str | None = Field(None, min_length=1, description="the reward, where the key is a label of your own")
     args: dict[str, Any] = Field({}, description="arguments of a reward that is a class")
@@ -187,7 +187,7 @@ class WatchRule(Section):
 
 
 class RewardRule(WatchRule):
-    """A reward that is trained on: its weight, and the transforms of its scores before they are compared."""
+    """Trained reward: its weight, and the transforms of its scores before they are compared."""
 
     weight: float = Field(1.0, description="in the sum of rewards or of their advantages")
     transform: list[Transform] = Field([], description="from left to right: {clip: [low, high]}, log, rank, "

@@ -93,7 +93,7 @@ class Load(Section):
 
     @property
     def fused(self) -> list[Fused]:
-        """The LoRAs of `lora` with their scales."""
+        """LoRAs of `lora` with their scales."""
         return [Fused(path=lora) if isinstance(lora, str) else lora for lora in self.lora]
 
 
@@ -116,7 +116,7 @@ class Adapter(Section):
 
 
 class Train(Section):
-    """The training loop: its geometry, its sampler and its optimiser."""
+    """Training loop: its geometry, sampler and optimizer."""
 
     epochs: int = Field(100, ge=1, description="rollout rounds; each draws prompts, samples groups and updates")
     prompts: int = Field(8, ge=1, description="prompts per epoch, over all processes")
@@ -125,16 +125,16 @@ class Train(Section):
                                                 "many as fit")
     pack: bool = Field(False, description="several steps in one batch of a replay, where that saves calls of the "
                                           "denoiser; see docs/performance.md")
-    updates: int = Field(1, ge=1, description="optimiser steps per pass over an epoch's samples")
+    updates: int = Field(1, ge=1, description="optimizer steps per pass over an epoch's samples")
     inner_epochs: int = Field(1, ge=1, description="passes over an epoch's samples")
     steps: int = Field(10, ge=2, description="denoising steps of a rollout")
     guidance: float = Field(1.0, ge=0, description="guidance scale of the rollout and of its replay")
     grid: Literal["shifted", "stock"] = Field("shifted", description="shift(linspace(1, 0)), or what the pipeline's "
                                           "own call samples with (its sigmas, its shift by the picture's size); a "
                                           "model that predicts noise has its own always")
-    shift: float = Field(3.0, gt=0, description="the shift of the `shifted` grid")
+    shift: float = Field(3.0, gt=0, description="the shift of the `shifted` sigma grid")
     lr: float = Field(3e-4, gt=0, description="learning rate of AdamW")
-    warmup: int = Field(0, ge=0, description="optimiser steps of linear warm-up")
+    warmup: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="of the learning rate, down to 0")
     weight_decay: float = Field(1e-4, ge=0, description="of AdamW")
     betas: tuple[float, float] = Field((0.9, 0.999), description="of AdamW")
@@ -158,12 +158,12 @@ class Train(Section):
 
     @property
     def rows(self) -> int:
-        """The micro-batch; 1 where it is still to be chosen."""
+        """Micro-batch; 1 if it is not chosen yet."""
         return 1 if self.micro_batch == "auto" else self.micro_batch
 
     @property
     def recomputed(self) -> float:
-        """The share of blocks that recompute; 0 where it is still to be chosen."""
+        """Share of blocks that recompute; 0 if it is not chosen yet."""
         return 0.0 if self.checkpointing == "auto" else float(self.checkpointing)
 
 
@@ -226,6 +226,6 @@ class Eval(Section):
                                                              "last")
     stop: EarlyStop | None = Field(None, description="{reward: NAME, patience: N}: end after N evaluations in a row "
                                                      "without a better mean of it")
-    grid: int = Field(12, ge=1, description="prompts in the before/after picture")
+    grid: int = Field(12, ge=1, description="prompts on the before/after grid page")
     rewards: list[str] | dict[str, WatchRule] = Field([], description="further rewards that are measured and never "
                                                                       "trained on: names, or names with rules")

@@ -49,7 +49,7 @@ def last_rate(memory: dict[str, Any], prompt: Prompt) -> float | None:
 
 @dataclass(frozen=True)
 class VarianceSampling:
-    """A share of the prompts by variance p (1 - p) of the outcome and diversity of the samples, the others as ever
+    """Share of the prompts by variance p (1 - p) of the outcome and diversity of the samples, the others as ever
     (variance-aware sampling of MMR1, 2509.21268).
 
     p is a prompt's newest success rate, diversity that of its last samples: for texts the share that repeats no other,

@@ -18,7 +18,7 @@ VARIANTS = "variants"  # key of the memory: lines of prompts, the oldest first
 
 @dataclass(frozen=True)
 class Variations:
-    """A share of the epoch are variants of earlier prompts, with the same reference answer (SvS, 2508.14029).
+    """Share of the epoch that are variants of earlier prompts, with the same reference answer (SvS, 2508.14029).
 
     After an epoch the policy reads each prompt with right and wrong samples, and its first right one, in `template`,
     and writes another problem with the same answer, which keeps the prompt's metadata. A variant whose own samples are

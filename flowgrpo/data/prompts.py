@@ -99,12 +99,12 @@ class Prompt:
 
     @property
     def unguided(self) -> Prompt:
-        """The prompt without guidance."""
+        """Prompt without guidance."""
         return replace(self, guided=None) if self.guided else self
 
     @property
     def learned(self) -> Prompt:
-        """The prompt under which the loss scores its samples."""
+        """Prompt under which the loss scores its samples."""
         return self if self.guided and self.guided.learned else self.unguided
 
     @property

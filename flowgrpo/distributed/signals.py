@@ -30,7 +30,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class Stop:
-    """Context manager: the first signal requests a stop at the next `check`; a second one interrupts at once.
+    """Context manager: the first signal requests a stop at the next `check`; a second one interrupts immediately.
 
     code: the exit code of an interrupt, 130, or 128 and the number of the second signal.
     teams: True where several processes run the same rows, which leave an evaluation together alone.

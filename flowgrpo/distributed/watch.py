@@ -2,7 +2,7 @@
 
 Every process keeps a connection to the first one, and says why it ends. The system closes the connection of a process
 that is killed; a machine that is gone no longer answers the system's probes. A thread sends a heartbeat every second:
-a process that is frozen, or whose interpreter is held, is noticed by its silence. The connection also hands on that a
+a process that is frozen, or whose interpreter is held, is noticed by its silence. The connection also reports that a
 process was asked to stop. A process that has failed, and waits in vain for the others to leave with it, ends them all.
 """
 
@@ -104,7 +104,7 @@ class Watch:
             while len(self._links) < self.processes.count - 1:
                 link, _ = server.accept()
                 link.settimeout(CONNECT)
-                with contextlib.suppress(OSError, ValueError):  # of a stranger
+                with contextlib.suppress(OSError, ValueError):  # of another program
                     given, rank, name = link.recv(HELLO, socket.MSG_WAITALL).decode().split()
                     if secrets.compare_digest(given, token):
                         self._keep(link, _name(rank, name))
@@ -171,7 +171,7 @@ class Watch:
                     self._tell(_reason(error).encode())
 
     def _lose(self, name: str, said: str) -> None:
-        """Note the loss of a process and tell the others; the first process hands on a whole line."""
+        """Note the loss of a process and tell the others; the first process forwards a whole line."""
         if self.lost is not None:
             return
         told = said if said.startswith("process ") else f"{name} {said or KILLED}; {RESUME}"
@@ -183,7 +183,7 @@ class Watch:
     def _tell(self, line: bytes, last: bool = True) -> None:
         """Send the others a line. last: it is the last one that this process has for them."""
         for link in self._links:
-            with contextlib.suppress(OSError), self._sending:  # it is gone, or was told before
+            with contextlib.suppress(OSError), self._sending:  # it is gone, or has the message already
                 link.sendall(line)
                 if last:
                     link.shutdown(socket.SHUT_WR)

@@ -14,8 +14,8 @@ Part = tuple[str, dict[str, Any]]  # class of diffusers or transformers, and its
 
 @dataclass(frozen=True)
 class Published:
-    """A pipeline: its class, its parts by name, tokenizers by name with their longest sequence, further arguments, and
-    the class of transformers of its processor of pictures, if it has one."""
+    """Published pipeline: its class, parts by name, tokenizers by name with their longest sequence, further arguments,
+    and the transformers class of its picture processor, if it has one."""
 
     pipeline: str
     parts: dict[str, Part]

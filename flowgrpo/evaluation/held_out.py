@@ -185,7 +185,7 @@ def described(policy: Policy, config: Config) -> str:
 
 
 def sample_pictures(trainer: Trainer, functions: dict[str, Any], folder: Path) -> dict[str, float]:
-    """Measure held-out scores during training and write a grid of pictures per epoch to `samples/`."""
+    """Measure held-out scores during training and write a grid page per epoch to `samples/`."""
     evaluations = trainer.policy.evaluations
     with trainer.policy.weights.swapped(trainer.evaluated_weights()):
         measured = _measure(trainer, functions, f"held-out prompts, epoch {trainer.epoch}", trainer.policy.reference)

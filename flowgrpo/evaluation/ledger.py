@@ -1,4 +1,4 @@
-"""Ledger of an evaluation on disk: a PNG per picture, or a line per text, and a line of scores, written at once.
+"""Ledger of an evaluation on disk: a PNG per picture, or a line per text, and a line of scores, written immediately.
 
 A killed evaluation resumes from it, with any number of processes: each writes its own files of lines, and all read
 every file. Pictures are scored from their files, so scores do not depend on when they are computed.

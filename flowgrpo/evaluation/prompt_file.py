@@ -70,7 +70,7 @@ def _named(prompt: Prompt, key: str, sample: str) -> Prompt:
 
 
 def _draw(plan: Plan, prompts: Sequence[Prompt], places: Sequence[Place], ledger: BaseLedger, batch: int) -> None:
-    """Make the missing samples, `batch` per call, and save each call's at once."""
+    """Make the missing samples, `batch` per call, and save each call's immediately."""
     hand = plan.drawer(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     missing = [place for place in places if not ledger.has(place)]
     with tqdm(total=len(places), initial=len(places) - len(missing), desc="drawing", unit=plan.medium.unit,

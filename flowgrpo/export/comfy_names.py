@@ -48,7 +48,7 @@ def classes(model: str) -> dict[str, str]:
         index = diffusers.DiffusionPipeline.load_config(FOLDERS.get(model, model))
     except Exception as error:  # the hub or third-party files can raise anything
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"the parts of the model {model!r} cannot be told ({first}): expected a directory with a "
+        raise UserError(f"the parts of the model {model!r} cannot be read ({first}): expected a directory with a "
                         "model_index.json, or a hub id that can be reached") from None
     return {name: str(value[1]) for name, value in index.items() if isinstance(value, list)}
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Adapted:
-    """The denoisers, the text encoders, which are then in the graph of every replay (TexForce, 2311.15657), or both.
-"""
+    """Trained modules: denoisers, text encoders, which are then in the graph of every replay (TexForce, 2311.15657), or
+    both.
+    """
 
     denoisers: bool = True
     encoders: bool = False

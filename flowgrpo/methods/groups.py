@@ -40,9 +40,9 @@ class Denoising:
     kernel: the transition of stochastic steps.
     plan: which steps are stochastic and which are trained.
     solver: of the deterministic steps.
-    tail: share of the steps kept after the last stochastic one, or `TailPoints`; 1 keeps the grid.
+    tail: share of the steps kept after the last stochastic one, or `TailPoints`; 1 keeps the sigma grid.
     roots: initial noises per prompt, from which its samples grow (1: all share it, None: each has its own).
-    strides: granularities of the grid behind the last split.
+    strides: granularities of the sigma grid behind the last split.
     preview: how initial noises are chosen; None: they are not.
     pruning: which of many samples are finished; None: all are.
     lag: how slowly the old policy follows.
@@ -110,7 +110,7 @@ class Loss:
 
     log_ratio: how far the policy has moved on a decision.
     surrogate: the loss of a decision.
-    step_weight: how much a step of the grid counts.
+    step_weight: weight of a step of the sigma grid.
     reduction: what the loss is a mean over.
     kl: the regulariser, and reference: the policy that it holds to.
     rehearsal: divergence from the base model on its own recorded samples; None: none.

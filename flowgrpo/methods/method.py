@@ -124,8 +124,8 @@ class Method:
             other = {"tokens": "masked language models", "masks": "causal language models"}
             of = other.get(process, "language models") if self.for_tokens else "denoisers"
             name = type(self.generation.decoding if self.for_tokens else self.denoising.kernel).__name__
-            raise UserError(f"the method is one of {of} (it samples by {name}) and the model is not: `flowgrpo "
-                            "methods` lists all kinds")
+            raise UserError(f"got a method of {of} (it samples by {name}), which this model is not: `flowgrpo "
+                            "methods` lists the methods of every kind")
         if process == "masks":
             kernel = self.generation.decoding
             unmasking = kernel if isinstance(kernel, decoding.Unmasking) \

@@ -1,6 +1,6 @@
 """Methods by name: presets stack, and a recipe's `parts` are laid over them.
 
-`preset("mix_grpo", "grpo_guard")`, on the command line `--method mix_grpo+grpo_guard`. Nothing anywhere asks for a
+`preset("mix_grpo", "grpo_guard")`, on the command line `--method mix_grpo+grpo_guard`. No other module reads a
 method's name.
 """
 
@@ -14,18 +14,18 @@ from typing import Any
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.methods import reads, registry
 from flowgrpo.methods.method import Method
-from flowgrpo.methods.presets import HOSTS, OVERLAYS, PRESETS
+from flowgrpo.methods.presets import BASE_METHODS, OVERLAYS, PRESETS
 from flowgrpo.user_code import from_file, guarded, packaged
 
 
 def preset(*names: str) -> Method:
-    """Stack presets from left to right: preset("mix_grpo", "grpo_guard") or preset("mix_grpo+grpo_guard"). UserError
-    for an unknown one, and for two of which each says what is trained."""
+    """Stack presets from left to right: preset("mix_grpo", "grpo_guard") or preset("mix_grpo+grpo_guard"). Raises
+    UserError for an unknown one, and for two base methods."""
     method, chain = Method(), [part.strip() for joined in names for part in joined.split("+")]
     functions = {name: _preset(name) for name in chain}
-    if len(hosts := [name for name in chain if name in HOSTS]) > 1:
-        raise UserError(f"method {'+'.join(names)}: {hosts[0]} and {hosts[1]} each say what is trained: name one of "
-                        "them, and beside it presets that change one thing, such as grpo_guard")
+    if len(bases := [name for name in chain if name in BASE_METHODS]) > 1:
+        raise UserError(f"method {'+'.join(names)}: got the base methods {bases[0]} and {bases[1]}, expected one: keep "
+                        "one of them, and add modifiers such as grpo_guard")
     for name in chain:
         try:
             method = functions[name](method)
@@ -33,10 +33,10 @@ def preset(*names: str) -> Method:
             raise
         except ValueError as error:
             raise UserError(f"method {'+'.join(names)}: {error}") from None
-    for host in hosts:
-        if type(PRESETS[host]().target) is not type(method.target):
-            raise UserError(f"method {'+'.join(names)}: {host} trains {PRESETS[host]().target.trains}, and the whole "
-                            f"{method.target.trains}: leave {host} out, or what says otherwise")
+    for base in bases:
+        if type(PRESETS[base]().target) is not type(method.target):
+            raise UserError(f"method {'+'.join(names)}: {base} trains {PRESETS[base]().target.trains}, the other "
+                            f"presets {method.target.trains}: leave {base} or the other out")
     return method
 
 
@@ -66,7 +66,7 @@ def _applied(name: str, function: Any, method: Method) -> Method:
                         "method to a method")
     changed = guarded(f"method {name}", function, method)
     if not isinstance(changed, Method):
-        raise UserError(f"method {name}: it returned a {type(changed).__name__}, expected a method, such as "
+        raise UserError(f"method {name}: returned a {type(changed).__name__}, expected a method, such as "
                         "method.having(roots=1)")
     return changed
 
@@ -112,8 +112,8 @@ def _changed(part: Any, value: Any, path: str, optional: bool) -> Any:
 
 def _overlay(part: Any, changes: dict[str, Any], path: str) -> Any:
     hint = "" if "type" in changes else (
-        f" ({path} is {type(part).__name__}; a recipe's parts may be meant for another method: --parts={{}} leaves "
-        "them out)")
+        f" ({path} is {type(part).__name__}; a recipe's parts may be meant for another method: --parts={{}} "
+        "drops them)")
     if "type" in changes:
         changes = dict(changes)
         cls = _named(part, changes.pop("type"), path)
@@ -140,7 +140,7 @@ def _named(part: Any, name: Any, path: str) -> type:
     if name in registry.GIVEN:
         return registry.GIVEN[name]
     if str(name).startswith(registry.OBJECT):
-        raise UserError(f"{path}.type: {name} was an object of a Python run, in no file: give it again, "
+        raise UserError(f"{path}.type: {name} was an object of a Python run, in no file: pass it again, "
                         "flowgrpo.align(..., method=METHOD), or put its class at the top level of a file")
     if ".py:" in str(name):
         return _suited(from_file(name, "part"), name, place, path)
@@ -150,8 +150,8 @@ def _named(part: Any, name: Any, path: str) -> type:
             return _suited(guarded(f"part {name!r} does not import", points[name].load), name, place, path)
         raise UserError(f"{path}.type: unknown part {name!r}{nearest(str(name), sorted([*registry.TYPES, *points]))}")
     if registry.PLACES[registry.TYPES[name]] != place:
-        there = ", ".join(registry.of_place(place)) or "no parts, but a value"
-        raise UserError(f"{path}.type: {name} does not belong there; there are: {there}")
+        known = ", ".join(registry.of_place(place))
+        raise UserError(f"{path}.type: got {name}, expected {'one of ' + known if known else 'a value, not a part'}")
     return registry.TYPES[name]
 
 

@@ -96,7 +96,7 @@ class Selection(Protocol):
 
 
 class StepWeight(Protocol):
-    """Weight of a step of the grid in the loss."""
+    """Weight of a step of the sigma grid in the loss."""
 
     def __call__(self, kernel: Callable[[Tensor, Tensor, Tensor, int], Gaussian], grid: Tensor, steps: Sequence[int]
                  ) -> Tensor:

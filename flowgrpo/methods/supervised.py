@@ -1,4 +1,4 @@
-"""Supervised terms beside the reinforcement loss: what is learned, from which examples, and with which weight.
+"""Supervised terms added to the reinforcement loss: targets, examples and weights.
 
 `training.data_term` adds their gradient in every optimiser step; `rollouts.data_losses` computes it.
 """

@@ -95,7 +95,7 @@ class JointDensity(Target):
 
 @dataclass(frozen=True)
 class NoisedFinals(Target):
-    """Final states, noised to drawn times and scored by the old policy (DiffusionNFT and its kin).
+    """Final states, noised to drawn times and scored by the old policy (DiffusionNFT and its variants).
 
     times: when they are noised.
     """
@@ -110,7 +110,7 @@ class NoisedFinals(Target):
 
 @dataclass(frozen=True)
 class RecordedPairs(NoisedFinals):
-    """Noised finals of recorded pairs, of which nothing is drawn: what a run with `preferences` makes of them."""
+    """Noised finals of recorded pairs, without sampling: the target of a run with `preferences`."""
 
     trains: ClassVar[str] = "recorded pairs"
     unread: ClassVar[frozenset[str]] = NoisedFinals.unread | {"kernel", "plan", "solver", "tail", "roots", "redraw",
@@ -119,7 +119,7 @@ class RecordedPairs(NoisedFinals):
 
 @dataclass(frozen=True)
 class RewardGradient(Target):
-    """The reward itself, whose gradient is followed through the last steps (DRaFT, AlignProp, ReFL).
+    """Reward gradient, followed back through the last denoising steps (DRaFT, AlignProp, ReFL).
 
     backprop: how the steps from the plan's one on become the data.
     """
@@ -203,7 +203,7 @@ class Completions(Target):
 
 @dataclass(frozen=True)
 class RecordedCompletions(Completions):
-    """Tokens of recorded pairs of texts, of which nothing is drawn: what a run with `preferences` makes of completions.
+    """Tokens of recorded pairs of texts, without sampling: the target of a run with `preferences`.
     """
 
     trains: ClassVar[str] = "recorded pairs of texts"
@@ -220,7 +220,7 @@ class Traces(Completions):
 
 @dataclass(frozen=True)
 class RelaxedTraces(Target):
-    """The reward itself, whose gradient is followed through the unmasking of an answer (DRAKES, 2410.13643).
+    """Reward gradient, followed back through the unmasking of an answer (DRAKES, 2410.13643).
 
     relaxation: what stands for drawn tokens.
     """

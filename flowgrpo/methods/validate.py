@@ -42,14 +42,14 @@ from flowgrpo.types import Context
 def resolve(config: Config, process: str = "flow") -> Method:
     """Return the method a configuration asks for, its parts tried on the configuration's number of steps and samples.
 
-    Raises UserError where they do not go together, and for one that the user set and the method does not read.
+    Raises UserError where they do not go together, and for a part that the user set and the method does not read.
     """
-    host, train = preset(config.method), config.train
-    requested = with_parts(host, config.parts)
+    base, train = preset(config.method), config.train
+    requested = with_parts(base, config.parts)
     method = requested.on(process, given=config.parts)
     if config.preferences is not None:
         method = _on_pairs(method)
-    reads.require_set(host, requested, method, overlays(config.method))
+    reads.require_set(base, requested, method, overlays(config.method))
     reads.require_types(method)
     _require_limits(config, method)
     _require_names(config, method)
@@ -100,15 +100,15 @@ def _require_limits(config: Config, method: Method) -> None:
     """Raise UserError for constraints without a reward to raise, or with a part that weighs rewards itself."""
     limited = {name: rule.limit for name, rule in config.trained.items() if rule.limit is not None}
     if limited and len(limited) == len(config.trained):
-        raise UserError(f"reward: {', '.join(limited)} has a limit, and nothing else is trained on: expected a reward "
-                        "with a weight beside it")
+        raise UserError(f"reward: {', '.join(limited)} has a limit, but nothing else is trained on: add a reward "
+                        "with a weight")
     if limited and isinstance(method.credit.advantage, Influence):
-        raise UserError(f"reward.{next(iter(limited))}.limit sets weights by multipliers, and parts.advantage "
-                        "Influence by influence: got both, leave one out")
+        raise UserError(f"reward.{next(iter(limited))}.limit and parts.advantage Influence both set the "
+                        "weights of rewards: leave one out")
 
 
 def _require_names(config: Config, method: Method) -> None:
-    """Raise UserError for a part that names a reward which the run has not."""
+    """Raise UserError for a part that names an unknown reward."""
     for place, part in method.parts().items():
         for name in getattr(part, "rewards", ()):
             if name not in config.rewards:
@@ -216,22 +216,22 @@ def require_recorded_pairs(config: Config, method: Method) -> None:
     """Raise UserError if the method or configuration does not fit recorded pairs, or needs them and has none."""
     if config.preferences is None:
         if config.labels != "file":
-            raise UserError(f"labels is {config.labels!r}, but no pairs are there: set preferences to a file of pairs")
+            raise UserError(f"labels is {config.labels!r}, but preferences is not set: set it to a file of pairs")
         if getattr(method.loss.surrogate, "similarity", False):
-            raise UserError(f"method {config.method} pulls to the first picture of recorded pairs, and none are there: "
-                            "set preferences to a file of pairs, or parts.surrogate.similarity: 0")
+            raise UserError(f"method {config.method} pulls to the first picture of recorded pairs, but preferences is "
+                            "not set: set it to a file of pairs, or parts.surrogate.similarity: 0")
         return
     _require_recorded(config, method)
     if config.labels == "file" and isinstance(method.credit.shaping, BradleyTerry):
-        raise UserError(f"labels is 'file', but method {config.method} draws labels from rewards, and would turn some "
-                        "of the file's round: set labels: rewards, or parts.shaping: null")
+        raise UserError(f"labels is 'file', but method {config.method} draws labels from rewards, and would swap some "
+                        "of the file's: set labels: rewards, or parts.shaping: null")
     if config.labels == "rewards" and getattr(method.loss.surrogate, "similarity", False) \
             and not isinstance(method.credit.shaping, BradleyTerry):
         raise UserError(f"method {config.method} with parts.surrogate.similarity pulls to what the file calls chosen, "
                         "but labels is 'rewards', which may prefer the other picture: set labels: file, or similarity: "
                         "0")
     if method.rollout.preview:
-        raise UserError(f"preferences is set, so that no picture is drawn, but method {config.method} chooses among "
+        raise UserError(f"preferences is set, so no picture is drawn, but method {config.method} chooses among "
                         "previews of drawn ones: leave sol_rl out")
     if config.train.group != 2:
         raise UserError(f"train.group is {config.train.group}, but preferences brings pairs: set train.group: 2")
@@ -242,18 +242,18 @@ def _require_recorded(config: Config, method: Method) -> None:
     if isinstance(method.target, RecordedPairs):
         return
     if not method.for_tokens:
-        raise UserError(f"preferences is set, so that no picture is drawn, but method {config.method} trains steps of "
+        raise UserError(f"preferences is set, so no picture is drawn, but method {config.method} trains steps of "
                         "drawing one, or edits of drawn ones: use a method of noised finals, such as diffusion_dpo")
     if not isinstance(method.target, RecordedCompletions):
         raise UserError(f"preferences is set, but method {config.method} on this model trains {method.target.trains}, "
                         "which recorded texts have none of: expected a causal language model and a method such as dpo")
     decoding = method.generation.decoding
     if decoding.greedy or decoding.expert:
-        raise UserError(f"preferences is set, so that no text is drawn, but method {config.method} keeps "
+        raise UserError(f"preferences is set, so no text is drawn, but method {config.method} keeps "
                         f"{decoding.greedy} greedy samples and {decoding.expert} answers per group: set "
                         "parts.decoding: {greedy: 0, expert: 0}, or use a method such as dpo")
     if config.text.engine != "transformers" or config.text.engine_precision is not None:
-        raise UserError("preferences is set, so that no text is drawn, but text.engine or text.engine_precision is "
+        raise UserError("preferences is set, so no text is drawn, but text.engine or text.engine_precision is "
                         "set too: leave them out")
 
 
@@ -262,8 +262,8 @@ def require_expert_reward(config: Config, method: Method) -> None:
     shaping = method.credit.shaping
     for name in shaping.without if isinstance(shaping, ExpertReward) else ():
         if name not in config.rewards:
-            raise UserError(f"parts.shaping.without names {name!r}, which is no reward of the run: expected some of "
-                            f"{', '.join(config.rewards)}")
+            raise UserError(f"parts.shaping.without names {name!r}, which is no reward of the run: expected names "
+                            f"among {', '.join(config.rewards)}")
 
 
 def require_data(config: Config, method: Method) -> None:

@@ -41,7 +41,7 @@ class Balance:
 
 @dataclass(frozen=True)
 class FixedWeights(Balance):
-    """The same weights in every step: `rl` * L_RL + `data` * L_data."""
+    """Equal weights in every step: `rl` * L_RL + `data` * L_data."""
 
     data: float = 0.1
     rl: float = 1.0

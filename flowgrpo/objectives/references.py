@@ -22,7 +22,7 @@ Snapshot = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Base:
-    """The base model in every epoch: the adapter is off, or without one the first weights are restored. Copies
+    """Base model in every epoch: the adapter is off, or without one the first weights are restored. Copies
     nothing."""
 
     def __call__(self, held: list[Snapshot], now: Callable[[], Snapshot], epoch: int) -> list[Snapshot]:
@@ -52,7 +52,7 @@ class EMA:
 
 @dataclass(frozen=True)
 class PreviousPolicy:
-    """The policy at the start of the epoch, or with `every` above 1 at the start of the last epoch divisible by it (the
+    """Policy at the start of the epoch, or with `every` above 1 at the start of the last epoch divisible by it (the
     hard update of TR-DPO, 2404.09656).
 
     With every 1 the KL limits the step of one epoch; over many epochs the policy may move any distance from the base.
@@ -130,8 +130,8 @@ FEEDBACK = ("sibling", "contrast", "answer", "none")
 
 @dataclass(frozen=True)
 class SelfTeacher:
-    """The present policy under a prompt that says more, without a gradient: a KL to it distils the difference into the
-    plain prompt (SDPO, 2601.20802). Equal prompts have a KL of 0.
+    """Present policy under a prompt with more information, without a gradient: a KL to it distils the difference into
+    the plain prompt (SDPO, 2601.20802). Equal prompts have a KL of 0.
 
     feedback: "sibling": the best other completion of the group with a total reward of at least `right`. "contrast":
         that one, and the most common completion with less, as in SSB (2512.05105). "answer": the prompt's reference

@@ -39,7 +39,7 @@ class WrappedLoss(Surrogate):
 
 @dataclass(frozen=True)
 class EntropyBonus(WrappedLoss, GroupLoss):
-    """The surrogate's loss less weight * entropy of every token's distribution, in nats, [B, L]: PPO's bonus
+    """Surrogate loss minus weight * entropy of every token's distribution, in nats, [B, L]: PPO's bonus
     (1707.06347, equation 9), which keeps a policy from settling on one answer."""
 
     surrogate: Surrogate = Clip(0.2, 0.2)
@@ -60,7 +60,7 @@ class EntropyBonus(WrappedLoss, GroupLoss):
 
 @dataclass(frozen=True)
 class HighEntropy(WrappedLoss, GroupLoss):
-    """The surrogate's loss on the `share` of tokens with the largest entropies, 0 on the others, [B, L] (2506.01939:
+    """Surrogate loss on the `share` of tokens with the largest entropies, 0 on the others, [B, L] (2506.01939:
     0.2, on DAPO): few tokens decide the direction of a text.
 
     by: "entropy", or "advantage" for |A| times the entropy (D3S, 2509.22115, its token level).
@@ -118,7 +118,7 @@ class HighEntropy(WrappedLoss, GroupLoss):
 
 @dataclass(frozen=True)
 class ConflictTokens(WrappedLoss, GroupLoss):
-    """The surrogate's loss, with conflict tokens not pushed down and `amplify` times as strongly pulled up, [B, L]
+    """Surrogate loss, with conflict tokens not pushed down and `amplify` times as strongly pulled up, [B, L]
     (GTPO, 2508.03772, and its code).
 
     A conflict token is at the same place, counted from the start or from the end, of a good and of a bad completion of
@@ -175,7 +175,7 @@ class ConflictTokens(WrappedLoss, GroupLoss):
 
 @dataclass(frozen=True)
 class LikelihoodFloor(WrappedLoss):
-    """The surrogate's loss plus weight * max(log p_old - log p, 0) on the tokens of completions with A >= 0 whose
+    """Surrogate loss plus weight * max(log p_old - log p, 0) on the tokens of completions with A >= 0 whose
     log-probability fell as a whole, [B, L] (LLDS, 2512.04220).
 
     It keeps good texts from becoming unlikely with the bad ones they resemble. The term is 0, with no gradient, at the
@@ -200,7 +200,7 @@ class LikelihoodFloor(WrappedLoss):
 
 @dataclass(frozen=True)
 class ExpertMixture(WrappedLoss, GroupLoss):
-    """The surrogate's loss on sampled completions, and on a prompt's own answer -r A (1 - p)^focus, r = 2 p / (p_expert
+    """Surrogate loss on sampled completions, and on a prompt's own answer -r A (1 - p)^focus, r = 2 p / (p_expert
     + p_old), the last factor held constant, [B, L] (RL-PLUS, 2508.00222).
 
     With a kernel whose `expert` is above 0. r is bounded where either policy finds the token likely, and is not

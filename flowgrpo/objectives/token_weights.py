@@ -19,7 +19,7 @@ KINDS = ("entropy", "surprise", "probability", "disagreement")
 
 @dataclass(frozen=True)
 class TokenWeights(WrappedLoss, GroupLoss):
-    """The surrogate's loss times 1 + strength * z, z the information of a token from 0 to 1, [B, L].
+    """Surrogate loss times 1 + strength * z, z the information of a token from 0 to 1, [B, L].
 
     by: "entropy": of the token's distribution under the present policy.
         "surprise": -log p of the token under the old policy.

@@ -1,4 +1,4 @@
-"""Kinds of models, and the policy of each kind. The only place that tells them apart."""
+"""Kinds of models, and the policy of each kind. Only this module distinguishes them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _PROCESSES = {PIPELINE: "flow", CAUSAL_LM: "tokens", VISION_LM: "tokens", MASKED
 
 def kind(config: Config, loaded: Any = None) -> str:
     """PIPELINE for a diffusers pipeline, else which language model: CAUSAL_LM, VISION_LM for one that reads images, or
-    MASKED_LM. A folder's files say which, or what is loaded; of a hub id it is what the method is for, so that nothing
-    is asked of the hub. UserError for a folder that is neither, and for a packaged model's name that is misspelt."""
+    MASKED_LM. A folder's files say which, or what is loaded; of a hub id it is what the method is for, without a
+    request to the hub. UserError for a folder that is neither, and for a packaged model's name that is misspelt."""
     if loaded is not None:
         return _of_language(loaded[0].config.to_dict() | {"architectures": [type(loaded[0]).__name__]}) \
             if isinstance(loaded, tuple) else PIPELINE

@@ -1,4 +1,4 @@
-"""Reachability of the model hub, asked once and before its client tries again and again."""
+"""Reachability of the model hub, checked once, before its client tries again and again."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def require_init(config: Config, method: Method) -> None:
         return
     if not config.adapter.rank or isinstance(method.target, LatentEdits):
         what = "adapter.rank is 0" if not config.adapter.rank else f"method {config.method} trains an edit policy"
-        raise UserError(f"adapter.init is {config.adapter.init!r}, but {what}, so that no LoRA is trained: leave it "
+        raise UserError(f"adapter.init is {config.adapter.init!r}, but {what}, so no LoRA is trained: leave it "
                         "out")
     require_lora("adapter.init", config.adapter.init)
 

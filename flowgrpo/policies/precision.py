@@ -1,4 +1,4 @@
-"""The precision of a run, where the configuration leaves it to the machine."""
+"""Precision of a run whose configuration says `auto`."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ class Tiered(Combined):
 
 @dataclass(frozen=True, eq=False)
 class Gated(Combined):
-    """The last of several rewards where all before it reach their thresholds, else 0."""
+    """Last of several rewards where all before it reach their thresholds, else 0."""
 
     thresholds: Sequence[float] = ()
 

@@ -54,7 +54,7 @@ def stretch(scores: Tensor, low: float, high: float) -> Tensor:
 
 
 def band(scores: Tensor, low: float, high: float, margin: float) -> Tensor:
-    """Return 1 within [low, high], falling linearly to 0 at a distance of `margin`; with a margin of 0, at once."""
+    """Return 1 within [low, high], falling linearly to 0 at a distance of `margin`; a margin of 0 is a step."""
     beyond = (low - scores).maximum(scores - high).clamp(min=0)
     return (1 - beyond / margin).clamp(min=0) if margin else (beyond == 0).to(scores).masked_fill(
         scores.isnan(), float("nan"))

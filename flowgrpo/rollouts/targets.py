@@ -119,7 +119,7 @@ class JointDensity(RecordedSteps):
 
 
 class NoisedFinals(RecordedSteps):
-    """Final states noised to drawn times and scored by the old policy (DiffusionNFT and its kin)."""
+    """Final states noised to drawn times and scored by the old policy (DiffusionNFT and its variants)."""
 
     own: targets.NoisedFinals
 
@@ -140,7 +140,7 @@ class NoisedFinals(RecordedSteps):
 
 
 class RewardGradient(RecordedSteps):
-    """The reward itself, whose gradient is followed through the last steps (DRaFT, AlignProp, ReFL)."""
+    """Reward gradient, followed back through the last denoising steps (DRaFT, AlignProp, ReFL)."""
 
     own: targets.RewardGradient
 

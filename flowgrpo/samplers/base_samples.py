@@ -15,10 +15,11 @@ from flowgrpo.samplers.scheduler import Segment
 
 
 class BasePictures(Generic[C]):
-    """The base's samples [b,...] of a part's seeds, on the CPU; called with the part and its prompts' conditioning.
+    """Base model's samples [b,...] of a part's seeds, on the CPU; called with the part and its prompts' conditioning.
 
-    They use the rollout's grid [T+1] (and timesteps [T]) and no noise but the first. Samples that share an initial
-    noise, in this part or the previous one, are drawn once. decode: a function of finals and their conditioning.
+    They use the rollout's sigma grid [T+1] (and timesteps [T]) and no noise but the first. Samples that share an
+    initial noise, in this part or the previous one, are drawn once.
+    decode: a function of finals and their conditioning.
     """
 
     def __init__(self, policy: Denoiser[C], grid: torch.Tensor, timesteps: torch.Tensor | None, shape: BatchShape,

@@ -13,7 +13,7 @@ from flowgrpo.samplers.rollout import RolloutSpec
 
 
 def rollout(explorations: Sequence[RolloutSpec], prompts: int) -> int:
-    """Return the evaluations of the rollout of `prompts` groups in each exploration; their trunks run once."""
+    """Return the evaluations of the rollout of `prompts` groups in each exploration; their shared prefixes run once."""
     shared = [spec for spec in explorations if not spec.alone]
     trunk = max((spec.trunk * spec.roots for spec in shared), default=0)
     return prompts * (trunk + sum(_grown(spec) for spec in explorations))
@@ -45,7 +45,7 @@ def states(exploration: RolloutSpec) -> list[int]:
 
 
 def _grown(exploration: RolloutSpec) -> int:
-    """Return the evaluations of one prompt behind the trunk, in every granularity."""
+    """Return the evaluations of one prompt behind the shared prefix, in every granularity."""
     start = 0 if exploration.alone else exploration.trunk
     nodes, settled = states(exploration), exploration.settled
     return sum(nodes[start:settled]) + exploration.group * sum(tail.steps - settled for tail in exploration.tails())

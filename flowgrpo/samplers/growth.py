@@ -50,7 +50,7 @@ def explore(policy: Denoiser[C], conditioning: C, explorations: Sequence[Rollout
     first, count = 0, len(conditioning.prompts)
     for prompts in torch.arange(count).split([*together] or prompts_per_part(explorations[0].group, micro_batch)):
         trunks: dict[int, Nodes] = {}
-        # A trunk continues from a shorter one, so the shortest comes first.
+        # A shared prefix continues from a shorter one, so the shortest comes first.
         for number, exploration in sorted(enumerate(explorations), key=lambda pair: pair[1].trunk):
             grown = (grower or Grower)(policy, conditioning, exploration, micro_batch, seed, number)
             yield grown.grow(range(first, first + len(prompts)), prompts, trunks)
@@ -89,7 +89,7 @@ class Grower(Generic[C]):
     def _trunk(self, prompts: torch.Tensor, trunks: dict[int, Nodes]) -> Nodes:
         """Return the roots of the prompts, run to the first split or noise.
 
-        Explorations of the same prompts continue from each other's trunks.
+        Explorations of the same prompts continue from each other's prefixes.
         """
         trunk = self.exploration.trunk
         if self.exploration.alone:

@@ -31,7 +31,7 @@ def _require(kernel: object, name: str, value: float, most: float) -> None:
 
 @dataclass(frozen=True)
 class ODE:
-    """The deterministic Euler step x - D*v, with std 0."""
+    """Deterministic Euler step x - D*v, with std 0."""
 
     def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
         mean = euler(x, v, grid, i)

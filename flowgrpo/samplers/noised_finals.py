@@ -31,10 +31,10 @@ from flowgrpo.types import Gaussian, Scored, Transitions, wide
 
 @dataclass(frozen=True)
 class GridTimes:
-    """Sigmas of the rollout's grid: one of every `every` steps, drawn anew each epoch from steps `start` to int(share *
+    """Sigmas of the rollout: one of every `every` steps, drawn anew each epoch from steps `start` to int(share *
     T) - 1 of T.
 
-    share: above 0 and at most 1, the noisy side of the grid.
+    share: above 0 and at most 1, the noisy side of the sigma grid.
     shared: one noise for the samples of a group (DGPO, 2510.08425).
     """
 
@@ -59,7 +59,7 @@ class GridTimes:
 
 @dataclass(frozen=True)
 class RandomGridTimes:
-    """int(share * T) of the T sigmas of the rollout's grid, drawn anew each epoch, all with equal probability
+    """int(share * T) of the T sigmas of the rollout, drawn anew each epoch, all with equal probability
     (DiffusionNFT, 2509.16117; its code draws them per sample).
 
     share: above 0 and at most 1.

@@ -96,7 +96,7 @@ class Single:
 
 @dataclass(frozen=True)
 class EachStep:
-    """Each step below `stop` in turn draws noise and is trained, on a shared deterministic trunk: one schedule per step
+    """Each step below `stop` in turn draws noise and is trained, on a shared ODE prefix: one schedule per step
     (TempFlow-GRPO, 2508.04324, all but the last; G2RPO, 2510.01982, the first half: stop=0.5).
 
     stop below 1 is a share of the T steps; None takes every step but the last.

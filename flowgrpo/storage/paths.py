@@ -81,7 +81,7 @@ def readable(place: Path) -> None:
 
 
 def _mask() -> int:
-    """Return the process's mask of new files' modes. Where the system does not tell it, set it for a moment."""
+    """Return the process's mask of new files' modes. Where the system does not report it, set it for a moment."""
     status = Path("/proc/self/status")
     if status.is_file() and (match := re.search(r"^Umask:\s*([0-7]+)$", status.read_text(), re.MULTILINE)):
         return int(match[1], 8)

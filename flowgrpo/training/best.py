@@ -90,7 +90,7 @@ def require(settings: Eval, measured: Iterable[str]) -> None:
         if name is None:
             continue
         if not settings.every:
-            raise UserError(f"eval.{key} is set, but eval.every is 0, so that nothing is measured on the way: set "
+            raise UserError(f"eval.{key} is set, but eval.every is 0, so nothing is measured in between: set "
                             "eval.every to a number of epochs")
         if name not in measured:
             raise UserError(f"eval.{key} names the reward {name!r}, which is not measured: expected "

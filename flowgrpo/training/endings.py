@@ -1,4 +1,4 @@
-"""Early ends of a run: what is saved, and what is said."""
+"""Early ends of a run: the saved checkpoint and the message."""
 
 from __future__ import annotations
 

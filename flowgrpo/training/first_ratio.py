@@ -51,8 +51,8 @@ class FirstRatio:
         found = left = self._largest(parts, conditioning)
         if not self.exact and not left <= max(self.most, self.limit):
             raise UserError(f"the first |log ratio| is {left:.1e}, and rounding makes less than {self.most:.1e} of it: "
-                            "replay and rollout disagree; look for an argument of the pipeline's call that goes by the "
-                            "place in its loop, and see what a run with precision: fp32 says")
+                            "replay and rollout disagree; look for an argument of the pipeline's call that depends on "
+                            "the place in its loop, and compare a run with precision: fp32")
         rescore = False
         if left > self.limit and not self.exact:
             parts = self._again(parts, conditioning)

@@ -1,4 +1,4 @@
-"""Prompts of a self-teacher: what it is given in addition, of each sample."""
+"""Prompts of a self-teacher: the additional text for each sample."""
 
 from __future__ import annotations
 

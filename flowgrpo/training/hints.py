@@ -1,4 +1,4 @@
-"""Hints: lines on what makes a run slow, or keeps it from learning. A run goes on whatever they say."""
+"""Hints: lines on what makes a run slow, or keeps it from learning. They do not stop a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RewardHints:
         """Print what an epoch's rewards show. spreads: of each reward within groups, times its weight."""
         silent = [name for name in spreads if metrics[f"reward/{name}/zero_variance_groups"] == 1]
         if len(silent) == len(spreads):
-            self._once("all", say, f"epoch {epoch + 1}: in every group all samples earn the same, so that nothing is "
+            self._once("all", say, f"epoch {epoch + 1}: in every group all samples earn the same, so nothing is "
                        "learned: take a reward with values in between, prompts of another difficulty, or a larger "
                        "train.group")
             return

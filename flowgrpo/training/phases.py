@@ -1,4 +1,4 @@
-"""Phases of a run: what the list `phases` of a recipe changes from an epoch on."""
+"""Phases of a run: changes from an epoch on, listed under `phases` of a recipe."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def config_of(config: Config, number: int) -> Config:
     for key, value in config.phases[number].set.items():
         if key not in CHANGES:
             raise UserError(f"phases[{number}].set: {key!r} cannot change within a run{nearest(key, list(CHANGES))}; "
-                            f"there are: {', '.join(CHANGES)}")
+                            f"expected one of {', '.join(CHANGES)}")
         section, name = key.split(".")
         raw[section] = raw[section] | {name: value}
     return validate(raw, where=f"phases[{number}].set")

@@ -18,7 +18,7 @@ from flowgrpo.storage import checkpoint
 from flowgrpo.storage.background import Background
 from flowgrpo.training import state
 
-LARGE = 2**28  # bytes of a process's tensors; a smaller checkpoint is written at once
+LARGE = 2**28  # bytes of a process's tensors; a smaller checkpoint is written without a thread
 
 
 class Saving:

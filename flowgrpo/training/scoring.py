@@ -192,7 +192,7 @@ class Scoring:
         names = " or ".join(map(repr, self.functions))
         if not epoch and not any(failed):
             raise UserError(f"no sample of the first epoch had a score from {names}: expected prompts to which it "
-                            f"applies, with the metadata that it asks for, got such as {prompt[:60]!r}")
+                            f"applies, with the metadata that it reads, got such as {prompt[:60]!r}")
         if not self._unscored:
             say(f"no sample of epoch {epoch + 1} had a score from {names}: nothing is trained in such epochs")
         self._unscored = True

@@ -120,7 +120,7 @@ class WandB:
         return self.module.Video(io.BytesIO(content), caption=caption, format=ending)
 
     def alert(self, name: str, text: str, step: int) -> None:
-        """Send a line on a symptom, as an alert; `log` has told the step."""
+        """Send a line on a symptom, as an alert; `log` has sent the step already."""
         self.run.alert(title=f"{name} at epoch {step}", text=text, level="WARN")
 
     def keyed(self, name: str, pictures: list[Any]) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def judged(batch: Batch) -> bool:
 
 
 def tried(reward: Composed) -> Composed:
-    """Return the reward without a cache and with at most one retry, at once."""
+    """Return the reward without a cache and with at most one immediate retry."""
     policy = reward.rule.on_error
     if isinstance(policy, Retry):
         policy = policy.model_copy(update={"retry": 1, "wait": 0.0})
@@ -257,5 +257,5 @@ def _require_real_scores(trainer: state.Run) -> None:
     scored = any(score == score for scores in result.scores.values() for score in scores)
     if not scored and not any(result.failed.values()):
         raise UserError(f"no sample of {len(prompts)} prompts had a score from {' or '.join(map(repr, functions))}: "
-                        "expected prompts to which it applies, with the metadata that it asks for, got such as "
+                        "expected prompts to which it applies, with the metadata that it reads, got such as "
                         f"{prompts[0].text[:60]!r}")

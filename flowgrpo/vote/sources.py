@@ -1,4 +1,4 @@
-"""Pairs to vote on: a run's samples before and after, the pictures of a grid, or two folders with equal file names."""
+"""Pairs to vote on: a run's samples before and after, those of a grid page, or two folders with equal file names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Sides = tuple[str, str]  # names of A and B
 
 
 def pairs(places: Sequence[Path]) -> tuple[list[Comparison], Sides]:
-    """Return the pairs of a run, of the PNG of a grid, or of two folders, and the names of their sides.
+    """Return the pairs of a run, of the PNG of a grid page, or of two folders, and the names of their sides.
 
     Raises UserError for anything else, and if no pictures are there.
     """

@@ -123,7 +123,7 @@ def test_a_wrapped_clip_is_scaled_inside():
     (["--methods", "mix_grpo,mix_grpo"], "--methods: mix_grpo is given twice"),
     (["--methods", ","], "--methods: got none, expected names"),
     (["--methods", "mix_grpo", "--evaluations", "50"], "--evaluations: got 50, but the first epoch of mix_grpo takes"),
-    (["--methods", "mix_grpo", "--model", "starter_text"], "the method is one of denoisers"),
+    (["--methods", "mix_grpo", "--model", "starter_text"], "got a method of denoisers"),
     (["--methods", "refl", "--model", "starter_video"], "reward 'motion' is not differentiable"),
     (["--methods", "mix_grpo", "--reference", "flow_gpo"], "unknown method 'flow_gpo'"),
     (["--methods", "none.yaml"], "no recipe at none.yaml"),

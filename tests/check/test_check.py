@@ -112,7 +112,7 @@ def test_of_a_dora_the_gradients_error_is_left_out_and_that_is_said(capsys, tmp_
 
 @pytest.mark.parametrize("options, reason", [
     ({"memory": {"shard": True}, "adapter": {"rank": 4, "dora": True}}, "memory.shard is true, which does not go with"),
-    ({"labels": "rewards"}, "labels is 'rewards', but no pairs are there"),
+    ({"labels": "rewards"}, "labels is 'rewards', but preferences is not set"),
 ])
 def test_what_training_refuses_of_a_recipe_check_refuses_too(options, reason):
     told = report.report("StableDiffusion3Pipeline", Config(**options))

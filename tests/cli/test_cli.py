@@ -154,7 +154,7 @@ def test_an_interruption_exits_with_130(tmp_path):
     (["sample", "starter", "--prompt", " "], "--prompt: expected a text, got an empty one"),
     (["sample", "starter", "--prompt", "x", "--count", "0"], "--count"),
     (["sample", "starter", "--prompt", "x", "--steps", "few"], "--steps"),
-    (["sample", "starter", "--prompt", "x", "--rlg", "1.5"], "--rlg: expected --lora too"),
+    (["sample", "starter", "--prompt", "x", "--rlg", "1.5"], "--rlg: weights the change that a LoRA makes: give"),
     (["sample", "starter", "--prompt", "x", "--lora", "y", "--rlg", "1,2"], "--rlg: got '1,2', expected one number"),
     (["eval", "x", "--suite", "starter", "--output", "y", "--rlg", "-1"], "--rlg: got '-1', expected numbers from 0"),
     (["eval", "x", "--suite", "starter", "--output", "y", "--rlg", "1,nan"], "--rlg: got '1,nan', expected numbers"),
@@ -219,7 +219,7 @@ def test_rewards_are_found_by_a_word_and_stand_in_groups(capsys):
     out = capsys.readouterr().out
     assert " temporal_consistency " in out and " scene " not in out and "rewards of texts" not in out
     assert main(["rewards", "nothing_like_it"]) == 2
-    assert "no reward has 'nothing_like_it': `flowgrpo rewards` lists all" in capsys.readouterr().err
+    assert "no reward matches 'nothing_like_it': `flowgrpo rewards` lists all" in capsys.readouterr().err
 
 
 def test_a_run_speaks_before_torch_is_loaded():

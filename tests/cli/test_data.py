@@ -92,7 +92,7 @@ def test_mixtures_and_duplicates(world, capsys):
 @pytest.mark.parametrize("options, told", [
     (["--keep", "3"], "expected one of --rates"), (["--rates", "nowhere"], "--rates: got nowhere"),
     (["--rates", "nowhere", "--measure", "lm"], "got --rates and --measure"),
-    (["--measure", "lm"], "--measure: expected --reward")])
+    (["--measure", "lm"], "--measure: needs --reward")])
 def test_what_does_not_go_together(world, capsys, options, told):
     assert main(["data", str(world / "p.jsonl"), "--output", str(world / "o.jsonl"), *options]) == 2
     assert told in capsys.readouterr().err

@@ -57,7 +57,7 @@ def test_a_checkpoint_is_exported_as_the_result_is(finished, tmp_path, capsys):
     assert folder == finished / "merged-epoch-00001"
     assert all(torch.equal(value, expected[key]) for key, value in weights.items())
     assert main(["export", str(checkpoint), "--form=card"]) == 2
-    assert f"--form card: is of a finished run, got the checkpoint {checkpoint}" in capsys.readouterr().err
+    assert f"--form card: got the checkpoint {checkpoint}, expected a finished run" in capsys.readouterr().err
 
 
 def test_a_run_stands_for_its_model_and_weights_in_every_command(finished, tmp_path, capsys, monkeypatch):

@@ -138,7 +138,8 @@ def test_commands_take_a_run_of_the_hub(shared, trained, tmp_path, capsys, monke
     said(capsys, "export", trained, "--output", "own.safetensors")
     own, theirs = load_file("own.safetensors"), load_file("kohya.safetensors")
     assert own.keys() == theirs.keys() and all((value == theirs[key]).all() for key, value in own.items())
-    assert "--form card: is of a run here" in said(capsys, "export", "hub:me/mine", "--form=card", code=2)
+    line = said(capsys, "export", "hub:me/mine", "--form=card", code=2)
+    assert "--form card: got hub:me/mine, whose card is on the hub" in line
 
 
 @pytest.mark.parametrize("name, line", [

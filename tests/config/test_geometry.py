@@ -72,8 +72,8 @@ def test_as_many_updates_as_parts():
                                            "or a micro_batch of 12"),
     ({"updates": 97, "micro_batch": 1}, 1, "make 8 parts: use at most 8 updates"),
     ({"prompts": 12, "updates": 2, "micro_batch": 48}, 2, "micro-batches of 48 take 4 groups of 12 together, which do "
-                                                          "not part the 6 prompts of each of 2 processes evenly: use a "
-                                                          "micro_batch of 36"),
+                                                          "not divide the 6 prompts of each of 2 processes evenly: use "
+                                                          "a micro_batch of 36"),
     ({"prompts": 28, "updates": 4, "micro_batch": 60}, 2, "make 3 parts: use at most 3 updates, or a micro_batch of "
                                                           "24"),
 ])

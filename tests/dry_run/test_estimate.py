@@ -202,14 +202,6 @@ def test_the_command_prints_phases_and_what_fits(recipe, capsys):
     assert seconds > 1e-3 and f"{1000 * seconds:,.1f} of all 3,600,000 epochs" in page
 
 
-def test_the_command_prints_the_hours_of_all_epochs(model, tmp_path, capsys):
-    settings = config(model, reward="hps_v2", **LOW, train__epochs=10**6)
-    (tmp_path / "long.yaml").write_text(settings.yaml())
-    assert main(["check", "--recipe", str(tmp_path / "long.yaml"), "--gpu", "h200"]) == 0
-    hours = 10**6 * dry_run(settings, GPUS["H200"]).seconds / 3600
-    assert hours > 1 and f" an epoch, {hours:,.1f} hours for 1,000,000 epochs; " in capsys.readouterr().out
-
-
 def test_the_command_as_json_names_the_nearest_settings(recipe, model, capsys, monkeypatch):
     monkeypatch.setitem(GPUS, "4090", gpu(4 * 0.986e9 + 2**16))
     assert main(["check", str(model / "model"), "--recipe", recipe, "--gpu", "4090", "--json"]) == 2

@@ -203,7 +203,7 @@ def test_what_comfyui_has_no_name_for_is_refused(part, known, told):
 def test_layers_and_models_that_cannot_be_named_are_refused(tmp_path):
     with pytest.raises(UserError, match="Wan's layer condition_embedder.time_proj is not known"):
         comfy_names.namer("transformer", {"transformer": "WanTransformer3DModel"})("condition_embedder.time_proj")
-    with pytest.raises(UserError, match="the parts of the model .* cannot be told"):
+    with pytest.raises(UserError, match="the parts of the model .* cannot be read"):
         comfy_names.classes(str(tmp_path))
     with pytest.raises(UserError, match="adapter.dora"):
         export.kohya(lora_run(tmp_path, "FluxPipeline", dora=True), tmp_path / "out.safetensors")

@@ -128,10 +128,10 @@ def help_texts() -> str:
 OVERLAYS = {"flow": ("mix_grpo+grpo_guard", "flow_grpo+flow_dppo", "sol_rl+diffusion_nft", "ddpo+texforce",
                      "mix_grpo+dynamic_sampling", "mix_grpo+mopps", "mix_grpo+knapsack_rl"),
             "tokens": ("dapo+dynamic_sampling", "grpo+scaf_grpo", "grpo+ghpo")}
-# Every preset on every kind of model that it is for, those that change another one over a host.
+# Every preset on every kind of model that it is for, modifiers over a base method.
 RUNS = [(kind, method) for kind in tiny_runs.KINDS for method in
         [*(name for name in presets.suited("flow" if kind == "vp" else kind)
-           if (name in presets.HOSTS or kind in tiny_runs.TEXTS) and (kind != "vp" or name in VP)),
+           if (name in presets.BASE_METHODS or kind in tiny_runs.TEXTS) and (kind != "vp" or name in VP)),
          *OVERLAYS.get(kind, ())]]
 METRICS = ("loss", "grad_norm", "log_ratio_max", "clip_fraction", "kl", "reward/score/mean", "value_loss")
 # Two passes over an epoch's samples: in the first all ratios are 1, and no clip is reached.

@@ -203,7 +203,7 @@ def test_mistakes_with_an_installed_package_are_one_line(method, parts, line, pa
 
 def test_a_preset_has_to_return_a_method(files):
     (files / "forgets.py").write_text("def change(method):\n    method.having(roots=1)\n")
-    with pytest.raises(UserError, match=r"method forgets.py:change: it returned a NoneType, expected a method"):
+    with pytest.raises(UserError, match=r"method forgets.py:change: returned a NoneType, expected a method"):
         preset("flow_grpo+forgets.py:change")
 
 

@@ -215,7 +215,7 @@ def test_presets_stack_from_left_to_right():
     assert preset() == Method()
     assert preset("grpo_guard", "mix_grpo").parts()["log_ratio"] == Guard()
     for names in (["diffusion_nft+ddpo"], ["draft", "mix_grpo"], ["tree_rpo", "grpo_guard+tree_rpo"]):
-        with pytest.raises(UserError, match=r"and .* each say what is trained: name one of them"):
+        with pytest.raises(UserError, match=r"got the base methods .* and .*, expected one: keep one of them"):
             preset(*names)
     for name in ("draft", "reinflow", "expo"):
         assert resolve(tiny.config(method=name, parts={}))
@@ -271,7 +271,7 @@ def test_parts_are_laid_over_a_method():
     ({"plann": {"size": 2}}, "unknown key parts.plann: did you mean 'plan'?"),
     ({"plan": {"sizes": 2}}, "unknown key parts.plan.sizes: did you mean 'size'?"),
     ({"kernel": {"type": "FlowSED"}}, "parts.kernel.type: unknown part 'FlowSED': did you mean 'FlowSDE'?"),
-    ({"kernel": {"type": "Sliding"}}, "parts.kernel.type: Sliding does not belong there; there are: AnnealedNoise, "),
+    ({"kernel": {"type": "Sliding"}}, "parts.kernel.type: got Sliding, expected one of AnnealedNoise, "),
     ({"kernel": {"type": "CPS", "eta": 1}}, "unknown key parts.kernel.eta"),
     ({"kernel": {"level": -1}}, "parts.kernel: FlowSDE: level is -1, expected 0 or more"),
     ({"kernel": {"level": "high"}}, "parts.kernel: "),
@@ -292,7 +292,7 @@ def test_parts_of_another_method_are_told_with_what_leaves_them_out():
     with pytest.raises(UserError) as caught:
         resolve(load("configs/starter.yaml", {"method": "diffusion_nft"}))
     assert str(caught.value).startswith("unknown key parts.plan.size; there are: none (parts.plan is NoSteps; ")
-    assert "--parts={} leaves them out" in str(caught.value) and "\n" not in str(caught.value)
+    assert "--parts={} drops them" in str(caught.value) and "\n" not in str(caught.value)
     assert resolve(load("configs/starter.yaml", {"method": "diffusion_nft", "parts": "{}"})) == preset("diffusion_nft")
 
 
@@ -319,7 +319,7 @@ def test_no_part_is_taken_in_the_place_of_another(place):
     other = [name for name, cls in registry.TYPES.items() if registry.PLACES[cls] != place]
     assert len(other) > 80
     for name in other:
-        with pytest.raises(UserError, match=rf"^parts.{place}.type: {name} does not belong there; there are: \w+"):
+        with pytest.raises(UserError, match=rf"^parts.{place}.type: got {name}, expected one of \w+"):
             with_parts(preset(HAVING.get(place, "flow_grpo")), {place: {"type": name}})
 
 
@@ -327,7 +327,7 @@ def test_a_place_without_parts_takes_none():
     for path, parts in (("parts.roots", {"roots": {"type": "Clip"}}),
                         ("parts.surrogate.margin",
                          {"surrogate": {"type": "RewardAscent", "margin": {"type": "Clip"}}})):
-        told = f"^{path}.type: Clip does not belong there; there are: no parts, but a value"
+        told = f"^{path}.type: got Clip, expected a value, not a part"
         with pytest.raises(UserError, match=told):
             with_parts(preset("flow_grpo"), parts)
     with pytest.raises(UserError, match="^unknown key parts.type"):

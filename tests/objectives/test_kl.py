@@ -290,7 +290,7 @@ def test_mistakes_are_named(call):
 
 
 def test_a_schedule_belongs_to_a_kl_alone():
-    with pytest.raises(UserError, match="parts.kl.schedule.type: Clip does not belong there; there are: Adaptive, "):
+    with pytest.raises(UserError, match="parts.kl.schedule.type: got Clip, expected one of Adaptive, "):
         with_parts(preset("flow_grpo"), {"kl": {"schedule": {"type": "Clip"}}})
     with pytest.raises(UserError, match="parts.kl: Adaptive: the KL's weight is 0, which no factor raises"):
         with_parts(preset("mix_grpo"), {"kl": {"schedule": {"type": "Adaptive", "target": 0.1}}})

@@ -90,7 +90,7 @@ def test_a_limit_that_cannot_be(rule, message):
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"reward": {"cost": {"limit": {"at_most": 1}}}}, "cost has a limit, and nothing else is trained on"),
+    ({"reward": {"cost": {"limit": {"at_most": 1}}}}, "cost has a limit, but nothing else is trained on"),
     ({"reward": {"short": 1, "cost": {"limit": {"at_most": 1}}}, "parts__advantage__type": "Influence"},
      "parts.advantage Influence")])
 def test_limits_that_go_with_nothing(options, message):

@@ -35,7 +35,7 @@ def captions(functions: dict[str, Any], samples: torch.Tensor | Sequence[str], p
 
 def draw_pairs(path: Path, base: Measured, after: Measured, names: tuple[str, str] = ("before", "after"),
                facts: Mapping[str, str] | None = None) -> None:
-    """Write the grid PNG: base and tuned pictures of the same prompts and seeds, with their scores, and the means of
+    """Write the grid page: base and tuned pictures of the same prompts and seeds, with their scores, and the means of
     all measured prompts. facts: text chunks of the PNG."""
     rows = [Row(text, [old, new], [was, now]) for (text, old, was), (_, new, now) in zip(cards(base), cards(after))]
     draw_grid(path, names, rows, means_of([arrays(base), arrays(after)]), facts)

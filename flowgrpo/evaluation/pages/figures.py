@@ -1,4 +1,4 @@
-"""Style of all figures: colours, fonts and grid of the report, on a light background."""
+"""Style of all figures: colours, fonts and grid lines of the report, on a light background."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _style() -> Any:
 
 
 def line_style(number: int) -> dict[str, Any]:
-    """Return colour and dashes that tell the n-th line from the others."""
+    """Return colour and dashes that distinguish the n-th line from the others."""
     return {"color": COLOURS[number % len(COLOURS)], "ls": DASHES[number // len(COLOURS) % len(DASHES)]}
 
 

@@ -41,7 +41,7 @@ td {{ overflow-wrap: anywhere; min-width: 8em; }}
 
 @dataclass(frozen=True)
 class Compared:
-    """A run of the page: its label, its settings under dotted keys, and its metrics."""
+    """Run of the page: its label, its settings under dotted keys, and its metrics."""
 
     label: str
     settings: dict[str, Any]

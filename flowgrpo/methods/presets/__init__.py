@@ -15,11 +15,10 @@ PRESETS: dict[str, Callable[..., Method]] = {
     name: function for module in (denoising, overlays, finals, text)
     for name, function in vars(module).items()
     if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")}
-# Those that say what is sampled and trained of a denoiser; the others change one thing of one of them.
-HOSTS = {name for name, function in PRESETS.items()
-         if function.__module__ in (denoising.__name__, finals.__name__)}
-OVERLAYS = {name for name, function in PRESETS.items()
-            if function.__module__ in (overlays.__name__, overlays.__name__)}  # that change one thing of another
+# Base methods of denoisers: they name what is sampled and trained. Modifiers change one thing of a base method.
+BASE_METHODS = {name for name, function in PRESETS.items()
+                if function.__module__ in (denoising.__name__, finals.__name__)}
+OVERLAYS = {name for name, function in PRESETS.items() if function.__module__ == overlays.__name__}
 
 
 def suited(process: str) -> list[str]:

@@ -62,7 +62,7 @@ def mix_grpo_flash(method: Method = Method()) -> Method:
 
 
 def tempflow_grpo(method: Method = Method()) -> Method:
-    """TempFlow-GRPO: branches at every step of a deterministic trunk, weighted by the step's noise (2508.04324).
+    """TempFlow-GRPO: branches at every step of a shared ODE prefix, weighted by the step's noise (2508.04324).
 
     The branches of one step are compared with each other alone. KL with the deviation of the whole step, 0.004.
     """

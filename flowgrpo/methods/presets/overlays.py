@@ -1,6 +1,6 @@
-"""Modifiers: presets that change one thing of a base method, as in `mix_grpo+grpo_guard`.
+"""Presets that modify one thing of a base method: `mix_grpo+grpo_guard`.
 
-Those of language models, without a base method, change GRPO or DAPO.
+Without a base method, those of language models modify GRPO or DAPO.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ def flow_dppo(method: Method = Method()) -> Method:
 def sol_rl(method: Method = Method()) -> Method:
     """Sol-RL over a base method: a rollout from the noises whose cheap previews scored best and worst (2604.06916).
 
-    The base method's samples each start from a noise of their own and do not branch. As published:
-    sol_rl+diffusion_nft.
+    Every sample starts from a noise of its own and does not branch. As published: sol_rl+diffusion_nft.
     """
     return method.having(preview=preview.Preview(pool=96, steps=6), roots=None)
 
@@ -65,36 +64,37 @@ def knapsack_rl(method: Method = Method()) -> Method:
 
 
 def scaf_grpo(method: Method = Method()) -> Method:
-    """Scaf-GRPO over any base method: groups that all fail are sampled again with one more hint (2510.19807)."""
+    """Scaf-GRPO over any base method: groups that all fail are resampled with one more hint each time (2510.19807)."""
     return method.having(redraw=resampling.Hints(after=0.15))
 
 
 def ghpo(method: Method = Method()) -> Method:
-    """GHPO over any base method: groups that all fail are sampled again with more of the solution (2507.10628)."""
+    """GHPO over any base method: groups that all fail are resampled with more and more of the solution (2507.10628)."""
     template = "{prompt}\n\nThe solution begins like this, go on from there: {hint}"
     return method.having(redraw=resampling.Hints((0.25, 0.5, 0.75), text=template))
 
 
 def entropy_bonus(method: Method = Method()) -> Method:
-    """An entropy bonus over a base method of language models, by default GRPO (1707.06347, equation 9)."""
+    """Entropy bonus over a base method of language models, GRPO without one (1707.06347, equation 9)."""
     method = method if method.for_tokens else grpo(method)
     return method.having(surrogate=token_losses.EntropyBonus(method.loss.surrogate, 0.01))
 
 
 def high_entropy(method: Method = Method()) -> Method:
-    """The fifth of tokens of the largest entropies, over a base method of texts, by default DAPO (2506.01939)."""
+    """High-entropy tokens over a base method of language models, DAPO without one: the fifth with the largest entropy
+    (2506.01939)."""
     method = method if method.for_tokens else dapo(method)
     return method.having(surrogate=token_losses.HighEntropy(method.loss.surrogate, 0.2))
 
 
 def llds(method: Method = Method()) -> Method:
-    """LLDS over a base method of language models, by default GRPO: good completions stay as likely (2512.04220)."""
+    """LLDS over a base method of language models, GRPO without one: good completions stay as likely (2512.04220)."""
     method = method if method.for_tokens else grpo(method)
     return method.having(surrogate=token_losses.LikelihoodFloor(method.loss.surrogate, 0.1))
 
 
 def kdrl(method: Method = Method()) -> Method:
-    """KDRL over any base method, by default GRPO of texts: the reward, and a KL to a teacher that fades (2506.02208).
+    """KDRL over any base method, GRPO of texts without one: the reward, and a KL to a teacher that fades (2506.02208).
 
     The teacher is `reference.model`.
     """
@@ -104,8 +104,8 @@ def kdrl(method: Method = Method()) -> Method:
 
 
 def visurf(method: Method = Method()) -> Method:
-    """ViSurf over a base method of causal language models, by default GRPO: the prompt's own answer is one of its
-    group, with a controlled reward (2510.10606)."""
+    """ViSurf over a base method of causal language models, GRPO without one: the prompt's own answer joins its group,
+    with a controlled reward (2510.10606)."""
     method = _with_answer(method)
     return method.having(shaping=expert_reward.ExpertReward(shaping=method.credit.shaping))
 
@@ -117,7 +117,7 @@ def rl_plus(method: Method = Method()) -> Method:
 
 
 def chord(method: Method = Method()) -> Method:
-    """CHORD over a base method of causal language models, by default GRPO: cross entropy of answers beside the loss,
+    """CHORD over a base method of causal language models, GRPO without one: cross-entropy of answers added to the loss,
     its weight rising and falling, uncertain tokens first (2508.11408)."""
     method = method if method.for_tokens else grpo(method)
     return method.having(data=supervised.NextToken(balance=balance.WarmupCosine(),
@@ -125,8 +125,8 @@ def chord(method: Method = Method()) -> Method:
 
 
 def relift(method: Method = Method()) -> Method:
-    """ReLIFT over a base method of causal language models, by default GRPO: prompts that all samples fail wait with
-    their answers for a supervised step (2506.07527)."""
+    """ReLIFT over a base method of causal language models, GRPO without one: prompts that all samples fail are kept
+    with their answers for a supervised step (2506.07527)."""
     method = method if method.for_tokens else grpo(method)
     return method.having(data=supervised.NextToken(source=data_sources.PassRate(solved=False), apart=True))
 

@@ -1,4 +1,4 @@
-"""A causal language model as a policy: prompts to completions, with the log-probability of every token.
+"""Causal language model as a policy: prompts to completions, with the log-probability of every token.
 
 Sampling is the model's own `generate`, batched, with its cache; our logits processor draws. A replay runs the model's
 body once, and its head only for drawn tokens.
@@ -32,7 +32,7 @@ CLOSE = 1e-3  # largest difference between two computations of the same log-prob
 
 
 class CausalLM:
-    """A transformers causal language model with trainable weights: `encode`, `sample`, `log_probs`, `generate`.
+    """Causal language model of transformers with trainable weights: `encode`, `sample`, `log_probs`, `generate`.
 
     model and tokenizer: loaded; adapter: None trains nothing; precision: of frozen weights and arithmetic;
     log-probabilities are float32.

@@ -1,4 +1,4 @@
-"""A masked language model as a policy: answers are unmasked step by step, with every token's score.
+"""Masked language model as a policy: answers are unmasked step by step, with every token's score.
 
 An answer begins as masks behind its prompt, and every step turns some into tokens (`decoding.Unmasking`). A token's
 log-probability is that in the state of its own step. So a replay evaluates the states of the recorded trace.
@@ -43,7 +43,7 @@ class SampledTrace(SampledCompletions):
 
 
 class MaskedLM(CausalLM):
-    """A masked language model with trainable weights: `CausalLM` with other samples and replays.
+    """Masked language model with trainable weights: `CausalLM` with other samples and replays.
 
     Its forward takes token ids alone, without padding, since families read attention masks differently. Prompts of one
     length go through it together. unmasking: decoding of evaluation, at `text.eval_temperature`.

@@ -1,4 +1,4 @@
-"""A language model that reads images, as a policy: `causal_lm` with an optional image per prompt.
+"""Language model that reads images, as a policy: `causal_lm` with an optional image per prompt.
 
 The processor makes tokens and pixels of a prompt through its chat template. Prompts with and without an image may be in
 one batch.
@@ -47,7 +47,7 @@ class Shown(TokenizedPrompts):
 
 @dataclass(frozen=True, eq=False)
 class Permitted:
-    """A Decoding without the tokens `barred` (int64 [n]): their logits are -inf."""
+    """Decoding without the tokens `barred` (int64 [n]): their logits are -inf."""
 
     decoding: TokenDistribution
     barred: Tensor
@@ -60,7 +60,7 @@ class Permitted:
 
 
 class VisionLM(CausalLM):
-    """A transformers model of images and text to text, with trainable weights; its arguments are those of `CausalLM`.
+    """Transformers model from images and text to text, with trainable weights; its arguments are those of `CausalLM`.
 
     processor: in place of a tokenizer. Unless `adapter.targets` names others, a LoRA trains only the language model's
     layers, not those that read images. No completion holds an image placeholder token: it is barred in the rollout and

@@ -15,7 +15,7 @@ from flowgrpo.log import quiet
 
 @dataclass(frozen=True)
 class Kernel:
-    """An attention backend of diffusers, and what it needs.
+    """Attention backend of diffusers, and its requirements.
 
     package: that has to be installed, "" for none. capability: lowest compute capability of the GPU; (0, 0): any
     device. half: only bf16 and fp16.

@@ -64,10 +64,10 @@ def placed(stock: type, device: torch.device) -> type:
 
 
 class PipelineCall:
-    """A diffusers pipeline that is called for tasks, or, without one, with its own scheduler.
+    """Diffusers pipeline that is called for tasks, or, without one, with its own scheduler.
 
     call: arguments of every call; device, dtype: of the arithmetic; trained: names of modules whose weights change, so
-    that their answers are not kept; skipped: told the rows of every evaluation that an idle step did without.
+    that their answers are not kept; skipped: called with the rows of every evaluation that an idle step omitted.
     """
 
     def __init__(self, pipe: Any, call: dict[str, Any], device: torch.device, dtype: torch.dtype,
@@ -242,7 +242,7 @@ def guidance_argument(accepted: Collection[str], call: Collection[str], denoiser
     """Return the name of the argument that sets a pipeline's guidance scale.
 
     It is `true_cfg_scale` if the pipeline has it, no denoiser has its guidance embedded, and `call`, the arguments that
-    a person gives, does not set it; else `guidance_scale`.
+    the user gives, does not set it; else `guidance_scale`.
 
     accepted: the names of the arguments that the pipeline's call takes.
     """
@@ -252,7 +252,7 @@ def guidance_argument(accepted: Collection[str], call: Collection[str], denoiser
 
 
 class _Set(Exception):
-    """The scheduler has its steps."""
+    """Signal: the scheduler has its steps."""
 
 
 @contextlib.contextmanager

@@ -57,7 +57,7 @@ def with_controlnet(pipe: Any, source: str, dtype: torch.dtype) -> Any:
             raise UserError(f"it is a {kind}, and a {cls.__name__} takes another")
         control = getattr(diffusers, kind).from_pretrained(source, torch_dtype=dtype)
         _require_alike(pipe, control)
-    except Exception as error:  # whatever stands in a stranger's files
+    except Exception as error:  # third-party files can raise anything
         raise UserError(f"load.controlnet is {source!r}, which does not load ({_short(error)}): expected the folder or "
                         f"hub id of a ControlNet of the model's kind, with a config.json") from None
     parts = pipe.components | {"controlnet": control}
@@ -88,7 +88,7 @@ def add_ip_adapter(pipe: Any, adapter: IPAdapter) -> None:
     try:
         pipe.load_ip_adapter(adapter.path, **options)
         pipe.set_ip_adapter_scale(adapter.scale)
-    except Exception as error:  # whatever stands in a stranger's files
+    except Exception as error:  # third-party files can raise anything
         raise UserError(f"load.ip_adapter: {adapter.weights} of {adapter.path!r} does not load into "
                         f"{type(pipe).__name__} ({_short(error)}): expected an IP-Adapter of the model's kind, with "
                         "its image encoder") from None

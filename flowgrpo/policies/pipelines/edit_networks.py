@@ -1,4 +1,4 @@
-"""The small networks of an edit policy: what to change in a final latent, and what a final latent is worth.
+"""Small networks of an edit policy: the edit of a final latent, and the value of a final latent.
 
 Both read a latent of any shape as tokens, with a sinusoidal code of their places, and the prompt's own tokens.
 """
@@ -57,7 +57,7 @@ def prompt_tokens(conditioning: Conditioning) -> Tensor:
 
 
 class Trunk(nn.Module):
-    """A transformer over a latent's tokens and the prompt's; it returns those of the latent, [B, L, width]."""
+    """Transformer over a latent's tokens and the prompt's; it returns those of the latent, [B, L, width]."""
 
     def __init__(self, channels: int, prompt: int, width: int, depth: int):
         super().__init__()
@@ -99,7 +99,7 @@ class Critic(nn.Module):
 
 
 class Editor:
-    """The two networks with their `Edit`: `replay` says where decisions lie, `value` what a final latent is worth.
+    """Both networks with their `Edit`: `replay` gives the mean of a decision, `value` the value of a final latent.
 
     channels, prompt: of a latent's tokens and the prompt's; device: where both are; states: where recorded states
     wait. Initialised by torch's global seed.
@@ -131,7 +131,7 @@ class Editor:
 
 
 class EditWeights(TrainableWeights):
-    """The weights of an editor's networks; their reference is their start, where no edit is made."""
+    """Weights of an editor's networks; their reference is their start, where no edit is made."""
 
     def __init__(self, editor: Editor):
         self.editor, self.adapter, self.modules = editor, Adapter(rank=0), {}

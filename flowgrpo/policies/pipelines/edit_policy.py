@@ -1,4 +1,4 @@
-"""A pipeline that stays as it is, with a small policy that edits its final latents, and how both are explored."""
+"""Frozen pipeline with a small policy that edits its final latents, and the rollouts of both."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flowgrpo.samplers.scheduler import Segment
 
 
 class EditPolicy(PipelinePolicy):
-    """A `PipelinePolicy` of which nothing is trained, and an `Editor` of its final latents, which is.
+    """Frozen `PipelinePolicy`, and a trained `Editor` of its final latents.
 
     edit: how; or a folder that a run saved, to draw with what it learned. options: those of `PipelinePolicy`.
     """

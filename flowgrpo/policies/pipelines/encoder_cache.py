@@ -15,7 +15,7 @@ SIZE = 64  # inputs whose encoding is kept
 
 
 class EncoderCache:
-    """A memory of frozen modules: `encode` of those that have one, the forward of the others.
+    """Cache of frozen modules: `encode` of those that have one, the forward of the others.
 
     Inside `with memo():` a latent distribution gives its mean in place of a sample, so that a picture has one encoding,
     in rollout and replay alike.

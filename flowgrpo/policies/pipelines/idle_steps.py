@@ -21,7 +21,7 @@ class IdleSteps:
     """Denoisers that do not run while their scheduler idles, once a real step has shown what they return."""
 
     def __init__(self, scheduler: Any, denoisers: dict[str, torch.nn.Module], skipped: Callable[[int], None]):
-        """skipped: told the rows of every evaluation that did not take place."""
+        """skipped: called with the rows of every evaluation that did not take place."""
         self.scheduler, self.denoisers, self.skipped = scheduler, denoisers, skipped
         self._known: dict[str, tuple[int, Any]] = {}
 

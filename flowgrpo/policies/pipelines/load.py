@@ -105,7 +105,7 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
                 conditioned.add_ip_adapter(pipe, files.ip_adapter)
     except UserError:
         raise
-    except Exception as error:  # whatever stands in a stranger's files
+    except Exception as error:  # third-party files can raise anything
         expected = single_file.EXPECTED if sources.is_file(model) else \
             f"{' or '.join(FOLDERS)}, a directory with a model_index.json, or a hub id"
         raise hub.load_error(error, model, "model", expected, _missing(Path(source))) from error

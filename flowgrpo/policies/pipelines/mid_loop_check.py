@@ -59,7 +59,7 @@ def goes_on(method: Method, explorations: Sequence[RolloutSpec]) -> bool:
 
 
 def _task(policy: PipelinePolicy, steps: range) -> Segment:
-    """Return a task of a grid of three steps whose second one records its state and, as its mean, the model output."""
+    """Return a task of three steps whose second one records its state and, as its mean, the model output."""
     grid, timesteps = few_steps(policy, 3)  # of two, the second one may see next to no noise
     second = frozenset({1})
     return Segment(grid, steps, lambda x, v, grid, i: Gaussian(v, torch.ones(())), stochastic=second, recorded=second,
@@ -94,6 +94,6 @@ def _most(policy: PipelinePolicy) -> float:
 
 
 def few_steps(policy: PipelinePolicy, steps: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return a grid of that many steps and its timesteps, also if the pipeline's strength leaves out the first ones."""
+    """Return a sigma grid of that many steps and its timesteps, also if the pipeline's strength omits the first."""
     whole = next(n for n in itertools.count(steps) if int(n * policy.strength) == steps)
     return make_grid("shifted", whole, 3.0, policy.stock, policy.strength)

@@ -48,7 +48,7 @@ PLACED = {"skip_guidance_layers": None, "cfg_trunc_ratio": 1.0, "use_dynamic_cfg
 
 
 class PipelinePolicy:
-    """A diffusers pipeline with trainable weights: `encode`, `run`, `replay`, `decode`, and `generate` for evaluation.
+    """Diffusers pipeline with trainable weights: `encode`, `run`, `replay`, `decode`, and `generate` for evaluation.
 
     pipe: the pipeline; it is moved to `device` and its scheduler is kept for evaluation.
     adapter: None trains nothing.
@@ -297,8 +297,10 @@ class PipelinePolicy:
 
     @torch.no_grad()
     def stock_grid(self, conditioning: Conditioning, steps: int) -> torch.Tensor:
-        """The sigmas [steps+1] that the stock pipeline samples the first of these prompts with: its scheduler's, as the
-        pipeline sets them, with its own sigmas and the shift of the picture's size. UserError where they are no grid.
+        """Return the sigmas [steps+1] of the stock pipeline for the first of these prompts: its scheduler's, as the
+        pipeline sets them, with its own sigmas and the shift of the picture's size.
+
+        Raises UserError where they are no grid.
         """
         row = conditioning.rows(torch.tensor([0]))
         try:

@@ -1,4 +1,4 @@
-"""A pipeline's `encode_prompt` as its own call makes use of it: called how often, with what, and returning what."""
+"""Pipeline's `encode_prompt` as its own call uses it: number of calls, arguments and results."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def denoiser(files: Load, source: str, index: dict[str, Any], names: list[str], 
     try:
         module = cls.from_single_file(file, config=source, subfolder=name, dtype=dtype, quantization_config=form,
                                       config_revision=files.revision)
-    except Exception as error:  # whatever stands in a stranger's file
+    except Exception as error:  # third-party files can raise anything
         raise UserError(f"{file} does not load as the {name} of {source} ({' '.join(str(error).split())[:200]}): "
                         f"expected weights of a {cls.__name__}") from error
     _require_complete(file, name, module)

@@ -58,7 +58,8 @@ def checkpoint_blocks(module: torch.nn.Module, context: Context, compiled: bool 
     if not parts:
         raise UserError(f"{message} has no list of blocks: use false")
     if compiled:
-        raise UserError(f"{message} has it not by diffusers, and then not with train.compile: set one of them to false")
+        raise UserError(f"{message} has no checkpointing of diffusers, so it does not go with "
+                        "train.compile: set one of them to false")
     chosen = Share(share)
     for block in parts:
         forward = getattr(block.forward, "plain", block.forward)

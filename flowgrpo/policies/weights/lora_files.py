@@ -94,7 +94,7 @@ def attach(pipe: Any, modules: dict[str, torch.nn.Module], path: Path, adapter: 
                 load_lora(pipe, modules, path, adapter)
     except UserError:
         raise
-    except Exception as error:  # whatever stands in a stranger's file
+    except Exception as error:  # third-party files can raise anything
         raise UserError(f"{path} does not load into {type(pipe).__name__}: {' '.join(str(error).split())[:200]}"
                         ) from error
     parts: list[Any] = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]

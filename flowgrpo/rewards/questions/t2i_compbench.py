@@ -30,7 +30,7 @@ ATTRIBUTES = ("color", "shape", "texture")
 DIMENSIONS = (*ATTRIBUTES, "spatial", "numeracy", "non_spatial", "complex")
 MODELS = dict.fromkeys(ATTRIBUTES, ("vqa",)) | {"spatial": ("detector",), "numeracy": ("detector",),
                                                  "non_spatial": ("clip",)}  # of a dimension that needs not all
-MOST = 8  # noun phrases that are asked for
+MOST = 8  # noun phrases that get a question
 PEOPLE = dict.fromkeys(("girl", "boy", "man", "woman"), "person")
 KNOWN_AS = PEOPLE | {"ship": "boat", "television": "tv", "sofa": "couch"}  # by a detector of fixed classes
 BESIDE = ("on side of", "next to", "near")

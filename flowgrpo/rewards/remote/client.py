@@ -26,7 +26,7 @@ TOKEN = "FLOWGRPO_REWARD_TOKEN"  # the environment variable
 class Remote:
     """Reward behind one or several URLs, called like any other.
 
-    timeout: seconds for one request. retries: further attempts, after every URL was asked once.
+    timeout: seconds for one request. retries: further attempts, after one request to every URL.
     wait: seconds before the first retry, doubled for each next, times a random number from 0.5 to 1.5.
     token_file: holds the server's token; default: the environment variable FLOWGRPO_REWARD_TOKEN, if set.
     exact: send the floats themselves, not rounded to 8 bits.

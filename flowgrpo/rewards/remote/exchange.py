@@ -94,7 +94,7 @@ class Service:
     """URLs that answer alike.
 
     who: name at the start of errors. timeout: seconds for one request.
-    retries: further attempts, after every URL was asked once.
+    retries: further attempts, after one request to every URL.
     wait: seconds before the first retry, doubled for each next, times a random number from 0.5 to 1.5.
     headers: of every request. connections: at the same time.
     """
@@ -129,7 +129,7 @@ class Service:
     def _given_up(self, last: Unanswered, attempts: int, seconds: float) -> bool:
         """True if, in `brief`, the next attempt, so many seconds after the first, is skipped; not if a server asks for
         it.
-        Raises UserError if every URL was asked and the last is `Absent`."""
+        Raises UserError if every URL was tried and the last is `Absent`."""
         if attempts >= self.urls and isinstance(last, Absent):
             raise UserError(f"{self.who}: {last}: is a server running there, and is the URL right?")
         return seconds > BRIEF and not isinstance(last, Later)

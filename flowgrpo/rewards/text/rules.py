@@ -174,7 +174,7 @@ def sizes(reward: str, completions: Sequence[str], prompts: Sequence[str], metad
 
 
 def window(size: float, low: float, high: float, margin: float) -> float:
-    """Return 1 within [low, high], falling linearly to 0 at a distance of `margin`; with a margin of 0, at once."""
+    """Return 1 within [low, high], falling linearly to 0 at a distance of `margin`; a margin of 0 is a step."""
     beyond = max(low - size, size - high, 0)
     return 1.0 if beyond == 0 else max(0.0, 1 - beyond / margin) if margin else 0.0
 

@@ -105,7 +105,7 @@ def test_it_is_looked_for_before_anything_is_loaded(tmp_path):
     check(adapter={"init": str(tmp_path / "lora")})
     with pytest.raises(UserError, match="^adapter.init is .*gone', which has no LoRA: expected a finished run, a fold"):
         check(adapter={"init": str(tmp_path / "gone")})
-    with pytest.raises(UserError, match="^adapter.init is .*, but adapter.rank is 0, so that no LoRA is trained"):
+    with pytest.raises(UserError, match="^adapter.init is .*, but adapter.rank is 0, so no LoRA is trained"):
         check(adapter={"init": str(tmp_path / "lora"), "rank": 0})
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").touch()

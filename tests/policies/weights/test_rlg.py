@@ -269,7 +269,7 @@ def test_a_grid_shows_the_base_beside_the_weight(tmp_path, lora_run, capsys):
     assert (pages["1"][headed] == pages["plain"][headed]).all() and (pages["2"] != pages["1"]).any()
     assert (pages["0"][headed] != pages["1"][headed]).any()
     assert main([*asked, "a.png", "--rlg", "1", "--columns", "seeds"]) == 2
-    assert "--rlg: goes without --columns; for a column of each weight" in capsys.readouterr().err
+    assert "--rlg: does not go with --columns: for a column per weight" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -319,7 +319,7 @@ def test_one_weight_is_compared_with_the_base(swept, lora_run, capsys, tmp_path)
     assert told["arms"]["tuned"] == finite(results["arms"]["rlg-2"]) and told["rlg"] == 2
     assert told["arms"]["base"] == finite(results["arms"]["rlg-0"]) and told["compared"]
     capsys.readouterr()
-    for options, line in [(["--base", "--rlg", "0,1"], "--base: several weights of --rlg are told side by side"),
+    for options, line in [(["--base", "--rlg", "0,1"], "--base: several weights of --rlg are compared side by side"),
                           (["--rlg", "1,1"], "--rlg: got a weight twice in 1, 1"),
                           (["--samples", "2", "--base", "--rlg", "3"], "holds an evaluation with another rlg (2.0, ")]:
         assert main(["eval", str(lora_run), "--suite", str(folder / "suite.txt"), "--output", str(tmp_path / "one"),

@@ -120,5 +120,5 @@ def test_semantic_entropy_by_hand():
 
 @pytest.mark.parametrize("part", [{"draws": {"type": "CriticalTokens"}}, {"decoding": {"type": "AnnealedDecoding"}}])
 def test_masks_are_not_drawn_one_after_the_other(part):
-    with pytest.raises(UserError, match="the method is one of causal language models"):
+    with pytest.raises(UserError, match="got a method of causal language models"):
         validate.resolve(tiny_runs.config("masks", "grpo", part), "masks")

@@ -86,7 +86,7 @@ def test_an_answer_among_failures_is_pulled_up():
 
 def test_answers_go_with_causal_models_alone():
     assert preset("visurf").fits("tokens") and not preset("visurf").fits("masks")
-    with pytest.raises(UserError, match="the method is one of causal language models"):
+    with pytest.raises(UserError, match="got a method of causal language models"):
         preset("visurf").on("masks")
     with pytest.raises(UserError, match="4 answers leave none of the group to train"):
         resolve(tiny_text.config(method="visurf", parts={"decoding": {"expert": 4}}), "tokens")
@@ -206,7 +206,7 @@ def test_the_answers_of_a_run_are_known_to_its_credit():
     context = context_of(own, parts, [prompt.key for prompt in epoch_batch.prompts])
     fits = [prompt.text in ("1+2=", "9+1=") for prompt in epoch_batch.prompts]
     assert context.expert.tolist() == [[False] * 3 + [fit] for fit in fits] and context.names == ["short"]
-    with pytest.raises(UserError, match="names 'thought', which is no reward of the run: expected some of short"):
+    with pytest.raises(UserError, match="names 'thought', which is no reward of the run: expected names among short"):
         settings = tiny_text.config(method="visurf", parts={"shaping": {"without": ["thought"]}})
         require_expert_reward(settings, resolve(settings, "tokens"))
 

@@ -23,7 +23,7 @@ PAIRED = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "matmul", "tr
 
 
 class Broken(BaseException):
-    """The other process has ended, or has sent something else than a message."""
+    """Error: the other process has ended, or has sent invalid data."""
 
 
 class Link:
