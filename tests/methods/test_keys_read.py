@@ -22,7 +22,7 @@ OTHER = {"load.config": "folder", "load.denoiser": "file.safetensors", "load.lor
          "memory.denoiser": "cpu", "memory.offload": "block_level", "picture.sizes": [[64, 64], [64, 128]],
          "memory.shard": True, "memory.attention": "native", "memory.context_parallel": 2,
          "picture.height": 64, "picture.width": 64,
-         "picture.frames": 9, "text.chunk": 8, "text.over_provision": 0.5,
+         "picture.frames": 9,
          "picture.call": {"max_sequence_length": 7}, "cache": "folder", "negative_prompt": "grey",
          "preferences": "pairs.jsonl", "labels": "rewards", "adapter.encoder_targets": ["q"], "train.compile": True,
          "train.pack": True, "train.steps": 4, "train.guidance": 2.0, "train.grid": "stock", "train.shift": 1.0,
