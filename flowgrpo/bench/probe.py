@@ -108,7 +108,7 @@ def kl_to_base(config: Config, policy: Policy, prompts: list[Prompt]) -> float:
     sampler = parse.load(None, shared | {
         "method": of.reference, "parts": of.parts_of_kl, "seed": EVAL_SEED, "device": config.device,
         "precision": config.precision, "prompts": config.prompts, "held_out": config.held_out,
-        "train.prompts": len(prompts), "train.group": SAMPLES})
+        "train.prompts": len(prompts), "train.group": SAMPLES, "train.updates": 1})
     trainer = trainer_of(sampler, policy)
     parts, conditioning, _ = trainer.sample(prompts)
     tuned = _scores(trainer, parts, conditioning)

@@ -224,7 +224,7 @@ def test_states_that_are_left_once_leave_the_samples_advantage():
 
 @pytest.mark.parametrize("method", ["spo_chain", "spo_tree", "gigpo"])
 def test_tokens_in_no_order_have_neither(method):
-    with pytest.raises(UserError, match="one of causal language models"):
+    with pytest.raises(UserError, match="a method of causal language models"):
         methods.preset(method).on("masks")
 
 

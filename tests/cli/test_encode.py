@@ -90,7 +90,7 @@ def test_how_prompts_of_different_lengths_are_padded_is_kept(tmp_path):
 
 @pytest.mark.parametrize("options, told", [
     (["--model=starter"], "cache is not set: name the folder with --cache=FOLDER"),
-    (["--model=starter_text", "--method=grpo", "--cache=HERE"], "is a language model"),
+    (["--model=starter_text", "--method=grpo", "--cache=HERE"], "got the language model starter_text"),
     (["--model=starter", "--cache=HERE", "--load.lora=[HERE]"], "load.lora may change text encoders")])
 def test_what_is_not_encoded_ahead_is_told_in_one_line(options, told, tmp_path, capsys):
     assert main(["encode", *(option.replace("HERE", str(tmp_path)) for option in options)]) == 2

@@ -426,7 +426,7 @@ def test_terms_that_do_not_go_with_a_run_are_refused(tmp_path):
                              ("tokens", {"type": "FlowMatching"}, "parts.data: got FlowMatching, which reads")):
         assert told in refusal(kind, data)
     assert "reads no data" in _refused("flow", "expo", {"type": "FlowMatching"})
-    assert "is one of causal language models" in _refused("masks", "grpo", {"type": "NextToken"})
+    assert "a method of causal language models" in _refused("masks", "grpo", {"type": "NextToken"})
     assert with_parts(preset("grpo"), {"data": None}) == preset("grpo")
 
 

@@ -298,10 +298,7 @@ class PipelinePolicy:
     @torch.no_grad()
     def stock_grid(self, conditioning: Conditioning, steps: int) -> torch.Tensor:
         """Return the sigmas [steps+1] of the stock pipeline for the first of these prompts: its scheduler's, as the
-        pipeline sets them, with its own sigmas and the shift of the picture's size.
-
-        Raises UserError where they are no grid.
-        """
+        pipeline sets them, with its own sigmas and the picture's shift. Raises UserError where they are no grid."""
         row = conditioning.rows(torch.tensor([0]))
         try:
             with until_set(self.stock):

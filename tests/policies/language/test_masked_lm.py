@@ -322,9 +322,9 @@ def test_what_is_for_tokens_unmasks_and_what_unmasks_is_not_for_causal_models():
     assert methods.preset("trace_rl").on("masks") == methods.preset("trace_rl")
     with pytest.raises(UserError, match="masked language models .it samples by Unmasking.*flowgrpo methods"):
         methods.preset("trace_rl").on("tokens")
-    with pytest.raises(UserError, match="one of denoisers"):
+    with pytest.raises(UserError, match="a method of denoisers"):
         methods.preset("mix_grpo").on("masks")
-    with pytest.raises(UserError, match="one of language models"):
+    with pytest.raises(UserError, match="a method of language models"):
         methods.preset("trace_rl").on("flow")
 
 

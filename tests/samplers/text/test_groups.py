@@ -96,7 +96,7 @@ def test_an_epoch_of_serial_groups():
 def test_an_exit_without_room_for_an_answer_is_told_in_a_line():
     with pytest.raises(UserError, match="max_tokens is 9, but the exit"):
         drawn(EarlyExits(exit="12345678"))
-    with pytest.raises(UserError, match="one of causal language models"):
+    with pytest.raises(UserError, match="a method of causal language models"):
         methods.preset("s_grpo").on("masks")
 
 

@@ -220,8 +220,8 @@ def test_impossible_fields_are_refused(wrong, told):
     (dict(parts={"decoding": {"order": "confidence"}}), "order: random"),
     (dict(parts={"decoding": {"top_k": 4, "greedy": 1}}), "greedy: 0, top_p: 1, top_k: 0"),
     (dict(parts={"kl": {"weight": 0.1}}), "reads no kl: got parts.kl SampledKL"),
-    (dict(method="drakes+trace_rl"), "drakes trains a relaxed unmasking, and the whole traces of an unmasking"),
-    (dict(method="refl+trace_rl"), "refl trains a reward's gradient, and the whole traces of an unmasking"),
+    (dict(method="drakes+trace_rl"), "drakes trains a relaxed unmasking, the other presets traces of an unmasking"),
+    (dict(method="refl+trace_rl"), "refl trains a reward's gradient, the other presets traces of an unmasking"),
     (dict(method="trace_rl", parts={"surrogate": {"type": "RewardAscent"}}),
      "RewardAscent, which reads a relaxed unmasking or a reward's gradient")])
 def test_parts_that_do_not_go_with_a_gradient_are_refused(options, told):
