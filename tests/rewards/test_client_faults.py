@@ -114,7 +114,7 @@ def test_a_gzip_bomb_is_refused_within_a_bounded_memory(client):
     ("gzip, gzip", gzip.compress(gzip.compress(b"{}")), "its encoding is 'gzip, gzip'"),
     ("br", b"{}", "its encoding is 'br'"), ("gzip", b"{}", "its gzip is damaged"),
     ("gzip", gzip.compress(b"{}" * 99)[:-9], "its gzip is cut off"),
-])
+], ids=["twice", "br", "damaged", "cut"])  # the content holds the time
 def test_another_encoding_is_refused(coding, content, line):
     with misbehaving(once(packed(content, coding))) as root, pytest.raises(TimedOut, match=line):
         judge(root, timeout=20)
