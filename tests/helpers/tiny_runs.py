@@ -13,6 +13,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.policies import build
 from flowgrpo.rewards.text.soft_texts import letters
 from flowgrpo.train import Trainer
+from flowgrpo.training import state
 from tests.helpers import tiny, tiny_masked, tiny_text
 
 KINDS = ("flow", "vp", "tokens", "masks")
@@ -93,3 +94,13 @@ def epochs(made: Trainer, count: int = 2) -> list[dict[str, Any]]:
     for made.epoch in range(count):
         found.append(made.run_epoch())
     return found
+
+
+def next_epochs(made, count: int) -> list[dict]:
+    """The metrics of the next epochs, as `Trainer.train` counts them."""
+    lines = []
+    for _ in range(count):
+        lines.append(made.run_epoch())
+        made.epoch += 1
+        made.marked = state.counters(made)
+    return lines

@@ -16,6 +16,7 @@ from flowgrpo.objectives.decoupled import behaviour_weights
 from flowgrpo.training import ahead, state
 from flowgrpo.training.staleness import require
 from tests.helpers import tiny, tiny_runs, tiny_text
+from tests.helpers.tiny_runs import next_epochs
 
 
 def length(completions, prompts):
@@ -31,16 +32,6 @@ def trainer(kind: str, staleness: int = 0, rewards=None, **options):
     if kind == "masks":
         return tiny_runs.trainer("masks", tiny_runs.config("masks", "grpo", **usual | options))
     return tiny_text.trainer(rewards=rewards or {"short": length}, **usual | options)
-
-
-def epochs(made, count: int) -> list[dict]:
-    """The metrics of the next epochs, as `Trainer.train` counts them."""
-    lines = []
-    for _ in range(count):
-        lines.append(made.run_epoch())
-        made.epoch += 1
-        made.marked = state.counters(made)
-    return lines
 
 
 def assert_same(made, other) -> None:
@@ -110,7 +101,7 @@ def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(kind):
     made, other = trainer(kind), trainer(kind)
     assert made.ahead is None
     other.ahead = ahead.Ahead(other, 0, 5.0)
-    for one, two in zip(epochs(made, 3), epochs(other, 3)):
+    for one, two in zip(next_epochs(made, 3), next_epochs(other, 3)):
         assert one == {key: value for key, value in two.items() if not key.startswith("staleness/")}
     assert_same(made, other)
     assert made.memory == other.memory and made.sampled == other.sampled
@@ -121,7 +112,7 @@ def test_every_epoch_is_drawn_once_and_is_as_stale_as_the_bound_allows():
     drawn, sample = [], made.rollouts.sample
     made.rollouts.sample = lambda conditioning, epoch, *rest: (drawn.append((made.epoch, epoch)),
                                                                sample(conditioning, epoch, *rest))[1]
-    lines = epochs(made, 5)
+    lines = next_epochs(made, 5)
     assert drawn == [(0, 0), (0, 1), (0, 2), (1, 3), (2, 4)]
     assert [line["staleness/epochs"] for line in lines] == [0, 1, 2, 2, 2]
     assert made.sampled == 5 * 8 and not made.ahead.queue
@@ -180,7 +171,7 @@ def test_rewards_are_called_by_one_thread_in_the_order_of_the_epochs():
                                                        drawn.pending.extend(judged(
                                                            made, drawn.scoring, drawn.scorer, drawn.prompts, part,
                                                            outputs, drawn.conditioning)))
-    epochs(made, 5)
+    next_epochs(made, 5)
     assert calls == order and len(calls) == 10 and threads == {"rewards"}
 
 
@@ -188,7 +179,7 @@ def test_a_toy_learns_at_a_staleness_of_4():
     means = {}
     for staleness in (0, 4):
         made = trainer("text", staleness, train__epochs=24, train__lr=2e-2, train__prompts=4, parts__kl={"weight": 0})
-        means[staleness] = [line["reward/short/mean"] for line in epochs(made, 24)]
+        means[staleness] = [line["reward/short/mean"] for line in next_epochs(made, 24)]
     for values in means.values():
         assert sum(values[-6:]) / 6 > sum(values[:6]) / 6 + 0.1, means
 
@@ -207,7 +198,7 @@ def test_a_reward_that_fails_in_the_thread_is_reported_as_without_one():
         broken.calls = 0
         made = trainer("text", staleness, {"short": broken})
         with pytest.raises(UserError) as raised:
-            epochs(made, 2)
+            next_epochs(made, 2)
         said.append(str(raised.value))
     assert said[0] == said[1] and "no license" in said[0] and "\n" not in said[0]
 
@@ -215,11 +206,11 @@ def test_a_reward_that_fails_in_the_thread_is_reported_as_without_one():
 @pytest.mark.parametrize("kind", ["pictures", "text", "masks"])
 def test_a_resumed_run_goes_on_to_the_same_bit(kind, tmp_path):
     made, other = trainer(kind, 2), trainer(kind, 2)
-    epochs(made, 2)
+    next_epochs(made, 2)
     state.save(made, tmp_path)
     state.restore(other, tmp_path / "checkpoints" / "epoch-00002")
     assert [drawn.epoch for drawn in other.ahead.queue] == [2, 3]
-    for one, two in zip(epochs(made, 3), epochs(other, 3)):
+    for one, two in zip(next_epochs(made, 3), next_epochs(other, 3)):
         assert one == two and one["staleness/epochs"] == 2
     assert_same(made, other)
     assert made.marked == other.marked and made.scoring.extremes.told() == other.scoring.extremes.told()
@@ -234,7 +225,7 @@ def test_a_stop_while_a_reward_hangs_saves_what_was_drawn(tmp_path):
         return length(completions, prompts)
 
     made, whole = trainer("text", 1, {"short": slow}), trainer("text", 1)
-    epochs(made, 1)
+    next_epochs(made, 1)
     hangs.set()
     made.stop.asked = True  # as its signal does, in the second epoch
     with pytest.raises(Stopped):
@@ -245,8 +236,8 @@ def test_a_stop_while_a_reward_hangs_saves_what_was_drawn(tmp_path):
     other = trainer("text", 1)
     state.restore(other, tmp_path / "checkpoints" / "epoch-00001")
     assert [drawn.epoch for drawn in other.ahead.queue] == [1]
-    expected = epochs(whole, 4)[1:]
-    assert epochs(other, 3) == expected
+    expected = next_epochs(whole, 4)[1:]
+    assert next_epochs(other, 3) == expected
     assert_same(other, whole)
 
 

@@ -14,6 +14,7 @@ from flowgrpo.samplers.text.decoding import Decoding
 from flowgrpo.training import state
 from flowgrpo.training.staleness import require
 from tests.helpers import tiny_text
+from tests.helpers.tiny_runs import next_epochs
 
 
 def first_digit(completions, prompts):
@@ -28,15 +29,6 @@ def trainer(**options):
     made = tiny_text.trainer(rewards={"short": first_digit}, **usual | options)
     made.policy.ends = made.policy.ends + [made.policy.tokenizer(digit)["input_ids"][-1] for digit in "0123"]
     return made
-
-
-def epochs(made, count: int) -> list[dict]:
-    lines = []
-    for _ in range(count):
-        lines.append(made.run_epoch())
-        made.epoch += 1
-        made.marked = state.counters(made)
-    return lines
 
 
 def seen_by(made) -> list[tuple[str, str]]:
@@ -114,8 +106,8 @@ def test_no_completion_is_lost_and_each_is_trained_once(staleness):
     frozen = dict(train__lr=1e-12)
     plain, made = trainer(text__over_provision=0, **frozen), trainer(train__staleness=staleness, **frozen)
     expected, seen = seen_by(plain), seen_by(made)
-    epochs(plain, 4)
-    lines = epochs(made, 4)
+    next_epochs(plain, 4)
+    lines = next_epochs(made, 4)
     assert Counter(seen) == Counter(expected) and len(seen) == 32
     assert [line["partial/groups"] for line in lines][-1] == 0 and lines[0]["partial/groups"] == (staleness == 0 or 1)
 
@@ -146,23 +138,23 @@ def test_an_epoch_ends_when_enough_groups_are_whole():
 
 def test_a_resumed_run_goes_on_with_unfinished_completions(tmp_path):
     made, other = trainer(), trainer()
-    epochs(made, 2)
+    next_epochs(made, 2)
     state.save(made, tmp_path)
     state.restore(other, tmp_path / "checkpoints" / "epoch-00002")
     [waiting] = other.ahead.pool.groups
     assert not waiting.group.whole and 0 < waiting.group.lengths.min()
-    assert epochs(made, 2) == epochs(other, 2) and made.marked == other.marked
+    assert next_epochs(made, 2) == next_epochs(other, 2) and made.marked == other.marked
     for key, tensor in made.policy.weights.snapshot().items():
         assert torch.equal(tensor, other.policy.weights.snapshot()[key])
 
 
 def test_a_checkpoint_amid_an_epoch_has_the_completions_of_the_one_before(tmp_path):
     made, other, whole = trainer(), trainer(), trainer()
-    epochs(made, 1)
+    next_epochs(made, 1)
     made.ahead.draw()  # of an epoch that is stopped
     state.save(made, tmp_path)
     state.restore(other, tmp_path / "checkpoints" / "epoch-00001")
-    assert epochs(other, 3) == epochs(whole, 4)[1:]
+    assert next_epochs(other, 3) == next_epochs(whole, 4)[1:]
 
 
 @pytest.mark.parametrize("options, named", [

@@ -8,6 +8,7 @@ import torch
 from flowgrpo.errors import UserError
 from flowgrpo.training import state, trajectory
 from tests.helpers import tiny, tiny_text
+from tests.helpers.tiny_runs import next_epochs
 
 
 def saturating(epochs: int, rate: float, noise: float = 0.0) -> torch.Tensor:
@@ -55,31 +56,22 @@ def run(rewards: list[float], **options):
     return made
 
 
-def epochs(made, count: int) -> list[dict]:
-    lines = []
-    for _ in range(count):
-        lines.append(made.run_epoch())
-        made.epoch += 1
-        made.marked = state.counters(made)
-    return lines
-
-
 def test_a_jump_that_lowers_the_reward_is_taken_back():
     made = run([0.1, 0.2, 0.3, 0.25, 0.3, 0.3, 0.3])
-    assert [line["extrapolation"] for line in epochs(made, 3)] == [0, 0, 1]
+    assert [line["extrapolation"] for line in next_epochs(made, 3)] == [0, 0, 1]
     before, jumped = made.trajectory.held, made.policy.weights.snapshot()
     assert any(not torch.equal(before[key], jumped[key]) for key in before)
-    assert epochs(made, 1)[0]["extrapolation"] == -1
+    assert next_epochs(made, 1)[0]["extrapolation"] == -1
     for key, tensor in made.policy.weights.snapshot().items():
         assert torch.equal(tensor, before[key])
     assert [line for line in made.lines if "restored" in line] == [
         "epoch 4: reward 0.25 after an extrapolation, 0.3 before it: its weights are restored"]
-    assert [line["extrapolation"] for line in epochs(made, 3)] == [0, 0, 1]
+    assert [line["extrapolation"] for line in next_epochs(made, 3)] == [0, 0, 1]
 
 
 def test_a_jump_that_does_not_is_kept_and_the_path_begins_behind_it():
     made = run([0.1, 0.2, 0.3, 0.3, 0.3, 0.3])
-    assert [line["extrapolation"] for line in epochs(made, 6)] == [0, 0, 1, 0, 0, 1]
+    assert [line["extrapolation"] for line in next_epochs(made, 6)] == [0, 0, 1, 0, 0, 1]
     assert not any("restored" in line for line in made.lines)
 
 
@@ -90,7 +82,7 @@ def test_a_jump_is_that_of_every_weight_along_its_own_path():
         plain.run_epoch()
         plain.epoch += 1
         path.append(plain.policy.weights.snapshot())
-    epochs(made, 3)
+    next_epochs(made, 3)
     for key, tensor in made.policy.weights.snapshot().items():
         values = torch.stack([snapshot[key] for snapshot in path])
         c, u = trajectory.rank_one(values.flatten(1))
@@ -102,10 +94,10 @@ def test_a_jump_is_that_of_every_weight_along_its_own_path():
 def test_a_resumed_run_jumps_and_takes_back_alike(done, tmp_path):
     rewards = [0.1, 0.2, 0.3, 0.2, 0.3]
     made, other = run(rewards), run(rewards)
-    epochs(made, done)
+    next_epochs(made, done)
     state.save(made, tmp_path)
     state.restore(other, tmp_path / "checkpoints" / f"epoch-{done:05d}")
-    assert epochs(made, 5 - done) == epochs(other, 5 - done)
+    assert next_epochs(made, 5 - done) == next_epochs(other, 5 - done)
     for key, tensor in made.policy.weights.snapshot().items():
         assert torch.equal(tensor, other.policy.weights.snapshot()[key])
 
