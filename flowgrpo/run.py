@@ -26,7 +26,7 @@ from flowgrpo.evaluation import held_out
 from flowgrpo.evaluation.nouns import SAMPLE
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.log import silence
-from flowgrpo.methods import naming, reads, split_groups
+from flowgrpo.methods import keys_read, naming, split_groups
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.validate import resolve, substituted
 from flowgrpo.policies import build, options
@@ -188,7 +188,7 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
     began, device = time.perf_counter(), pick_device(config.device)
     kind = build.kind(config, pipe)
     method = resolve(config, build.process(kind))
-    reads.require_keys(config, kind)
+    keys_read.require_keys(config, kind, method)
     tracker.require(config)
     accelerator = make_accelerator(device)  # first: it selects the GPU that rewards will use
     if accelerator.num_processes > 1:
@@ -215,7 +215,7 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
     measured = pairwise.measured(trained, further)
     split = recorded_pairs.in_place(config, _split(config, prompts), method.for_tokens)
     build.require_inputs(config, [*split[0], *split[1]], pipe)
-    phases.require(config, build.process(kind), processes, split[0])
+    phases.require(config, kind, processes, split[0])
     if require := getattr(method.curriculum, "require", None):
         require(split[0])
     for routed, side in zip((trained, further), split):

@@ -183,9 +183,10 @@ def test_a_run_leaves_its_adapter_its_numbers_and_its_pictures(tmp_path):
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
-    whole, given = arguments(tmp_path / "whole", train__epochs=3, train__ema=0.5)
+    whole, given = arguments(tmp_path / "whole", train__epochs=3, train__ema=0.5, eval__weights="ema")
     run(whole, **given)
-    part, given = arguments(tmp_path / "parts", train__epochs=3, train__ema=0.5, train__save_every=2, train__keep=3)
+    part, given = arguments(tmp_path / "parts", train__epochs=3, train__ema=0.5, eval__weights="ema",
+                            train__save_every=2, train__keep=3)
     run(part, **given)
     for name in ("after.json", "last.json"):
         (part.folder / "report" / name).unlink()

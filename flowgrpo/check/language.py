@@ -20,7 +20,7 @@ from flowgrpo.device import DTYPES
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.log import PhaseTimer
-from flowgrpo.methods import reads, validate
+from flowgrpo.methods import keys_read, validate
 from flowgrpo.policies import build, options
 from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.policies.precision import settle
@@ -62,7 +62,7 @@ def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, resu
                "weights": memory.held(loaded)}
     method = validate.resolve(config, build.process(kind))
     options.require_options(config, method, device)
-    reads.require_keys(config, kind)
+    keys_read.require_keys(config, kind, method)
     torch.manual_seed(0)  # initial adapter weights, so that a report is repeatable
     policy = build.language_policy(_brief(config), loaded, config.adapter, device)
     result |= _reader(policy) | _sizes(policy, config)

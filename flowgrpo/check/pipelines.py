@@ -21,10 +21,10 @@ from flowgrpo.config.sections import Adapter, Load
 from flowgrpo.data.prompts import load_prompts
 from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
-from flowgrpo.methods import validate
+from flowgrpo.methods import keys_read, validate
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.presets.denoising import mix_grpo
-from flowgrpo.policies import options
+from flowgrpo.policies import build, options
 from flowgrpo.policies.pipelines import conditioned, mid_loop_check
 from flowgrpo.policies.pipelines.call import unlogged
 from flowgrpo.policies.pipelines.conditioned import has_ip_adapter
@@ -58,6 +58,7 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
     config = config.model_copy(update={"load": config.load if config.model == model else Load()})
     config, precision = settle(config, device, None if isinstance(model, str) else model[0])
     method = validate.resolve(config)
+    keys_read.require_keys(config, build.PIPELINE, method)
     options.require_options(config, method, device)
     pipe, call = _loaded(model, config) if isinstance(model, str) else model
     result |= {"precision": precision, "pipeline": type(pipe).__name__, "scheduler": type(pipe.scheduler).__name__,

@@ -23,7 +23,7 @@ def predict(model: str | None, recipe: str | None, name: str, processes: int, as
     from flowgrpo.config import parse
     from flowgrpo.dry_run import estimate, fit
     from flowgrpo.gpus import gpu_named
-    from flowgrpo.methods import validate
+    from flowgrpo.methods import keys_read, validate
     from flowgrpo.policies import build, options
 
     gpu = gpu_named(name)
@@ -31,7 +31,9 @@ def predict(model: str | None, recipe: str | None, name: str, processes: int, as
         raise UserError("--gpu predicts an epoch of a recipe: give --recipe")
     config = parse.load(recipe)
     config = config if model is None else config.model_copy(update={"model": model})
-    method = validate.resolve(config, build.process(build.kind(config)))
+    kind = build.kind(config)
+    method = validate.resolve(config, build.process(kind))
+    keys_read.require_keys(config, kind, method)
     options.require_shardable(config, method)
     config = fit.settle(config, gpu, processes)
     counts = estimate.dry_run(config, gpu, processes)

@@ -1,13 +1,9 @@
-"""Keys and parts that a run reads: parts of a method by its target, keys of a configuration by the kind of model.
-
-A user's setting that a run would not read is an error.
-"""
+"""Parts of a method that its target reads. A part that the user set and that the run would not read is an error."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 from flowgrpo import objectives
@@ -21,7 +17,6 @@ from flowgrpo.advantages import (
     step_scores,
     token_credit,
 )
-from flowgrpo.config.schema import Config, fields
 from flowgrpo.curriculum import teachers, variations
 from flowgrpo.errors import UserError
 from flowgrpo.methods import registry, supervised, targets
@@ -151,46 +146,3 @@ def _changed(before: Method, after: Method) -> list[str]:
 
 def _short(part: Any) -> str:
     return type(part).__name__ if dataclasses.is_dataclass(part) else repr(part)
-
-
-_OF_DENOISERS = (
-    "load.config", "load.denoiser", "load.lora", "load.controlnet", "load.ip_adapter",
-    "memory", "picture", "cache", "negative_prompt", "adapter.encoder_targets",
-    "train.compile", "train.pack", "train.steps", "train.guidance", "train.grid", "train.shift", "eval.steps",
-    "eval.guidance")
-_OF_PAIRS = ("preferences", "labels")
-_OF_PARTIAL = ("text.over_provision", "text.chunk")
-# Keys and sections that a kind of model (`policies.build`) does not read.
-UNREAD: dict[str, tuple[str, ...]] = {
-    "pipeline": ("text",),
-    "causal_lm": _OF_DENOISERS,
-    "vision_lm": (*_OF_DENOISERS, *_OF_PARTIAL),
-    "masked_lm": (*_OF_DENOISERS, *_OF_PAIRS, *_OF_PARTIAL, "text.shared_prefix", "text.engine",
-                  "text.engine_precision", "text.engine_memory", "text.correction", "text.correction_cap",
-                  "text.correction_level")}
-# Keys that a run reads only if one of these others is above 0.
-BESIDE: dict[str, tuple[str, ...]] = {
-    "text.chunk": ("text.over_provision",),
-    "train.staleness_cap": ("train.staleness", "text.over_provision"),
-    "train.extrapolate_every": ("train.extrapolate",)}
-
-
-def require_keys(config: Config, kind: str) -> None:
-    """Raise UserError for a changed key that a model of this kind (`policies.build`), or this run, does not read."""
-    about = "language models" if kind == "pipeline" else "causal language models"
-    for key, field in fields().items():
-        if not any(f"{key}.".startswith(f"{name}.") for name in UNREAD[kind]):
-            continue
-        value = attrgetter(key)(config)
-        if value != field.default:
-            both = key in _OF_PAIRS
-            what = about if key.startswith("text.") else "denoisers" + " and causal language models" * both
-            model = {"pipeline": "pipeline", "masked_lm": "masked language model"}.get(kind, "language model")
-            raise UserError(f"{key} is set, which is about {what}: leave it out for a {model} (got {value!r}, expected "
-                            f"the default, {field.default!r})")
-    for key, mains in BESIDE.items():
-        value, default = attrgetter(key)(config), fields()[key].default
-        if value != default and not any(attrgetter(main)(config) for main in mains):
-            raise UserError(f"{key} is {value!r}, but {' and '.join(mains)} {'is' if len(mains) == 1 else 'are'} "
-                            f"0, so that the run does not read it: set {' or '.join(mains)}, or leave {key} out "
-                            f"(expected the default, {default!r})")

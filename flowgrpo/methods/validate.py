@@ -222,6 +222,7 @@ def require_recorded_pairs(config: Config, method: Method) -> None:
                             "not set: set it to a file of pairs, or parts.surrogate.similarity: 0")
         return
     _require_recorded(config, method)
+    _require_measured(config)
     if config.labels == "file" and isinstance(method.credit.shaping, BradleyTerry):
         raise UserError(f"labels is 'file', but method {config.method} draws labels from rewards, and would swap some "
                         "of the file's: set labels: rewards, or parts.shaping: null")
@@ -235,6 +236,14 @@ def require_recorded_pairs(config: Config, method: Method) -> None:
                         "previews of drawn ones: leave sol_rl out")
     if config.train.group != 2:
         raise UserError(f"train.group is {config.train.group}, but preferences brings pairs: set train.group: 2")
+
+
+def _require_measured(config: Config) -> None:
+    """Raise UserError for a training key of a reward that is only measured beside labels from the file."""
+    for name, rule in config.watched.items() if config.labels == "file" else ():
+        for key in (key for key in ("limit", "transform") if getattr(rule, key, None)):
+            raise UserError(f"reward.{name}.{key} is set, but labels is 'file', so that rewards are only measured: "
+                            "leave it out, or set labels: rewards")
 
 
 def _require_recorded(config: Config, method: Method) -> None:

@@ -13,7 +13,7 @@ from flowgrpo.config.sections import Adapter
 from flowgrpo.data import provenance
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.methods import overlay, reads, validate
+from flowgrpo.methods import keys_read, overlay, validate
 from flowgrpo.methods.supervised import SelfAnswers
 from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.policies import hub, sources
@@ -112,7 +112,7 @@ def load(config: Config, encoders: bool = True) -> Any:
     encoders: with its text encoders. Raises UserError if it does not load.
     """
     if (kind_of_model := kind(config)) != PIPELINE:
-        reads.require_keys(config, kind_of_model)
+        keys_read.require_kind(config, kind_of_model)
         return load_language(config)
     from flowgrpo.policies.pipelines.load import ALL, DENOISERS, load_pipeline
 
@@ -160,10 +160,12 @@ def make_policy(config: Config, device: str | torch.device, loaded: Any = None) 
     """
     pipe = load(config) if loaded is None else loaded
     if isinstance(pipe, tuple):
-        reads.require_keys(config, kind(config, pipe))
+        keys_read.require_kind(config, kind(config, pipe))
         return language_policy(config, pipe, config.adapter, device)
     from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+    from flowgrpo.samplers import predictions
 
+    keys_read.require_process(config, predictions.process(pipe.scheduler))
     method = overlay.with_parts(overlay.preset(config.method), config.parts)
     options: dict[str, Any] = dict(
         device=device, precision=config.precision, guidance=config.train.guidance, call=config.call,

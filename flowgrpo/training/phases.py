@@ -14,7 +14,9 @@ from flowgrpo.config.sections import Phase
 from flowgrpo.curriculum.carried import MEAN, Carried
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError, nearest
+from flowgrpo.methods import keys_read
 from flowgrpo.methods.validate import resolve
+from flowgrpo.policies import build
 from flowgrpo.policies.language import engines
 from flowgrpo.rollouts.build import make_rollouts
 
@@ -49,31 +51,39 @@ def matches(prompt: Prompt, when: dict[str, Any]) -> bool:
                for key, value in when.items())
 
 
-def require(config: Config, process: str, processes: int, prompts: Sequence[Prompt]) -> None:
-    """Raise UserError for phases that do not fit the run."""
+def require(config: Config, kind: str, processes: int, prompts: Sequence[Prompt]) -> None:
+    """Raise UserError for phases that do not fit the run. kind: of its model, as in `policies.build`."""
     if not config.phases:
         return
-    starts = begins(config)
+    starts, process = begins(config), build.process(kind)
     if starts != sorted(set(starts)):
         raise UserError(f"phases begin after {starts} epochs: expected rising numbers under `at`")
     if engines.wanted(config):
         raise UserError("phases are set, but an engine draws the completions, which keeps its length and batch: leave "
                         "text.engine and text.engine_precision out")
     for number, phase in enumerate(config.phases):
-        changed = config_of(config, number)
+        where, changed = f"phases[{number}]", config_of(config, number)
         geometry(changed.train, processes)
-        resolve(changed, process)
+        keys_read.require_keys(changed, kind, resolve(changed, process), f"{where}.set: ")
         if process == "masks" and "text.max_tokens" in phase.set:
-            raise UserError(f"phases[{number}].set: text.max_tokens is fixed for a masked language model: leave it out")
+            raise UserError(f"{where}.set: text.max_tokens is fixed for a masked language model: leave it out")
         if unknown := sorted(phase.weights.keys() - config.rewards.keys()):
-            raise UserError(f"phases[{number}].weights: no reward {unknown[0]!r}"
-                            f"{nearest(unknown[0], list(config.rewards))}")
+            raise UserError(f"{where}.weights: no reward {unknown[0]!r}{nearest(unknown[0], list(config.rewards))}")
         if not any(matches(prompt, phase.when) for prompt in prompts):
-            raise UserError(f"phases[{number}].when: no training prompt has {phase.when}: expected values of its "
-                            "metadata")
+            raise UserError(f"{where}.when: no training prompt has {phase.when}: expected values of its metadata")
+        _require_read(phase, where, first=starts[number] == 0)
     learned = getattr(resolve(config, process).rollout, "kernel", None)
     if hasattr(learned, "network"):
         raise UserError("phases are set, but the kernel LearnedNoise is trained with one grid: leave one of them out")
+
+
+def _require_read(phase: Phase, where: str, first: bool) -> None:
+    """Raise UserError for a key of a phase that the run would not read. first: the run begins with the phase."""
+    idle = {"reach": first and phase.reach is not None, "carry": bool(phase.carry) and (first or not phase.when)}
+    for key in (key for key, applies in idle.items() if applies):
+        why = "the run begins with this phase" if first else f"{where}.when is empty, so that all prompts are its own"
+        raise UserError(f"{where}.{key} is {getattr(phase, key)!r}, but {why}: {'' if first else 'set when, or '}"
+                        f"leave {key} out")
 
 
 class Phases:

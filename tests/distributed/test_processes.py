@@ -189,7 +189,8 @@ def recipe(folder: Path) -> None:
     settings = tiny.config(
         model=str(tiny.save(tiny.sd3(), folder / "model")), reward=f"{folder}/reward.py:red",
         prompts=str(folder / "prompts.txt"), tracker="tensorboard", train__epochs=3, train__updates=2, train__ema=0.9,
-        train__warmup=3, train__steps=4, parts__plan__size=2, eval__every=3, eval__samples=2, **SMALL)
+        train__warmup=3, train__steps=4, parts__plan__size=2, eval__every=3, eval__samples=2, eval__weights="ema",
+        **SMALL)
     (folder / "recipe.yaml").write_text(settings.yaml())
 
 

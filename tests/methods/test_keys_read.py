@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import operator
+import re
+from typing import Any
 
 import pytest
 
-from flowgrpo.config import Config, keys, load, validate
+from flowgrpo.config import Config, keys, load
+from flowgrpo.config import validate as validated
 from flowgrpo.errors import UserError
-from flowgrpo.methods import reads
+from flowgrpo.methods import keys_read, validate
 from flowgrpo.policies import build
 from flowgrpo.run import check
 from tests.helpers import tiny, tiny_text
@@ -18,12 +21,11 @@ KINDS = (build.PIPELINE, build.CAUSAL_LM, build.VISION_LM, build.MASKED_LM)
 OTHER = {"load.config": "folder", "load.denoiser": "file.safetensors", "load.lora": ["file.safetensors"],
          "memory.weights": "int8", "memory.encoders": "cpu", "memory.vae": "tiled", "memory.states": "cpu",
          "load.controlnet": "folder", "load.ip_adapter": {"path": "folder", "weights": "a.safetensors"},
-         "memory.rewards": "cpu",
          "memory.denoiser": "cpu", "memory.offload": "block_level", "picture.sizes": [[64, 64], [64, 128]],
          "memory.shard": True, "memory.attention": "native", "memory.context_parallel": 2,
          "picture.height": 64, "picture.width": 64,
          "picture.frames": 9,
-         "picture.call": {"max_sequence_length": 7}, "cache": "folder", "negative_prompt": "grey",
+         "picture.call": {"max_sequence_length": 7}, "negative_prompt": "grey",
          "preferences": "pairs.jsonl", "labels": "rewards", "adapter.encoder_targets": ["q"], "train.compile": True,
          "train.pack": True, "train.steps": 4, "train.guidance": 2.0, "train.grid": "stock", "train.shift": 1.0,
          "eval.steps": 4, "eval.guidance": 1.0, "text.max_tokens": 7, "text.system": "Be kind.", "text.template": True,
@@ -35,32 +37,31 @@ OTHER = {"load.config": "folder", "load.denoiser": "file.safetensors", "load.lor
 
 def of(key: str, value) -> Config:
     section, _, name = key.rpartition(".")
-    return validate({section: {name: value}} if section else {name: value})
+    return validated({section: {name: value}} if section else {name: value})
 
 
 def unread(kind: str) -> set[str]:
-    return {key for key in keys() if any(f"{key}.".startswith(f"{each}.") for each in reads.UNREAD[kind])}
+    return {key for key in keys() if any(f"{key}.".startswith(f"{each}.") for each in keys_read.UNREAD[kind])}
 
 
 def test_the_tables_name_keys_and_sections_that_there_are():
     for kind in KINDS:
-        for each in reads.UNREAD[kind]:
+        for each in keys_read.UNREAD[kind]:
             assert any(f"{key}.".startswith(f"{each}.") for key in keys()), each
     assert set().union(*map(unread, KINDS)) == {*OTHER}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_key_that_a_kind_of_model_does_not_read_is_refused_and_others_are_not(kind):
-    reads.require_keys(Config(), kind)
-    reads.require_keys(validate(Config().model_dump()), kind)  # all keys written out, as a run saves them
+    keys_read.require_kind(Config(), kind)
+    keys_read.require_kind(validated(Config().model_dump()), kind)  # all keys written out, as a run saves them
     for key, value in OTHER.items():
         if key not in unread(kind):
-            if key not in reads.BESIDE:
-                reads.require_keys(of(key, value), kind)
+            keys_read.require_kind(of(key, value), kind)
             continue
         config = of(key, value)
         with pytest.raises(UserError, match=rf"^{key} is set, which is about .*: leave it out for a ") as caught:
-            reads.require_keys(config, kind)
+            keys_read.require_kind(config, kind)
         assert "\n" not in str(caught.value) and repr(operator.attrgetter(key)(config)) in str(caught.value)
 
 
@@ -69,21 +70,90 @@ def test_they_are_refused_before_a_run():
         check(tiny.config(text__engine="vllm"), pipe=tiny.sd3())
     with pytest.raises(UserError, match="^train.extrapolate_every is 4, but train.extrapolate is 0"):
         check(tiny.config(train__extrapolate_every=4), pipe=tiny.sd3())
+    with pytest.raises(UserError, match="^text.penalty is 2.0, but text.truncated is 'keep'"):
+        check(tiny_text.config(text__penalty=2.0), pipe=tiny_text.model())
     for key, value in (("train__steps", 4), ("eval__guidance", 2.0), ("picture__height", 64)):
         name = key.replace("__", ".")
         with pytest.raises(UserError, match=f"^{name} is set, which is about denoisers: leave it out for a language"):
             check(tiny_text.config(**{key: value}), pipe=tiny_text.model())
 
 
-@pytest.mark.parametrize("key, value, main", [
-    ("text.chunk", 8, {"text.over_provision": 0.5}), ("train.staleness_cap", 2.0, {"train.staleness": 1}),
-    ("train.staleness_cap", 2.0, {"text.over_provision": 0.5}),
-    ("train.extrapolate_every", 4, {"train.extrapolate": 2})])
-def test_a_key_that_is_read_beside_another_is_refused_alone(key, value, main):
-    mains = "train.staleness and text.over_provision are" if key == "train.staleness_cap" else f"{[*main][0]} is"
-    with pytest.raises(UserError, match=f"^{key} is {value}, but {mains} 0, so that the run does not read it: set .*, "
-                                        f"or leave {key} out") as caught:
-        reads.require_keys(load(None, {key: value}), build.CAUSAL_LM)
-    assert "\n" not in str(caught.value)
-    reads.require_keys(load(None, {key: value, **main}), build.CAUSAL_LM)
-    reads.require_keys(load(None, main), build.CAUSAL_LM)
+# Keys with a value, what leaves them unread beside it, the reason that is given, and what has them read instead.
+TEXT, PAIRS = {"method": "grpo", "model": "starter_text"}, {"preferences": "pairs.jsonl", "train.group": 2}
+DPO = {"method": "diffusion_dpo", **PAIRS}
+IDLE = [
+    ("cache", "folder", TEXT, "no reward keeps its scores",
+     TEXT | {"reward": {"numeric_match": {"cache": True}}}),
+    ("text.chunk", 8, TEXT, "text.over_provision is 0", TEXT | {"text.over_provision": 0.5}),
+    ("text.truncated", "mask", TEXT | PAIRS | {"method": "dpo"}, "preferences is set", TEXT),
+    ("text.truncated", "mask", {"method": "drakes", "model": "a/masked"}, "trains a relaxed unmasking",
+     {"method": "trace_rl", "model": "a/masked"}),
+    ("text.penalty", 2.0, TEXT, "text.truncated is 'keep'", TEXT | {"text.truncated": "penalise"}),
+    ("text.engine_memory", 0.5, TEXT | {"text.engine_precision": "bf16"}, "text.engine is 'transformers'",
+     TEXT | {"text.engine": "vllm"}),
+    ("text.correction", "none", TEXT, "the model itself draws", TEXT | {"text.engine": "vllm"}),
+    ("text.correction_cap", 3.0, TEXT | {"precision": "bf16", "text.engine_precision": "bf16"},
+     "the model itself draws", TEXT | {"precision": "fp32", "text.engine_precision": "bf16"}),
+    ("text.correction_level", "sequence", TEXT | {"text.engine": "vllm", "text.correction": "none"},
+     "text.correction is 'none'", TEXT | {"text.engine": "vllm", "text.correction": "mis"}),
+    ("train.steps", 8, DPO, "no picture is drawn", {"method": "diffusion_dpo"}),
+    ("train.grid", "stock", DPO, "parts.times Stratified reads no grid",
+     DPO | {"method": "diffusion_nft", "parts": {"times": {"type": "GridTimes"}}}),
+    ("train.shift", 2.0, {"train.grid": "stock"}, "train.grid is 'stock'", {}),
+    ("train.shift", 2.0, {"train.grid": "stock", "method": "mix_grpo", "parts": {"tail": 1}}, "train.grid is 'stock'",
+     {"train.grid": "stock", "method": "mix_grpo_flash"}),
+    ("train.staleness_cap", 2.0, {}, "train.staleness and text.over_provision are 0", {"train.staleness": 1}),
+    ("train.staleness_cap", 2.0, TEXT, "text.over_provision are 0", TEXT | {"text.over_provision": 0.5}),
+    ("train.extrapolate_every", 4, {}, "train.extrapolate is 0", {"train.extrapolate": 2}),
+    ("train.ema", 0.9, {}, "eval.weights is 'current'", {"eval.weights": "ema"}),
+    ("adapter.alpha", 8.0, {"adapter.rank": 0}, "adapter.rank is 0", {}),
+    ("adapter.targets", ["to_q"], {"adapter.rank": 0}, "adapter.rank is 0", TEXT),
+    ("adapter.targets", ["to_q"], {"parts": {"adapted": {"denoisers": False, "encoders": True}}},
+     "parts.adapted.denoisers is false", {"parts": {"adapted": {"encoders": True}}}),
+    ("adapter.encoder_targets", ["q"], {}, "trains no text encoder", {"parts": {"adapted": {"encoders": True}}})]
+
+
+def require(key: str, value: Any, beside: dict[str, Any]) -> None:
+    config = load(None, {key: value, **beside})
+    kind = build.kind(config)
+    keys_read.require_keys(config, kind, validate.resolve(config, build.process(kind)))
+
+
+@pytest.mark.parametrize("key, value, without, why, beside", IDLE)
+def test_a_key_that_is_read_on_a_condition_is_refused_without_it(key, value, without, why, beside):
+    with pytest.raises(UserError, match=f"^{key} is {re.escape(repr(value))}, but .*{re.escape(why)}.*, so that the "
+                                        f"run does not read it: .*, or leave {key} out .expected the default") as error:
+        require(key, value, without)
+    assert "\n" not in str(error.value)
+    require(key, value, beside)
+    require("seed", 1, without)  # a default is no mistake
+
+
+def test_every_condition_is_tried():
+    assert {key for condition in keys_read.CONDITIONS for key in condition.keys} == {key for key, *_ in IDLE}
+
+
+def test_a_model_with_a_grid_of_its_own_reads_no_shift():
+    with pytest.raises(UserError, match="^train.shift is 2.0, but this model is variance-preserving"):
+        build.make_policy(tiny.config(picture__call={}, train__shift=2.0), "cpu", tiny.sd15())
+    build.make_policy(tiny.config(train__shift=2.0), "cpu", tiny.sd3())
+
+
+def test_a_text_run_reads_where_reward_models_wait():
+    require("memory.rewards", "cpu", TEXT)
+    with pytest.raises(UserError, match="^memory.vae is set, which is about denoisers"):
+        require("memory.vae", "tiled", TEXT)
+
+
+@pytest.mark.parametrize("key, value", [("limit", {"at_most": 0.1}), ("transform", ["rank"])])
+def test_training_keys_of_a_reward_that_is_only_measured_are_refused(key, value):
+    beside = DPO | {"reward": {"sharpness": {key: value}, "scene": 1.0}}
+    with pytest.raises(UserError, match=f"^reward.sharpness.{key} is set, but labels is 'file'"):
+        measured(beside)
+    measured(DPO | {"reward": {"sharpness": 0.1}})
+    measured(beside | {"labels": "rewards"})
+
+
+def measured(beside: dict[str, Any]) -> None:
+    config = load(None, beside)
+    validate.require_recorded_pairs(config, validate.resolve(config))

@@ -202,6 +202,7 @@ def test_a_run_is_chosen_and_stopped_by_its_validation_value(tmp_path):
     file = pairs_file(tmp_path, *((text, "a.png", "b.png") for text in tiny.PROMPTS))
     settings = tiny.config(
         tmp_path, method="rpo", preferences=file, labels="rewards", train__group=2, train__epochs=5, train__lr=1e-12,
+        train__steps=10,
         reward={"train": {"use": "harmonic", "args": {"rewards": parts, "share": 0}}}, eval__every=1,
         eval__rewards={"val": {"use": "harmonic", "args": {"rewards": parts, "share": 0.3}}},
         eval__best="val", eval__stop={"reward": "val", "patience": 2})

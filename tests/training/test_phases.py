@@ -124,14 +124,26 @@ def test_a_resumed_run_goes_on_in_its_phase(tmp_path):
     ([{"at": 1, "when": {"sign": "*"}}], "no training prompt has {'sign': '*'}"),
     ([{"at": 1, "weights": {"shirt": 1.0}}], "no reward 'shirt': did you mean 'short'"),
     ([{"at": 1, "set": {"train.group": 1}}], "compares the samples of a group: set train.group to 2 or more"),
+    ([{"at": 1, "set": {"train.steps": 4}}], "phases[0].set: train.steps is set, which is about denoisers: leave it"),
+    ([{"at": 0, "reach": 0.5}], "phases[0].reach is 0.5, but the run begins with this phase: leave reach out"),
+    ([{"at": 0, "carry": 0.5, "when": {"sign": "+"}}], "phases[0].carry is 0.5, but the run begins with this phase"),
+    ([{"at": 1, "carry": 0.5}], "phases[0].when is empty, so that all prompts are its own: set when, or leave carry"),
+    ([{"at": 1, "carry": 0.5, "reach": 0.5, "when": {"sign": "+"}}], None),
+    ([{"at": 0, "when": {"sign": "+"}}, {"at": 1, "set": {"text.max_tokens": 8}}], None),
     ([{"at": 1, "set": {"train.prompts": 1, "train.group": 3}}], None)])
 def test_impossible_phases(listed, told):
     settings = tiny_text.config(phases=listed, train__epochs=10)
     if told is None:
-        return phases.require(settings, "tokens", 1, PROMPTS)
+        return phases.require(settings, build.CAUSAL_LM, 1, PROMPTS)
     with pytest.raises(UserError) as error:
-        phases.require(settings, "tokens", 1, PROMPTS)
+        phases.require(settings, build.CAUSAL_LM, 1, PROMPTS)
     assert told in str(error.value)
+
+
+def test_a_phase_of_a_stock_grid_has_no_shift():
+    settings = tiny.config(phases=[{"at": 1, "set": {"train.shift": 2.0}}], train__grid="stock", train__epochs=4)
+    with pytest.raises(UserError, match="^phases.0..set: train.shift is 2.0, but train.grid is 'stock'"):
+        phases.require(settings, build.PIPELINE, 1, PROMPTS)
 
 
 def test_a_phase_of_videos_has_other_frames():

@@ -54,8 +54,8 @@ def arguments(model, folder, **options) -> list[str]:
     (folder / "prompts.txt").write_text("\n".join(tiny.PROMPTS))
     settings = tiny.config(folder, model=str(model), reward=f"{folder}/reward.py:red",
                            prompts=str(folder / "prompts.txt"), train__epochs=EPOCHS, train__save_every=2,
-                           train__updates=2, train__ema=0.9, train__warmup=3, train__schedule="linear",
-                           train__steps=4, parts__plan__size=2, train__lr=0.02, **options)
+                           train__updates=2, train__ema=0.9, eval__weights="ema", train__warmup=3,
+                           train__schedule="linear", train__steps=4, parts__plan__size=2, train__lr=0.02, **options)
     (folder / "recipe.yaml").write_text(settings.yaml())
     return ["train", str(folder / "recipe.yaml")]
 
