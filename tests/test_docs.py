@@ -16,7 +16,8 @@ from flowgrpo import methods
 from flowgrpo.cli import app, train
 from flowgrpo.config import load
 from flowgrpo.data.prompts import load_prompts
-from flowgrpo.methods import overlay, registry, validate
+from flowgrpo.methods import keys_read, overlay, registry, validate
+from flowgrpo.policies import build
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "scripts"))
@@ -24,6 +25,7 @@ sys.path.append(str(ROOT / "scripts"))
 import build_docs  # noqa: E402
 
 PAGES = {file.stem: file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs" / "methods").glob("*.md"))}
+KINDS = {"flow": build.PIPELINE, "tokens": build.CAUSAL_LM, "masks": build.MASKED_LM}
 INFERENCE = {"rlg"}  # no presets: nothing is trained
 PRESETS = {name: text for name, text in PAGES.items() if name not in INFERENCE | {"index"}}
 
@@ -71,8 +73,9 @@ def test_the_recipe_of_a_page_works(name, tmp_path):
     host = methods.preset(recipe.method)
     process = next(process for process in ("flow", "tokens", "masks") if host.fits(process))
     assert name in recipe.method.split("+") and recipe.parts
-    assert ({"steps", "group"} if process == "flow" else {"group"}) <= recipe.train.model_fields_set
-    validate.resolve(recipe, process)
+    drawn = process == "flow" and recipe.preferences is None
+    assert ({"steps", "group"} if drawn else {"group"}) <= recipe.train.model_fields_set
+    keys_read.require_keys(recipe, KINDS[process], validate.resolve(recipe, process))
 
 
 def snippets() -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.data.sets import SETS
 from flowgrpo.gaussian import log_prob
 from flowgrpo.gpus import GPUS
-from flowgrpo.methods import validate
+from flowgrpo.methods import keys_read, validate
 from flowgrpo.objectives import Clip, PlainRatio
 from flowgrpo.objectives.forward_process import NegativeAware
 from flowgrpo.policies import build, options
@@ -70,6 +70,13 @@ STARTERS = {path.stem for path in FOLDER.glob("starter*.yaml")}
 
 def test_every_recipe_is_tried_here():
     assert {path.stem for path in FOLDER.glob("*.yaml")} - STARTERS == {*PIPELINES, *LANGUAGE_MODELS}
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_run_reads_all_keys_of_a_recipe(path):
+    config = load(path)
+    kind = build.kind(config)
+    keys_read.require_keys(config, kind, validate.resolve(config, build.process(kind)))
 
 
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
