@@ -1,8 +1,9 @@
 """Number of epochs that a budget of evaluations buys, known before anything runs.
 
 Rows through a denoiser count in training: previews, rollouts, replays, replays of the reference where the method reads
-it, and the check of the first ratio. Evaluation and backward passes do not count. Tokens of a language model depend on
-what it writes, so that two measured epochs stand for the others.
+it, those of epochs that are drawn ahead (`train.staleness`), and the check of the first ratio. Evaluation and backward
+passes do not count. Tokens of a language model depend on what it writes, so that two measured epochs stand for the
+others.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ def _cost(config: Config, method: Method, epoch: int) -> int:
     spent = 0 if config.preferences else cost.rollout(explorations, train.prompts)
     spent += round(share * cost.update([noised] if noised else explorations, train.prompts, passes))
     spent += cost.update([noised], train.prompts, 1) if noised else 0  # the old scores, before samples are chosen
+    if train.staleness and epoch:  # the proximal policy's scores of all samples
+        spent += cost.update(explorations, train.prompts, 1)
     spent += cost.preview(method.rollout.preview, train.prompts)
     return doubled * spent
 

@@ -34,6 +34,7 @@ def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning, r
     The whole pipeline stays on the device, so its weights are in every phase. Offloaded text encoders count only in
     encode; a denoiser that makes room for them does not; offloaded recorded states count in none. Of offloaded blocks
     the largest counts.
+    With `train.staleness` the recorded states of that many epochs more are in all phases.
     Activations are those one row's forward keeps for the backward, with the policy's guidance and checkpointing, times
     the micro-batch. Not counted: temporary memory of kernels, and the one block that checkpointing recomputes at a
     time. Decoding is the peak of a micro-batch.
@@ -42,7 +43,9 @@ def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning, r
     held = _weights(policy) | {"trained": trained}
     x, activations = _one_row(policy, conditioning)
     kept_here = policy.states == policy.device
-    states = {"recorded states": _recorded(policy, config, conditioning, x) if kept_here else 0}
+    recorded = _recorded(policy, config, conditioning, x) if kept_here else 0
+    waiting = {"epochs drawn ahead": recorded * config.train.staleness} if config.train.staleness else {}
+    held, states = held | waiting, {"recorded states": recorded}
     rows = geometry(config.train).micro_batch
     moments = {"adamw": 2 * trained, "adamw8bit": trained // 2}[config.train.optimizer]
     update = {"gradients and optimiser": trained + moments, "activations": activations * rows}

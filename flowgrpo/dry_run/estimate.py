@@ -26,6 +26,7 @@ from flowgrpo.device import AUTO, DTYPES
 from flowgrpo.dry_run import from_configs, weights
 from flowgrpo.dry_run.meta_gpu import META, MetaGPU, Phase
 from flowgrpo.dry_run.repeats import Repeats
+from flowgrpo.dry_run.rescored import Rescored
 from flowgrpo.dry_run.reward_models import reward_bytes
 from flowgrpo.errors import UserError
 from flowgrpo.gpus import GIB, GPU, GPUS
@@ -33,7 +34,7 @@ from flowgrpo.log import PhaseTimer
 from flowgrpo.policies.build import PIPELINE, kind, make_policy
 from flowgrpo.train import Trainer
 
-ORDER = ("encode", "preview", "rollout", "decode", "base", "reward", "update")
+ORDER = ("encode", "preview", "rollout", "decode", "base", "reward", "rescore", "update")
 OPTIMIZER = "optimizer"  # a part of the update, which more prompts do not make longer
 PROMPT = "a lighthouse at dusk, two owls on a branch, and a sign that says open"
 
@@ -110,7 +111,7 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
             clock = trainer.clock = trainer.rollouts.clock = _Phases(meta, encoders)
             replay_waits = _counted_replays(trainer, meta)
             trainer.run_epoch()
-    return Estimate(_extrapolated(meta, clock, shape.prompts, few), reward_bytes(config),
+    return Estimate(_extrapolated(meta, clock, shape.prompts, few, config.train.staleness), reward_bytes(config),
                     _each(calls.step_waits, calls.steps), _each(replay_waits, calls.replays))
 
 
@@ -164,7 +165,7 @@ def _trainer(config: Config, policy: Any, image: str | None) -> Trainer:
     first, *later = (Prompt(f"{PROMPT} {number}", image=image) for number in range(config.train.prompts + 1))
     alone: Any = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"), is_main_process=True)
     trainer = Trainer(config, alone, policy, {name: _any for name in config.trained}, ([first, *later[1:]], []))
-    trainer.ahead, trainer.prompts = None, later  # an epoch that is drawn ahead costs no less
+    trainer.ahead, trainer.prompts = trainer.ahead and Rescored(trainer.ahead), later
     trainer.keys = [prompt.key for prompt in later]
     for parameter in policy.weights.parameters():
         parameter.grad = torch.empty_like(parameter)
@@ -206,12 +207,17 @@ def _each(waits: Counter[str], times: int) -> dict[str, float]:
     return {reason: count / times for reason, count in waits.items() if count >= times > 0}
 
 
-def _extrapolated(meta: MetaGPU, clock: _Phases, prompts: int, few: int) -> dict[str, Phase]:
-    """Return the phases of an epoch of `prompts`, of which `few` were run with all optimiser steps."""
+def _extrapolated(meta: MetaGPU, clock: _Phases, prompts: int, few: int, staleness: int) -> dict[str, Phase]:
+    """Return the phases of an epoch of `prompts`, of which `few` were run with all optimiser steps.
+
+    staleness: epochs whose samples wait beside it.
+    """
     times, phases = prompts / few, {}
-    states = max(clock.held.get("update", 0) - clock.held["encode"], 0) / few * (prompts - few)
+    states = max(clock.held.get("update", 0) - clock.held["encode"], 0) / few  # of one prompt
+    waiting = states * prompts * staleness
     for name in (name for name in ORDER if name in meta.phases):
-        phase, more = meta.phases[name], meta.spare + (round(states) if name != "encode" else 0)
+        own = states * (prompts - few) if name != "encode" else 0
+        phase, more = meta.phases[name], meta.spare + round(own + waiting)
         phases[name] = Phase(phase.allocated + more, phase.reserved + more, phase.flops * times,
                              round(phase.kernels * times), phase.seconds * times,
                              Counter({reason: round(count * times) for reason, count in phase.waits.items()}))

@@ -14,7 +14,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.gpus import GPU, GPUS
 
 # Options in the order of docs/performance.md, cheapest first: what they are changed from, and the phases they help.
-LOOP = frozenset(("preview", "rollout", "decode", "base", "update"))
+LOOP = frozenset(("preview", "rollout", "decode", "base", "rescore", "update"))
 LATER = LOOP | {"reward"}
 OPTIONS: list[tuple[str, Any, Any, frozenset[str]]] = [
     ("memory.encoders", "keep", "cpu", LATER),

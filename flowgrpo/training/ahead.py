@@ -159,11 +159,12 @@ class Ahead:
         run.method.curriculum.learn(run.memory, epoch_batch)
         parts, self.weights = drawn.parts, []
         if drawn.update != run.update:
-            parts = run.fitted(partial(self._decoupled, drawn), "update")
+            parts = run.fitted(partial(self.decoupled, drawn), "update")
         assert drawn.conditioning is not None, "an epoch that is scored is encoded"
         return epoch_batch, parts, drawn.conditioning
 
-    def _decoupled(self, drawn: Drawn) -> list[Part]:
+    def decoupled(self, drawn: Drawn) -> list[Part]:
+        """Return the parts of an epoch that older weights drew, scored by the present ones."""
         run, self.weights = self.run, []
         with torch.no_grad(), run.clock("rescore"):
             parts = [decoupled(part, run.rollouts.replay(part, drawn.conditioning), run.method.loss.log_ratio, self.cap)

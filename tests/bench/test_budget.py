@@ -54,6 +54,14 @@ def test_a_run_costs_what_was_foretold(tmp_path, method, guidance, micro_batch, 
     assert spent(settings) == sum(epoch_cost(settings, epoch) for epoch in range(2))
 
 
+@pytest.mark.parametrize("method, staleness, guidance", [("flow_grpo", 1, 3.0), ("mix_grpo", 2, 1.0)])
+def test_epochs_that_are_drawn_ahead_cost_a_replay_more(tmp_path, method, staleness, guidance):
+    settings = shortened(config(tmp_path, method, 2, guidance), staleness=staleness, epochs=3)
+    costs = [epoch_cost(settings, epoch) for epoch in range(3)]
+    plain = [epoch_cost(shortened(settings, staleness=0), epoch) for epoch in range(3)]
+    assert spent(settings) == sum(costs) and costs[0] == plain[0] and costs[1] > plain[1]
+
+
 def test_a_whole_run_reports_what_was_foretold(tmp_path):
     settings = config(tmp_path, "mix_grpo", 4)
     summary = run(settings, pipe=tiny.sd3(), functions={"bright": bright}, prompts=[Prompt(text) for text in "abcde"])

@@ -51,6 +51,14 @@ def test_reward_models_count_while_they_are_on_the_device():
         assert [name for name, parts in counted.items() if parts.get("reward models") == gib] == phases
 
 
+def test_epochs_that_are_drawn_ahead_wait_beside_every_phase():
+    policy = tiny.policy()
+    conditioning = policy.encode(["red"])
+    plain, ahead = (memory.memory(policy, tiny.config(train__staleness=count), conditioning) for count in (0, 3))
+    waiting = {"epochs drawn ahead": 3 * plain["update"]["recorded states"]}
+    assert ahead == {name: parts | waiting for name, parts in plain.items()} and min(waiting.values()) > 0
+
+
 def test_the_report_of_rewards_names_bytes_device_and_what_leaves():
     config = tiny.config(memory__rewards="cpu", memory__encoders="cpu",
                          reward={"pick_score": {"args": {"dtype": "bf16"}}, "hps_v3": 1.0})

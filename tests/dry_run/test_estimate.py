@@ -84,6 +84,21 @@ def test_flops_of_a_rollout_are_those_of_its_evaluations(model):
     assert 2 * trained < few["update"].flops < 3 * trained
 
 
+def test_epochs_that_are_drawn_ahead_cost_a_forward_pass_and_their_states(model):
+    plain, one, three = (dry_run(config(model, method="flow_grpo", parts__kl__weight=0.0, train__prompts=4,
+                                        train__staleness=count)) for count in (0, 1, 3))
+    assert [*one.phases] == [*three.phases] == ["encode", "rollout", "decode", "reward", "rescore", "update"]
+    assert one.phases["rescore"].flops == three.phases["rescore"].flops == plain.phases["rollout"].flops * 5 / 6
+    assert one.seconds - plain.seconds == pytest.approx(one.phases["rescore"].seconds, rel=0.01)
+    states = 4 * 4 * 6 * 4 * 8 * 8 * 2  # prompts, samples, recorded states, and bytes of one
+    for name in plain.phases:
+        waiting = (three.phases[name].allocated - one.phases[name].allocated) / 2
+        assert states <= waiting < 4 * states, name
+        assert one.phases[name].allocated - plain.phases[name].allocated == pytest.approx(waiting, rel=0.2)
+    away = [dry_run(config(model, train__staleness=count, memory__states="cpu")) for count in (0, 1)]
+    assert away[1].peak - away[0].peak < one.peak - plain.peak
+
+
 def test_more_prompts_cost_in_proportion(model):
     few, many = (dry_run(config(model, train__prompts=count)).phases for count in (4, 8))
     for name in ("rollout", "update"):
