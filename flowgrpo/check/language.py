@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from flowgrpo.check import memory, text_memory
+from flowgrpo.check import memory, reward_models, text_memory
 from flowgrpo.check.tiny import texts as tiny
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
@@ -37,7 +37,7 @@ KINDS = {build.CAUSAL_LM: "causal language model", build.VISION_LM: "language mo
 FIELDS = ("precision", "kind", "class", "weights", "tokenizer", "vocabulary", "chat_template", "end_tokens",
           "pad_token", "parameters", "trained_parameters", "lora_parameters", "lora_targets", "prompt_tokens",
           "shared_prefix", "head_alone", "completion_tokens", "first_log_ratio", "lora_grad", "gradient_error",
-          "memory", "memory_parts", "code_boundary", "notes")
+          "memory", "memory_parts", "rewards", "leaves_device", "code_boundary", "notes")
 
 
 def is_text(model: str | tuple[Any, Any]) -> bool:
@@ -84,9 +84,17 @@ def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, resu
         require_exact(result)
     with TemporaryDirectory() as folder:
         policy.weights.save(Path(folder))  # reads the file back and raises if it differs
-    phases = text_memory.memory(policy, config, conditioning)
-    result |= {"memory": {name: memory.total(parts) for name, parts in phases.items()},
-               "memory_parts": {name: memory.total({name: size}) for name, size in phases["update"].items()}}
+    result |= _memory(policy, config, conditioning, recipe)
+
+
+def _memory(policy: CausalLM, config: Config, conditioning: TokenizedPrompts, recipe: Config | None) -> dict[str, Any]:
+    """Return the report's entries of memory and of reward models."""
+    sizes = reward_models.reward_weights(recipe) if recipe else {}
+    phases = text_memory.memory(policy, config, conditioning, reward_models.on_device(sizes, policy.device))
+    told = {"rewards": reward_models.described(sizes, config), "leaves_device": reward_models.leaving(config)}
+    return {key: value for key, value in told.items() if value} | {
+        "memory": {name: memory.total(parts) for name, parts in phases.items()},
+        "memory_parts": {name: memory.total({name: size}) for name, size in phases["update"].items()}}
 
 
 def _loaded(model: str | tuple[Any, Any], config: Config) -> tuple:

@@ -18,9 +18,12 @@ SHORT, LONG = 4, 12  # tokens of the measured completions
 CHUNK = 1024  # tokens whose logits are held at once (tokens.score)
 
 
-def memory(policy: CausalLM, config: Config, conditioning: TokenizedPrompts) -> dict[str, dict[str, int]]:
+def memory(policy: CausalLM, config: Config, conditioning: TokenizedPrompts, rewards: int = 0
+           ) -> dict[str, dict[str, int]]:
     """Return bytes on the device, by phase and part, for one process of the run `config`, with prompts like the first
     of `conditioning` and completions of `text.max_tokens`. Phases: rollout, update.
+    rewards: bytes of reward models on the device, among them a pipeline that draws for `pictured`; with
+    `memory.rewards: cpu` they are there in the rollout alone.
 
     Cache and activations are measured on short completions and grow linearly with the length. Attention that keeps a
     square of the length needs more; a prompt prefix shared by a group needs less. Temporary memory of kernels is not
@@ -42,7 +45,9 @@ def memory(policy: CausalLM, config: Config, conditioning: TokenizedPrompts) -> 
         width = policy.model.get_output_embeddings().weight.shape[0]
         update["logits"] = 2 * 4 * width * min(rows * config.text.max_tokens, CHUNK)  # in fp32, before and after
     policy.evaluations = evaluations
-    return {"rollout": held | cache, "update": held | update}
+    scoring = {"reward models": rewards} if rewards else {}
+    staying = scoring if config.memory.rewards == "keep" else {}
+    return {"rollout": held | cache | scoring, "update": held | update | staying}
 
 
 def _at(config: Config, size: Callable[[int], int]) -> int:

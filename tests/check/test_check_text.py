@@ -14,7 +14,7 @@ from flowgrpo.config import load
 from flowgrpo.policies.language.causal_lm import TARGETS
 from flowgrpo.rewards.text.sandbox import choose
 from tests.evaluation.test_text_evaluate import save
-from tests.helpers import tiny_masked, tiny_text, tiny_vision
+from tests.helpers import tiny, tiny_masked, tiny_text, tiny_vision
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,26 @@ def test_memory_by_hand(tmp_path, model):
     assert 0 <= found[16]["rollout"]["model"] - weights < 1000  # and its frequencies
     told = report.report(model, config)["memory"]
     assert told["rollout"] == pytest.approx(sum(found[16]["rollout"].values()) / 2**30, abs=1e-3)
+
+
+def test_the_pipeline_that_draws_for_a_reward_counts(tmp_path, model):
+    """In the rollout and, unless it leaves the device, in the update."""
+    pipe = tiny.sd3()
+    (tmp_path / "red.py").write_text("def red(images, prompts):\n    return images[:, 0].mean((1, 2)).tolist()\n")
+    args = {"pipeline": str(tiny.save(pipe, tmp_path / "pipe")), "rewards": [f"{tmp_path}/red.py:red"], "device": "cpu"}
+    weights = sum(tensor.numel() * tensor.element_size() for part in pipe.components.values()
+                  if isinstance(part, torch.nn.Module) for tensor in [*part.parameters(), *part.buffers()])
+    from flowgrpo.check import reward_models, text_memory
+
+    for place, phases in (("keep", ["rollout", "update"]), ("cpu", ["rollout"])):
+        config = tiny_text.config(reward={"pictured": {"args": args}}, memory__rewards=place)
+        assert reward_models.reward_weights(config) == {"pictured": {"cpu": weights}}
+        told = report.report(model, config, "cpu")
+        assert told["drivable"] and told["rewards"]["pictured"].startswith("0.000 GiB on cpu")
+        assert told["leaves_device"] == (["reward models"] if place == "cpu" else None)
+        policy = tiny_text.policy()
+        counted = text_memory.memory(policy, config, policy.encode(["1+2="]), weights)
+        assert [name for name, parts in counted.items() if parts.get("reward models") == weights] == phases
 
 
 def test_activations_are_those_of_a_completion_that_long():
