@@ -13,7 +13,7 @@ from flowgrpo.advantages.segments import chain
 from flowgrpo.advantages.token_credit import TokenCredit
 from flowgrpo.types import Completions, Segmented
 
-KINDS = ("group", "blame", "progress", "potential")
+KINDS = ("group", "blame", "progress", "potential", "last")
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,9 @@ class StepScores(TokenCredit):
                          outcome.flatten())
         if self.kind == "blame":
             return -(scores < self.right).to(scores).gather(1, segments)
+        if self.kind == "last":
+            final = scores.gather(1, segments.amax(1, keepdim=True)).view(totals.shape)
+            return group_relative(final, "group").view(-1, 1).expand_as(segments)
         groups = with_gains(scores, self.gain).unflatten(0, totals.shape).transpose(1, 2)  # [n, S, G]
         relative = group_relative(groups.flatten(0, 1), "group").view(groups.shape)
         return relative.transpose(1, 2).flatten(0, 1).gather(1, segments)

@@ -32,6 +32,9 @@ class HintLength:
 
     keep: the number of pairs per prompt. decay: the factor on a pair's weight per epoch of age.
     text: the template that joins prompt and hint. learned: as of `Hints`.
+    noise: shares of a prompt whose picture a language model reads go on below 0, down to -1: at the share -s the
+        picture has noise of the deviation s * noise, of values from 0 to 1. So prompts that are too hard get a hint,
+        and those that are too easy a perturbed input (DeepVideo-R1, 2506.07464, in a form of ours). 0: none.
 
     Rewards are within 0 to 1, and the metadata holds the text under `solution`. The model's lower asymptote is left
     out, and its prior of one sample with the whole solution is ours.
@@ -44,19 +47,22 @@ class HintLength:
     decay: float = 0.8
     text: str = "{prompt}\n\nThe solution begins like this, go on from there: {hint}"
     learned: bool = True
+    noise: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 < self.target < 1 or not 0 <= self.band < 1 or not 0 < self.decay <= 1:
             raise ValueError(f"HintLength: target is {self.target}, band {self.band} and decay {self.decay}, expected "
                              "numbers between 0 and 1")
-        if self.rounds < 1 or self.keep < 1:
-            raise ValueError(f"HintLength: rounds is {self.rounds} and keep {self.keep}, expected 1 or more")
+        if self.rounds < 1 or self.keep < 1 or not self.noise >= 0:
+            raise ValueError(f"HintLength: rounds is {self.rounds}, keep {self.keep} and noise {self.noise}, expected "
+                             "1 or more, 1 or more, and 0 or more")
         require_template("HintLength", self.text)
 
     def begin(self, prompts: Sequence[Prompt], drawn: EpochBatch) -> list[Prompt]:
         """Return the prompts of an epoch's first turn, with hints of the predicted shares."""
         known = drawn.memory.get(KEY, {})
-        return [self.hinted(prompt, self.share(known.get(prompt.unguided.key, []), drawn.epoch)) for prompt in prompts]
+        return [self.hinted(prompt, self.share(known.get(prompt.unguided.key, []), drawn.epoch, self.least(prompt)))
+                for prompt in prompts]
 
     def __call__(self, drawn: EpochBatch) -> list[tuple[None, Prompt]]:
         if drawn.turn >= self.rounds:
@@ -67,8 +73,9 @@ class HintLength:
             prompt, rewards = drawn.prompts[place], drawn.totals[place]
             rewards = rewards[~rewards.isnan()]
             if len(rewards) and abs(rewards.mean().item() - self.target) > self.band:
-                changed = self.hinted(prompt, self.share(pairs.get(prompt.unguided.key, []), drawn.epoch))
-                longer += [changed] if changed.shown != prompt.shown else []
+                share = self.share(pairs.get(prompt.unguided.key, []), drawn.epoch, self.least(prompt))
+                changed = self.hinted(prompt, share)
+                longer += [changed] if changed.key != prompt.key else []
         return [(None, prompt) for prompt in longer]
 
     def learn(self, drawn: EpochBatch) -> None:
@@ -80,23 +87,31 @@ class HintLength:
         known = {key: [*pairs] for key, pairs in drawn.memory.get(KEY, {}).items()}
         for prompt, totals in zip(drawn.prompts, drawn.totals):
             rewards = totals[~totals.isnan()].double()
-            if len(rewards) and prompt.metadata.get("solution"):
+            if len(rewards) and (prompt.metadata.get("solution") or self.least(prompt)):
                 require_rate(prompt.key, rewards.min().item(), rewards.max().item())
                 share = prompt.guided.level if prompt.guided else 0.0
                 pairs = known.setdefault(prompt.unguided.key, [])
                 pairs.append([share, rewards.mean().item(), len(rewards), drawn.epoch])
         return {key: pairs[-self.keep:] for key, pairs in known.items()}
 
-    def share(self, pairs: Sequence[Sequence[float]], epoch: int) -> float:
-        """Return the share, 0 to 1, at which the accuracy is the target by the fitted model; 0 without pairs."""
+    def least(self, prompt: Prompt) -> float:
+        """Return the smallest share of a prompt: -1 if its picture can be noised, else 0."""
+        return -1.0 if self.noise and prompt.image is not None else 0.0
+
+    def share(self, pairs: Sequence[Sequence[float]], epoch: int, least: float = 0.0) -> float:
+        """Return the share, `least` to 1, at which the accuracy is the target by the fitted model; 0 without pairs."""
         if not pairs:
             return 0.0
         slope, offset = fitted([(share, (rate * count + 0.5) / (count + 1), count * self.decay ** (epoch - then))
                                 for share, rate, count, then in pairs])
-        return min(max((math.log(self.target / (1 - self.target)) - offset) / slope, 0.0), 1.0)
+        return min(max((math.log(self.target / (1 - self.target)) - offset) / slope, least), 1.0)
 
     def hinted(self, prompt: Prompt, share: float) -> Prompt:
-        """Return the prompt with that share of its solution as a hint; without one if it is empty."""
+        """Return the prompt with that share of its solution as a hint, without one if it is empty; below 0 with noise
+        on its picture."""
+        if share < 0:
+            return replace(prompt, guided=Guidance(prompt.text, learned=self.learned, level=share,
+                                                   noise=-share * self.noise))
         hint = beginning(prompt.metadata, share)
         if not hint:
             return prompt.unguided

@@ -35,6 +35,16 @@ def read_picture(path: str | Path, size: Size | None = None) -> Image:
         return _fitted(rgb(picture), size)
 
 
+def noised_picture(path: str | Path, deviation: float, seed: int) -> Image:
+    """Return the picture of a file with Gaussian noise on its values from 0 to 1. Raises UserError if it is none."""
+    import numpy as np
+    from PIL import Image
+
+    values = np.asarray(read_picture(path)) / 255
+    values = values + deviation * np.random.default_rng(seed).standard_normal(values.shape)
+    return Image.fromarray((values.clip(0, 1) * 255).round().astype(np.uint8))
+
+
 def picture_size(path: str | Path) -> Size:
     """Return (height, width) of a picture's file, upright, from its header. Raises UserError if it is no picture."""
     require_open()

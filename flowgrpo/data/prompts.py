@@ -46,7 +46,8 @@ class Guidance:
     text: in place of the prompt's.
     scale: the guidance scale of a pipeline; None: `train.guidance`.
     learned: True if the loss scores samples under this input; False: under the prompt's own.
-    level: the number of hints in the text, or their share of the solution; 0: none.
+    level: the number of hints in the text, or their share of the solution; 0: none; below 0 the picture is noised.
+    noise: deviation of the noise on the picture that a language model reads, of values from 0 to 1.
     answers: True if teachers' answers join the prompt's group.
     """
 
@@ -55,6 +56,7 @@ class Guidance:
     learned: bool = True
     level: float = 0.0
     answers: bool = False
+    noise: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Prompt:
         """
         text = self.guided.text if self.guided and self.guided.level else self.text
         answers = ["with answers"] if self.guided and self.guided.answers else []
+        answers += [f"with noise {self.guided.noise:g}"] if self.guided and self.guided.noise else []
         return "\n".join([text, *self.inputs.images, *filter(None, [self.inputs.key]), *answers])
 
     @property

@@ -84,7 +84,7 @@ from flowgrpo.samplers import (
     reward_gradient,
     solvers,
 )
-from flowgrpo.samplers.text import annealing, branching, decoding, groups, gumbel_softmax, lookahead, trees
+from flowgrpo.samplers.text import annealing, branching, decoding, groups, gumbel_softmax, lookahead, pruned, trees
 
 # By the field of a Method, or of a part in it. A new part goes into one of these modules, or its module into a line.
 MODULES: dict[str, tuple[ModuleType, ...]] = {
@@ -119,7 +119,7 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "relaxation": (gumbel_softmax,),
     "edit": (latent_edits,),
     "adapted": (adapted,),
-    "draws": (groups, trees, lookahead, branching),
+    "draws": (groups, trees, lookahead, branching, pruned),
     "spread": (token_credit, step_scores),
     "curriculum": (order, categories, gradient_variance, history, prediction, variations),
     "expansion": (expansion,),

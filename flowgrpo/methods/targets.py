@@ -16,7 +16,7 @@ from flowgrpo.objectives import best_path, token_losses
 from flowgrpo.objectives.actor_critic import ActorCritic
 from flowgrpo.samplers import latent_edits, noised_finals, reward_gradient
 from flowgrpo.samplers.rollout import RolloutSpec
-from flowgrpo.samplers.text import gumbel_softmax
+from flowgrpo.samplers.text import gumbel_softmax, pruned
 from flowgrpo.samplers.text.decoding import Unmasking
 
 
@@ -190,6 +190,9 @@ class Completions(Target):
         if group % rollout.draws.leaves:
             raise ValueError(f"draws is {type(rollout.draws).__name__} with {rollout.draws.leaves} leaves: expected a "
                              "train.group that is a multiple of them")
+        if isinstance(rollout.draws, pruned.PrunedDraws) and (rollout.decoding.greedy or credit.value is not None):
+            raise ValueError("draws is PrunedDraws, whose samples are all drawn by lot and whose head is the run's "
+                             "only one: set parts.decoding.greedy: 0 and parts.value: null, or leave it out")
         of_experts = {"surrogate ExpertMixture": isinstance(loss.surrogate, token_losses.ExpertMixture),
                       "shaping ExpertReward": isinstance(credit.shaping, ExpertReward)}
         for part in (part for part, is_set in of_experts.items() if is_set and not rollout.decoding.expert):

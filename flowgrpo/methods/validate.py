@@ -142,6 +142,9 @@ def _require_loss(config: Config, method: Method) -> None:
                              "number")
         _require_no_scale(method)
         return
+    if getattr(method.redraw, "noise", 0):
+        raise ValueError("parts.redraw.noise is about pictures that language models read, and a pipeline reads its "
+                         "own: leave it out")
     if isinstance(teacher, SelfTeacher) and teacher.feedback in ("sibling", "contrast"):
         raise ValueError(f"parts.reference.feedback is {teacher.feedback}, texts of the group, and pictures have none: "
                          "set it to none, with a template such as '{prompt}, in sharp focus'")

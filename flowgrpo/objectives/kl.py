@@ -130,6 +130,37 @@ class SampledKL(Penalty):
         return ESTIMATORS[self.estimator](new.logp, reference.logp)
 
 
+@dataclass(frozen=True)
+class SpanKL(SampledKL):
+    """`SampledKL` with a factor on the weight by span, [B, N]: one attempt of a completion is held to the reference,
+    the others less or not at all (stage I of SCoRe, 2409.12917, with the draws `SecondAttempt`).
+
+    A span is a run of trained tokens; those that are not trained, such as an inserted text, part it from the next.
+    factors: of a row's spans in order; later ones have the last factor.
+    """
+
+    factors: tuple[float, ...] = (1.0, 0.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "factors", tuple(self.factors))  # a recipe gives a list
+        if not self.factors or min(self.factors) < 0 or max(self.factors) == 0:
+            raise ValueError(f"SpanKL: factors is {list(self.factors)}, expected numbers of 0 or more, one above 0")
+
+    def distance(self, new: Scored, reference: Scored) -> Tensor:
+        numbers = spans(new.mask).clamp(max=len(self.factors) - 1)
+        return super().distance(new, reference) * queued(torch.tensor(self.factors), numbers.device)[numbers]
+
+
+def spans(mask: Tensor) -> Tensor:
+    """Return the number, from 0, of the span to which each place of a mask [B, N] belongs: int64 [B, N].
+
+    It counts the runs of False before it, so a row that begins with one has no tokens in span 0.
+    """
+    before = torch.nn.functional.pad(mask[:, :-1], (1, 0), value=True)
+    return (before & ~mask).cumsum(1)
+
+
 def is_active(kl: Penalty) -> bool:
     """Return True if a KL has a weight above 0 in any epoch, so a reference is read."""
     return kl.weight > 0 if kl.schedule is None else not kl.schedule.silent(kl.weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from flowgrpo.advantages.step_scores import StepScores
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
 from flowgrpo.curriculum.teachers import TeacherAnswers, solutions_of
+from flowgrpo.data.pictures import noised_picture
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.log import PhaseTimer
@@ -45,7 +47,7 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
     def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> TokenizedPrompts:
         """Tokenise prompts."""
         with self.clock("encode"):
-            encoded = self.encode([p.shown for p in batch], images=[p.brings for p in batch])
+            encoded = self.encode([p.shown for p in batch], images=[brought(p) for p in batch])
         decoding = self.method.generation.decoding
         if not decoding.expert:
             return encoded
@@ -135,3 +137,11 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
     def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: list[Scored]) -> LossInputs:
         """Return what the surrogate reads in addition to ratio and advantage."""
         return self.target.loss_inputs(part, conditioning, reference)
+
+
+def brought(prompt: Prompt) -> Any:
+    """Return what a prompt brings beside its text; its picture with noise where its guidance asks for some."""
+    guided = prompt.guided
+    if not guided or not guided.noise or prompt.image is None:
+        return prompt.brings
+    return noised_picture(prompt.image, guided.noise, zlib.crc32(prompt.text.encode()))

@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from flowgrpo.advantages.gae import OutcomeHead, Recall, ValueHead, outcome_weights, over_traces, value_loss
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.distributed.processes import Processes
+from flowgrpo.methods.groups import TextGeneration
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.base import Encoded
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.samplers.text.decoding import Decoding
+from flowgrpo.samplers.text.decoding import Decoding, decided
+from flowgrpo.samplers.text.pruned import PrunedDraws, looked
 from flowgrpo.storage import checkpoint
 from flowgrpo.training.replay_buffer import Recalling
 from flowgrpo.types import Completions
@@ -37,8 +40,8 @@ class Critic:
     seen: per part of the epoch, the states [k,H] of its tokens, float32 on the CPU, their values and returns [k].
     """
 
-    def __init__(self, part: ValueHead | OutcomeHead, policy: CausalLM, kernel: Decoding, geometry: BatchShape,
-                 processes: Processes, outputs: int = 1):
+    def __init__(self, part: ValueHead | OutcomeHead | PrunedDraws, policy: CausalLM, kernel: Decoding,
+                 geometry: BatchShape, processes: Processes, outputs: int = 1):
         self.part, self.policy, self.kernel = part, policy, kernel
         self.geometry, self.processes = geometry, processes
         self.head = torch.nn.Linear(policy.width, outputs).to(policy.device)
@@ -131,9 +134,42 @@ class OutcomeCritic(Critic):
         return loss.item()
 
 
+class QualityCritic(Critic):
+    """Quality head of a run whose draws are pruned: the chance that a partial completion succeeds.
+
+    It gives no advantages. seen: per part of the epoch, the states [m,H] of its completions at the place where they
+    could be stopped, and twice whether they succeeded [m].
+    """
+
+    def __init__(self, part: PrunedDraws, policy: CausalLM, kernel: Decoding, geometry: BatchShape,
+                 processes: Processes):
+        super().__init__(part, policy, kernel, geometry, processes)
+        policy.quality = self.values
+
+    @torch.no_grad()
+    def _credited(self, part: Part, conditioning: TokenizedPrompts) -> Part:
+        [taken], [reward] = part.transitions, part.rewards
+        assert isinstance(taken, Completions) and isinstance(self.part, PrunedDraws)
+        lengths = decided(taken.ids, self.policy.ends)[0].sum(1)
+        states = looked(self.policy, conditioning, taken.prompts, taken.ids, (lengths - 1).clamp(max=self.part.tokens),
+                        self.geometry.micro_batch)
+        right = (reward.cpu() >= self.part.right).float()
+        self.seen.append((states.cpu(), right, right))
+        return part
+
+    def _backward(self, hidden: Tensor, old: Tensor, returns: Tensor, count: int) -> float:
+        logits = self.values(hidden)
+        loss = binary_cross_entropy_with_logits(logits, returns.to(logits), reduction="sum") / count
+        loss.backward()
+        return loss.item()
+
+
 def make_critic(method: Method, policy: Policy, geometry: BatchShape, processes: Processes
                 ) -> Critic | Recalling | None:
-    """Create the value model of a method; None if it has none."""
+    """Create the value model of a method, or the quality head of its draws; None if it has neither."""
+    if isinstance(method.rollout, TextGeneration) and isinstance(method.rollout.draws, PrunedDraws):
+        return QualityCritic(method.rollout.draws, cast("CausalLM", policy), method.rollout.decoding, geometry,
+                             processes)
     if method.credit.value is None:
         return None
     if isinstance(method.credit.value, Recall):

@@ -88,6 +88,11 @@ def test_steps_count_less_the_more_of_a_group_is_right():
     assert not StepScores("group", easing=True)(given, NONE, torch.ones(1, 3)).any()
 
 
+def test_the_last_steps_score_is_that_of_every_step():
+    found = StepScores("last", weight=2.0)(taken([[9.0, 0.0, 1.0], [0.0, 5.0, 3.0], [7.0, 2.0, NAN]]), NONE, TOTALS)
+    torch.testing.assert_close(found, torch.tensor([[-2.0] * 4, [2.0] * 4, [0.0] * 4]))
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_run_scores_the_steps_of_its_texts(whole):
     """By the characters of a step, in a tiny run; the first ratio is 1."""

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.curriculum.hint_length import KEY, LEAST, HintLength, fitted
+from flowgrpo.data.pictures import noised_picture, read_picture
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
-from tests.helpers import tiny_text
+from flowgrpo.errors import UserError
+from flowgrpo.methods.validate import resolve
+from tests.helpers import tiny_runs, tiny_text, tiny_vision
 
 WORDS = "one two three four five six seven eight nine ten"
 LED, PLAIN = Prompt("2+2=", metadata={"solution": WORDS}), Prompt("1+2=", metadata={"answer": 3})
@@ -100,8 +105,78 @@ def test_an_epoch_trains_with_hints_of_several_lengths():
     assert metrics[0]["extra_groups"] == 2 and len(trainer.memory[KEY]["2+2="]) >= 4
 
 
+# Noise on the pictures of easy prompts
+
+NOISY = HintLength(text="{prompt}({hint})", noise=0.5)
+SHOWN = Prompt("7+8=", image="seven.png", metadata={"solution": WORDS})
+
+
+def test_an_easy_prompt_with_a_picture_gets_noise_and_a_hard_one_a_hint():
+    found = drawn([SHOWN, LED, PLAIN, SHOWN], [[1.0] * 8, [1.0] * 8, [1.0] * 8, [0.0, 1.0] * 4])
+    [(place, noisy)] = NOISY(found)  # without a picture an easy prompt stays, and so does one near the target
+    assert place is None and noisy.shown == noisy.text == SHOWN.text and noisy.unguided == SHOWN
+    assert -1 <= noisy.guided.level < 0 and noisy.guided.noise == -0.5 * noisy.guided.level
+    assert noisy.learned is noisy and noisy.key != SHOWN.key and noisy.image == SHOWN.image
+    [(_, hinted)] = NOISY(drawn([SHOWN], [[0.0] * 8]))
+    assert words(hinted) == 5 and hinted.guided.noise == 0
+    assert PART(found) == [] and HintLength(noise=0.5, rounds=1)(found) == []
+
+
+def test_the_noise_follows_what_it_did():
+    """A picture that became too hard to read gets less noise in the next epoch, at last a hint."""
+    memory, levels = {}, []
+    for rate in (1.0, 0.0, 0.0, 0.0):
+        [prompt] = NOISY.begin([SHOWN], drawn([], [], len(levels), memory))
+        levels.append(prompt.guided.level if prompt.guided else 0.0)
+        NOISY.learn(drawn([prompt], [[rate] * 8], len(levels), memory))
+    assert levels[0] == 0 > levels[1] and levels[1] < levels[2] < levels[3]
+    assert [share for share, *_ in memory[KEY][SHOWN.key]] == levels
+
+
+@pytest.mark.parametrize("steep, middle", [(12, -0.4), (8, -0.6), (15, -0.2), (10, 0.3)])
+def test_noise_or_a_hint_brings_the_accuracy_near_one_half(steep, middle):
+    pairs, share = [], 0.0
+    for _ in range(5):
+        pairs.append([share, round(8 / (1 + math.exp(-steep * (share - middle)))) / 8, 8, 0])
+        share = NOISY.share(pairs, 0, NOISY.least(SHOWN))
+    assert 1 / (1 + math.exp(-steep * (share - middle))) == pytest.approx(0.5, abs=0.15)
+
+
+def test_a_run_reads_the_noised_picture_and_rewards_see_the_prompt(tmp_path):
+    [red, *_] = tiny_vision.files(tmp_path)
+    read, seen = [], []
+
+    def right(texts, prompts, metadata):
+        seen.extend(zip(prompts, (entry["image"] for entry in metadata)))
+        return [1.0] * len(texts)
+
+    own = tiny_vision.policy("llava")
+    trainer = tiny_text.trainer(own, {"short": right}, train__prompts=1, parts={
+        "redraw": {"type": "HintLength", "noise": 0.3, "rounds": 2}, "advantage": {"type": "NoBaseline"}})
+    trainer.prompts = [Prompt("2+2=", image=red)]
+    encode = trainer.rollouts.encode
+    trainer.rollouts.encode = lambda texts, images: read.append(images) or encode(texts, images=images)
+    metrics = trainer.run_epoch()
+    clean, noised, learned = read[0][0], read[1][0], read[2]
+    assert clean == red and np.array_equal(learned[1], noised) and learned[0] == red
+    assert not np.array_equal(noised, read_picture(red)) and {*seen} == {("2+2=", red)}
+    assert metrics["extra_groups"] == 1 and trainer.first_ratio.found <= 1e-4
+
+
+def test_noise_is_of_its_deviation_and_the_same_again(tmp_path):
+    Image.new("RGB", (64, 64), (128, 128, 128)).save(tmp_path / "grey.png")
+    one, again, other = (np.asarray(noised_picture(tmp_path / "grey.png", 0.1, seed)) / 255 for seed in (1, 1, 2))
+    assert np.array_equal(one, again) and not np.array_equal(one, other)
+    assert one.std() == pytest.approx(0.1, rel=0.03) and one.mean() == pytest.approx(128 / 255, abs=0.005)
+
+
+def test_noise_is_refused_for_what_reads_no_picture():
+    with pytest.raises(UserError, match="parts.redraw.noise is about pictures that language models read"):
+        resolve(tiny_runs.config("flow", "flow_grpo", {"redraw": {"type": "HintLength", "noise": 0.1}}), "flow")
+
+
 @pytest.mark.parametrize("options", [{"target": 0.0}, {"band": 1.0}, {"decay": 0.0}, {"rounds": 0}, {"keep": 0},
-                                     {"text": "{prompt}"}])
+                                     {"text": "{prompt}"}, {"noise": -0.1}])
 def test_impossible_settings(options):
     with pytest.raises(ValueError, match="HintLength: "):
         HintLength(**options)

@@ -42,7 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "Unconfident": {"right": 0.1}, "Decoupled": {"right": 0.1}, "Balanced": {"right": 0.48}, "Rarity": {"slope": 0.5},
     "ForwardCorrected": {"misses": 0.3},
     "Pruning": {"pool": 6, "step": 1}, "SpanDecoding": {"opens": list(range(3, 12)), "inside": 0.2},
-    "StepScores": {"ends": "1"}, "SecondAttempt": {"again": "="},
+    "StepScores": {"ends": "1"}, "SecondAttempt": {"again": "="}, "PrunedDraws": {"tokens": 1},
     **dict.fromkeys(("ResampleCorrect", "Consistent"), {"n": 2, "rewards": ["score"], "right": 0.1}),
     **dict.fromkeys(("FlowMatching", "GuidanceDistillation", "SelfAnswers"), {"source": {"right": 0.1}}),
     "PassRate": {"right": 0.1}, "PreferencePairs": {"source": {"path": tiny_text.PAIRS}},

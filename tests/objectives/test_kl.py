@@ -12,6 +12,7 @@ from flowgrpo.gaussian import kl, log_prob
 from flowgrpo.methods import preset
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.objectives import ESTIMATORS, GaussianKL, OutputError, SampledKL, at_epoch, is_active, k1, k2, k3
+from flowgrpo.objectives.kl import SpanKL, spans
 from flowgrpo.objectives.schedules import Adaptive, Linear
 from flowgrpo.samplers.kernels import CPS, DDIM, DanceSDE, FlowDDIM, FlowSDE
 from flowgrpo.samplers.plans import Schedule
@@ -294,3 +295,28 @@ def test_a_schedule_belongs_to_a_kl_alone():
         with_parts(preset("flow_grpo"), {"kl": {"schedule": {"type": "Clip"}}})
     with pytest.raises(UserError, match="parts.kl: Adaptive: the KL's weight is 0, which no factor raises"):
         with_parts(preset("mix_grpo"), {"kl": {"schedule": {"type": "Adaptive", "target": 0.1}}})
+
+
+# By span
+
+
+def test_spans_are_counted_by_the_holes_between_them():
+    mask = torch.tensor([[1, 1, 0, 0, 1, 0, 1, 0], [1, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 0, 0]]).bool()
+    found = spans(mask)
+    assert found[0][mask[0]].tolist() == [0, 0, 1, 2] and not found[1].any() and (found[2][mask[2]] == 1).all()
+
+
+def test_each_span_has_its_factor_and_later_ones_the_last():
+    mask = torch.tensor([[1, 1, 0, 1, 0, 1], [0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]]).bool()
+    new, reference = Scored(draw(3, 6), mask), Scored(draw(3, 6, seed=1), mask)
+    whole = SampledKL(0.5, "k2")(new, reference)
+    for factors, expected in (((1, 0), [[1, 1, 0, 0], [0] * 5, [1] * 6]), ((1,), [[1] * 4, [1] * 5, [1] * 6]),
+                              ((2.0, 3.0), [[2, 2, 3, 3], [3] * 5, [2] * 6]),
+                              ((0, 1, 4), [[0, 0, 1, 4], [1] * 5, [0] * 6])):
+        found = SpanKL(0.5, "k2", factors=factors)(new, reference)
+        by_hand = torch.zeros(3, 6, dtype=F64).masked_scatter(mask, torch.tensor(sum(expected, []), dtype=F64))
+        torch.testing.assert_close(found[mask], (by_hand * whole)[mask])
+    assert at_epoch(SpanKL(1.0, schedule=Linear(0.0), factors=[1, 0]), context(1)) == SpanKL(0.75)
+    for wrong in ((), (0, 0), (1, -1)):
+        with pytest.raises(ValueError, match="SpanKL: factors is"):
+            SpanKL(1.0, factors=wrong)

@@ -7,7 +7,7 @@ body once, and its head only for drawn tokens.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class CausalLM:
 
     process, modality, unit, turns = "tokens", "text", "tokens", None
     generators = staticmethod(generators)
+    quality: Callable[[Tensor], Tensor] | None = None  # as of a `CausalModel`
 
     def __init__(self, model: Any, tokenizer: Any, adapter: Adapter | None, text: Text, *,
                  device: str | torch.device = "cpu", precision: str = "fp32", checkpointing: float = 0.0):

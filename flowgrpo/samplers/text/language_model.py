@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -34,10 +34,12 @@ class CausalModel(LanguageModel, Protocol):
     """Language model that draws one token after the other.
 
     model: of transformers.
+    quality: a run's head that gives logits [n] of the success of partial completions, of states [n,H]; None: none.
     """
 
     model: Any
     device: torch.device
+    quality: Callable[[Tensor], Tensor] | None
 
     def generators(self, seeds: Iterable[int]) -> list[Generator]:
         """Return a generator per seed."""
