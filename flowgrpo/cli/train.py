@@ -57,32 +57,36 @@ def _grow_segments(settings: Any) -> None:
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
-def recipe_and_options(arguments: list[str]) -> tuple[str | None, dict[str, str]]:
+def recipe_and_options(arguments: list[str], noun: str = "recipe", others: tuple[str, ...] = ("resume",)
+                       ) -> tuple[str | None, dict[str, str]]:
     """Split arguments into the recipe's path and the options given as `--key=value` or `--key value`.
-    Raises UserError for an unknown key."""
-    recipes, options, rest = [], {}, iter(arguments)
+
+    noun: of what stands in the recipe's place. others: the command's options that are no keys, for hints.
+    Raises UserError for an unknown key, and for two recipes.
+    """
+    named, options, rest = [], {}, iter(arguments)
     for argument in rest:
         if not argument.startswith("-"):
-            recipes.append(argument)
+            named.append(argument)
             continue
         key, equals, value = argument.lstrip("-").partition("=")
         key = key.replace("-", "_")  # the key held_out is the option --held-out too
-        _check_key(argument.partition("=")[0], key)
+        _check_key(argument.partition("=")[0], key, others)
         if not equals:
             value = next(rest, "--")
             if value.startswith("--"):
                 raise UserError(f"option {argument} needs a value: {argument}=VALUE")
         options[key] = value
-    if len(recipes) > 1:
-        raise UserError(f"expected one recipe, got {' and '.join(recipes)} (values follow their option: --KEY=VALUE)")
-    return next(iter(recipes), None), options
+    if len(named) > 1:
+        raise UserError(f"expected one {noun}, got {' and '.join(named)} (values follow their option: --KEY=VALUE)")
+    return next(iter(named), None), options
 
 
-def _check_key(option: str, key: str) -> None:
+def _check_key(option: str, key: str, others: tuple[str, ...]) -> None:
     from flowgrpo.config import parse, schema
 
     if not option.startswith("--") or not schema.owner(key):
-        hint = parse.nearest_key(key, [*schema.keys(), "resume", "help"])
+        hint = parse.nearest_key(key, [*schema.keys(), *others, "help"])
         raise UserError(f"unknown option {option}" + hint.replace("'", "'--", 1))
 
 
