@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Recorded:
-    """All recorded examples, drawn anew for every optimiser step.
+    """All recorded examples, drawn anew for every optimizer step.
 
     path: the file; empty: the answers of the run's prompts.
     """

@@ -32,7 +32,7 @@ class Base:
 @dataclass(frozen=True)
 class EMA:
     """Moving average of the weights, updated at every epoch's start: decay * average + (1 - decay) * weights (the
-    moving anchor of WARP, 2406.16768, which updates it with every optimiser step).
+    moving anchor of WARP, 2406.16768, which updates it with every optimizer step).
 
     decay 1 stays at the first weights, 0 is PreviousPolicy(1). The factors A and B of a LoRA are averaged separately,
     as `train.ema` does.
