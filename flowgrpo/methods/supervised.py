@@ -13,6 +13,7 @@ from flowgrpo.methods.parts import Times
 from flowgrpo.objectives.balance import Balance, FixedWeights
 from flowgrpo.objectives.pair_losses import PairLoss
 from flowgrpo.objectives.supervised_weights import EqualTokens, TokenWeight
+from flowgrpo.ranges import above, at_least
 from flowgrpo.samplers.noised_finals import Stratified
 
 DISTANCES = ("squared", "smooth_l1")
@@ -41,8 +42,8 @@ class DataLoss:
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        if self.batch < 1 or not self.beta > 0:
-            raise ValueError(f"{name}: batch is {self.batch} and beta {self.beta}, expected 1 or more, and above 0")
+        at_least(self, 1, "batch")
+        above(self, 0, "beta")
         if self.apart and not isinstance(self.source, PassRate):
             raise ValueError(f"{name}: apart is about examples that a run collects: set data.source: {{type: "
                              "PassRate}")

@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from flowgrpo.ranges import at_least
+
 
 @dataclass(frozen=True)
 class Now:
@@ -68,8 +70,7 @@ class WarmupCosine(Balance):
         if not 0 <= self.valley <= self.peak <= 1 or self.peak == 0:
             raise ValueError(f"WarmupCosine: peak is {self.peak} and valley {self.valley}, expected 0 <= valley <= "
                              "peak <= 1, and a peak above 0")
-        if min(self.warmup, self.decay) < 0:
-            raise ValueError(f"WarmupCosine: warmup is {self.warmup} and decay {self.decay}, expected 0 or more")
+        at_least(self, 0, "warmup", "decay")
 
     def __call__(self, now: Now) -> tuple[float, float]:
         mu = self.mu(now.update)
