@@ -49,7 +49,7 @@ relative to the file; `geneval` reads `metadata` too, `{"tag": "colors", "includ
 The column of extras names what `pip install 'flowgrpo[...]'` has to install, and that of downloads the GB of the model
 and of the rewards, which the [second table](#downloads) lists.
 
-| recipe | model | method | GPUs | peak, GiB | pictures per epoch | epochs | seconds per epoch | hours | prompts | rewards | measured only | extras | downloads, GB | licence |
+| recipe | model | method | GPUs | peak, GiB | pictures per epoch | epochs | seconds per epoch | hours | prompts | rewards | measured only | extras | downloads, GB in bf16 | licence |
 |---|---|---|---|---:|---:|---:|---:|---:|---|---|---|---|---:|---|
 """  # noqa: E501
 
