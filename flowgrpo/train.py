@@ -182,7 +182,7 @@ class Trainer:
 
     def learn(self, credited: list[Part | None], conditioning: Encoded, prompts: Sequence[Prompt] = ()
               ) -> dict[str, Any]:
-        """Replay the recorded decisions and minimise the method's loss: `updates` optimiser steps per inner epoch.
+        """Replay the recorded decisions and minimise the method's loss: `updates` optimizer steps per inner epoch.
 
         Every process adds the gradient of its own parts; one that has none in a step still takes part in it.
         """
@@ -214,7 +214,7 @@ class Trainer:
 
     def gradient(self, share: list[Part], conditioning: Encoded, weights: dict[int, float], count: int
                  ) -> list[torch.Tensor]:
-        """Compute the gradient of one optimiser step's parts anew; return the statistics of their decisions."""
+        """Compute the gradient of one optimizer step's parts anew; return the statistics of their decisions."""
         stats = UpdateStats()
         self.optimizer.zero_grad()
         self.rollouts.meet(share, conditioning, partial(self.reference, conditioning=conditioning))
@@ -248,7 +248,7 @@ class Trainer:
                  ) -> None:
         """Add one part's gradient, a batch of one recorded step at a time.
 
-        weights: of the steps; count: the divisor of every loss, `decisions` of the whole optimiser step.
+        weights: of the steps; count: the divisor of every loss, `decisions` of the whole optimizer step.
         """
         method, kl, device = self.method, self.kl_reference.kl, self.policy.device
         reference = self.reference(part, conditioning)

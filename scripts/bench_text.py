@@ -1,4 +1,4 @@
-"""flowgrpo beside TRL's GRPOTrainer on the text starter: the same numbers, and seconds per optimiser step.
+"""flowgrpo beside TRL's GRPOTrainer on the text starter: the same numbers, and seconds per optimizer step.
 
     pip install trl                     # for this script alone
     python scripts/bench_text.py
@@ -6,7 +6,7 @@
 Both train all weights of the same model on the same prompts, with the same group, batch and learning rate. For each
 loss type TRL generates and scores a batch; of these very completions, with TRL's advantages and with old
 log-probabilities that are moved by seeded noise, so that ratios differ from 1 and clips bite, both compute
-log-probabilities and loss. Then both make optimiser steps in turns, sampling included; the ratio of their seconds is
+log-probabilities and loss. Then both make optimizer steps in turns, sampling included; the ratio of their seconds is
 told. Writes the table of docs/performance.md to the terminal.
 """
 
@@ -142,7 +142,7 @@ def differences(args, method: str) -> tuple[float, float, float]:
 
 
 def seconds(args) -> tuple[float, float]:
-    """Median seconds per optimiser step of TRL and of flowgrpo, in turns; the first steps of each turn do not count."""
+    """Median seconds per optimizer step of TRL and of flowgrpo, in turns; the first steps of each turn do not count."""
     each: tuple[list[float], list[float]] = [], []
     for _ in range(args.turns):
         each[0].extend(theirs(args, "grpo", args.steps + 2, moved=False)[1][2:])
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=16)
     parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument("--steps", type=int, default=15, help="timed optimiser steps per turn")
+    parser.add_argument("--steps", type=int, default=15, help="timed optimizer steps per turn")
     parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
     print("| loss | largest difference of log-probabilities | TRL's loss | ours | difference |")
@@ -170,7 +170,7 @@ def main() -> None:
         apart, their, own = differences(args, method)
         print(f"| {method} | {apart:.1e} | {their:.7f} | {own:.7f} | {abs(their - own):.1e} |", flush=True)
     their, own = seconds(args)
-    print(f"\n{args.prompts} x {args.group} completions: TRL {their:.3f} s per optimiser step, flowgrpo {own:.3f} s, "
+    print(f"\n{args.prompts} x {args.group} completions: TRL {their:.3f} s per optimizer step, flowgrpo {own:.3f} s, "
           f"ratio {their / own:.2f}")
 
 

@@ -161,7 +161,7 @@ class Bench:
         meter, peak = trainer.throughput.meter, trainer.throughput.peak
         for what in ("rollout", "decode", "update"):
             work = getattr(self, f"_{what}")
-            work()  # the first update looks at the first ratio, and makes the optimiser's state
+            work()  # the first update looks at the first ratio, and makes the optimizer's state
             before = meter.total if meter else 0.0
             with peaks(self.device) as line:
                 seconds = timed(work, self.device, 2, warm=0)

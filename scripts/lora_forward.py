@@ -42,7 +42,7 @@ def trainer_of(precision: str, ours: bool) -> Trainer:
 
 
 def gradient(trainer: Trainer) -> tuple[torch.Tensor, float]:
-    """Return the flat gradient of one optimiser step, and the largest first |log ratio|."""
+    """Return the flat gradient of one optimizer step, and the largest first |log ratio|."""
     batch = trainer.prompts[:2]
     conditioning = trainer.rollouts.conditioning(batch)
     parts = [part for part, _ in trainer.rollouts.sample(conditioning, 0, partial(trainer.scoring.total, batch))]

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import recipe_downloads
+
 from flowgrpo.config import load
 from flowgrpo.config.schema import Config
 from flowgrpo.dry_run.estimate import dry_run, gib
@@ -44,8 +46,11 @@ prompt file of your own, with a picture in each line: `{"prompt": "make the dog 
 relative to the file; `geneval` reads `metadata` too, `{"tag": "colors", "include": [{"class": "dog", "count": 1,
 "color": "red"}]}` ([docs/prompts.md](prompts.md)).
 
-| recipe | model | method | GPUs | peak, GiB | pictures per epoch | epochs | seconds per epoch | hours | prompts | rewards | measured only | licence |
-|---|---|---|---|---:|---:|---:|---:|---:|---|---|---|---|
+The column of extras names what `pip install 'flowgrpo[...]'` has to install, and that of downloads the GB of the model
+and of the rewards, which the [second table](#downloads) lists.
+
+| recipe | model | method | GPUs | peak, GiB | pictures per epoch | epochs | seconds per epoch | hours | prompts | rewards | measured only | extras | downloads, GB in bf16 | licence |
+|---|---|---|---|---:|---:|---:|---:|---:|---|---|---|---|---:|---|
 """  # noqa: E501
 
 
@@ -120,10 +125,25 @@ def row(name: str) -> str:
     pictures, seconds, epochs, hours, peak = facts.groups()
     prompts = f"`{config.prompts}`" if not Path(str(config.prompts)).suffix else "your own, with pictures"
     gpus = f"{line['gpu']} ({line['memory']} GB)"
+    named = [*rewards(config.trained | config.watched)]
+    downloads = 2 * recipe_downloads.billions(config, named)
     cells = [f"[`{name}`](../configs/{name}.yaml)", config.model.split("/")[-1], f"`{config.method}`",
              gpus if line["count"] == "One" else f"{line['count']} x {gpus}", peak, pictures, epochs, seconds, hours,
-             prompts, listed(rewards(config.trained)), listed(rewards(config.watched)), licence(name)]
+             prompts, listed(rewards(config.trained)), listed(rewards(config.watched)),
+             listed(recipe_downloads.extras(config, named)), f"{downloads:.1f}", licence(name)]
     return f"| {' | '.join(cells)} |"
+
+
+def page() -> str:
+    """Return docs/recipes.md: the table of recipes, and that of what they download."""
+    recipes = {name: load(path(name)) for name in names()}
+    first = {config.model: name for name, config in reversed(recipes.items())}
+    models = [recipe_downloads.model_row(recipes[name], path(name).read_text(encoding="utf-8"), licence(name))
+              for name in sorted(first.values())]
+    used = {reward for config in recipes.values() for reward in rewards(config.trained | config.watched)}
+    rows = [recipe_downloads.reward_row(name) for name in sorted(used) if recipe_downloads.of_reward(name)]
+    lines = [*map(row, recipes), recipe_downloads.HEAD.rstrip("\n"), *models, *rows]
+    return HEAD + "\n".join(lines) + "\n"
 
 
 def licence(name: str) -> str:
@@ -155,7 +175,7 @@ def main() -> None:
         write(name, computed(name))
         print(name, comment(name)["said"].strip(), flush=True)
     if not args.recipes:
-        PAGE.write_text(HEAD + "\n".join(map(row, names())) + "\n", encoding="utf-8")
+        PAGE.write_text(page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "flowgrpo"
 
 # Bottom first. A room is a file or folder of the package; rooms of one line import each other's in no direction.
 LAYERS = [
-    ("errors", "version"),
+    ("errors", "ranges", "version"),
     ("escaped", "trust"),
     ("device", "extras", "files", "gpus", "loopback", "starter", "user_code"),
     ("types", "config"),

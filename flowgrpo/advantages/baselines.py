@@ -28,6 +28,7 @@ from flowgrpo.advantages.group import (
     whitened,
     zero_variance,
 )
+from flowgrpo.ranges import at_least
 from flowgrpo.types import Context
 
 METRICS = {"logp": "logp", "length": "lengths", "entropy": "entropy"}  # of Conditional: fields of a context
@@ -122,8 +123,7 @@ class Conditional(AdvantageRule):
             raise ValueError(f"Conditional: mu is {self.mu}, expected 0 (own half) to 1 (other half)")
         if self.metric not in METRICS:
             raise ValueError(f"Conditional: metric is {self.metric!r}, expected one of {', '.join(METRICS)}")
-        if not self.upper >= 0:
-            raise ValueError(f"Conditional: upper is {self.upper}, expected 0 or more")
+        at_least(self, 0, "upper")
         require_clamp(self.clamp)
 
     @property

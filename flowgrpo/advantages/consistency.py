@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.advantages.shaping import Shaping
+from flowgrpo.ranges import above
 from flowgrpo.types import Completions, Context, required, wide
 
 
@@ -29,8 +30,7 @@ class LikelihoodConsistency(Shaping):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "behind", tuple(self.behind))  # a recipe gives a list
-        if not self.bonus > 0:
-            raise ValueError(f"LikelihoodConsistency: bonus is {self.bonus}, expected above 0")
+        above(self, 0, "bonus")
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         likelihood = required(required(context).likelihood).to(rewards.device)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flowgrpo.advantages.group import rows_of, weighted_sum
 from flowgrpo.advantages.shaping import Shaping
+from flowgrpo.ranges import at_least
 from flowgrpo.types import Context
 
 
@@ -38,9 +39,8 @@ class Episodic(Shaping):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rewards", tuple(self.rewards))  # a recipe gives a list
-        if self.explore < 0 or self.exploit < 0 or self.nearest < 1 or self.size < 1:
-            raise ValueError(f"Episodic: explore is {self.explore}, exploit {self.exploit}, nearest {self.nearest} and "
-                             f"size {self.size}, expected 0 or more, 0 or more, 1 or more, and 1 or more")
+        at_least(self, 0, "explore", "exploit")
+        at_least(self, 1, "nearest", "size")
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         assert context is not None, "Episodic compares with earlier epochs: it needs a context"

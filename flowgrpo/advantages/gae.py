@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from flowgrpo.ranges import above, at_least
+
 
 @dataclass(frozen=True)
 class ValueHead:
@@ -118,6 +120,5 @@ class Recall:
     lr: float = 1e-3
 
     def __post_init__(self) -> None:
-        if min(self.kept, self.steps, self.batch) < 1 or not self.lr > 0:
-            raise ValueError(f"Recall: kept is {self.kept}, steps {self.steps}, batch {self.batch} and lr {self.lr}, "
-                             "expected 1 or more, and an lr above 0")
+        at_least(self, 1, "kept", "steps", "batch")
+        above(self, 0, "lr")

@@ -25,6 +25,7 @@ from flowgrpo.advantages.group import (
     whitened,
     zero_variance,
 )
+from flowgrpo.ranges import above
 from flowgrpo.types import Context
 
 STANDARDISED = Advantage(scale="group", order="rewards")
@@ -248,8 +249,7 @@ class Consistency(Reshaped):
 
     def __post_init__(self) -> None:
         self.require_inner()
-        if not self.clamp > 0:
-            raise ValueError(f"Consistency: clamp is {self.clamp}, expected above 0")
+        above(self, 0, "clamp")
 
     def reshaped(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
         mean = total.nanmean(1, keepdim=True)

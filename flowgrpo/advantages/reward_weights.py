@@ -16,6 +16,7 @@ from flowgrpo.advantages.group import (
     require_clamp,
     weighted_sum,
 )
+from flowgrpo.ranges import at_least
 from flowgrpo.types import Context, wide
 
 
@@ -34,8 +35,7 @@ class Influence(AdvantageRule):
 
     def __post_init__(self) -> None:
         require_clamp(self.clamp)
-        if not self.rate >= 0:
-            raise ValueError(f"Influence: rate is {self.rate}, expected 0 or more")
+        at_least(self, 0, "rate")
 
     def require(self, weights: Sequence[float]) -> None:
         """Raise ValueError for weights of a run's rewards that it cannot read."""
@@ -100,8 +100,7 @@ class Hypervolume(AdvantageRule):
 
     def __post_init__(self) -> None:
         require_clamp(self.clamp)
-        if not self.gain >= 0:
-            raise ValueError(f"Hypervolume: gain is {self.gain}, expected 0 or more")
+        at_least(self, 0, "gain")
 
     def require(self, weights: Sequence[float]) -> None:
         """Raise ValueError for weights of a run's rewards that it cannot read."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flowgrpo.advantages.group import RELATIVE_NOISE, AdvantageRule, require_clamp, weighted_sum
 from flowgrpo.advantages.history import remembered
+from flowgrpo.ranges import at_least
 from flowgrpo.types import Context
 
 
@@ -39,12 +40,11 @@ class RiskAverse(AdvantageRule):
     single = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.alpha < self.beta <= 1 or not self.omega >= 0:
-            raise ValueError(f"RiskAverse: alpha is {self.alpha}, beta {self.beta} and omega {self.omega}, expected "
-                             "0 < alpha < beta <= 1 and omega 0 or more")
-        if self.bundle < 1 or not 0 < self.rate <= 1:
-            raise ValueError(f"RiskAverse: bundle is {self.bundle} and rate {self.rate}, expected 1 or more, and above "
-                             "0 to 1")
+        if not 0 < self.alpha < self.beta <= 1 or not 0 < self.rate <= 1:
+            raise ValueError(f"RiskAverse: alpha is {self.alpha}, beta {self.beta} and rate {self.rate}, expected "
+                             "0 < alpha < beta <= 1, and a rate above 0 to 1")
+        at_least(self, 0, "omega")
+        at_least(self, 1, "bundle")
         require_clamp(self.clamp)
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.advantages.group import sample_logp, weighted_sum
+from flowgrpo.ranges import at_least
 from flowgrpo.types import Context, wide
 
 LABELS, DROPS = 2407_12164, 2509_24203  # separate the draws of labels and of dropped samples from others of an epoch
@@ -57,8 +58,7 @@ class WinRate(Shaping):
     margin: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.margin >= 0:
-            raise ValueError(f"WinRate: margin is {self.margin}, expected 0 or more")
+        at_least(self, 0, "margin")
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         done = torch.zeros(rewards.shape[2], dtype=torch.bool, device=rewards.device)

@@ -48,7 +48,7 @@ def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning, r
     held, states = held | waiting, {"recorded states": recorded}
     rows = geometry(config.train).micro_batch
     moments = {"adamw": 2 * trained, "adamw8bit": trained // 2}[config.train.optimizer]
-    update = {"gradients and optimiser": trained + moments, "activations": activations * rows}
+    update = {"gradients and optimizer": trained + moments, "activations": activations * rows}
     prompt = tensor_bytes(tensor for tensor in tree_leaves(conditioning.calls) if torch.is_tensor(tensor))
     later = held | ({} if policy.encoders.away is None else {"text encoders": 0})
     later["prompt embeddings"] = prompt * (geometry(config.train).prompts + rows)  # of the batch, and of one call

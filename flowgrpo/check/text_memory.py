@@ -40,7 +40,7 @@ def memory(policy: CausalLM, config: Config, conditioning: TokenizedPrompts, rew
     cache = {} if masked else {"cache": rows * _at(config, lambda length: _cache(policy, row, length))}
     activations = rows * _at(config, lambda length: _activations(policy, row, length))
     moments = {"adamw": 2 * trained, "adamw8bit": trained // 2}[config.train.optimizer]
-    update = {"gradients and optimiser": trained + moments, "activations": activations}
+    update = {"gradients and optimizer": trained + moments, "activations": activations}
     if not masked:  # a masked model's activations include its logits
         width = policy.model.get_output_embeddings().weight.shape[0]
         update["logits"] = 2 * 4 * width * min(rows * config.text.max_tokens, CHUNK)  # in fp32, before and after

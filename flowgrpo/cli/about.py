@@ -18,11 +18,12 @@ from flowgrpo.user_code import packaged
 IN_GIB = ("weights", "memory", "memory_parts")  # keys of a `check` report that are in GiB
 
 
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True})
 def check(
-    model: Annotated[str | None, typer.Argument(
-        metavar="MODEL", show_default=False, help="starter, a local directory, a hub id, or the name of a pipeline's "
-        "or language model's class, for a tiny random instance. With --gpu: the recipe's model unless given.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(
+        metavar="MODEL|--KEY=VALUE", show_default=False, help="MODEL: starter, a local directory, a hub id, or the "
+        "name of a pipeline's or language model's class, for a tiny random instance. With --gpu: the recipe's model "
+        "unless given. Any key of the configuration, such as --train.micro_batch=2, overrides the recipe.")] = None,
     recipe: Annotated[str | None, typer.Option(help="A YAML recipe, for its adapter, precision and memory.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; without it cuda where it is there.")] = None,
     gpu: Annotated[str | None, typer.Option(help="A100, H100, H200, B200, L40S, 4090 or 5090: predict memory and "
@@ -33,17 +34,21 @@ def check(
 ) -> None:
     """Report whether a pipeline or a language model can be trained, what it needs, and why not; exit code 2 where it
     cannot, or where that is unknown."""
-    from flowgrpo.check.report import of_class, report
+    from flowgrpo.cli.train import recipe_and_options
     from flowgrpo.config import parse
 
+    model, options = recipe_and_options(arguments or [], "model", ("recipe", "gpu", "processes", "json"))
     if gpu is not None:
         from flowgrpo.cli.dry_run import predict
 
-        predict(model, recipe, gpu, processes, as_json)
+        predict(model, recipe, options, gpu, processes, as_json)
         return
     if model is None:
         raise UserError("flowgrpo check needs a MODEL; with --recipe and --gpu it takes the recipe's")
-    result = report(model, parse.load(recipe) if recipe else None, device)
+    config = parse.load(recipe, options) if recipe or options else None
+    from flowgrpo.check.report import of_class, report
+
+    result = report(model, config, device)
     if as_json:
         typer.echo(json.dumps(result, indent=2, default=str))
     else:

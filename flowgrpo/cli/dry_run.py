@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from flowgrpo.gpus import GPU
 
 
-def predict(model: str | None, recipe: str | None, name: str, processes: int, as_json: bool) -> None:
+def predict(model: str | None, recipe: str | None, overrides: dict[str, str], name: str, processes: int,
+            as_json: bool) -> None:
     """Print a dry run of the recipe's epoch, and the nearest settings that fit; exit code 2 if it does not fit.
 
-    model: None for the recipe's own.
+    model: None for the recipe's own. overrides: dotted keys of the recipe. name: the GPU's.
     """
     from flowgrpo.config import parse
     from flowgrpo.dry_run import estimate, fit
@@ -29,8 +30,7 @@ def predict(model: str | None, recipe: str | None, name: str, processes: int, as
     gpu = gpu_named(name)
     if recipe is None:
         raise UserError("--gpu predicts an epoch of a recipe: give --recipe")
-    config = parse.load(recipe)
-    config = config if model is None else config.model_copy(update={"model": model})
+    config = parse.load(recipe, overrides | ({} if model is None else {"model": model}))
     kind = build.kind(config)
     method = validate.resolve(config, build.process(kind))
     keys_read.require_keys(config, kind, method)

@@ -7,15 +7,14 @@ from typing import Annotated, Any
 import typer
 
 from flowgrpo.cli.root import app
-from flowgrpo.cli.train import recipe_and_options
+from flowgrpo.cli.train import recipe_and_options, recipe_argument
 from flowgrpo.errors import UserError
 
 
 @app.command(context_settings={"ignore_unknown_options": True}, no_args_is_help=False)
 def encode(
-    arguments: Annotated[list[str] | None, typer.Argument(
-        metavar="RECIPE|--KEY=VALUE", show_default=False,
-        help="As for `flowgrpo train`: the recipe, and keys of the configuration such as --prompts=FILE.")] = None,
+    arguments: Annotated[list[str] | None, recipe_argument(
+        "As for `flowgrpo train`: the recipe, and keys of the configuration such as --prompts=FILE.")] = None,
     recipe: Annotated[str | None, typer.Option(help="The recipe, in place of the argument.")] = None,
     cache: Annotated[str | None, typer.Option(metavar="FOLDER", help="The folder of encoded prompts, `cache` of the "
                                                                      "recipe.")] = None,

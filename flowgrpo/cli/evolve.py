@@ -8,31 +8,25 @@ from typing import Annotated, Any
 import typer
 
 from flowgrpo.cli.root import app
-from flowgrpo.cli.train import check_inputs, recipe_and_options
+from flowgrpo.cli.train import recipe_argument, settings_for
 from flowgrpo.errors import UserError
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
 def evolve(
     output: Annotated[Path, typer.Option(help="The folder of the evolved LoRA; it must not exist.")],
-    arguments: Annotated[list[str] | None, typer.Argument(
-        metavar="RECIPE|--KEY=VALUE", show_default=False, help="As for `train`: the model, adapter.init, the reward "
-        "and the prompts, of which each generation draws train.prompts.")] = None,
+    arguments: Annotated[list[str] | None, recipe_argument(
+        "As for `train`: the model, adapter.init, the reward and the prompts, of which each generation draws "
+        "train.prompts.")] = None,
     generations: Annotated[int, typer.Option(min=1)] = 50,
     population: Annotated[int, typer.Option(min=4, help="Points per generation.")] = 8,
     spread: Annotated[float, typer.Option(min=1e-6, help="First standard deviation, in mean singular values of a "
                                           "layer.")] = 0.1,
 ) -> None:
     """Tune a trained LoRA further without gradients: evolve its singular values by the reward (ESSA)."""
-    from flowgrpo.config import parse
-
-    recipe, options = recipe_and_options(arguments or [])
-    config = parse.load(recipe, options)
-    if output.exists():
-        raise UserError(f"--output: {output} exists already: name another folder")
+    config = settings_for(output, arguments)
     if config.adapter.init is None:
         raise UserError("adapter.init is not set: set it to a trained LoRA, whose singular values are evolved")
-    check_inputs(config)
     from flowgrpo.policies.weights.lora_files import require_lora
 
     require_lora("adapter.init", config.adapter.init)

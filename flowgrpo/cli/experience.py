@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from flowgrpo.cli.root import app
-from flowgrpo.cli.train import check_inputs, recipe_and_options
+from flowgrpo.cli.train import recipe_argument, settings_for
 from flowgrpo.errors import UserError
 from flowgrpo.storage import atomic
 
@@ -16,9 +16,9 @@ from flowgrpo.storage import atomic
 @app.command("learn-experience", context_settings={"ignore_unknown_options": True})
 def learn_experience(
     output: Annotated[Path, typer.Option(help="The file of lessons to write: text.system of later commands.")],
-    arguments: Annotated[list[str] | None, typer.Argument(
-        metavar="RECIPE|--KEY=VALUE", show_default=False, help="As for `train`: the language model, the reward and the "
-        "prompts, of which each epoch draws train.prompts, train.group samples of each.")] = None,
+    arguments: Annotated[list[str] | None, recipe_argument(
+        "As for `train`: the language model, the reward and the prompts, of which each epoch draws train.prompts, "
+        "train.group samples of each.")] = None,
     epochs: Annotated[int, typer.Option(min=1)] = 3,
     edits: Annotated[int, typer.Option(min=1, help="Edits of the lessons by one group, at most.")] = 2,
     lessons: Annotated[int, typer.Option(min=1, help="Lessons that are kept, at most.")] = 32,
@@ -28,13 +28,7 @@ def learn_experience(
     key_env: Annotated[str | None, typer.Option(help="The environment variable with its key.")] = None,
 ) -> None:
     """Learn lessons for the prompt in place of weights: a language model compares scored samples."""
-    from flowgrpo.config import parse
-
-    recipe, options = recipe_and_options(arguments or [])
-    config = parse.load(recipe, {"method": "grpo"} | options)
-    if output.exists():
-        raise UserError(f"--output: {output} exists already: name another file")
-    check_inputs(config)
+    config = settings_for(output, arguments, {"method": "grpo"})
     from flowgrpo.rewards.judges.judge_client import Endpoint, user
     from flowgrpo.training import experience
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,12 +15,16 @@ from flowgrpo.errors import UserError
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # its settings; every torch reads the first name
 
 
+def recipe_argument(meaning: str) -> Any:
+    """Return the declaration of the argument `RECIPE|--KEY=VALUE`. meaning: its help."""
+    return typer.Argument(metavar="RECIPE|--KEY=VALUE", show_default=False, help=meaning)
+
+
 @app.command(context_settings={"ignore_unknown_options": True}, no_args_is_help=False)
 def train(
-    arguments: Annotated[list[str] | None, typer.Argument(
-        metavar="RECIPE|--KEY=VALUE", show_default=False,
-        help="A YAML recipe (without one: the defaults), and any key of the configuration, such as --train.lr=1e-4 "
-             "or --eval.every=20.")] = None,
+    arguments: Annotated[list[str] | None, recipe_argument(
+        "A YAML recipe (without one: the defaults), and any key of the configuration, such as --train.lr=1e-4 or "
+        "--eval.every=20.")] = None,
     select_best: Annotated[str | None, typer.Option(metavar="REWARD", help="Keep the weights that are best by this "
                                                     "held-out reward: eval.best.")] = None,
     method: Annotated[str | None, typer.Option(help="Presets joined by +, such as mix_grpo+grpo_guard, or "
@@ -57,33 +62,52 @@ def _grow_segments(settings: Any) -> None:
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
-def recipe_and_options(arguments: list[str]) -> tuple[str | None, dict[str, str]]:
+def recipe_and_options(arguments: list[str], noun: str = "recipe", others: tuple[str, ...] = ("resume",)
+                       ) -> tuple[str | None, dict[str, str]]:
     """Split arguments into the recipe's path and the options given as `--key=value` or `--key value`.
-    Raises UserError for an unknown key."""
-    recipes, options, rest = [], {}, iter(arguments)
+
+    noun: of what stands in the recipe's place. others: the command's options that are no keys, for hints.
+    Raises UserError for an unknown key, and for two recipes.
+    """
+    named, options, rest = [], {}, iter(arguments)
     for argument in rest:
         if not argument.startswith("-"):
-            recipes.append(argument)
+            named.append(argument)
             continue
         key, equals, value = argument.lstrip("-").partition("=")
         key = key.replace("-", "_")  # the key held_out is the option --held-out too
-        _check_key(argument.partition("=")[0], key)
+        _check_key(argument.partition("=")[0], key, others)
         if not equals:
             value = next(rest, "--")
             if value.startswith("--"):
                 raise UserError(f"option {argument} needs a value: {argument}=VALUE")
         options[key] = value
-    if len(recipes) > 1:
-        raise UserError(f"expected one recipe, got {' and '.join(recipes)} (values follow their option: --KEY=VALUE)")
-    return next(iter(recipes), None), options
+    if len(named) > 1:
+        raise UserError(f"expected one {noun}, got {' and '.join(named)} (values follow their option: --KEY=VALUE)")
+    return next(iter(named), None), options
 
 
-def _check_key(option: str, key: str) -> None:
+def _check_key(option: str, key: str, others: tuple[str, ...]) -> None:
     from flowgrpo.config import parse, schema
 
     if not option.startswith("--") or not schema.owner(key):
-        hint = parse.nearest_key(key, [*schema.keys(), "resume", "help"])
+        hint = parse.nearest_key(key, [*schema.keys(), *others, "help"])
         raise UserError(f"unknown option {option}" + hint.replace("'", "'--", 1))
+
+
+def settings_for(output: Path, arguments: list[str] | None, defaults: dict[str, str] | None = None) -> Any:
+    """Return the validated configuration of a command that writes `output`. Raises UserError if that exists.
+
+    defaults: keys that the command line may override.
+    """
+    from flowgrpo.config import parse
+
+    recipe, options = recipe_and_options(arguments or [])
+    settings = parse.load(recipe, (defaults or {}) | options)
+    if output.exists():
+        raise UserError(f"--output: {output} exists already: give another name")
+    check_inputs(settings)
+    return settings
 
 
 def check_inputs(settings: Any) -> None:

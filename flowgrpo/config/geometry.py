@@ -23,7 +23,7 @@ class BatchShape:
     rows: B = P*G.
     micro_batch: rows that go through the denoiser at once; a run that is out of memory lowers it.
     parts: the number of whole groups sampled together, as many as a micro-batch holds and at least one.
-    updates: optimiser steps per pass over them.
+    updates: optimizer steps per pass over them.
     slices: slices of every group, each of consecutive samples; 1 if groups are whole.
     sampled: the micro-batch with which the epoch's parts were sampled.
     """
@@ -78,7 +78,7 @@ class BatchShape:
 def geometry(train: Train, processes: int = 1) -> BatchShape:
     """Split a batch over processes: whole groups if they divide the prompts, or the samples of groups.
 
-    An optimiser step trains whole parts. All processes, and a single one, must split the epoch's prompts at the same
+    An optimizer step trains whole parts. All processes, and a single one, must split the epoch's prompts at the same
     places; then any number of processes makes the same steps.
     Raises UserError with the nearest numbers that work.
     """
@@ -107,7 +107,7 @@ def teams(members: int, processes: int) -> int:
 
 
 def _require_updates(train: Train, shape: BatchShape, processes: int) -> None:
-    """Raise UserError for more optimiser steps than parts, or whole groups that processes part at other places."""
+    """Raise UserError for more optimizer steps than parts, or whole groups that processes part at other places."""
     together = prompts_per_part(train.group, train.rows)
     if shape.slices > 1:  # parts are those of one process
         shape = BatchShape(train.prompts, train.group, train.rows, train.updates)

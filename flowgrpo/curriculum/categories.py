@@ -13,6 +13,7 @@ import numpy as np
 from flowgrpo.advantages.group import group_relative
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.ranges import at_least
 
 if TYPE_CHECKING:
     from flowgrpo.curriculum.epoch_batch import EpochBatch
@@ -45,8 +46,7 @@ class CategoryBandit:
         if not self.temperature > 0 or not 0 < self.rate <= 1:
             raise ValueError(f"CategoryBandit: temperature is {self.temperature} and rate {self.rate}, expected above "
                              "0, and above 0 to 1")
-        if self.window < 0 or self.bonus < 0:
-            raise ValueError(f"CategoryBandit: window is {self.window} and bonus {self.bonus}, expected 0 or more")
+        at_least(self, 0, "window", "bonus")
 
     def require(self, pool: Sequence[Prompt]) -> None:
         """Raise UserError for a prompt without a category."""

@@ -13,6 +13,7 @@ import torch
 from flowgrpo.curriculum.order import learn, of, require
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.ranges import at_least
 
 if TYPE_CHECKING:
     from flowgrpo.curriculum.epoch_batch import EpochBatch
@@ -41,9 +42,8 @@ class GradientVariance:
     reads_norms = True
 
     def __post_init__(self) -> None:
-        if self.each < 1 or not self.alpha >= 0:
-            raise ValueError(f"GradientVariance: each is {self.each} and alpha {self.alpha}, expected 1 or more, and 0 "
-                             "or more")
+        at_least(self, 1, "each")
+        at_least(self, 0, "alpha")
         require("GradientVariance", self.keep, self.prior)
 
     def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,

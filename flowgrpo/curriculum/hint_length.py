@@ -12,6 +12,7 @@ import numpy as np
 from flowgrpo.curriculum.order import require_rate
 from flowgrpo.curriculum.resampling import beginning, require_template
 from flowgrpo.data.prompts import Guidance, Prompt
+from flowgrpo.ranges import at_least
 
 if TYPE_CHECKING:
     from flowgrpo.curriculum.epoch_batch import EpochBatch
@@ -53,9 +54,8 @@ class HintLength:
         if not 0 < self.target < 1 or not 0 <= self.band < 1 or not 0 < self.decay <= 1:
             raise ValueError(f"HintLength: target is {self.target}, band {self.band} and decay {self.decay}, expected "
                              "numbers between 0 and 1")
-        if self.rounds < 1 or self.keep < 1 or not self.noise >= 0:
-            raise ValueError(f"HintLength: rounds is {self.rounds}, keep {self.keep} and noise {self.noise}, expected "
-                             "1 or more, 1 or more, and 0 or more")
+        at_least(self, 1, "rounds", "keep")
+        at_least(self, 0, "noise")
         require_template("HintLength", self.text)
 
     def begin(self, prompts: Sequence[Prompt], drawn: EpochBatch) -> list[Prompt]:

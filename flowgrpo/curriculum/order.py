@@ -23,6 +23,7 @@ from flowgrpo.advantages.group import RELATIVE_NOISE
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.ranges import at_least
 
 if TYPE_CHECKING:
     from flowgrpo.curriculum.epoch_batch import EpochBatch
@@ -126,8 +127,7 @@ class Knapsack:
     prior: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.each < 1:
-            raise ValueError(f"Knapsack: each is {self.each}, expected 1 or more")
+        at_least(self, 1, "each")
         require("Knapsack", self.keep, self.prior)
 
     def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,

@@ -12,6 +12,7 @@ from flowgrpo.curriculum.history import RATES, record
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.data.text_features import features
+from flowgrpo.ranges import at_least
 
 if TYPE_CHECKING:
     from flowgrpo.curriculum.epoch_batch import EpochBatch
@@ -46,9 +47,7 @@ class PredictedDifficulty:
         if not 0 <= self.target <= 1 or not 0 <= self.fresh <= 1 or not self.temperature > 0:
             raise ValueError(f"PredictedDifficulty: target is {self.target}, fresh {self.fresh} and temperature "
                              f"{self.temperature}, expected 0 to 1, 0 to 1, and above 0")
-        if min(self.candidates, self.references) < 1:
-            raise ValueError(f"PredictedDifficulty: candidates is {self.candidates} and references {self.references}, "
-                             "expected 1 or more")
+        at_least(self, 1, "candidates", "references")
 
     def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
                  memory: dict[str, Any], group: int) -> list[Prompt]:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowgrpo.ranges import at_least
+
 
 @dataclass(frozen=True)
 class GroupReplay:
@@ -37,11 +39,8 @@ class GroupReplay:
     recompose: bool = False
 
     def __post_init__(self) -> None:
-        if self.size < 1 or self.age < 1:
-            raise ValueError(f"GroupReplay: size is {self.size} and age {self.age}, expected 1 or more")
-        if min(self.alpha, self.certain, self.more) < 0:
-            raise ValueError(f"GroupReplay: alpha is {self.alpha}, certain {self.certain} and more {self.more}, "
-                             "expected 0 or more")
+        at_least(self, 1, "size", "age")
+        at_least(self, 0, "alpha", "certain", "more")
 
     def odds(self, sizes: Sequence[float], logps: Sequence[float]) -> np.ndarray:
         """Return the probabilities of groups by their mean |advantages| and mean log-probabilities."""

@@ -21,6 +21,7 @@ from flowgrpo.advantages.group import RELATIVE_NOISE, zero_variance
 from flowgrpo.advantages.history import mean_of
 from flowgrpo.curriculum.expansion import require_scale
 from flowgrpo.data.prompts import Guidance, Prompt
+from flowgrpo.ranges import above
 
 if TYPE_CHECKING:
     from flowgrpo.curriculum.epoch_batch import EpochBatch
@@ -61,8 +62,7 @@ class AdditionalGroups:
     deviations: float = 2.0
 
     def __post_init__(self) -> None:
-        if not self.deviations > 0:
-            raise ValueError(f"AdditionalGroups: deviations is {self.deviations}, expected above 0")
+        above(self, 0, "deviations")
 
     def __call__(self, drawn: EpochBatch) -> list[tuple[None, Prompt]]:
         known = drawn.memory.get("PriorBlend", {})

@@ -2,7 +2,7 @@
 
 Every process holds the same weights and takes an equal share of the epoch's samples: whole groups where the processes
 divide the prompts, else equal slices of groups. Values that a method compares are gathered, so every process computes
-them on the whole. Gradients are summed once per optimiser step. Every process makes the same calls in the same order: a
+them on the whole. Gradients are summed once per optimizer step. Every process makes the same calls in the same order: a
 branch around one is taken by all or by none.
 
 With context parallelism a team of processes runs the same rows and counts as one process here.

@@ -91,8 +91,8 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
     """Run an epoch of a pipeline's recipe on a pretended GPU; return its counts.
 
     processes: of the run, which share the epoch's prompts. pipe: a loaded pipeline on any device, which is not changed;
-    None: of the configuration of `config.model`. As few prompts are run as make the epoch's optimiser steps, and the
-    rest is extrapolated. The state is that of a later epoch: the optimiser has its moments.
+    None: of the configuration of `config.model`. As few prompts are run as make the epoch's optimizer steps, and the
+    rest is extrapolated. The state is that of a later epoch: the optimizer has its moments.
     Raises UserError for what a dry run does not cover.
     """
     config = _covered(config)
@@ -160,7 +160,7 @@ def _picture(policy: Any, folder: Path) -> str | None:
 
 
 def _trainer(config: Config, policy: Any, image: str | None) -> Trainer:
-    """Return a trainer in the state of a later epoch: with other prompts, the optimiser's moments, and the old policy.
+    """Return a trainer in the state of a later epoch: with other prompts, the optimizer's moments, and the old policy.
     """
     first, *later = (Prompt(f"{PROMPT} {number}", image=image) for number in range(config.train.prompts + 1))
     alone: Any = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"), is_main_process=True)
@@ -184,7 +184,7 @@ def _any(images: torch.Tensor, prompts: list[str]) -> list[float]:
 def _counted_replays(trainer: Trainer, meta: MetaGPU) -> Counter[str]:
     """Count what makes the host wait while parts are replayed; the counts fill in while the trainer runs.
 
-    Optimiser steps are counted as a phase of their own.
+    Optimizer steps are counted as a phase of their own.
     """
     waits, backward, step = Counter[str](), trainer.backward, trainer.step_optimizer
 
@@ -208,7 +208,7 @@ def _each(waits: Counter[str], times: int) -> dict[str, float]:
 
 
 def _extrapolated(meta: MetaGPU, clock: _Phases, prompts: int, few: int, staleness: int) -> dict[str, Phase]:
-    """Return the phases of an epoch of `prompts`, of which `few` were run with all optimiser steps.
+    """Return the phases of an epoch of `prompts`, of which `few` were run with all optimizer steps.
 
     staleness: epochs whose samples wait beside it.
     """

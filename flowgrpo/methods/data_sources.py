@@ -9,10 +9,12 @@ from __future__ import annotations
 import string
 from dataclasses import dataclass
 
+from flowgrpo.ranges import at_least
+
 
 @dataclass(frozen=True)
 class Recorded:
-    """All recorded examples, drawn anew for every optimiser step.
+    """All recorded examples, drawn anew for every optimizer step.
 
     path: the file; empty: the answers of the run's prompts.
     """
@@ -41,8 +43,7 @@ class PassRate:
     kept: int = 256
 
     def __post_init__(self) -> None:
-        if self.kept < 1:
-            raise ValueError(f"PassRate: kept is {self.kept}, expected 1 or more")
+        at_least(self, 1, "kept")
         if not (self.failed or self.collects_own):
             raise ValueError("PassRate: failed, solved and mastered are all false, expected one of them to be true")
 

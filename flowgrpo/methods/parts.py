@@ -110,7 +110,7 @@ class Reduction(Protocol):
         """Return the weights [B,N] of decisions. mask: bool [B,N], true where one is trained."""
 
     def count(self, mask: Tensor) -> int:
-        """Return what rows add to the divisor of an optimiser step's loss."""
+        """Return what rows add to the divisor of an optimizer step's loss."""
 
 
 class Reference(Protocol):

@@ -1,6 +1,6 @@
 """Supervised terms added to the reinforcement loss: targets, examples and weights.
 
-`training.data_term` adds their gradient in every optimiser step; `rollouts.data_losses` computes it.
+`training.data_term` adds their gradient in every optimizer step; `rollouts.data_losses` computes it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from flowgrpo.methods.parts import Times
 from flowgrpo.objectives.balance import Balance, FixedWeights
 from flowgrpo.objectives.pair_losses import PairLoss
 from flowgrpo.objectives.supervised_weights import EqualTokens, TokenWeight
+from flowgrpo.ranges import above, at_least
 from flowgrpo.samplers.noised_finals import Stratified
 
 DISTANCES = ("squared", "smooth_l1")
@@ -25,8 +26,8 @@ class DataLoss:
 
     source: where its examples come from.
     balance: the weights of the reinforcement gradient and of this one.
-    batch: examples per optimiser step, on all processes together; fewer where the source has fewer.
-    apart: with a source that collects, examples wait until there are `batch` of them; these get an optimiser step of
+    batch: examples per optimizer step, on all processes together; fewer where the source has fewer.
+    apart: with a source that collects, examples wait until there are `batch` of them; these get an optimizer step of
         their own, in place of a share of every step, and leave the source (ReLIFT, 2506.07527).
     beta: an example of reward r weighs exp((r - 1) / beta) (OpenChat's C-RLFT, 2309.11235); inf: all weigh 1.
     condition: the prompt of an example as the model reads it, with {prompt} and {source}.
@@ -41,8 +42,8 @@ class DataLoss:
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        if self.batch < 1 or not self.beta > 0:
-            raise ValueError(f"{name}: batch is {self.batch} and beta {self.beta}, expected 1 or more, and above 0")
+        at_least(self, 1, "batch")
+        above(self, 0, "beta")
         if self.apart and not isinstance(self.source, PassRate):
             raise ValueError(f"{name}: apart is about examples that a run collects: set data.source: {{type: "
                              "PassRate}")
@@ -114,7 +115,7 @@ class AlignedChains(NextToken):
 class NoisedData(DataLoss):
     """Term of a pipeline on noised examples; base class.
 
-    times: when they are noised, drawn anew in every optimiser step.
+    times: when they are noised, drawn anew in every optimizer step.
     guidance: the scale at which the trained model predicts; 1 is without guidance.
     distance: "squared", the mean squared error over the values of a latent, or "smooth_l1" (Huber's, with 1).
     space: where it is taken: of the model's "output", or of the "data" that it predicts.

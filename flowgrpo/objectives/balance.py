@@ -1,4 +1,4 @@
-"""Balance of the reinforcement gradient and the data gradient in an optimiser step: `balance(now) -> (RL, data)`.
+"""Balance of the reinforcement gradient and the data gradient in an optimizer step: `balance(now) -> (RL, data)`.
 
 The step's gradient is RL * g_reinforcement + data * g_data.
 """
@@ -9,12 +9,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from flowgrpo.ranges import at_least
+
 
 @dataclass(frozen=True)
 class Now:
-    """State of a run at an optimiser step.
+    """State of a run at an optimizer step.
 
-    update: the number of earlier optimiser steps.
+    update: the number of earlier optimizer steps.
     drawn: a uniform number in [0, 1), by the seed and the step.
     norms: of the reinforcement gradient and the data gradient, for a balance with `reads_norms`.
     signals: by objective ("rl", "data"), a number of each earlier epoch: the mean reward, and the mean data loss.
@@ -35,7 +37,7 @@ class Balance:
     reads_norms = False
 
     def __call__(self, now: Now) -> tuple[float, float]:
-        """Return the weights (RL, data) of an optimiser step. Data of weight 0 are not computed."""
+        """Return the weights (RL, data) of an optimizer step. Data of weight 0 are not computed."""
         raise NotImplementedError
 
 
@@ -56,7 +58,7 @@ class FixedWeights(Balance):
 
 @dataclass(frozen=True)
 class WarmupCosine(Balance):
-    """(1 - mu) L_RL + mu L_data (CHORD, 2508.11408): mu rises linearly from 0 to `peak` in `warmup` optimiser steps,
+    """(1 - mu) L_RL + mu L_data (CHORD, 2508.11408): mu rises linearly from 0 to `peak` in `warmup` optimizer steps,
     falls as a cosine to `valley` in the next `decay` ones, and stays there."""
 
     peak: float = 0.5
@@ -68,15 +70,14 @@ class WarmupCosine(Balance):
         if not 0 <= self.valley <= self.peak <= 1 or self.peak == 0:
             raise ValueError(f"WarmupCosine: peak is {self.peak} and valley {self.valley}, expected 0 <= valley <= "
                              "peak <= 1, and a peak above 0")
-        if min(self.warmup, self.decay) < 0:
-            raise ValueError(f"WarmupCosine: warmup is {self.warmup} and decay {self.decay}, expected 0 or more")
+        at_least(self, 0, "warmup", "decay")
 
     def __call__(self, now: Now) -> tuple[float, float]:
         mu = self.mu(now.update)
         return 1 - mu, mu
 
     def mu(self, update: int) -> float:
-        """Return mu of an optimiser step, counted from 0."""
+        """Return mu of an optimizer step, counted from 0."""
         if update < self.warmup:
             return self.peak * update / self.warmup
         if update >= self.warmup + self.decay:
@@ -88,7 +89,7 @@ class WarmupCosine(Balance):
 @dataclass(frozen=True)
 class GradientNorms(Balance):
     """One of the two losses in each step, drawn: data with probability |g_data| / (|g_data| + gamma |g_RL|) (SASR,
-    2505.13026). The first `warmup` optimiser steps learn from data alone.
+    2505.13026). The first `warmup` optimizer steps learn from data alone.
 
     Far from the data their gradient is large, and they are drawn often. Draws go by the run's seed and the step.
     """

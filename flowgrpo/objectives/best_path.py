@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flowgrpo.objectives.kl import beside
+from flowgrpo.ranges import at_least
 from flowgrpo.types import RegressionTarget, Scored
 
 
@@ -34,8 +35,7 @@ class LayerTuning:
     by: str = "advantage"
 
     def __post_init__(self) -> None:
-        if not self.weight >= 0:
-            raise ValueError(f"LayerTuning: weight is {self.weight}, expected 0 or more")
+        at_least(self, 0, "weight")
         if self.by not in ("advantage", "progress"):
             raise ValueError(f"LayerTuning: by is {self.by!r}, expected advantage or progress")
 

@@ -16,6 +16,7 @@ from torch.nn.functional import softplus
 
 from flowgrpo.objectives.ratios import error
 from flowgrpo.objectives.surrogates import Surrogate, cut
+from flowgrpo.ranges import above, at_least
 from flowgrpo.types import NoisedBatch, required
 
 LEAST = 1e-5  # lower bound of a self-normalised error's weight
@@ -43,7 +44,7 @@ class NegativeAware(OfNoised):
     reads_means = True
 
     def __post_init__(self) -> None:
-        _require_positive(self, beta=self.beta, most=self.most)
+        above(self, 0, "beta", "most")
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch) -> Tensor:
         target, before = old.target[:, None], required(old.old.mean)
@@ -66,7 +67,7 @@ class CentredReward(OfNoised):
     reads_means = reads_groups = True
 
     def __post_init__(self) -> None:
-        _require_positive(self, beta=self.beta, most=self.most)
+        above(self, 0, "beta", "most")
 
     def statistic(self, noised: NoisedBatch) -> Tensor:
         now, before = (_normalised(required(score.mean) - noised.target[:, None]) for score in (noised.new, noised.old))
@@ -95,7 +96,7 @@ class GroupPreference(OfNoised):
     reads_reference = reads_groups = True
 
     def __post_init__(self) -> None:
-        _require_positive(self, beta=self.beta)
+        above(self, 0, "beta")
         if not 0 <= self.low <= 1 or not self.high >= 0:
             raise ValueError(f"GroupPreference: low is {self.low} and high {self.high}, expected 0 to 1 and 0 or more")
 
@@ -136,9 +137,8 @@ class Preference(OfNoised):
     reads_reference = reads_groups = True
 
     def __post_init__(self) -> None:
-        _require_positive(self, beta=self.beta)
-        if not self.similarity >= 0:
-            raise ValueError(f"Preference: similarity is {self.similarity}, expected 0 or more")
+        above(self, 0, "beta")
+        at_least(self, 0, "similarity")
 
     def statistic(self, noised: NoisedBatch) -> Tensor:
         return error(noised.new) - error(required(noised.reference))
@@ -175,9 +175,3 @@ def _normalised(apart: Tensor) -> Tensor:
 def _mean(group: Tensor, values: Tensor) -> Tensor:
     """Return the mean of values [m] over each row's group, bool [b, m]: [b, 1]."""
     return (group * values).sum(1, keepdim=True) / group.sum(1, keepdim=True)
-
-
-def _require_positive(part: OfNoised, **fields: float) -> None:
-    for name, value in fields.items():
-        if not value > 0:
-            raise ValueError(f"{type(part).__name__}: {name} is {value}, expected above 0")

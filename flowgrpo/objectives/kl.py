@@ -16,6 +16,7 @@ from torch import Tensor
 from flowgrpo.device import queued
 from flowgrpo.gaussian import kl
 from flowgrpo.objectives.schedules import Schedule
+from flowgrpo.ranges import at_least
 from flowgrpo.types import Context, Gaussian, Scored, required
 
 
@@ -30,8 +31,7 @@ class Penalty:
     reads_means = False
 
     def __post_init__(self) -> None:
-        if not self.weight >= 0:
-            raise ValueError(f"{type(self).__name__}: weight is {self.weight}, expected 0 or more")
+        at_least(self, 0, "weight")
         is_active(self)  # raises for a weight that the schedule could not change
 
     def __call__(self, new: Scored, reference: Scored | None) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from flowgrpo.objectives.sequence_losses import SampleLoss
+from flowgrpo.ranges import at_least
 from flowgrpo.types import CompletionBatch, NoisedBatch, Scored, required
 
 FORMS = ("logistic", "squared", "hinge")
@@ -50,8 +51,7 @@ class PairLoss(SampleLoss):
         if not self.beta > 0 or not 0 <= self.smoothing < 0.5:
             raise ValueError(f"PairLoss: beta is {self.beta} and smoothing {self.smoothing}, expected above 0, and 0 "
                              "to 1/2")
-        if not min(self.offset, self.likelihood) >= 0:
-            raise ValueError(f"PairLoss: offset is {self.offset} and likelihood {self.likelihood}, expected 0 or more")
+        at_least(self, 0, "offset", "likelihood")
 
     @property
     def reads_reference(self) -> bool:  # type: ignore[override]

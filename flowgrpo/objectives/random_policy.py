@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.objectives.sequence_losses import GroupLoss
+from flowgrpo.ranges import above
 from flowgrpo.types import CompletionBatch, required
 
 
@@ -24,8 +25,7 @@ class RandomPolicyValue(GroupLoss):
     reads_uniform = True
 
     def __post_init__(self) -> None:
-        if not self.scale > 0:
-            raise ValueError(f"RandomPolicyValue: scale is {self.scale}, expected above 0")
+        above(self, 0, "scale")
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         mask = old.new.mask

@@ -1,4 +1,4 @@
-"""Reductions: the loss of an optimiser step as a mean over decisions, rows, or the token budget of a row.
+"""Reductions: the loss of an optimizer step as a mean over decisions, rows, or the token budget of a row.
 
 A reduction gives weights [B, N] to the decisions of B rows, `reduction(mask)`, and the divisor of their weighted sum,
 `reduction.count(mask)`. mask: bool [B, N], true where a decision counts. All reductions agree for rows of one decision,
@@ -55,7 +55,7 @@ def reduced(loss: Tensor, weights: Tensor, count: int) -> Tensor:
     """Return sum(loss * weights) / count, a scalar, of loss and weights [B, N].
 
     weights: a reduction's, of these rows.
-    count: the reduction's count of the whole optimiser step, over all processes and micro-batches.
+    count: the reduction's count of the whole optimizer step, over all processes and micro-batches.
 
     The pieces add up to one mean, so masks, windows and processes never change the gradient's scale.
     """

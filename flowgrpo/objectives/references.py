@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from flowgrpo.ranges import at_least
+
 Snapshot = dict[str, Tensor]
 
 
@@ -32,7 +34,7 @@ class Base:
 @dataclass(frozen=True)
 class EMA:
     """Moving average of the weights, updated at every epoch's start: decay * average + (1 - decay) * weights (the
-    moving anchor of WARP, 2406.16768, which updates it with every optimiser step).
+    moving anchor of WARP, 2406.16768, which updates it with every optimizer step).
 
     decay 1 stays at the first weights, 0 is PreviousPolicy(1). The factors A and B of a LoRA are averaged separately,
     as `train.ema` does.
@@ -61,7 +63,7 @@ class PreviousPolicy:
     every: int = 1
 
     def __post_init__(self) -> None:
-        _require("PreviousPolicy", every=self.every)
+        at_least(self, 1, "every")
 
     def __call__(self, held: list[Snapshot], now: Callable[[], Snapshot], epoch: int) -> list[Snapshot]:
         return [now()] if not held or epoch % self.every == 0 else held
@@ -79,7 +81,7 @@ class WeightAverage:
     size: int = 2
 
     def __post_init__(self) -> None:
-        _require("WeightAverage", every=self.every, size=self.size)
+        at_least(self, 1, "every", "size")
 
     def __call__(self, held: list[Snapshot], now: Callable[[], Snapshot], epoch: int) -> list[Snapshot]:
         return [*held, now()][-self.size:] if not held or epoch % self.every == 0 else held
@@ -176,9 +178,3 @@ class SelfTeacher:
                  "wrong": wrong.most_common(1)[0][0] if wrong else None}
         named = {name for _, name, *_ in string.Formatter().parse(self.template) if name is not None}
         return text if any(known[name] is None for name in named) else self.template.format(**known)
-
-
-def _require(part: str, **fields: int) -> None:
-    for name, value in fields.items():
-        if value < 1:
-            raise ValueError(f"{part}: {name} is {value}, expected 1 or more")

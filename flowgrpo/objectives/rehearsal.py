@@ -15,7 +15,7 @@ class Rehearsal:
     """weight * D(policy, base), an f-divergence that covers all modes of the base model, on samples that it drew once
     (DPH-RL, 2509.07430): [B, N].
 
-    Every optimiser step adds the mean of f(u), u = p / p_base, over the decisions of one part of the recorded samples:
+    Every optimizer step adds the mean of f(u), u = p / p_base, over the decisions of one part of the recorded samples:
     train.prompts groups, drawn before the first update. Their log-probabilities are recorded with them, so no
     reference model runs later.
 

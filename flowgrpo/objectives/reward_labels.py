@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from flowgrpo.objectives.sequence_losses import SampleLoss
+from flowgrpo.ranges import above
 from flowgrpo.types import CompletionBatch, NoisedBatch, required
 
 FORMS = ("anchor", "each", "leave_one_out")
@@ -38,8 +39,7 @@ class RewardLabels(SampleLoss):
     def __post_init__(self) -> None:
         if self.form not in FORMS:
             raise ValueError(f"RewardLabels: form is {self.form!r}, expected one of {', '.join(FORMS)}")
-        if not self.scale > 0:
-            raise ValueError(f"RewardLabels: scale is {self.scale}, expected above 0")
+        above(self, 0, "scale")
 
     @property
     def reads_reference(self) -> bool:  # type: ignore[override]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from flowgrpo.ranges import at_least
 from flowgrpo.types import Context
 
 
@@ -34,8 +35,7 @@ class Linear:
     last: float
 
     def __post_init__(self) -> None:
-        if not self.last >= 0:
-            raise ValueError(f"Linear: last is {self.last}, expected 0 or more")
+        at_least(self, 0, "last")
 
     def __call__(self, weight: float, context: Context) -> float:
         return weight + (self.last - weight) * context.epoch / max(context.epochs - 1, 1)

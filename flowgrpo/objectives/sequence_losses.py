@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from flowgrpo.objectives.surrogates import Surrogate
+from flowgrpo.ranges import above
 from flowgrpo.types import CompletionBatch, NoisedBatch, required
 
 
@@ -31,8 +32,7 @@ class TaperedReinforce(Surrogate):
     most: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.most > 0:
-            raise ValueError(f"TaperedReinforce: most is {self.most}, expected above 0")
+        above(self, 0, "most")
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         assert advantage.ndim == 2, advantage.shape
@@ -62,8 +62,7 @@ class NegativeAwareText(Surrogate):
     def __post_init__(self) -> None:
         if self.weight not in ("sqrt", "linear"):
             raise ValueError(f"NegativeAwareText: weight is {self.weight!r}, expected sqrt or linear")
-        if not self.floor > 0:
-            raise ValueError(f"NegativeAwareText: floor is {self.floor}, expected above 0")
+        above(self, 0, "floor")
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         share = self._share(advantage)
@@ -162,8 +161,7 @@ class Regressed(SampleLoss):
     reads_groups = reads_advantages = True
 
     def __post_init__(self) -> None:
-        if not self.least > 0:
-            raise ValueError(f"Regressed: least is {self.least}, expected above 0")
+        above(self, 0, "least")
 
     def statistic(self, compared: CompletionBatch | NoisedBatch) -> Tensor:
         """Return the log-ratio of every sample: [b]."""

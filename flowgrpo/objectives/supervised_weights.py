@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from flowgrpo.ranges import above
 from flowgrpo.types import required, wide
 
 
@@ -68,8 +69,7 @@ class EntropyAware(TokenWeight):
     reads_entropy = True
 
     def __post_init__(self) -> None:
-        if not self.scale > 0:
-            raise ValueError(f"EntropyAware: scale is {self.scale}, expected above 0")
+        above(self, 0, "scale")
 
     def __call__(self, logp: Tensor, entropy: Tensor | None, mask: Tensor) -> Tensor:
         known = required(entropy).detach() * mask

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.objectives.kl import divergence
+from flowgrpo.ranges import above
 from flowgrpo.types import Scored
 
 
@@ -173,8 +174,7 @@ class DivergenceMask(ClippedSurrogate):
     reads_means = True
 
     def __post_init__(self) -> None:
-        if not self.bound > 0:
-            raise ValueError(f"DivergenceMask: bound is {self.bound}, expected above 0")
+        above(self, 0, "bound")
 
     def bounds(self, advantage: Tensor, old: Tensor | None) -> tuple[Tensor, Tensor]:
         assert old is not None, "DivergenceMask needs the divergence of every decision"

@@ -14,6 +14,7 @@ from torch import Tensor
 from flowgrpo.objectives import Clip, DivergenceMask, Reinforce
 from flowgrpo.objectives.sequence_losses import GroupLoss
 from flowgrpo.objectives.surrogates import Surrogate
+from flowgrpo.ranges import at_least
 from flowgrpo.types import CompletionBatch, required
 
 
@@ -187,8 +188,7 @@ class LikelihoodFloor(WrappedLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.weight >= 0:
-            raise ValueError(f"LikelihoodFloor: weight is {self.weight}, expected 0 or more")
+        at_least(self, 0, "weight")
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         fell = (advantage >= 0) & (log_ratio.sum(1, keepdim=True) < 0)

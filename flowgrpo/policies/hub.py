@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from flowgrpo.errors import UserError
@@ -22,7 +24,7 @@ def require(model: str) -> None:
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
-    if model in FOLDERS or Path(model).exists() or constants.HF_HUB_OFFLINE or answers(constants.ENDPOINT):
+    if not _is_silent(model):
         return
     try:
         cached = any(isinstance(try_to_load_from_cache(model, name), str) for name in INDICES)
@@ -34,6 +36,35 @@ def require(model: str) -> None:
                         "and give the folder")
     print(f"no network ({constants.ENDPOINT} does not answer): {model} is loaded from the hub's cache", file=sys.stderr)
     constants.HF_HUB_OFFLINE = True
+
+
+def read_cache_alone(source: str) -> None:
+    """Switch the hub's client to its offline mode if the hub does not answer; nothing is asked for a local path."""
+    from huggingface_hub import constants
+
+    if _is_silent(source):
+        constants.HF_HUB_OFFLINE = True
+
+
+def _is_silent(source: str) -> bool:
+    """Return True for a name of the hub, if its client may ask and the hub does not answer."""
+    from huggingface_hub import constants
+
+    here = source in FOLDERS or Path(source).exists() or source.startswith(("/", ".", "~"))
+    return not (here or constants.HF_HUB_OFFLINE or answers(constants.ENDPOINT))
+
+
+def unreached(error: BaseException) -> str | None:
+    """Return the reason of a file that is not in the hub's cache and was not asked for; None for another error."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    if not (constants.HF_HUB_OFFLINE and any(isinstance(cause, (LocalEntryNotFoundError, OfflineModeIsEnabled))
+                                             for cause in _causes(error))):
+        return None
+    why = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else \
+        f"no network ({constants.ENDPOINT} does not answer)"
+    return f"not in the hub's cache, and {why}"
 
 
 def load_error(error: BaseException, model: str, what: str, expected: str, reason: str | None = None) -> UserError:
@@ -56,8 +87,7 @@ def refusal(error: BaseException, model: str) -> str | None:
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError
 
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in _causes(error):
         status = getattr(getattr(cause, "response", None), "status_code", None)
         page = f"{constants.ENDPOINT}/{getattr(cause, 'repo_id', None) or model}"
         if isinstance(cause, GatedRepoError):
@@ -65,8 +95,15 @@ def refusal(error: BaseException, model: str) -> str | None:
         if status in (401, 403):
             return (f"the hub refuses it ({status}): there is no such repository, or it is private or gated; look at "
                     f"{page}, accept its licence if it has one, and log in with `hf auth login`")
-        cause = cause.__cause__ or cause.__context__
     return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, its cause or context, and so on."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 @functools.cache

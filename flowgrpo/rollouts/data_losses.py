@@ -49,7 +49,7 @@ class DataLosses(Protocol):
     def __call__(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
         """Yield summed losses, 0-d, each with a graph of its own; their sum over the divisor is the batch's loss.
 
-        places: of the examples in the batch of all processes. update: the number of earlier optimiser steps.
+        places: of the examples in the batch of all processes. update: the number of earlier optimizer steps.
         """
 
     def metrics(self, total: Callable[[Sequence[int]], list[int]]) -> dict[str, float]:
@@ -188,5 +188,5 @@ def conditioned(condition: str, example: Example) -> Prompt:
 
 
 def seed_of(seed: int, update: int, place: int) -> int:
-    """Return the seed of an example's draws. place: its place in the batch of an optimiser step."""
+    """Return the seed of an example's draws. place: its place in the batch of an optimizer step."""
     return int(np.random.SeedSequence((seed, update, place, DRAWS)).generate_state(1, np.uint64)[0] >> 1)

@@ -52,7 +52,7 @@ class NoisedLosses(DataLosses):
             yield (weights.to(output.device) * self.errors(output, target, t)).sum() / (len(times.grid) - 1)
 
     def times(self, update: int) -> RolloutSpec:
-        """Return the times of an optimiser step."""
+        """Return the times of an optimizer step."""
         alphas = self.policy.stock.alphas_cumprod.cpu() if self.policy.process == "vp" else None
         times = self.part.times(self.rollouts.grid, update, self.rollouts.config.seed)
         return noised_finals.exploration(times, 1, self.rollouts.method.denoising.solver, False, False, alphas)

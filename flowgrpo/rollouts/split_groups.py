@@ -17,7 +17,7 @@ COLUMNS = 6  # process, part, step, statistic, advantage, group
 
 
 class SplitGroups:
-    """Compared statistics of the samples of one optimiser step, on all processes.
+    """Compared statistics of the samples of one optimizer step, on all processes.
 
     False if groups are whole, or the loss does not compare their samples.
     """

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo import gaussian
+from flowgrpo.ranges import above, at_least
 from flowgrpo.samplers.denoiser import C, Replayer
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay, rescored
@@ -48,11 +49,10 @@ class Edit:
     acting: str = "argmax"
 
     def __post_init__(self) -> None:
-        counts = min(self.width, self.depth, self.candidates)
-        if not (self.bound > 0 and self.std > 0) or self.width % 4 or counts < 1:
-            raise ValueError(f"Edit: bound is {self.bound}, std {self.std}, width {self.width}, depth {self.depth} and "
-                             f"candidates {self.candidates}, expected bound and std above 0, a width that 4 divides, "
-                             "and 1 or more")
+        above(self, 0, "bound", "std")
+        at_least(self, 1, "width", "depth", "candidates")
+        if self.width % 4:
+            raise ValueError(f"Edit: width is {self.width}, expected a number that 4 divides")
         if self.acting not in ("argmax", "pairs"):
             raise ValueError(f"Edit: acting is {self.acting!r}, expected argmax or pairs")
 

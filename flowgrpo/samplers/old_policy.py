@@ -16,7 +16,7 @@ Snapshot = dict[str, Tensor]
 @dataclass(frozen=True)
 class Lag:
     """Decay of the old policy: after every epoch its weights become d * old + (1 - d) * present, with d = min(start +
-    slope * (optimiser updates done - after), most), `start` before `after` (DiffusionNFT, 2509.16117, its code).
+    slope * (optimizer updates done - after), most), `start` before `after` (DiffusionNFT, 2509.16117, its code).
 
     most: upper bound of d. 0 is no lag: the old policy is the present one of the rollout, and nothing is copied.
     draws: the old policy draws the rollouts; otherwise the present one does, and the old one is only compared with.
@@ -56,7 +56,7 @@ class OldPolicy:
     """Old weights of a policy, `held` as they are in `epoch`, on the device if they are small; None without a lag.
 
     weights: the present ones. The factors A and B of a LoRA are averaged separately.
-    updates: the number of optimiser updates of the run, set by the trainer.
+    updates: the number of optimizer updates of the run, set by the trainer.
     """
 
     updates = 0

@@ -14,6 +14,8 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 
+from flowgrpo.ranges import at_least
+
 ORDERS = ("progressive", "random", "decay", "exp_decay", "frozen")
 
 
@@ -179,8 +181,7 @@ class LastSteps:
     count: int = 1
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"LastSteps: count is {self.count}, expected 1 or more")
+        at_least(self, 1, "count")
 
     def __call__(self, steps: int, epoch: int, seed: int) -> Schedule:
         if self.count > steps:

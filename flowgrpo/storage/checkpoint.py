@@ -2,7 +2,7 @@
 
 So neither a kill nor a power cut leaves a partial one under a checkpoint's name. A checkpoint is a folder of
 safetensors and JSON, never a pickle. Sampling, windows and data order are pure functions of (seed, epoch). So weights,
-optimiser, moving average and a few counters are the whole state of a run.
+optimizer, moving average and a few counters are the whole state of a run.
 
 Sharded tensors are in one file per shard: the rows (dimension 0) of a tensor in the order of the files' names. They are
 read row by row, so a run can be resumed with another number of shards, or whole.
@@ -126,7 +126,7 @@ def damage(folder: Path, required: Mapping[str, type | tuple[type, ...]] = Mappi
             if not isinstance(values.get(key), kind):
                 return f"{VALUES} has {str(values.get(key))[:40]} under {key!r}"
         if values.get("update") and not any(key.startswith("optimizer/") for key in shapes):
-            return "the optimiser's state is missing"
+            return "the optimizer's state is missing"
         return None
     return manifest.difference(folder)
 
@@ -219,7 +219,7 @@ def unreadable(folder: Path, error: Exception) -> UserError:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return an optimiser's state as flat tensors `0.exp_avg`, `0.step`, ...; integers become int64 tensors."""
+    """Return an optimizer's state as flat tensors `0.exp_avg`, `0.step`, ...; integers become int64 tensors."""
     return {f"{index}.{key}": torch.as_tensor(value) for index, values in optimizer.state_dict()["state"].items()
             for key, value in _flat(values).items()}
 
@@ -232,7 +232,7 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
-    """Load the state that `optimizer_tensors` flattened into an optimiser; its groups stay unchanged."""
+    """Load the state that `optimizer_tensors` flattened into an optimizer; its groups stay unchanged."""
     state: dict[int, dict[str, torch.Tensor | int]] = {}
     for name, tensor in tensors.items():
         index, key = name.split(".", 1)

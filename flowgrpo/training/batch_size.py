@@ -60,7 +60,7 @@ def micro_batches(config: Config, processes: int) -> list[int]:
     for size in (2**power for power in range(samples.bit_length())):
         try:
             geometry(config.train.model_copy(update={"micro_batch": size}), processes)
-        except UserError:  # its parts do not make the optimiser's steps
+        except UserError:  # its parts do not make the optimizer's steps
             continue
         sizes.append(size)
     return sizes

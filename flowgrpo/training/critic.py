@@ -92,7 +92,7 @@ class Critic:
         return loss.item()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the head and its optimiser's state, for a checkpoint."""
+        """Return the head and its optimizer's state, for a checkpoint."""
         optimizer = checkpoint.optimizer_tensors(self.optimizer)
         return dict(self.head.state_dict()) | {f"optimizer.{key}": tensor for key, tensor in optimizer.items()}, {}
 

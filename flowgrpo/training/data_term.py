@@ -1,4 +1,4 @@
-"""Supervised term of a run: its gradient beside the reinforcement gradient, in every optimiser step or in its own."""
+"""Supervised term of a run: its gradient beside the reinforcement gradient, in every optimizer step or in its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Share = tuple[list[Part], int]
 class DataTerm:
     """Supervised term of a run; without one (`part` is None) every call leaves things as they are.
 
-    batch: examples that get an optimiser step of their own, now. losses, weights: of the epoch's batches.
+    batch: examples that get an optimizer step of their own, now. losses, weights: of the epoch's batches.
     """
 
     def __init__(self, run: Run):
@@ -49,7 +49,7 @@ class DataTerm:
             self.reward = values.nanmean().item()
 
     def interleaved(self, steps: Iterable[Share]) -> Iterator[Share]:
-        """Yield the optimiser steps, and behind them those of full batches of examples, which train no part."""
+        """Yield the optimizer steps, and behind them those of full batches of examples, which train no part."""
         yield from steps
         while self.part is not None and self.part.apart:
             self.batch = self.examples.taken(self.part.batch)
@@ -61,7 +61,7 @@ class DataTerm:
     def add(self, update: int, fitted: Callable[[Callable[[], None], str], None]) -> None:
         """Replace the parameters' gradients, of all processes, by their balance with the data gradient.
 
-        update: the number of earlier optimiser steps. fitted: runs work again with a smaller micro-batch where memory
+        update: the number of earlier optimizer steps. fitted: runs work again with a smaller micro-batch where memory
         runs out.
         """
         part, parameters = self.part, self.run.policy.weights.parameters()

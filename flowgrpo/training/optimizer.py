@@ -1,4 +1,4 @@
-"""Optimiser of a run, and the loss scaling of fp16."""
+"""Optimizer of a run, and the loss scaling of fp16."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Recalling:
         return loss.item()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the first process's buffer and the optimiser's state, for a checkpoint."""
+        """Return the first process's buffer and the optimizer's state, for a checkpoint."""
         optimizer = checkpoint.optimizer_tensors(self.optimizer)
         return {"states": self.states, "prompts": self.prompts, "of": self.of, "rewards": self.rewards,
                 "fits": torch.tensor(self.fits)} | {f"optimizer.{key}": tensor for key, tensor in optimizer.items()}, {}

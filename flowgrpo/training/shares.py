@@ -1,4 +1,4 @@
-"""Shares of an epoch: which process samples what, and which optimiser step trains it."""
+"""Shares of an epoch: which process samples what, and which optimizer step trains it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def moved(part: Part, by: int) -> Part:
 
 def shares(parts: list[Part], geometry: BatchShape, processes: Processes, reduction: Reduction
            ) -> list[tuple[list[Part], int]]:
-    """Return the parts of each optimiser step on this process, and its number of decisions over all processes.
+    """Return the parts of each optimizer step on this process, and its number of decisions over all processes.
 
     A part is assigned to a step by its place among the parts of all processes, so their number changes no step. Slices
     of one part have one place.
@@ -48,7 +48,7 @@ def shares(parts: list[Part], geometry: BatchShape, processes: Processes, reduct
 
 def chunks(parts: list[Part], count: int, places: Sequence[int] | None = None, total: int | None = None
            ) -> list[list[Part]]:
-    """Distribute `parts` over at most `count` optimiser steps, as evenly as possible.
+    """Distribute `parts` over at most `count` optimizer steps, as evenly as possible.
 
     Of `total` parts these have the given places, by default all: part i goes to step i % count.
     """
@@ -58,5 +58,5 @@ def chunks(parts: list[Part], count: int, places: Sequence[int] | None = None, t
 
 
 def decisions(parts: list[Part], reduction: Reduction = TokenMean()) -> int:
-    """Return the divisor of one optimiser step's loss: its trained decisions, or its rows."""
+    """Return the divisor of one optimizer step's loss: its trained decisions, or its rows."""
     return sum(reduction.count(transitions.old.mask) for part in parts for transitions in part.transitions)

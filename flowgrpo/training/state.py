@@ -191,7 +191,7 @@ def owner(trainer: Run, key: str, dimensions: int) -> torch.Tensor | None:
 def room(trainer: Run) -> int:
     """Return the bytes that a run's checkpoints will take in addition to the present ones.
 
-    They hold weights, averages and snapshots of them, and the optimiser's state, for `keep` checkpoints and one that is
+    They hold weights, averages and snapshots of them, and the optimizer's state, for `keep` checkpoints and one that is
     being written.
     """
     train, weights = trainer.config.train, list(trainer.policy.weights.named.values())

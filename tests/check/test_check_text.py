@@ -51,7 +51,7 @@ def test_memory_by_hand(tmp_path, model):
         found[rows] = text_memory.memory(policy, own, asked)
     trained = 64 * 2 * ((32 + 32) + 2 * (32 + 16) + (32 + 32) + 3 * (32 + 48)) * 4
     assert found[16]["rollout"]["trained"] == trained
-    assert found[16]["update"]["gradients and optimiser"] == 3 * trained
+    assert found[16]["update"]["gradients and optimizer"] == 3 * trained
     assert found[16]["rollout"]["cache"] == 16 * 2 * 2 * (2 * 8) * 4 * (5 + 1000)  # layers, keys and values, heads
     assert found[16]["update"]["logits"] == 2 * 4 * 16 * 1024  # of a chunk, whatever the batch
     assert found[16]["update"]["activations"] == 2 * found[8]["update"]["activations"] > 0

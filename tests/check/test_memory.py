@@ -28,7 +28,7 @@ def test_parts_of_a_run_by_hand():
     assert parts["prompt embeddings"] == prompt * (found.prompts + found.micro_batch)
     lora = sum(parameter.numel() for parameter in policy.weights.parameters())
     whole = sum(p.numel() for p in policy.pipe.transformer.parameters())
-    assert parts["trained"] == 4 * lora and parts["gradients and optimiser"] == 12 * lora
+    assert parts["trained"] == 4 * lora and parts["gradients and optimizer"] == 12 * lora
     buffers = sum(b.numel() * b.element_size() for b in policy.pipe.transformer.buffers())
     assert parts["denoisers"] == 4 * (whole - lora) + buffers
     encoders = [policy.pipe.text_encoder, policy.pipe.text_encoder_2]

@@ -288,10 +288,10 @@ def test_an_older_torch_is_refused_in_one_line(monkeypatch):
 
     monkeypatch.delattr(fsdp.FSDPModule, "set_force_sum_reduction_for_comms")
     sharding.require(True, False, 2, {})
-    with pytest.raises(UserError, match="FSDP2 of torch .* cannot sum gradients, as adapter.rank: 0 needs"):
+    with pytest.raises(UserError, match="cannot sum gradients, as adapter.rank: 0 needs: install torch 2.8 or"):
         sharding.require(True, True, 2, {})
     monkeypatch.setattr(fsdp, "fully_shard", lambda module: None)
-    with pytest.raises(UserError, match="cannot leave a LoRA whole"):
+    with pytest.raises(UserError, match="FSDP2 of torch .* cannot leave a LoRA whole: install torch 2.7 or later"):
         sharding.require(True, False, 2, {})
 
 

@@ -233,8 +233,18 @@ def test_the_command_refuses_what_a_sharded_run_refuses(model, tmp_path, capsys)
     assert "memory.shard is true, which does not go with memory.weights: int8" in capsys.readouterr().err
 
 
+def test_the_command_takes_keys_that_override_the_recipe(recipe, capsys):
+    assert main(["check", "--recipe", recipe, "--gpu", "h200", "--train.epochs=7", "--train.micro_batch", "2"]) == 0
+    page = capsys.readouterr().out
+    assert "of all 7 epochs" in page and "2 at once" in page
+
+
 @pytest.mark.parametrize("arguments, text", [
-    (["--gpu", "H100"], "give --recipe"), ([], "needs a MODEL"), (["--gpu", "H10", "--recipe", "x"], "did you mean")])
+    (["--gpu", "H100"], "give --recipe"), ([], "needs a MODEL"), (["--gpu", "H10", "--recipe", "x"], "did you mean"),
+    (["--train.micro_bach=2"], "unknown option --train.micro_bach: did you mean '--train.micro_batch'?"),
+    (["--gpus", "H100"], "unknown option --gpus: did you mean '--gpu'?"),
+    (["starter", "--train.micro_batch=0"], "train.micro_batch"),
+    (["starter", "2"], "expected one model, got starter and 2")])
 def test_the_command_says_what_is_missing(arguments, text, capsys):
     assert main(["check", *arguments]) == 2
     assert text in capsys.readouterr().err

@@ -116,7 +116,7 @@ def test_of_pictures_it_is_the_loss_of_diffusion_dpo():
     ({"form": "kto"}, "form is 'kto', expected one of logistic, squared, hinge"),
     ({"beta": 0}, "beta is 0 and smoothing 0.0, expected above 0"),
     ({"smoothing": 0.5}, "smoothing 0.5, expected above 0, and 0 to 1/2"),
-    ({"offset": -1.0}, "offset is -1.0 and likelihood 0.0, expected 0 or more")])
+    ({"offset": -1.0}, "offset is -1.0, expected 0 or more")])
 def test_settings_out_of_range_are_refused(options, problem):
     with pytest.raises(ValueError, match=problem):
         PairLoss(**options)

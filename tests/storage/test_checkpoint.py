@@ -73,7 +73,7 @@ def optimizer(seed: int, steps: int = 0) -> torch.optim.Optimizer:
     return made
 
 
-def test_an_optimiser_goes_on_where_it_was(tmp_path):
+def test_an_optimizer_goes_on_where_it_was(tmp_path):
     first, second = optimizer(0, steps=3), optimizer(0)
     path = checkpoint.save(tmp_path, 1, checkpoint.optimizer_tensors(first), {}, 1)
     checkpoint.load_optimizer(second, checkpoint.load(path)[0])
@@ -85,7 +85,7 @@ def test_an_optimiser_goes_on_where_it_was(tmp_path):
         assert torch.equal(parameter, other)
 
 
-def test_an_optimiser_without_a_state_stays_so():
+def test_an_optimizer_without_a_state_stays_so():
     made = optimizer(0)
     checkpoint.load_optimizer(made, checkpoint.optimizer_tensors(made))
     assert made.state_dict()["state"] == {}
@@ -149,13 +149,13 @@ DAMAGE = {
     "empty manifest": (lambda path: (path / "manifest.json").write_bytes(b""), "manifest.json cannot be read"),
     "empty tensors": (lambda path: (path / "state.safetensors").write_bytes(b""), "has 0 bytes, expected"),
     "absent tensors": (lambda path: (path / "state.safetensors").unlink(), "state.safetensors is missing"),
-    "no optimiser": (without_optimizer, "state.safetensors has"),
+    "no optimizer": (without_optimizer, "state.safetensors has"),
     "other shape": (lambda path: save_file({"weights/a": torch.ones(3, 3)}, path / "state.safetensors"), "has"),
     "missing key": (lambda path: (path / "state.json").write_text("{}"), "state.json has 2 bytes"),
     "list": (lambda path: (path / "state.json").write_text("[]"), "state.json has 2 bytes"),
 }
 UNSIGNED = {  # of an older run, without a manifest: what the form of the files shows
-    "empty tensors": "", "absent tensors": "No such file", "no optimiser": "the optimiser's state is missing",
+    "empty tensors": "", "absent tensors": "No such file", "no optimizer": "the optimizer's state is missing",
     "missing key": "state.json has None under 'epoch'", "list": "state.json holds a list, expected an object",
 }
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 NODES = "nodes"  # the value of memory.shard that shards within each node
+# First releases of torch with FSDP2's `ignored_params` and with its `set_force_sum_reduction_for_comms`.
+IGNORES, SUMS = "2.7", "2.8"
 
 
 def require(shard: bool | str, trained: bool, count: int, environment: Mapping[str, str]) -> None:
@@ -49,9 +51,10 @@ def require(shard: bool | str, trained: bool, count: int, environment: Mapping[s
 
     summing = hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
     if "ignored_params" not in inspect.signature(fully_shard).parameters or trained and not summing:
-        wanted = "sum gradients, as adapter.rank: 0 needs" if trained else "leave a LoRA whole"
-        raise UserError(f"{setting}, but the FSDP2 of torch {torch.__version__} cannot {wanted}: install a later torch,"
-                        " or use memory.shard: false")
+        wanted = f"sum gradients, as adapter.rank: 0 needs: install torch {SUMS}" if trained else \
+            f"leave a LoRA whole: install torch {IGNORES}"
+        raise UserError(f"{setting}, but the FSDP2 of torch {torch.__version__} cannot {wanted} or later, or use "
+                        "memory.shard: false")
 
 
 def of_node(count: int, environment: Mapping[str, str]) -> int:

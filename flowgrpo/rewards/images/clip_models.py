@@ -61,7 +61,8 @@ class ClipScore(LocalModel):
     def _loaded(self) -> tuple[Any, Any]:
         open_clip = needed("open_clip", "clip", f"reward {self.reward!r}")
         with loading(f"reward {self.reward!r}: {self.model} with the weights {self.pretrained}",
-                     "open_clip.list_pretrained() names them all; args: {pretrained: FILE} takes a file of yours"):
+                     "open_clip.list_pretrained() names them all; args: {pretrained: FILE} takes a file of yours",
+                     self.pretrained):
             model = open_clip.create_model(self.model, pretrained=self.pretrained, require_pretrained=True)
             return model, open_clip.get_tokenizer(self.model)
 

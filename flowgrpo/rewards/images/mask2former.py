@@ -42,7 +42,7 @@ class Mask2Former(LocalModel):
         from transformers import AutoImageProcessor, Mask2FormerForUniversalSegmentation
 
         with loading(f"detector mask2former: {self.model}",
-                     "fetch it and give its folder as args: {detector: 'mask2former:FOLDER'}"):
+                     "fetch it and give its folder as args: {detector: 'mask2former:FOLDER'}", self.model):
             options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": False}
             return (Mask2FormerForUniversalSegmentation.from_pretrained(self.model, dtype=self.float_type, **options),
                     AutoImageProcessor.from_pretrained(self.model, **options))

@@ -32,7 +32,8 @@ class Owl(LocalModel):
     def _loaded(self) -> tuple[Any, Any]:
         from transformers import Owlv2ForObjectDetection, Owlv2Processor
 
-        with loading(f"detector owl: {self.model}", "fetch it and give its folder as args: {detector: 'owl:FOLDER'}"):
+        with loading(f"detector owl: {self.model}", "fetch it and give its folder as args: {detector: 'owl:FOLDER'}",
+                     self.model):
             options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": False}
             return (Owlv2ForObjectDetection.from_pretrained(self.model, dtype=self.float_type, **options),
                     Owlv2Processor.from_pretrained(self.model, **options))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
+from flowgrpo.rewards.images.vision import pretrained
 from flowgrpo.rewards.local_model import LocalModel
 from flowgrpo.rewards.pixels import eight_bit
 
@@ -37,12 +38,8 @@ class Safety(LocalModel):
     def _loaded(self) -> tuple[Any, Any, list[int]]:
         from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-        try:
-            processor = AutoImageProcessor.from_pretrained(self.model, revision=self.revision)
-            classifier = AutoModelForImageClassification.from_pretrained(self.model, revision=self.revision)
-        except (OSError, ValueError) as error:
-            raise UserError(f"reward 'safety': the classifier {self.model!r} cannot be loaded "
-                            f"({' '.join(str(error).split())[:160]}): give a folder, args: {{model: FOLDER}}") from None
+        classifier = pretrained("safety", AutoModelForImageClassification, self.model, self.revision, "model")
+        processor = pretrained("safety", AutoImageProcessor, self.model, self.revision, "model")
         labels, unsafe = classifier.config.id2label, {name.lower() for name in self.unsafe}
         rows = [row for row, label in labels.items() if label.lower() in unsafe]
         if len(rows) != len(unsafe):

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
 from flowgrpo.errors import UserError
+from flowgrpo.policies import hub
 from flowgrpo.rewards.local_model import Head
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's training pictures, kept by BLIP's models
@@ -74,14 +75,18 @@ def _middle(pictures: Tensor, size: int) -> Tensor:
 
 
 @contextmanager
-def loading(what: str, fix: str) -> Iterator[None]:
-    """Context manager for loading weights: any error becomes a UserError with the object, the reason and the fix."""
+def loading(what: str, fix: str, source: str = ".") -> Iterator[None]:
+    """Context manager for loading weights: any error becomes a UserError with the object, the reason and the fix.
+
+    source: their name on the hub, or a local path. A hub that does not answer is not asked again and again.
+    """
     try:
+        hub.read_cache_alone(source)
         yield
     except UserError:
         raise
     except Exception as error:  # a hub, a file and a library fail in many ways
-        reason = textwrap.shorten(str(error), 160, placeholder=" ...")
+        reason = hub.unreached(error) or textwrap.shorten(str(error), 160, placeholder=" ...")
         raise UserError(f"{what} cannot be loaded ({reason}): {fix}") from None
 
 
@@ -93,7 +98,7 @@ def pretrained(reward: str, kind: Any, name: str, revision: str | None, option: 
     Raises UserError, which names `option`, if it is unavailable.
     """
     given = f"{{{within}: {{{option}: FOLDER}}}}" if within else f"{{{option}: FOLDER}}"
-    with loading(f"reward {reward!r}: {name}", f"fetch it and give its folder as args: {given}"):
+    with loading(f"reward {reward!r}: {name}", f"fetch it and give its folder as args: {given}", name):
         return kind.from_pretrained(name, revision=revision, trust_remote_code=False, **more)
 
 
@@ -103,7 +108,7 @@ def tensors(reward: str, where: str, revision: str | None, option: str) -> dict[
     option: the reward's argument that names it.
     Raises UserError, which names `option`, if it is unavailable.
     """
-    with loading(f"reward {reward!r}: {where}", f"fetch it and give its path as args: {{{option}: FILE}}"):
+    with loading(f"reward {reward!r}: {where}", f"fetch it and give its path as args: {{{option}: FILE}}", where):
         path = Path(where) if Path(where).is_file() else from_hub(where, revision)
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file

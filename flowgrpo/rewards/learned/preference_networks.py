@@ -140,7 +140,8 @@ def with_text(source: str, aspects: int, size: int) -> Film:
     from transformers import AutoTokenizer
 
     place = str(FOLDERS.get(source, source))
-    with loading(f"text encoder {source}", f"expected starter, or a folder or hub id with {TEXT} and {TOKENIZER}"):
+    with loading(f"text encoder {source}", f"expected starter, or a folder or hub id with {TEXT} and {TOKENIZER}",
+                 place):
         tokenizer = AutoTokenizer.from_pretrained(place, subfolder=TOKENIZER, trust_remote_code=False)
         kind, config = _text_class(place, subfolder=TEXT)
         text = kind.from_pretrained(place, subfolder=TEXT, config=config, dtype=torch.float32,

@@ -91,7 +91,8 @@ def on_model(source: str, aspects: int, frozen: bool) -> TextHead:
     from transformers import AutoModel, AutoTokenizer
 
     place = str(FOLDERS.get(source, source))
-    with loading(f"language model {source}", "expected starter_text, or a folder or hub id of a language model"):
+    with loading(f"language model {source}", "expected starter_text, or a folder or hub id of a language model",
+                 place):
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         body = AutoModel.from_pretrained(place, dtype=torch.float32, trust_remote_code=False, use_safetensors=True)
     return TextHead(_causal(source, body).eval().requires_grad_(not frozen), tokenizer, aspects, frozen)

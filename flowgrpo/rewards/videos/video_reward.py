@@ -74,7 +74,7 @@ class VideoReward(LocalModel):
     def _loaded(self) -> tuple[Any, nn.Module, Any, dict[str, float]]:
         from transformers import Qwen2VLConfig, Qwen2VLProcessor
 
-        with loading(f"reward 'video_reward': {self.model}", FIX):
+        with loading(f"reward 'video_reward': {self.model}", FIX, self.model):
             file, weights = files(self.model)
             released = json.loads(file.read_text(encoding="utf-8"))
         config = pretrained("video_reward", Qwen2VLConfig, self.base, None, "base")

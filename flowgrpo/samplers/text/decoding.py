@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from flowgrpo.ranges import at_least
 from flowgrpo.types import wide
 
 
@@ -59,9 +60,7 @@ class Decoding:
         if not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
             raise ValueError(f"Decoding: top_p is {self.top_p} and min_p {self.min_p}, expected above 0 to 1 and 0 to "
                              "1")
-        if min(self.top_k, self.greedy, self.expert) < 0:
-            raise ValueError(f"Decoding: top_k is {self.top_k}, greedy {self.greedy} and expert {self.expert}, "
-                             "expected 0 or more")
+        at_least(self, 0, "top_k", "greedy", "expert")
 
     def __call__(self, logits: Tensor, taken: Tensor | None = None) -> Tensor:
         """Return log-probabilities [n,V], float32 or wider, of logits [n,V]; -inf where cut.
@@ -136,9 +135,8 @@ class Unmasking(Decoding):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.per_step < 1 or self.shrink < 1 or self.block < 0:
-            raise ValueError(f"Unmasking: per_step is {self.per_step}, shrink {self.shrink} and block {self.block}, "
-                             "expected 1 or more, and 0 or more of the block")
+        at_least(self, 1, "per_step", "shrink")
+        at_least(self, 0, "block")
         if self.order not in ("confidence", "random"):
             raise ValueError(f"Unmasking: order is {self.order!r}, expected confidence or random")
 

@@ -367,15 +367,15 @@ def test_the_estimate_leaves_out_what_waits_elsewhere():
     assert away["update"]["text encoders"] == away["rollout"]["text encoders"] == 0
     assert plain["rollout"]["recorded states"] > 0 == away["rollout"]["recorded states"]
     trained = plain["update"]["trained"]
-    assert plain["update"]["gradients and optimiser"] == 3 * trained
-    assert away["update"]["gradients and optimiser"] == trained + trained // 2
+    assert plain["update"]["gradients and optimizer"] == 3 * trained
+    assert away["update"]["gradients and optimizer"] == trained + trained // 2
 
 
-# --- the optimiser and the compiler --------------------------------------------------------------------------------
+# --- the optimizer and the compiler --------------------------------------------------------------------------------
 
 
 def quadratic(kind: str):
-    """Two tensors, their optimiser, and steps on a loss whose gradient is known."""
+    """Two tensors, their optimizer, and steps on a loss whose gradient is known."""
     generator = torch.Generator().manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(n, generator=generator)) for n in (8192, 5000)]
     optimizer = make_optimizer(Train(optimizer=kind, lr=0.1, weight_decay=0.0), parameters)
@@ -402,7 +402,7 @@ def test_the_first_step_of_adamw_is_the_learning_rate_in_either_form():
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])
-def test_an_optimiser_goes_on_from_its_tensors_bit_for_bit(kind, tmp_path):
+def test_an_optimizer_goes_on_from_its_tensors_bit_for_bit(kind, tmp_path):
     whole, _, step = quadratic(kind)
     step(5)
     first, optimizer, step = quadratic(kind)

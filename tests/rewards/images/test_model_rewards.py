@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import constants
 from PIL import Image
 from safetensors.torch import save_file
 from torchvision import transforms
@@ -311,6 +312,19 @@ def test_a_long_reason_is_cut_between_words():
     with pytest.raises(UserError, match=r"^weights cannot be loaded \(check your( \w+){29} \.\.\.\): fetch them$"), \
             vision.loading("weights", "fetch them"):
         raise OSError("check your\n" + "link " * 40)
+
+
+@pytest.mark.parametrize("name, arguments", [
+    ("clip_score", {}), ("pick_score", {"model": "owner/name"}), ("safety", {"model": "owner/name"}),
+    ("image_reward", {"checkpoint": "owner/name/file.pt"})])
+def test_a_hub_that_does_not_answer_is_asked_once(name, arguments, monkeypatch, tmp_path):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match=r"not in the hub's cache, and no network \(http://127.0.0.1:9 does not ans"):
+        find(name, arguments)
+    assert constants.HF_HUB_OFFLINE
 
 
 @pytest.mark.parametrize("name, arguments, told", [

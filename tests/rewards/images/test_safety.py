@@ -61,6 +61,6 @@ def test_the_unsafe_classes_are_those_that_are_named(folder):
 
 
 def test_weights_that_cannot_be_had(tmp_path):
-    with pytest.raises(UserError, match="^reward 'safety': the classifier '.*' cannot be loaded .*a folder") as told:
+    with pytest.raises(UserError, match="^reward 'safety': .* cannot be loaded .*: fetch it and give") as told:
         rewards.find("safety", {"model": str(tmp_path)})
     assert "\n" not in str(told.value)

@@ -1,0 +1,96 @@
+"""Extras and downloads of the recipes, for scripts/recipe_table.py: from their keys and what their rewards state."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from flowgrpo.config.schema import Config
+from flowgrpo.dry_run import from_configs, published
+from flowgrpo.policies.weights.memory_options import PACKAGES
+from flowgrpo.rewards.about import about
+from flowgrpo.rewards.find import find
+from flowgrpo.rewards.laziness import lazily
+from flowgrpo.rewards.local_model import LocalModel
+from flowgrpo.rewards.placement import CHECKPOINTS, local_models
+
+HEAD = """
+## Downloads
+
+Each model is downloaded at its first use, to the hub's cache (`HF_HOME`) or torch's (`TORCH_HOME`). Sizes are
+computed from the parameters, at two bytes each: fp32 files, such as those of SDXL, take twice as much, and the
+repository's page states the exact size. Names without a slash are those of open_clip or torchvision, which download
+them. Of a reward's second repository only a tokenizer or a small head is downloaded. Other rewards of the recipes
+download nothing. A reward's licence is that of its code and of its weights.
+
+| model or reward | downloaded | parameters, billion | GB in bf16 | licence |
+|---|---|---:|---:|---|
+"""
+
+
+def extras(config: Config, rewards: Iterable[str]) -> list[str]:
+    """Return the extras of flowgrpo that a recipe needs, by its rewards, its weights and its optimizer."""
+    named = [PACKAGES.get(config.memory.weights, ""), "bitsandbytes" * (config.train.optimizer == "adamw8bit")]
+    for name in rewards:
+        reward = made(name)
+        named += [about(part).needs or "" for part in (reward, *local_models(reward))]
+    return sorted({extra.strip() for needs in named for extra in needs.split(",")} - {""})
+
+
+def billions(config: Config, rewards: Iterable[str]) -> float:
+    """Return the parameters that a recipe downloads, in 10^9; a reward's weights count once."""
+    return of_model(config.model) + sum(map(of_reward, set(rewards)))
+
+
+def of_model(model: str) -> float:
+    """Return the parameters of a published pipeline in 10^9, text encoders and autoencoder included."""
+    return sum(_part(repr(part)) for part in published.MODELS[model].parts.values())
+
+
+def of_reward(name: str) -> float:
+    """Return the parameters of a reward's models in 10^9, by their declarations."""
+    return sum(model.parameters or 0 for model in local_models(made(name))) / 1e9
+
+
+@functools.cache
+def made(name: str) -> Any:
+    """Return a reward without its weights."""
+    with lazily():
+        return find(name, {})
+
+
+@functools.cache
+def _part(described: str) -> float:
+    """Return the parameters of a pipeline's component, given by the repr of its class and configuration."""
+    kind, config = next(part for model in published.MODELS.values() for part in model.parts.values()
+                        if repr(part) == described)
+    module = from_configs.part(kind, config, torch.bfloat16)
+    return sum(p.numel() for p in module.parameters()) / 1e9 if isinstance(module, torch.nn.Module) else 0.0
+
+
+def model_row(config: Config, text: str, licence: str) -> str:
+    """Return a pipeline's row. text: the recipe, whose comment names the repositories of a folder put together."""
+    taken = re.findall(r'from_pretrained\("([^"]+)"', text) or [config.model]
+    return _row(config.model.split("/")[-1], taken, of_model(config.model), licence)
+
+
+def reward_row(name: str) -> str:
+    """Return a reward's row."""
+    taken = [weights for model in local_models(made(name)) if model.parameters for weights in _named(model)]
+    return _row(f"`{name}`", taken, of_reward(name), about(made(name)).licence or "?")
+
+
+def _named(model: LocalModel) -> list[str]:
+    """Return the repositories that a reward's model names, or else its name in a library."""
+    values = [value for entry in fields(model) if isinstance(value := getattr(model, entry.name), str)
+              and entry.name in (*CHECKPOINTS, "tokenizer", "base")]
+    return ["/".join(value.split("/")[:2]) for value in values if "/" in value] or [", ".join(values)]
+
+
+def _row(name: str, taken: Iterable[str], size: float, licence: str) -> str:
+    return f"| {name} | {', '.join(f'`{each}`' for each in taken)} | {size:.2f} | {2 * size:.1f} | {licence} |"
