@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -165,7 +165,9 @@ def _trainer(config: Config, policy: Any, image: str | None) -> Trainer:
     first, *later = (Prompt(f"{PROMPT} {number}", image=image) for number in range(config.train.prompts + 1))
     alone: Any = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"), is_main_process=True)
     trainer = Trainer(config, alone, policy, {name: _any for name in config.trained}, ([first, *later[1:]], []))
-    trainer.ahead, trainer.prompts = trainer.ahead and Rescored(trainer.ahead), later
+    if trainer.ahead:
+        trainer.ahead = cast(Any, Rescored(trainer.ahead))
+    trainer.prompts = later
     trainer.keys = [prompt.key for prompt in later]
     for parameter in policy.weights.parameters():
         parameter.grad = torch.empty_like(parameter)
