@@ -209,8 +209,8 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
     reward_demands.require(method, trained, config.train.group)
     together = [name for name, reward in trained.items() if pairwise.sees_groups(reward)]
     split_groups.require(config, method, shape, processes, together)
-    recorded_groups.require(config, method, shape.slices)
-    staleness.require(config, method, processes, trained)
+    recorded_groups.require(config, method, processes)
+    staleness.require(config, method, accelerator.num_processes, trained)
     trajectory.require(config)
     measured = pairwise.measured(trained, further)
     split = recorded_pairs.in_place(config, _split(config, prompts), method.for_tokens)

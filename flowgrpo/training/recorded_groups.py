@@ -37,7 +37,7 @@ class Recorded:
 
 
 class RecordedGroups:
-    """Buffer of a run; every process keeps groups that it drew, and a checkpoint holds those of the first one."""
+    """Buffer of a run of one process, or of one team of processes."""
 
     def __init__(self, part: GroupReplay, rollouts: GroupSampler[Any], processes: Processes, seed: int):
         self.part, self.rollouts, self.processes, self.seed = part, rollouts, processes, seed
@@ -102,7 +102,7 @@ class RecordedGroups:
         return {"replayed_groups": count} | ({"replay_age": ages / count} if count else {})
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the first process's groups, for a checkpoint."""
+        """Return the groups, for a checkpoint."""
         tensors: dict[str, Tensor] = {}
         listed = []
         for number, group in enumerate(self.groups):
@@ -138,12 +138,12 @@ class RecordedGroups:
             self.groups.append(Recorded(prompt, entry["epoch"], part, entry["size"], entry["logp"]))
 
 
-def require(config: Config, method: Method, slices: int) -> None:
-    """Raise UserError for a method or configuration whose groups cannot be recorded."""
+def require(config: Config, method: Method, processes: int) -> None:
+    """Raise UserError for a run whose groups cannot be recorded, or not exactly."""
     if method.replay is None:
         return
     wrong = unrecordable(config, method) | {
-        "groups that are split over processes": slices > 1,
+        f"{processes} processes, of which a checkpoint holds the first one's groups": processes > 1,
         "parts.tuning, whose goals are of one epoch": method.tuning.weight > 0,
         "parts.replay.recompose, which reads lengths of texts": method.replay.recompose and not method.for_tokens}
     for reason in (reason for reason, applies in wrong.items() if applies):

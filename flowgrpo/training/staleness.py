@@ -16,7 +16,10 @@ from flowgrpo.training.stored_parts import unrecordable
 
 
 def require(config: Config, method: Method, processes: int, trained: Mapping[str, object]) -> None:
-    """Raise UserError for a run that cannot have staleness or partial rollouts. trained: its rewards."""
+    """Raise UserError for a run that cannot have staleness or partial rollouts.
+
+    processes: all of them, also those that share the tokens of a row. trained: the rewards.
+    """
     staleness, extra = config.train.staleness, config.text.over_provision
     if not staleness and not extra:
         return
