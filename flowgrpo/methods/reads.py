@@ -24,6 +24,7 @@ from flowgrpo.methods.method import Method
 from flowgrpo.objectives import (
     actor_critic,
     forward_process,
+    kl,
     policy_shaping,
     ratios,
     references,
@@ -42,7 +43,7 @@ TYPES: dict[type, tuple[type[targets.Target], ...]] = {
                      token_credit.SegmentChain, token_credit.SegmentTree, token_credit.StepGroups,
                      token_credit.MergedSteps, token_credit.Exploring, step_scores.StepScores, supervised.NextToken,
                      supervised.PreferencePairs,
-                     expert_reward.ExpertReward, teachers.TeacherAnswers), _TEXTS),
+                     expert_reward.ExpertReward, teachers.TeacherAnswers, kl.SpanKL), _TEXTS),
     policy_shaping.PolicyShaping: (targets.Completions, targets.RecordedSteps, targets.JointDensity),
     sequence_losses.SampleLoss: (targets.Completions, targets.RecordedSteps, targets.NoisedFinals),
     **dict.fromkeys((references.Teacher, references.SelfTeacher, references.Soup), (

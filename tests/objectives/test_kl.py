@@ -11,6 +11,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.gaussian import kl, log_prob
 from flowgrpo.methods import preset
 from flowgrpo.methods.overlay import with_parts
+from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives import ESTIMATORS, GaussianKL, OutputError, SampledKL, at_epoch, is_active, k1, k2, k3
 from flowgrpo.objectives.kl import SpanKL, spans
 from flowgrpo.objectives.schedules import Adaptive, Linear
@@ -24,7 +25,7 @@ from flowgrpo.training import state
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.shares import decisions
 from flowgrpo.types import Context, Gaussian, Scored
-from tests.helpers import tiny
+from tests.helpers import tiny, tiny_runs
 
 F64 = torch.float64
 
@@ -320,3 +321,8 @@ def test_each_span_has_its_factor_and_later_ones_the_last():
     for wrong in ((), (0, 0), (1, -1)):
         with pytest.raises(ValueError, match="SpanKL: factors is"):
             SpanKL(1.0, factors=wrong)
+
+
+def test_pictures_have_no_spans():
+    with pytest.raises(UserError, match="got SpanKL, which reads completions"):
+        resolve(tiny_runs.config("flow", "flow_grpo", {"kl": {"type": "SpanKL", "weight": 0.1}}), "flow")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
+from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods.validate import resolve
+from flowgrpo.run import run
 from flowgrpo.samplers.text.decoding import Decoding
 from flowgrpo.samplers.text.pruned import PrunedDraws, looked
+from flowgrpo.storage import checkpoint
 from tests.helpers import tiny_text
 
 
@@ -108,6 +113,26 @@ def test_the_head_of_a_run_learns_what_succeeds():
     right = torch.tensor(begins(made.texts, [])) > 0
     assert (chances[right][:, None] > chances[~right]).float().mean() > 0.7  # the area under its curve
     assert torch.equal(trainer.critic.state()[0]["weight"], trainer.critic.head.weight)
+
+
+def test_a_resumed_run_stops_the_same_completions(tmp_path):
+    parts = {"draws": {"type": "PrunedDraws", "tokens": 1, "lr": 0.03, "passes": 20}}
+
+    def go(folder, **options):
+        settings = tiny_text.config(folder, reward="begins", train__epochs=3, train__save_every=2, train__keep=3,
+                                    parts=parts)
+        run(settings, pipe=tiny_text.model(), functions={"begins": begins},
+            prompts=[Prompt(text) for text in tiny_text.PROMPTS], **options)
+        return settings.folder
+
+    whole, part = go(tmp_path / "whole"), go(tmp_path / "parts")
+    for name in ("after.json", "last.json"):
+        (part / "report" / name).unlink()
+    shutil.rmtree(part / "checkpoints" / "epoch-00003")
+    go(tmp_path / "parts", resume=True)
+    one, two = (checkpoint.load(folder / "checkpoints" / "epoch-00003")[0] for folder in (whole, part))
+    assert one["critic/weight"].abs().max() > 0
+    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
 
 
 def test_what_does_not_go_together_is_refused():
