@@ -89,9 +89,9 @@ def summary(results: dict[str, Any]) -> str:
     return (f"Does a part do what its paper claims? Each row trains the [text starter](starter.md#texts) with and "
             f"without one part, with {results['seeds']} seeds. The part helped in {len(helping)} of {len(rows)} rows, "
             f"hurt in {sum(row['verdict'] == -1 for row in rows)}, and nothing was shown in "
-            f"{sum(row['verdict'] == 0 for row in rows)}. Of the {len(helping)}, "
-            f"{sum(row['holm'] < 0.05 for row in helping)} stay below 5 % after Holm's correction, and "
-            f"{sum(row['welch'] < 0.05 for row in helping)} in Welch's test.")
+            f"{sum(row['verdict'] == 0 for row in rows)}. After Holm's correction over all rows, "
+            f"{sum(row['holm'] < 0.05 for row in helping)} of the {len(helping)} are below 5 %; in Welch's test, "
+            f"{sum(row['welch'] < 0.05 for row in helping)}.")
 
 
 def wrapped(text: str, indent: str = "") -> str:

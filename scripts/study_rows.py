@@ -109,10 +109,11 @@ ROWS = (
         seen="Half of the groups agree here, yet seeds gained 0.02 at most: what is replayed was trained before."),
     Row("CategoryBandit", CATEGORY, "accuracy", KNOWN,
         parts={"curriculum": {"type": "CategoryBandit", "key": "source", "temperature": 0.2}},
-        seen="@"),
+        seen="It drew the recipe's prompts for 56 to 77 % of the groups, against a quarter. Every seed gained, 0.01 to "
+             "0.14, too unevenly for three seeds."),
     Row("Rehearsal", "a divergence on the base's own samples keeps the policy near it", "kl",
         parts={"rehearsal": {"type": "Rehearsal"}},
-        seen="@"),
+        seen="Every seed ended nearer to the base, by 0.05 to 0.29 nats, at accuracies from 0.06 below to 0.01 above."),
     Row("Hints", "groups that all fail are drawn again behind half of the solution: hard prompts are learned",
         "accuracy", FIVE, "scaf_grpo", {"redraw": {"text": "{prompt}{hint}"}}, more={"train.epochs": 10},
         seen="No effect. Behind a hint a group trains the second half of a solution alone, and two epochs "
