@@ -127,7 +127,8 @@ def test_every_line_of_the_faults_names_a_test_or_a_page():
     assert len(lines) > 45 and [line for line in lines if not re.search(r"(::\w+`|\.md\)) \|$", line)] == []
 
 
-COMMAND = r"(?:[^`\n]*-m )?flowgrpo [a-z-]+(?: [^`\n]*)?"  # `python -m flowgrpo`, `accelerate launch -m flowgrpo` too
+# `python -m flowgrpo`, `accelerate launch -m flowgrpo` and `NAME=VALUE flowgrpo` too
+COMMAND = r"(?:[^`\n]*-m |(?:[A-Z_]+=\S+ )+)?flowgrpo [a-z-]+(?: [^`\n]*)?"
 STAND_INS = {"N": "1", "RECIPE": "configs/starter.yaml", "--KEY=VALUE": "--train.lr=1e-4", "...": None}
 
 
@@ -140,7 +141,7 @@ def command_lines() -> list[str]:
               if not language]
     plain = "\n".join(re.sub(r"^```.*?^```", "", text, flags=re.S | re.M) for text in texts[:len(first)])
     inline = [line for line in re.findall(f"`({COMMAND})`", plain) if not re.fullmatch("flowgrpo [a-z-]+", line)]
-    return inline + [line for block in blocks for line in re.findall(f"^{COMMAND}$", block, re.M)]
+    return inline + [line for block in blocks for line in re.findall(f"^{COMMAND}(?:#.*)?$", block, re.M)]
 
 
 def test_command_lines_are_found():

@@ -21,6 +21,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.files: dict[str, dict[str, bytes]] = {}
         self.refused: dict[str, tuple[int, str]] = {}
+        self.branches: set[str] = set()
         self.asked: list[tuple[str, str, dict]] = []
 
     @property
@@ -60,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
             status, code = self.server.refused.get(name, (404, "RepoNotFound"))
             return self.answer(status, X_Error_Code=code, X_Error_Message=code)
         files = self.server.files[name]
-        if rest.startswith("revision/") and rest not in ("revision/main", f"revision/{SHA}"):
+        if rest.startswith("revision/") and rest[9:] not in {"main", SHA, *self.server.branches}:
             return self.answer(404, X_Error_Code="RevisionNotFound")
         if rest.startswith("tree/"):
             return self.json([{"type": "file", "path": file, "size": len(content),
@@ -79,6 +80,8 @@ class Handler(BaseHTTPRequestHandler):
         if name in self.server.refused:
             status, code = self.server.refused[name]
             return self.answer(status, X_Error_Code=code, X_Error_Message=code)
+        if "/branch/" in path:
+            self.server.branches.add(path.partition("/branch/")[2])
         if "/preupload/" in path:
             return self.json({"files": [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
                                         for file in lines[0]["files"]]})

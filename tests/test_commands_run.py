@@ -1,0 +1,266 @@
+"""Every command line of README.md and docs/ runs as it stands, shortened by further options, on packaged models and
+small files. Those that cannot run here are listed with the reason."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import huggingface_hub
+import numpy as np
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from PIL import Image
+from torch.distributed.run import get_args_parser
+
+from flowgrpo.cli.train import recipe_and_options
+from flowgrpo.config import load
+from flowgrpo.dry_run import published
+from flowgrpo.starter import scenes
+from tests.dry_run.test_recipes import shallow
+from tests.helpers import stand_in_hub
+from tests.helpers.shown_commands import VISITED, Typed, value, words
+from tests.test_docs import ROOT, command_lines
+
+
+def write(files: dict[str, str], folder: Path) -> None:
+    for name, content in files.items():
+        (folder / name).write_text(content, encoding="utf-8")
+
+
+def lines(rows: list[dict]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def picture(name: str, folder: Path) -> None:
+    Image.new("RGB", (64, 64), "red").save(folder / name)
+
+
+def starter_pairs(folder: Path) -> None:
+    """Write pairs as those of scripts/make_starter_pairs.py: a scene as its prompt says, and another one."""
+    place, rng = folder / "runs" / "starter_pairs", np.random.default_rng(0)
+    place.mkdir(parents=True)
+    for number, prompt in enumerate(TEXTS):
+        drawn = (scenes.render(scenes.parse(prompt), rng) * 255).round().astype(np.uint8)
+        Image.fromarray(drawn).save(place / f"{number}.png")
+    rows = [{"prompt": prompt, "chosen": f"{number}.png", "rejected": f"{(number + 1) % len(TEXTS)}.png"}
+            for number, prompt in enumerate(TEXTS)]
+    write({"pairs.jsonl": lines(rows), "subjects.jsonl": lines(rows)}, place)
+
+
+[RED] = re.findall(r"```python\n(# red\.py\n.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+SUMS = [{"prompt": f"{i}+34+56=", "metadata": {"answer": str(i + 90)}} for i in range(11, 23)]
+TEXTS = ("a red star", "a red star left of a ring", "a blue ring", "two green crosses")
+SCENES = [{"prompt": prompt, "metadata": {"answer": "3"}} for prompt in TEXTS]
+TRIED = [{"weights": [share / 5, 1 - share / 5], "score": share * (5 - share)} for share in range(6)]
+PROMPTS = "".join(f"{prompt}\n" for prompt in TEXTS)
+ASPECTS = {"aspects.yaml": "bright: {use: 'aspects.py:bright'}\nred: {use: 'aspects.py:red', weight: 2}\n",
+           "aspects.py": "def bright(images, prompts):\n    return (1e4 * images.mean((1, 2, 3))).tolist()\n\n\n"
+                         "def red(images, prompts):\n    return (1e4 * images[:, 0].mean((1, 2))).tolist()\n"}
+ENHANCER = """model: starter_text
+method: grpo
+reward: {pictured: {args: {pipeline: starter, rewards: [sharpness], steps: 2}}}
+prompts: prompts.txt
+held_out: 0.25
+text: {max_tokens: 4}
+"""
+RUN = ("flowgrpo train configs/starter.yaml", "runs/starter")
+TEXT_RUN = ("flowgrpo train configs/starter_text.yaml", "runs/starter_text")
+SAMPLES = "flowgrpo sample starter --prompts prompts.txt --count 2 --output samples"
+FILES = {
+    "configs": lambda folder: shutil.copytree(ROOT / "configs", folder / "configs"),
+    "prompts.txt": partial(write, {"prompts.txt": PROMPTS}),
+    "prompts.jsonl": partial(write, {"prompts.jsonl": lines(SCENES)}),
+    "scenes.jsonl": partial(write, {"scenes.jsonl": lines(SCENES)}),
+    "sums.jsonl": partial(write, {"sums.jsonl": lines(SUMS)}),
+    "gsm8k_test.jsonl": partial(write, {"gsm8k_test.jsonl": lines([{"question": "1+2=", "answer": "1+2=3\n#### 3"}])}),
+    "tried.jsonl": partial(write, {"tried.jsonl": lines(TRIED)}),
+    "aspects.yaml": partial(write, ASPECTS),
+    "my_recipe.yaml": partial(write, {"my_recipe.yaml": "method: flow_grpo\ntrain: {lr: 1.0e-4}\n"}),
+    "enhancer.yaml": partial(write, {"enhancer.yaml": ENHANCER, "prompts.txt": PROMPTS}),
+    "red.py": partial(write, {"red.py": RED}),
+    "a.png": partial(picture, "a.png"), "b.png": partial(picture, "b.png"),
+    "runs/starter_pairs": starter_pairs,
+    "runs": (RUN[0], "runs"), "runs/starter": RUN, "runs/one": RUN, "runs/two": RUN,
+    "runs/sdxl_24gb": RUN,
+    "runs/mine": ("flowgrpo grid runs/starter", "runs/starter"),
+    "runs/starter_text": TEXT_RUN, "runs/enhancer": TEXT_RUN,
+    "runs/fast": ("flowgrpo train configs/starter.yaml --method=flow_grpo_fast --parts={} --name=fast", "runs/fast"),
+    "runs/lr": ("flowgrpo train configs/starter.yaml --train.lr=1e-3 --name=lr", "runs/lr"),
+    "runs/rates": ("flowgrpo train configs/starter.yaml --prompts=clean.jsonl --parts.curriculum.type=Retention "
+                   "--name=rates", "runs/rates"),
+    "runs/enhancer1": ("flowgrpo train RECIPE --name=enhancer1", "runs/enhancer1"),
+    "rewritten": ("flowgrpo sample runs/enhancer1 --prompts prompts.txt --count 4 --temperature 1 --key prompt "
+                  "--output rewritten", "rewritten"),
+    "samples": (SAMPLES, "samples"), "samples_a": (SAMPLES, "samples"), "samples_b": (f"{SAMPLES} --seed 1", "samples"),
+    "pairs.jsonl": ("flowgrpo label samples --rewards aspects.yaml --all --tie 0.5", "pairs.jsonl", "samples"),
+    "reward": ("flowgrpo train-reward pairs.jsonl --output reward", "reward"),
+    "soft.py": ("flowgrpo new method soft", "soft.py"), "my_loss.py": ("flowgrpo new method my_loss", "my_loss.py"),
+    "clean.jsonl": ("flowgrpo data prompts.jsonl --dedupe --near 0.7 --output clean.jsonl", "clean.jsonl"),
+    "one.jsonl": ("flowgrpo data clean.jsonl --rates runs/rates --by variance --keep 1 --output one.jsonl",
+                  "one.jsonl"),
+    "hub:me/starter": ("flowgrpo push runs/starter me/starter",),
+    "me/starter@second": ("flowgrpo push runs/starter me/starter --private --revision second --message "
+                          '"40 more epochs"',),
+}
+STAND_INS = {
+    "": {"RUN": "runs/starter", "PIPELINE": "starter", "MODEL": "starter", "RECIPE": "configs/starter.yaml", "K": "1"},
+    "train RECIPE --name=enhancer1": {"RECIPE": "enhancer.yaml"},
+    "eval MODEL": {"MODEL": "starter_text"},
+    "check": {"MODEL": "black-forest-labs/FLUX.1-dev", "RECIPE": "configs/flux_dev.yaml"},
+}
+TINY = "--train.epochs=1 --train.prompts=1 --train.group=4 --train.micro_batch=4 --eval.prompts=2"
+PAIRS = "--train.epochs=1 --train.prompts=4 --train.micro_batch=8 --eval.prompts=2 --eval.steps=2 --preferences="
+SMALL = ("--picture.height=128 --picture.width=128 --train.prompts=2 --train.group=4 --train.micro_batch=2 "
+         "--train.steps=6")  # beside fewer blocks
+OPTIONS = {
+    "train (configs/starter_text|enhancer)": f"{TINY} --train.updates=1",
+    "train configs/starter.yaml": f"{TINY} --eval.steps=2",
+    "train configs/starter.yaml --name=painter1": "--reward=sharpness",  # rewrites of digits are no scenes
+    "train configs/starter_dpo": f"{PAIRS}runs/starter_pairs/pairs.jsonl",
+    "train configs/starter_rpo": f"{PAIRS}runs/starter_pairs/subjects.jsonl",
+    "check .*--gpu": SMALL,
+    "bench": "--evaluations 100",
+    "sample (starter|hub:|runs/sdxl)(?!.*text)": "--steps 2",
+    "grid": "--count 2",
+    "eval runs/starter ": "--steps 2 --suite scenes.jsonl",
+    "eval starter --suite geneval": "--steps 2 --suite scenes.jsonl --rewards sharpness",  # its detector is downloaded
+    "eval runs/starter_text": "--samples 2 --suite sums.jsonl",
+    "data .*--measure": "--samples 1 --low 0 --high 1",
+    "report .*--live|vote|serve-reward": "--port 0",
+    "vote starter": "--count 2",
+    "train-reward": "--epochs 1 --size 16 --batch 4 --held-out 0.5",
+    "label starter_text": "--prompts sums.jsonl",
+}
+# What a command promises: a file, or behind > what it says.
+PROMISED = {
+    "train ": "runs/{name}/summary.json", "train-reward": "{output}/*.safetensors",
+    "sample runs/enhancer1": "rewritten/prompts.jsonl", "sample starter_text": "> 12\\+34\\+56=",
+    "sample": "samples/*.png", "grid .*--columns rlg": "runs/starter/grid-rlg.html", "grid hub:": "grid.png",
+    "grid": "runs/starter/grid.png", "eval .*--rlg": "{output}/rlg.png", "eval": "{output}/table.md",
+    "data": "{output}", "write-prompts": "{output}", "label": "pairs.jsonl", "vote": "> share for",
+    "report .*--live": "> Ctrl-C ends it", "report runs/fast": "runs/fast-lr.html",
+    "report": "runs/starter/report.html", "export .*card": "runs/starter/README.md",
+    "export": "runs/starter/kohya.safetensors", "push .*--dry-run": "> nothing was uploaded",
+    "push": "> /me/starter/commit/", "runs": "> starter .* finished", "methods": "> mix_grpo", "rewards": "> ocr",
+    "prompts": "> position", "new": "{last}.py", "score sharpness": "> before_after.png", "score": "> 1\\.0000",
+    "serve-reward": "> Stopping", "check .*--json": '> "measured": false', "check": "> computed, not measured",
+}
+# Lines that do not run to their end without a network, or within seconds: the reason, and the error in which they end.
+LOADS = "weights of the hub"
+CANNOT = {
+    "serve-reward pick_score|label samples_a": (LOADS, "PickScore_v1 cannot be loaded"),
+    "train configs/(sdxl_24gb|wan22).yaml": (LOADS, "HPS_v2.1_compressed.pt cannot be loaded"),
+    "encode configs/wan22.yaml": (LOADS, "cannot load the model 'Wan-AI/Wan2.2-T2V-A14B-Diffusers'"),
+    "check black-forest-labs/FLUX.1-dev": (LOADS, "cannot load the model 'black-forest-labs/FLUX.1-dev'"),
+    "bench": ("minutes; its methods are planned, and tests/bench runs one", "takes 1,074: expected at least as many"),
+}
+LAUNCHED = re.compile(r"(?:\w+=\S+ )*(accelerate launch|torchrun) ")  # on several GPUs
+
+
+class Answering(BaseHTTPRequestHandler):
+    """An endpoint of a language model with two prompts."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        message = {"role": "assistant", "content": "a red hat\ntwo owls"}
+        body = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture(scope="module")
+def typed(tmp_path_factory) -> Iterator[Typed]:
+    """A folder for the lines, beside a stand-in hub, an endpoint, and estimates of few blocks."""
+    endpoint = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
+    threading.Thread(target=endpoint.serve_forever, daemon=True).start()
+    place = tmp_path_factory.mktemp("typed")
+    with stand_in_hub.served() as hub, pytest.MonkeyPatch.context() as patch:
+        constants = huggingface_hub.constants
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE",
+                      f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}")
+        patch.setattr(constants, "ENDPOINT", hub.url)
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        patch.setattr(constants, "HF_HUB_CACHE", str(place / "cache"))
+        patch.setenv("HF_TOKEN", "hf_x")
+        for name, model in published.MODELS.items():
+            patch.setitem(published.MODELS, name, shallow(model))
+        url = f"http://127.0.0.1:{endpoint.server_port}/v1"
+        yield Typed(place, FILES, STAND_INS, OPTIONS | {"write-prompts": f"--url {url} --model m --count 2"})
+    endpoint.shutdown()
+
+
+def cannot(line: str) -> tuple[str, str] | None:
+    """The entry of a line that does not run here."""
+    return next((entry for pattern, entry in CANNOT.items() if re.match(pattern, " ".join(words(line)))), None)
+
+
+SHOWN = list(dict.fromkeys(line.partition(" #")[0].rstrip() for line in command_lines()))
+LAUNCHES = [line for line in SHOWN if LAUNCHED.match(line)]
+LEFT = [line for line in SHOWN if line not in LAUNCHES and cannot(line)]
+
+
+def promised(arguments: list[str]) -> str:
+    """What the first entry for a command says, with its names."""
+    typed = " ".join(arguments)
+    entry = next((entry for pattern, entry in PROMISED.items() if re.match(pattern, typed)), None)
+    assert entry is not None, f"{typed}: no entry in PROMISED says what it writes"
+    if entry.startswith("> "):
+        return entry
+    return entry.format(output=value(arguments, "--output"), last=arguments[-1],
+                        name=value(arguments, "--name") or Path(arguments[1]).stem)
+
+
+@pytest.mark.parametrize("line", [line for line in SHOWN if line not in LAUNCHES + LEFT])
+def test_a_shown_command_runs(line, typed):
+    expected, made = promised(typed.arguments(line)), typed.run(line)
+    assert made.code == (130 if "--live" in line else 0), made.err
+    if expected.startswith("> "):
+        assert re.search(expected[2:], made.out), made.out
+    else:
+        assert [file for file in made.folder.glob(expected) if file.stat().st_size], f"{expected} is missing"
+    if set(words(line)) & VISITED.keys():
+        assert made.status == 200
+
+
+@pytest.mark.parametrize("line", LEFT)
+def test_a_command_that_cannot_run_here_ends_in_one_line(line, typed, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    arguments, made = typed.arguments(line), typed.run(line)
+    last = made.err.splitlines()[-1]
+    assert made.code == 2 and last.startswith("flowgrpo: error: ") and cannot(line)[1] in last
+    if arguments[0] in ("train", "encode"):
+        recipe, options = recipe_and_options([word for word in arguments[1:] if word != "--resume"])
+        assert load(ROOT / recipe, options).name == Path(recipe).stem
+
+
+@pytest.mark.parametrize("line", LAUNCHES)
+def test_a_launch_line_names_a_recipe_that_loads(line, typed):
+    launcher, program = (shlex.split(part) for part in re.split(r"(?<=-m )(?=flowgrpo )", line))
+    at = next(i for i, word in enumerate(launcher) if word in ("accelerate", "torchrun"))
+    launcher = ["1" if word == "K" else word for word in launcher[at:]]
+    if launcher[0] == "accelerate":
+        parsed = launch_command_parser().parse_args([*launcher[2:], *program])
+    else:
+        parsed = get_args_parser().parse_args([*launcher[1:], *program])
+    assert parsed.module and parsed.training_script == "flowgrpo"
+    name, *arguments = typed.arguments(line)
+    recipe, options = recipe_and_options(arguments)
+    assert name == "train" and load(ROOT / recipe, options).name == Path(recipe).stem
+
+
+def test_entries_are_of_lines_that_are_shown():
+    shown = [" ".join(words(line)) for line in SHOWN]
+    assert [pattern for pattern in CANNOT if not any(re.match(pattern, line) for line in shown)] == []
