@@ -114,6 +114,7 @@ STAND_INS = {
     "": {"RUN": "runs/starter", "PIPELINE": "starter", "MODEL": "starter", "RECIPE": "configs/starter.yaml", "K": "1"},
     "train RECIPE --name=enhancer1": {"RECIPE": "enhancer.yaml"},
     "eval MODEL": {"MODEL": "starter_text"},
+    "(sample|export) RUN --epoch": {"50": "1", "TEXT": "a red star"},
     "check": {"MODEL": "stabilityai/stable-diffusion-xl-base-1.0", "RECIPE": "configs/sdxl_24gb.yaml"},
 }
 TINY = "--train.epochs=1 --train.prompts=1 --train.group=4 --train.micro_batch=4 --eval.prompts=2"
@@ -142,13 +143,14 @@ OPTIONS = {
 # What a command promises: a file, or behind > what it says.
 PROMISED = {
     "train ": "runs/{name}/summary.json", "train-reward": "{output}/*.safetensors",
-    "sample runs/enhancer1": "rewritten/prompts.jsonl", "sample starter_text": "> 12\\+34\\+56=",
+    "sample runs/enhancer1": "rewritten/prompts.jsonl", "sample starter_text": "> \\d",
     "sample": "samples/*.png", "grid .*--columns rlg": "runs/starter/grid-rlg.html", "grid hub:": "grid.png",
     "grid": "runs/starter/grid.png", "eval .*--rlg": "{output}/rlg.png", "eval": "{output}/table.md",
     "data": "{output}", "write-prompts": "{output}", "label": "pairs.jsonl", "vote": "> share for",
     "report .*--live": "> Ctrl-C ends it", "report runs/fast": "runs/fast-lr.html",
     "report": "runs/starter/report.html", "export .*card": "runs/starter/README.md",
-    "export": "runs/starter/kohya.safetensors", "push .*--dry-run": "> nothing was uploaded",
+    "export .*--epoch": "runs/starter/**/kohya*.safetensors", "export": "runs/starter/kohya.safetensors",
+    "push .*--dry-run": "> nothing was uploaded",
     "push": "> /me/starter/commit/", "runs": "> starter .* finished", "methods": "> mix_grpo", "rewards": "> ocr",
     "prompts": "> position", "new": "{last}.py", "score sharpness": "> before_after.png", "score": "> 1\\.0000",
     "serve-reward": "> Stopping", "check .*--json": '> "measured": false', "check": "> computed, not measured",
@@ -244,7 +246,7 @@ def test_a_command_that_cannot_run_here_ends_in_one_line(line, typed, monkeypatc
     assert "--json" in arguments or said.startswith("flowgrpo: error: ")
     if arguments[0] in ("train", "encode"):
         recipe, options = recipe_and_options([word for word in arguments[1:] if word != "--resume"])
-        assert load(ROOT / recipe, options).name == Path(recipe).stem
+        assert load(ROOT / recipe, options).name == options.get("name", Path(recipe).stem)
 
 
 @pytest.mark.parametrize("line", LAUNCHES)
@@ -259,7 +261,7 @@ def test_a_launch_line_names_a_recipe_that_loads(line, typed):
     assert parsed.module and parsed.training_script == "flowgrpo"
     name, *arguments = typed.arguments(line)
     recipe, options = recipe_and_options(arguments)
-    assert name == "train" and load(ROOT / recipe, options).name == Path(recipe).stem
+    assert name == "train" and load(ROOT / recipe, options).name == options.get("name", Path(recipe).stem)
 
 
 def test_entries_are_of_lines_that_are_shown():
