@@ -50,7 +50,7 @@ def prepare(folder: Path) -> list[str]:
     settings = tiny.config(folder, model=str(model), reward=f"{folder}/reward.py:red",
                            prompts=str(folder / "prompts.txt"), train__epochs=EPOCHS, train__save_every=1,
                            train__keep=2, train__ema=0.9, train__steps=4, parts__plan__size=2, train__lr=0.02,
-                           eval__every=2)
+                           eval__every=2, eval__weights="ema")
     (folder / "recipe.yaml").write_text(settings.yaml())
     return ["train", str(folder / "recipe.yaml")]
 
