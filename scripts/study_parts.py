@@ -1,10 +1,11 @@
-"""Study of parts: train the text starter with and without each of several parts, and test the claimed effects.
+"""Study of parts: train starters with and without each of several parts, and test the claimed effects.
 
-    python scripts/study_parts.py --output runs/study --seeds 3                      # under an hour of one core
-    python scripts/study_parts.py --output runs/tried --side validation --only Hints # to choose options
+    python scripts/study_parts.py --output runs/study --seeds 3                           # two hours of one core
+    python scripts/study_parts.py --output runs/tried --side validation --seeds 1         # to choose settings
 
 The same command resumes: finished runs are kept, and one that was interrupted goes on. Rows are those of
-study_rows.py. Writes results.json and results.md to the output folder; study_page.py makes the page of them.
+study_rows.py, on validation prompts those of study_candidates.py, with other seeds. Writes results.json and results.md
+to the output folder; study_page.py makes the page of them.
 """
 
 from __future__ import annotations
@@ -15,32 +16,34 @@ import json
 import random
 import re
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
+import study_measures
 import torch
-from study_rows import ALL, BASE, FIVE, KNOWN, POOLS, ROWS, Options, Row
+from PIL import Image
+from study_candidates import CANDIDATES
+from study_measures import MEND, PICTURED, PROMPTS, SAMPLES
+from study_rows import ROWS
+from study_settings import ALL, FIVE, IMAGES, KNOWN, POOLS, SCENES, TEXTS, Options, Row
 from study_statistics import compared, judged, table
 
-from flowgrpo.bench import models, probe
+from flowgrpo.bench import models
 from flowgrpo.config import parse
 from flowgrpo.config.schema import Config
-from flowgrpo.data.prompts import as_line
-from flowgrpo.evaluation.measured import EVAL_SEED, spread
+from flowgrpo.data.prompts import Prompt, as_line
 from flowgrpo.log import silence
 from flowgrpo.run import run
+from flowgrpo.starter import scenes
 from flowgrpo.starter.arithmetic import Problem, draw, solution
 from flowgrpo.storage import atomic, checkpoint
 from flowgrpo.storage.json_files import read_object
-from flowgrpo.training import state
 
-PROMPTS, SAMPLES = 100, 8  # measured prompts that are sampled at temperature 1, and the samples of each
 MASTERED = 600  # prompts of the pool KNOWN
 SIDES = {"train": (False, 600), "validation": (False, 200), "held_out": (True, 300)}  # of sums of five numbers
+TRIED = 10  # first seed of runs that are measured on validation prompts
 ROOT = Path(__file__).parent.parent
-MEND = "remove the run's folder, and the same command trains it again"
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
@@ -48,12 +51,26 @@ MEND = "remove the run's folder, and the same command trains it again"
 
 def write_prompts(folder: Path) -> None:
     """Write POOL-SIDE.jsonl for every pool and side."""
-    split = {side: [as_line(prompt) for prompt in prompts] for side, prompts in models.split(BASE["model"]).items()}
+    split = {side: [as_line(prompt) for prompt in prompts] for side, prompts in models.split(TEXTS["model"]).items()}
     five = {side: [line(problem) for problem in problems] for side, problems in fives().items()}
-    lines = {ALL: split, FIVE: five, KNOWN: split | {"train": mostly_known(split["train"])}}
+    drawn = models.split(IMAGES["model"])
+    lines = {ALL: split, FIVE: five, KNOWN: split | {"train": mostly_known(split["train"])},
+             SCENES: {side: [as_line(prompt) for prompt in prompts] for side, prompts in drawn.items()}}
+    write_pictures(folder, drawn["train"])
     for pool, sides in lines.items():
         for side in SIDES:
             atomic.write_text(folder / f"{pool}-{side}.jsonl", "".join(json.dumps(each) + "\n" for each in sides[side]))
+
+
+def write_pictures(folder: Path, prompts: list[Prompt]) -> None:
+    """Write a right picture of every prompt, by a fixed seed, and scenes-pictures.jsonl."""
+    rng, lines = np.random.default_rng(7), []
+    (folder / "pictures").mkdir(parents=True, exist_ok=True)
+    for number, prompt in enumerate(prompts):
+        name, picture = f"pictures/{number}.png", scenes.render(scenes.parse(prompt.text), rng)
+        Image.fromarray((picture * 255).round().astype(np.uint8)).save(folder / name)
+        lines.append(json.dumps({"prompt": prompt.text, "picture": name}) + "\n")
+    atomic.write_text(folder / "scenes-pictures.jsonl", "".join(lines))
 
 
 def mostly_known(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -100,50 +117,24 @@ def configured(args: argparse.Namespace, pool: str, name: str, options: Options,
     said = json.dumps([pool, args.side, options, args.prompts], sort_keys=True)
     label = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")
     folder = args.output / "prompts"
-    return parse.load(None, options | {
-        "seed": seed, "output": str(args.output / "runs"), "eval.prompts": args.prompts,
+    placed = json.loads(json.dumps(options).replace("{prompts}", folder.as_posix()))
+    return parse.load(None, {"eval.prompts": args.prompts} | placed | {
+        "seed": seed, "output": str(args.output / "runs"),
         "name": f"{pool}-{label}-seed{seed}-{hashlib.sha256(said.encode()).hexdigest()[:8]}",
         "prompts": str(folder / f"{pool}-train.jsonl"), "held_out": str(folder / f"{pool}-{args.side}.jsonl")})
 
 
-def finished(config: Config) -> dict[str, Any]:
-    """Train a run unless it is finished, measure it, and return its scores per prompt."""
-    file = config.folder / "study.json"
+def finished(config: Config, prompts: int, rlg: float | None) -> dict[str, Any]:
+    """Train a run unless it is finished, measure it unless it is measured, and return its scores per prompt."""
+    file = config.folder / f"study{'' if rlg is None else f'-rlg-{rlg}'}.json"
     if not file.is_file():
         if not (config.folder / "summary.json").is_file():
             run(config, resume=checkpoint.latest(config.folder / "checkpoints") is not None)
-        after = read_object(config.folder / "report" / "after.json", MEND)["scores"]["numeric_match"]
+        text = config.model == TEXTS["model"]
+        scores = study_measures.texts(config) if text else study_measures.pictures(config, prompts, rlg)
         spent = read_object(config.folder / "summary.json", MEND)["denoiser_evaluations"]
-        atomic.write_text(file, json.dumps({"accuracy": after, "evaluations": spent} | sampled(config)))
+        atomic.write_text(file, json.dumps({"evaluations": spent, "commit": commit()} | scores))
     return read_object(file, MEND)
-
-
-def sampled(config: Config) -> dict[str, list[float]]:
-    """Return quantities of samples at temperature 1, per prompt.
-
-    entropy: of a whole completion, in nats, as the mean of -log p. kl: to the base, of a whole completion.
-    """
-    trainer, last = probe.trainer_of(config), checkpoint.latest(config.folder / "checkpoints")
-    assert last is not None, f"{config.folder} has no checkpoint"
-    state.restore(trainer, last)
-    policy, prompts = trainer.policy, spread(trainer.held_out, PROMPTS)
-    sampler = probe.trainer_of(parse.load(None, BASE | {
-        "seed": EVAL_SEED, "prompts": config.prompts, "held_out": config.held_out, "train.prompts": len(prompts),
-        "train.group": SAMPLES, "train.updates": 1}), policy)
-    with torch.no_grad():
-        parts, conditioning, scores = sampler.sample(prompts)
-        with policy.reference():
-            base = [scored for part in parts for _, _, scored in sampler.rollouts.replay(part, conditioning)]
-    old = [cast(Any, part.transitions[0]).old for part in parts]
-    entropy = [-(each.logp * each.mask).sum(1) for each in old]
-    kl = [((each.logp - other.logp) * each.mask).sum(1) for each, other in zip(old, base)]
-    right = scores[..., 0] == 1
-    return {"pass@8": right.any(1).double().tolist(), "entropy": by_prompt(entropy), "kl": by_prompt(kl)}
-
-
-def by_prompt(values: Iterable[torch.Tensor]) -> list[float]:
-    """Return the mean over the samples of every prompt; rows are prompt by prompt."""
-    return torch.cat([*values]).view(-1, SAMPLES).double().mean(1).tolist()
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
@@ -151,23 +142,26 @@ def by_prompt(values: Iterable[torch.Tensor]) -> list[float]:
 
 def results(args: argparse.Namespace) -> dict[str, Any]:
     """Train and measure all runs of the chosen rows, and return what the page shows."""
-    known: dict[Path, dict[str, Any]] = {}
+    tried, known = args.side == "validation", dict[tuple[Path, float | None], dict[str, Any]]()
 
-    def arm(row: Row, name: str, options: Options) -> list[dict[str, Any]]:
-        name = "base" if options == BASE else name
-        configs = [configured(args, row.pool, name, options, seed) for seed in range(args.seeds)]
+    def arm(row: Row, name: str, options: Options, rlg: float | None = None) -> list[dict[str, Any]]:
+        name = "base" if options == row.world else name
+        seeds = range(TRIED * tried, TRIED * tried + args.seeds)
+        configs = [configured(args, row.pool, name, options, seed) for seed in seeds]
         for config in configs:
-            known[config.folder] = known.get(config.folder) or finished(config)
-        return [known[config.folder] for config in configs]
+            at = config.folder, rlg
+            known[at] = known.get(at) or finished(config, args.prompts, rlg)
+        return [known[config.folder, rlg] for config in configs]
 
     rows = []
-    for row in (row for row in ROWS if not args.only or row.name in args.only):
-        without, having = arm(row, f"{row.name}-without", row.without), arm(row, row.name, row.options)
-        rows.append(result(row, without, having))
+    for row in (row for row in (CANDIDATES if tried else ROWS) if not args.only or row.name in args.only):
+        without = arm(row, f"{row.name}-without", row.without)
+        rows.append(result(row, without, arm(row, row.name, row.options, row.rlg)))
         sides = [" ".join(f"{seed:.3f}" for seed in rows[-1][side]) for side in ("without", "with")]
-        print(f"{row.name}, {row.pool}: {row.quantity} {sides[0]} -> {sides[1]}, p {rows[-1]['p']:.3f}", flush=True)
-    return {"commit": commit(), "seeds": args.seeds, "side": args.side, "prompts": args.prompts,
-            "sampled": [PROMPTS, SAMPLES], "fives": SIDES["train"][1], "known": MASTERED,
+        print(f"{', '.join(filter(None, row.key))}: {row.quantity} {sides[0]} -> {sides[1]}, "
+              f"p {rows[-1]['p']:.3f}, accuracy {rows[-1]['accuracy']}", flush=True)
+    return {"seeds": args.seeds, "side": args.side, "prompts": args.prompts, "sampled": [PROMPTS, SAMPLES],
+            "pictured": [PICTURED, study_measures.probe.SAMPLES], "fives": SIDES["train"][1], "known": MASTERED,
             "rows": judged(rows)}
 
 
@@ -182,8 +176,9 @@ def result(row: Row, without: list[dict[str, Any]], having: list[dict[str, Any]]
     scores = [np.array([run[row.quantity] for run in side], dtype=float) for side in (without, having)]
     spent = [sum(run["evaluations"] for run in side) for side in (having, without)]
     accuracy = [float(np.mean([run["accuracy"] for run in side])) for side in (without, having)]
-    return {"name": row.name, "claim": row.claim, "quantity": row.quantity, "pool": POOLS[row.pool],
-            **compared(*scores), "accuracy": accuracy, "evaluations": spent[0] / spent[1]}
+    return {"name": row.name, "setting": row.setting, "claim": row.claim, "quantity": row.quantity,
+            "pool": POOLS[row.pool], **compared(*scores), "accuracy": accuracy, "evaluations": spent[0] / spent[1],
+            "commits": sorted({run["commit"] for run in without + having})}
 
 
 def main() -> None:
@@ -192,7 +187,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--side", choices=("held_out", "validation"), default="held_out")
     parser.add_argument("--prompts", type=int, default=300, help="measured prompts")
-    parser.add_argument("--only", action="append", choices=sorted({row.name for row in ROWS}),
+    parser.add_argument("--only", action="append", choices=sorted({row.name for row in ROWS + CANDIDATES}),
                         help="a part; may be repeated")
     args = parser.parse_args()
     silence()

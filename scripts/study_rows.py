@@ -1,73 +1,27 @@
-"""Rows of the study of parts: the claim of a part, its options, and the quantity that judges it.
+"""Rows of the study of parts, which are trained on with and without their part and measured on held-out prompts.
 
-A row is trained with and without its part; runs without are shared by all rows of a pool of prompts. Choose options on
-validation prompts (`study_parts.py --side validation`); held-out prompts choose nothing.
+Runs without are shared by all rows of a pool of prompts. Rows with a setting have one that validation prompts chose
+among those of study_candidates.py; held-out prompts choose nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
-Options = dict[str, Any]  # dotted keys of a recipe
+from study_candidates import CANDIDATES
+from study_settings import ALONE, FIVE, KNOWN, PARTIAL, REPLAYED, SINGLE, Row
 
-BASE: Options = {
-    "model": "starter_text", "method": "grpo", "parts": {"kl": {"weight": 0.0}}, "reward": {"numeric_match": 1.0},
-    "eval.rewards": ["numeric_match"], "text.max_tokens": 18, "adapter.rank": 16, "train.epochs": 12,
-    "train.prompts": 32, "train.group": 8, "train.updates": 2, "train.micro_batch": 128, "train.lr": 1.5e-3,
-    "train.schedule": "linear", "device": "cpu", "precision": "fp32", "tracker": "none", "eval.grid": 1}
-ALL, FIVE, KNOWN = "all", "five", "known"
-POOLS = {ALL: "all", FIVE: "five numbers", KNOWN: "three in four mastered"}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One comparison of the study.
-
-    name: of the part. method, parts and reward are what it changes in BASE; more: further options, dotted.
-    base: what both runs change in BASE; empty: the run without is that of the pool.
-    claim: effect that its paper reports. quantity: one of `study_statistics.HIGHER`. pool: of prompts.
-    seen: what the study found, for the page.
-    """
-
-    name: str
-    claim: str
-    quantity: str
-    pool: str = ALL
-    method: str = ""
-    parts: Options | None = None
-    reward: Options | None = None
-    more: Options | None = None
-    base: Options | None = None
-    seen: str = ""
-
-    @property
-    def without(self) -> Options:
-        """Return the options of the run without the part."""
-        return joined(BASE, self.base or {})
-
-    @property
-    def options(self) -> Options:
-        """Return the options of the run with the part."""
-        changes: Options = {"parts": self.parts or {}} | (self.more or {})
-        if self.method:
-            changes["method"] = f"{BASE['method']}+{self.method}"
-        return joined(self.without, changes | ({"reward": self.reward} if self.reward else {}))
-
-
-def joined(options: Options, changes: Options) -> Options:
-    """Return options with changes: `parts` part by part, where None takes one away, any other key as a whole."""
-    parts = options["parts"] | changes.get("parts", {})
-    return options | changes | {"parts": {name: part for name, part in parts.items() if part is not None}}
-
-
-REPLAYED: Options = {"replay": {"type": "GroupReplay"}}
-ALONE: Options = {"parts": {"advantage": {"type": "NoBaseline"}}}
-SINGLE: Options = ALONE | {"train.prompts": 256, "train.group": 1}
-PARTIAL: Options = {"numeric_match": 1.0, "step_match": 0.0}
 FRESH = "fresh prompts replace groups without variance, so an update teaches more"
 RECORDED = "recorded groups replace those without variance: an epoch teaches more, at no cost of sampling"
 CATEGORY = "prompts come from the category with the largest advantages: faster learning"
+
+
+def chosen(name: str, setting: str, pool: str, seen: str) -> Row:
+    """Return the candidate of this name, setting and pool, with what the study found."""
+    [row] = [row for row in CANDIDATES if (row.name, row.setting, row.pool) == (name, setting, pool)]
+    return replace(row, seen=seen)
+
+
 ROWS = (
     Row("DynamicSampling", FRESH, "accuracy", method="dynamic_sampling", more={"train.epochs": 10},
         seen="About a quarter of the groups agree here. For the same tokens there were 20 updates in place of 24, "

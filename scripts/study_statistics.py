@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
@@ -12,8 +12,8 @@ from scipy import stats
 from flowgrpo.bench.statistics import CONFIDENCE, compare, holm
 
 # Quantities of a run, and whether a higher value is better.
-HIGHER = {"accuracy": True, "pass@8": True, "entropy": True, "kl": False}
-DIGITS = {"accuracy": 3, "pass@8": 3, "entropy": 2, "kl": 2}
+HIGHER = {"accuracy": True, "pass@8": True, "entropy": True, "kl": False, "diversity": True}
+DIGITS = {"accuracy": 3, "pass@8": 3, "entropy": 2, "kl": 2, "diversity": 3}
 VERDICTS = {1: "helps", 0: "not shown", -1: "hurts"}
 
 
@@ -55,13 +55,13 @@ def verdict(result: Mapping[str, Any]) -> int:
 def table(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the lines of the Markdown table."""
     lines = ["| part | prompts | quantity | without | with | difference, 95 % | seeds | p | Holm | Welch | verdict | "
-             "tokens |", "|---|---|---|---:|---:|---:|---:|---:|---:|---:|---|---:|"]
+             "cost |", "|---|---|---|---:|---:|---:|---:|---:|---:|---:|---|---:|"]
     for result in results:
         digits = DIGITS[result["quantity"]]
         sides = [spread(result[side], digits) for side in ("without", "with")]
         moved = f"{result['difference']:+.{digits}f} ({result['low']:+.{digits}f} to {result['high']:+.{digits}f})"
         arrow = "higher" if HIGHER[result["quantity"]] else "lower"
-        cells = [f"`{result['name']}`", result["pool"], f"{result['quantity']}, {arrow}", *sides, moved,
+        cells = [named(result), result["pool"], f"{result['quantity']}, {arrow}", *sides, moved,
                  f"{result['better']}/{len(result['with'])}",
                  *(probability(result[key]) for key in ("p", "holm", "welch")), VERDICTS[result["verdict"]],
                  f"x{result['evaluations']:.2f}"]
@@ -72,8 +72,30 @@ def table(results: Sequence[Mapping[str, Any]]) -> list[str]:
 def accuracies(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the lines of a table of accuracies of the rows that another quantity judges; none without such rows."""
     others = [result for result in results if result["quantity"] != "accuracy"]
-    rows = [f"| `{other['name']}` | {other['accuracy'][0]:.3f} | {other['accuracy'][1]:.3f} |" for other in others]
-    return ["| part | without | with |", "|---|---:|---:|", *rows] if rows else []
+    rows = [f"| {named(other)} | {other['pool']} | {other['accuracy'][0]:.3f} | {other['accuracy'][1]:.3f} |"
+            for other in others]
+    return ["| part | prompts | without | with |", "|---|---|---:|---:|", *rows] if rows else []
+
+
+def tried(results: Sequence[Mapping[str, Any]], chosen: Collection[tuple[str, str, str]]) -> list[str]:
+    """Return the lines of a table of settings that were tried, with the quantity and the accuracy of both arms.
+
+    chosen: name, setting and pool of the rows that were measured on held-out prompts.
+    """
+    lines = ["| part | prompts | quantity | without | with | accuracy without | with | held-out row |",
+             "|---|---|---|---:|---:|---:|---:|---|"]
+    for result in results:
+        digits, key = DIGITS[result["quantity"]], (result["name"], result["setting"], result["pool"])
+        cells = [named(result), result["pool"], result["quantity"],
+                 *(f"{mean(result[side]):.{digits}f}" for side in ("without", "with")),
+                 *(f"{value:.3f}" for value in result["accuracy"]), "yes" if key in chosen else ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def named(result: Mapping[str, Any]) -> str:
+    """Return the part of a row with its setting in brackets."""
+    return f"`{result['name']}`" + (f" ({result['setting']})" if result["setting"] else "")
 
 
 def spread(seeds: Sequence[float], digits: int) -> str:

@@ -1,20 +1,32 @@
-"""Study of parts: its statistics, its table, its prompts, and the page."""
+"""Study of parts: its statistics, its tables, its prompts, its measurements, and the page."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 
+import study_candidates  # noqa: E402
+import study_measures  # noqa: E402
 import study_page  # noqa: E402
 import study_parts  # noqa: E402
 import study_rows  # noqa: E402
+import study_settings  # noqa: E402
 import study_statistics  # noqa: E402
+
+from flowgrpo.data import demonstrations  # noqa: E402
+from flowgrpo.data.prompts import Prompt  # noqa: E402
+from flowgrpo.rewards import pixels  # noqa: E402
+from flowgrpo.rewards.images import scene  # noqa: E402
+from flowgrpo.types import required  # noqa: E402
 
 
 def scores(rate: float, seed: int, prompts: int = 200) -> np.ndarray:
@@ -54,27 +66,39 @@ def test_p_values_are_corrected_for_the_number_of_rows():
 
 
 def test_the_table_shows_seeds_difference_and_verdict():
-    told = {"name": "Hints", "pool": "five numbers", "quantity": "accuracy", "without": [0.2, 0.4],
+    told = {"name": "Hints", "setting": "", "pool": "five numbers", "quantity": "accuracy", "without": [0.2, 0.4],
             "with": [0.5, 0.7], "difference": 0.3, "low": 0.2, "high": 0.4, "better": 2, "p": 0.0002, "holm": 0.012,
             "welch": 0.2, "verdict": 1, "evaluations": 1.25}
     assert study_statistics.table([told])[-1] == (
         "| `Hints` | five numbers | accuracy, higher | 0.300 (0.200 to 0.400) | 0.600 (0.500 to 0.700) | "
         "+0.300 (+0.200 to +0.400) | 2/2 | < 0.001 | 0.012 | 0.200 | helps | x1.25 |")
-    told |= {"name": "SampledKL", "quantity": "kl", "accuracy": [0.5, 0.25]}
-    assert study_statistics.accuracies([told])[-1] == "| `SampledKL` | 0.500 | 0.250 |"
+    told |= {"name": "SampledKL", "setting": "weight 2", "quantity": "kl", "accuracy": [0.5, 0.25]}
+    assert study_statistics.accuracies([told])[-1] == "| `SampledKL` (weight 2) | five numbers | 0.500 | 0.250 |"
+    assert study_statistics.tried([told], [("SampledKL", "weight 2", "five numbers")])[-1] == (
+        "| `SampledKL` (weight 2) | five numbers | kl | 0.30 | 0.60 | 0.500 | 0.250 | yes |")
+    assert study_statistics.tried([told], [])[-1].endswith("| 0.250 |  |")
     assert study_statistics.accuracies([told | {"quantity": "accuracy"}]) == []
 
 
 def test_rows_change_what_they_name_and_nothing_else():
-    assert len({(row.name, row.pool) for row in study_rows.ROWS}) == len(study_rows.ROWS)
-    for row in study_rows.ROWS:
-        assert row.options != row.without and row.quantity in study_statistics.HIGHER
-        assert (row.without == study_rows.BASE) == (row.base is None)
-        assert row.options["train.lr"] == study_rows.BASE["train.lr"]
+    for rows in (study_rows.ROWS, study_candidates.CANDIDATES):
+        assert len({row.key for row in rows}) == len(rows)
+    for row in study_rows.ROWS + study_candidates.CANDIDATES:
+        assert (row.options != row.without) == (row.rlg is None) and row.quantity in study_statistics.HIGHER
+        assert (row.without == row.world) == (row.base is None)
+        assert row.options["train.lr"] == row.world["train.lr"]
+        assert row.options["model"] == ("starter" if row.pool == study_settings.SCENES else "starter_text")
+
+
+def test_a_later_row_has_a_setting_that_was_tried():
+    tried = {row.key for row in study_candidates.CANDIDATES}
+    assert all(row.key in tried for row in study_rows.ROWS if row.setting or row.pool == study_settings.SCENES)
+    row = study_rows.chosen("SampledKL", "weight 0.5", study_settings.ALL, "as seen")
+    assert (row.options["parts"]["kl"], row.seen) == ({"weight": 0.5}, "as seen")
 
 
 def test_options_of_a_row_are_over_its_base():
-    row = study_rows.Row("part", "", "accuracy", method="relift", parts={"data": {"batch": 2}},
+    row = study_settings.Row("part", "", "accuracy", method="relift", parts={"data": {"batch": 2}},
                          reward={"step_match": 1.0}, more={"train.epochs": 3},
                          base={"train.group": 2, "parts": {"advantage": {"scale": "none"}}})
     assert row.without["train.group"] == 2 and row.without["method"] == "grpo"
@@ -107,6 +131,46 @@ def test_a_fourth_of_the_prompts_is_not_mastered():
     assert "source" not in lines[0]["metadata"] and "hints" not in mixed[0]["metadata"]
 
 
+def test_right_pictures_are_those_of_the_prompts(tmp_path):
+    study_parts.write_pictures(tmp_path, [Prompt("a red star"), Prompt("two blue circles")])
+    lines = demonstrations.load_demonstrations(tmp_path / "scenes-pictures.jsonl")
+    shown = torch.stack([pixels.read_tensor(required(line.picture)) for line in lines])
+    assert [line.prompt for line in lines] == ["a red star", "two blue circles"]
+    assert scene.scene(shown, ["a red star", "two blue circles"], [{}, {}]) == [1.0, 1.0]
+
+
+SMALL = {"train.epochs": 1, "train.prompts": 2, "train.group": 2, "train.micro_batch": 8}
+
+
+def finished(folder: Path, pool: str, options: dict[str, Any], rlg: float | None = None) -> dict[str, Any]:
+    """Train and measure a tiny run; prompts are not written again."""
+    args = argparse.Namespace(output=folder, side="validation", prompts=3)
+    if not (folder / "prompts").is_dir():
+        study_parts.write_prompts(folder / "prompts")
+    return study_parts.finished(study_parts.configured(args, pool, "base", options, 0), args.prompts, rlg)
+
+
+def test_a_run_of_pictures_is_measured_and_drawn_with_more_than_its_change(tmp_path, monkeypatch):
+    monkeypatch.setattr(study_measures, "PICTURED", 2)
+    options = study_settings.IMAGES | SMALL | {"train.steps": 2, "eval.steps": 2}
+    run = finished(tmp_path, study_settings.SCENES, options)
+    assert {key: len(run[key]) for key in ("accuracy", "diversity", "kl")} == {"accuracy": 3, "diversity": 2, "kl": 2}
+    assert min(run["diversity"]) > 0 and min(run["kl"]) > 0
+    drawn = finished(tmp_path, study_settings.SCENES, options, rlg=2.0)
+    assert drawn["evaluations"] == run["evaluations"] and set(drawn) == {"evaluations", "commit", "accuracy"}
+    assert len([*(tmp_path / "runs").iterdir()]) == 1, "RLG draws from the same run"
+
+
+def test_a_run_of_texts_is_measured_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(study_measures, "PROMPTS", 2)
+    run = finished(tmp_path, study_settings.FIVE, study_settings.TEXTS | SMALL)
+    assert {key: len(run[key]) for key in ("accuracy", "pass@8", "entropy", "kl")} == {
+        "accuracy": 3, "pass@8": 2, "entropy": 2, "kl": 2}
+    [folder] = (tmp_path / "runs").iterdir()
+    (folder / "study.json").write_text('{"kept": true}')
+    assert finished(tmp_path, study_settings.FIVE, study_settings.TEXTS | SMALL) == {"kept": True}
+
+
 def test_the_page_is_current():
     results = json.loads(study_page.DATA.read_text(encoding="utf-8"))
     assert study_page.PAGE.read_text(encoding="utf-8") == study_page.page(results), "run scripts/study_page.py"
@@ -114,5 +178,6 @@ def test_the_page_is_current():
 
 def test_every_row_of_the_study_has_what_was_seen():
     results = json.loads(study_page.DATA.read_text(encoding="utf-8"))
-    seen = {(row.name, study_rows.POOLS[row.pool]): row.seen for row in study_rows.ROWS}
-    assert results["side"] == "held_out" and all(seen[row["name"], row["pool"]] for row in results["rows"])
+    seen = {row.key: row.seen for row in study_rows.ROWS}
+    assert results["side"] == "held_out"
+    assert all(seen[row["name"], row["setting"], row["pool"]] for row in results["rows"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any, cast
 
 import torch
@@ -77,15 +78,15 @@ def finished(folder: Path) -> dict[str, Any]:
     state.restore(trainer, last)
     policy, prompts = trainer.policy, spread(trainer.held_out, min(PROMPTS, config.eval.prompts))
     with torch.no_grad(), policy.weights.swapped(trainer.evaluated_weights()):
-        kl = None if isinstance(trainer.method.target, LatentEdits) else kl_to_base(config, policy, prompts)
-        tuned = diversity(trainer, prompts)
+        kl = None if isinstance(trainer.method.target, LatentEdits) else mean(kl_to_base(config, policy, prompts))
+        tuned = mean(diversity(trainer, prompts))
         with policy.reference():
-            base = diversity(trainer, prompts)
+            base = mean(diversity(trainer, prompts))
     return {"kl": kl, "diversity": {"base": base, "tuned": tuned}}
 
 
-def diversity(trainer: Trainer, prompts: list[Prompt]) -> float:
-    """Return the mean over prompts of the mean distance between SAMPLES samples, with the evaluation's sampler."""
+def diversity(trainer: Trainer, prompts: list[Prompt]) -> list[float]:
+    """Return the mean distance between SAMPLES samples of every prompt, with the evaluation's sampler."""
     policy, settings, seed = cast(Any, trainer.policy), trainer.config.eval, seeder(EVAL_SEED, 0)
     apart = (draw.TEXTS if policy.modality == "text" else draw.PICTURES).apart("pixels")
     rollouts, distances = cast(Any, trainer.rollouts), []
@@ -95,11 +96,11 @@ def diversity(trainer: Trainer, prompts: list[Prompt]) -> float:
                                        [prompt.brings] * SAMPLES)
         seeds = policy.generators([seed(i, k) for k in range(SAMPLES)])
         distances.append(apart(policy.generate(conditioning, seeds, settings.steps, settings.guidance)))
-    return sum(distances) / len(distances)
+    return distances
 
 
-def kl_to_base(config: Config, policy: Policy, prompts: list[Prompt]) -> float:
-    """Return KL(tuned || base) per sample, on samples of the tuned model.
+def kl_to_base(config: Config, policy: Policy, prompts: list[Prompt]) -> list[float]:
+    """Return KL(tuned || base) per sample of every prompt, on SAMPLES samples of the tuned model.
 
     Denoisers: the sum over steps of `gaussian.kl`, with the sampler of the model's default reference method. Texts: the
     sum over tokens of the difference of log-probabilities.
@@ -115,11 +116,15 @@ def kl_to_base(config: Config, policy: Policy, prompts: list[Prompt]) -> float:
     with policy.reference():  # text encoders that were trained are the base's too
         base = _scores(trainer, parts, trainer.rollouts.conditioning(prompts))
     distance = divergence if of.process != "tokens" else lambda new, old: k1(new.logp, old.logp)
-    total = sum((distance(new, old) * new.mask).sum().item() for new, old in zip(tuned, base))
-    return total / (len(prompts) * SAMPLES)
+    totals = [torch.zeros(len(part.prompts), dtype=torch.float64) for part in parts]
+    for (part, rows, new), (_, _, old) in zip(tuned, base):
+        totals[part][rows] += (distance(new, old) * new.mask).sum(1).double().cpu()
+    return torch.cat(totals).view(len(prompts), SAMPLES).mean(1).tolist()
 
 
-def _scores(trainer: Trainer, parts: Sequence[Part], conditioning: Any) -> list[Any]:
-    return [scored for part in parts for _, _, scored in trainer.rollouts.replay(part, conditioning)]
+def _scores(trainer: Trainer, parts: Sequence[Part], conditioning: Any) -> list[tuple[int, slice, Any]]:
+    """Return the scores of all parts' decisions with their part and its samples."""
+    return [(number, rows, scored) for number, part in enumerate(parts)
+            for _, rows, scored in trainer.rollouts.replay(part, conditioning)]
 
 

@@ -1,0 +1,89 @@
+"""Measurements of the study of parts: quantities of a finished run, per held-out prompt."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from study_settings import TEXTS
+
+from flowgrpo.bench import probe
+from flowgrpo.config import parse
+from flowgrpo.config.schema import Config
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.evaluation.measured import EVAL_SEED, measure, spread
+from flowgrpo.policies.pipelines.load import denoisers
+from flowgrpo.policies.weights.rlg import Branches
+from flowgrpo.storage import checkpoint
+from flowgrpo.storage.json_files import read_object
+from flowgrpo.train import Trainer
+from flowgrpo.training import state
+
+PROMPTS, SAMPLES = 100, 8  # measured prompts of texts that are sampled at temperature 1, and the samples of each
+PICTURED = 60  # measured prompts of pictures with probe.SAMPLES samples each, for diversity and KL
+MEND = "remove the run's folder, and the same command trains it again"
+
+
+def trained(config: Config) -> Trainer:
+    """Return the trainer of a finished run, with its last weights."""
+    trainer, last = probe.trainer_of(config), checkpoint.latest(config.folder / "checkpoints")
+    assert last is not None, f"{config.folder} has no checkpoint"
+    state.restore(trainer, last)
+    return trainer
+
+
+def texts(config: Config) -> dict[str, list[float]]:
+    """Return the greedy accuracy, and quantities of samples at temperature 1.
+
+    entropy: of a whole completion, in nats, as the mean of -log p. kl: to the base, of a whole completion.
+    """
+    greedy = read_object(config.folder / "report" / "after.json", MEND)["scores"]["numeric_match"]
+    trainer = trained(config)
+    policy, prompts = trainer.policy, spread(trainer.held_out, PROMPTS)
+    sampler = probe.trainer_of(parse.load(None, TEXTS | {
+        "seed": EVAL_SEED, "prompts": config.prompts, "held_out": config.held_out, "train.prompts": len(prompts),
+        "train.group": SAMPLES, "train.updates": 1}), policy)
+    with torch.no_grad():
+        parts, conditioning, scores = sampler.sample(prompts)
+        with policy.reference():
+            base = [scored for part in parts for _, _, scored in sampler.rollouts.replay(part, conditioning)]
+    old = [cast(Any, part.transitions[0]).old for part in parts]
+    entropy = [-(each.logp * each.mask).sum(1) for each in old]
+    kl = [((each.logp - other.logp) * each.mask).sum(1) for each, other in zip(old, base)]
+    right = scores[..., 0] == 1
+    return {"accuracy": greedy, "pass@8": right.any(1).double().tolist(), "entropy": by_prompt(entropy),
+            "kl": by_prompt(kl)}
+
+
+def by_prompt(values: Iterable[torch.Tensor]) -> list[float]:
+    """Return the mean over the samples of every prompt; rows are prompt by prompt."""
+    return torch.cat([*values]).view(-1, SAMPLES).double().mean(1).tolist()
+
+
+def pictures(config: Config, prompts: int, rlg: float | None) -> dict[str, list[float]]:
+    """Return the strict accuracy of a picture per prompt, and quantities of PICTURED prompts.
+
+    prompts: measured ones. rlg: pictures are drawn with base + rlg * (tuned - base), and their accuracy alone is
+    measured. diversity: mean distance of a prompt's pictures. kl: to the base, of a whole sample.
+    """
+    trainer = trained(config)
+    policy = cast(Any, trainer.policy)
+    with torch.no_grad():
+        with contextlib.nullcontext() if rlg is None else Branches(policy.pipe, denoisers(policy.pipe)).at(rlg):
+            accuracy = strict(trainer, spread(trainer.held_out, prompts))
+        if rlg is not None:
+            return {"accuracy": accuracy}
+        sampled = spread(trainer.held_out, PICTURED)
+        return {"accuracy": accuracy, "diversity": probe.diversity(trainer, sampled),
+                "kl": probe.kl_to_base(config, policy, sampled)}
+
+
+def strict(trainer: Trainer, prompts: list[Prompt]) -> list[float]:
+    """Return the score of one picture per prompt, with the evaluation's sampler."""
+    settings, rollouts = trainer.config.eval, cast(Any, trainer.rollouts)
+    measured = measure(cast(Any, trainer.policy), prompts, {"scene": trainer.scoring.functions["scene"]}, samples=1,
+                       steps=settings.steps, guidance=settings.guidance, micro_batch=trainer.geometry.micro_batch,
+                       encode=rollouts.encode, prepare=rollouts.prepare)
+    return measured.scores["scene"]
