@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import sys
 
 import numpy as np
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from torchvision import transforms
 
 from flowgrpo.errors import UserError
+from flowgrpo.log import unlogged
 from flowgrpo.rewards.find import find
 from flowgrpo.rewards.images import vision
 from flowgrpo.rewards.images.aesthetic import Aesthetic
@@ -317,7 +319,7 @@ def test_a_long_reason_is_cut_between_words():
 @pytest.mark.parametrize("name, arguments", [
     ("clip_score", {}), ("pick_score", {"model": "owner/name"}), ("safety", {"model": "owner/name"}),
     ("image_reward", {"checkpoint": "owner/name/file.pt"})])
-def test_a_hub_that_does_not_answer_is_asked_once(name, arguments, monkeypatch, tmp_path):
+def test_a_hub_that_does_not_answer_is_asked_once(name, arguments, monkeypatch, tmp_path, caplog):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -325,6 +327,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(name, arguments, monkeypatch, 
     with pytest.raises(UserError, match=r"not in the hub's cache, and no network \(http://127.0.0.1:9 does not ans"):
         find(name, arguments)
     assert constants.HF_HUB_OFFLINE
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]  # of open_clip
 
 
 @pytest.mark.parametrize("name, arguments, told", [
@@ -336,10 +339,17 @@ def test_a_hub_that_does_not_answer_is_asked_once(name, arguments, monkeypatch, 
     ("aesthetic", {"head": "/no/head.pth"}, "/no/head.pth cannot be loaded .*: fetch it and give its path"),
     ("hps_v2", {"chekpoint": "x"}, "takes no argument 'chekpoint': did you mean 'checkpoint'?"),
 ])
-def test_mistakes_are_told_in_one_line(name, arguments, told):
+def test_mistakes_are_told_in_one_line(name, arguments, told, caplog):
     with pytest.raises(UserError, match=told) as error:
         find(name, arguments)
     assert "\n" not in str(error.value) and name in str(error.value)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_errors_of_another_program_are_logged_while_a_model_is_loaded(caplog):
+    with unlogged("open_clip"):
+        logging.error("of another program")
+    assert caplog.messages == ["of another program"]
 
 
 @pytest.mark.parametrize("name", ["clip_score", "hps_v2"])
