@@ -196,6 +196,17 @@ def test_the_table_of_recipes_says_what_the_recipes_say():
     assert (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8") == script["page"]()
 
 
+def test_tables_of_disk_and_host_memory_are_those_of_the_recipes():
+    """Written anew by `python scripts/host_table.py`; the row of one recipe per page is computed here."""
+    script = runpy.run_path(str(ROOT / "scripts" / "host_table.py"))
+    for page, (ending, processes) in script["PAGES"].items():
+        text = page.read_text(encoding="utf-8")
+        rows = re.findall(r"^\| `(\w+)` (?:\| [\d.]+ ){6}\|$", text, re.M)
+        assert rows == script["recipes"](ending)
+        name = next(name for name in rows if name.startswith("sd"))
+        assert script["size_row"](name, processes) in text
+
+
 def test_every_launch_line_of_accelerate_names_its_processes_alike():
     files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").rglob("*.yaml")]
     texts = [file.read_text(encoding="utf-8") for file in files]
