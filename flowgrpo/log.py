@@ -9,6 +9,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,6 +33,20 @@ def quiet() -> Iterator[None]:
     finally:
         for module, level in levels:
             module.set_verbosity(level)
+
+
+@contextmanager
+def unlogged(package: str) -> Iterator[None]:
+    """Context manager: drop the errors that a package logs with `logging.error`; it raises them too."""
+    def others(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR or Path(record.pathname).parent.name != package
+
+    root = logging.getLogger()
+    root.addFilter(others)
+    try:
+        yield
+    finally:
+        root.removeFilter(others)
 
 
 # Loggers of libraries, and what they say in every run that no user can change.

@@ -101,6 +101,7 @@ class Trainer:
         self.guided, self.recorded, self.ahead = GuidedSampling(self.rollouts), make_recorded(self), make_ahead(self)
         self.trajectory = make_trajectory(self)
         self.epoch = self.update = self.skipped = self.sampled = 0
+        self.reported: dict[str, float] = {}  # metrics of the method's parts, until the epoch ends
         self.unmeasured = False  # the last epoch is trained, and its evaluation is due
         self.seconds = self.reward_wait_seconds = self.begun = 0.0
         self.marked = state.counters(self)

@@ -325,6 +325,7 @@ class Context:
     predicted: [P, G, K], rewards of the clean predictions before the K trained steps (None: not scored).
     baseline: [P, G], reward of the deterministic sample from the same initial noise (None: none is drawn).
     expert: bool [P, G], the answers that came with their prompts (None: none).
+    metrics: what parts report of the epoch, by names of their own, for its line of metrics.jsonl.
     """
 
     prompts: Sequence[str] = ()
@@ -346,3 +347,4 @@ class Context:
     baseline: Tensor | None = None
     likelihood: Tensor | None = None
     expert: Tensor | None = None
+    metrics: dict[str, float] = field(default_factory=dict)

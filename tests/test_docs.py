@@ -22,6 +22,7 @@ from flowgrpo.policies import build
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "scripts"))
 
+import bench_pages  # noqa: E402
 import build_docs  # noqa: E402
 
 PAGES = {file.stem: file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs" / "methods").glob("*.md"))}
@@ -48,7 +49,7 @@ def test_every_part_has_its_place_in_the_index():
 
 def test_every_preset_has_a_short_page_and_its_line_in_the_index():
     assert PRESETS.keys() == methods.PRESETS.keys()
-    pages = {name: text for name, text in PAGES.items() if name != "index"}
+    pages = {name: bench_pages.WRITTEN.sub("", text) for name, text in PAGES.items() if name != "index"}
     assert all(text.startswith(f"# {name}\n") and len(text.splitlines()) <= 65 for name, text in pages.items())
     assert [name for name in methods.PRESETS if f"| [`{name}`]({name}.md) |" not in PAGES["index"]] == []
     assert [name for name in INFERENCE if f"[`{name}`]({name}.md)" not in PAGES["index"]] == []
@@ -193,6 +194,17 @@ def test_the_table_of_recipes_says_what_the_recipes_say():
     """Written anew by `python scripts/recipe_table.py --none`."""
     script = runpy.run_path(str(ROOT / "scripts" / "recipe_table.py"))
     assert (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8") == script["page"]()
+
+
+def test_tables_of_disk_and_host_memory_are_those_of_the_recipes():
+    """Written anew by `python scripts/host_table.py`; the row of one recipe per page is computed here."""
+    script = runpy.run_path(str(ROOT / "scripts" / "host_table.py"))
+    for page, (ending, processes) in script["PAGES"].items():
+        text = page.read_text(encoding="utf-8")
+        rows = re.findall(r"^\| `(\w+)` (?:\| [\d.]+ ){6}\|$", text, re.M)
+        assert rows == script["recipes"](ending)
+        name = next(name for name in rows if name.startswith("sd"))
+        assert script["size_row"](name, processes) in text
 
 
 def test_every_launch_line_of_accelerate_names_its_processes_alike():

@@ -28,7 +28,7 @@ def encode(
     """
     from flowgrpo.config import parse
 
-    named, options = recipe_and_options(arguments or [])
+    named, options = recipe_and_options(arguments or [], others=("recipe",))
     if recipe is not None and named is not None:
         raise UserError(f"expected one recipe, got {named} and {recipe}")
     chosen = {key: value for key, value in dict(cache=cache, device=device, precision=precision).items()

@@ -24,7 +24,7 @@ def evolve(
                                           "layer.")] = 0.1,
 ) -> None:
     """Tune a trained LoRA further without gradients: evolve its singular values by the reward (ESSA)."""
-    config = settings_for(output, arguments)
+    config = settings_for(output, arguments, ("generations", "population", "spread"))
     if config.adapter.init is None:
         raise UserError("adapter.init is not set: set it to a trained LoRA, whose singular values are evolved")
     from flowgrpo.policies.weights.lora_files import require_lora

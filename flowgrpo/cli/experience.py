@@ -28,7 +28,8 @@ def learn_experience(
     key_env: Annotated[str | None, typer.Option(help="The environment variable with its key.")] = None,
 ) -> None:
     """Learn lessons for the prompt in place of weights: a language model compares scored samples."""
-    config = settings_for(output, arguments, {"method": "grpo"})
+    config = settings_for(output, arguments, ("epochs", "edits", "lessons", "url", "served", "key-env"),
+                          {"method": "grpo"})
     from flowgrpo.rewards.judges.judge_client import Endpoint, user
     from flowgrpo.training import experience
 

@@ -62,7 +62,7 @@ def _grow_segments(settings: Any) -> None:
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
-def recipe_and_options(arguments: list[str], noun: str = "recipe", others: tuple[str, ...] = ("resume",)
+def recipe_and_options(arguments: list[str], noun: str = "recipe", others: tuple[str, ...] = ("resume", "select-best")
                        ) -> tuple[str | None, dict[str, str]]:
     """Split arguments into the recipe's path and the options given as `--key=value` or `--key value`.
 
@@ -95,14 +95,15 @@ def _check_key(option: str, key: str, others: tuple[str, ...]) -> None:
         raise UserError(f"unknown option {option}" + hint.replace("'", "'--", 1))
 
 
-def settings_for(output: Path, arguments: list[str] | None, defaults: dict[str, str] | None = None) -> Any:
+def settings_for(output: Path, arguments: list[str] | None, others: tuple[str, ...],
+                 defaults: dict[str, str] | None = None) -> Any:
     """Return the validated configuration of a command that writes `output`. Raises UserError if that exists.
 
-    defaults: keys that the command line may override.
+    others: as of `recipe_and_options`. defaults: keys that the command line may override.
     """
     from flowgrpo.config import parse
 
-    recipe, options = recipe_and_options(arguments or [])
+    recipe, options = recipe_and_options(arguments or [], others=others)
     settings = parse.load(recipe, (defaults or {}) | options)
     if output.exists():
         raise UserError(f"--output: {output} exists already: give another name")

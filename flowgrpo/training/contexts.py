@@ -30,4 +30,4 @@ def context_of(run: Run, parts: list[Part], keys: list[str]) -> Context:
         reference=reference.float() if "reference" in method.needs else None,
         metadata=[metadata.get(key, {}) for key in groups],
         predicted=torch.stack(predicted, 2).float() if predicted else None,
-        baseline=baseline.float() if parts[0].baseline is not None else None)
+        baseline=baseline.float() if parts[0].baseline is not None else None, metrics=run.reported)

@@ -31,7 +31,9 @@ def finish(run: Run, parts: list[Part], conditioning: Encoded) -> dict[str, Any]
     if "drift" in run.method.needs:
         replay = partial(run.rollouts.replay, conditioning=conditioning)
         run.fitted(partial(drifted, run.method, run.memory, parts, replay, run.processes), "update")
-    metrics = run.data.metrics() | (run.rehearsing.metrics() if run.rehearsing else {})
+    metrics = {name: float(value) for name, value in run.reported.items()}
+    run.reported.clear()
+    metrics |= run.data.metrics() | (run.rehearsing.metrics() if run.rehearsing else {})
     metrics |= (run.ahead.metrics() if run.ahead else {}) | (run.trajectory.epoch() if run.trajectory else {})
     if run.critic is not None:
         with run.clock("update"):

@@ -70,6 +70,7 @@ class Run(Protocol):
     trajectory: Any
     clock: PhaseTimer
     memory: dict[str, Any]
+    reported: dict[str, float]
     marked: dict[str, Any]
     epoch: int
 

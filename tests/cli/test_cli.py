@@ -8,8 +8,9 @@ import subprocess
 import sys
 
 import pytest
+import typer
 
-from flowgrpo.cli import about, main
+from flowgrpo.cli import about, app, main
 from flowgrpo.cli.train import ALLOCATOR, recipe_and_options
 from flowgrpo.log import NOISY
 
@@ -72,6 +73,7 @@ def test_options_are_parted_from_the_recipe(arguments, expected):
     (["--lr", "1"], "unknown option --lr: did you mean '--train.lr'?"),
     (["--trian.lr=1"], "unknown option --trian.lr: did you mean '--train.lr'?"),
     (["--resum"], "unknown option --resum: did you mean '--resume'?"),
+    (["--selct-best=scene"], "unknown option --selct-best: did you mean '--select-best'?"),
     (["--promts=a.txt"], "unknown option --promts: did you mean '--prompts'?"),
     (["--train=1"], "unknown option --train; there are: train.epochs"),
     (["-q"], "unknown option -q; there are: name, model"),
@@ -96,6 +98,22 @@ def test_options_are_parted_from_the_recipe(arguments, expected):
 ])
 def test_mistakes_in_training_are_told(arguments, line, capsys):
     assert line in told(capsys, "train", *arguments)
+
+
+# Commands that take keys of the configuration, with what they need besides.
+TAKING_KEYS = {"train": [], "encode": [], "check": [], "evolve": ["--output=out"], "learn-experience": ["--output=out"]}
+
+
+@pytest.mark.parametrize("command", TAKING_KEYS)
+def test_a_command_suggests_its_options_and_none_of_another_command(command, capsys):
+    """Leave out one letter of every option of the command; `--resume` is an option of `train` alone."""
+    declared = typer.main.get_command(app).commands[command].params
+    options = [name for parameter in declared if parameter.param_type_name == "option" for name in parameter.opts]
+    for option in options:
+        typo = option[:3] + option[4:] if len(option) > 5 else option + "s"
+        assert f"did you mean '{option}'?" in told(capsys, command, *TAKING_KEYS[command], f"{typo}=1")
+    suggested = "did you mean '--resume'?" in told(capsys, command, *TAKING_KEYS[command], "--resum")
+    assert suggested == ("--resume" in options)
 
 
 def test_mistakes_in_a_recipe_are_told_with_its_name(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -15,12 +16,13 @@ from flowgrpo.cli import main
 from flowgrpo.config.parse import load
 from flowgrpo.config.yaml_text import Loader
 from flowgrpo.errors import UserError
-from flowgrpo.methods import preset
+from flowgrpo.methods import preset, registry
 from flowgrpo.methods.naming import recorded
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives.surrogates import Clip
 from flowgrpo.samplers import kernels
+from flowgrpo.types import Context
 from flowgrpo.user_code import from_file
 from tests.helpers import tiny
 from tests.helpers.tables import close, f64
@@ -50,21 +52,21 @@ def part(name: str) -> type:
 @pytest.mark.parametrize("recipe", RECIPES, ids=[str(recipe)[:60] for recipe in RECIPES])
 def test_every_recipe_of_the_page_trains(recipe):
     trainer = tiny.trainer(**{"train__steps": 6, "train__group": 4} | recipe)
-    found = [trainer.run_epoch() for _ in range(2)]
-    assert trainer.first_ratio.found <= 1e-5 and all(each["grad_norm"] > 0 for each in found)
+    epochs = [trainer.run_epoch() for _ in range(2)]
+    assert trainer.first_ratio.found <= 1e-5 and all(each["grad_norm"] > 0 for each in epochs)
 
 
 def test_the_table_has_the_lines_of_the_files():
-    told = [int(lines) for lines in re.findall(r"^\| \w[\w ]* \| (\d+) \| 1 \|$", PAGE, re.M)]
-    assert told == [len(code.strip().splitlines()) for code in FILES.values()] and max(told) <= 150
+    counts = [int(lines) for lines in re.findall(r"^\| \w[\w ]* \| (\d+) \| 1 \|$", PAGE, re.M)]
+    assert counts == [len(code.strip().splitlines()) for code in FILES.values()] and max(counts) <= 150
 
 
 def test_the_loss_by_hand():
     loss = part("soft_gate.py:SoftGate")(2.0)
     log_ratio = f64([[0.0, 0.5]]).requires_grad_()
-    found = loss(log_ratio, f64([[1.0]]), torch.zeros(1, 2))
-    close(found.detach(), [[-1.0, -2 * torch.sigmoid(2 * f64(0.5).expm1()).item()]])
-    found.sum().backward()
+    value = loss(log_ratio, f64([[1.0]]), torch.zeros(1, 2))
+    close(value.detach(), [[-1.0, -2 * torch.sigmoid(2 * f64(0.5).expm1()).item()]])
+    value.sum().backward()
     close(log_ratio.grad[:, :1], [[-1.0]])  # as a plain ratio at r = 1
 
 
@@ -73,6 +75,45 @@ def test_the_rule_by_hand():
     close(part("ranks.py:Ranks")()(scores, [1.0]), [[-2 / 3, 1 / 3, 1 / 3, 0.0]])
     close(part("ranks.py:Ranks")()(scores[:, :3], [1.0]), [[-1.0, 0.5, 0.5]])  # as the page says
 
+
+def test_a_part_reports_a_metric_of_its_own():
+    rewards, context = f64([[[0.2], [0.9], [torch.nan]]]), Context()
+    capped = part("ceiling.py:Ceiling")(0.8)(rewards, context)
+    assert capped[0, 2].isnan()
+    close(capped[:, :2], [[[0.2], [0.8]]])
+    assert context.metrics == {"ceiling/above": 0.5}  # as the page says
+    trainer = tiny.trainer(method="flow_grpo", parts={"shaping": {"type": "ceiling.py:Ceiling", "most": -1.0}})
+    assert trainer.run_epoch()["ceiling/above"] == 1.0 and trainer.reported == {}
+
+
+# --- contracts -------------------------------------------------------------------------------------------------------
+
+ROWS = {place: (extends, methods) for place, extends, methods in re.findall(
+    r"^\| `([\w.]+)` \| ([^|]+) \| ([^|]+) \| [^|]+ \| [^|]+ \|$", PAGE.split("## Examples")[0], re.M)}
+
+
+def test_every_place_of_the_registry_has_its_contract():
+    assert set(ROWS) == set(registry.MODULES)
+
+
+@pytest.mark.parametrize("place", ROWS)
+def test_contracts_are_those_of_the_parts(place):
+    """The class to extend is that which recipes require, or a part of the place; methods take the arguments."""
+    extends, methods = ROWS[place]
+    names, signatures = re.findall(r"`(\w+)`", extends), re.findall(r"`(\w*)\(([\w, ]*)\)`", methods)
+    parts = [registry.TYPES[name] for name in registry.of_place(place)]
+    if place in registry.BASES:
+        assert names == [registry.BASES[place].__name__]
+    else:
+        assert set(names) <= {part.__name__ for part in parts}
+    assert bool(signatures) or methods.startswith("fields only")
+    for kind in parts:
+        for name, arguments in [] if methods.startswith("fields only") else signatures:
+            bound = getattr(kind, name or "__call__")
+            inspect.signature(bound).bind(None, *arguments.split(", "))
+
+
+# --- files of the page -----------------------------------------------------------------------------------------------
 
 def test_the_kernel_by_hand():
     """Compare with DanceSDE at the level of each step, and at level 0 with the Euler step."""
@@ -101,12 +142,12 @@ def test_blocks_of_one_step_are_recorded_steps_and_longer_ones_their_means():
 
 
 def test_a_preset_of_a_file_stands_in_a_chain():
-    found = preset("flow_grpo+my_methods.py:two_steps+grpo_guard")
-    assert (found.rollout.plan.size, found.rollout.roots) == (2, 1)
-    assert found.loss == preset("flow_grpo+grpo_guard").loss
+    method = preset("flow_grpo+my_methods.py:two_steps+grpo_guard")
+    assert (method.rollout.plan.size, method.rollout.roots) == (2, 1)
+    assert method.loss == preset("flow_grpo+grpo_guard").loss
 
 
-@pytest.mark.parametrize("parts, told", [
+@pytest.mark.parametrize("parts, line", [
     ({"surrogate": {"type": "ranks.py:Ranks"}}, "parts.surrogate.type: got ranks.py:Ranks, expected a frozen dataclass "
      "that extends flowgrpo.objectives.surrogates.Surrogate"),
     ({"surrogate": {"type": "nowhere.py:Loss"}}, "part 'nowhere.py:Loss': no file at nowhere.py"),
@@ -119,10 +160,10 @@ def test_a_preset_of_a_file_stands_in_a_chain():
     ({"target": {"type": "blocks.py:Blocks"}, "step_weight": {"type": "Sigma"}}, "a method that trains blocks of steps "
      "reads no step_weight"),
 ])
-def test_mistakes_are_one_line(parts, told):
+def test_mistakes_are_one_line(parts, line):
     with pytest.raises(UserError) as caught:
         resolve(tiny.config(method="flow_grpo", parts={"kl": {"weight": 0.0}} | parts))
-    assert told in str(caught.value) and "\n" not in str(caught.value)
+    assert line in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_preset_that_raises_is_told_with_its_line(files):

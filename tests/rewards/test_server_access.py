@@ -62,7 +62,8 @@ def test_the_token_opens_a_server_under_another_name():
 
 
 @pytest.mark.parametrize("name, args, asks", [
-    ("code_run", {"accept_risk": True}, True), ("base_similarity", {}, True), ("preservation", {}, True), ("judge", {}, True),
+    ("code_run", {"accept_risk": True}, True), ("base_similarity", {}, True), ("preservation", {}, True),
+    ("judge", {}, True),
     ("scene", {}, False), ("jpeg_compressibility", {}, False), ("exact_match", {}, False),
     ("harmonic", {"rewards": ["scene", "sharpness"]}, False),
     ("harmonic", {"rewards": ["scene", "preservation"]}, True),

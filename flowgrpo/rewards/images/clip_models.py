@@ -18,6 +18,7 @@ from torch import Tensor
 from flowgrpo.data.client_files import require_open
 from flowgrpo.errors import UserError
 from flowgrpo.extras import needed
+from flowgrpo.log import unlogged
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.images.vision import Preparation, fill, loading, pretrained, tensors
 from flowgrpo.rewards.local_model import LocalModel
@@ -60,9 +61,10 @@ class ClipScore(LocalModel):
 
     def _loaded(self) -> tuple[Any, Any]:
         open_clip = needed("open_clip", "clip", f"reward {self.reward!r}")
-        with loading(f"reward {self.reward!r}: {self.model} with the weights {self.pretrained}",
-                     "open_clip.list_pretrained() names them all; args: {pretrained: FILE} takes a file of yours",
-                     self.pretrained):
+        with unlogged("open_clip"), loading(
+                f"reward {self.reward!r}: {self.model} with the weights {self.pretrained}",
+                "open_clip.list_pretrained() names them all; args: {pretrained: FILE} takes a file of yours",
+                self.pretrained):
             model = open_clip.create_model(self.model, pretrained=self.pretrained, require_pretrained=True)
             return model, open_clip.get_tokenizer(self.model)
 

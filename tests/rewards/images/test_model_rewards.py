@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import sys
 
 import numpy as np
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from torchvision import transforms
 
 from flowgrpo.errors import UserError
+from flowgrpo.log import unlogged
 from flowgrpo.rewards.find import find
 from flowgrpo.rewards.images import vision
 from flowgrpo.rewards.images.aesthetic import Aesthetic
@@ -66,18 +68,18 @@ SIDES = [(64, 64), (48, 80), (81, 50), (20, 20), (32, 47), (17, 30), (32, 32)]
 def test_pictures_are_prepared_as_by_pil(height, width):
     batch = pictures(3, height, width)
     expected = torch.stack([by_pil(picture, 32) for picture in batch])
-    found = vision.Preparation(32)(batch)
-    assert found.shape == (3, 3, 32, 32)
-    assert (found - expected).abs().max() <= LEVEL
-    assert (found - expected).abs().mean() < LEVEL / 20
+    prepared = vision.Preparation(32)(batch)
+    assert prepared.shape == (3, 3, 32, 32)
+    assert (prepared - expected).abs().max() <= LEVEL
+    assert (prepared - expected).abs().mean() < LEVEL / 20
 
 
 @pytest.mark.parametrize("height, width", SIDES)
 def test_whole_pictures_are_padded_as_by_pil(height, width):
     batch = pictures(2, height, width)
     expected = torch.stack([by_pil(picture, 32, padded(32)) for picture in batch])
-    found = vision.Preparation(32, "longest")(batch)
-    assert (found - expected).abs().max() <= LEVEL and (found - expected).abs().mean() < LEVEL / 20
+    prepared = vision.Preparation(32, "longest")(batch)
+    assert (prepared - expected).abs().max() <= LEVEL and (prepared - expected).abs().mean() < LEVEL / 20
 
 
 def test_squashed_pictures_are_scaled_as_by_pil():
@@ -94,8 +96,8 @@ def test_scaling_does_not_leave_the_range_of_colours():
 
 def test_other_means_and_deviations():
     grey = torch.full((1, 3, 8, 8), 0.6)
-    found = vision.Preparation(8, mean=(0.5, 0.4, 0.2), deviation=(0.1, 0.2, 0.5))(grey)
-    assert found[0, :, 3, 3].tolist() == pytest.approx([1, 1, 0.8], abs=1e-6)
+    prepared = vision.Preparation(8, mean=(0.5, 0.4, 0.2), deviation=(0.1, 0.2, 0.5))(grey)
+    assert prepared[0, :, 3, 3].tolist() == pytest.approx([1, 1, 0.8], abs=1e-6)
 
 
 def test_the_perceptron_has_no_activations_and_the_numbers_of_its_checkpoints():
@@ -128,12 +130,12 @@ def tiny(tmp_path_factory):
 
 def one_by_one(model, tokenizer, prepared: list[torch.Tensor], prompts: list[str]) -> torch.Tensor:
     """Cosines in float64 with norms written out, each pair alone."""
-    found = []
+    cosines = []
     with torch.no_grad():
         for picture, prompt in zip(prepared, prompts):
             a, b = model.encode_image(picture[None])[0].double(), model.encode_text(tokenizer([prompt]))[0].double()
-            found.append((a @ b / a.square().sum().sqrt() / b.square().sum().sqrt()))
-    return torch.stack(found)
+            cosines.append((a @ b / a.square().sum().sqrt() / b.square().sum().sqrt()))
+    return torch.stack(cosines)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 32])
@@ -152,13 +154,13 @@ def test_clip_score_is_the_scaled_cosine(tiny, batch):
 def test_diversity_of_clips_features_is_the_distance_of_its_embeddings(tiny, batch):
     model, tokenizer, _ = tiny
     images = pictures(4, 32, 32)
-    own = ClipScore(parts=(model, tokenizer), batch_size=batch, device="cpu").features
+    features = ClipScore(parts=(model, tokenizer), batch_size=batch, device="cpu").features
     with torch.no_grad():
         embedded = model.encode_image(torch.stack([by_pil(image, 32) for image in images]))
     unit = (embedded / embedded.norm(dim=1, keepdim=True)).double()
     apart = torch.stack([(unit[0] - unit[1]).norm(), (unit[2] - unit[3]).norm()]).repeat_interleave(2)
-    assert torch.allclose(own(images).double(), unit, atol=1e-5) and apart.min() > 0.01
-    assert torch.allclose(Diversity(own)(images, ["a"] * 4, [{}] * 4, 2), apart, atol=1e-5)
+    assert torch.allclose(features(images).double(), unit, atol=1e-5) and apart.min() > 0.01
+    assert torch.allclose(Diversity(features)(images, ["a"] * 4, [{}] * 4, 2), apart, atol=1e-5)
 
 
 def test_clip_score_puts_its_prefix_first(tiny):
@@ -172,11 +174,11 @@ def test_clip_score_puts_its_prefix_first(tiny):
 
 def test_clip_score_scales_pictures_as_its_model_wants_them(tiny, monkeypatch):
     model, tokenizer, _ = tiny
-    told = {"size": 32, "mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bicubic", "resize_mode": "squash"}
-    monkeypatch.setattr(model.visual, "preprocess_cfg", told)
+    settings = {"size": 32, "mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bicubic", "resize_mode": "squash"}
+    monkeypatch.setattr(model.visual, "preprocess_cfg", settings)
     expected = vision.Preparation(32, "squash", (0.5,) * 3, (0.5,) * 3)
     assert ClipScore(parts=(model, tokenizer)).prepare == expected
-    monkeypatch.setitem(told, "interpolation", "bilinear")
+    monkeypatch.setitem(settings, "interpolation", "bilinear")
     with pytest.raises(UserError, match="expected one that takes squares, scaled bicubic"):
         ClipScore(parts=(model, tokenizer))
 
@@ -221,14 +223,14 @@ def pick(tmp_path_factory):
 
 
 def pick_expected(model, tokenizer, images, prompts) -> list[float]:
-    found = []
+    scores = []
     with torch.no_grad():
         for image, prompt in zip(images, prompts):
             ids = torch.tensor([tokenizer(prompt)["input_ids"]])  # alone, so without padding
             text = model.text_projection(model.text_model(input_ids=ids).last_hidden_state[0, ids.shape[1] - 1])
             shown = model.visual_projection(model.vision_model(pixel_values=by_pil(image, 32)[None]).pooler_output)[0]
-            found.append(np.exp(1.7) * torch.cosine_similarity(text, shown, dim=0).item())
-    return found
+            scores.append(np.exp(1.7) * torch.cosine_similarity(text, shown, dim=0).item())
+    return scores
 
 
 @pytest.mark.parametrize("batch", [1, 3, 32])
@@ -261,8 +263,8 @@ def encoder(pick):
 def embeddings(encoder, images) -> np.ndarray:
     """Normalised embeddings, one picture at a time."""
     with torch.no_grad():
-        found = torch.cat([encoder(pixel_values=by_pil(image, 32)[None]).image_embeds for image in images]).double()
-    return (found / found.square().sum(1, keepdim=True).sqrt()).numpy()
+        embedded = torch.cat([encoder(pixel_values=by_pil(image, 32)[None]).image_embeds for image in images]).double()
+    return (embedded / embedded.square().sum(1, keepdim=True).sqrt()).numpy()
 
 
 @pytest.mark.parametrize("batch", [2, 32])
@@ -289,14 +291,14 @@ def test_linear_heads(pick, encoder, tmp_path):
     assert reward(images, [""] * 3).tolist() == pytest.approx(expected.tolist(), abs=1e-5) and np.std(expected) > 0.01
 
 
-@pytest.mark.parametrize("state, told", [
+@pytest.mark.parametrize("state, line", [
     ({"weight": torch.zeros(1, 6), "bias": torch.zeros(1)}, "gives 8 numbers, but the head"),
     ({"first.weight": torch.zeros(1, 8)}, "has first.weight, expected the tensors of a perceptron"),
     ({"layers.0.weight": torch.zeros(1024, 8)}, "give the checkpoint that was made for this reward"),
 ])
-def test_a_wrong_head_is_told(pick, tmp_path, state, told):
+def test_a_wrong_head_is_told(pick, tmp_path, state, line):
     save_file(state, tmp_path / "wrong.safetensors")
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=line):
         Aesthetic(pick[2], head=str(tmp_path / "wrong.safetensors"), device="cpu")
 
 
@@ -317,7 +319,7 @@ def test_a_long_reason_is_cut_between_words():
 @pytest.mark.parametrize("name, arguments", [
     ("clip_score", {}), ("pick_score", {"model": "owner/name"}), ("safety", {"model": "owner/name"}),
     ("image_reward", {"checkpoint": "owner/name/file.pt"})])
-def test_a_hub_that_does_not_answer_is_asked_once(name, arguments, monkeypatch, tmp_path):
+def test_a_hub_that_does_not_answer_is_asked_once(name, arguments, monkeypatch, tmp_path, caplog):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -325,9 +327,10 @@ def test_a_hub_that_does_not_answer_is_asked_once(name, arguments, monkeypatch, 
     with pytest.raises(UserError, match=r"not in the hub's cache, and no network \(http://127.0.0.1:9 does not ans"):
         find(name, arguments)
     assert constants.HF_HUB_OFFLINE
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]  # of open_clip
 
 
-@pytest.mark.parametrize("name, arguments, told", [
+@pytest.mark.parametrize("name, arguments, line", [
     ("clip_score", {"pretrained": "/no/weights.pt"}, "fetch|open_clip.list_pretrained"),
     ("clip_score", {"score": "cos"}, "score is 'cos', expected clipscore or cosine"),
     ("hps_v2", {"checkpoint": "/no/HPS.pt"}, "/no/HPS.pt cannot be loaded .no such file.: fetch it and give its path"),
@@ -336,10 +339,17 @@ def test_a_hub_that_does_not_answer_is_asked_once(name, arguments, monkeypatch, 
     ("aesthetic", {"head": "/no/head.pth"}, "/no/head.pth cannot be loaded .*: fetch it and give its path"),
     ("hps_v2", {"chekpoint": "x"}, "takes no argument 'chekpoint': did you mean 'checkpoint'?"),
 ])
-def test_mistakes_are_told_in_one_line(name, arguments, told):
-    with pytest.raises(UserError, match=told) as error:
+def test_mistakes_are_told_in_one_line(name, arguments, line, caplog):
+    with pytest.raises(UserError, match=line) as error:
         find(name, arguments)
     assert "\n" not in str(error.value) and name in str(error.value)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_errors_of_another_program_are_logged_while_a_model_is_loaded(caplog):
+    with unlogged("open_clip"):
+        logging.error("of another program")
+    assert caplog.messages == ["of another program"]
 
 
 @pytest.mark.parametrize("name", ["clip_score", "hps_v2"])

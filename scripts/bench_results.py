@@ -1,0 +1,161 @@
+"""Results of benches as the documentation keeps them, docs/bench_results.json.
+
+Kept are numbers that the pages show. Scores of single prompts, folders and seconds of the machine are left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flowgrpo.bench import models, table
+from flowgrpo.bench.plan import BENCH
+from flowgrpo.config.parse import read_yaml
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation.report.snapshots import FOLDER
+from flowgrpo.storage.json_files import read_object
+
+MEND = "run the command of the bench again"
+KEPT = ("model", "unit", "evaluations", "seeds", "points", "prompts", "measured_prompts", "measured", "trained",
+        "watched", "reference", "base", "base_tasks", "goals", "test", "errors")
+OF_METHOD = ("label", "given", "adjusted", "accuracy", "low", "high", "lowest", "highest", "gain", "reached", "epochs",
+             "evaluations", "seconds_ratio", "kl", "diversity", "watched", "tasks", "curve")
+OF_TUNED = ("accuracy", "low", "high", "lowest", "highest", "lr", "clip")
+ELSEWHERE = ("model", "tracker", "reward", "eval.rewards")  # shared settings that are said apart, or change no number
+DIGITS = 6  # significant ones of kept numbers
+
+
+def collected(folder: Path) -> dict[str, Any]:
+    """Return what the documentation keeps of a bench's folder.
+
+    limit: `--prompts` of the bench. order: see `order`; tuned_order: of the best of the sweep, null without one.
+    Raises UserError for a folder without results, or without those of the reference.
+    """
+    for name in ("results.json", BENCH):
+        if not (folder / name).is_file():
+            raise UserError(f"{folder}: it has no {name}, expected the folder of a finished `flowgrpo bench`")
+    told = read_object(folder / "results.json", MEND, methods=list, differences=list, tuned_differences=list)
+    runs = [run for method in told["methods"] for run in method["runs"] + method.get("tuned", {}).get("runs", [])]
+    if told["reference"] is None:
+        raise UserError(f"{folder}: no run of the reference has finished: {MEND}")
+    first = next(method["runs"][0] for method in told["methods"] if method["label"] == told["reference"])
+    ranked = table.ranked(told)
+    return rounded({
+        **{key: told[key] for key in KEPT}, "limit": read_object(folder / BENCH, MEND)["prompts"],
+        **software(read_object(place(folder, run) / FOLDER / "machine.json", MEND) for run in runs),
+        "settings": settings(told["model"], read_yaml(place(folder, first) / "config.yaml")),
+        "order": order([method["label"] for method in ranked], told["differences"]),
+        "tuned_order": order([method["label"] for method in sorted(
+            (method for method in ranked if "tuned" in method), key=lambda method: -method["tuned"]["accuracy"])],
+            told["tuned_differences"]),
+        "methods": [kept(method, told) for method in ranked]})
+
+
+def place(folder: Path, run: Mapping[str, Any]) -> Path:
+    """Return the folder of a run, also of a bench that was moved."""
+    return folder / "runs" / Path(run["folder"]).name
+
+
+def software(machines: Iterable[Mapping[str, str]]) -> dict[str, list[str]]:
+    """Return commits, versions and precisions of runs, each once."""
+    facts = [(machine.get("commit", "unknown"), machine["flowgrpo"], machine["precision"].split()[0])
+             for machine in machines]
+    return {key: list(dict.fromkeys(values)) for key, values in zip(("commits", "versions", "precisions"), zip(*facts))}
+
+
+def settings(name: str, recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a run's recipe under the keys that all methods of a model share."""
+    return {key: functools.reduce(lambda inner, part: inner[part], key.split("."), recipe)
+            for key in models.shared(name) if key not in ELSEWHERE}
+
+
+def kept(method: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is kept of a method's results.
+
+    finals: (seed, accuracy) of every run. difference: see `difference`. tuned: the best of the sweep, if there is one.
+    """
+    label, reference = method["label"], told["reference"]
+    values = {key: method[key] for key in OF_METHOD} | {
+        "finals": finals(method["runs"]), "difference": difference(told["differences"], label, reference)}
+    if tuned := method.get("tuned"):
+        values["tuned"] = {key: tuned[key] for key in OF_TUNED} | {
+            "finals": finals(tuned["runs"]), "difference": difference(told["tuned_differences"], label, reference)}
+    return values
+
+
+def finals(runs: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """Return (seed, accuracy) of every run."""
+    return [(run["seed"], run["accuracy"]) for run in runs]
+
+
+def difference(pairs: Iterable[Mapping[str, Any]], label: str, reference: str) -> dict[str, Any] | None:
+    """Return the test of a method against the reference, its mean less the reference's; None without such a test."""
+    for pair in pairs:
+        test = {key: pair[key] for key in ("mean", "low", "high", "p", "holm", "order")}
+        if (pair["one"], pair["other"]) == (label, reference):
+            return test
+        if (pair["one"], pair["other"]) == (reference, label):
+            return test | {"mean": -pair["mean"], "low": -pair["high"], "high": -pair["low"], "order": -pair["order"]}
+    return None
+
+
+def order(labels: Sequence[str], pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the number of pairs, that of pairs that differ significantly, and the longest chain of methods of which
+    each is significantly above the next.
+
+    labels: the most accurate first. None without pairs.
+    """
+    if not pairs:
+        return None
+    below: dict[str, set[str]] = {label: set() for label in labels}
+    for pair in pairs:
+        if pair["order"]:
+            above, under = (pair["one"], pair["other"])[::pair["order"]]
+            below[above].add(under)
+
+    @functools.cache
+    def chain(label: str) -> list[str]:
+        return [label, *max((chain(other) for other in labels if other in below[label]), key=len, default=[])]
+
+    return {"pairs": len(pairs), "significant": sum(map(len, below.values())), "chain": max(map(chain, labels),
+                                                                                            key=len)}
+
+
+def rounded(value: Any) -> Any:
+    """Return a JSON value with DIGITS significant digits of all fractions."""
+    if isinstance(value, dict):
+        return {key: rounded(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(inner) for inner in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+
+# --- file ------------------------------------------------------------------------------------------------------------
+
+def load(file: Path) -> list[dict[str, Any]]:
+    """Return the kept results of all models; none if there is no file."""
+    return read_object(file, "take it from the repository", models=list)["models"] if file.is_file() else []
+
+
+def merged(before: Iterable[dict[str, Any]], after: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return results with those of the given models replaced, in the order in which the bench lists models.
+
+    Raises UserError for two results of one model.
+    """
+    names = [results["model"] for results in after]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"two folders are benches of {twice}, expected one for each model")
+    by_name = {results["model"]: results for results in (*before, *after)}
+    return [by_name[name] for name in models.MODELS if name in by_name]
+
+
+def dumped(results: Iterable[Mapping[str, Any]]) -> str:
+    """Return the text of the file, with a line for every method."""
+    parts = []
+    for model in results:
+        head = json.dumps({key: value for key, value in model.items() if key != "methods"})
+        parts.append(f'{head[:-1]}, "methods": [\n' + ",\n".join(map(json.dumps, model["methods"])) + "]}")
+    return '{"models": [\n' + ",\n".join(parts) + "]}\n"

@@ -1,0 +1,217 @@
+"""Pages of the benches: from the folders that a bench leaves, and those of the repository."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from flowgrpo.bench import collect
+from flowgrpo.bench.models import MODELS
+from flowgrpo.bench.plan import PUBLISHED, Plan, Request, Run, begin
+from flowgrpo.cli import app
+from flowgrpo.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "scripts"))
+
+import bench_notes  # noqa: E402
+import bench_pages  # noqa: E402
+import bench_results  # noqa: E402
+
+PROMPTS, BASE = 40, 10  # measured prompts, and those that the base gets right
+STARTER = {"flow_grpo": 20, "mix_grpo+grpo_guard": 36, "draft": 20, "ddpo": 12}  # and those of every method
+TEXT = {"grpo": 20, "rloo": 32}
+PAGE = "# {}\n\nFormula.\n\n## When to use it\n\nAlways.\n\n## Recipe\n\n## Tests\n"
+
+
+def finish(run: Run, right: int, commit: str) -> None:
+    """Write the files that a finished run leaves; the second half of its gain comes after the first measurement."""
+    after, before = ([float(number < count) for number in range(PROMPTS)] for count in (right, BASE))
+    reward, [watched] = MODELS[run.config.model].measured, MODELS[run.config.model].watched
+    share, first = sum(after) / PROMPTS, sum(before) / PROMPTS
+    measured = {"before": {reward: first, watched: 0.5}, "after": {reward: share, watched: 0.25}}
+    spent = run.foretold or 40_000
+    files = {
+        "summary.json": measured | {"denoiser_evaluations": spent, "epochs": 9, "seconds": 10.0 * right, "unit": "rows",
+                                    "tasks": {reward: {"before": {"hard": first}, "after": {"hard": share}}}},
+        "before.json": {"scores": {reward: before}}, "report/after.json": {"scores": {reward: after}},
+        "report/machine.json": {"flowgrpo": "0.1.0", "precision": "fp32 (auto)", "commit": commit},
+        "result.json": {"kl": 1.5, "diversity": {"base": 2.0, "tuned": 1.0}}}
+    (run.folder / "report").mkdir(parents=True)
+    for name, content in files.items():
+        (run.folder / name).write_text(json.dumps(content))
+    lines = [{"epoch": epoch, "evaluations": spent * epoch // 2, f"held_out/{reward}": (first + share) / 2}
+             for epoch in (1, 2)]
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run.folder / "config.yaml").write_text(run.config.yaml())
+
+
+def bench(output: Path, model: str, rates: dict[str, int], seeds: int = 2, best: dict | None = None) -> Path:
+    """Write the folder of a bench whose runs got so many prompts right; best: factors of a sweep's best by label."""
+    reference = MODELS[model].reference
+    plan = Plan(Request([*rates], model, reference, 40_000, seeds, 2, PROMPTS, best is not None, output))
+    begin(plan.request)
+    for entry in plan.entries if model == "starter_text" else []:
+        plan.learn(entry, 1000, 1000)
+    runs = plan.published() + plan.tuned(best or {})
+    for run in runs:
+        finish(run, rates[run.entry.label] + (run.column != PUBLISHED) * 4, "0123456789abcdef")
+    collect.write(plan, runs, {})
+    return output
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("benches")
+    best = {"grpo": (3.0, 1 / 3), "rloo": (1 / 3, 1.0)}
+    return [bench(folder / "a", "starter_text", TEXT, 1, best), bench(folder / "b", "starter", STARTER)]
+
+
+@pytest.fixture
+def docs(tmp_path) -> Path:
+    """Folder of documents with short pages, without results."""
+    (tmp_path / "methods").mkdir()
+    for name in ("flow_grpo", "mix_grpo", "grpo_guard", "draft", "ddpo", "grpo", "rloo", "awm", "index"):
+        (tmp_path / "methods" / f"{name}.md").write_text(PAGE.format(name))
+    (tmp_path / "benchmark.png").write_bytes(b"of an earlier page")
+    return tmp_path
+
+
+def of_method(docs: Path, name: str) -> str:
+    return (docs / "methods" / f"{name}.md").read_text()
+
+
+def test_folders_of_benches_become_pages_and_the_same_ones_change_nothing(folders, docs):
+    changed = bench_pages.update(docs, folders)
+    assert {file.name for file in changed} == {
+        "bench_results.json", "benchmark.md", *(f"{name}.md" for name in ("flow_grpo", "grpo_guard", "draft", "ddpo",
+                                                                          "grpo", "rloo"))}
+    assert {file.name for file in docs.glob("*.png")} == {"benchmark_starter.png", "benchmark_starter_text.png"}
+    before = {file: file.read_bytes() for file in docs.rglob("*.*")}
+    assert bench_pages.update(docs, folders) == bench_pages.update(docs, []) == []
+    assert {file: file.read_bytes() for file in docs.rglob("*.*")} == before
+
+
+def test_the_benchmark_says_what_the_benches_found(folders, docs):
+    text = bench_pages.page(bench_results.merged([], [bench_results.collected(folder) for folder in folders]))
+    starter, texts = re.split("^## ", text, flags=re.M)[1:]
+    assert starter.startswith("starter\n") and "Commit 01234567, version 0.1.0, fp32." in " ".join(starter.split())
+    table = starter[starter.index("### Accuracy"):starter.index("### Cost")]
+    assert re.findall(r"^\| \[?`([\w+]+)`", table, re.M) == [
+        "mix_grpo+grpo_guard", "flow_grpo", "draft", "ddpo"]
+    assert "| base | 0.250 | | | | |" in table.replace("  ", " ")
+    assert re.search(r"\| `mix_grpo\+grpo_guard` \| 0\.900 \(0\.\d+ to [01]\.\d+\) \| 0\.900 to 0\.900 \| \+0\.650 \| "
+                     r"\+0\.400 \(\+0\.\d+ to \+0\.\d+\) \| (0\.0\d+|< 0\.001) \|", table)
+    assert re.search(r"\| \[`flow_grpo`\]\(methods/flow_grpo\.md\) \| 0\.500 .* \+0\.250 \| the reference \| ", table)
+    assert "5 of 6 pairs of methods differ significantly" in table and "has 3: `mix_grpo+grpo_guard`," in table
+    assert max(line.count("|") for line in text.splitlines()) <= 9
+    assert "`draft` runs with `reward: {scene_soft: 1.0}`" in starter and bench_notes.NOTES["draft"] in " ".join(
+        starter.split())
+    assert "One seed:" in texts
+    assert "| 0.900, higher | x0.333, x1 |" in texts and "| 0.600 | x3, x0.333 |" in texts
+
+
+def test_the_command_of_a_section_makes_the_same_bench(folders):
+    """`--points` of the benches here is 2, `--prompts` 40."""
+    for folder, rates in zip(folders, (TEXT, STARTER)):
+        words = shlex.split(bench_pages.command(bench_results.collected(folder)))
+        given = typer.main.get_command(app).commands["bench"].make_context("bench", words[2:]).params
+        swept = rates is TEXT
+        assert words[:2] == ["flowgrpo", "bench"] and set(given["methods"].split(",")) == rates.keys()
+        assert given["model"] == ("starter_text" if swept else "starter") and given["sweep"] == swept
+        assert [given[key] for key in ("evaluations", "seeds", "points", "prompts", "reference")] == [
+            40_000, 1 if swept else 2, 2, PROMPTS, None]
+
+
+def test_a_methods_page_has_its_rows_alone_or_as_a_modifier(folders, docs):
+    bench_pages.update(docs, folders)
+    assert of_method(docs, "mix_grpo") == PAGE.format("mix_grpo") and of_method(docs, "awm") == PAGE.format("awm")
+    assert of_method(docs, "index") == PAGE.format("index")
+    guard = of_method(docs, "grpo_guard")
+    assert re.search(r"\| `starter`, `mix_grpo\+grpo_guard` \| 0\.250 \| 0\.900 \| \+0\.400 \(\+0\.\d+ to \+0\.\d+\) "
+                     r"\| higher than `flow_grpo` \|", guard) and "](../benchmark.md)" in guard
+    assert guard.index("Always.") < guard.index(bench_pages.HEADING) < guard.index("## Recipe")
+    below, beside = of_method(docs, "ddpo"), of_method(docs, "draft")
+    assert re.search(r"\| `starter` \| 0\.250 \| 0\.300 \| -0\.200 .* \| lower than `flow_grpo` \|", below)
+    assert "| 0.000 (0.000 to 0.000) | no significant difference to `flow_grpo` |" in beside
+    assert "| - | the reference |" in of_method(docs, "flow_grpo")
+    assert "| 0.900, higher | higher than `grpo` (one seed) |" in of_method(docs, "rloo")
+
+
+def test_new_results_of_a_model_leave_the_others_and_what_is_written_by_hand(folders, docs, tmp_path_factory):
+    bench_pages.update(docs, folders)
+    page = docs / "methods" / "rloo.md"
+    page.write_text(page.read_text().replace(bench_pages.END, bench_pages.END + "\n\nIts baseline is unbiased."))
+    again = bench(tmp_path_factory.mktemp("again") / "bench", "starter_text", TEXT | {"rloo": 24})
+    changed = {file.name for file in bench_pages.update(docs, [again])}
+    assert changed == {"bench_results.json", "benchmark.md", "grpo.md", "rloo.md"}
+    text = page.read_text()
+    assert "| 0.600 |" in text and "0.800" not in text and text.count(bench_pages.HEADING) == 1
+    assert f"{bench_pages.END}\n\nIts baseline is unbiased.\n\n## Recipe\n" in text
+    with pytest.raises(UserError, match="# rloo: its page explains a result that is not in .*: Its baseline is unbias"):
+        bench_pages.with_result(text, "")
+    assert bench_pages.with_result(of_method(docs, "grpo"), "") == PAGE.format("grpo")
+
+
+def test_a_preset_stands_alone_or_modifies_the_base_of_its_row():
+    assert [bench_pages.presets_of(label) for label in (
+        "mix_grpo", "mix_grpo+grpo_guard", "sol_rl+diffusion_nft", "grpo+mopps+ghpo", "my_loss")] == [
+            ["mix_grpo"], ["grpo_guard"], ["sol_rl"], ["mopps", "ghpo"], ["my_loss"]]
+    assert bench_notes.NOTES.keys() <= bench_pages.PRESETS.keys()
+
+
+def test_the_longest_chain_and_the_sign_of_a_difference_by_hand():
+    def pair(one: str, other: str, order: int) -> dict:
+        return {"one": one, "other": other, "order": order, "mean": 0.1, "low": -0.1, "high": 0.3, "p": 0.2,
+                "holm": 0.4}
+
+    # a above c and d, b above d, c above d: a, c, d
+    pairs = [pair("a", "b", 0), pair("c", "a", -1), pair("a", "d", 1), pair("b", "c", 0), pair("d", "b", -1),
+             pair("c", "d", 1)]
+    assert bench_results.order(["a", "b", "c", "d"], pairs) == {"pairs": 6, "significant": 4, "chain": ["a", "c", "d"]}
+    assert bench_results.order(["a"], []) is None
+    values = {"p": 0.2, "holm": 0.4}
+    assert bench_results.difference(pairs, "c", "a") == values | {"mean": 0.1, "low": -0.1, "high": 0.3, "order": -1}
+    assert bench_results.difference(pairs, "a", "c") == values | {"mean": -0.1, "low": -0.3, "high": 0.1, "order": 1}
+    assert bench_results.difference(pairs, "a", "a") is None
+
+
+def test_what_cannot_be_taken_is_said_before_anything_is_written(folders, docs, tmp_path):
+    before = {file: file.read_bytes() for file in docs.rglob("*.*")}
+    for given, message in (([tmp_path / "none"], "it has no results.json, expected the folder of a finished"),
+                           ([folders[1], folders[1]], "two folders are benches of starter, expected one for each"),
+                           ([], "bench_results.json is not there yet: give the folders of finished benches")):
+        with pytest.raises(UserError, match=message):
+            bench_pages.update(docs, given)
+    assert {file: file.read_bytes() for file in docs.rglob("*.*")} == before
+
+
+def test_kept_results_are_small_and_read_back_the_same(folders, docs):
+    results = [bench_results.collected(folder) for folder in folders]
+    (docs / "kept.json").write_text(bench_results.dumped(results))
+    assert bench_results.load(docs / "kept.json") == results
+    assert len((docs / "kept.json").read_text()) < 9000 and results[1]["settings"]["train.lr"] == 1.5e-3
+    guard = results[1]["methods"][0]
+    assert guard["finals"] == [[0, 0.9], [1, 0.9]] and guard["tasks"] == {"hard": 0.9} and guard["kl"] == 1.5
+    assert guard["curve"][1][1] == pytest.approx(0.575) and guard["reached"][0] < guard["evaluations"] / 2
+    assert bench_results.rounded({"a": [1 / 3, 2]}) == {"a": [0.333333, 2]}
+
+
+def test_the_pages_are_current():
+    """Without docs/bench_results.json no page of a method has a result."""
+    results = bench_results.load(bench_pages.DOCS / bench_pages.DATA)
+    texts = bench_pages.pages(bench_pages.DOCS, results)
+    assert len(texts) == 75 + bool(results)
+    assert [file.name for file, text in texts.items() if file.read_text(encoding="utf-8") != text] == [], \
+        "run scripts/bench_pages.py"
+    with_part = {file.stem for file, text in texts.items() if bench_pages.HEADING in text}
+    labels = {method["label"] for model in results for method in model["methods"]}
+    rows = {name for label in labels for name in bench_pages.presets_of(label)}
+    assert with_part == rows & bench_pages.PRESETS.keys()
+    assert all((bench_pages.DOCS / bench_pages.figure_of(model["model"])).is_file() for model in results)
