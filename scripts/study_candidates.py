@@ -46,7 +46,7 @@ CANDIDATES = (
         for weight in (0.3, 1.0)}),
     *settings("EntropyBonus", "the policy keeps entropy", "entropy", ALL, {
         f"weight {weight}": {"method": "entropy_bonus", "parts": {"surrogate": {"weight": weight}}}
-        for weight in (0.05, 0.2)}),
+        for weight in (0.1, 0.2)}),
     *settings("Signed", "right samples pull a tenth as strongly as wrong ones push, so entropy stays", "entropy", ALL, {
         "0.1 and 1": {"parts": {"advantage": {"type": "Signed"}}}}),
     *settings("CategoryBandit", "prompts come from the category with the largest advantages: faster learning",

@@ -41,36 +41,40 @@ SETUP = """
 
 - **Texts.** {text_epochs} epochs of {text_prompts} prompts with {text_group} samples, {text_updates} updates each: GRPO
   without a KL, at a learning rate of {text_lr} that falls to 0. That is three tenths of the samples of
-  `configs/starter_text.yaml`. Runs that would draw more samples have 10 epochs.
-- **Images.** {image_epochs} epochs of {image_prompts} prompts with {image_group} samples: the method, the parts and the
-  learning rate of `configs/starter.yaml`. Both runs of a pair have the same seed, as those of texts.
+  `configs/starter_text.yaml`. Runs that would draw more samples have 10 epochs. Both runs of a pair have the same seed.
 - **Prompts.** `all`: those of the text recipe, without its validation prompts. `five numbers`: {fives} sums drawn for
   this study, and others for its measurements. `three in four mastered`: {known} sums that the base hardly ever gets
-  wrong, beside a third as many of the recipe's; measured as `all`. `scenes`: those of the image recipe.
+  wrong, beside a third as many of the recipe's; measured as `all`.
 - **Settings.** Learning rate and updates of texts were chosen on validation prompts, for the run without. The first 16
   rows, those of texts without a setting in brackets, have published settings or such that fit a run of this length. The
-  rows of `three in four mastered` were added after the first three rows had shown nothing. All other rows were added
-  after those 16 were known, where an earlier row of the same part stays. Their settings were chosen on validation
-  prompts, with a seed of its own, [among these](#settings-that-were-tried).
-- **Quantities.** Accuracy of texts is greedy, on {measured} held-out prompts; that of images is strict, of one picture
-  for each of {scenes} held-out prompts, in {steps} steps at guidance {guidance:g}. Entropy and KL to the base of texts
-  are of whole completions, in nats, on {sampled} of the prompts with {samples} samples each at temperature 1. Diversity
-  is the distance between the {copies} pictures of a prompt, on {pictured} prompts; the KL of images is that of whole
-  samples of `flow_grpo`, on the same.
-- **Test.** p is that of [the bench](bench.md#statistical-test), a bootstrap over prompts and seeds, paired by prompt.
-  `Holm` has the correction for all rows. `Welch` is the t-test on the means of seeds, without a correction.
+  rows of `three in four mastered` were added after the first three rows had shown nothing.
+{later}- **Quantities.** Accuracy is greedy, on {measured} held-out prompts. Entropy and KL to the base are of whole
+  completions, in nats, on {sampled} of them with {samples} samples each at temperature 1.
+{images}- **Test.** p is that of [the bench](bench.md#statistical-test), a bootstrap over prompts and seeds, paired by
+  prompt. `Holm` has the correction for all rows. `Welch` is the t-test on the means of seeds, without a correction.
 - **Verdict.** `helps` is p below 0.05 with every seed better than its pair, `hurts` with every seed worse.
   This rule was set when six rows were known.
-- **Cost**: tokens through the model in training, of images evaluations of the denoiser, as a ratio to the run without.
+- **Cost**: tokens through the model in training, or evaluations of the denoiser, as a ratio to the run without.
 
 ## Results
 
 Means over seeds, with the lowest and the highest in brackets; `seeds` are those that are better with the part.
 """
+LATER = ("- **Later rows.** All rows with a setting in brackets, and those of images, were added after those 16 were "
+         "known. Earlier rows of the same part stay. {chosen}")
+TRIED = ("Settings were chosen on validation prompts, with a seed of their own, [among "
+         "these](#settings-that-were-tried).")
+FIXED = "Their settings were set before their first run, and no other was tried."
+PICTURED = ("- **Images.** {epochs} epochs of {prompts} prompts with {group} samples, on the prompts of the image "
+            "recipe (`scenes`): method, parts and learning rate of `configs/starter.yaml`. Accuracy is strict, of one "
+            "picture for each of {count} held-out prompts, in {steps} steps at guidance {guidance:g}. Diversity is the "
+            "distance between the {copies} pictures of a prompt, on {pictured} prompts; the KL to the base is that of "
+            "whole samples of `flow_grpo`, on the same.")
+COMPARED = "On validation prompts, with one seed that no row above has; `held-out row` is one of the table above."
 LIMITS = """
 ## Limits
 
-- Two small models and short runs: a part that shows nothing here can help elsewhere, and the reverse.
+- Small models and short runs: a part that shows nothing here can help elsewhere, and the reverse.
 - Three seeds find large effects alone, and `not shown` is not `no effect`. With so few seeds the bootstrap is too sure
   of itself; Welch's test is stricter.
 - Rows of a pool share their run without, so one weak seed of it favours all of them.
@@ -89,34 +93,45 @@ def page(results: dict[str, Any]) -> str:
         row = known[result["name"], result["setting"], result["pool"]]
         lines.append(wrapped(f"- **{named(result)}**, {result['pool']}. Claim: {row.claim}. {row.seen}", indent="  "))
     if results["tried"]:
-        lines += ["", "## Settings that were tried", "", "On validation prompts, one seed, which no row above has. A "
-                  "setting was to move its quantity and to", "keep or raise the accuracy.", "",
-                  *tried(results["tried"], known)]
+        lines += ["", "## Settings that were tried", "", COMPARED, "", *tried(results["tried"], known)]
     told = facts(results)
     return HEAD.format(**told) + SETUP.format(**told) + "\n".join(["", *lines, ""]) + LIMITS
 
 
 def facts(results: dict[str, Any]) -> dict[str, Any]:
     """Return what the texts of the page name."""
-    keys = "epochs", "prompts", "group", "updates", "lr"
+    keys, pictured = ("epochs", "prompts", "group"), of_images(results)
+    images = {key: IMAGES[f"train.{key}"] for key in keys} | {
+        "count": len(models.split(IMAGES["model"])["held_out"]), "steps": IMAGES["eval.steps"],
+        "guidance": IMAGES["eval.guidance"], **dict(zip(("pictured", "copies"), results["pictured"]))}
+    later = pictured or any(row["setting"] for row in results["rows"])
     return {**{key: results[key] for key in ("seeds", "fives", "known")}, "measured": results["prompts"],
             "summary": wrapped(summary(results)), "commits": wrapped(commits(results)),
-            **dict(zip(("sampled", "samples", "pictured", "copies"), results["sampled"] + results["pictured"])),
-            "scenes": len(models.split(IMAGES["model"])["held_out"]), "steps": IMAGES["eval.steps"],
-            "guidance": IMAGES["eval.guidance"],
-            **{f"text_{key}": TEXTS[f"train.{key}"] for key in keys},
-            **{f"image_{key}": IMAGES[f"train.{key}"] for key in keys if f"train.{key}" in IMAGES}}
+            **dict(zip(("sampled", "samples"), results["sampled"])),
+            **{f"text_{key}": TEXTS[f"train.{key}"] for key in (*keys, "updates", "lr")},
+            "later": bullet(LATER.format(chosen=TRIED if results["tried"] else FIXED)) if later else "",
+            "images": bullet(PICTURED.format(**images)) if pictured else ""}
+
+
+def bullet(text: str) -> str:
+    """Return a bullet in lines."""
+    return wrapped(text, indent="  ") + "\n"
+
+
+def of_images(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of the image starter."""
+    return [row for row in results["rows"] if row["pool"] == POOLS[SCENES]]
 
 
 def summary(results: dict[str, Any]) -> str:
     """Return the result of a study in words."""
-    rows = results["rows"]
+    rows, pictured = results["rows"], of_images(results)
     helping = [row for row in rows if row["verdict"] == 1]
-    pictures = [row for row in rows if row["pool"] == POOLS[SCENES]]
-    return (f"Does a part do what its paper claims? Each row trains the [starter of texts](starter.md#texts), or that "
-            f"of [images](starter.md#images), with and without one part, with {results['seeds']} seeds. The part "
-            f"helped in {len(helping)} of {len(rows)} rows ({sum(row in pictures for row in helping)} of "
-            f"{len(pictures)} on images), of {len({row['name'] for row in helping})} different parts. It hurt in "
+    also = " or the [image starter](starter.md#images)" if pictured else ""
+    share = f" ({sum(row in pictured for row in helping)} of {len(pictured)} on images)" if pictured else ""
+    return (f"Does a part do what its paper claims? Each row trains the [text starter](starter.md#texts){also} with "
+            f"and without one part, with {results['seeds']} seeds. The part helped in {len(helping)} of {len(rows)} "
+            f"rows{share}, with {len({row['name'] for row in helping})} different parts. It hurt in "
             f"{sum(row['verdict'] == -1 for row in rows)}, and nothing was shown in "
             f"{sum(row['verdict'] == 0 for row in rows)}. After Holm's correction over all rows, "
             f"{sum(row['holm'] < 0.05 for row in helping)} of the {len(helping)} are below 5 %; in Welch's test, "
@@ -127,7 +142,7 @@ def commits(results: dict[str, Any]) -> str:
     """Return the commits of the package that the rows were run with, in words."""
     counts = Counter(" and ".join(row["commits"]) for row in results["rows"])
     return (f"One core, fp32. Commits of the package: "
-            f"{', '.join(f'{commit} ({count} rows)' for commit, count in counts.items())}.")
+            f"{', '.join(f'{commit} ({count} of the rows)' for commit, count in counts.items())}.")
 
 
 def wrapped(text: str, indent: str = "") -> str:

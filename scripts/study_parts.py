@@ -5,7 +5,7 @@
 
 The same command resumes: finished runs are kept, and one that was interrupted goes on. Rows are those of
 study_rows.py, on validation prompts those of study_candidates.py, with other seeds. Writes results.json and results.md
-to the output folder; study_page.py makes the page of them.
+to the output folder after every row; study_page.py makes the page of them.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def finished(config: Config, prompts: int, rlg: float | None) -> dict[str, Any]:
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def results(args: argparse.Namespace) -> dict[str, Any]:
-    """Train and measure all runs of the chosen rows, and return what the page shows."""
+def study(args: argparse.Namespace) -> None:
+    """Train and measure all runs of the chosen rows; write the results after every row."""
     tried, known = args.side == "validation", dict[tuple[Path, float | None], dict[str, Any]]()
 
     def arm(row: Row, name: str, options: Options, rlg: float | None = None) -> list[dict[str, Any]]:
@@ -160,6 +160,13 @@ def results(args: argparse.Namespace) -> dict[str, Any]:
         sides = [" ".join(f"{seed:.3f}" for seed in rows[-1][side]) for side in ("without", "with")]
         print(f"{', '.join(filter(None, row.key))}: {row.quantity} {sides[0]} -> {sides[1]}, "
               f"p {rows[-1]['p']:.3f}, accuracy {rows[-1]['accuracy']}", flush=True)
+        told = results(args, rows)
+        atomic.write_text(args.output / "results.json", json.dumps(told, indent=1) + "\n")
+        atomic.write_text(args.output / "results.md", "\n".join(table(told["rows"])) + "\n")
+
+
+def results(args: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the page shows."""
     return {"seeds": args.seeds, "side": args.side, "prompts": args.prompts, "sampled": [PROMPTS, SAMPLES],
             "pictured": [PICTURED, study_measures.probe.SAMPLES], "fives": SIDES["train"][1], "known": MASTERED,
             "rows": judged(rows)}
@@ -193,9 +200,7 @@ def main() -> None:
     silence()
     torch.set_num_threads(1)
     write_prompts(args.output / "prompts")
-    told = results(args)
-    atomic.write_text(args.output / "results.json", json.dumps(told, indent=1) + "\n")
-    atomic.write_text(args.output / "results.md", "\n".join(table(told["rows"])) + "\n")
+    study(args)
 
 
 if __name__ == "__main__":

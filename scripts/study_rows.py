@@ -1,7 +1,7 @@
 """Rows of the study of parts, which are trained on with and without their part and measured on held-out prompts.
 
-Runs without are shared by all rows of a pool of prompts. Rows with a setting have one that validation prompts chose
-among those of study_candidates.py; held-out prompts choose nothing.
+Runs without are shared by all rows of a pool of prompts. Rows with a setting have one of study_candidates.py; held-out
+prompts choose nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from study_candidates import CANDIDATES
-from study_settings import ALONE, FIVE, KNOWN, PARTIAL, REPLAYED, SINGLE, Row
+from study_settings import ALL, ALONE, FIVE, KNOWN, PARTIAL, REPLAYED, SINGLE, Row
 
 FRESH = "fresh prompts replace groups without variance, so an update teaches more"
 RECORDED = "recorded groups replace those without variance: an epoch teaches more, at no cost of sampling"
@@ -72,4 +72,13 @@ ROWS = (
         "accuracy", FIVE, "scaf_grpo", {"redraw": {"text": "{prompt}{hint}"}}, more={"train.epochs": 10},
         seen="No effect. Behind a hint a group trains the second half of a solution alone, and two epochs "
              "fewer pay for its samples."),
+    chosen("rl_plus", "as published", FIVE, ""),
+    chosen("ValueTracker", "group 1", FIVE, ""),
+    chosen("SampledKL", "weight 0.2", ALL, ""),
+    chosen("Rehearsal", "weight 0.3", ALL, ""),
+    chosen("GradientNorms", "gamma 1.0", FIVE, ""),
+    chosen("chord", "peak 0.6", FIVE, ""),
+    chosen("EntropyBonus", "weight 0.1", ALL, ""),
+    chosen("Signed", "0.1 and 1", ALL, ""),
+    chosen("CategoryBandit", "temperature 0.05", KNOWN, ""),
 )

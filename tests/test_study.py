@@ -176,6 +176,20 @@ def test_the_page_is_current():
     assert study_page.PAGE.read_text(encoding="utf-8") == study_page.page(results), "run scripts/study_page.py"
 
 
+def test_the_page_tells_of_images_and_tried_settings_where_there_are_any(monkeypatch):
+    results = json.loads(study_page.DATA.read_text(encoding="utf-8"))
+    texts = [row for row in results["rows"] if row["pool"] != "scenes"]
+    plain = study_page.page(results | {"rows": texts, "tried": []})
+    assert "image starter" not in plain and "**Images.**" not in plain and "Settings that were tried" not in plain
+    row = study_candidates.CANDIDATES[-1]
+    drawn = texts[0] | dict(zip(("name", "setting", "pool"), row.key)) | {"verdict": 1, "commits": ["abc"]}
+    monkeypatch.setattr(study_page, "ROWS", (*study_rows.ROWS, row))
+    both = study_page.page(results | {"rows": [*texts, drawn], "tried": [drawn]})
+    assert "(1 of 1 on images)" in both and "**Images.** 12 epochs" in both and "abc (1 of the rows)" in both
+    assert both.count("`Sliding` (one of two steps)") == 3, "result, note and tried setting"
+    assert max(map(len, plain.splitlines()[:40])) <= 120
+
+
 def test_every_row_of_the_study_has_what_was_seen():
     results = json.loads(study_page.DATA.read_text(encoding="utf-8"))
     seen = {row.key: row.seen for row in study_rows.ROWS}
