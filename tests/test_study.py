@@ -139,7 +139,7 @@ def test_right_pictures_are_those_of_the_prompts(tmp_path):
     assert scene.scene(shown, ["a red star", "two blue circles"], [{}, {}]) == [1.0, 1.0]
 
 
-SMALL = {"train.epochs": 1, "train.prompts": 2, "train.group": 2, "train.micro_batch": 8}
+SMALL = {"train.epochs": 1, "train.prompts": 2, "train.group": 2, "train.micro_batch": 4, "train.updates": 1}
 
 
 def finished(folder: Path, pool: str, options: dict[str, Any], rlg: float | None = None) -> dict[str, Any]:
