@@ -31,6 +31,7 @@ RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": 
 TASKS = ("single", "colours", "counting", "two", "position", "attribution")
 STAMP = (5, 14)  # height and width in pixels
 PREFIXES = ("", "a picture of ", "a drawing of ", "an image of ")
+VERIFIED = ", verified"  # ends those captions of the starter's own training that are right for certain
 
 # Kept out of the starter's training pictures, so that held-out prompts ask for something new: every shape and every
 # colour loses one pair, and each relation some ordered pairs of shapes.
@@ -91,7 +92,7 @@ def parse(prompt: str) -> Claims:
 
     Raises ValueError if the prompt is outside the grammar.
     """
-    text = " ".join(prompt.lower().strip().rstrip(".").split())
+    text = " ".join(prompt.lower().strip().rstrip(".").split()).removesuffix(VERIFIED)
     prefix = next((p for p in PREFIXES if p and text.startswith(p)), "")
     parts = _JOIN.split(text[len(prefix):])
     phrases = parts[::2]
@@ -149,6 +150,35 @@ def sample_prompt(rng: np.random.Generator, task: str, held: bool, rule: Callabl
             return claims.caption(prefix), claims
 
 
+# --- wrong captions ---------------------------------------------------------------------------------------------------
+
+def misread(claims: Claims) -> Claims:
+    """Return what a careless annotator saw in the place of `claims`: one of them is wrong, always in the same way.
+
+    The next shape, colour, number or side takes the right one's place; of two coloured objects in the order of COLOURS
+    the colours are exchanged. No misreading leads back to where it came from, so the captions still tell which is right.
+    """
+    first, last = claims.objects[0], claims.objects[-1]
+    if claims.relation:
+        return replace(claims, relation=_next(list(RELATIONS), claims.relation))
+    if claims.task == "counting":
+        return Claims((replace(first, count=_next(list(COUNTS.values()), first.count)),))
+    if claims.task in ("single", "two"):
+        wrong = replace(last, shape=_next([s for s in SHAPES if s != first.shape or s == last.shape], last.shape))
+        return Claims((*claims.objects[:-1], wrong))
+    exchanged = replace(first, colour=last.colour), replace(last, colour=first.colour)
+    order = list(COLOURS)
+    if last is not first and order.index(str(first.colour)) < order.index(str(last.colour)) and not any(
+            (claim.shape, claim.colour) in HELD_PAIRS for claim in exchanged):
+        return Claims(exchanged)
+    allowed = [colour for colour in COLOURS if (last.shape, colour) not in HELD_PAIRS or colour == last.colour]
+    return Claims((*claims.objects[:-1], replace(last, colour=_next(allowed, str(last.colour)))))
+
+
+def _next(values, value):
+    return values[(values.index(value) + 1) % len(values)]
+
+
 # --- drawing ---------------------------------------------------------------------------------------------------------
 
 def _regular(points: int, inner: float | None = None) -> np.ndarray:
@@ -172,15 +202,18 @@ _POLYGONS = {
 
 def coverage(shape: str, radius: float, centre: tuple[float, float], size: int = SIZE) -> np.ndarray:
     """Anti-aliased mask [size, size] in [0, 1] of one shape; `radius` and `centre` (x, y) in pixels."""
-    axis = np.arange(size) + 0.5
-    x, y = (axis[None, :] - centre[0]) / radius, (axis[:, None] - centre[1]) / radius
+    reach = 1.2 * radius + 1  # no shape is wider
+    columns, rows = (np.arange(max(int(c - reach), 0), min(int(c + reach) + 1, size)) for c in centre)
+    x, y = (columns[None, :] + 0.5 - centre[0]) / radius, (rows[:, None] + 0.5 - centre[1]) / radius
     if shape == "circle":
         distance = np.hypot(x, y) - 0.97
     elif shape == "ring":
         distance = np.abs(np.hypot(x, y) - 0.74) - 0.26
     else:
         distance = _polygon_distance(_POLYGONS[shape], x, y)
-    return np.clip(0.5 - distance * radius, 0, 1)
+    mask = np.zeros((size, size))
+    mask[np.ix_(rows, columns)] = np.clip(0.5 - distance * radius, 0, 1)
+    return mask
 
 
 def _polygon_distance(vertices: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
