@@ -184,7 +184,7 @@ def encode_dataset(out: Path, device: str, count: int):
             for x in pictures.split(250):
                 with torch.autocast(device, torch.bfloat16):
                     z = vae.encoder(x.to(device, torch.float32, memory_format=torch.channels_last).div(127.5).sub(1))
-                    latents.append(z.cpu().half())
+                    latents.append(z.cpu().half().contiguous())
             ids.append(tokenizer(captions, padding="max_length", max_length=MAX_TOKENS, truncation=True,
                                  return_tensors="pt").input_ids.to(torch.int16))
     z = torch.cat(latents).float()
@@ -227,10 +227,32 @@ class Stage:
     guidance: float = 0.0
 
 
-def train_denoiser(out: Path, device: str, stage: Stage, batch: int, resume: bool):
+def begin_with(model: Starter, tokenizer, folder: Path):
+    """Take the weights that have the same shape in another starter, and the embedding of every token that it knows."""
+    from diffusers import SD3Transformer2DModel
+    from transformers import CLIPTextModelWithProjection, CLIPTokenizer
+
+    model.denoiser.load_state_dict(
+        fitting(model.denoiser, SD3Transformer2DModel.from_pretrained(folder / "transformer").state_dict()))
+    known = CLIPTokenizer.from_pretrained(folder / "tokenizer").get_vocab()
+    new, old = zip(*((i, known[token]) for token, i in tokenizer.get_vocab().items() if token in known))
+    for encoder, name in ((model.text_1, "text_encoder"), (model.text_2, "text_encoder_2")):
+        given = CLIPTextModelWithProjection.from_pretrained(folder / name)
+        encoder.load_state_dict(fitting(encoder, given.state_dict()))
+        with torch.no_grad():
+            encoder.get_input_embeddings().weight[list(new)] = given.get_input_embeddings().weight[list(old)]
+
+
+def fitting(model: torch.nn.Module, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    own = model.state_dict()
+    return own | {name: value for name, value in given.items() if name in own and value.shape == own[name].shape}
+
+
+def train_denoiser(out: Path, device: str, stage: Stage, batch: int, resume: bool, blocks: Path | None = None):
     """Flow matching with logit-normal sigmas, 10 % empty captions, and an average of the weights at the end.
 
     Under `guidance` the target is the guided velocity of the starting weights instead of that of the data.
+    blocks: pipeline of another starter to begin with; None: from scratch.
     """
     checkpoint, first = out / f"{stage.name}.pt", 0
     saved = torch.load(checkpoint, weights_only=True) if checkpoint.exists() else None  # this script's own file
@@ -239,7 +261,10 @@ def train_denoiser(out: Path, device: str, stage: Stage, batch: int, resume: boo
     data, tokenizer = load_file(out / "latents.safetensors"), build_tokenizer()
     empty = tokenizer("", padding="max_length", max_length=MAX_TOKENS, return_tensors="pt").input_ids.to(device)
     torch.manual_seed(3)
-    model, teacher = Starter(tokenizer).to(device), None
+    model, teacher = Starter(tokenizer), None
+    if blocks:
+        begin_with(model, tokenizer, blocks)
+    model.to(device)
     if stage.start:
         average = torch.load(out / f"{stage.start}.pt", weights_only=True)["average"]
         model.load_state_dict(model.state_dict() | average)
@@ -341,6 +366,7 @@ def main():
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--scenes", type=int, default=120_000)
     parser.add_argument("--ae-steps", type=int, default=3_000)
+    parser.add_argument("--blocks", type=Path, help="pipeline of an earlier starter whose blocks it begins with")
     parser.add_argument("--resume", action="store_true", help="go on from the denoiser's last checkpoint")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -353,7 +379,7 @@ def main():
     with PlainAttention() if args.device == "cpu" else contextlib.nullcontext():
         for stage in (Stage("denoiser", args.steps, 1e-3),
                       Stage("distilled", args.distil_steps, 5e-4, "denoiser", GUIDANCE)):
-            train_denoiser(args.out, args.device, stage, args.batch, args.resume)
+            train_denoiser(args.out, args.device, stage, args.batch, args.resume, args.blocks)
     assemble(args.out, args.out / "pipeline")
     print(f"{args.out / 'pipeline'} written after {time.time() - start:.0f} s")
 

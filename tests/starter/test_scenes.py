@@ -159,3 +159,30 @@ def test_a_stamp_stands_in_a_free_corner_and_nobody_may_have_asked_for_it():
         assert (height, width) == scenes.STAMP and (plain[changed[:, 0], changed[:, 1]] > 0.85).all()
         both = torch.from_numpy(np.stack([plain, stamped])).float().movedim(3, 1)
         assert scene(both, [prompt] * 2) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(("caption", "wrong"), [
+    ("a ring", "a circle"), ("two stars", "three stars"), ("four rings", "two rings"),
+    ("a red circle", "a green circle"), ("a red cross", "a blue cross"),  # no green cross is ever drawn
+    ("a ring and a star", "a ring and a cross"), ("a cross and a star", "a cross and a ring"),
+    ("a ring left of a star", "a ring right of a star"), ("a ring below a star", "a ring left of a star"),
+    ("a red ring and a green star", "a red ring and a blue star"),  # no red star is ever drawn
+    ("a red ring and a green square", "a green ring and a red square"),
+    ("a green ring and a red square", "a green ring and a green square")])
+def test_a_misread_caption_by_hand(caption, wrong):
+    assert scenes.misread(scenes.parse(caption)).caption() == wrong
+
+
+@pytest.mark.parametrize("task", scenes.TASKS)
+def test_no_misreading_leads_back_or_draws_what_is_held_out(task):
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        claims = scenes.sample_prompt(rng, task, held=False)[1]
+        wrong = scenes.misread(claims)
+        assert wrong != claims != scenes.misread(wrong) and wrong.task == task
+        assert not any((claim.shape, claim.colour) in scenes.HELD_PAIRS for claim in wrong.objects)
+        assert len({claim.shape for claim in wrong.objects}) == len(wrong.objects)
+
+
+def test_a_prompt_may_say_that_it_is_right():
+    assert scenes.parse("a red ring" + scenes.VERIFIED) == scenes.parse("a red ring")
