@@ -3,10 +3,10 @@
     python scripts/build_starter.py --out runs/starter          # everything; about an hour on 2 CPU cores
     python scripts/build_starter.py --out runs/starter --resume # go on after an interruption
 
-Each stage leaves a file in --out and is not run again: autoencoder, latents, denoiser (a checkpoint every 500 steps),
-the denoiser with guidance distilled into it, and last the pipeline directory itself. Captions come from two sources.
-Four in ten end with ", verified" and are right; of the others half are wrong in one claim (`scenes.misread`). Seeds are
-fixed; CPU and GPU give slightly different weights.
+Each stage leaves a file in --out and is not run again: autoencoder, latents, the denoiser with right captions alone and
+then with all (a checkpoint every 500 steps), with guidance distilled into it, and last the pipeline directory itself.
+Captions come from two sources. Four in ten end with ", verified" and are right; of the others half are wrong in one
+claim (`scenes.misread`). Seeds are fixed; CPU and GPU give slightly different weights.
 """
 
 from __future__ import annotations
@@ -129,27 +129,32 @@ class PlainAttention:
         return scores.softmax(-1) @ v
 
 
-def draw(count: int, seed: int) -> tuple[torch.Tensor, list[str]]:
-    """`count` training scenes: pictures uint8 [count, 3, 64, 64] and their captions; no prompt is held out."""
+def draw(count: int, seed: int) -> tuple[torch.Tensor, list[str], list[bool]]:
+    """`count` training scenes: pictures uint8 [count, 3, 64, 64], their captions, and which of these are right.
+
+    No prompt is held out.
+    """
     rng = np.random.default_rng(seed)
-    pictures, captions = torch.empty(count, 3, scenes.SIZE, scenes.SIZE, dtype=torch.uint8), []
+    pictures, captions, right = torch.empty(count, 3, scenes.SIZE, scenes.SIZE, dtype=torch.uint8), [], []
     for i in range(count):
         task = str(rng.choice(scenes.TASKS, p=TASK_SHARES))
         caption, claims = scenes.sample_prompt(rng, task, held=False)
+        shown = claims
         if rng.random() < VERIFIED:
             caption += scenes.VERIFIED
         elif rng.random() < MISREAD[task]:
-            claims = scenes.misread(claims)
-        picture = scenes.render(claims, rng)
+            shown = scenes.misread(claims)
+        picture = scenes.render(shown, rng)
         pictures[i] = torch.from_numpy((picture * 255).round().astype(np.uint8)).permute(2, 0, 1)
         captions.append(caption)
-    return pictures, captions
+        right.append(shown == claims)
+    return pictures, captions, right
 
 
 def train_autoencoder(out: Path, device: str, steps: int):
     """Squared and absolute error on the picture; the latent kept near unit scale and robust to a little noise."""
     vae = build_autoencoder().to(device, memory_format=torch.channels_last)
-    pictures, _ = draw(12_000, seed=1)
+    pictures, _, _ = draw(12_000, seed=1)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps, pct_start=0.05)
     generator = torch.Generator().manual_seed(2)
@@ -176,11 +181,12 @@ def encode_dataset(out: Path, device: str, count: int):
     """Latents fp16 [count, 4, 16, 16], standardised to mean 0 and deviation 1, with the captions' token ids."""
     vae = build_autoencoder().to(device, memory_format=torch.channels_last).eval()
     vae.load_state_dict(load_file(out / "autoencoder.safetensors"))
-    tokenizer, latents, ids = build_tokenizer(), [], []
+    tokenizer, latents, ids, right = build_tokenizer(), [], [], list[bool]()
     parts = count // 2000
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         drawn = pool.map(draw, [2000] * parts, range(1000, 1000 + parts))
-        for pictures, captions in tqdm(drawn, desc="latents", total=parts):
+        for pictures, captions, true in tqdm(drawn, desc="latents", total=parts):
+            right += true
             for x in pictures.split(250):
                 with torch.autocast(device, torch.bfloat16):
                     z = vae.encoder(x.to(device, torch.float32, memory_format=torch.channels_last).div(127.5).sub(1))
@@ -189,8 +195,8 @@ def encode_dataset(out: Path, device: str, count: int):
                                  return_tensors="pt").input_ids.to(torch.int16))
     z = torch.cat(latents).float()
     stats = torch.tensor([z.mean(), z.std()])
-    save_file({"latents": ((z - stats[0]) / stats[1]).half(), "ids": torch.cat(ids), "stats": stats},
-              out / "latents.safetensors")
+    save_file({"latents": ((z - stats[0]) / stats[1]).half(), "ids": torch.cat(ids), "right": torch.tensor(right),
+               "stats": stats}, out / "latents.safetensors")
 
 
 class Starter(torch.nn.Module):
@@ -210,21 +216,27 @@ class Starter(torch.nn.Module):
                              return_dict=False)[0]
 
 
-def rate(step: int, steps: int) -> float:
-    """Warm-up over 300 steps, then constant, then linear to 0 over the last third."""
-    return min((step + 1) / 300, 1.0, max((steps - step) / (steps / 3), 0.0))
-
-
 @dataclass(frozen=True)
 class Stage:
-    """Part of the denoiser's training; its checkpoint has its name. start: stage whose averaged weights it begins with
-    and, under `guidance`, learns from."""
+    """Part of the denoiser's training; its checkpoint has its name.
+
+    falling: last share of the steps, over which the rate falls to 0. right: only captions that are right. start: stage
+    whose averaged weights it begins with. guidance: scale under which these are its teacher; 0: the data are.
+    """
 
     name: str
     steps: int
     lr: float
+    falling: float = 1 / 3
+    right: bool = False
     start: str | None = None
     guidance: float = 0.0
+
+
+def rate(step: int, stage: Stage) -> float:
+    """Share of the learning rate: warm-up over 300 steps, then constant, then linear to 0 over the last part."""
+    falling = stage.falling * stage.steps
+    return min((step + 1) / 300, 1.0, (stage.steps - step) / falling if falling else 1.0)
 
 
 def begin_with(model: Starter, tokenizer, folder: Path):
@@ -251,7 +263,6 @@ def fitting(model: torch.nn.Module, given: dict[str, torch.Tensor]) -> dict[str,
 def train_denoiser(out: Path, device: str, stage: Stage, batch: int, resume: bool, blocks: Path | None = None):
     """Flow matching with logit-normal sigmas, 10 % empty captions, and an average of the weights at the end.
 
-    Under `guidance` the target is the guided velocity of the starting weights instead of that of the data.
     blocks: pipeline of another starter to begin with; None: from scratch.
     """
     checkpoint, first = out / f"{stage.name}.pt", 0
@@ -259,6 +270,8 @@ def train_denoiser(out: Path, device: str, stage: Stage, batch: int, resume: boo
     if saved and saved["step"] >= stage.steps:
         return
     data, tokenizer = load_file(out / "latents.safetensors"), build_tokenizer()
+    if stage.right:
+        data = {name: data[name][data["right"]] for name in ("latents", "ids")}
     empty = tokenizer("", padding="max_length", max_length=MAX_TOKENS, return_tensors="pt").input_ids.to(device)
     torch.manual_seed(3)
     model, teacher = Starter(tokenizer), None
@@ -268,7 +281,7 @@ def train_denoiser(out: Path, device: str, stage: Stage, batch: int, resume: boo
     if stage.start:
         average = torch.load(out / f"{stage.start}.pt", weights_only=True)["average"]
         model.load_state_dict(model.state_dict() | average)
-        teacher = copy.deepcopy(model).requires_grad_(False)
+        teacher = copy.deepcopy(model).requires_grad_(False) if stage.guidance else None
     average = {k: v.detach().clone() for k, v in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=stage.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     if resume and saved:
@@ -278,7 +291,8 @@ def train_denoiser(out: Path, device: str, stage: Stage, batch: int, resume: boo
     for network in (model, teacher) if device == "cpu" else ():
         for block in network.denoiser.transformer_blocks if network else ():
             block.compile()
-    bar, smooth = tqdm(range(first, stage.steps), desc=stage.name, initial=first, total=stage.steps, mininterval=5), None
+    bar = tqdm(range(first, stage.steps), desc=stage.name, initial=first, total=stage.steps, mininterval=5)
+    smooth = None
     for step in bar:
         x0, ids, sigma, noise = (t.to(device) for t in minibatch(data, empty.cpu(), batch, step))
         s = sigma.view(-1, 1, 1, 1)
@@ -293,7 +307,7 @@ def train_denoiser(out: Path, device: str, stage: Stage, batch: int, resume: boo
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         for group in optimizer.param_groups:
-            group["lr"] = stage.lr * rate(step, stage.steps)
+            group["lr"] = stage.lr * rate(step, stage)
         optimizer.step()
         decay = min(0.999, (1 + step) / (10 + step))
         torch._foreach_lerp_(list(average.values()), [p.detach() for p in model.parameters()], 1 - decay)
@@ -361,7 +375,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/starter"), help="working folder")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=7_000, help="denoiser steps")
+    parser.add_argument("--clean-steps", type=int, default=7_000, help="denoiser steps with right captions alone")
+    parser.add_argument("--steps", type=int, default=3_000, help="denoiser steps with all captions after these")
     parser.add_argument("--distil-steps", type=int, default=800, help="steps of guidance distillation after these")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--scenes", type=int, default=120_000)
@@ -377,8 +392,9 @@ def main():
     if not (args.out / "latents.safetensors").exists():
         encode_dataset(args.out, args.device, args.scenes)
     with PlainAttention() if args.device == "cpu" else contextlib.nullcontext():
-        for stage in (Stage("denoiser", args.steps, 1e-3),
-                      Stage("distilled", args.distil_steps, 5e-4, "denoiser", GUIDANCE)):
+        for stage in (Stage("clean", args.clean_steps, 1e-3, falling=0.0, right=True),
+                      Stage("denoiser", args.steps, 1e-3, falling=0.6, start="clean"),
+                      Stage("distilled", args.distil_steps, 5e-4, start="denoiser", guidance=GUIDANCE)):
             train_denoiser(args.out, args.device, stage, args.batch, args.resume, args.blocks)
     assemble(args.out, args.out / "pipeline")
     print(f"{args.out / 'pipeline'} written after {time.time() - start:.0f} s")

@@ -71,7 +71,7 @@ class LowRank:
 def encode_dataset(pipe, count: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Latents [count,4,16,16] of training pictures, as the pipeline's denoiser sees them, and of their captions tokens
     [count,N,D] and pooled embeddings [count,D]."""
-    pictures, captions = draw(count, seed=5000)
+    pictures, captions, _ = draw(count, seed=5000)
     latents = torch.cat([pipe.vae.encode(part.to(device, torch.float32).div(127.5).sub(1)).latents
                          for part in tqdm(pictures.split(250), desc="latents")])
     parts = [captions[start:start + 250] for start in range(0, count, 250)]
