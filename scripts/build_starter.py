@@ -375,8 +375,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/starter"), help="working folder")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--clean-steps", type=int, default=7_000, help="denoiser steps with right captions alone")
-    parser.add_argument("--steps", type=int, default=3_000, help="denoiser steps with all captions after these")
+    parser.add_argument("--clean-steps", type=int, default=10_000, help="denoiser steps with right captions alone")
+    parser.add_argument("--steps", type=int, default=1_600, help="denoiser steps with all captions after these")
     parser.add_argument("--distil-steps", type=int, default=800, help="steps of guidance distillation after these")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--scenes", type=int, default=120_000)
@@ -392,8 +392,8 @@ def main():
     if not (args.out / "latents.safetensors").exists():
         encode_dataset(args.out, args.device, args.scenes)
     with PlainAttention() if args.device == "cpu" else contextlib.nullcontext():
-        for stage in (Stage("clean", args.clean_steps, 1e-3, falling=0.0, right=True),
-                      Stage("denoiser", args.steps, 1e-3, falling=0.6, start="clean"),
+        for stage in (Stage("clean", args.clean_steps, 1e-3, falling=0.3, right=True),
+                      Stage("denoiser", args.steps, 5e-4, falling=0.8, start="clean"),
                       Stage("distilled", args.distil_steps, 5e-4, start="denoiser", guidance=GUIDANCE)):
             train_denoiser(args.out, args.device, stage, args.batch, args.resume, args.blocks)
     assemble(args.out, args.out / "pipeline")
