@@ -38,7 +38,8 @@ def run(recipe: Path, folder: Path, seed: int, precision: str) -> dict[str, Any]
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown table of the summaries."""
     tasks = list(rows[0]["tasks"][TRAINED]["after"])
-    heads = ["precision", "seed", "before", "after", "gain", *tasks, "KL", "diversity", WATCHED, "evaluations", "seconds"]
+    heads = ["precision", "seed", "before", "after", "gain", *tasks, "KL", "diversity", WATCHED, "evaluations",
+             "seconds"]
     lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
     for row in rows:
         before, after, told = row["before"], row["after"], row["probe"]

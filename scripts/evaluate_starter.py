@@ -101,8 +101,8 @@ def main() -> None:
             for steps in args.steps for guidance in args.guidance]
     print(table(rows))
     best = max(rows, key=lambda row: row["accuracy"]["pass@1"]["all"])
-    print(f"\nbest: {best['accuracy']['pass@1']['all']:.3f} with {best['steps']} steps and guidance {best['guidance']:g}, "
-          f"{len(prompts)} prompts x {args.samples} pictures")
+    print(f"\nbest: {best['accuracy']['pass@1']['all']:.3f} with {best['steps']} steps and guidance "
+          f"{best['guidance']:g}, {len(prompts)} prompts x {args.samples} pictures")
     if args.json:
         told = {"model": args.model, "prompts": len(prompts), "samples": args.samples, "ceiling": through, "rows": rows}
         args.json.write_text(json.dumps(told, indent=2) + "\n")

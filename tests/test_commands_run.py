@@ -3,14 +3,13 @@ small files. Those that cannot run here are listed with the reason."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
 import shutil
-import threading
 from collections.abc import Iterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import huggingface_hub
@@ -25,7 +24,7 @@ from flowgrpo.config import load
 from flowgrpo.dry_run import published
 from flowgrpo.starter import scenes
 from tests.dry_run.test_recipes import shallow
-from tests.helpers import stand_in_hub
+from tests.helpers import chat_endpoint, stand_in_hub
 from tests.helpers.shown_commands import VISITED, Typed, value, words
 from tests.test_docs import ROOT, command_lines
 
@@ -167,29 +166,13 @@ CANNOT = {
 LAUNCHED = re.compile(r"(?:\w+=\S+ )*(accelerate launch|torchrun) ")  # on several GPUs
 
 
-class Answering(BaseHTTPRequestHandler):
-    """An endpoint of a language model with two prompts."""
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        message = {"role": "assistant", "content": "a red hat\ntwo owls"}
-        body = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
-
-
 @pytest.fixture(scope="module")
 def typed(tmp_path_factory) -> Iterator[Typed]:
     """A folder for the lines, beside a stand-in hub, an endpoint, and estimates of few blocks."""
-    endpoint = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
-    threading.Thread(target=endpoint.serve_forever, daemon=True).start()
     place = tmp_path_factory.mktemp("typed")
-    with stand_in_hub.served() as hub, pytest.MonkeyPatch.context() as patch:
+    two_prompts = itertools.repeat("a red hat\ntwo owls")
+    with (stand_in_hub.served() as hub, chat_endpoint.served(two_prompts) as url,
+          pytest.MonkeyPatch.context() as patch):
         constants = huggingface_hub.constants
         patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE",
                       f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}")
@@ -199,9 +182,7 @@ def typed(tmp_path_factory) -> Iterator[Typed]:
         patch.setenv("HF_TOKEN", "hf_x")
         for name, model in published.MODELS.items():
             patch.setitem(published.MODELS, name, shallow(model))
-        url = f"http://127.0.0.1:{endpoint.server_port}/v1"
         yield Typed(place, FILES, STAND_INS, OPTIONS | {"write-prompts": f"--url {url} --model m --count 2"})
-    endpoint.shutdown()
 
 
 def cannot(line: str) -> tuple[str, str] | None:

@@ -84,17 +84,8 @@ def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, resu
         require_exact(result)
     with TemporaryDirectory() as folder:
         policy.weights.save(Path(folder))  # reads the file back and raises if it differs
-    result |= _memory(policy, config, conditioning, recipe)
-
-
-def _memory(policy: CausalLM, config: Config, conditioning: TokenizedPrompts, recipe: Config | None) -> dict[str, Any]:
-    """Return the report's entries of memory and of reward models."""
-    sizes = reward_models.reward_weights(recipe) if recipe else {}
-    phases = text_memory.memory(policy, config, conditioning, reward_models.on_device(sizes, policy.device))
-    told = {"rewards": reward_models.described(sizes, config), "leaves_device": reward_models.leaving(config)}
-    return {key: value for key, value in told.items() if value} | {
-        "memory": {name: memory.total(parts) for name, parts in phases.items()},
-        "memory_parts": {name: memory.total({name: size}) for name, size in phases["update"].items()}}
+    result |= reward_models.memory_entries(recipe, config, policy.device, lambda held: text_memory.memory(
+        policy, config, conditioning, held))
 
 
 def _loaded(model: str | tuple[Any, Any], config: Config) -> tuple:

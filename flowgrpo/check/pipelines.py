@@ -89,7 +89,8 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
         policy.weights.save(Path(folder))  # reads the file back and raises if it differs
     if recipe is None and policy.process == "vp":  # the default method is for flows only
         config = config.model_copy(update={"method": "ddpo"})
-    result |= _cost(recipe, method) | _memory(policy, config, conditioning, recipe)
+    result |= _cost(recipe, method) | reward_models.memory_entries(
+        recipe, config, policy.device, lambda held: memory.memory(policy, config, conditioning, held))
 
 
 def _brought(policy: PipelinePolicy, recipe: Config | None) -> Any:
@@ -145,16 +146,6 @@ def refuse(cls: type) -> None:
     """Raise UserError for a pipeline class that cannot be driven with any weights."""
     if not hasattr(cls, "encode_prompt"):
         raise UserError(f"{cls.__name__} has no encode_prompt: its conditioning cannot be cached")
-
-
-def _memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning, recipe: Config | None
-            ) -> dict[str, Any]:
-    sizes = reward_models.reward_weights(recipe) if recipe else {}
-    phases = memory.memory(policy, config, conditioning, reward_models.on_device(sizes, policy.device))
-    told = {"rewards": reward_models.described(sizes, config), "leaves_device": reward_models.leaving(config)}
-    return {key: value for key, value in told.items() if value} | {
-            "memory": {name: memory.total(parts) for name, parts in phases.items()},
-            "memory_parts": {name: memory.total({name: size}) for name, size in phases["update"].items()}}
 
 
 def _sizes(policy: PipelinePolicy, adapter: Adapter) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from flowgrpo.check import memory
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.find import find
@@ -46,7 +48,22 @@ def described(sizes: dict[str, dict[str, int] | None], config: Config) -> dict[s
 
 def leaving(config: Config) -> list[str]:
     """Return what leaves the device while it has nothing to do."""
-    memory = config.memory
-    parts = {"text encoders": memory.encoders == "cpu", "recorded states": memory.states == "cpu",
-             "reward models": memory.rewards == "cpu"}
+    room = config.memory
+    parts = {"text encoders": room.encoders == "cpu", "recorded states": room.states == "cpu",
+             "reward models": room.rewards == "cpu"}
     return [part for part, leaves in parts.items() if leaves]
+
+
+def memory_entries(recipe: Config | None, config: Config, device: torch.device,
+                   phases: Callable[[int], dict[str, dict[str, int]]]) -> dict[str, Any]:
+    """Return the report's entries of memory and of reward models.
+
+    recipe: None for a check without one, whose rewards do not count. phases: bytes by phase and part, from those of
+    the rewards on `device`.
+    """
+    sizes = reward_weights(recipe) if recipe else {}
+    found = phases(on_device(sizes, device))
+    told = {"rewards": described(sizes, config), "leaves_device": leaving(config)}
+    return {key: value for key, value in told.items() if value} | {
+        "memory": {name: memory.total(parts) for name, parts in found.items()},
+        "memory_parts": {name: memory.total({name: size}) for name, size in found["update"].items()}}

@@ -156,7 +156,7 @@ def misread(claims: Claims) -> Claims:
     """Return what a careless annotator saw in the place of `claims`: one of them is wrong, always in the same way.
 
     The next shape, colour, number or side takes the right one's place; of two coloured objects in the order of COLOURS
-    the colours are exchanged. No misreading leads back to where it came from, so the captions still tell which is right.
+    the colours are exchanged. No misreading leads back to its origin, so the captions still tell which is right.
     """
     first, last = claims.objects[0], claims.objects[-1]
     if claims.relation:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from flowgrpo.cli import main
 from flowgrpo.data.prompts import load_prompts
 from flowgrpo.data.sets import SETS
+from tests.helpers import chat_endpoint
 
 
 def test_all_sets_are_listed(capsys):
@@ -47,25 +46,8 @@ def test_templates_become_a_prompt_file_once(tmp_path, capsys):
 @pytest.fixture
 def endpoint():
     """URL of an endpoint whose second answer repeats the first."""
-    answers = iter(["1. a red hat\n2. two owls", "two owls\na bell"])
-
-    class Answering(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            message = {"role": "assistant", "content": next(answers)}
-            body = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
+    with chat_endpoint.served(["1. a red hat\n2. two owls", "two owls\na bell"]) as url:
+        yield url
 
 
 def test_a_language_model_is_asked_until_there_are_enough(tmp_path, endpoint):
