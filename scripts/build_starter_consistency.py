@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--jumps", type=int, default=10, help="N: teacher's steps from noise to data")
-    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--rank", type=int, default=12)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--decay", type=float, default=0.95, help="of the average that the target is read from")
     parser.add_argument("--scenes", type=int, default=1_000)
