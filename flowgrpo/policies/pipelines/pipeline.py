@@ -33,7 +33,7 @@ from flowgrpo.policies.weights import context_parallel, host_weights, sharding
 from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recomputed, supported
 from flowgrpo.policies.weights.compiled import compile_blocks
 from flowgrpo.policies.weights.lora_forward import without_casts
-from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts, order_channels
+from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts
 from flowgrpo.policies.weights.rlg import guided, inside
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers import grids
@@ -88,7 +88,6 @@ class PipelinePolicy:
         self.encoders = Encoders(pipe, self.device, None if memory.encoders == "keep" else "cpu",
                                  self.denoisers if mesh is not None or host_weights.later(memory) else ())
         decode_in_parts(pipe, memory.vae)
-        order_channels(pipe, self.device)
         use_attention(memory.attention, self.denoisers.values())
         for part in pipe.components.values():
             if isinstance(part, torch.nn.Module):

@@ -129,18 +129,6 @@ class Encoders(Offloaded):
         super().come()
 
 
-def autoencoders(pipe: Any) -> list[Any]:
-    """Return the modules of a pipeline that decode its latents."""
-    return [part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
-            and ("vae" in name or name == "vqgan")]
-
-
-def order_channels(pipe: Any, device: torch.device) -> None:
-    """Store the autoencoders' convolutions of pictures channels last on a CPU, where they are up to twice as fast."""
-    for module in autoencoders(pipe) if device.type == "cpu" else ():
-        module.to(memory_format=torch.channels_last)
-
-
 ONE_BY_ONE = ("AutoencoderKLHunyuanVideo15",)  # in diffusers 0.42 their attention mask serves one clip alone
 
 
@@ -150,7 +138,8 @@ def decode_in_parts(pipe: Any, how: str) -> None:
     With "whole" nothing changes, but for autoencoders that cannot decode several images. Raises UserError if its
     autoencoder cannot.
     """
-    vaes = autoencoders(pipe)
+    vaes: list[Any] = [part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
+                       and ("vae" in name or name == "vqgan")]
     if how == "whole" and not any(type(vae).__name__ in ONE_BY_ONE for vae in vaes):
         return
     for option in ["slicing"] + ["tiling"] * (how == "tiled"):
