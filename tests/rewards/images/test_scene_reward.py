@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowgrpo.rewards.images.scene import detect, read, scene, scene_graded
+from flowgrpo.rewards.images.scene import _read_once, detect, read, scene, scene_graded
 from flowgrpo.starter.scenes import COLOURS, SHAPES, SIZE, TASKS, coverage
 
 _SCRIPT = Path(__file__).parents[3] / "scripts" / "show_scene_reward.py"  # its scenes are tested too, not a copy
@@ -332,6 +332,13 @@ def test_rows_are_scored_on_their_own_and_half_precision_and_numpy_read_alike():
     assert scene_graded(pictures[2:], prompts[2:]) == scene_graded(pictures, prompts)[2:]
     assert all(type(score) is float for score in scene(pictures, prompts) + scene_graded(pictures, prompts))
     assert scene(pictures[:0], []) == []
+
+
+def test_both_rewards_of_a_batch_read_each_picture_once():
+    pictures, prompts = torch.stack([RING_STAR, draw(("square", "green", (32, 32)))]), ["a ring", "a green square"]
+    _read_once.cache_clear()
+    assert scene(pictures, prompts) == [0.0, 1.0] and scene_graded(pictures, prompts)[0] < 1
+    assert (_read_once.cache_info().misses, _read_once.cache_info().hits) == (2, 2)
 
 
 def test_wrong_calls_are_errors_of_one_line():
