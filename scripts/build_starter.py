@@ -1,20 +1,26 @@
 """Build the starter: draw scenes, train its autoencoder and its denoiser from scratch, save a diffusers pipeline.
 
-    python scripts/build_starter.py --out runs/starter          # everything; about 80 minutes on 2 CPU cores
+    python scripts/build_starter.py --out runs/starter          # everything; about two hours on 2 CPU cores
     python scripts/build_starter.py --out runs/starter --resume # go on after an interruption
 
-Each stage leaves a file in --out and is not run again: autoencoder, latents, denoiser (a checkpoint every 500 steps),
-the same two again for stock pictures, four in ten of which carry a stamp that no caption mentions, and last the
-pipeline directory itself. Seeds are fixed; CPU and GPU give slightly different weights.
+Each stage leaves a file in --out and is not run again: autoencoder, latents, the denoiser with captions that are right,
+then with captions as careless annotators wrote them (a checkpoint every 500 steps), and last the pipeline directory.
+Captions come from two sources. Four in ten end with ", verified" and are right; of the others half are wrong in one
+claim (`scenes.misread`). In the second stage the denoiser of the first, under guidance, is the teacher: it reads what a
+caption should have said, and the student what it says. Seeds are fixed; CPU and GPU give slightly different weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import json
+import os
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +31,13 @@ from tqdm import tqdm
 
 from flowgrpo.starter import scenes
 
-MAX_TOKENS = 16  # the longest prompt of this world has 14 tokens with its start and end
+MAX_TOKENS = 16  # the longest prompt of this world has 14 tokens with its start and end, and its source two more
 LATENT = dict(channels=4, size=16)
-STAMPED = 0.46  # of the stock pictures
+PATCH = 4  # latent values per side of a picture token: 16 tokens
+VERIFIED = 0.4  # share of the captions
+MISREAD = 0.5  # of the others
+TASK_SHARES = (0.08, 0.12, 0.18, 0.18, 0.22, 0.22)  # of the training scenes, in the order of scenes.TASKS
+GUIDANCE = 2.0  # that the distillation folds in
 
 
 def build_tokenizer():
@@ -36,7 +46,7 @@ def build_tokenizer():
     from transformers import CLIPTokenizer
 
     words = {"a", "an", "one", "and", "of", "picture", "drawing", "image", *scenes.COUNTS, *scenes.SHAPES,
-             *scenes.PLURALS, *scenes.COLOURS}
+             *scenes.PLURALS, *scenes.COLOURS, scenes.VERIFIED.removeprefix(", ")}
     words |= {word for relation in scenes.RELATIONS for word in relation.split()}
     alphabet, merges = sorted(pre_tokenizers.ByteLevel.alphabet()), byte_pairs(words)
     tokens = [*alphabet, *(c + "</w>" for c in alphabet), *("".join(pair) for pair in merges),
@@ -94,9 +104,9 @@ def build_denoiser():
     from diffusers import SD3Transformer2DModel
 
     return SD3Transformer2DModel(
-        sample_size=LATENT["size"], patch_size=2, in_channels=LATENT["channels"], out_channels=LATENT["channels"],
+        sample_size=LATENT["size"], patch_size=PATCH, in_channels=LATENT["channels"], out_channels=LATENT["channels"],
         num_layers=6, attention_head_dim=64, num_attention_heads=3, joint_attention_dim=192,
-        caption_projection_dim=192, pooled_projection_dim=192, pos_embed_max_size=LATENT["size"] // 2,
+        caption_projection_dim=192, pooled_projection_dim=192, pos_embed_max_size=LATENT["size"] // PATCH,
         qk_norm="rms_norm")
 
 
@@ -120,23 +130,26 @@ class PlainAttention:
         return scores.softmax(-1) @ v
 
 
-def draw(count: int, seed: int, stamped: float = 0.0) -> tuple[torch.Tensor, list[str]]:
-    """`count` training scenes: pictures uint8 [count, 3, 64, 64] and their prompts; none is held out. stamped: the
-    share of pictures with a stamp."""
+def draw(count: int, seed: int) -> tuple[torch.Tensor, list[str], list[str]]:
+    """`count` training scenes: pictures uint8 [count, 3, 64, 64], their captions, and what these should have said."""
     rng = np.random.default_rng(seed)
-    pictures, prompts = torch.empty(count, 3, scenes.SIZE, scenes.SIZE, dtype=torch.uint8), []
+    pictures, captions, right = torch.empty(count, 3, scenes.SIZE, scenes.SIZE, dtype=torch.uint8), [], []
     for i in range(count):
-        prompt, claims = scenes.sample_prompt(rng, scenes.TASKS[i % len(scenes.TASKS)], held=False)
-        picture = scenes.render(claims, rng, stamped=bool(stamped) and rng.random() < stamped)
+        claims = scenes.sample_claims(rng, str(rng.choice(scenes.TASKS, p=TASK_SHARES)))
+        prefix = str(rng.choice(scenes.PREFIXES))
+        mark = scenes.VERIFIED if rng.random() < VERIFIED else ""
+        shown = scenes.misread(claims) if not mark and rng.random() < MISREAD else claims
+        picture = scenes.render(shown, rng)
         pictures[i] = torch.from_numpy((picture * 255).round().astype(np.uint8)).permute(2, 0, 1)
-        prompts.append(prompt)
-    return pictures, prompts
+        captions.append(claims.caption(prefix) + mark)
+        right.append(shown.caption(prefix) + mark)
+    return pictures, captions, right
 
 
 def train_autoencoder(out: Path, device: str, steps: int):
     """Squared and absolute error on the picture; the latent kept near unit scale and robust to a little noise."""
     vae = build_autoencoder().to(device, memory_format=torch.channels_last)
-    pictures, _ = draw(12_000, seed=1)
+    pictures, _, _ = draw(12_000, seed=1)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps, pct_start=0.05)
     generator = torch.Generator().manual_seed(2)
@@ -159,23 +172,27 @@ def train_autoencoder(out: Path, device: str, steps: int):
 
 
 @torch.no_grad()
-def encode_dataset(out: Path, device: str, name: str, count: int, seed: int, stamped: float = 0.0):
-    """Latents fp16 [count, 4, 16, 16], standardised to mean 0 and deviation 1 over the first set, with the prompts'
-    token ids."""
-    vae = build_autoencoder().to(device).eval()
+def encode_dataset(out: Path, device: str, count: int):
+    """Write latents fp16 [count, 4, 16, 16], standardised to mean 0 and deviation 1, with token ids int16
+    [count, 16] of their captions and of what these should have said."""
+    vae = build_autoencoder().to(device, memory_format=torch.channels_last).eval()
     vae.load_state_dict(load_file(out / "autoencoder.safetensors"))
-    tokenizer, latents, ids, first = build_tokenizer(), [], [], out / "latents.safetensors"
-    for part in tqdm(range(count // 2000), desc=name):
-        pictures, prompts = draw(2000, seed + part, stamped)
-        for x in pictures.split(250):
-            with torch.autocast(device, torch.bfloat16):
-                latents.append(vae.encoder(x.to(device, torch.float32).div(127.5).sub(1)).cpu().half())
-        ids.append(tokenizer(prompts, padding="max_length", max_length=MAX_TOKENS, truncation=True,
-                             return_tensors="pt").input_ids.to(torch.int16))
+    tokenizer, latents, ids, right = build_tokenizer(), [], [], []
+    parts = count // 2000
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        drawn = pool.map(draw, [2000] * parts, range(1000, 1000 + parts))
+        for pictures, captions, truths in tqdm(drawn, desc="latents", total=parts):
+            for x in pictures.split(250):
+                with torch.autocast(device, torch.bfloat16):
+                    z = vae.encoder(x.to(device, torch.float32, memory_format=torch.channels_last).div(127.5).sub(1))
+                    latents.append(z.cpu().half().contiguous())
+            for texts, tokens in ((captions, ids), (truths, right)):
+                tokens.append(tokenizer(texts, padding="max_length", max_length=MAX_TOKENS, truncation=True,
+                                        return_tensors="pt").input_ids.to(torch.int16))
     z = torch.cat(latents).float()
-    stats = load_file(first)["stats"] if first.exists() else torch.tensor([z.mean(), z.std()])
-    save_file({"latents": ((z - stats[0]) / stats[1]).half(), "ids": torch.cat(ids), "stats": stats},
-              out / f"{name}.safetensors")
+    stats = torch.tensor([z.mean(), z.std()])
+    save_file({"latents": ((z - stats[0]) / stats[1]).half(), "ids": torch.cat(ids), "right": torch.cat(right),
+               "stats": stats}, out / "latents.safetensors")
 
 
 class Starter(torch.nn.Module):
@@ -186,71 +203,149 @@ class Starter(torch.nn.Module):
         self.denoiser = build_denoiser()
         self.text_1, self.text_2 = build_text_encoder(tokenizer), build_text_encoder(tokenizer)
 
-    def forward(self, x, sigma, ids):
+    def encode(self, ids):
+        """Tokens [B,17,192] and the pooled embedding [B,192] of captions [B,16]."""
         out_1, out_2 = (enc(ids, output_hidden_states=True) for enc in (self.text_1, self.text_2))
         tokens = torch.cat([out_1.hidden_states[-2], out_2.hidden_states[-2]], -1)
-        tokens = F.pad(tokens, (0, 0, 0, 1))
-        pooled = torch.cat([out_1.text_embeds, out_2.text_embeds], -1)
+        return F.pad(tokens, (0, 0, 0, 1)), torch.cat([out_1.text_embeds, out_2.text_embeds], -1)
+
+    def forward(self, x, sigma, ids, pooled_ids=None):
+        """pooled_ids: captions of the pooled embedding, if they are others than those of the tokens."""
+        tokens, pooled = self.encode(ids)
+        if pooled_ids is not None:
+            pooled = self.encode(pooled_ids)[1]
         return self.denoiser(x, encoder_hidden_states=tokens, pooled_projections=pooled, timestep=sigma * 1000,
                              return_dict=False)[0]
 
 
-def rate(step: int, steps: int) -> float:
-    """Warm-up over 300 steps, then constant, then linear to 0 over the last third."""
-    return min((step + 1) / 300, 1.0, max((steps - step) / (steps / 3), 0.0))
+@dataclass(frozen=True)
+class Stage:
+    """Part of the denoiser's training; its checkpoint has its name.
+
+    start: stage whose averaged weights it begins with. They also are its teacher, under `guidance`; the teacher reads
+    what a caption should have said, and the student what it says. Without a start the data are the target, and captions
+    say what they should.
+    """
+
+    name: str
+    steps: int
+    lr: float
+    falling: float = 1 / 3  # last share of the steps, over which the rate falls to 0
+    start: str | None = None
+    guidance: float = 1.0
 
 
-def train_denoiser(out: Path, device: str, steps: int, batch: int, resume: bool, name: str, latents: str, lr: float,
-                   start: str | None = None):
-    """Flow matching with logit-normal sigmas, 10 % empty prompts, and an average of the weights at the end; `start` is
-    the stage whose average it begins with."""
-    data, tokenizer = load_file(out / f"{latents}.safetensors"), build_tokenizer()
-    empty = tokenizer("", padding="max_length", max_length=MAX_TOKENS, return_tensors="pt").input_ids
-    torch.manual_seed(3)
-    model = Starter(tokenizer).to(device)
-    if start:
-        model.load_state_dict(model.state_dict() | torch.load(out / f"{start}.pt", weights_only=True)["average"])
-    average = {k: v.detach().clone() for k, v in model.named_parameters()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-    checkpoint, first = out / f"{name}.pt", 0
+def rate(step: int, stage: Stage) -> float:
+    """Share of the learning rate: warm-up over 300 steps, then constant, then linear to 0 over the last part."""
+    falling = stage.falling * stage.steps
+    return min((step + 1) / 300, 1.0, (stage.steps - step) / falling if falling else 1.0)
+
+
+def begin_with(model: Starter, tokenizer, folder: Path):
+    """Take the weights that have the same shape in another starter, and the embedding of every token that it knows."""
+    from diffusers import SD3Transformer2DModel
+    from transformers import CLIPTextModelWithProjection, CLIPTokenizer
+
+    model.denoiser.load_state_dict(
+        fitting(model.denoiser, SD3Transformer2DModel.from_pretrained(folder / "transformer").state_dict()))
+    known = CLIPTokenizer.from_pretrained(folder / "tokenizer").get_vocab()
+    new, old = zip(*((i, known[token]) for token, i in tokenizer.get_vocab().items() if token in known))
+    for encoder, name in ((model.text_1, "text_encoder"), (model.text_2, "text_encoder_2")):
+        given = CLIPTextModelWithProjection.from_pretrained(folder / name)
+        encoder.load_state_dict(fitting(encoder, given.state_dict()))
+        with torch.no_grad():
+            encoder.get_input_embeddings().weight[list(new)] = given.get_input_embeddings().weight[list(old)]
+
+
+def fitting(model: torch.nn.Module, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    own = model.state_dict()
+    return own | {name: value for name, value in given.items() if name in own and value.shape == own[name].shape}
+
+
+def train_denoiser(out: Path, device: str, stage: Stage, batch: int, resume: bool, blocks: Path | None = None):
+    """Flow matching with logit-normal sigmas, 10 % empty captions, and an average of the weights at the end.
+
+    blocks: pipeline of another starter to begin with; None: from scratch.
+    """
+    checkpoint, first = out / f"{stage.name}.pt", 0
     saved = torch.load(checkpoint, weights_only=True) if checkpoint.exists() else None  # this script's own file
-    if saved and saved["step"] >= steps:
+    if saved and saved["step"] >= stage.steps:
         return
+    data, tokenizer = load_file(out / "latents.safetensors"), build_tokenizer()
+    empty = tokenizer("", padding="max_length", max_length=MAX_TOKENS, return_tensors="pt").input_ids.to(device)
+    torch.manual_seed(3)
+    model, teacher = Starter(tokenizer), None
+    if blocks:
+        begin_with(model, tokenizer, blocks)
+    model.to(device)
+    if stage.start:
+        average = torch.load(out / f"{stage.start}.pt", weights_only=True)["average"]
+        model.load_state_dict(model.state_dict() | average)
+        teacher = copy.deepcopy(model).requires_grad_(False)
+    average = {k: v.detach().clone() for k, v in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=stage.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     if resume and saved:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         average, first = saved["average"], saved["step"]
-    if device == "cpu":
-        for block in model.denoiser.transformer_blocks:
+    for network in (model, teacher) if device == "cpu" else ():
+        for block in network.denoiser.transformer_blocks if network else ():
             block.compile()
-    bar, smooth = tqdm(range(first, steps), desc=name, initial=first, total=steps, mininterval=5), None
+    bar = tqdm(range(first, stage.steps), desc=stage.name, initial=first, total=stage.steps, mininterval=5)
+    smooth = None
     for step in bar:
-        generator = torch.Generator().manual_seed(10_000 + step)
-        rows = torch.randint(len(data["latents"]), (batch,), generator=generator)
-        x0, ids = data["latents"][rows].float(), data["ids"][rows].long()
-        ids = torch.where(torch.rand(batch, 1, generator=generator) < 0.1, empty, ids)
-        sigma = torch.sigmoid(0.4 + 1.1 * torch.randn(batch, generator=generator))
-        noise = torch.randn(x0.shape, generator=generator)
-        x0, ids, sigma, noise = (t.to(device) for t in (x0, ids, sigma, noise))
+        x0, ids, right, marks, sigma, noise = (t.to(device) for t in minibatch(data, empty.cpu(), batch, step))
         s = sigma.view(-1, 1, 1, 1)
+        x = (1 - s) * x0 + s * noise
+        target = guided(teacher, x, sigma, right, empty, stage.guidance) if teacher else noise - x0
         with torch.autocast(device, torch.bfloat16):
-            v = model((1 - s) * x0 + s * noise, sigma, ids)
-        loss = (v.float() - (noise - x0)).square().mean()
+            v = model(x, sigma, with_mark(tokenizer, ids, marks), ids) if teacher else model(x, sigma, right)
+        loss = (v.float() - target).square().mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         for group in optimizer.param_groups:
-            group["lr"] = lr * rate(step, steps)
+            group["lr"] = stage.lr * rate(step, stage)
         optimizer.step()
         decay = min(0.999, (1 + step) / (10 + step))
         torch._foreach_lerp_(list(average.values()), [p.detach() for p in model.parameters()], 1 - decay)
         smooth = loss.item() if smooth is None else 0.98 * smooth + 0.02 * loss.item()
         bar.set_postfix(loss=f"{smooth:.4f}")
-        if (step + 1) % 500 == 0 or step + 1 == steps:
+        if (step + 1) % 500 == 0 or step + 1 == stage.steps:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "average": average,
                      "step": step + 1}
             torch.save(state, checkpoint.with_suffix(".tmp"))
             checkpoint.with_suffix(".tmp").replace(checkpoint)
+
+
+def minibatch(data, empty: torch.Tensor, batch: int, step: int) -> tuple[torch.Tensor, ...]:
+    """Latents [B,4,16,16], ids [B,16] of their captions and of what these should have said, random marks [B,1], sigmas
+    [B] and noise of a step, which its number alone decides."""
+    generator = torch.Generator().manual_seed(10_000 + step)
+    rows = torch.randint(len(data["latents"]), (batch,), generator=generator)
+    silent = torch.rand(batch, 1, generator=generator) < 0.1
+    ids, right = (torch.where(silent, empty, data[name][rows].long()) for name in ("ids", "right"))
+    sigma = torch.sigmoid(0.4 + 1.1 * torch.randn(batch, generator=generator))
+    x0 = data["latents"][rows].float()
+    noise = torch.randn(x0.shape, generator=generator)
+    return x0, ids, right, torch.rand(batch, 1, generator=generator) < VERIFIED, sigma, noise
+
+
+def with_mark(tokenizer, ids: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+    """Captions' ids [B,16] with `scenes.VERIFIED` where marks [B,1] say so, and without it elsewhere."""
+    comma, verified, end = tokenizer(scenes.VERIFIED).input_ids[1:]
+    plain = torch.where((ids == comma) | (ids == verified), end, ids)
+    length, place = (plain != end).sum(1, keepdim=True), torch.arange(ids.shape[1], device=ids.device)
+    marked = torch.where(place == length, comma, torch.where(place == length + 1, verified, plain))
+    return torch.where(marks, marked, plain)
+
+
+@torch.no_grad()
+def guided(teacher: Starter, x, sigma, ids, empty, guidance: float) -> torch.Tensor:
+    """Velocity [B,4,16,16] of the teacher under classifier-free guidance; of an empty caption, the plain one."""
+    with torch.autocast(x.device.type, torch.bfloat16):
+        plain, given = (teacher(x, sigma, text).float() for text in (empty.expand_as(ids), ids))
+    return plain + guidance * (given - plain)
 
 
 def assemble(out: Path, target: Path):
@@ -263,7 +358,7 @@ def assemble(out: Path, target: Path):
     # The pipeline decodes latents / scaling_factor + shift_factor.
     vae.register_to_config(scaling_factor=float(1 / stats[1]), shift_factor=float(stats[0]))
     model = Starter(tokenizer)
-    average = torch.load(out / "stock.pt", weights_only=True)["average"]
+    average = torch.load(out / "careless.pt", weights_only=True)["average"]
     model.load_state_dict(model.state_dict() | average)
     pipe = StableDiffusion3Pipeline(
         transformer=model.denoiser, scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0), vae=vae,
@@ -290,12 +385,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/starter"), help="working folder")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=6_000, help="denoiser steps")
-    parser.add_argument("--stock-steps", type=int, default=1_800, help="denoiser steps on stock pictures after these")
+    parser.add_argument("--steps", type=int, default=10_000, help="denoiser steps with right captions")
+    parser.add_argument("--careless-steps", type=int, default=1_200, help="steps with careless captions after these")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--scenes", type=int, default=120_000)
-    parser.add_argument("--stock-scenes", type=int, default=40_000)
     parser.add_argument("--ae-steps", type=int, default=3_000)
+    parser.add_argument("--blocks", type=Path, help="pipeline of an earlier starter whose blocks it begins with")
     parser.add_argument("--resume", action="store_true", help="go on from the denoiser's last checkpoint")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -303,14 +398,12 @@ def main():
     start = time.time()
     if not (args.out / "autoencoder.safetensors").exists():
         train_autoencoder(args.out, args.device, args.ae_steps)
-    for name, count, seed, stamped in (("latents", args.scenes, 1000, 0.0),
-                                       ("stock_latents", args.stock_scenes, 2000, STAMPED)):
-        if not (args.out / f"{name}.safetensors").exists():
-            encode_dataset(args.out, args.device, name, count, seed, stamped)
+    if not (args.out / "latents.safetensors").exists():
+        encode_dataset(args.out, args.device, args.scenes)
     with PlainAttention() if args.device == "cpu" else contextlib.nullcontext():
-        train_denoiser(args.out, args.device, args.steps, args.batch, args.resume, "denoiser", "latents", 1e-3)
-        train_denoiser(args.out, args.device, args.stock_steps, args.batch, args.resume, "stock", "stock_latents", 8e-4,
-                       start="denoiser")
+        for stage in (Stage("clean", args.steps, 1e-3),
+                      Stage("careless", args.careless_steps, 5e-4, start="clean", guidance=GUIDANCE)):
+            train_denoiser(args.out, args.device, stage, args.batch, args.resume, args.blocks)
     assemble(args.out, args.out / "pipeline")
     print(f"{args.out / 'pipeline'} written after {time.time() - start:.0f} s")
 

@@ -1,10 +1,10 @@
-"""Distil the starter into a consistency model: a LoRA that draws in four evaluations, with guidance folded in.
+"""Distil the starter into a consistency model: a LoRA that draws in four evaluations.
 
     python scripts/build_starter_consistency.py --out flowgrpo/starter/consistency     # a minute of one CPU core
 
 Consistency distillation in latent space (LCM, 2310.04378, algorithm 1) on the flow x_s = (1-s) x0 + s noise, where the
 consistency function f(x, s) = x - s u(x, s) is x itself at s = 0: u, the network, becomes the mean velocity of the
-teacher's trajectory from s down to 0. One guided Euler step of the starter leads from s to s' = s - 1/N; there an
+teacher's trajectory from s down to 0. One Euler step of the starter leads from s to s' = s - 1/N; there an
 average of the student's weights says f, and the student's f at s is drawn to it. Divided by s, the target of u is
 ((s - s') v_teacher + s' u_average) / s, a mean of the two velocities: so all s count alike.
 
@@ -22,13 +22,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from build_starter import STAMPED, PlainAttention, draw
+from build_starter import PlainAttention, draw
 from safetensors.torch import save_file
 from tqdm import tqdm
 
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.weights.lora_files import LORA_FILE
-from flowgrpo.starter import CALL, CONSISTENCY_STEPS, EVAL_GUIDANCE
+from flowgrpo.starter import CALL, CONSISTENCY_STEPS
 
 
 class LowRank:
@@ -69,12 +69,12 @@ class LowRank:
 
 @torch.no_grad()
 def encode_dataset(pipe, count: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Latents [count,4,16,16] of stock pictures, as the pipeline's denoiser sees them, and of their prompts, and last
-    of the empty one, tokens [count+1,N,D] and pooled embeddings [count+1,D]."""
-    pictures, prompts = draw(count, seed=5000, stamped=STAMPED)
+    """Latents [count,4,16,16] of training pictures, as the pipeline's denoiser sees them, and of their captions tokens
+    [count,N,D] and pooled embeddings [count,D]."""
+    pictures, captions, _ = draw(count, seed=5000)
     latents = torch.cat([pipe.vae.encode(part.to(device, torch.float32).div(127.5).sub(1)).latents
                          for part in tqdm(pictures.split(250), desc="latents")])
-    parts = [[*prompts, ""][start:start + 250] for start in range(0, count + 1, 250)]
+    parts = [captions[start:start + 250] for start in range(0, count, 250)]
     found = [pipe.encode_prompt(part, None, None, do_classifier_free_guidance=False, **CALL)
              for part in tqdm(parts, desc="prompts")]
     tokens, pooled = torch.cat([each[0] for each in found]), torch.cat([each[2] for each in found])
@@ -88,12 +88,11 @@ def velocity(denoiser: torch.nn.Module, x: torch.Tensor, s: torch.Tensor, tokens
 
 
 @torch.no_grad()
-def mean_velocity(teacher, average, x: torch.Tensor, s: torch.Tensor, tokens, pooled, empty, jumps: int):
+def mean_velocity(teacher, average, x: torch.Tensor, s: torch.Tensor, tokens, pooled, jumps: int):
     """Return the student's target at the states x [B,4,16,16] of times s [B,1,1,1]: the way to the average's f at s',
-    where one guided step of the teacher leads, over s."""
+    where one step of the teacher leads, over s."""
     after = (s - 1 / jumps).clamp(min=0)
-    told, blind = velocity(teacher, x, s, tokens, pooled), velocity(teacher, x, s, *empty)
-    v = blind + EVAL_GUIDANCE * (told - blind)
+    v = velocity(teacher, x, s, tokens, pooled)
     u = velocity(average, x - (s - after) * v, after, tokens, pooled)
     return ((s - after) * v + after * u) / s
 
@@ -105,7 +104,6 @@ def distil(pipe, data, device: str, steps: int, batch: int, jumps: int, rank: in
     student, average = copy.deepcopy(teacher), copy.deepcopy(teacher)
     lora = LowRank(student, rank)
     latents, tokens, pooled = data
-    empty = [each[-1:].expand(batch, *each.shape[1:]).contiguous() for each in (tokens, pooled)]
     optimizer = torch.optim.AdamW(lora.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
     bar, smooth = tqdm(range(steps), desc="distillation", mininterval=10), None
     for step in bar:
@@ -114,7 +112,7 @@ def distil(pipe, data, device: str, steps: int, batch: int, jumps: int, rank: in
         s = (1.1 * torch.rand(batch, 1, 1, 1, generator=generator)).clamp(0.02, 1).to(device)
         noise = torch.randn(batch, *latents.shape[1:], generator=generator).to(device)
         x, read = (1 - s) * latents[rows] + s * noise, (tokens[rows], pooled[rows])
-        target = mean_velocity(teacher, average, x, s, *read, empty, jumps)
+        target = mean_velocity(teacher, average, x, s, *read, jumps)
         loss = F.huber_loss(velocity(student, x, s, *read), target, delta=0.25)
         loss.backward()
         lora.chain()
@@ -138,7 +136,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--jumps", type=int, default=10, help="N: teacher's steps from noise to data")
-    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--rank", type=int, default=12)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--decay", type=float, default=0.95, help="of the average that the target is read from")
     parser.add_argument("--scenes", type=int, default=1_000)

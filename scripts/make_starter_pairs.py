@@ -23,7 +23,6 @@ from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.starter import scenes
 
 SEED = 100  # other prompts and noises than those of the starter's learned reward
-PER_STEP = 2  # evaluations under guidance
 
 
 def make(folder: Path, prompts: int, rendered: int) -> Path:
@@ -55,7 +54,7 @@ def main() -> None:
     path = make(args.out, args.prompts, args.rendered)
     for file in (path, path.with_name("subjects.jsonl")):
         print(f"{file}: {len(file.read_text().splitlines())} pairs")
-    print(f"drawn with {args.prompts * GROUP * STEPS * PER_STEP:,} denoiser evaluations")
+    print(f"drawn with {args.prompts * GROUP * STEPS:,} denoiser evaluations")
 
 
 if __name__ == "__main__":

@@ -31,9 +31,10 @@ RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": 
 TASKS = ("single", "colours", "counting", "two", "position", "attribution")
 STAMP = (5, 14)  # height and width in pixels
 PREFIXES = ("", "a picture of ", "a drawing of ", "an image of ")
+VERIFIED = ", verified"  # ends those captions of the starter's own training that are right for certain
 
-# Kept out of the starter's training pictures, so that held-out prompts ask for something new: every shape and every
-# colour loses one pair, and each relation some ordered pairs of shapes.
+# Kept out of alignment, so that held-out prompts ask it for something new: every shape and every colour loses one pair,
+# and each relation some ordered pairs of shapes. The starter's own training saw them, as a large model has seen most.
 HELD_PAIRS = frozenset({("circle", "purple"), ("square", "yellow"), ("triangle", "black"), ("star", "red"),
                         ("cross", "green"), ("ring", "blue")})
 HELD_RELATIONS = frozenset(
@@ -91,7 +92,7 @@ def parse(prompt: str) -> Claims:
 
     Raises ValueError if the prompt is outside the grammar.
     """
-    text = " ".join(prompt.lower().strip().rstrip(".").split())
+    text = " ".join(prompt.lower().strip().rstrip(".").split()).removesuffix(VERIFIED)
     prefix = next((p for p in PREFIXES if p and text.startswith(p)), "")
     parts = _JOIN.split(text[len(prefix):])
     phrases = parts[::2]
@@ -107,7 +108,7 @@ def parse(prompt: str) -> Claims:
 
 
 def held_out(claims: Claims, prefix: str = "") -> bool:
-    """Return True for prompts that neither the starter's own training nor any alignment may see."""
+    """Return True for prompts that no alignment may see."""
     if any((claim.shape, claim.colour) in HELD_PAIRS for claim in claims.objects):
         return True
     if claims.relation:
@@ -117,10 +118,7 @@ def held_out(claims: Claims, prefix: str = "") -> bool:
 
 def reserved(claims: Claims, prefix: str = "") -> bool:
     """Return True for prompts that alignment never trains on: the held-out ones, and of tasks with few prompts one in
-    three more.
-
-    The starter's training drew images of the latter, as there is no new shape or number to ask for.
-    """
+    three more."""
     few = claims.task in ("single", "counting", "two")
     return held_out(claims, prefix) or (few and zlib.crc32(claims.caption(prefix).encode()) % 3 == 0)
 
@@ -149,6 +147,32 @@ def sample_prompt(rng: np.random.Generator, task: str, held: bool, rule: Callabl
             return claims.caption(prefix), claims
 
 
+# --- wrong captions ---------------------------------------------------------------------------------------------------
+
+def misread(claims: Claims) -> Claims:
+    """Return what a careless annotator saw in the place of `claims`: one of them is wrong, always in the same way.
+
+    The next shape, colour, number or side takes the right one's place; of two coloured objects in the order of COLOURS
+    the colours are exchanged. No misreading leads back to its origin.
+    """
+    first, last = claims.objects[0], claims.objects[-1]
+    if claims.relation:
+        return replace(claims, relation=_next(list(RELATIONS), claims.relation))
+    if claims.task == "counting":
+        return Claims((replace(first, count=_next(list(COUNTS.values()), first.count)),))
+    if claims.task in ("single", "two"):
+        wrong = replace(last, shape=_next([s for s in SHAPES if s != first.shape or s == last.shape], last.shape))
+        return Claims((*claims.objects[:-1], wrong))
+    order = list(COLOURS)
+    if last is not first and order.index(str(first.colour)) < order.index(str(last.colour)):
+        return Claims((replace(first, colour=last.colour), replace(last, colour=first.colour)))
+    return Claims((*claims.objects[:-1], replace(last, colour=_next(order, str(last.colour)))))
+
+
+def _next(values, value):
+    return values[(values.index(value) + 1) % len(values)]
+
+
 # --- drawing ---------------------------------------------------------------------------------------------------------
 
 def _regular(points: int, inner: float | None = None) -> np.ndarray:
@@ -172,15 +196,18 @@ _POLYGONS = {
 
 def coverage(shape: str, radius: float, centre: tuple[float, float], size: int = SIZE) -> np.ndarray:
     """Anti-aliased mask [size, size] in [0, 1] of one shape; `radius` and `centre` (x, y) in pixels."""
-    axis = np.arange(size) + 0.5
-    x, y = (axis[None, :] - centre[0]) / radius, (axis[:, None] - centre[1]) / radius
+    reach = 1.2 * radius + 1  # no shape is wider
+    columns, rows = (np.arange(max(int(c - reach), 0), min(int(c + reach) + 1, size)) for c in centre)
+    x, y = (columns[None, :] + 0.5 - centre[0]) / radius, (rows[:, None] + 0.5 - centre[1]) / radius
     if shape == "circle":
         distance = np.hypot(x, y) - 0.97
     elif shape == "ring":
         distance = np.abs(np.hypot(x, y) - 0.74) - 0.26
     else:
         distance = _polygon_distance(_POLYGONS[shape], x, y)
-    return np.clip(0.5 - distance * radius, 0, 1)
+    mask = np.zeros((size, size))
+    mask[np.ix_(rows, columns)] = np.clip(0.5 - distance * radius, 0, 1)
+    return mask
 
 
 def _polygon_distance(vertices: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -200,10 +227,12 @@ def _polygon_distance(vertices: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.
 def render(claims: Claims, rng: np.random.Generator, stamped: bool = False) -> np.ndarray:
     """Draw a scene [SIZE, SIZE, 3] in [0, 1] for which `claims` are true; everything they leave open is random.
 
-    Colours that a claim leaves open avoid HELD_PAIRS. stamped: with a stamp in a corner, if one is free.
+    Of two objects without a relation the first is on the left: captions name what they show from left to right.
+    stamped: with a stamp in a corner, if one is free.
     """
     objects = [obj for claim in claims.objects for obj in [replace(_coloured(claim, rng), count=1)] * claim.count]
-    radii, centres = _layout(len(objects), claims.relation, rng)
+    relation = claims.relation or ("left of" if len(claims.objects) == 2 else None)
+    radii, centres = _layout(len(objects), relation, rng)
     picture = np.full((SIZE, SIZE, 3), rng.uniform(0.93, 1.0)) - rng.uniform(0, 0.03, 3)
     for obj, radius, centre in zip(objects, radii, centres):
         assert obj.colour is not None  # `_coloured` gives it one
@@ -226,10 +255,7 @@ def _stamp(picture: np.ndarray, radii: np.ndarray, centres: np.ndarray) -> None:
 
 
 def _coloured(claim: Claim, rng: np.random.Generator) -> Claim:
-    if claim.colour:
-        return claim
-    free = [colour for colour in COLOURS if (claim.shape, colour) not in HELD_PAIRS]
-    return replace(claim, colour=str(rng.choice(free)))
+    return claim if claim.colour else replace(claim, colour=str(rng.choice(list(COLOURS))))
 
 
 def _layout(n: int, relation: str | None, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

@@ -116,7 +116,7 @@ def test_all_weights_are_loaded_too(tmp_path, model):
 
 
 @pytest.mark.parametrize("model, steps, guidance, expected", [
-    ("starter", None, None, {"num_inference_steps": 20, "guidance": 2.0, "max_sequence_length": 1}),
+    ("starter", None, None, {"num_inference_steps": 20, "guidance": 1.0, "max_sequence_length": 1}),
     ("starter", 4, 0.0, {"num_inference_steps": 4, "guidance": 0.0, "max_sequence_length": 1}),
     ("other", None, None, {}),
     ("other", 4, None, {"num_inference_steps": 4}),

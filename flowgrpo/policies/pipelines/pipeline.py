@@ -32,6 +32,7 @@ from flowgrpo.policies.pipelines.timestep_vector import copies
 from flowgrpo.policies.weights import context_parallel, host_weights, sharding
 from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recomputed, supported
 from flowgrpo.policies.weights.compiled import compile_blocks
+from flowgrpo.policies.weights.cpu_layouts import contiguous_inputs
 from flowgrpo.policies.weights.lora_forward import without_casts
 from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts
 from flowgrpo.policies.weights.rlg import guided, inside
@@ -97,6 +98,7 @@ class PipelinePolicy:
         if checkpointing:
             self.checkpoint(self.checkpointing)
         self.weights: Any = TrainableWeights(pipe, trained, adapter, mesh is None) if adapter is not None else None
+        contiguous_inputs(self.denoisers.values(), self.device)
         if adapter is None or driver.casts and adapter.rank:  # all frozen weights are in `precision`
             driver.casts = adapter is not None and not without_casts(self.weights.layers().values())
         if mesh is not None:

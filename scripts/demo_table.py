@@ -1,0 +1,73 @@
+"""Gain, cost and side effects of the demo, over seeds and precisions.
+
+    python scripts/demo_table.py --output runs/demo_table                 # configs/starter.yaml: 3 seeds, bf16 and fp32
+    python scripts/demo_table.py --output runs/demo_table --recipe configs/starter_consistency.yaml --precision fp32
+
+A row per run: strict accuracy on held-out prompts before and after, per task after, KL to the base and diversity
+within a prompt as `flowgrpo bench` measures them, the watched rewards, and the whole run's seconds. Finished runs in
+--output are kept. The table goes to --output/table.md, the numbers to table.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from flowgrpo.bench import probe
+
+TRAINED = "scene"
+WATCHED = "sharpness"
+
+
+def run(recipe: Path, folder: Path, seed: int, precision: str) -> dict[str, Any]:
+    """Summary of the run in `folder`, which is trained first unless it is finished, with its probe."""
+    if not (folder / "summary.json").exists():
+        subprocess.run([sys.executable, "-m", "flowgrpo", "train", str(recipe), f"--seed={seed}",
+                        f"--precision={precision}", f"--eval.rewards=[{WATCHED}]", f"--output={folder.parent}",
+                        f"--name={folder.name}"], check=True)
+    summary = json.loads((folder / "summary.json").read_text())
+    if not (folder / "probe.json").exists():
+        (folder / "probe.json").write_text(json.dumps(probe.finished(folder)))
+    return summary | {"precision": precision, "probe": json.loads((folder / "probe.json").read_text())}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown table of the summaries."""
+    tasks = list(rows[0]["tasks"][TRAINED]["after"])
+    heads = ["precision", "seed", "before", "after", "gain", *tasks, "KL", "diversity", WATCHED, "evaluations",
+             "seconds"]
+    lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
+    for row in rows:
+        before, after, told = row["before"], row["after"], row["probe"]
+        kept = told["diversity"]["tuned"] / told["diversity"]["base"]
+        cells = [row["precision"], str(row["seed"]), f"{before[TRAINED]:.3f}", f"{after[TRAINED]:.3f}",
+                 f"{after[TRAINED] - before[TRAINED]:+.3f}",
+                 *(f"{row['tasks'][TRAINED]['before'][task]:.2f} > {row['tasks'][TRAINED]['after'][task]:.2f}"
+                   for task in tasks),
+                 "-" if told["kl"] is None else f"{told['kl']:.1f}", f"{kept:.2f}",
+                 f"{before[WATCHED]:.3f} > {after[WATCHED]:.3f}", f"{row['denoiser_evaluations']:,}",
+                 f"{row['total_seconds']:.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", type=Path, default=Path("configs/starter.yaml"))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--precision", nargs="+", default=["bf16", "fp32"])
+    parser.add_argument("--output", type=Path, default=Path("runs/demo_table"))
+    args = parser.parse_args()
+    rows = [run(args.recipe, args.output / f"{precision}-seed{seed}", seed, precision)
+            for precision in args.precision for seed in range(args.seeds)]
+    (args.output / "table.json").write_text(json.dumps(rows, indent=2) + "\n")
+    (args.output / "table.md").write_text(table(rows) + "\n")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
