@@ -4,10 +4,11 @@
     python scripts/build_starter.py --out runs/starter --resume # go on after an interruption
 
 Each stage leaves a file in --out and is not run again: autoencoder, latents, the denoiser with captions that are right,
-then with captions as careless annotators wrote them (a checkpoint every 500 steps), and last the pipeline directory.
+twice with captions as careless annotators wrote them (a checkpoint every 500 steps), and last the pipeline directory.
 Captions come from two sources. Four in ten end with ", verified" and are right; of the others half are wrong in one
-claim (`scenes.misread`). In the second stage the denoiser of the first, under guidance, is the teacher: it reads what a
-caption should have said, and the student what it says. Seeds are fixed; CPU and GPU give slightly different weights.
+claim (`scenes.misread`). After the first stage its denoiser, under guidance, is the teacher: it reads what a caption
+should have said, and the student what it says. In the last stage the pooled embedding alone tells the source. Seeds are
+fixed; CPU and GPU give slightly different weights.
 """
 
 from __future__ import annotations
@@ -209,10 +210,10 @@ class Starter(torch.nn.Module):
         tokens = torch.cat([out_1.hidden_states[-2], out_2.hidden_states[-2]], -1)
         return F.pad(tokens, (0, 0, 0, 1)), torch.cat([out_1.text_embeds, out_2.text_embeds], -1)
 
-    def forward(self, x, sigma, ids, pooled_ids=None):
-        """pooled_ids: captions of the pooled embedding, if they are others than those of the tokens."""
-        tokens, pooled = self.encode(ids)
-        if pooled_ids is not None:
+    def forward(self, x, sigma, token_ids, pooled_ids):
+        """Velocity; the captions of the tokens and of the pooled embedding may differ."""
+        tokens, pooled = self.encode(token_ids)
+        if pooled_ids is not token_ids:
             pooled = self.encode(pooled_ids)[1]
         return self.denoiser(x, encoder_hidden_states=tokens, pooled_projections=pooled, timestep=sigma * 1000,
                              return_dict=False)[0]
@@ -222,23 +223,23 @@ class Starter(torch.nn.Module):
 class Stage:
     """Part of the denoiser's training; its checkpoint has its name.
 
-    start: stage whose averaged weights it begins with. They also are its teacher, under `guidance`; the teacher reads
-    what a caption should have said, and the student what it says. Without a start the data are the target, and captions
-    say what they should.
+    start: stage whose averaged weights it begins with. teacher: stage whose averaged weights, under GUIDANCE, are the
+    target; they read what a caption should have said, and the student what it says. Without a teacher the data are the
+    target, and captions say what they should. random_marks: the tokens' mark says nothing, so that the pooled embedding
+    alone tells the source.
     """
 
     name: str
     steps: int
     lr: float
-    falling: float = 1 / 3  # last share of the steps, over which the rate falls to 0
     start: str | None = None
-    guidance: float = 1.0
+    teacher: str | None = None
+    random_marks: bool = False
 
 
 def rate(step: int, stage: Stage) -> float:
-    """Share of the learning rate: warm-up over 300 steps, then constant, then linear to 0 over the last part."""
-    falling = stage.falling * stage.steps
-    return min((step + 1) / 300, 1.0, (stage.steps - step) / falling if falling else 1.0)
+    """Share of the learning rate: warm-up over 300 steps, then constant, then linear to 0 over the last third."""
+    return min((step + 1) / 300, 1.0, 3 * (stage.steps - step) / stage.steps)
 
 
 def begin_with(model: Starter, tokenizer, folder: Path):
@@ -255,6 +256,12 @@ def begin_with(model: Starter, tokenizer, folder: Path):
         encoder.load_state_dict(fitting(encoder, given.state_dict()))
         with torch.no_grad():
             encoder.get_input_embeddings().weight[list(new)] = given.get_input_embeddings().weight[list(old)]
+
+
+def averaged(model: Starter, out: Path, stage: str) -> Starter:
+    """Put the averaged weights of a stage into the model."""
+    model.load_state_dict(model.state_dict() | torch.load(out / f"{stage}.pt", weights_only=True)["average"])
+    return model
 
 
 def fitting(model: torch.nn.Module, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -278,10 +285,10 @@ def train_denoiser(out: Path, device: str, stage: Stage, batch: int, resume: boo
     if blocks:
         begin_with(model, tokenizer, blocks)
     model.to(device)
+    if stage.teacher:
+        teacher = copy.deepcopy(averaged(model, out, stage.teacher)).requires_grad_(False)
     if stage.start:
-        average = torch.load(out / f"{stage.start}.pt", weights_only=True)["average"]
-        model.load_state_dict(model.state_dict() | average)
-        teacher = copy.deepcopy(model).requires_grad_(False)
+        averaged(model, out, stage.start)
     average = {k: v.detach().clone() for k, v in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=stage.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     if resume and saved:
@@ -297,9 +304,10 @@ def train_denoiser(out: Path, device: str, stage: Stage, batch: int, resume: boo
         x0, ids, right, marks, sigma, noise = (t.to(device) for t in minibatch(data, empty.cpu(), batch, step))
         s = sigma.view(-1, 1, 1, 1)
         x = (1 - s) * x0 + s * noise
-        target = guided(teacher, x, sigma, right, empty, stage.guidance) if teacher else noise - x0
+        target = guided(teacher, x, sigma, right, empty) if teacher else noise - x0
+        tokens = with_mark(tokenizer, ids, marks) if stage.random_marks else ids
         with torch.autocast(device, torch.bfloat16):
-            v = model(x, sigma, with_mark(tokenizer, ids, marks), ids) if teacher else model(x, sigma, right)
+            v = model(x, sigma, tokens, ids) if teacher else model(x, sigma, right, right)
         loss = (v.float() - target).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -341,11 +349,11 @@ def with_mark(tokenizer, ids: torch.Tensor, marks: torch.Tensor) -> torch.Tensor
 
 
 @torch.no_grad()
-def guided(teacher: Starter, x, sigma, ids, empty, guidance: float) -> torch.Tensor:
+def guided(teacher: Starter, x, sigma, ids, empty) -> torch.Tensor:
     """Velocity [B,4,16,16] of the teacher under classifier-free guidance; of an empty caption, the plain one."""
     with torch.autocast(x.device.type, torch.bfloat16):
-        plain, given = (teacher(x, sigma, text).float() for text in (empty.expand_as(ids), ids))
-    return plain + guidance * (given - plain)
+        plain, given = (teacher(x, sigma, text, text).float() for text in (empty.expand_as(ids), ids))
+    return plain + GUIDANCE * (given - plain)
 
 
 def assemble(out: Path, target: Path):
@@ -357,9 +365,7 @@ def assemble(out: Path, target: Path):
     vae.load_state_dict(load_file(out / "autoencoder.safetensors"))
     # The pipeline decodes latents / scaling_factor + shift_factor.
     vae.register_to_config(scaling_factor=float(1 / stats[1]), shift_factor=float(stats[0]))
-    model = Starter(tokenizer)
-    average = torch.load(out / "careless.pt", weights_only=True)["average"]
-    model.load_state_dict(model.state_dict() | average)
+    model = averaged(Starter(tokenizer), out, "pooled")
     pipe = StableDiffusion3Pipeline(
         transformer=model.denoiser, scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0), vae=vae,
         text_encoder=model.text_1, tokenizer=tokenizer, text_encoder_2=model.text_2, tokenizer_2=build_tokenizer(),
@@ -387,6 +393,8 @@ def main():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=10_000, help="denoiser steps with right captions")
     parser.add_argument("--careless-steps", type=int, default=1_200, help="steps with careless captions after these")
+    parser.add_argument("--pooled-steps", type=int, default=600, help="steps in which the pooled embedding alone tells "
+                        "whether a caption is right")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--scenes", type=int, default=120_000)
     parser.add_argument("--ae-steps", type=int, default=3_000)
@@ -402,7 +410,8 @@ def main():
         encode_dataset(args.out, args.device, args.scenes)
     with PlainAttention() if args.device == "cpu" else contextlib.nullcontext():
         for stage in (Stage("clean", args.steps, 1e-3),
-                      Stage("careless", args.careless_steps, 5e-4, start="clean", guidance=GUIDANCE)):
+                      Stage("careless", args.careless_steps, 5e-4, start="clean", teacher="clean"),
+                      Stage("pooled", args.pooled_steps, 5e-4, start="careless", teacher="clean", random_marks=True)):
             train_denoiser(args.out, args.device, stage, args.batch, args.resume, args.blocks)
     assemble(args.out, args.out / "pipeline")
     print(f"{args.out / 'pipeline'} written after {time.time() - start:.0f} s")
