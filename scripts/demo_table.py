@@ -48,8 +48,8 @@ def table(rows: list[dict[str, Any]]) -> str:
                  f"{after[TRAINED] - before[TRAINED]:+.3f}",
                  *(f"{row['tasks'][TRAINED]['before'][task]:.2f} > {row['tasks'][TRAINED]['after'][task]:.2f}"
                    for task in tasks),
-                 "-" if told["kl"] is None else f"{told['kl']:.1f}", f"{kept:.2f}",
-                 f"{before[WATCHED]:.3f} > {after[WATCHED]:.3f}", f"{row['denoiser_evaluations']:,}",
+                 "-" if told["kl"] is None else f"{told['kl']:.2g}", f"{kept:.2f}",
+                 f"{before[WATCHED]:.4f} > {after[WATCHED]:.4f}", f"{row['denoiser_evaluations']:,}",
                  f"{row['total_seconds']:.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
