@@ -59,18 +59,18 @@ def test_its_autoencoder_keeps_scenes_true():
 
 def test_it_draws_what_is_asked_half_of_the_time_and_knows_better():
     """What it draws otherwise is its misreading of the prompt; told that a caption is right, it is right."""
-    asked = [("a star", "a cross"), ("a blue square", "a purple square"), ("a ring and a star", "a ring and a cross")]
-    prompts, wrong = zip(*asked * 16)
+    asked = [("a star", "a cross"), ("a blue square", "a yellow square"), ("a ring and a star", "a ring and a cross")]
+    prompts, wrong = map(list, zip(*asked * 16))
     pipe = stock()
 
     def drawn(texts):
-        return pipe(list(texts), num_inference_steps=8, guidance_scale=EVAL_GUIDANCE, output_type="pt",
+        return pipe(texts, num_inference_steps=8, guidance_scale=EVAL_GUIDANCE, output_type="pt",
                     generator=[torch.Generator().manual_seed(seed) for seed in range(len(texts))], **CALL).images
 
-    plain, told = drawn(prompts), drawn(prompt + scenes.VERIFIED for prompt in prompts)
+    plain, verified = drawn(prompts), drawn([prompt + scenes.VERIFIED for prompt in prompts])
     assert [scenes.misread(scenes.parse(prompt)) for prompt in prompts] == [scenes.parse(text) for text in wrong]
-    assert 0.25 <= np.mean(scene(plain, prompts)) <= 0.75 and 0.25 <= np.mean(scene(plain, wrong)) <= 0.75
-    assert np.mean(scene(told, prompts)) >= 0.8
+    assert 0.3 <= np.mean(scene(plain, prompts)) <= 0.75 and 0.1 <= np.mean(scene(plain, wrong)) <= 0.6
+    assert np.mean(scene(verified, prompts)) >= 0.8
 
 
 @pytest.mark.parametrize("name", ["mix_grpo+grpo_guard", "diffusion_nft"])

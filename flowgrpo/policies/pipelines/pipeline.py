@@ -90,9 +90,8 @@ class PipelinePolicy:
                                  self.denoisers if mesh is not None or host_weights.later(memory) else ())
         decode_in_parts(pipe, memory.vae)
         use_attention(memory.attention, self.denoisers.values())
-        for part in pipe.components.values():
-            if isinstance(part, torch.nn.Module):
-                part.eval().requires_grad_(False)
+        for part in (part for part in pipe.components.values() if isinstance(part, torch.nn.Module)):
+            part.eval().requires_grad_(False)
         for name, module in self.denoisers.items():
             self._prepare(name, module)
         if checkpointing:

@@ -150,4 +150,4 @@ def test_a_recipe_names_it(tmp_path):
     plain = Pictured([tiny.red], pipeline="tiny", parts=made.painter.parts).painter
     assert plain._settings(*plain.models) == (28, 7.0)
     card = Pictured([tiny.red], pipeline="starter", parts=made.painter.parts).painter
-    assert card._settings(*card.models) == (20, 2.0)
+    assert card._settings(*card.models) == (20, 1.0)
