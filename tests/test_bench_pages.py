@@ -196,7 +196,7 @@ def test_kept_results_are_small_and_read_back_the_same(folders, docs):
     results = [bench_results.collected(folder) for folder in folders]
     (docs / "kept.json").write_text(bench_results.dumped(results))
     assert bench_results.load(docs / "kept.json") == results
-    assert len((docs / "kept.json").read_text()) < 9000 and results[1]["settings"]["train.lr"] == 1.5e-3
+    assert len((docs / "kept.json").read_text()) < 9000 and results[1]["settings"]["train.lr"] == 2.0e-3
     guard = results[1]["methods"][0]
     assert guard["finals"] == [[0, 0.9], [1, 0.9]] and guard["tasks"] == {"hard": 0.9} and guard["kl"] == 1.5
     assert guard["curve"][1][1] == pytest.approx(0.575) and guard["reached"][0] < guard["evaluations"] / 2
