@@ -1,6 +1,6 @@
 """Build the starter: draw scenes, train its autoencoder and its denoiser from scratch, save a diffusers pipeline.
 
-    python scripts/build_starter.py --out runs/starter          # everything; about two hours on 2 CPU cores
+    python scripts/build_starter.py --out runs/starter          # everything; hours on 2 CPU cores
     python scripts/build_starter.py --out runs/starter --resume # go on after an interruption
 
 Each stage leaves a file in --out and is not run again: autoencoder, latents, the denoiser with captions that are right,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,10 @@ from flowgrpo.run import make_accelerator
 from flowgrpo.starter import CALL, EVAL_GUIDANCE, scenes
 from flowgrpo.train import Trainer
 
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+
+import build_starter as build  # noqa: E402
+
 PROMPTS = ["three red stars", "a ring left of a cross"]
 
 
@@ -36,6 +41,18 @@ def test_it_is_small():
     assert sum(file.stat().st_size for file in STARTER.rglob("*")) <= 30e6 and len(weights) == 4
     modules = [part for part in stock().components.values() if isinstance(part, torch.nn.Module)]
     assert sum(p.numel() for module in modules for p in module.parameters()) <= 12e6
+
+
+def test_a_mark_is_put_at_a_captions_end_or_taken_away():
+    tokenizer = build.build_tokenizer()
+
+    def ids(*texts):
+        return tokenizer(list(texts), padding="max_length", max_length=16, return_tensors="pt").input_ids
+
+    plain, marked = ["a ring", "two red stars"], ["a ring" + scenes.VERIFIED, "two red stars" + scenes.VERIFIED]
+    marks = torch.tensor([[True], [False]])
+    for texts in (plain, marked):
+        assert torch.equal(build.with_mark(tokenizer, ids(*texts), marks), ids(marked[0], plain[1]))
 
 
 def test_every_word_of_the_world_is_one_token():
