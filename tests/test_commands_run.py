@@ -116,7 +116,7 @@ STAND_INS = {
     "(sample|export) RUN --epoch": {"50": "1", "TEXT": "a red star"},
     "check": {"MODEL": "stabilityai/stable-diffusion-xl-base-1.0", "RECIPE": "configs/sdxl_24gb.yaml"},
 }
-TINY = "--train.epochs=1 --train.prompts=1 --train.group=4 --train.micro_batch=4 --train.updates=1 --eval.prompts=2"
+TINY = "--train.epochs=1 --train.prompts=1 --train.group=4 --train.micro_batch=4 --eval.prompts=2"
 PAIRS = "--train.epochs=1 --train.prompts=4 --train.micro_batch=8 --eval.prompts=2 --eval.steps=2 --preferences="
 SMALL = ("--picture.height=128 --picture.width=128 --train.prompts=2 --train.group=4 --train.micro_batch=2 "
          "--train.steps=6")  # beside fewer blocks

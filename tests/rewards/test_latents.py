@@ -87,7 +87,7 @@ def test_the_example_of_the_docs_trains_the_starter(tmp_path, monkeypatch):
     few = {"train.epochs": 1, "train.prompts": 1, "train.group": 2, "train.steps": 2, "train.micro_batch": 2,
            "eval.prompts": 1, "eval.steps": 1, "eval.grid": 1, "memory.rewards": "cpu"}
     assert main(["train", str(DOCS.parents[1] / "configs" / "starter.yaml"), "--reward", "latents.py:smooth",
-         "--output", str(tmp_path), "--name", "smooth", "--parts.plan.size=1", "--train.updates=1",
+         "--output", str(tmp_path), "--name", "smooth", "--parts.plan.size=1",
          *(f"--{key}={value}" for key, value in few.items())]) == 0
     [line] = (tmp_path / "smooth" / "metrics.jsonl").read_text().splitlines()
     metrics = json.loads(line)
