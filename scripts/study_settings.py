@@ -16,11 +16,10 @@ TEXTS: Options = {
     "train.prompts": 32, "train.group": 8, "train.updates": 2, "train.micro_batch": 128, "train.lr": 1.5e-3,
     "train.schedule": "linear", "device": "cpu", "precision": "fp32", "tracker": "none", "eval.grid": 1}
 CPS: Options = {"type": "CPS", "level": 0.9}
-WINDOW: Options = {"type": "Sliding", "size": 1, "order": "random", "stop": 2}
+WINDOW: Options = {"size": 3, "order": "frozen"}
 # The demo's settings for fewer epochs. The run's own evaluation has one prompt: study_measures.py has another.
-IMAGES: Options = models.IMAGES | {
-    "model": "starter", "method": "mix_grpo+grpo_guard", "parts": {"kernel": CPS, "plan": WINDOW},
-    "train.epochs": 12, "train.prompts": 6, "train.group": 16, "train.steps": 5, "train.shift": 1.5,
+IMAGES: Options = models.MODELS["starter"].settings | {
+    "model": "starter", "method": "mix_grpo+grpo_guard", "parts": {"kernel": CPS, "plan": WINDOW}, "train.epochs": 16,
     "device": "cpu", "precision": "fp32", "tracker": "none", "eval.grid": 1, "eval.prompts": 1, "eval.steps": 10,
     "eval.guidance": EVAL["starter"]["guidance"]}
 ALL, FIVE, KNOWN, SCENES = "all", "five", "known", "scenes"
