@@ -152,7 +152,7 @@ def finished(folder: Path, pool: str, options: dict[str, Any], rlg: float | None
 
 def test_a_run_of_pictures_is_measured_and_drawn_with_more_than_its_change(tmp_path, monkeypatch):
     monkeypatch.setattr(study_measures, "PICTURED", 2)
-    options = study_settings.IMAGES | SMALL | {"train.steps": 2, "eval.steps": 2}
+    options = study_settings.IMAGES | SMALL | {"train.steps": 4, "eval.steps": 2}
     run = finished(tmp_path, study_settings.SCENES, options)
     assert {key: len(run[key]) for key in ("accuracy", "diversity", "kl")} == {"accuracy": 3, "diversity": 2, "kl": 2}
     assert min(run["diversity"]) > 0 and min(run["kl"]) > 0
@@ -185,8 +185,8 @@ def test_the_page_tells_of_images_and_tried_settings_where_there_are_any(monkeyp
     drawn = texts[0] | dict(zip(("name", "setting", "pool"), row.key)) | {"verdict": 1, "commits": ["abc"]}
     monkeypatch.setattr(study_page, "ROWS", (*study_rows.ROWS, row))
     both = study_page.page(results | {"rows": [*texts, drawn], "tried": [drawn]})
-    assert "(1 of 1 on images)" in both and "**Images.** 12 epochs" in both and "abc (1 of the rows)" in both
-    assert both.count("`Sliding` (one of two steps)") == 3, "result, note and tried setting"
+    assert "(1 of 1 on images)" in both and "**Images.** 16 epochs" in both and "abc (1 of the rows)" in both
+    assert both.count("`Sliding` (three of six steps)") == 3, "result, note and tried setting"
     assert max(map(len, plain.splitlines()[:40])) <= 120
 
 
