@@ -66,12 +66,14 @@ MODELS: dict[str, BenchModel] = {
          "train.group": 16, "train.updates": 4, "train.micro_batch": 128, "train.lr": 2.0e-3,
          "train.schedule": "linear"},
         "numeric_match", {"repetition": {}}, reference="grpo", parts_of_kl={})}
-# What presets need beside their published parts on few steps and small groups: splits that a short grid has, fewer
-# previews, an edit that learns within the budget.
+SIXTEEN = {"train.prompts": 6, "train.group": 16}  # as many samples as 4 groups of 24
+# What presets need beside their published parts on few steps and small groups: splits that a short grid has, and
+# groups of the size that two, two, two and two make; fewer previews; an edit that learns within the budget.
 ADJUSTED: dict[str, dict[str, Any]] = {
-    "branch_grpo": {"parts": {"plan": {"splits": [0, 1, 2, 3]}}},
+    "branch_grpo": SIXTEEN | {"parts": {"plan": {"splits": [0, 1, 2, 3]}}},
+    "tree_rpo": SIXTEEN,
     "sol_rl": {"parts": {"preview": {"pool": 48, "steps": 4}}},
-    "expo": {"train.lr": 1.0e-3, "train.inner_epochs": 2, "train.group": 16, "parts": {"edit": {"candidates": 4}}}}
+    "expo": SIXTEEN | {"train.lr": 1.0e-3, "train.inner_epochs": 2, "parts": {"edit": {"candidates": 4}}}}
 
 
 def model(name: str) -> BenchModel:
