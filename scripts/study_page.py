@@ -2,6 +2,8 @@
 
     python scripts/study_page.py             # tests/test_study.py reports a page that is not current
     python scripts/study_page.py --results runs/study/results.json --tried runs/tried/results.json   # takes new ones
+
+Rows that are not among the new ones stay; p-values are corrected over all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 
 from study_rows import ROWS
 from study_settings import IMAGES, POOLS, SCENES, TEXTS
-from study_statistics import accuracies, named, table, tried
+from study_statistics import accuracies, merged, named, table, tried
 
 from flowgrpo.bench import models
 from flowgrpo.storage import atomic
@@ -157,7 +159,8 @@ def main() -> None:
     args = parser.parse_args()
     known = json.loads(DATA.read_text(encoding="utf-8"))
     if args.results:
-        known = json.loads(args.results.read_text(encoding="utf-8")) | {"tried": known["tried"]}
+        new = json.loads(args.results.read_text(encoding="utf-8"))
+        known = new | {"tried": known["tried"], "rows": merged(known["rows"], new["rows"])}
     if args.tried:
         known["tried"] = json.loads(args.tried.read_text(encoding="utf-8"))["rows"]
     atomic.write_text(DATA, json.dumps(known, indent=1) + "\n")

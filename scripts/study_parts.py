@@ -27,7 +27,7 @@ from study_candidates import CANDIDATES
 from study_measures import MEND, PICTURED, PROMPTS, SAMPLES
 from study_rows import ROWS
 from study_settings import ALL, FIVE, IMAGES, KNOWN, POOLS, SCENES, TEXTS, Options, Row
-from study_statistics import compared, judged, table
+from study_statistics import KEYS, compared, judged, table
 
 from flowgrpo.bench import models
 from flowgrpo.config import parse
@@ -44,6 +44,7 @@ MASTERED = 600  # prompts of the pool KNOWN
 SIDES = {"train": (False, 600), "validation": (False, 200), "held_out": (True, 300)}  # of sums of five numbers
 TRIED = 10  # first seed of runs that are measured on validation prompts
 ROOT = Path(__file__).parent.parent
+DATA = ROOT / "docs" / "studies.json"
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ def study(args: argparse.Namespace) -> None:
         return [known[config.folder, rlg] for config in configs]
 
     rows = []
-    for row in (row for row in (CANDIDATES if tried else ROWS) if not args.only or row.name in args.only):
+    for row in (row for row in (CANDIDATES if tried else ROWS) if row.key in asked(args)):
         without = arm(row, f"{row.name}-without", row.without)
         rows.append(result(row, without, arm(row, row.name, row.options, row.rlg)))
         sides = [" ".join(f"{seed:.3f}" for seed in rows[-1][side]) for side in ("without", "with")]
@@ -163,6 +164,13 @@ def study(args: argparse.Namespace) -> None:
         told = results(args, rows)
         atomic.write_text(args.output / "results.json", json.dumps(told, indent=1) + "\n")
         atomic.write_text(args.output / "results.md", "\n".join(table(told["rows"])) + "\n")
+
+
+def asked(args: argparse.Namespace) -> set[tuple[str, str, str]]:
+    """Return the keys of the rows that the options name."""
+    there = {tuple(row[key] for key in KEYS) for row in read_object(DATA, MEND)["rows"]} if args.new else set()
+    return {row.key for row in ROWS + CANDIDATES if (not args.only or row.name in args.only)
+            and (not args.pool or row.pool in args.pool) and row.key not in there}
 
 
 def results(args: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -196,6 +204,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=300, help="measured prompts")
     parser.add_argument("--only", action="append", choices=sorted({row.name for row in ROWS + CANDIDATES}),
                         help="a part; may be repeated")
+    parser.add_argument("--pool", action="append", choices=POOLS, help="prompts; may be repeated")
+    parser.add_argument("--new", action="store_true", help="rows that docs/studies.json lacks")
     args = parser.parse_args()
     silence()
     torch.set_num_threads(1)

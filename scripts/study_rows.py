@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from study_candidates import CANDIDATES
-from study_settings import ALL, ALONE, FIVE, KNOWN, PARTIAL, REPLAYED, SINGLE, Row
+from study_settings import ALL, ALONE, FIVE, KNOWN, PARTIAL, REPLAYED, SCENES, SINGLE, Row
 
 FRESH = "fresh prompts replace groups without variance, so an update teaches more"
 RECORDED = "recorded groups replace those without variance: an epoch teaches more, at no cost of sampling"
@@ -81,4 +81,13 @@ ROWS = (
     chosen("EntropyBonus", "weight 0.1", ALL, ""),
     chosen("Signed", "0.1 and 1", ALL, ""),
     chosen("CategoryBandit", "temperature 0.05", KNOWN, ""),
+    chosen("GaussianKL", "weight 0.1", SCENES, ""),
+    chosen("diversity", "weight 2.0", SCENES, ""),
+    chosen("limit", "diversity", SCENES, ""),
+    chosen("scene_graded", "", SCENES, ""),
+    chosen("FlowMatching", "weight 0.3", SCENES, ""),
+    chosen("rlg", "weight 1.5", SCENES, ""),
+    chosen("CPS", "level 0.9", SCENES, ""),
+    chosen("grpo_guard", "", SCENES, ""),
+    chosen("Sliding", "three of six steps", SCENES, ""),
 )

@@ -14,6 +14,7 @@ from flowgrpo.bench.statistics import CONFIDENCE, compare, holm
 # Quantities of a run, and whether a higher value is better.
 HIGHER = {"accuracy": True, "pass@8": True, "entropy": True, "kl": False, "diversity": True}
 DIGITS = {"accuracy": 3, "pass@8": 3, "entropy": 2, "kl": 2, "diversity": 3}
+KEYS = ("name", "setting", "pool")  # fields that no two rows share
 VERDICTS = {1: "helps", 0: "not shown", -1: "hurts"}
 
 
@@ -37,6 +38,12 @@ def judged(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     corrected = holm([result["p"] for result in results])
     return [result | {"better": better(result), "holm": p, "verdict": verdict(result)}
             for result, p in zip(results, corrected)]
+
+
+def merged(known: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return known rows with new ones in the place of the same or at the end, judged together."""
+    rows = {tuple(row[key] for key in KEYS): row for row in (*known, *new)}
+    return judged([*rows.values()])
 
 
 def better(result: Mapping[str, Any]) -> int:

@@ -142,6 +142,26 @@ def test_right_pictures_are_those_of_the_prompts(tmp_path):
 SMALL = {"train.epochs": 1, "train.prompts": 2, "train.group": 2, "train.micro_batch": 4, "train.updates": 1}
 
 
+def test_new_rows_replace_the_same_ones_and_all_are_corrected_together():
+    def row(name: str, p: float) -> dict[str, Any]:
+        return {"name": name, "setting": "", "pool": "all", "p": p, "quantity": "accuracy", "without": [0.1] * 3,
+                "with": [0.2] * 3}
+
+    known = study_statistics.judged([row("a", 0.01), row("b", 0.02)])
+    rows = study_statistics.merged(known, [row("b", 0.04), row("c", 0.03)])
+    assert [each["name"] for each in rows] == ["a", "b", "c"]
+    assert [each["holm"] for each in rows] == pytest.approx([0.03, 0.06, 0.06]) and rows[1]["p"] == 0.04
+
+
+def test_new_rows_are_those_that_the_data_of_the_page_lack(tmp_path, monkeypatch):
+    held = {"rows": [dict(zip(study_statistics.KEYS, row.key)) for row in study_rows.ROWS if row.name != "limit"]}
+    (tmp_path / "studies.json").write_text(json.dumps(held))
+    monkeypatch.setattr(study_parts, "DATA", tmp_path / "studies.json")
+    args = argparse.Namespace(new=True, only=None, pool=[study_settings.SCENES])
+    names = {row.name for row in study_rows.ROWS if row.key in study_parts.asked(args)}
+    assert names == {"limit"}
+
+
 def finished(folder: Path, pool: str, options: dict[str, Any], rlg: float | None = None) -> dict[str, Any]:
     """Train and measure a tiny run; prompts are not written again."""
     args = argparse.Namespace(output=folder, side="validation", prompts=3)
