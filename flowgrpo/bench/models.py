@@ -47,8 +47,8 @@ IMAGES: dict[str, Any] = {
 MODELS: dict[str, BenchModel] = {
     "starter": BenchModel(
         "flow", "starter",
-        IMAGES | {"train.prompts": 4, "train.group": 24, "train.shift": 1.5, "train.steps": 6, "train.lr": 2.0e-3,
-                  "train.betas": [0.9, 0.99]}, "scene",
+        IMAGES | {"train.prompts": 4, "train.group": 24, "train.shift": 1.5, "train.steps": 6, "train.lr": 2.0e-3},
+        "scene",
         {"sharpness": {}}, gradient={"scene_soft": 1.0}),
     "starter_consistency": BenchModel(
         "vp", "starter", IMAGES | {"train.prompts": 8, "train.group": 12, "train.steps": 4, "train.grid": "stock"},
