@@ -205,7 +205,8 @@ def test_the_page_tells_of_images_and_tried_settings_where_there_are_any(monkeyp
     drawn = texts[0] | dict(zip(("name", "setting", "pool"), row.key)) | {"verdict": 1, "commits": ["abc"]}
     monkeypatch.setattr(study_page, "ROWS", (*study_rows.ROWS, row))
     both = study_page.page(results | {"rows": [*texts, drawn], "tried": [drawn]})
-    assert "(1 of 1 on images)" in both and "**Images.** 16 epochs" in both and "abc (1 of the rows)" in both
+    told = " ".join(both.split())
+    assert "(1 of 1 on images)" in told and "**Images.** 16 epochs" in told and "abc (1 of the rows)" in told
     assert both.count("`Sliding` (three of six steps)") == 3, "result, note and tried setting"
     assert max(map(len, plain.splitlines()[:40])) <= 120
 
