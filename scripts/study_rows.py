@@ -27,7 +27,7 @@ ROWS = (
         seen="About a quarter of the groups agree here. For the same tokens there were 20 updates in place of 24, "
              "and every seed lost, 0.02 to 0.06: the better updates did not pay for the missing ones."),
     Row("GroupReplay", RECORDED, "accuracy", parts=REPLAYED,
-        seen="No effect: it replaces about a quarter of the groups, by ones whose prompts the run has trained."),
+        seen="Nothing shown: it replaces about a quarter of the groups, by ones whose prompts the run has trained."),
     Row("CategoryBandit", CATEGORY, "accuracy", parts={"curriculum": {"type": "CategoryBandit", "temperature": 0.2}},
         seen="It drew fewer sums of two numbers, whose mean advantages are half as large, but the others are "
              "alike. One seed gained, two lost."),
@@ -38,7 +38,7 @@ ROWS = (
         "chord", {"data": {"batch": 16, "balance": {"peak": 0.3, "warmup": 8, "decay": 40}}},
         seen="Every seed gained, 0.08 to 0.17. The seeds of the run without lie further apart than that."),
     Row("visurf", "the solution is a sample of its group, so that no group fails", "accuracy", FIVE, "visurf",
-        seen="The largest effect, 0.16 to 0.45: hardly a group agrees any more, where a third did."),
+        seen="A large effect, 0.16 to 0.45: hardly a group agrees any more, where a third did."),
     Row("step_match", "right partial sums earn too, so groups without a right answer differ", "accuracy", FIVE,
         reward={"numeric_match": 1.0, "step_match": 0.5},
         seen="Every seed gained, 0.07 to 0.29, most where the run without was weakest."),
@@ -70,7 +70,7 @@ ROWS = (
         seen="Every seed ended nearer to the base, by 0.05 to 0.29 nats, at accuracies from 0.06 below to 0.01 above."),
     Row("Hints", "groups that all fail are drawn again behind half of the solution: hard prompts are learned",
         "accuracy", FIVE, "scaf_grpo", {"redraw": {"text": "{prompt}{hint}"}}, more={"train.epochs": 10},
-        seen="No effect. Behind a hint a group trains the second half of a solution alone, and two epochs "
+        seen="Nothing shown. Behind a hint a group trains the second half of a solution alone, and two epochs "
              "fewer pay for its samples."),
     chosen("rl_plus", "as published", FIVE,
            "Two seeds gained 0.10 and 0.18, one lost 0.04. `visurf`, which has the same answers, gained more."),
@@ -98,17 +98,17 @@ ROWS = (
            "Every seed kept more, 0.004 to 0.008 of 0.24, at an accuracy that is 0.07 lower. None reached the "
            "bound of 0.25."),
     chosen("scene_graded", "", SCENES,
-           "No effect: single pictures are right half of the time, so few groups of 24 have none."),
+           "Nothing shown: single pictures are right half of the time, so few groups of 24 have none."),
     chosen("FlowMatching", "weight 0.3", SCENES,
-           "Every seed lost, 0.11 to 0.18, and ended below the base. The cause was not looked into: the data term may "
+           "Every seed lost, 0.11 to 0.18. The cause was not looked into: the data term may "
            "outweigh the reward's."),
     chosen("rlg", "weight 1.5", SCENES,
            "Every seed gained, 0.02 to 0.07, too little for three seeds."),
     chosen("CPS", "level 0.9", SCENES,
-           "No effect: seeds differ more than the kernels do."),
+           "Nothing shown: seeds differ more than the kernels do."),
     chosen("grpo_guard", "", SCENES,
            "Seeds gained 0.00 to 0.04. With one update an epoch its clip never acts, and what differs are the "
            "weights of steps."),
     chosen("Sliding", "three of six steps", SCENES,
-           "The same accuracy for 77 % of the evaluations."),
+           "No difference shown, for 77 % of the evaluations."),
 )
