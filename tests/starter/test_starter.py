@@ -22,6 +22,7 @@ from flowgrpo.rewards.images.scene import scene, scene_graded
 from flowgrpo.run import make_accelerator
 from flowgrpo.starter import CALL, EVAL_GUIDANCE, scenes
 from flowgrpo.train import Trainer
+from tests.helpers.tables import rounding
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
@@ -130,5 +131,6 @@ def test_a_lora_gives_the_same_latents_in_stock_diffusers(tmp_path: Path):
 
     base = latents()
     pipe.load_lora_weights(tmp_path)
-    assert (tmp_path / LORA_FILE).exists() and (latents() - ours).abs().max() <= 1e-5
+    depth = 6 * len(policy.pipe.transformer.transformer_blocks)  # steps and the blocks of each
+    assert (tmp_path / LORA_FILE).exists() and (latents() - ours).abs().max() <= rounding(ours, depth)
     assert (base - ours).abs().max() > 0.01
