@@ -12,7 +12,5 @@ NOTES = {
                  "method",
     "expo": "leaves the denoiser unchanged; a critic chooses among candidates and their edits, so that a measured "
             "sample costs several rollouts. There is no KL of an unchanged model",
-    "grpo_guard": "differs from flow_grpo by the base method too, so this is not what Guard adds: docs/studies.md "
-                  "takes it away alone",
     "texforce": "trains the text encoder and leaves the denoiser as it is",
 }

@@ -27,7 +27,7 @@ from flowgrpo.bench import charts, models, table
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.numbers import fixed
 from flowgrpo.evaluation.pages.figures import COLOURS, FAINT, INK, save, styled
-from flowgrpo.methods.presets import BASE_METHODS, PRESETS
+from flowgrpo.methods.presets import PRESETS
 from flowgrpo.storage import atomic
 
 ROOT = Path(__file__).parent.parent
@@ -168,7 +168,7 @@ def orders(model: Mapping[str, Any]) -> list[str]:
 def noted(model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the label and the note of every row that has one."""
     for method in model["methods"]:
-        for part in method["label"].split("+"):
+        for part in presets_of(method):
             if part in NOTES:
                 yield method["label"], NOTES[part]
 
@@ -186,16 +186,14 @@ def wrapped(text: str, indent: str = "") -> str:
 
 # --- pages of methods ------------------------------------------------------------------------------------------------
 
-def presets_of(label: str) -> list[str]:
-    """Return the presets that a row is a result of: the one that is alone, or those that modify a base method."""
-    names = label.split("+")
-    base = next((name for name in names if name in BASE_METHODS), names[0])
-    return names if len(names) == 1 else [name for name in names if name != base]
+def presets_of(method: Mapping[str, Any]) -> list[str]:
+    """Return the presets that a row is a result of, those of a recipe file included."""
+    return (method["adjusted"].get("method") or method["label"]).split("+")
 
 
 def result(name: str, results: Iterable[Mapping[str, Any]]) -> str:
     """Return the written part of a method's page; empty for a method without a row."""
-    rows = [(model, method) for model in results for method in model["methods"] if name in presets_of(method["label"])]
+    rows = [(model, method) for model in results for method in model["methods"] if name in presets_of(method)]
     if not rows:
         return ""
     swept = any("tuned" in method for _, method in rows)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
+from statistics import mean
 from typing import Any, cast
 
 import torch
 from study_settings import TEXTS
 
-from flowgrpo.bench import probe
+from flowgrpo.bench import models, probe
 from flowgrpo.config import parse
 from flowgrpo.config.schema import Config
-from flowgrpo.data.prompts import Prompt
 from flowgrpo.evaluation.measured import EVAL_SEED, measure, spread
 from flowgrpo.policies.pipelines.load import denoisers
 from flowgrpo.policies.weights.rlg import Branches
@@ -72,7 +72,7 @@ def pictures(config: Config, prompts: int, rlg: float | None) -> dict[str, list[
     policy = cast(Any, trainer.policy)
     with torch.no_grad():
         with contextlib.nullcontext() if rlg is None else Branches(policy.pipe, denoisers(policy.pipe)).at(rlg):
-            accuracy = strict(trainer, spread(trainer.held_out, prompts))
+            accuracy = accuracies(trainer, prompts)
         if rlg is not None:
             return {"accuracy": accuracy}
         sampled = spread(trainer.held_out, PICTURED)
@@ -80,10 +80,17 @@ def pictures(config: Config, prompts: int, rlg: float | None) -> dict[str, list[
                 "kl": probe.kl_to_base(config, policy, sampled)}
 
 
-def strict(trainer: Trainer, prompts: list[Prompt]) -> list[float]:
-    """Return the score of one picture per prompt, with the evaluation's sampler."""
+def accuracies(trainer: Trainer, count: int) -> list[float]:
+    """Return the world's accuracy of one sample for each of `count` held-out prompts, by the evaluation's sampler."""
     settings, rollouts = trainer.config.eval, cast(Any, trainer.rollouts)
-    measured = measure(cast(Any, trainer.policy), prompts, {"scene": trainer.scoring.functions["scene"]}, samples=1,
-                       steps=settings.steps, guidance=settings.guidance, micro_batch=trainer.geometry.micro_batch,
-                       encode=rollouts.encode, prepare=rollouts.prepare)
-    return measured.scores["scene"]
+    name = models.MODELS[trainer.config.model].measured
+    measured = measure(cast(Any, trainer.policy), spread(trainer.held_out, count),
+                       {name: trainer.scoring.functions[name]}, samples=1, steps=settings.steps,
+                       guidance=settings.guidance, micro_batch=trainer.geometry.micro_batch, encode=rollouts.encode,
+                       prepare=rollouts.prepare)
+    return measured.scores[name]
+
+
+def base_accuracy(config: Config, prompts: int) -> float:
+    """Return the accuracy of the untrained model on the held-out prompts of a run's configuration."""
+    return mean(accuracies(probe.trainer_of(config), prompts))

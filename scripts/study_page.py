@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from study_rows import ROWS
-from study_settings import IMAGES, POOLS, SCENES, TEXTS
+from study_settings import IMAGES, POOLS, SCENES, TEXTS, Row
 from study_statistics import accuracies, merged, named, table, tried
 
 from flowgrpo.bench import models
@@ -50,7 +50,8 @@ SETUP = """
 - **Settings.** Learning rate and updates of texts were chosen on validation prompts, for the run without. The first 16
   rows, those of texts without a setting in brackets, have published settings or such that fit a run of this length. The
   rows of `three in four mastered` were added after the first three rows had shown nothing.
-{later}- **Quantities.** Accuracy is greedy, on {measured} held-out prompts. Entropy and KL to the base are of whole
+{later}- **Without.** The run above, without the part. Where both runs differ from it, "what was seen" says `both with`.
+{bases}- **Quantities.** Accuracy is greedy, on {measured} held-out prompts. Entropy and KL to the base are of whole
   completions, in nats, on {sampled} of them with {samples} samples each at temperature 1.
 {images}- **Test.** p is that of [the bench](bench.md#statistical-test), a bootstrap over prompts and seeds, paired by
   prompt. `Holm` has the correction for all rows. `Welch` is the t-test on the means of seeds, without a correction.
@@ -93,11 +94,23 @@ def page(results: dict[str, Any]) -> str:
     lines += ["", "## What was seen", ""]
     for result in results["rows"]:
         row = known[result["name"], result["setting"], result["pool"]]
-        lines.append(wrapped(f"- **{named(result)}**, {result['pool']}. Claim: {row.claim}. {row.seen}", indent="  "))
+        said = f"- **{named(result)}**, {result['pool']}{common(row)}. Claim: {row.claim}. {row.seen}"
+        lines.append(wrapped(said, indent="  "))
     if results["tried"]:
         lines += ["", "## Settings that were tried", "", COMPARED, "", *tried(results["tried"], known)]
     told = facts(results)
     return HEAD.format(**told) + SETUP.format(**told) + "\n".join(["", *lines, ""]) + LIMITS
+
+
+def common(row: Row) -> str:
+    """Return what both runs of a row change in the settings of their world, in words; empty without a change.
+
+    A part that is taken away is the method's published one.
+    """
+    changes = dict(row.base or {})
+    parts = {f"parts.{name}": part for name, part in changes.pop("parts", {}).items()}
+    said = json.dumps(parts | changes)[1:-1].replace('"', "").replace("null", "published")
+    return f" (both with `{said}`)" if said else ""
 
 
 def facts(results: dict[str, Any]) -> dict[str, Any]:
@@ -112,6 +125,8 @@ def facts(results: dict[str, Any]) -> dict[str, Any]:
             **dict(zip(("sampled", "samples"), results["sampled"])),
             **{f"text_{key}": TEXTS[f"train.{key}"] for key in (*keys, "updates", "lr")},
             "later": bullet(LATER.format(chosen=TRIED if results["tried"] else FIXED)) if later else "",
+            "bases": bullet("- **Base.** Accuracy before training: " + ", ".join(
+                f"{value:.3f} on `{pool}`" for pool, value in results["bases"].items()) + "."),
             "images": bullet(PICTURED.format(**images)) if pictured else ""}
 
 
@@ -160,7 +175,8 @@ def main() -> None:
     known = json.loads(DATA.read_text(encoding="utf-8"))
     if args.results:
         new = json.loads(args.results.read_text(encoding="utf-8"))
-        known = new | {"tried": known["tried"], "rows": merged(known["rows"], new["rows"])}
+        known = new | {"tried": known["tried"], "bases": known.get("bases", {}) | new["bases"],
+                       "rows": merged(known["rows"], new["rows"])}
     if args.tried:
         known["tried"] = json.loads(args.tried.read_text(encoding="utf-8"))["rows"]
     atomic.write_text(DATA, json.dumps(known, indent=1) + "\n")

@@ -155,15 +155,27 @@ def study(args: argparse.Namespace) -> None:
         return [known[config.folder, rlg] for config in configs]
 
     rows = []
+    bases = {POOLS[pool]: base_accuracy(args, pool) for pool in args.pool or POOLS}
     for row in (row for row in (CANDIDATES if tried else ROWS) if row.key in asked(args)):
         without = arm(row, f"{row.name}-without", row.without)
         rows.append(result(row, without, arm(row, row.name, row.options, row.rlg)))
         sides = [" ".join(f"{seed:.3f}" for seed in rows[-1][side]) for side in ("without", "with")]
         print(f"{', '.join(filter(None, row.key))}: {row.quantity} {sides[0]} -> {sides[1]}, "
               f"p {rows[-1]['p']:.3f}, accuracy {rows[-1]['accuracy']}", flush=True)
-        told = results(args, rows)
-        atomic.write_text(args.output / "results.json", json.dumps(told, indent=1) + "\n")
-        atomic.write_text(args.output / "results.md", "\n".join(table(told["rows"])) + "\n")
+        write(args.output, results(args, rows, bases))
+    write(args.output, results(args, rows, bases))
+
+
+def base_accuracy(args: argparse.Namespace, pool: str) -> float:
+    """Return the accuracy of the untrained model on a pool."""
+    options = IMAGES if pool == SCENES else TEXTS
+    return study_measures.base_accuracy(configured(args, pool, "base", options, 0), args.prompts)
+
+
+def write(output: Path, told: dict[str, Any]) -> None:
+    """Write the results to a folder."""
+    atomic.write_text(output / "results.json", json.dumps(told, indent=1) + "\n")
+    atomic.write_text(output / "results.md", "\n".join(table(told["rows"])) + "\n")
 
 
 def asked(args: argparse.Namespace) -> set[tuple[str, str, str]]:
@@ -173,11 +185,11 @@ def asked(args: argparse.Namespace) -> set[tuple[str, str, str]]:
             and (not args.pool or row.pool in args.pool) and row.key not in there}
 
 
-def results(args: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the page shows."""
+def results(args: argparse.Namespace, rows: list[dict[str, Any]], bases: dict[str, float]) -> dict[str, Any]:
+    """Return what the page shows. bases: accuracy of the untrained model by pool."""
     return {"seeds": args.seeds, "side": args.side, "prompts": args.prompts, "sampled": [PROMPTS, SAMPLES],
             "pictured": [PICTURED, study_measures.probe.SAMPLES], "fives": SIDES["train"][1], "known": MASTERED,
-            "rows": judged(rows)}
+            "bases": bases, "rows": judged(rows)}
 
 
 def commit() -> str:

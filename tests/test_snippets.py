@@ -97,15 +97,17 @@ def test_the_readmes_reward_prefers_red():
     assert names["red"](torch.stack([red, grey]), ["p"] * 2, [{}] * 2) == pytest.approx([1.0, 0.0])
 
 
-def test_what_the_page_of_one_gpu_imports_exists():
-    [block] = blocks("python", ROOT / "docs" / "get_started" / "one_gpu.md")
-    tree = ast.parse(block)
-    [(module, name)] = [(node.module, alias.name) for node in tree.body if isinstance(node, ast.ImportFrom)
-                        for alias in node.names]
-    pipeline = getattr(importlib.import_module(module), name)
+@pytest.mark.parametrize("number, methods", [
+    (0, {"from_pretrained", "to", "load_lora_weights"}),
+    (1, {"from_pretrained", "load_lora_weights", "enable_model_cpu_offload"})])
+def test_what_the_page_of_one_gpu_imports_exists(number, methods):
+    tree = ast.parse([*blocks("python", ROOT / "docs" / "get_started" / "one_gpu.md")][number])
+    pipeline, *others = [getattr(importlib.import_module(str(node.module)), alias.name) for node in tree.body
+                         if isinstance(node, ast.ImportFrom) for alias in node.names]
     called = {node.func.attr for node in ast.walk(tree) if isinstance(node, ast.Call)
               and isinstance(node.func, ast.Attribute)}
-    assert called == {"from_pretrained", "to", "load_lora_weights"} and all(hasattr(pipeline, name) for name in called)
+    assert called == methods and all(hasattr(pipeline, name) for name in called)
+    assert all(callable(other) for other in others)
 
 
 def test_make_targets_that_are_shown_exist():

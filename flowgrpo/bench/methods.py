@@ -26,7 +26,7 @@ CLIPS = ("low", "high", "bound")  # fields of losses that bound a ratio
 @dataclass(frozen=True)
 class Entry:
     """Method of a bench. label: its name in tables. given: as the user wrote it. settings: dotted, over the shared
-    ones. adjusted: those that the bench set beside the published parts."""
+    ones. adjusted: those that the bench set beside the published parts; of a recipe file all that it sets."""
 
     label: str
     given: str
@@ -66,7 +66,8 @@ def _of_recipe(path: Path, name: str) -> Entry:
         raise UserError(f"{path}: its model is {config.model}, but the bench is of {name}: give --model "
                         f"{config.model}, or another recipe")
     settings = {key: value for key, value in _flat(raw).items() if key not in SHARED and not key.startswith("eval.")}
-    return Entry(path.stem, str(path), {"method": config.method} | settings, {})
+    settings = {"method": config.method} | settings
+    return Entry(path.stem, str(path), settings, settings)
 
 
 def _flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:
@@ -82,8 +83,8 @@ def _require(entry: Entry, of: BenchModel) -> None:
     """Raise UserError for a method of another kind of model, and for rewards that it cannot follow."""
     method = overlay.preset(entry.settings["method"]).on(of.process)
     if method.target.follows_reward:
-        names = entry.settings.get("reward", of.settings["reward"])
-        rewards.require_gradient({name: rewards.find(name) for name in names})
+        given = parse.validate({"reward": entry.settings.get("reward", of.settings["reward"])})
+        rewards.require_gradient(rewards.compose(given.trained, None))
 
 
 def _merged(one: Any, other: Any) -> Any:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+import yaml
 
 from flowgrpo.evaluation.numbers import fixed
 
@@ -11,7 +14,6 @@ COST = ("`to 50%`: evaluations to that share of the reference's gain over the ba
         "training; `seconds`: of training, as a ratio to the reference's; `KL`: to the base, per sample; `diversity`: "
         "distance between a prompt's samples, as a share of the base's; then rewards that were not trained on, before "
         "and after.")
-QUOTE = "'"  # of Python, which YAML does not need
 MARKS = {1: "above", -1: "below", 0: ""}
 
 
@@ -116,10 +118,15 @@ def notes(results: dict[str, Any]) -> list[str]:
         lines.append("One seed: intervals and tests are over prompts alone, and another seed may change the order.")
     for method in results["methods"]:
         if method["adjusted"]:
-            told = ", ".join(f"`{key}: {str(value).replace(QUOTE, '')}`" for key, value in method["adjusted"].items())
-            lines.append(f"`{method['label']}` runs with {told} beside its published parts.")
+            told = ", ".join(f"`{key}: {_inline(value)}`" for key, value in method["adjusted"].items())
+            lines.append(f"`{method['label']}` runs with {told}; other parts are the published ones.")
     lines += [f"Failed: {label}: {error}" for label, error in results["errors"].items()]
     return [part for line in lines for part in (line, "")][:-1]
+
+
+def _inline(value: Any) -> str:
+    """Return a value as a recipe writes it, in one line."""
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf).split("\n...")[0].strip()
 
 
 def shown(results: dict[str, Any]) -> None:

@@ -81,8 +81,19 @@ def test_methods_are_presets_files_and_recipes(request_of, tmp_path):
     mine, wide, refl = (run.config for run in runs[1:4])
     assert wide.parts == {"plan": {"size": 3}} and wide.train.lr == 1e-4 and wide.seed == 0
     assert wide.eval.steps == mine.eval.steps == EVAL["starter"]["num_inference_steps"]
+    assert made.entries[2].adjusted == {"method": "mix_grpo", "parts": {"plan": {"size": 3}}, "train.lr": 1e-4}
     assert mine.method.endswith("my.py:mine") and refl.reward == {"scene_soft": 1.0}
     assert all(run.foretold >= 40_000 for run in runs)
+
+
+def test_a_recipe_names_its_differentiable_reward(request_of, tmp_path):
+    recipe = tmp_path / "whole.yaml"
+    for reward in ("scene_soft", {"soft": {"use": "scene_soft"}}):
+        recipe.write_text(yaml.dump({"method": "draft", "reward": reward, "parts": {"plan": {"count": 3}}}))
+        assert Plan(request_of(str(recipe))).entries[0].settings["reward"] == reward
+    recipe.write_text(yaml.dump({"method": "draft", "reward": "scene"}))
+    with pytest.raises(UserError, match="reward 'scene' is not differentiable"):
+        Plan(request_of(str(recipe)))
 
 
 def test_a_runs_folder_says_what_it_depends_on(request_of, tmp_path):
