@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flowgrpo.config.sections import Adapter
 from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt, as_line
 from flowgrpo.errors import UserError, nearest
@@ -72,6 +73,7 @@ SIXTEEN = {"train.prompts": 6, "train.group": 16}  # as many samples as 4 groups
 ADJUSTED: dict[str, dict[str, Any]] = {
     "branch_grpo": SIXTEEN | {"parts": {"plan": {"splits": [0, 1, 2, 3]}}},
     "tree_rpo": SIXTEEN,
+    "texforce": {"adapter.targets": Adapter().targets},  # a LoRA of the text encoder alone reads none
     "sol_rl": {"parts": {"preview": {"pool": 48, "steps": 4}}},
     "expo": SIXTEEN | {"train.lr": 1.0e-3, "train.inner_epochs": 2, "parts": {"edit": {"candidates": 4}}}}
 

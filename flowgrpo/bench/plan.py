@@ -16,7 +16,8 @@ from flowgrpo.bench.methods import Entry, clip_of, entries, scaled
 from flowgrpo.config import parse
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
-from flowgrpo.methods import validate
+from flowgrpo.methods import keys_read, validate
+from flowgrpo.policies import build
 from flowgrpo.storage import atomic, paths
 from flowgrpo.storage.json_files import read_object
 from flowgrpo.storage.lock import LOCK
@@ -101,7 +102,8 @@ class Plan:
 
     def _require(self, entry: Entry) -> None:
         config = self._config(entry, entry.settings, 0)
-        validate.resolve(config, self.of.process)
+        method = validate.resolve(config, self.of.process)
+        keys_read.require_keys(config, build.PIPELINE if self.counted else build.CAUSAL_LM, method, f"{entry.label}: ")
         rewards.compose(config.trained | config.watched, None)
         if self.counted:
             self._afford(entry, epochs_for(config, 1, self.of.process)[1])
