@@ -27,7 +27,7 @@ from flowgrpo.bench import charts, models, table
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.numbers import fixed
 from flowgrpo.evaluation.pages.figures import COLOURS, FAINT, INK, save, styled
-from flowgrpo.methods.presets import PRESETS
+from flowgrpo.methods.presets import OVERLAYS, PRESETS
 from flowgrpo.storage import atomic
 
 ROOT = Path(__file__).parent.parent
@@ -52,6 +52,8 @@ the number of pairs; p-values and verdicts are corrected (Holm).
 """
 TOLD = ("Parts are the published ones, unless [the benchmark](../benchmark.md) says otherwise. All methods, curves and "
         "costs are there.")
+MODIFIER = ("The difference includes that of the base method: what the modifier adds is the difference to the base "
+            "method's own row.")
 
 
 # --- docs/benchmark.md -----------------------------------------------------------------------------------------------
@@ -202,7 +204,8 @@ def result(name: str, results: Iterable[Mapping[str, Any]]) -> str:
              fixed(model["base"], 3), fixed(method["accuracy"], 3), difference(method["difference"]) or "-",
              *([tuned(method)[0]] if swept else []), verdict(model, method)] for model, method in rows]
     lines = markdown((heads + ["best of sweep"] * swept + ["verdict"], body))
-    return "\n".join([BEGIN, "", *lines, "", wrapped(TOLD), "", END])
+    told = f"{MODIFIER} {TOLD}" if name in OVERLAYS else TOLD
+    return "\n".join([BEGIN, "", *lines, "", wrapped(told), "", END])
 
 
 def verdict(model: Mapping[str, Any], method: Mapping[str, Any]) -> str:

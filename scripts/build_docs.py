@@ -19,6 +19,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from flowgrpo import config, methods
+from flowgrpo.cli.about import GROUPS
 from flowgrpo.config import schema
 from flowgrpo.config.base import Section
 from flowgrpo.config.reward_rules import RewardRule
@@ -228,13 +229,21 @@ NULLS = ("By their key in `parts`; a field without a value has to be given. `nul
 
 def methods_index() -> str:
     """Text of docs/methods/index.md."""
-    presets = [f"| [`{name}`]({name}.md) | {first(preset)} | `{test_of(name)}` |"
-               for name, preset in methods.PRESETS.items()]
     parts = [listing(key, about) for key, about in PLACES.items()]
     return "\n".join([
-        METHODS_HEAD, "## Presets", "", *table("preset | what it does | test", presets),
+        METHODS_HEAD, "## Presets", "", *presets(),
         "## Papers", "", *table("paper | preset or part | test", papers()),
         "## Parts", "", NULLS, "", *parts, METHODS_TAIL])
+
+
+def presets() -> list[str]:
+    """Table of the presets of every kind, under its heading."""
+    lines = []
+    for module, title in GROUPS.items():
+        rows = [f"| [`{name}`]({name}.md) | {first(preset)} | `{test_of(name)}` |"
+                for name, preset in methods.PRESETS.items() if preset.__module__.endswith(f".{module}")]
+        lines += [f"### {title}", "", *table("preset | what it does | test", rows)]
+    return lines
 
 
 def table(heads: str, rows: list[str]) -> list[str]:

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from study_rows import ROWS
-from study_settings import IMAGES, POOLS, SCENES, TEXTS, Row
+from study_settings import IMAGES, POOLS, SCENES, TEXTS, Options, Row
 from study_statistics import accuracies, merged, named, table, tried
 
 from flowgrpo.bench import models
 from flowgrpo.storage import atomic
 
+QUOTE = '"'
 ROOT = Path(__file__).parent.parent
 PAGE, DATA = ROOT / "docs" / "studies.md", ROOT / "docs" / "studies.json"
 HEAD = """# Studies of parts
@@ -50,7 +51,8 @@ SETUP = """
 - **Settings.** Learning rate and updates of texts were chosen on validation prompts, for the run without. The first 16
   rows, those of texts without a setting in brackets, have published settings or such that fit a run of this length. The
   rows of `three in four mastered` were added after the first three rows had shown nothing.
-{later}- **Without.** The run above, without the part. Where both runs differ from it, "what was seen" says `both with`.
+{later}- **Without.** The run above, without the part. "What was seen" says where both runs differ from it
+  (`both with`), and where the part belongs to it, so that the run without is the changed one (`without`).
 {bases}- **Quantities.** Accuracy is greedy, on {measured} held-out prompts. Entropy and KL to the base are of whole
   completions, in nats, on {sampled} of them with {samples} samples each at temperature 1.
 {images}- **Test.** p is that of [the bench](bench.md#statistical-test), a bootstrap over prompts and seeds, paired by
@@ -94,7 +96,7 @@ def page(results: dict[str, Any]) -> str:
     lines += ["", "## What was seen", ""]
     for result in results["rows"]:
         row = known[result["name"], result["setting"], result["pool"]]
-        said = f"- **{named(result)}**, {result['pool']}{common(row)}. Claim: {row.claim}. {row.seen}"
+        said = f"- **{named(result)}**, {result['pool']}{apart(row)}. Claim: {row.claim}. {row.seen}"
         lines.append(wrapped(said, indent="  "))
     if results["tried"]:
         lines += ["", "## Settings that were tried", "", COMPARED, "", *tried(results["tried"], known)]
@@ -102,15 +104,24 @@ def page(results: dict[str, Any]) -> str:
     return HEAD.format(**told) + SETUP.format(**told) + "\n".join(["", *lines, ""]) + LIMITS
 
 
-def common(row: Row) -> str:
-    """Return what both runs of a row change in the settings of their world, in words; empty without a change.
+def apart(row: Row) -> str:
+    """Return what the runs of a row change in the settings of their world, in words; empty without a change.
 
-    A part that is taken away is the method's published one.
+    `both with` is in both runs, `without` in the run without the part alone. A part that the run without takes away is
+    the preset's own there.
     """
-    changes = dict(row.base or {})
-    parts = {f"parts.{name}": part for name, part in changes.pop("parts", {}).items()}
-    said = json.dumps(parts | changes)[1:-1].replace('"', "").replace("null", "published")
-    return f" (both with `{said}`)" if said else ""
+    changes, having = dotted(row.base or {}), dotted(row.options)
+    sides = {"both with": {key: value for key, value in changes.items() if having.get(key) == value},
+             "without": {key: value for key, value in changes.items() if having.get(key) != value}}
+    said = [f"{side}: `{json.dumps(values)[1:-1].replace(QUOTE, '').replace('null', 'published')}`"
+            for side, values in sides.items() if values]
+    return f" ({'; '.join(said)})" if said else ""
+
+
+def dotted(options: Options) -> Options:
+    """Return options with their parts under keys of their own, `parts.NAME`."""
+    parts = {f"parts.{name}": part for name, part in options.get("parts", {}).items()}
+    return parts | {key: value for key, value in options.items() if key != "parts"}
 
 
 def facts(results: dict[str, Any]) -> dict[str, Any]:
