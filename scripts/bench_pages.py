@@ -38,7 +38,7 @@ SECTION = re.compile(rf"^{HEADING}\n(.*?)(?=^## )", re.S | re.M)
 BEFORE = "## Recipe\n"  # heading that a new section stands before
 WRITTEN = re.compile(f"{BEGIN}.*?{END}", re.S)
 VERDICTS = {1: "higher than", -1: "lower than", 0: "no significant difference to"}
-LEFT_OUT = ("spent", "epochs")  # columns of the bench's table of costs that are nearly equal in all rows
+LEFT_OUT = ("spent",)  # columns of the bench's table of costs that are nearly equal in all rows
 TEXTS = ("method", "model", "verdict")  # columns that are no numbers
 COLUMNS = 5  # panels beside each other
 HEAD = """# Benchmark

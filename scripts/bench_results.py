@@ -22,7 +22,7 @@ MEND = "run the command of the bench again"
 KEPT = ("model", "unit", "evaluations", "seeds", "points", "prompts", "measured_prompts", "measured", "trained",
         "watched", "reference", "base", "base_tasks", "goals", "test", "errors")
 OF_METHOD = ("label", "given", "adjusted", "accuracy", "low", "high", "lowest", "highest", "gain", "reached", "epochs",
-             "evaluations", "seconds_ratio", "kl", "diversity", "watched", "tasks", "curve")
+             "evaluations", "seconds_ratio", "kl", "zero_variance", "diversity", "watched", "tasks", "curve")
 OF_TUNED = ("accuracy", "low", "high", "lowest", "highest", "lr", "clip")
 ELSEWHERE = ("model", "tracker", "reward", "eval.rewards")  # shared settings that are said apart, or change no number
 DIGITS = 6  # significant ones of kept numbers

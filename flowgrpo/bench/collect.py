@@ -28,11 +28,14 @@ MEND = "remove the run's folder, and the same command trains it again"
 def outcome(run: Run, measured: str, watched: Sequence[str]) -> dict[str, Any]:
     """Return what a finished run says of itself.
 
-    curve: (evaluations, accuracy) from the base on; scores: accuracy of every held-out prompt; seconds: of training.
+    curve: (evaluations, accuracy) from the base on; scores: accuracy of every held-out prompt; seconds: of training;
+    zero_variance: mean share of groups whose samples had the same accuracy, None if it was not trained on.
     """
     summary = read_object(run.folder / "summary.json", MEND)
-    key, lines = f"held_out/{measured}", read_lines(run.folder / "metrics.jsonl", "epoch", "evaluations")
+    key, same = f"held_out/{measured}", f"reward/{measured}/zero_variance_groups"
+    lines = read_lines(run.folder / "metrics.jsonl", "epoch", "evaluations")
     points = [(line["evaluations"], line[key]) for line in lines[:-1] if line.get(key) is not None]
+    shares = [line[same] for line in lines if line.get(same) is not None]
     before = read_object(run.folder / "before.json", MEND)["scores"][measured]
     after = read_object(run.folder / "report" / "after.json", MEND)["scores"][measured]
     spent = summary["denoiser_evaluations"]
@@ -43,6 +46,7 @@ def outcome(run: Run, measured: str, watched: Sequence[str]) -> dict[str, Any]:
             "tasks": summary["tasks"][measured]["after"], "base_tasks": summary["tasks"][measured]["before"],
             "watched": {name: {"before": summary["before"][name], "after": summary["after"][name]}
                         for name in watched},
+            "zero_variance": mean(shares) if shares else None,
             "base_scores": before, "scores": after, "unit": summary["unit"],
             **(read_object(run.result, MEND) if run.result.is_file() else {})}
 
@@ -108,12 +112,12 @@ def _scores(runs: list[dict[str, Any]]) -> np.ndarray:
 
 def _method(entry: Entry, runs: list[dict[str, Any]], goals: dict[float, float]) -> dict[str, Any]:
     curve = mean_curve([run["curve"] for run in runs])
-    kls = [run["kl"] for run in runs if run.get("kl") is not None]
+    kls, same = ([run[key] for run in runs if run.get(key) is not None] for key in ("kl", "zero_variance"))
     return {"label": entry.label, "given": entry.given, "adjusted": entry.adjusted, "runs": runs, **_accuracy(runs),
             "gain": mean(run["accuracy"] - run["base"] for run in runs), "curve": curve,
             "reached": [reached([(x, value) for x, value, *_ in curve], goal) for goal in goals.values()],
             "tasks": {task: mean(run["tasks"][task] for run in runs) for task in runs[0]["tasks"]},
-            "kl": mean(kls) if kls else None,
+            "kl": mean(kls) if kls else None, "zero_variance": mean(same) if same else None,
             "diversity": _ratio(mean(run["diversity"]["tuned"] for run in runs),
                                 [mean(run["diversity"]["base"] for run in runs)]),
             "watched": {name: {side: mean(run["watched"][name][side] for run in runs) for side in ("before", "after")}

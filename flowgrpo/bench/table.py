@@ -11,7 +11,8 @@ from flowgrpo.evaluation.numbers import fixed
 
 Rows = tuple[list[str], list[list[str]]]  # headings and lines
 COST = ("`to 50%`: evaluations to that share of the reference's gain over the base; `spent`: all evaluations of "
-        "training; `seconds`: of training, as a ratio to the reference's; `KL`: to the base, per sample; `diversity`: "
+        "training; `seconds`: of training, as a ratio to the reference's; `zero variance`: share of groups whose "
+        "samples all had the same accuracy in training; `KL`: to the base, per sample; `diversity`: "
         "distance between a prompt's samples, as a share of the base's; then rewards that were not trained on, before "
         "and after.")
 MARKS = {1: "above", -1: "below", 0: ""}
@@ -39,11 +40,11 @@ def costs(results: dict[str, Any]) -> Rows:
     """Return what every method spent: evaluations to shares of the reference's gain, seconds, KL and diversity.
     `COST` says what the columns are."""
     shares = [f"to {share:.0%}" for share, _ in results["goals"]]
-    heads = ["method", *shares, "spent", "epochs", "seconds", "KL", "diversity", *results["watched"]]
+    heads = ["method", *shares, "spent", "epochs", "seconds", "zero variance", "KL", "diversity", *results["watched"]]
     rows = [[method["label"], *(_count(value) for value in method["reached"]), f"{method['evaluations']:,.0f}",
-             f"{method['epochs']:.0f}", _times(method["seconds_ratio"]), _number(method["kl"]),
-             _share(method["diversity"]), *(f"{_number(value['before'])} -> {_number(value['after'])}"
-                                            for value in method["watched"].values())]
+             f"{method['epochs']:.0f}", _times(method["seconds_ratio"]), _share(method["zero_variance"]),
+             _number(method["kl"]), _share(method["diversity"]),
+             *(f"{_number(value['before'])} -> {_number(value['after'])}" for value in method["watched"].values())]
             for method in ranked(results)]
     return heads, rows
 
