@@ -130,7 +130,7 @@ def test_every_line_of_the_faults_names_a_test_or_a_page():
 
 # `python -m flowgrpo`, `accelerate launch -m flowgrpo` and `NAME=VALUE flowgrpo` too
 COMMAND = r"(?:[^`\n]*-m |(?:[A-Z_]+=\S+ )+)?flowgrpo [a-z-]+(?: [^`\n]*)?"
-STAND_INS = {"N": "1", "RECIPE": "configs/starter.yaml", "--KEY=VALUE": "--train.lr=1e-4", "...": None}
+STAND_INS = {"N": "1", "RECIPE": "configs/starter.yaml", "--KEY=VALUE": "--train.lr=1e-4", "...": None, "&": None}
 
 
 def command_lines() -> list[str]:
