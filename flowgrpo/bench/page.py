@@ -53,12 +53,12 @@ HEAD = """<!doctype html>
 def page(results: dict[str, Any]) -> str:
     """Return the HTML of a bench's results."""
     title = html.escape(f"Methods on {results['model']}")
-    told = "".join(f"<p>{_code(line)}</p>\n" for line in table.notes(results) if line)
+    first, *rest = (f"<p>{_code(line)}</p>\n" for line in table.notes(results) if line)
     return "".join([
-        HEAD.format(title=title, style=STYLE), told,
+        HEAD.format(title=title, style=STYLE), first,
         _section("Accuracy", _rows(table.accuracies(results)) + _accuracy_bars(results)), *_curves(results),
         _section("Cost", _rows(table.costs(results)) + _cost_bars(results), _code(table.COST)), _tasks(results),
-        *_orders(results), "</main></body></html>\n"])
+        *_orders(results), _section("Notes", "".join(rest)) if rest else "", "</main></body></html>\n"])
 
 
 def _code(text: str) -> str:
