@@ -54,6 +54,14 @@ def starter_pairs(folder: Path) -> None:
     write({"pairs.jsonl": lines(rows), "subjects.jsonl": lines(rows)}, place)
 
 
+def shown_recipe(name: str, folder: Path) -> None:
+    """Write the recipe that docs/get_started/one_gpu.md has the user save, beside the one that it extends."""
+    page = (ROOT / "docs" / "get_started" / "one_gpu.md").read_text(encoding="utf-8")
+    [content] = re.findall(rf"Save this as `{re.escape(name)}`.*?```yaml\n(.*?)```", page, re.S)
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    write({name: content}, folder)
+
+
 [RED] = re.findall(r"```python\n(# red\.py\n.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
 SUMS = [{"prompt": f"{i}+34+56=", "metadata": {"answer": str(i + 90)}} for i in range(11, 23)]
 TEXTS = ("a red star", "a red star left of a ring", "a blue ring", "two green crosses")
@@ -75,6 +83,7 @@ TEXT_RUN = ("flowgrpo train configs/starter_text.yaml", "runs/starter_text")
 SAMPLES = "flowgrpo sample starter --prompts prompts.txt --count 2 --output samples"
 FILES = {
     "configs": lambda folder: shutil.copytree(ROOT / "configs", folder / "configs"),
+    "configs/sdxl_pick.yaml": partial(shown_recipe, "configs/sdxl_pick.yaml"),
     "prompts.txt": partial(write, {"prompts.txt": PROMPTS}),
     "prompts.jsonl": partial(write, {"prompts.jsonl": lines(SCENES)}),
     "scenes.jsonl": partial(write, {"scenes.jsonl": lines(SCENES)}),
@@ -88,7 +97,7 @@ FILES = {
     "a.png": partial(picture, "a.png"), "b.png": partial(picture, "b.png"),
     "runs/starter_pairs": starter_pairs,
     "runs": (RUN[0], "runs"), "runs/starter": RUN, "runs/one": RUN, "runs/two": RUN,
-    "runs/sdxl_24gb": RUN,
+    "runs/sdxl_24gb": RUN, "runs/flux_dev_24gb": RUN,
     "runs/mine": ("flowgrpo grid runs/starter", "runs/starter"),
     "runs/starter_text": TEXT_RUN, "runs/enhancer": TEXT_RUN,
     "runs/fast": ("flowgrpo train configs/starter.yaml --method=flow_grpo_fast --parts={} --name=fast", "runs/fast"),
@@ -113,6 +122,7 @@ STAND_INS = {
     "": {"RUN": "runs/starter", "PIPELINE": "starter", "MODEL": "starter", "RECIPE": "configs/starter.yaml", "K": "1"},
     "train RECIPE --name=enhancer1": {"RECIPE": "enhancer.yaml"},
     "eval MODEL": {"MODEL": "starter_text"},
+    "prompts FILE": {"FILE": "prompts.txt"},
     "(sample|export) RUN --epoch": {"50": "1", "TEXT": "a red star"},
     "check": {"MODEL": "stabilityai/stable-diffusion-xl-base-1.0", "RECIPE": "configs/sdxl_24gb.yaml"},
 }
@@ -128,7 +138,7 @@ OPTIONS = {
     "train configs/starter_rpo": f"{PAIRS}runs/starter_pairs/subjects.jsonl",
     "check .*--gpu": SMALL,
     "bench": "--evaluations 100",
-    "sample (starter|hub:|runs/sdxl)(?!.*text)": "--steps 2",
+    "sample (starter|hub:|runs/(sdxl|flux))(?!.*text)": "--steps 2",
     "grid": "--count 2",
     "eval runs/starter ": "--steps 2 --suite scenes.jsonl",
     "eval starter --suite geneval": "--steps 2 --suite scenes.jsonl --rewards sharpness",  # its detector is downloaded
@@ -148,16 +158,16 @@ PROMISED = {
     "data": "{output}", "write-prompts": "{output}", "label": "pairs.jsonl", "vote": "> share for",
     "report .*--live": "> Ctrl-C ends it", "report runs/fast": "runs/fast-lr.html",
     "report": "runs/starter/report.html", "export .*card": "runs/starter/README.md",
-    "export .*--epoch": "runs/starter/**/kohya*.safetensors", "export": "runs/starter/kohya.safetensors",
+    "export .*--epoch": "runs/starter/**/kohya*.safetensors", "export": "{first}/kohya.safetensors",
     "push .*--dry-run": "> nothing was uploaded",
     "push": "> /me/starter/commit/", "runs": "> starter .* finished", "methods": "> mix_grpo", "rewards": "> ocr",
-    "prompts": "> position", "new": "{last}.py", "score sharpness": "> before_after.png", "score": "> 1\\.0000",
+    "prompts prompts.txt": "> a red star left of a ring", "prompts": "> position", "new": "{last}.py", "score sharpness": "> before_after.png", "score": "> 1\\.0000",
     "serve-reward": "> Stopping", "check .*--json": '> "measured": false', "check": "> computed, not measured",
 }
 # Lines that do not run to their end without a network, or within seconds: the reason, and the error in which they end.
 LOADS = "weights of the hub"
 CANNOT = {
-    "serve-reward pick_score|label samples_a": (LOADS, "PickScore_v1 cannot be loaded"),
+    "serve-reward pick_score|label samples_a|train .*--reward=pick_score": (LOADS, "PickScore_v1 cannot be loaded"),
     "train configs/(sdxl_24gb|wan22).yaml": (LOADS, "HPS_v2.1_compressed.pt cannot be loaded"),
     "encode configs/wan22.yaml": (LOADS, "cannot load the model 'Wan-AI/Wan2.2-T2V-A14B-Diffusers'"),
     "check black-forest-labs/FLUX.1-dev": (LOADS, '"drivable": false'),
@@ -202,7 +212,7 @@ def promised(arguments: list[str]) -> str:
     assert entry is not None, f"{typed}: no entry in PROMISED says what it writes"
     if entry.startswith("> "):
         return entry
-    return entry.format(output=value(arguments, "--output"), last=arguments[-1],
+    return entry.format(output=value(arguments, "--output"), first=arguments[1], last=arguments[-1],
                         name=value(arguments, "--name") or Path(arguments[1]).stem)
 
 

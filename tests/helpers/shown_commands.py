@@ -36,8 +36,9 @@ class Made:
 
 
 def words(line: str) -> list[str]:
-    """Return the arguments of a shown line: what stands behind `flowgrpo`, without the comment."""
-    return shlex.split(re.split(r"(?:^|-m |\s)flowgrpo ", line, maxsplit=1)[1], comments=True)
+    """Return the arguments of a shown line: what stands behind `flowgrpo`, without the comment and the shell's `&`."""
+    arguments = shlex.split(re.split(r"(?:^|-m |\s)flowgrpo ", line, maxsplit=1)[1], comments=True)
+    return arguments[:-1] if arguments[-1:] == ["&"] else arguments
 
 
 def value(arguments: list[str], option: str) -> str | None:
