@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import build_docs
 from study_rows import ROWS
 from study_settings import IMAGES, POOLS, SCENES, TEXTS, Options, Row
 from study_statistics import accuracies, merged, named, table, tried
 
 from flowgrpo.bench import models
+from flowgrpo.methods import registry
+from flowgrpo.rewards import BUILT_IN
 from flowgrpo.storage import atomic
 
 QUOTE = '"'
@@ -51,8 +55,8 @@ SETUP = """
 - **Settings.** Learning rate and updates of texts were chosen on validation prompts, for the run without. The first 16
   rows, those of texts without a setting in brackets, have published settings or such that fit a run of this length. The
   rows of `three in four mastered` were added after the first three rows had shown nothing.
-{later}- **Without.** The run above, without the part. "What was seen" says where both runs differ from it
-  (`both with`), and where the part belongs to it, so that the run without is the changed one (`without`).
+{later}- **Without.** The run above, without the part. [The settings of each row](#settings-of-each-row) say where both runs
+  differ from it, and where the part belongs to it, so that the run without is the changed one.
 {bases}- **Quantities.** Accuracy is greedy, on {measured} held-out prompts. Entropy and KL to the base are of whole
   completions, in nats, on {sampled} of them with {samples} samples each at temperature 1.
 {images}- **Test.** p is that of [the bench](bench.md#statistical-test), a bootstrap over prompts and seeds, paired by
@@ -76,6 +80,8 @@ PICTURED = ("- **Images.** {epochs} epochs of {prompts} prompts with {group} sam
             "{guidance:g}. Diversity is the distance between the {copies} pictures of a prompt, on {pictured} prompts; "
             "the KL to the base is that of whole samples of `flow_grpo`, on the same.")
 COMPARED = "On validation prompts, with one seed that no row above has; `held-out row` is one of the table above."
+CHANGED = ("`with` is what the run with the part adds to the run without; `both` is what the two runs change in the "
+           "settings above; `without` is changed in the run without alone, where the part belongs to the settings.")
 LIMITS = """
 ## Limits
 
@@ -93,10 +99,11 @@ def page(results: dict[str, Any]) -> str:
     if others := accuracies(results["rows"]):
         lines += ["", "Accuracy of the rows with another quantity:", "", *others]
     known = {row.key: row for row in ROWS}
+    lines += ["", "## Settings of each row", "", wrapped(CHANGED), "", *settings(results["rows"], known)]
     lines += ["", "## What was seen", ""]
     for result in results["rows"]:
         row = known[result["name"], result["setting"], result["pool"]]
-        said = f"- **{named(result)}**, {result['pool']}{apart(row)}. Claim: {row.claim}. {row.seen}"
+        said = f"- **{named(result)}**, {result['pool']}. Claim: {row.claim}. {row.seen}"
         lines.append(wrapped(said, indent="  "))
     if results["tried"]:
         lines += ["", "## Settings that were tried", "", COMPARED, "", *tried(results["tried"], known)]
@@ -104,18 +111,40 @@ def page(results: dict[str, Any]) -> str:
     return HEAD.format(**told) + SETUP.format(**told) + "\n".join(["", *lines, ""]) + LIMITS
 
 
-def apart(row: Row) -> str:
-    """Return what the runs of a row change in the settings of their world, in words; empty without a change.
+def settings(results: list[dict[str, Any]], known: dict[tuple[str, str, str], Row]) -> list[str]:
+    """Return the lines of a table of what the runs of every row change in the settings of their world."""
+    lines = ["| part | prompts | with | both | without |", "|---|---|---|---|---|"]
+    for result in results:
+        row = known[result["name"], result["setting"], result["pool"]]
+        lines.append(f"| {' | '.join([linked(result), result['pool'], *map(shown, sides(row))])} |")
+    return lines
 
-    `both with` is in both runs, `without` in the run without the part alone. A part that the run without takes away is
-    the preset's own there.
-    """
-    changes, having = dotted(row.base or {}), dotted(row.options)
-    sides = {"both with": {key: value for key, value in changes.items() if having.get(key) == value},
-             "without": {key: value for key, value in changes.items() if having.get(key) != value}}
-    said = [f"{side}: `{json.dumps(values)[1:-1].replace(QUOTE, '').replace('null', 'published')}`"
-            for side, values in sides.items() if values]
-    return f" ({'; '.join(said)})" if said else ""
+
+def sides(row: Row) -> tuple[Options, Options, Options]:
+    """Return what the run with the part changes, what both runs change, and what the run without changes."""
+    changes, having, without = dotted(row.base or {}), dotted(row.options), dotted(row.without)
+    own = {key: value for key, value in having.items() if without.get(key) != value}
+    both = {key: value for key, value in changes.items() if having.get(key) == value}
+    return (own if row.rlg is None else own | {"--rlg": row.rlg}, both,
+            {key: value for key, value in changes.items() if key not in both})
+
+
+def shown(options: Options) -> str:
+    """Return options as code, empty without one; a part that is taken away is the preset's own."""
+    said = json.dumps(options)[1:-1].replace(QUOTE, "").replace("null", "published")
+    return f"`{said}`" if said else ""
+
+
+def linked(result: dict[str, Any]) -> str:
+    """Return the part of a row with a link to its page, or to its place in the index or among the rewards."""
+    name, text = result["name"], named(result)
+    if (ROOT / "docs" / "methods" / f"{name}.md").is_file():
+        return f"[{text}](methods/{name}.md)"
+    if name in registry.TYPES:
+        place = registry.PLACES[registry.TYPES[name]]
+        heading = f"{place} {build_docs.PLACES[place]}".lower()
+        return f"[{text}](methods/index.md#{re.sub(r'[^a-z -]', '', heading).replace(' ', '-')})"
+    return f"[{text}](rewards_shipped.md)" if name in BUILT_IN else text
 
 
 def dotted(options: Options) -> Options:

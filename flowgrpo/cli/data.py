@@ -43,7 +43,7 @@ def data(
                                               "give the sets their shares.")] = None,
     mixture: Annotated[Path | None, typer.Option(metavar="TRIED.jsonl", help="Choose the weights: lines of {weights: "
                                                  "[..], score: ..} of earlier runs.")] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the mixture.")] = 0,
 ) -> None:
     """Write a prompt file from others: without duplicates, by success rates, in a mixture."""
     if output.exists() or output.suffix != ".jsonl":

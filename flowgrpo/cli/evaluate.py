@@ -46,7 +46,7 @@ def evaluate(
     samples: Annotated[int, typer.Option(min=1, help="Pictures or texts per prompt; with several, also pass@k.")] = 1,
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; without: the run's or pipeline's.")] = None,
     guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale; likewise.")] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
     features: Annotated[str, typer.Option(help="Features whose distances are the diversity: pixels, clip, or "
                                                "path/to/file.py:function.")] = "pixels",
     rlg: Annotated[str | None, typer.Option(metavar="W|W,W", help=f"{RLG} Several: each is scored, and rlg.png shows "

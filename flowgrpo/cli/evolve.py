@@ -18,7 +18,7 @@ def evolve(
     arguments: Annotated[list[str] | None, recipe_argument(
         "As for `train`: the model, adapter.init, the reward and the prompts, of which each generation draws "
         "train.prompts.")] = None,
-    generations: Annotated[int, typer.Option(min=1)] = 50,
+    generations: Annotated[int, typer.Option(min=1, help="Generations.")] = 50,
     population: Annotated[int, typer.Option(min=4, help="Points per generation.")] = 8,
     spread: Annotated[float, typer.Option(min=1e-6, help="First standard deviation, in mean singular values of a "
                                           "layer.")] = 0.1,

@@ -19,7 +19,7 @@ def learn_experience(
     arguments: Annotated[list[str] | None, recipe_argument(
         "As for `train`: the language model, the reward and the prompts, of which each epoch draws train.prompts, "
         "train.group samples of each.")] = None,
-    epochs: Annotated[int, typer.Option(min=1)] = 3,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs over the prompts.")] = 3,
     edits: Annotated[int, typer.Option(min=1, help="Edits of the lessons by one group, at most.")] = 2,
     lessons: Annotated[int, typer.Option(min=1, help="Lessons that are kept, at most.")] = 32,
     url: Annotated[str, typer.Option(help="The OpenAI-compatible endpoint of the language model that compares the "

@@ -24,7 +24,8 @@ FILES = {"method": {"method": "{}.py", "method_test": "test_{}.py"},
 
 @app.command()
 def new(
-    kind: Annotated[Kind, typer.Argument(metavar="method|reward|recipe", show_default=False)],
+    kind: Annotated[Kind, typer.Argument(metavar="method|reward|recipe", show_default=False,
+                                         help="What to write.")],
     name: Annotated[str, typer.Argument(metavar="NAME", help="A Python name, such as my_loss.", show_default=False)],
     output: Annotated[Path, typer.Option(help="The folder of the files.")] = Path("."),
 ) -> None:

@@ -70,7 +70,7 @@ def write_prompts(
     templates: Annotated[Path | None, typer.Argument(metavar="[TEMPLATES.yaml]", help="`templates`, such as \"a photo "
                                                      "of {count} {animal}\", and the words of their `slots`.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Prompts at most; none is written twice.")] = 200,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the choice of words.")] = 0,
     about: Annotated[str | None, typer.Option(help="A subject, in place of templates: a language model writes prompts "
                                               "about it.")] = None,
     like: Annotated[Path | None, typer.Option(metavar="FILE", help="A prompt file, in place of templates: a language "
@@ -107,7 +107,7 @@ def proxy_prompts(
                                          "{text, right}; or `choices` and `answer`.")],
     output: Annotated[Path, typer.Option(help="The .jsonl file to write; it must not exist.")],
     share: Annotated[float, typer.Option(help="Share of critiques; the other prompts are the file's.")] = 0.2,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the mistakes, and of the chosen critiques.")] = 0,
 ) -> None:
     """Write prompts whose right answer is known by construction: a caption's error, critiques of solutions, or
     inverted choices."""

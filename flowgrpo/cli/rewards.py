@@ -94,7 +94,7 @@ def train_reward(
                                           "held-out pairs; the best epoch is kept.")] = 4,
     batch: Annotated[int, typer.Option(min=1, help="Pairs per step.")] = 64,
     lr: Annotated[float, typer.Option(min=0, help="Learning rate at its highest; it falls to 0.")] = 1e-3,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the split, the first weights and the order.")] = 0,
     bf16: Annotated[bool, typer.Option("--bf16", help="Train in bfloat16; scores are float32 all the same.")] = False,
     device: Annotated[str | None, typer.Option(help="Without: a GPU where there is one.")] = None,
 ) -> None:
@@ -135,7 +135,7 @@ def train_text_reward(
                                             help="Share of the texts to measure with.")] = 0.1,
     degrade: Annotated[bool, typer.Option("--degrade", help="Learn to prefer the texts to degraded copies of "
                                           "themselves; labels are not read.")] = False,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the held-out share, and of --degrade.")] = 0,
 ) -> None:
     """Train a reward of texts from labels or pairs: a linear head per aspect and category."""
     from flowgrpo.data.labelled_texts import load_labelled

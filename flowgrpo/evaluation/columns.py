@@ -76,7 +76,7 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
         raise UserError(f"--columns {kind}: is of denoisers, and {run} trained a language model; expected one of "
                         f"{', '.join(OF_TEXTS)}")
     arguments = texts.asked(config, 2 if kind == "seeds" else 1, None) if written else \
-        images.call_arguments(config.model, run, config.eval.steps, config.eval.guidance)
+        images.call_arguments(config.model, run)
     chosen = KINDS[kind](Column("tuned", run, seed, arguments), list(values))
     shown = spread(load_prompts(prompts) if prompts else splits.resolve(config)[1], count)
     functions = run_rewards.measured(config)

@@ -115,8 +115,6 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
     if medium is draw.TEXTS:
         arguments = texts.asked(config, samples * best_of, temperature, max_tokens)
     else:
-        if config is not None:
-            steps, guidance = steps or config.eval.steps, config.eval.guidance if guidance is None else guidance
         arguments = images.call_arguments(model, tuned, steps, guidance)
     arms = {BASE: 0.0} if base or tuned is None else {}
     arms |= {f"rlg-{weight:g}": weight for weight in sorted(rlg)} if len(rlg) > 1 else \

@@ -67,7 +67,7 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
 
     lora: a finished run or its checkpoint (the run's `picture`, `memory` and `precision` apply), a folder with a LoRA,
     or its file; None: the base.
-    steps, guidance: None takes the pipeline's defaults, for a starter those of its card.
+    steps, guidance: None takes those of the run's evaluation; without a run a starter's card's, or the pipeline's.
     rlg: draw with base + rlg * (tuned - base), see policies/weights/rlg.py.
     image: file of a picture from which all prompts start. precision: None takes the run's, or the device's default.
     best_of: draws per picture, of which the one with the highest reward `by` is kept, a name or its rule by name.
@@ -132,7 +132,7 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
     functions = run_rewards.measured(config)
     pipe = make_pipeline(config.model, drawing(config.precision, place()), config.trust_remote_code,
                          memory=config.memory, files=config.load)
-    arguments = call_arguments(config.model, run, config.eval.steps, config.eval.guidance)
+    arguments = call_arguments(config.model, run)
     measured: list[Measured] = []
     for state in (contextlib.nullcontext, lambda: tuned(pipe, run, rlg)):
         with state():
@@ -271,13 +271,17 @@ def files_of(config: Config | None, model: str) -> Load:
     return config.load if config is not None and config.model == model else Load()
 
 
-def call_arguments(model: str, lora: Path | None, steps: int | None, guidance: float | None) -> dict[str, Any]:
+def call_arguments(model: str, lora: Path | None, steps: int | None = None, guidance: float | None = None
+                   ) -> dict[str, Any]:
     """Return the arguments of the pipeline's calls besides prompt and seed. The guidance scale is `guidance`, whatever
-    the pipeline calls it. Absent values take the pipeline's defaults."""
-    given = {"num_inference_steps": steps, "guidance": guidance}
-    arguments = EVAL.get(model, {}) | CALLS.get(model, {})
+    the pipeline calls it.
+
+    lora: a run's `eval` and `picture` set what is absent; otherwise a starter's card, or the pipeline, does."""
+    arguments: dict[str, Any] = EVAL.get(model, {}) | CALLS.get(model, {})
     config = config_of(lora)
-    arguments |= config.call if config is not None else {}
+    if config is not None:
+        arguments |= config.call | {"num_inference_steps": config.eval.steps, "guidance": config.eval.guidance}
+    given = {"num_inference_steps": steps, "guidance": guidance}
     return arguments | {key: value for key, value in given.items() if value is not None}
 
 

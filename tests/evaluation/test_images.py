@@ -152,12 +152,13 @@ def test_guidance_is_the_scale_that_a_run_evaluates_with(name, more):
     assert (pictures[0] - pictures[1]).abs().max() > 1e-4
 
 
-def test_what_a_person_asks_for_goes_before_a_runs_picture_settings(tmp_path):
-    config = {"model": "x", "picture": {"height": 64, "call": {"num_inference_steps": 7, "true_cfg_scale": 2.0}}}
+def test_arguments_of_a_call_come_from_the_user_then_from_the_runs_evaluation_then_from_its_picture(tmp_path):
+    config = {"model": "x", "eval": {"steps": 9}, "picture": {"height": 64, "call": {"num_inference_steps": 7}}}
     (tmp_path / "config.yaml").write_text(validate(config).yaml())
-    asked = {"height": 64, "num_inference_steps": 7, "true_cfg_scale": 2.0}
-    assert images.call_arguments("x", tmp_path, None, None) == asked
-    assert images.call_arguments("x", tmp_path, 3, 4.0) == asked | {"num_inference_steps": 3, "guidance": 4.0}
+    of_run = {"height": 64, "num_inference_steps": 9, "guidance": 4.5}
+    assert images.call_arguments("x", tmp_path) == of_run
+    assert images.call_arguments("x", tmp_path, 3, 4.0) == of_run | {"num_inference_steps": 3, "guidance": 4.0}
+    assert images.call_arguments("x", None) == {}
 
 
 @pytest.mark.parametrize("change", [0.0, 0.5])

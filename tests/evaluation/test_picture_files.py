@@ -66,6 +66,14 @@ def test_without_steps_and_guidance_a_picture_names_the_pipelines_own(tmp_path, 
     assert settings["CFG scale"] == str(defaults["guidance_scale"].default) and "Lora hashes" not in settings
 
 
+def test_without_steps_and_guidance_a_runs_picture_takes_those_of_its_evaluation(tmp_path, model):
+    run = make_run(tmp_path / "run", model, 0.3)
+    [path] = images.sample(str(model), run, ["a cat"], 1, 3, None, None, tmp_path / "out")
+    [other] = images.sample(str(model), run, ["a cat"], 1, 3, 3, None, tmp_path / "out")
+    found = [(settings["Steps"], settings["CFG scale"]) for _, settings in map(told, (path, other))]
+    assert found == [("2", "1.5"), ("3", "1.5")]
+
+
 def test_a_checkpoint_and_weights_of_parts_are_named_by_their_hash(tmp_path):
     from safetensors.torch import save_file
 
