@@ -55,8 +55,8 @@ SETUP = """
 - **Settings.** Learning rate and updates of texts were chosen on validation prompts, for the run without. The first 16
   rows, those of texts without a setting in brackets, have published settings or such that fit a run of this length. The
   rows of `three in four mastered` were added after the first three rows had shown nothing.
-{later}- **Without.** The run above, without the part. [The settings of each row](#settings-of-each-row) say where both runs
-  differ from it, and where the part belongs to it, so that the run without is the changed one.
+{later}- **Without.** The run above, without the part. [Settings of each row](#settings-of-each-row) says where both
+  runs differ from it, and where the part belongs to it, so that the run without is the changed one.
 {bases}- **Quantities.** Accuracy is greedy, on {measured} held-out prompts. Entropy and KL to the base are of whole
   completions, in nats, on {sampled} of them with {samples} samples each at temperature 1.
 {images}- **Test.** p is that of [the bench](bench.md#statistical-test), a bootstrap over prompts and seeds, paired by

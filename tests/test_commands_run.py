@@ -161,7 +161,8 @@ PROMISED = {
     "export .*--epoch": "runs/starter/**/kohya*.safetensors", "export": "{first}/kohya.safetensors",
     "push .*--dry-run": "> nothing was uploaded",
     "push": "> /me/starter/commit/", "runs": "> starter .* finished", "methods": "> mix_grpo", "rewards": "> ocr",
-    "prompts prompts.txt": "> a red star left of a ring", "prompts": "> position", "new": "{last}.py", "score sharpness": "> before_after.png", "score": "> 1\\.0000",
+    "prompts prompts.txt": "> a red star left of a ring", "prompts": "> position",
+    "new": "{last}.py", "score sharpness": "> before_after.png", "score": "> 1\\.0000",
     "serve-reward": "> Stopping", "check .*--json": '> "measured": false', "check": "> computed, not measured",
 }
 # Lines that do not run to their end without a network, or within seconds: the reason, and the error in which they end.

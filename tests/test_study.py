@@ -207,8 +207,23 @@ def test_the_page_tells_of_images_and_tried_settings_where_there_are_any(monkeyp
     both = study_page.page(results | {"rows": [*texts, drawn], "tried": [drawn]})
     told = " ".join(both.split())
     assert "(1 of 1 on images)" in told and "**Images.** 16 epochs" in told and "abc (1 of the rows)" in told
-    assert both.count("`Sliding` (three of six steps)") == 3, "result, note and tried setting"
+    assert both.count("`Sliding` (three of six steps)") == 4, "result, settings, note and tried setting"
     assert max(map(len, plain.splitlines()[:40])) <= 120
+
+
+def test_settings_of_a_row_are_those_that_its_runs_change():
+    alone, drawn = {"parts.advantage": {"type": "NoBaseline"}}, {"train.prompts": 256, "train.group": 1}
+    sides = {row.key: study_page.sides(row) for row in study_rows.ROWS}
+    assert sides["Advantage", "", "all"] == ({}, {}, alone)
+    assert sides["ValueTracker", "", "all"] == ({"parts.advantage": {"type": "ValueTracker"}}, drawn, alone)
+    assert sides["rlg", "weight 1.5", "scenes"] == ({"--rlg": 1.5}, {}, {})
+
+
+@pytest.mark.parametrize("name, target", [
+    ("chord", "methods/chord.md"), ("step_match", "rewards_shipped.md"),
+    ("SampledKL", "methods/index.md#kl-the-regulariser-a-distance-to-the-reference")])
+def test_a_part_links_to_where_it_is_described(name, target):
+    assert study_page.linked({"name": name, "setting": "weight 1"}) == f"[`{name}` (weight 1)]({target})"
 
 
 def test_every_row_of_the_study_has_what_was_seen():
