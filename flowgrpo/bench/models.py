@@ -52,7 +52,7 @@ MODELS: dict[str, BenchModel] = {
         "scene",
         {"sharpness": {}}, gradient={"scene_soft": 1.0}),
     "starter_consistency": BenchModel(
-        "vp", "starter", IMAGES | {"train.prompts": 8, "train.group": 12, "train.steps": 4, "train.grid": "stock"},
+        "flow", "starter", IMAGES | {"train.prompts": 8, "train.group": 12, "train.steps": 4, "train.grid": "stock"},
         "scene", {"sharpness": {}}, gradient={"scene_soft": 1.0}),
     "starter_video": BenchModel(
         "flow", "starter_video",

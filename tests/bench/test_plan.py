@@ -15,9 +15,12 @@ from flowgrpo.bench.plan import Plan, Request
 from flowgrpo.bench.schedule import duration, remaining, seconds
 from flowgrpo.cli import main
 from flowgrpo.config import load
+from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
 from flowgrpo.methods import PRESETS
-from flowgrpo.starter import EVAL
+from flowgrpo.policies.pipelines.load import load_pipeline
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.starter import CALLS, EVAL
 
 RECIPES = Path(__file__).parents[2] / "configs"
 TRIAL = {"first": 200.0, "following": 100.0, "seconds": 2.0, "measuring": 0.5}
@@ -52,6 +55,12 @@ def test_settings_are_those_of_the_models_recipe(name):
     assert own.train.model_dump(exclude=apart) == recipe.train.model_dump(exclude=apart)
     if card := EVAL.get(name):
         assert (own.eval.steps, own.eval.guidance) == (card["num_inference_steps"], card["guidance"])
+
+
+@pytest.mark.parametrize("name", ["starter", "starter_consistency", "starter_video"])
+def test_a_models_process_is_that_of_its_policy(name):
+    policy = PipelinePolicy(load_pipeline(name), Adapter(rank=1), call=CALLS.get(name, {}))
+    assert models.MODELS[name].process == policy.process
 
 
 @pytest.mark.parametrize("name", models.MODELS)
