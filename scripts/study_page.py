@@ -75,7 +75,8 @@ TRIED = ("Settings were chosen on validation prompts, with a seed of their own, 
          "these](#settings-that-were-tried).")
 FIXED = "Their settings were set before their first run, and no other was tried."
 PICTURED = ("- **Images.** {epochs} epochs of {prompts} prompts with {group} samples, on the prompts of the image "
-            "recipe (`scenes`), with the other settings of `configs/starter.yaml` but the default `clip_grad`. "
+            "recipe (`scenes`), with the other settings of `configs/starter.yaml`, but the denoiser alone is trained, "
+            "with the default `clip_grad`. "
             "Accuracy is strict, of one picture for each of {count} held-out prompts, in {steps} steps at guidance "
             "{guidance:g}. Diversity is the distance between the {copies} pictures of a prompt, on {pictured} prompts; "
             "the KL to the base is that of whole samples of `flow_grpo`, on the same.")

@@ -121,6 +121,7 @@ FILES = {
 STAND_INS = {
     "": {"RUN": "runs/starter", "PIPELINE": "starter", "MODEL": "starter", "RECIPE": "configs/starter.yaml", "K": "1"},
     "train RECIPE --name=enhancer1": {"RECIPE": "enhancer.yaml"},
+    "(grid|eval) RUN .*(rlg)": {"RUN": "runs/fast"},  # which trained the denoiser alone
     "eval MODEL": {"MODEL": "starter_text"},
     "prompts FILE": {"FILE": "prompts.txt"},
     "(sample|export) RUN --epoch": {"50": "1", "TEXT": "a red star"},
@@ -153,7 +154,7 @@ OPTIONS = {
 PROMISED = {
     "train ": "runs/{name}/summary.json", "train-reward": "{output}/*.safetensors",
     "sample runs/enhancer1": "rewritten/prompts.jsonl", "sample starter_text": "> \\d",
-    "sample": "samples/*.png", "grid .*--columns rlg": "runs/starter/grid-rlg.html", "grid hub:": "grid.png",
+    "sample": "samples/*.png", "grid .*--columns rlg": "runs/fast/grid-rlg.html", "grid hub:": "grid.png",
     "grid": "runs/starter/grid.png", "eval .*--rlg": "{output}/rlg.png", "eval": "{output}/table.md",
     "data": "{output}", "write-prompts": "{output}", "label": "pairs.jsonl", "vote": "> share for",
     "report .*--live": "> Ctrl-C ends it", "report runs/fast": "runs/fast-lr.html",
