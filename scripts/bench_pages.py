@@ -51,7 +51,7 @@ order may be another one on large models. A difference is to the reference, with
 the number of pairs; p-values and verdicts are corrected (Holm).
 """
 TOLD = ("Parts are the published ones, unless [the benchmark](../benchmark.md) says otherwise. All methods, curves and "
-        "costs are there. The interval is of this pair alone; the verdict is corrected for all pairs of methods (Holm).")
+        "costs are there. The interval is of this pair alone; the verdict is corrected for all pairs (Holm).")
 MODIFIER = ("The difference includes that of the base method: what the modifier adds is the difference to the base "
             "method's own row.")
 

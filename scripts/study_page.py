@@ -75,14 +75,13 @@ TRIED = ("Settings were chosen on validation prompts, with a seed of their own, 
          "these](#settings-that-were-tried).")
 FIXED = "Their settings were set before their first run, and no other was tried."
 PICTURED = ("- **Images.** {epochs} epochs of {prompts} prompts with {group} samples, on the prompts of the image "
-            "recipe (`scenes`), with the other settings of `configs/starter.yaml`, but the denoiser alone is trained, "
-            "with the default `clip_grad`. "
-            "Accuracy is strict, of one picture for each of {count} held-out prompts, in {steps} steps at guidance "
-            "{guidance:g}. Diversity is the distance between the {copies} pictures of a prompt, on {pictured} prompts; "
-            "the KL to the base is that of whole samples of `flow_grpo`, on the same.")
+            "recipe (`scenes`), by {shared}. Accuracy is strict, of one picture for each of {count} held-out prompts, "
+            "in {steps} steps at guidance {guidance:g}. Diversity is the distance between the {copies} pictures of a "
+            "prompt, on {pictured} prompts; the KL to the base is that of whole samples of `flow_grpo`, on the same.")
 COMPARED = "On validation prompts, with one seed that no row above has; `held-out row` is one of the table above."
 CHANGED = ("`with` is what the run with the part adds to the run without; `both` is what the two runs change in the "
-           "settings above; `without` is changed in the run without alone, where the part belongs to the settings.")
+           "settings above; `without` is changed in the run without alone, where the part belongs to the settings. "
+           "`published` stands for the method's own part.")
 LIMITS = """
 ## Limits
 
@@ -159,7 +158,10 @@ def facts(results: dict[str, Any]) -> dict[str, Any]:
     keys, pictured = ("epochs", "prompts", "group"), of_images(results)
     images = {key: IMAGES[f"train.{key}"] for key in keys} | {
         "count": len(models.split(IMAGES["model"])["held_out"]), "steps": IMAGES["eval.steps"],
-        "guidance": IMAGES["eval.guidance"], **dict(zip(("pictured", "copies"), results["pictured"]))}
+        "guidance": IMAGES["eval.guidance"], **dict(zip(("pictured", "copies"), results["pictured"])),
+        "shared": shown({key: value for key, value in dotted(IMAGES).items()
+                         if key.partition(".")[0] in ("method", "parts", "reward", "adapter", "train")
+                         and key not in {f"train.{name}" for name in keys}})}
     later = pictured or any(row["setting"] for row in results["rows"])
     return {**{key: results[key] for key in ("seeds", "fives", "known")}, "measured": results["prompts"],
             "summary": wrapped(summary(results)), "commits": wrapped(commits(results)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -68,6 +69,32 @@ def test_the_loss_by_hand():
     close(value.detach(), [[-1.0, -2 * torch.sigmoid(2 * f64(0.5).expm1()).item()]])
     value.sum().backward()
     close(log_ratio.grad[:, :1], [[-1.0]])  # as a plain ratio at r = 1
+
+
+@pytest.fixture
+def sampler_test(tmp_path, monkeypatch):
+    """The page's test of its sampler, of a sampler with this code."""
+    def made(code: str):
+        for name, text in {"fading.py": code, "test_fading.py": FILES["test_fading.py"]}.items():
+            (tmp_path / name).write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "fading", raising=False)
+        return runpy.run_path(str(tmp_path / "test_fading.py"))["test_a_small_step_keeps_the_variance"]
+
+    return made
+
+
+@pytest.mark.parametrize("level", [0.0, 0.7])
+def test_the_sampler_passes_its_test(sampler_test, level):
+    sampler_test(FILES["fading.py"])(level)
+
+
+def test_a_sampler_that_takes_nothing_back_fails_the_test(sampler_test):
+    code = FILES["fading.py"].replace(" - pull * noise", "")
+    assert code != FILES["fading.py"]
+    sampler_test(code)(0.0)
+    with pytest.raises(AssertionError):
+        sampler_test(code)(0.7)
 
 
 def test_the_rule_by_hand():
