@@ -123,6 +123,7 @@ STAND_INS = {
     "train RECIPE --name=enhancer1": {"RECIPE": "enhancer.yaml"},
     "(grid|eval) RUN .*(rlg)": {"RUN": "runs/fast"},  # which trained the denoiser alone
     "eval MODEL": {"MODEL": "starter_text"},
+    "eval RUN --epoch": {"50": "1", "FILE": "scenes.jsonl", "FOLDER": "measured"},
     "prompts FILE": {"FILE": "prompts.txt"},
     "(sample|export) RUN --epoch": {"50": "1", "TEXT": "a red star"},
     "check": {"MODEL": "stabilityai/stable-diffusion-xl-base-1.0", "RECIPE": "configs/sdxl_24gb.yaml"},
@@ -170,7 +171,7 @@ PROMISED = {
 LOADS = "weights of the hub"
 CANNOT = {
     "serve-reward pick_score|label samples_a|train .*--reward=pick_score": (LOADS, "PickScore_v1 cannot be loaded"),
-    "train configs/(sdxl_24gb|wan22).yaml": (LOADS, "HPS_v2.1_compressed.pt cannot be loaded"),
+    "train configs/(sdxl_24gb|wan22).yaml|eval RUN --epoch": (LOADS, "HPS_v2.1_compressed.pt cannot be loaded"),
     "encode configs/wan22.yaml": (LOADS, "cannot load the model 'Wan-AI/Wan2.2-T2V-A14B-Diffusers'"),
     "check black-forest-labs/FLUX.1-dev": (LOADS, '"drivable": false'),
     "bench": ("minutes; its methods are planned, and tests/bench runs one", "takes 1,068: expected at least as many"),

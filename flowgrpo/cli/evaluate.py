@@ -28,8 +28,8 @@ from flowgrpo.cli.options import (
 from flowgrpo.cli.root import app
 from flowgrpo.errors import UserError
 
-SUITE = "A set that `flowgrpo prompts` lists, a published suite's file or folder, a hub dataset's id, or one of its " \
-        "files (OWNER/NAME/FILE)."
+SUITE = "A set that `flowgrpo prompts` lists, a prompt file, a published suite's file or folder, a hub dataset's id, " \
+        "or one of its files (OWNER/NAME/FILE)."
 
 
 @app.command("eval")

@@ -26,7 +26,8 @@ from flowgrpo.starter import CALLS
 class Config(Section):
     """All settings of a run; see the sections for their fields."""
 
-    name: str = Field("run", min_length=1, description="the run's folder below `output`")
+    name: str = Field("run", min_length=1, description="the run's folder below `output`; a recipe's file name, unless "
+                                                       "it sets another")
     model: str = Field("starter", description="`starter`, `starter_consistency`, `starter_video`, `starter_text`, a "
                                               "local directory, a pipeline's .safetensors file, or a hub id")
     method: str = Field("mix_grpo", description="presets joined by +, applied from left to right")
