@@ -238,15 +238,16 @@ def methods_index() -> str:
         "## Parts", "", NULLS, "", *parts, METHODS_TAIL])
 
 
-BENCHED = """`bench` is the accuracy on [the benchmark](../benchmark.md), where the bases have {bases}.
-Presets without it were not compared there, or only on top of others."""
+BENCHED = """`bench` is the accuracy on [the benchmark](../benchmark.md), of the first of these models that the preset trained.
+Their bases have: {bases}. Presets without a number were
+not compared, or only on top of others."""
 
 
 def presets() -> list[str]:
     """Table of the presets of every kind, under its heading."""
     results = bench_results.load(BENCH)
-    bases = " and ".join(f"{model['base']:.3f} of `{model['model']}`" for model in results)
-    found = {method["label"]: f"{method['accuracy']:.3f}" for model in results for method in model["methods"]}
+    bases = ", ".join(f"`{model['model']}` {model['base']:.3f}" for model in results)
+    found = {method["label"]: f"{method['accuracy']:.3f}" for model in reversed(results) for method in model["methods"]}
     lines = [BENCHED.format(bases=bases), ""]
     for module, title in GROUPS.items():
         rows = [f"| [`{name}`]({name}.md) | {first(preset)} | {found.get(name, '')} | `{test_of(name)}` |"
