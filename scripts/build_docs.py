@@ -238,8 +238,8 @@ def methods_index() -> str:
         "## Parts", "", NULLS, "", *parts, METHODS_TAIL])
 
 
-BENCHED = """`bench` is the accuracy on [the benchmark](../benchmark.md), of the first of these models that the preset trained.
-Their bases have: {bases}. Presets without a number were
+BENCHED = """`bench` is the accuracy on [the benchmark](../benchmark.md), of the first of these models that a preset
+trained. Their bases have: {bases}. Presets without a number were
 not compared, or only on top of others."""
 
 
