@@ -47,10 +47,12 @@ def test_a_span_is_between_its_marks():
 @pytest.mark.parametrize("part", DRAWS, ids=lambda part: type(part).__name__)
 def test_log_probabilities_are_those_of_what_was_sampled(part, decoding):
     own, rows, ids, logp, mask = drawn(part, decoding)
+    heat = decoding.temperatures(ids)
+    tolerance = 1e-5 / (1.0 if heat is None else heat.min().item())  # logits and their rounding are divided by it
     again = own.log_probs(rows, torch.arange(16), ids, mask, decoding)
-    assert (again.logp - logp)[mask].abs().max() <= 1e-5
+    assert (again.logp - logp)[mask].abs().max() <= tolerance < 1e-3
     plain = own.log_probs(rows, torch.arange(16), ids, mask, Decoding())
-    assert (type(decoding) is Decoding) == bool((plain.logp - logp)[mask].abs().max() <= 1e-5)
+    assert (type(decoding) is Decoding) == bool((plain.logp - logp)[mask].abs().max() <= tolerance)
 
 
 def test_a_temperature_of_one_draws_what_no_temperature_does():
