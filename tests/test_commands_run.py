@@ -121,7 +121,7 @@ FILES = {
 STAND_INS = {
     "": {"RUN": "runs/starter", "PIPELINE": "starter", "MODEL": "starter", "RECIPE": "configs/starter.yaml", "K": "1"},
     "train RECIPE --name=enhancer1": {"RECIPE": "enhancer.yaml"},
-    "(grid|eval) RUN .*(rlg)": {"RUN": "runs/fast"},  # which trained the denoiser alone
+    "(grid|eval) RUN .*rlg": {"RUN": "runs/fast"},  # which trained the denoiser alone
     "eval MODEL": {"MODEL": "starter_text"},
     "eval RUN --epoch": {"50": "1", "FILE": "scenes.jsonl", "FOLDER": "measured"},
     "prompts FILE": {"FILE": "prompts.txt"},
