@@ -142,7 +142,7 @@ OPTIONS = {
     "bench": "--evaluations 100",
     "sample (starter|hub:|runs/(sdxl|flux))(?!.*text)": "--steps 2",
     "grid": "--count 2",
-    "eval runs/starter ": "--steps 2 --suite scenes.jsonl",
+    "eval runs/(starter|fast) ": "--steps 2 --suite scenes.jsonl",
     "eval starter --suite geneval": "--steps 2 --suite scenes.jsonl --rewards sharpness",  # its detector is downloaded
     "eval runs/starter_text": "--samples 2 --suite sums.jsonl",
     "data .*--measure": "--samples 1 --low 0 --high 1",
