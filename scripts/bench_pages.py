@@ -100,18 +100,23 @@ def command(model: Mapping[str, Any]) -> str:
     name, limit = model["model"], model["limit"]
     words = ["flowgrpo bench", f"--model {name}", f"--evaluations {model['evaluations']}", f"--seeds {model['seeds']}",
              f"--points {model['points']}", *([f"--prompts {limit}"] if limit else []),
-             *(["--sweep"] if any("tuned" in method for method in model["methods"]) else [])]
+             *swept(model)]
     reference = next(method["given"] for method in model["methods"] if method["label"] == model["reference"])
     words += [f"--reference {reference}"] if reference != models.MODELS[name].reference else []
     given = ",".join(sorted(method["given"] for method in model["methods"]))
     return " ".join([*words, f"--methods {given}", f"--output runs/bench_{name}"])
 
 
+def swept(model: Mapping[str, Any]) -> list[str]:
+    """Return the option that names the swept methods; empty without one."""
+    names = sorted(method["given"] for method in model["methods"] if "tuned" in method)
+    return [f"--sweep {'all' if len(names) == len(model['methods']) else ','.join(names)}"] if names else []
+
+
 def accuracies(model: Mapping[str, Any]) -> table.Rows:
     """Return the table of accuracies, the most accurate method first."""
-    swept = any("tuned" in method for method in model["methods"])
     heads = ["method", "accuracy, 95 %", "seeds", "gain", f"difference to `{model['reference']}`, 95 %", "p, Holm"]
-    heads += ["best of sweep", "its lr, clip"] * swept
+    heads += ["best of sweep", "its lr, clip"] * bool(swept(model))
     rows = [["base", fixed(model["base"], 3)] + [""] * (len(heads) - 2)]
     for method in model["methods"]:
         count, test = len(method["finals"]), method["difference"]
@@ -119,7 +124,7 @@ def accuracies(model: Mapping[str, Any]) -> table.Rows:
                f"{method['lowest']:.3f} to {method['highest']:.3f}" + f" ({count})" * (count != model["seeds"]),
                fixed(method["gain"], 3, "+"), difference(test) or "the reference",
                "" if test is None else probability(test["holm"])]
-        rows.append(row + (tuned(method) if swept else []))
+        rows.append(row + (tuned(method) if swept(model) else []))
     return heads, rows
 
 

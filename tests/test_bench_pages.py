@@ -55,7 +55,7 @@ def finish(run: Run, right: int, commit: str) -> None:
 def bench(output: Path, model: str, rates: dict[str, int], seeds: int = 2, best: dict | None = None) -> Path:
     """Write the folder of a bench whose runs got so many prompts right; best: factors of a sweep's best by label."""
     reference = MODELS[model].reference
-    plan = Plan(Request([*rates], model, reference, 40_000, seeds, 2, PROMPTS, best is not None, output))
+    plan = Plan(Request([*rates], model, reference, 40_000, seeds, 2, PROMPTS, [*(best or {})], output))
     begin(plan.request)
     for entry in plan.entries if model == "starter_text" else []:
         plan.learn(entry, 1000, 1000)
@@ -125,9 +125,14 @@ def test_the_command_of_a_section_makes_the_same_bench(folders):
         given = typer.main.get_command(app).commands["bench"].make_context("bench", words[2:]).params
         swept = rates is TEXT
         assert words[:2] == ["flowgrpo", "bench"] and set(given["methods"].split(",")) == rates.keys()
-        assert given["model"] == ("starter_text" if swept else "starter") and given["sweep"] == swept
+        assert given["model"] == ("starter_text" if swept else "starter") and given["sweep"] == ("all" if swept else "")
         assert [given[key] for key in ("evaluations", "seeds", "points", "prompts", "reference")] == [
             40_000, 1 if swept else 2, 2, PROMPTS, None]
+
+
+def test_a_command_names_the_swept_methods(tmp_path):
+    folder = bench(tmp_path / "some", "starter_text", TEXT, 1, {"rloo": (3.0, 1.0)})
+    assert " --sweep rloo --methods " in bench_pages.command(bench_results.collected(folder))
 
 
 def test_a_methods_page_has_its_rows_alone_or_as_a_modifier(folders, docs):

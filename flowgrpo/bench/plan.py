@@ -15,7 +15,7 @@ from flowgrpo.bench.budget import epochs_for, epochs_of
 from flowgrpo.bench.methods import Entry, clip_of, entries, scaled
 from flowgrpo.config import parse
 from flowgrpo.config.schema import Config
-from flowgrpo.errors import UserError
+from flowgrpo.errors import UserError, nearest
 from flowgrpo.methods import keys_read, validate
 from flowgrpo.policies import build
 from flowgrpo.storage import atomic, paths
@@ -26,6 +26,7 @@ from flowgrpo.version import __version__
 BENCH, RESULT = "bench.json", "result.json"  # in the folder of a bench, and of a finished run
 FACTORS = (1.0, 1 / 3, 3.0)  # of the sweep; among equals the first is chosen
 PUBLISHED, SWEEP, TUNED = "published", "sweep", "tuned"
+ALL = ["all"]  # of the methods are swept
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Request:
     """Comparison that a bench makes.
 
     methods: as given, without the reference if it is to be added. evaluations: of every run. points: measurements of
-    the held-out accuracy during training, the last at its end. prompts: of each measured side, at most.
+    the held-out accuracy during training, the last at its end. prompts: of each measured side, at most. sweep: of the
+    methods, those to sweep, or ALL.
     """
 
     methods: list[str]
@@ -43,7 +45,7 @@ class Request:
     seeds: int
     points: int
     prompts: int | None
-    sweep: bool
+    sweep: list[str]
     output: Path
 
 
@@ -89,6 +91,10 @@ class Plan:
         given = request.methods + ([] if request.reference in request.methods else [request.reference])
         self.entries = entries(given, request.model, self.of)
         self.reference = next(entry for entry in self.entries if entry.given == request.reference)
+        self.swept = [entry for entry in self.entries if request.sweep == ALL or entry.given in request.sweep]
+        for name in request.sweep if request.sweep != ALL else ():
+            if name not in given:
+                raise UserError(f"--sweep: got {name!r}, expected methods of --methods, or all{nearest(name, given)}")
         self.measured: dict[str, tuple[int, int]] = {}
         self.sides = models.split(request.model)
         require_same(request)
@@ -154,10 +160,13 @@ class Plan:
 
     def sweep(self) -> list[Run]:
         """Return the runs of the sweep, with a seed that no column reports."""
-        if not self.request.sweep:
-            return []
-        return [self.run(entry, self.request.seeds, SWEEP, lr, clip) for entry in self.entries
-                for lr in FACTORS for clip in (FACTORS if clip_of(entry, 1.0) else FACTORS[:1])]
+        return [self.run(entry, self.request.seeds, SWEEP, lr, clip) for entry in self.swept
+                for lr in FACTORS for clip in (FACTORS if self._clips(entry) else FACTORS[:1])]
+
+    def _clips(self, entry: Entry) -> bool:
+        """Return True if a clip can act: in the first update of an epoch all ratios are 1."""
+        train = self._config(entry, entry.settings, 0).train
+        return bool(clip_of(entry, 1.0)) and (train.updates * train.inner_epochs > 1 or train.staleness > 0)
 
     def tuned(self, best: dict[str, tuple[float, float]]) -> list[Run]:
         """Return the runs with the chosen factors (lr, clip), by label; those of factors 1 are the published ones."""

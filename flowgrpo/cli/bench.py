@@ -25,8 +25,9 @@ def bench(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each method, with seeds from 0 on.")] = 3,
     reference: Annotated[str | None, typer.Option(help="The method that others are compared with; without: flow_grpo, "
                                                   "of starter_text grpo. It runs even if --methods lacks it.")] = None,
-    sweep: Annotated[bool, typer.Option("--sweep", help="Also run each method with the best of learning rate and clip "
-                                        "times 1/3, 1 and 3, chosen on validation prompts.")] = False,
+    sweep: Annotated[str, typer.Option(metavar="A,B", show_default=False, help="Of --methods, those that also run with "
+                                       "the best of learning rate and clip times 1/3, 1 and 3, chosen on validation "
+                                       "prompts; all: every method.")] = "",
     points: Annotated[int, typer.Option(min=1, help="Measurements of the held-out accuracy in each run.")] = 4,
     prompts: Annotated[int | None, typer.Option(min=2, help="Measured prompts; without: all held-out ones.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs at the same time; without: half of the cores.")] = None,
@@ -37,6 +38,6 @@ def bench(
     from flowgrpo.bench.bench import run
     from flowgrpo.bench.plan import Request
 
-    given = [name.strip() for name in methods.split(",") if name.strip()]
-    run(Request(given, model, reference or models.model(model).reference, evaluations, seeds, points, prompts, sweep,
+    given, swept = ([name.strip() for name in names.split(",") if name.strip()] for names in (methods, sweep))
+    run(Request(given, model, reference or models.model(model).reference, evaluations, seeds, points, prompts, swept,
                 output), jobs)

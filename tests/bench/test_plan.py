@@ -29,7 +29,7 @@ TRIAL = {"first": 200.0, "following": 100.0, "seconds": 2.0, "measuring": 0.5}
 @pytest.fixture
 def request_of(tmp_path):
     def made(*methods, model="starter", **changes):
-        usual = Request(list(methods), model, models.model(model).reference, 40_000, 3, 4, None, False,
+        usual = Request(list(methods), model, models.model(model).reference, 40_000, 3, 4, None, [],
                         tmp_path / "bench")
         return replace(usual, **changes)
 
@@ -119,19 +119,30 @@ def test_a_runs_folder_says_what_it_depends_on(request_of, tmp_path):
     assert name() != before
 
 
-def test_a_sweep_scales_rate_and_clip_on_validation_prompts(request_of):
-    made = Plan(request_of("ddpo", "refl", reference="ddpo", sweep=True))
+def test_a_sweep_scales_rate_and_clip_on_validation_prompts(request_of, tmp_path):
+    recipe = tmp_path / "ddpo_twice.yaml"  # its second update has ratios that a clip can cut
+    recipe.write_text(yaml.dump({"method": "ddpo", "train": {"updates": 2}}))
+    made = Plan(request_of(str(recipe), "ddpo", "refl", "awm", reference="ddpo",
+                           sweep=[str(recipe), "ddpo", "refl"]))
     runs = made.sweep()
-    assert [sum(run.entry.label == name for run in runs) for name in ("ddpo", "refl")] == [9, 3]
+    assert [sum(run.entry.label == entry.label for run in runs) for entry in made.entries] == [9, 3, 3, 0]
     assert {run.seed for run in runs} == {3} and all("validation" in str(run.config.held_out) for run in runs)
     usual = made.run(made.entries[0], 0, plan.PUBLISHED)
     scaled = made.run(made.entries[0], 0, plan.TUNED, 3.0, 1 / 3)
     clip = clip_of(made.entries[0], 1.0)
     assert scaled.config.train.lr == pytest.approx(3 * usual.config.train.lr)
     assert scaled.config.parts["surrogate"] == pytest.approx({key: value / 3 for key, value in clip.items()})
-    assert [run.folder for run in made.tuned({"ddpo": (1.0, 1.0)})] == [
+    assert [run.folder for run in made.tuned({"ddpo_twice": (1.0, 1.0)})] == [
         made.run(made.entries[0], seed, plan.PUBLISHED).folder for seed in range(3)]
-    assert clip_of(made.entries[1], 1.0) == {}
+    assert clip_of(made.entries[2], 1.0) == {}
+
+
+def test_a_sweep_is_of_all_methods_or_of_named_ones(request_of):
+    given = ("ddpo", "refl", "flow_grpo")
+    assert {run.entry.label for run in Plan(request_of(*given, sweep=plan.ALL)).sweep()} == {*given}
+    assert not Plan(request_of(*given)).sweep()
+    with pytest.raises(UserError, match="--sweep: got 'dppo', expected methods of --methods, or all.*ddpo"):
+        Plan(request_of(*given, sweep=["dppo"]))
 
 
 def test_a_wrapped_clip_is_scaled_inside():
