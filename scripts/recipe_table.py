@@ -49,8 +49,8 @@ relative to the file; `geneval` reads `metadata` too, `{"tag": "colors", "includ
 The column of extras names what `pip install 'flowgrpo[...]'` has to install, and that of downloads the GB of the model
 and of the rewards, which the [second table](#downloads) lists.
 
-| recipe | model | method | GPUs | peak, GiB | pictures per epoch | epochs | seconds per epoch | hours | prompts | rewards | measured only | extras | downloads, GB in bf16 | licence |
-|---|---|---|---|---:|---:|---:|---:|---:|---|---|---|---|---:|---|
+| recipe | model | method | GPUs | peak, GiB | height x width (x frames) | prompts x group | epochs | seconds per epoch | hours | prompts | rewards | measured only | extras | downloads, GB in bf16 | licence |
+|---|---|---|---|---:|---|---|---:|---:|---:|---|---|---|---|---:|---|
 """  # noqa: E501
 
 
@@ -122,16 +122,23 @@ def row(name: str) -> str:
                          line["said"].strip())
     if facts is None:
         raise SystemExit(f"{name} says {line['said']!r}: run this script with its name")
-    pictures, seconds, epochs, hours, peak = facts.groups()
+    _, seconds, epochs, hours, peak = facts.groups()
     prompts = f"`{config.prompts}`" if not Path(str(config.prompts)).suffix else "your own, with pictures"
     gpus = f"{line['gpu']} ({line['memory']} GB)"
     named = [*rewards(config.trained | config.watched)]
     downloads = 2 * recipe_downloads.billions(config, named)
     cells = [f"[`{name}`](../configs/{name}.yaml)", config.model.split("/")[-1], f"`{config.method}`",
-             gpus if line["count"] == "One" else f"{line['count']} x {gpus}", peak, pictures, epochs, seconds, hours,
+             gpus if line["count"] == "One" else f"{line['count']} x {gpus}", peak, size(config),
+             f"{config.train.prompts} x {config.train.group}", epochs, seconds, hours,
              prompts, listed(rewards(config.trained)), listed(rewards(config.watched)),
              listed(recipe_downloads.extras(config, named)), f"{downloads:.1f}", licence(name)]
     return f"| {' | '.join(cells)} |"
+
+
+def size(config: Config) -> str:
+    """Return height, width and, of clips, the number of frames."""
+    frames = config.picture.frames or 1
+    return " x ".join(map(str, (config.picture.height, config.picture.width, *([frames] if frames > 1 else []))))
 
 
 def page() -> str:
