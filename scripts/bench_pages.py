@@ -75,20 +75,31 @@ def section(model: Mapping[str, Any]) -> str:
               *markdown(without(table.costs(dict(model)), LEFT_OUT))]
     if model["base_tasks"]:
         lines += ["", f"### Tasks on {name}", "", *markdown(table.tasks(dict(model)))]
-    if notes := [*rest, *(f"`{label}`: {text}." for label, text in noted(model))]:
+    if notes := [*rest, *(f"`{label}`: {text}." for label, text in noted(model)), *by_commit(model)]:
         lines += ["", f"### Notes on {name}", "", *(wrapped(f"- {note}", "  ") for note in notes)]
     return "\n".join(lines)
 
 
 def facts(model: Mapping[str, Any]) -> str:
     """Return commit, version, precision, sizes of the prompt sets and shared settings in words."""
-    commits = ", ".join(f"{commit[:8]}{' with changes' * commit.endswith(' with changes')}"
-                        for commit in model["commits"])
+    commits = ", ".join(map(brief, model["commits"]))
     settings = ", ".join(f"`{key}` {shown(value)}" for key, value in model["settings"].items())
     sizes = model["prompts"]
     return (f"Commit {commits}, version {', '.join(model['versions'])}, {', '.join(model['precisions'])}. "
             f"{sizes['train']:,} prompts are trained on, and {sizes['validation']:,} are left to validation. "
             f"Settings of all methods: {settings}.")
+
+
+def brief(commit: str) -> str:
+    return f"{commit[:8]}{' with changes' * commit.endswith(' with changes')}"
+
+
+def by_commit(model: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the rows of every commit, if the benches of a model have several."""
+    for commit in model["commits"] if len(model["commits"]) > 1 else ():
+        labels = [method["label"] for method in model["methods"] if commit in method["commits"]]
+        if labels:
+            yield f"Commit {brief(commit)}: {', '.join(f'`{label}`' for label in labels)}."
 
 
 def shown(value: Any) -> str:

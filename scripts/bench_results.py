@@ -45,13 +45,14 @@ def collected(folder: Path) -> dict[str, Any]:
     ranked = table.ranked(told)
     return rounded({
         **{key: told[key] for key in KEPT}, "limit": read_object(folder / BENCH, MEND)["prompts"],
-        **software(read_object(place(folder, run) / FOLDER / "machine.json", MEND) for run in runs),
+        **software(machines(folder, runs)),
         "settings": settings(told["model"], read_yaml(place(folder, first) / "config.yaml")),
         "order": order([method["label"] for method in ranked], told["differences"]),
         "tuned_order": order([method["label"] for method in sorted(
             (method for method in ranked if "tuned" in method), key=lambda method: -method["tuned"]["accuracy"])],
             told["tuned_differences"]),
-        "methods": [kept(method, told) for method in ranked]})
+        "methods": [kept(method, told) | {"commits": software(machines(folder, method["runs"]))["commits"]}
+                    for method in ranked]})
 
 
 def place(folder: Path, run: Mapping[str, Any]) -> Path:
@@ -59,10 +60,15 @@ def place(folder: Path, run: Mapping[str, Any]) -> Path:
     return folder / "runs" / Path(run["folder"]).name
 
 
-def software(machines: Iterable[Mapping[str, str]]) -> dict[str, list[str]]:
+def machines(folder: Path, runs: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Return the software and the machine of every run."""
+    return [read_object(place(folder, run) / FOLDER / "machine.json", MEND) for run in runs]
+
+
+def software(told: Iterable[Mapping[str, str]]) -> dict[str, list[str]]:
     """Return commits, versions and precisions of runs, each once."""
     facts = [(machine.get("commit", "unknown"), machine["flowgrpo"], machine["precision"].split()[0])
-             for machine in machines]
+             for machine in told]
     return {key: list(dict.fromkeys(values)) for key, values in zip(("commits", "versions", "precisions"), zip(*facts))}
 
 

@@ -130,6 +130,16 @@ def test_the_command_of_a_section_makes_the_same_bench(folders):
             40_000, 1 if swept else 2, 2, PROMPTS, None]
 
 
+def test_rows_of_several_commits_are_named(folders):
+    model = bench_results.collected(folders[1])
+    assert not [*bench_pages.by_commit(model)]
+    two = model | {"commits": ["0123456789", "89abcdef01 with changes"],
+                   "methods": [method | {"commits": ["89abcdef01 with changes"] if method["label"] == "ddpo" else
+                                         ["0123456789"]} for method in model["methods"]]}
+    assert [*bench_pages.by_commit(two)] == [
+        "Commit 01234567: `mix_grpo+grpo_guard`, `flow_grpo`, `draft`.", "Commit 89abcdef with changes: `ddpo`."]
+
+
 def test_a_command_names_the_swept_methods(tmp_path):
     folder = bench(tmp_path / "some", "starter_text", TEXT, 1, {"rloo": (3.0, 1.0)})
     assert " --sweep rloo --methods " in bench_pages.command(bench_results.collected(folder))
