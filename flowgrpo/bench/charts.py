@@ -89,6 +89,12 @@ def count(value: float) -> str:
         f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
 
 
+def shortened(name: str) -> str:
+    """Return a label of at most LONGEST letters: the beginning and the end, where presets joined by + differ."""
+    end = (LONGEST - 1) // 2
+    return name if len(name) <= LONGEST else f"{name[:LONGEST - 1 - end]}…{name[-end:]}"
+
+
 def bars(values: Sequence[tuple[str, float | None, str]], title: str, mark: float | None = None,
          whiskers: Sequence[tuple[float, float]] = (), end: float = 0.0) -> str:
     """Return horizontal bars from 0: (label, value, its text). mark: value of a dashed line, such as the base's.
@@ -101,8 +107,7 @@ def bars(values: Sequence[tuple[str, float | None, str]], title: str, mark: floa
     scale = (width - label - number) / end
     height, parts = row * len(values) + 6, []
     for place, (name, value, text) in enumerate(values):
-        top = place * row + 4
-        short = name if len(name) <= LONGEST else name[:LONGEST - 1] + "…"
+        top, short = place * row + 4, shortened(name)
         parts.append(f'<text x="{label - 8}" y="{top + 15}" text-anchor="end" class="ink">{html.escape(short)}'
                      f"<title>{html.escape(name)}</title></text>")
         if value is not None:
