@@ -100,7 +100,7 @@ FILES = {
     "runs/sdxl_24gb": RUN, "runs/flux_dev_24gb": RUN,
     "runs/mine": ("flowgrpo grid runs/starter", "runs/starter"),
     "runs/starter_text": TEXT_RUN, "runs/enhancer": TEXT_RUN,
-    "runs/fast": ("flowgrpo train configs/starter.yaml --method=flow_grpo_fast+texforce --parts={} --name=fast",
+    "runs/fast": ("flowgrpo train configs/starter.yaml --method=flow_grpo_fast --parts={} --name=fast",
                   "runs/fast"),
     "runs/lr": ("flowgrpo train configs/starter.yaml --train.lr=1e-3 --name=lr", "runs/lr"),
     "runs/rates": ("flowgrpo train configs/starter.yaml --prompts=clean.jsonl --parts.curriculum.type=Retention "
