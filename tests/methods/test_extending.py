@@ -217,6 +217,7 @@ def test_the_package_of_the_page_is_found(tmp_path, monkeypatch):
     groups = re.sub(r'\[project\.entry-points\."(.*?)"\]', r"[\1]", toml)
     (info / "entry_points.txt").write_text(groups.replace('"', ""))
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my_package\nVersion: 1.0\n")
+    monkeypatch.setattr(sys.modules["flowgrpo.rewards.find"], "_registered", {})  # functions of other tests' runs
     monkeypatch.syspath_prepend(tmp_path)
     [recipe] = re.findall(r"```yaml\n(.*?)```", PACKAGE, re.S)
     (tmp_path / "recipe.yaml").write_text(recipe)
