@@ -127,7 +127,8 @@ def swept(model: Mapping[str, Any]) -> list[str]:
 def accuracies(model: Mapping[str, Any]) -> table.Rows:
     """Return the table of accuracies, the most accurate method first."""
     heads = ["method", "accuracy, 95 %", "seeds", "gain", f"difference to `{model['reference']}`, 95 %", "p, Holm"]
-    heads += ["best of sweep", "its lr, clip"] * bool(swept(model))
+    option = swept(model)
+    heads += ["best of sweep", "its lr, clip"] * bool(option)
     rows = [["base", fixed(model["base"], 3)] + [""] * (len(heads) - 2)]
     for method in model["methods"]:
         count, test = len(method["finals"]), method["difference"]
@@ -135,7 +136,7 @@ def accuracies(model: Mapping[str, Any]) -> table.Rows:
                f"{method['lowest']:.3f} to {method['highest']:.3f}" + f" ({count})" * (count != model["seeds"]),
                fixed(method["gain"], 3, "+"), difference(test) or "the reference",
                "" if test is None else probability(test["holm"])]
-        rows.append(row + (tuned(method) if swept(model) else []))
+        rows.append(row + (tuned(method) if option else []))
     return heads, rows
 
 
