@@ -21,13 +21,12 @@ class Bench:
     errors: dict[str, str] = field(default_factory=dict)
 
     def measure(self) -> dict[str, float]:
-        """Return the cost of an epoch of the reference; of language models learn that of every method."""
+        """Return the cost of an epoch of the reference; learn that of the methods where it is not known."""
         plan = self.plan
-        entries = [plan.reference] if plan.counted else plan.entries
+        entries = plan.unforeseen + [plan.reference] * (plan.reference not in plan.unforeseen)
         costs = trials(self.workers, [plan.trial(entry) for entry in entries])
-        if not plan.counted:
-            for entry, cost in zip(entries, costs):
-                plan.learn(entry, int(cost["first"]), int(cost["following"]))
+        for entry, cost in zip(plan.unforeseen, costs):
+            plan.learn(entry, int(cost["first"]), int(cost["following"]))
         return costs[entries.index(plan.reference)]
 
     def train(self, runs: list[Run]) -> None:

@@ -2,8 +2,8 @@
 
 Rows through a denoiser count in training: previews, rollouts, replays, replays of the reference where the method reads
 it, those of epochs that are drawn ahead (`train.staleness`), and the check of the first ratio. Evaluation and backward
-passes do not count. Tokens of a language model depend on what it writes, so that two measured epochs stand for the
-others.
+passes do not count. Tokens of a language model depend on what it writes, and rows of some selections on the scores: two
+measured epochs stand for the others.
 """
 
 from __future__ import annotations
@@ -54,6 +54,11 @@ def _cost(config: Config, method: Method, epoch: int) -> int:
         spent += cost.update(explorations, train.prompts, 1)
     spent += cost.preview(method.rollout.preview, train.prompts)
     return doubled * spent
+
+
+def foretells(method: Method) -> bool:
+    """Return True if `epoch_cost` is exact for a denoiser: scores do not decide how many samples are trained."""
+    return method.credit.selection is None or isinstance(method.credit.selection, BestWorst)
 
 
 def kept(method: Method, group: int) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 from flowgrpo import rewards
 from flowgrpo.bench import models
-from flowgrpo.bench.budget import epochs_for, epochs_of
+from flowgrpo.bench.budget import epochs_for, epochs_of, foretells
 from flowgrpo.bench.methods import Entry, clip_of, entries, scaled
 from flowgrpo.config import parse
 from flowgrpo.config.schema import Config
@@ -80,7 +80,8 @@ class Run:
 class Plan:
     """Methods of a bench and their runs.
 
-    measured: of language models, the tokens of the first epoch and of the next, by method; set before runs are listed.
+    unforeseen: methods whose evaluations are not known beforehand, see `budget`. measured: their evaluations of the
+    first epoch and of the next, by method; set before runs are listed.
     Raises UserError on the first problem, before anything is written.
     """
 
@@ -95,6 +96,7 @@ class Plan:
         for name in request.sweep if request.sweep != ALL else ():
             if name not in given:
                 raise UserError(f"--sweep: got {name!r}, expected methods of --methods, or all{nearest(name, given)}")
+        self.unforeseen: list[Entry] = []
         self.measured: dict[str, tuple[int, int]] = {}
         self.sides = models.split(request.model)
         require_same(request)
@@ -103,7 +105,7 @@ class Plan:
 
     @property
     def counted(self) -> bool:
-        """Return True if evaluations are known beforehand: those of a denoiser."""
+        """Return True if the model is a denoiser, whose evaluations count; else tokens do."""
         return self.of.process != "tokens"
 
     def _require(self, entry: Entry) -> None:
@@ -113,6 +115,8 @@ class Plan:
         rewards.compose(config.trained | config.watched, None)
         if self.counted:
             self._afford(entry, epochs_for(config, 1, self.of.process)[1])
+        if not self.counted or not foretells(method):
+            self.unforeseen.append(entry)
 
     def _afford(self, entry: Entry, cost: int) -> None:
         if cost > self.request.evaluations:
@@ -144,10 +148,10 @@ class Plan:
         rate = self._config(entry, entry.settings, seed).train.lr
         config = self._config(entry, scaled(entry, rate, lr, clip), seed, side)
         budget, foretold = self.request.evaluations, None
-        if self.counted:
-            epochs, foretold = epochs_for(config, budget, self.of.process)
-        else:
+        if entry in self.unforeseen:
             epochs = epochs_of(*self.measured[entry.given], budget)
+        else:
+            epochs, foretold = epochs_for(config, budget, self.of.process)
         every = 0 if column == SWEEP else -(-epochs // self.request.points)
         length = {"train": config.train.model_copy(update={"epochs": epochs, "save_every": max(epochs // 8, 1)}),
                   "eval": config.eval.model_copy(update={"every": every})}

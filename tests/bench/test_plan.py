@@ -146,6 +146,15 @@ def test_a_sweep_is_of_all_methods_or_of_named_ones(request_of):
         Plan(request_of(*given, sweep=["dppo"]))
 
 
+def test_a_selection_by_scores_is_measured_before_runs_are_listed(request_of):
+    made = Plan(request_of("b2_diffurl", "diffusion_dpo", "flow_grpo"))  # best and worst: two, whatever the scores
+    assert [entry.label for entry in made.unforeseen] == ["b2_diffurl"]
+    made.learn(made.entries[0], 500, 400)
+    runs = made.published()[:3]
+    assert runs[0].config.train.epochs == 1 + 39_500 // 400 + 1 and runs[0].foretold is None
+    assert all(run.foretold >= 40_000 for run in runs[1:])
+
+
 def test_a_wrapped_clip_is_scaled_inside():
     [entry] = entries(["grpo+entropy_bonus"], "starter_text", models.MODELS["starter_text"])
     assert clip_of(entry, 3.0) == {"surrogate": {"low": pytest.approx(0.6), "high": pytest.approx(0.6)}}
