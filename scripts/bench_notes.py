@@ -12,7 +12,5 @@ NOTES = {
                  "method",
     "expo": "leaves the denoiser unchanged; a critic chooses among candidates and their edits, so that a measured "
             "sample costs several rollouts. There is no KL of an unchanged model",
-    "b2_diffurl": "spends fewer evaluations than the others: a bench does not predict how many samples its selection "
-                  "leaves out",
     "texforce": "trains the text encoder and leaves the denoiser as it is",
 }

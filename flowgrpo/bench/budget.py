@@ -2,8 +2,8 @@
 
 Rows through a denoiser count in training: previews, rollouts, replays, replays of the reference where the method reads
 it, those of epochs that are drawn ahead (`train.staleness`), and the check of the first ratio. Evaluation and backward
-passes do not count. Tokens of a language model depend on what it writes, and rows of some selections on the scores: two
-measured epochs stand for the others.
+passes do not count. Tokens of a language model depend on what it writes: two measured epochs stand for the others. Rows
+of some selections depend on the scores: one measured epoch gives their share of all rows.
 """
 
 from __future__ import annotations
@@ -73,11 +73,14 @@ def _backprop_cost(config: Config, ending: Any, exploration: RolloutSpec, epoch:
     return train.prompts * train.group * (begin + steps * (1 + (epoch == 0) + train.inner_epochs))
 
 
-def epochs_for(config: Config, budget: int, process: str = "flow") -> tuple[int, int]:
-    """Return the fewest epochs that reach the budget, and what they cost together."""
+def epochs_for(config: Config, budget: int, process: str = "flow", share: float = 1.0) -> tuple[int, int]:
+    """Return the fewest epochs that reach the budget, and what they cost together.
+
+    share: what an epoch costs, in `epoch_cost`.
+    """
     total, method = 0, validate.resolve(config, process)
     for epoch in count():
-        total += _cost(config, method, epoch)
+        total += round(share * _cost(config, method, epoch))
         if total >= budget:
             break
     return epoch + 1, total

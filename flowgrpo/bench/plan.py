@@ -11,7 +11,7 @@ from typing import Any
 
 from flowgrpo import rewards
 from flowgrpo.bench import models
-from flowgrpo.bench.budget import epochs_for, epochs_of, foretells
+from flowgrpo.bench.budget import epoch_cost, epochs_for, epochs_of, foretells
 from flowgrpo.bench.methods import Entry, clip_of, entries, scaled
 from flowgrpo.config import parse
 from flowgrpo.config.schema import Config
@@ -147,16 +147,22 @@ class Plan:
         side = "validation" if column == SWEEP else "held_out"
         rate = self._config(entry, entry.settings, seed).train.lr
         config = self._config(entry, scaled(entry, rate, lr, clip), seed, side)
-        budget, foretold = self.request.evaluations, None
-        if entry in self.unforeseen:
-            epochs = epochs_of(*self.measured[entry.given], budget)
-        else:
-            epochs, foretold = epochs_for(config, budget, self.of.process)
+        epochs, foretold = self._length(entry, config)
         every = 0 if column == SWEEP else -(-epochs // self.request.points)
         length = {"train": config.train.model_copy(update={"epochs": epochs, "save_every": max(epochs // 8, 1)}),
                   "eval": config.eval.model_copy(update={"every": every})}
         return Run(entry, seed, column, lr, clip, self._placed(entry, config.model_copy(update=length), "runs"),
                    foretold)
+
+    def _length(self, entry: Entry, config: Config) -> tuple[int, int | None]:
+        """Return the epochs that reach the budget, and their evaluations if these are known."""
+        budget, process = self.request.evaluations, self.of.process
+        if entry not in self.unforeseen:
+            return epochs_for(config, budget, process)
+        first, following = self.measured[entry.given]
+        if not self.counted:
+            return epochs_of(first, following, budget), None
+        return epochs_for(config, budget, process, following / epoch_cost(config, 1, process))[0], None
 
     def published(self) -> list[Run]:
         """Return the runs with published parts, seed by seed, so that an interrupted bench has all methods."""

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from flowgrpo.bench import models, plan
+from flowgrpo.bench.budget import epoch_cost
 from flowgrpo.bench.methods import clip_of, entries
 from flowgrpo.bench.plan import Plan, Request
 from flowgrpo.bench.schedule import duration, remaining, seconds
@@ -149,9 +150,12 @@ def test_a_sweep_is_of_all_methods_or_of_named_ones(request_of):
 def test_a_selection_by_scores_is_measured_before_runs_are_listed(request_of):
     made = Plan(request_of("b2_diffurl", "diffusion_dpo", "flow_grpo"))  # best and worst: two, whatever the scores
     assert [entry.label for entry in made.unforeseen] == ["b2_diffurl"]
-    made.learn(made.entries[0], 500, 400)
+    config = made.run(made.entries[1], 0, plan.PUBLISHED).config.model_copy(update={"method": "b2_diffurl"})
+    costs = [epoch_cost(config, epoch) for epoch in range(200)]  # they grow with the trained interval
+    made.learn(made.entries[0], costs[0], costs[1] // 2)
     runs = made.published()[:3]
-    assert runs[0].config.train.epochs == 1 + 39_500 // 400 + 1 and runs[0].foretold is None
+    assert runs[0].foretold is None and costs[1] < costs[150]
+    assert sum(costs[:runs[0].config.train.epochs]) / 2 == pytest.approx(40_000, abs=costs[150])
     assert all(run.foretold >= 40_000 for run in runs[1:])
 
 
