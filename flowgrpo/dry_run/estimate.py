@@ -102,12 +102,13 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
         make, described = from_configs.pipeline, config.load.config or config.model
         twin = make(described, DTYPES[config.precision]) if pipe is None else from_configs.like(pipe)
-        policy: Any = make_policy(_short(config, few), META, twin)
+        with MetaGPU(gpu).running():  # which is not counted
+            policy: Any = make_policy(_short(config, few), META, twin)
         encoders = weights.hold(meta, policy, config.memory, processes)
         calls = Repeats(meta, policy)
         with meta.running():
             image = None if config.prompts in SETS else _picture(policy, Path(folder))
-            trainer = _trainer(_short(config, few), policy, image)
+            trainer = _trainer(_short(config, few), policy, image, meta)
             clock = trainer.clock = trainer.rollouts.clock = _Phases(meta, encoders)
             replay_waits = _counted_replays(trainer, meta)
             trainer.run_epoch()
@@ -119,8 +120,7 @@ def _covered(config: Config) -> Config:
     """Return the recipe with a precision and its largest size. Raises UserError for what a dry run does not cover."""
     if config.precision == AUTO:
         config = config.model_copy(update={"precision": "bf16"})
-    wrong = {"language models": kind(config) != PIPELINE, "adapter.rank: 0": not config.adapter.rank,
-             "adapter.dora": config.adapter.dora, "memory.context_parallel": config.memory.context_parallel > 1,
+    wrong = {"language models": kind(config) != PIPELINE, "adapter.dora": config.adapter.dora, "memory.context_parallel": config.memory.context_parallel > 1,
              "trained text encoders": "adapted" in config.parts, "train.pack": config.train.pack,
              "supervised terms (parts.data)": bool(config.parts.get("data")),
              "recorded pairs (preferences)": config.preferences is not None,
@@ -159,7 +159,7 @@ def _picture(policy: Any, folder: Path) -> str | None:
     return str(file)
 
 
-def _trainer(config: Config, policy: Any, image: str | None) -> Trainer:
+def _trainer(config: Config, policy: Any, image: str | None, meta: MetaGPU) -> Trainer:
     """Return a trainer in the state of a later epoch: with other prompts, the optimizer's moments, and the old policy.
     """
     first, *later = (Prompt(f"{PROMPT} {number}", image=image) for number in range(config.train.prompts + 1))
@@ -169,9 +169,12 @@ def _trainer(config: Config, policy: Any, image: str | None) -> Trainer:
         trainer.ahead = cast(Any, Rescored(trainer.ahead))
     trainer.prompts = later
     trainer.keys = [prompt.key for prompt in later]
-    for parameter in policy.weights.parameters():
-        parameter.grad = torch.empty_like(parameter)
-    trainer.optimizer.step()
+    if policy.weights.large:
+        trainer.ema = None  # it waits on the host
+    with meta.sharded():
+        for parameter in policy.weights.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        trainer.optimizer.step()
     trainer.rollouts.old_policy.begin(trainer.epoch)
     trainer.first_ratio.found = 0.0  # there are no values to compare
     return trainer
@@ -196,7 +199,7 @@ def _counted_replays(trainer: Trainer, meta: MetaGPU) -> Counter[str]:
         waits.update(work.waits)
 
     def stepped(*args: Any) -> None:
-        with meta.during(OPTIMIZER):
+        with meta.during(OPTIMIZER), meta.sharded():
             step(*args)
 
     observed: Any = trainer

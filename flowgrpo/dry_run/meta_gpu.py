@@ -23,12 +23,14 @@ from torch.utils.flop_counter import flop_registry
 from flowgrpo import device
 from flowgrpo.dry_run.allocator import Allocator, Block
 from flowgrpo.dry_run.attention import fused
+from flowgrpo.dry_run.autocast import Autocast, autocast
 from flowgrpo.dry_run.host_values import HostValues
 from flowgrpo.gpus import BUS, GPU
 
 META = torch.device("meta")
 UNIQUE = frozenset(("unique_consecutive", "_unique2", "unique_dim"))  # whose sizes depend on values
-FILLED = 2**26  # bytes of a copy to the host that is filled with zeros; a larger one is left as it comes
+FILLED = 2**26  # elements of a host tensor whose values are known on the GPU
+WHOLE = 2**24  # bytes of a copy to the host that has memory of its own; a larger one is a single zero, expanded
 # Operations that start no kernel.
 FREE = frozenset("""view _unsafe_view t transpose permute expand slice select unsqueeze squeeze split unbind
     split_with_sizes alias detach as_strided _reshape_alias unsafe_split chunk view_as_real view_as_complex narrow
@@ -56,7 +58,7 @@ class Phase:
         self.waits.update(other.waits)
 
 
-_tensor = torch.tensor
+_tensor, _cast = torch.tensor, torch.autocast
 
 
 def from_host(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
@@ -75,19 +77,49 @@ class MetaGPU(TorchDispatchMode):
         self._alive: dict[int, Block] = {}
         self.phases: dict[str, Phase] = defaultdict(Phase)
         self.spare = 0  # bytes that are needed at times, beside what is counted
+        self.part = 1.0  # share of the bytes of tensors that are `sharded`
+        self.share = 1.0  # that of the tensors that are made now
+        self.autocast: Autocast | None = None
         self.phase = self.phases["setup"]
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Context manager: count; attention is the fused kernel of a GPU, and tensors of host values are copied."""
+        """Context manager: count; attention is the fused kernel of a GPU, tensors of host values are copied, and
+        autocast has the operations of CUDA's."""
         stock: Any = torch
-        before = F.scaled_dot_product_attention, torch.tensor
-        F.scaled_dot_product_attention, stock.tensor = fused, from_host
+        before = F.scaled_dot_product_attention, torch.tensor, torch.autocast
+        F.scaled_dot_product_attention, stock.tensor, stock.autocast = self._attention, from_host, self._autocast
         try:
             with torch.autograd.set_multithreading_enabled(False), self:
                 yield
         finally:
-            F.scaled_dot_product_attention, stock.tensor = before
+            F.scaled_dot_product_attention, stock.tensor, stock.autocast = before
+
+    def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+                   ) -> torch.Tensor:
+        if self.autocast is not None:
+            query, key, value = map(self.autocast.lower, (query, key, value))
+        return fused(query, key, value, *args, **kwargs)
+
+    def _autocast(self, device_type: str, *args: Any, **options: Any) -> contextlib.AbstractContextManager[Any]:
+        if device_type != META.type:
+            return _cast(device_type, *args, **options)
+        return autocast(self, *args, **options)
+
+    @contextlib.contextmanager
+    def sharded(self) -> Iterator[None]:
+        """Context manager: of tensors that are made inside, this process holds `part`."""
+        before, self.share = self.share, self.part
+        try:
+            yield
+        finally:
+            self.share = before
+
+    def shard(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors anew, as this process's part of them."""
+        tensors = list(tensors)
+        self.drop(tensors)
+        self.hold(tensors, self.part)
 
     @contextlib.contextmanager
     def during(self, name: str) -> Iterator[None]:
@@ -142,7 +174,7 @@ class MetaGPU(TorchDispatchMode):
             return copied
         result = function(*args, **kwargs)
         outputs = [value for value in tree_leaves(result) if _on_meta(value)]
-        self.hold(outputs)
+        self.hold(outputs, self.share)
         if name not in FREE:
             self._launch(function, name, inputs, outputs, result, args, kwargs)
             self.values.follow(function, name, inputs, outputs, given, kwargs)
@@ -187,7 +219,7 @@ class MetaGPU(TorchDispatchMode):
 
     def bus(self, count: int) -> None:
         """Count the seconds of a copy of so many bytes between host and GPU."""
-        self.phase.seconds += count / BUS
+        self.phase.seconds += self.share * count / BUS
 
     # --- what the host waits for -------------------------------------------------------------------------------------
 
@@ -262,8 +294,8 @@ class MetaGPU(TorchDispatchMode):
             known = self.values.of(source)
             if known is not None:
                 return known.to(kwargs.get("dtype") or known.dtype, copy=True)
-            make = torch.zeros if source.numel() * source.element_size() <= FILLED else torch.empty
-            return make(source.shape, dtype=kwargs.get("dtype") or source.dtype, device="cpu")
+            shape = source.shape if source.numel() * source.element_size() <= WHOLE else ()
+            return torch.zeros(shape, dtype=kwargs.get("dtype") or source.dtype, device="cpu").expand(source.shape)
         if not _queued():
             self._wait("from the host")
         if name == "_to_copy" and source.numel() <= FILLED:

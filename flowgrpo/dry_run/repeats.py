@@ -46,6 +46,8 @@ class Repeats:
         self._backwards: dict[Any, tuple[Phase, list[torch.nn.Parameter]]] = {}
         self._replayed: tuple[Any, int] = None, 0  # key of the last replay, and bytes in use before it
         for module in policy.denoisers.values():
+            for part in module.modules() if policy.driver.casts else ():
+                part.forward = self._recomputed(part.forward)
             module.forward = self._forward(module, module.forward)
         policy.run, policy.decode = self._run(policy.run), self._decode(policy.decode)
         policy.replay, policy.backward = self._replay(policy.replay), self._backward(policy.backward)
@@ -66,9 +68,28 @@ class Repeats:
         def answer(*args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled():
                 return forward(*args, **kwargs)
+            if self.gpu.autocast is not None:
+                self._cast(module)
             adapted = not any(layer.disable_adapters for layer in self.policy.weights.layers().values())
             return self._once((id(module), adapted, _key(args, kwargs)), lambda: forward(*args, **kwargs))
         return answer
+
+    def _recomputed(self, forward: Callable) -> Callable:
+        """Return a forward with the arithmetic of the first one if a backward pass calls it again."""
+        @functools.wraps(forward)
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            if self.gpu.autocast is not None:
+                return forward(*args, **kwargs)
+            with self.policy.driver.arithmetic():
+                return forward(*args, **kwargs)
+        return answer
+
+    def _cast(self, module: torch.nn.Module) -> None:
+        """Cast a denoiser's weights, which autocast does in the first of the calls that it surrounds."""
+        for part in module.modules():
+            if isinstance(part, (torch.nn.Linear, torch.nn.modules.conv._ConvNd)):
+                for parameter in part.parameters():
+                    self.gpu.autocast.lower(parameter)
 
     def _decode(self, decode: Callable) -> Callable:
         def answer(latents: torch.Tensor, conditioning: Any) -> Any:
@@ -92,6 +113,8 @@ class Repeats:
             if not torch.is_grad_enabled():
                 return call()
             self.replays += 1
+            if not self.policy.weights.adapter.rank:  # the first replay of an update is to stand for the others
+                self._hold_gradients(self.policy.weights.parameters())
             key = "replay", _key(conditioning.calls, x), self._expert(grid, step)
             self._replayed = key, self.gpu.memory.in_use
             return self._once(key, call)
@@ -110,9 +133,14 @@ class Repeats:
             self.gpu.repeat(work)
             gradients = [part.grad for part in reached if part.grad is not None]
             self._once(("sum", len(gradients)), lambda: [gradient.add_(gradient) for gradient in gradients] and None)
-            for part in reached:
-                part.grad = torch.empty_like(part) if part.grad is None else part.grad
+            self._hold_gradients(reached)
         return answer
+
+    def _hold_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Make the gradients that parameters lack."""
+        with self.gpu.sharded():
+            for part in parameters:
+                part.grad = torch.empty_like(part) if part.grad is None else part.grad
 
     def _expert(self, grid: torch.Tensor, step: Any) -> bool:
         """Return True for a step of the first of two denoisers, which share the grid."""

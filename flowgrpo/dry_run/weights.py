@@ -17,13 +17,15 @@ STORED = {"full": 1.0, "int8": 0.5, "fp8": 0.5, "nf4": 0.28}  # bytes of a linea
 def hold(meta: MetaGPU, policy: Any, memory: Memory, processes: int) -> Any:
     """Count a policy's weights; return its text encoders, which come and go without copies.
 
-    processes: over which `memory.shard` shares frozen weights of the denoisers.
+    processes: over which `memory.shard` shares weights of the denoisers.
     """
     encoders, turns = policy.encoders, memory.denoiser == "cpu"
     stored, count = STORED[memory.weights], processes if memory.shard else 1
     if memory.offload != "none":
         for module in policy.denoisers.values():
             _hold_offloaded(meta, module, stored)
+    if count > 1 and not policy.weights.adapter.rank:
+        _shard_trained(meta, policy, count)
     for module in policy.denoisers.values():
         _hold_denoiser(meta, module, stored, count)
     parts = [part for part in policy.pipe.components.values() if isinstance(part, torch.nn.Module)]
@@ -66,6 +68,29 @@ def _hold_denoiser(meta: MetaGPU, module: torch.nn.Module, stored: float, proces
         blocks = [block for part in module.modules() if isinstance(part, torch.nn.ModuleList) for block in part]
         meta.hold((p for p in module.parameters() if not p.requires_grad), 1 / processes)
         meta.spare = max(meta.spare, *(round(2 * stored * _bytes(_tensors([block]))) for block in blocks))
+
+
+def _shard_trained(meta: MetaGPU, policy: Any, processes: int) -> None:
+    """Count trained weights, and what is made of them, as shards in fp32; the tensors are as they are collected.
+
+    Two blocks are collected at a time. The gradients of one wait for their sum, which is in fp32.
+    """
+    weights = policy.weights
+    for parameter in weights.parameters():
+        parameter.data = parameter.data.to(policy.dtype)
+        parameter.register_post_accumulate_grad_hook(lambda summed: meta.shard([summed.grad]))
+    meta.part = torch.float32.itemsize / policy.dtype.itemsize / processes
+    meta.shard(weights.parameters())
+    for block in (block for module in policy.denoisers.values() for block in blocks(module)):
+        meta.spare = max(meta.spare, 3 * _bytes(_tensors([block])) + 4 * sum(p.numel() for p in block.parameters()))
+    weights.copies = _as_shards(meta, weights.copies)
+
+
+def _as_shards(meta: MetaGPU, made: Any) -> Any:
+    def answer(*args: Any) -> Any:
+        with meta.sharded():
+            return made(*args)
+    return answer
 
 
 def _hold_offloaded(meta: MetaGPU, module: torch.nn.Module, stored: float) -> None:

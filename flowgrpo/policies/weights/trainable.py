@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -183,7 +183,7 @@ class TrainableWeights:
         added = {f"{name}.{key}": parameter for key, parameter in module.named_parameters()}
         self.added[name] = module
         self.named |= added
-        self._first |= {key: parameter.detach().cpu().clone() for key, parameter in added.items()}
+        self._first |= {key: parameter.detach().to("cpu", copy=True) for key, parameter in added.items()}
 
     def parameters(self) -> list[torch.nn.Parameter]:
         return list(self.named.values())
@@ -228,7 +228,7 @@ class TrainableWeights:
     def swapped(self, values: dict[str, torch.Tensor]) -> Iterator[None]:
         """Context manager: set the parameters that `values` names to these values (a moving average, the first
         weights)."""
-        kept = {key: local(self.named[key]).detach().clone() for key in values}
+        kept = self.copies(values)
         self.load(values)
         try:
             yield
@@ -241,13 +241,17 @@ class TrainableWeights:
             local(self.named[key]).copy_(value)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        return {key: local(parameter).detach().cpu().clone() for key, parameter in self.named.items()}
+        return {key: local(parameter).detach().to("cpu", copy=True) for key, parameter in self.named.items()}
+
+    def copies(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return copies of these parameters on their device."""
+        return {key: local(self.named[key]).detach().clone() for key in keys}
 
     def kept(self) -> dict[str, torch.Tensor]:
         """Return a copy of the weights for an average of them: on their device if `large` is false, or on the CPU."""
         if self.large:
             return self.snapshot()
-        return {key: local(parameter).detach().clone() for key, parameter in self.named.items()}
+        return self.copies(self.named)
 
     def placed(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return values of the weights on the device of `kept`."""
