@@ -120,7 +120,8 @@ def _covered(config: Config) -> Config:
     """Return the recipe with a precision and its largest size. Raises UserError for what a dry run does not cover."""
     if config.precision == AUTO:
         config = config.model_copy(update={"precision": "bf16"})
-    wrong = {"language models": kind(config) != PIPELINE, "adapter.dora": config.adapter.dora, "memory.context_parallel": config.memory.context_parallel > 1,
+    wrong = {"language models": kind(config) != PIPELINE, "adapter.dora": config.adapter.dora,
+             "memory.context_parallel": config.memory.context_parallel > 1,
              "trained text encoders": "adapted" in config.parts, "train.pack": config.train.pack,
              "supervised terms (parts.data)": bool(config.parts.get("data")),
              "recorded pairs (preferences)": config.preferences is not None,
