@@ -140,6 +140,7 @@ OPTIONS = {
     "train configs/starter_dpo": f"{PAIRS}runs/starter_pairs/pairs.jsonl",
     "train configs/starter_rpo": f"{PAIRS}runs/starter_pairs/subjects.jsonl",
     "check .*--gpu": SMALL,
+    "check .*flux_dev_8x80": "--train.updates=1",  # of two prompts on eight processes
     "bench": "--evaluations 100",
     "sample (starter|hub:|runs/(sdxl|flux))(?!.*text)": "--steps 2",
     "grid": "--count 2",
