@@ -93,9 +93,11 @@ def test_an_old_policy_and_an_average_take_four_bytes_a_weight(model, without, o
 
 def test_the_reference_comes_from_the_host_and_scores(model):  # noqa: F811
     options = {"method": "flow_grpo", "adapter__rank": 0, "train__prompts": 1}
-    free, tied = (dry_run(config(model, parts__kl__weight=weight, **options)).phases["update"] for weight in (0.0, 0.1))
+    free, tied = (dry_run(config(model, parts__kl__weight=weight, **options)).phases["update"]
+                  for weight in (0.0, 0.1))
     assert tied.flops > free.flops
-    brought = [sum(count for reason, count in phase.waits.items() if "trainable.py" in reason) for phase in (free, tied)]
+    brought = [sum(count for reason, count in phase.waits.items() if "trainable.py" in reason)
+               for phase in (free, tied)]
     assert brought == [0, len(SIZES)]
 
 
