@@ -35,7 +35,7 @@ from flowgrpo.policies.build import PIPELINE, kind, make_policy
 from flowgrpo.train import Trainer
 
 ORDER = ("encode", "preview", "rollout", "decode", "base", "reward", "rescore", "update")
-OPTIMIZER = "optimizer"  # a part of the update, which more prompts do not make longer
+ONCE = "once"  # a part of the update, which more prompts do not make longer
 PROMPT = "a lighthouse at dusk, two owls on a branch, and a sign that says open"
 
 
@@ -190,9 +190,11 @@ def _any(images: torch.Tensor, prompts: list[str]) -> list[float]:
 def _counted_replays(trainer: Trainer, meta: MetaGPU) -> Counter[str]:
     """Count what makes the host wait while parts are replayed; the counts fill in while the trainer runs.
 
-    Optimizer steps are counted as a phase of their own.
+    Optimizer steps are counted as a phase of their own, and so are large weights that come once an epoch.
     """
     waits, backward, step = Counter[str](), trainer.backward, trainer.step_optimizer
+    weights: Any = trainer.policy.weights
+    load = weights.load
 
     def counted(*args: Any) -> None:
         with meta.measured() as work:
@@ -200,11 +202,17 @@ def _counted_replays(trainer: Trainer, meta: MetaGPU) -> Counter[str]:
         waits.update(work.waits)
 
     def stepped(*args: Any) -> None:
-        with meta.during(OPTIMIZER), meta.sharded():
+        with meta.during(ONCE), meta.sharded():
             step(*args)
+
+    def loaded(values: dict[str, torch.Tensor]) -> None:
+        with meta.during(ONCE):
+            load(values)
 
     observed: Any = trainer
     observed.backward, observed.step_optimizer = counted, stepped
+    if weights.large:
+        weights.load = loaded
     return waits
 
 
@@ -227,7 +235,7 @@ def _extrapolated(meta: MetaGPU, clock: _Phases, prompts: int, few: int, stalene
         phases[name] = Phase(phase.allocated + more, phase.reserved + more, phase.flops * times,
                              round(phase.kernels * times), phase.seconds * times,
                              Counter({reason: round(count * times) for reason, count in phase.waits.items()}))
-    once, update = meta.phases[OPTIMIZER], phases["update"]
+    once, update = meta.phases[ONCE], phases["update"]
     update.allocated = max(update.allocated, once.allocated + more)
     update.reserved = max(update.reserved, once.reserved + more)
     update.add(once)

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from flowgrpo.dry_run.estimate import dry_run
-from flowgrpo.dry_run.meta_gpu import MetaGPU
+from flowgrpo.dry_run.meta_gpu import MetaGPU, Phase
 from flowgrpo.gpus import GPUS
+from flowgrpo.policies.weights import trainable
 from flowgrpo.policies.weights.compiled import blocks
 from tests.dry_run.test_estimate import config, model  # noqa: F401
 from tests.helpers import tiny
@@ -91,14 +92,26 @@ def test_an_old_policy_and_an_average_take_four_bytes_a_weight(model, without, o
     assert more - plain == pytest.approx(held(4), rel=0.02)
 
 
+def brought(update: Phase) -> int:
+    """Waits for weights that come from the host."""
+    return sum(count for reason, count in update.waits.items() if "trainable.py" in reason)
+
+
 def test_the_reference_comes_from_the_host_and_scores(model):  # noqa: F811
     options = {"method": "flow_grpo", "adapter__rank": 0, "train__prompts": 1}
     free, tied = (dry_run(config(model, parts__kl__weight=weight, **options)).phases["update"]
                   for weight in (0.0, 0.1))
     assert tied.flops > free.flops
-    brought = [sum(count for reason, count in phase.waits.items() if "trainable.py" in reason)
-               for phase in (free, tied)]
-    assert brought == [0, len(SIZES)]
+    assert [brought(free), brought(tied)] == [0, len(SIZES)]
+
+
+@pytest.mark.parametrize("kept, times", [(trainable.KEPT, 4), (0, 1)])
+def test_a_large_reference_comes_once_an_epoch_and_a_small_one_for_each_part(model, monkeypatch, kept,  # noqa: F811
+                                                                             times):
+    monkeypatch.setattr(trainable, "KEPT", kept)
+    update = dry_run(config(model, method="flow_grpo", parts__kl__weight=0.1, adapter__rank=0, train__prompts=8,
+                            train__group=4, train__micro_batch=8)).phases["update"]
+    assert brought(update) == times * len(SIZES)
 
 
 def test_shards_share_what_a_weight_takes(model):  # noqa: F811
