@@ -99,12 +99,14 @@ def _merged(one: Any, other: Any) -> Any:
 def scaled(entry: Entry, rate: float, lr: float, clip: float) -> dict[str, Any]:
     """Return an entry's settings with factors on its learning rate and on its clip.
 
-    rate: learning rate without factors.
+    rate: learning rate without factors. Raises UserError for a clip that the loss refuses.
     """
     settings = entry.settings | ({} if lr == 1 else {"train.lr": rate * lr})
     if clip == 1:
         return settings
-    return settings | {"parts": _merged(settings.get("parts", {}), {"surrogate": clip_of(entry, clip)})}
+    parts = _merged(settings.get("parts", {}), {"surrogate": clip_of(entry, clip)})
+    overlay.with_parts(overlay.preset(entry.settings["method"]), parts)
+    return settings | {"parts": parts}
 
 
 def clip_of(entry: Entry, factor: float) -> dict[str, Any]:
@@ -115,7 +117,12 @@ def clip_of(entry: Entry, factor: float) -> dict[str, Any]:
 
 def _clip(surrogate: Any, factor: float) -> dict[str, Any]:
     values = {field.name: getattr(surrogate, field.name) for field in dataclasses.fields(surrogate)}
-    fields: dict[str, Any] = {key: values[key] * factor for key in CLIPS
+    fields: dict[str, Any] = {key: _bound(key, values[key], factor) for key in CLIPS
                               if isinstance(values.get(key), float) and math.isfinite(values[key])}
     inner = _clip(values["surrogate"], factor) if dataclasses.is_dataclass(values.get("surrogate")) else {}
     return fields | ({"surrogate": inner} if inner else {})
+
+
+def _bound(name: str, bound: float, factor: float) -> float:
+    """Return a bound times a factor. A ratio is at least 0: a `low` of 1 bounds nothing, stays, and is the largest."""
+    return bound if name == "low" and bound == 1 else min(bound * factor, 1.0 if name == "low" else math.inf)

@@ -11,14 +11,16 @@ import yaml
 
 from flowgrpo.bench import models, plan
 from flowgrpo.bench.budget import epoch_cost
-from flowgrpo.bench.methods import clip_of, entries
+from flowgrpo.bench.methods import Entry, clip_of, entries
 from flowgrpo.bench.plan import Plan, Request
 from flowgrpo.bench.schedule import duration, remaining, seconds
 from flowgrpo.cli import main
 from flowgrpo.config import load
 from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
-from flowgrpo.methods import PRESETS
+from flowgrpo.methods import PRESETS, preset
+from flowgrpo.methods.overlay import with_parts
+from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.starter import CALLS, EVAL
@@ -69,13 +71,13 @@ def test_a_models_process_is_that_of_its_policy(name):
 @pytest.mark.parametrize("name", models.MODELS)
 def test_every_preset_of_a_model_can_be_run_or_says_why_not(request_of, name):
     of, refused = models.MODELS[name], []
-    for preset in PRESETS:
+    for given in PRESETS:
         try:
-            made = Plan(request_of(preset, model=name, evaluations=10**6))
+            made = Plan(request_of(given, model=name, evaluations=10**6))
         except UserError as error:
-            refused.append((preset, str(error)))
+            refused.append((given, str(error)))
             continue
-        assert made.trial(made.entries[0]).method == preset
+        assert made.trial(made.entries[0]).method == given
     assert of.reference not in dict(refused) and all(error for _, error in refused)
     assert len(refused) < len(PRESETS)
 
@@ -157,6 +159,40 @@ def test_a_selection_by_scores_is_measured_before_runs_are_listed(request_of):
     assert runs[0].foretold is None and costs[1] < costs[150]
     assert sum(costs[:runs[0].config.train.epochs]) / 2 == pytest.approx(40_000, abs=costs[150])
     assert all(run.foretold >= 40_000 for run in runs[1:])
+
+
+@pytest.mark.parametrize("name, factor, low, high", [("cispo", 3.0, 1.0, 12.0), ("cispo", 1 / 3, 1.0, 4 / 3),
+                                                     ("ppo", 3.0, 0.6, 0.6), ("gspo", 1 / 3, 1e-4, 4e-4 / 3)])
+def test_a_bound_of_one_below_bounds_nothing_and_stays(name, factor, low, high):
+    [entry] = entries([name], "starter_text", models.MODELS["starter_text"])
+    assert clip_of(entry, factor) == {"low": pytest.approx(low), "high": pytest.approx(high)}
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if not isinstance(preset(name).target, LatentEdits)])
+@pytest.mark.parametrize("factor", plan.FACTORS)
+def test_every_loss_takes_its_scaled_clip(name, factor):
+    with_parts(preset(name), {"surrogate": clip_of(Entry(name, name, {"method": name}, {}), factor)})
+
+
+def test_a_clip_that_a_loss_refuses_is_reported_before_the_first_run(request_of, tmp_path):
+    file = tmp_path / "narrow.py"
+    file.write_text("""
+from dataclasses import dataclass
+from flowgrpo.objectives.surrogates import Clip
+
+@dataclass(frozen=True)
+class Narrow(Clip):
+    def __post_init__(self):
+        if self.high > 2e-4:
+            raise ValueError(f"Narrow: high is {self.high}, expected 2e-4 at most")
+
+def mine(method):
+    return method.having(surrogate=Narrow())
+""")
+    recipe = tmp_path / "narrow.yaml"
+    recipe.write_text(yaml.dump({"method": f"flow_grpo+{file}:mine", "train": {"updates": 2}}))
+    with pytest.raises(UserError, match="Narrow: high is 0.0003.*, expected 2e-4 at most"):
+        Plan(request_of(str(recipe), "flow_grpo", sweep=[str(recipe)])).sweep()
 
 
 def test_a_wrapped_clip_is_scaled_inside():
