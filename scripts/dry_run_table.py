@@ -17,9 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import recipe_table
+
 from flowgrpo.config import load
 from flowgrpo.dry_run.estimate import Estimate, dry_run, gib
-from flowgrpo.dry_run.published import MODELS
 from flowgrpo.gpus import GPUS, gpu_named
 
 ROOT = Path(__file__).parent.parent
@@ -28,12 +29,13 @@ PHASES = ("encode", "rollout", "decode", "update")
 
 
 def row(name: str, gpu: str) -> dict[str, Any]:
-    """Run a recipe dry; return its row."""
-    begun, counts = time.monotonic(), dry_run(load(ROOT / "configs" / f"{name}.yaml"), gpu_named(gpu))
+    """Run a recipe dry, as one of the processes that its comment names; return its row."""
+    begun, count = time.monotonic(), recipe_table.processes(recipe_table.comment(name))
+    counts = dry_run(load(recipe_table.path(name)), gpu_named(gpu), count)
     phases = {key: {"gib": round(gib(phase.allocated), 1), "reserved_gib": round(gib(phase.reserved), 1),
                     "pflop": round(phase.flops / 1e15, 2), "seconds": round(phase.seconds, 1)}
               for key, phase in counts.phases.items()}
-    return {"gpu": gpu, "phases": phases, "rewards_gib": round(gib(counts.rewards), 1),
+    return {"gpu": gpu, "processes": count, "phases": phases, "rewards_gib": round(gib(counts.rewards), 1),
             "peak_gib": round(gib(counts.peak), 1), "seconds": round(counts.seconds), "fits": smallest(counts),
             "waits_per_step": counts.step_waits, "waits_per_replay": counts.replay_waits, "commit": commit(),
             "took_seconds": round(time.monotonic() - begun, 1)}
@@ -54,16 +56,16 @@ def commit() -> str:
 def markdown(rows: dict[str, dict[str, Any]]) -> str:
     """Return the table, and what it was computed with."""
     gpus, commits = ({row[key] for row in rows.values()} for key in ("gpu", "commit"))
-    lines = [f"Written by `scripts/dry_run_table.py` at commit {', '.join(sorted(commits))}: one process, one "
-             f"{', '.join(sorted(gpus))}, the recipe as it stands.", "",
-             "| recipe | encode | rollout | decode | update | rewards | peak, GiB | PFLOP | seconds | rollout / update "
-             "| waits per step / replay | smallest GPU |", "|---|" + "---:|" * 10 + "---|"]
+    lines = [f"Written by `scripts/dry_run_table.py` at commit {', '.join(sorted(commits))}: the recipe as it stands, "
+             f"on its number of GPUs, each an {', '.join(sorted(gpus))}.", "",
+             "| recipe | GPUs | encode | rollout | decode | update | rewards | peak, GiB | PFLOP | seconds "
+             "| rollout / update | waits per step / replay | smallest GPU |", "|---|" + "---:|" * 11 + "---|"]
     for name, row in rows.items():
         phases, seconds = row["phases"], max(row["seconds"], 1)
         shares = " / ".join(f"{phases[key]['seconds'] / seconds:.0%}" for key in ("rollout", "update"))
-        waits = " / ".join(f"{sum(row[key].values()):g}" for key in ("waits_per_step", "waits_per_replay"))
-        cells = [f"`{name}`", *(f"{phases[key]['gib']:.1f}" for key in PHASES), f"{row['rewards_gib']:.1f}",
-                 f"{row['peak_gib']:.1f}", f"{sum(phase['pflop'] for phase in phases.values()):,.0f}",
+        waits = " / ".join(f"{sum(row[key].values()):.2g}" for key in ("waits_per_step", "waits_per_replay"))
+        cells = [f"`{name}`", f"{row['processes']}", *(f"{phases[key]['gib']:.1f}" for key in PHASES),
+                 f"{row['rewards_gib']:.1f}", f"{row['peak_gib']:.1f}", f"{sum(phase['pflop'] for phase in phases.values()):,.0f}",
                  f"{row['seconds']:,}", shares, waits, row["fits"] or "none"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -77,7 +79,7 @@ def write(page: Path, table: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [file.stem for file in sorted((ROOT / "configs").glob("*.yaml")) if load(file).model in MODELS]
+    names = recipe_table.names()
     parser.add_argument("recipes", nargs="*", help=f"of {', '.join(names)}; all unless given")
     parser.add_argument("--none", action="store_true", help="run none, and use the rows of the file")
     parser.add_argument("--gpu", default="H200")
