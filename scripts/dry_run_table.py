@@ -65,7 +65,8 @@ def markdown(rows: dict[str, dict[str, Any]]) -> str:
         shares = " / ".join(f"{phases[key]['seconds'] / seconds:.0%}" for key in ("rollout", "update"))
         waits = " / ".join(f"{sum(row[key].values()):.2g}" for key in ("waits_per_step", "waits_per_replay"))
         cells = [f"`{name}`", f"{row['processes']}", *(f"{phases[key]['gib']:.1f}" for key in PHASES),
-                 f"{row['rewards_gib']:.1f}", f"{row['peak_gib']:.1f}", f"{sum(phase['pflop'] for phase in phases.values()):,.0f}",
+                 f"{row['rewards_gib']:.1f}", f"{row['peak_gib']:.1f}",
+                 f"{sum(phase['pflop'] for phase in phases.values()):,.0f}",
                  f"{row['seconds']:,}", shares, waits, row["fits"] or "none"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
