@@ -29,6 +29,10 @@ class Bench:
             plan.learn(entry, int(cost["first"]), int(cost["following"]))
         return costs[entries.index(plan.reference)]
 
+    def chosen(self, sweep: list[Run]) -> dict[str, tuple[float, float]]:
+        """Return the factors (lr, clip) that the finished runs of a sweep choose, by label."""
+        return collect.best_factors(sweep, self.plan.of.measured)
+
     def train(self, runs: list[Run]) -> None:
         """Train the runs that are left; keep the errors."""
         self.runs += runs
@@ -49,18 +53,19 @@ def run(request: Request, jobs: int | None = None) -> None:
             print(f"measuring an epoch of {plan.reference.label} ...", flush=True)
             cost = bench.measure()
             published, sweep = plan.published(), plan.sweep()
-            _announce(plan, [*published, *sweep, *_likely(plan, sweep)], cost, jobs, workers.threads)
+            _announce(plan, [*published, *sweep, *_likely(bench, sweep)], cost, jobs, workers.threads)
             bench.train(sweep)
             bench.train(published)
-            if sweep:
-                bench.train(plan.tuned(collect.best_factors(sweep, plan.of.measured)))
+            bench.train(confirming := plan.confirming(bench.chosen(sweep)))
+            bench.train(plan.tuned(bench.chosen([*sweep, *confirming])))
         _finish(bench)
 
 
-def _likely(plan: Plan, sweep: list[Run]) -> list[Run]:
-    """Return the tuned runs as far as they are known; of methods without a sweep yet, runs unlike the published."""
+def _likely(bench: Bench, sweep: list[Run]) -> list[Run]:
+    """Return what follows a sweep, as far as it is known; of methods without one yet, runs unlike the published."""
     unknown = {run.entry.label: (max(FACTORS), 1.0) for run in sweep}
-    return plan.tuned(unknown | collect.best_factors(sweep, plan.of.measured))
+    confirming = bench.plan.confirming(unknown | bench.chosen(sweep))
+    return [*confirming, *bench.plan.tuned(unknown | bench.chosen([*sweep, *confirming]))]
 
 
 def _announce(plan: Plan, runs: list[Run], cost: dict[str, float], jobs: int, threads: int) -> None:

@@ -25,6 +25,8 @@ from flowgrpo.version import __version__
 
 BENCH, RESULT = "bench.json", "result.json"  # in the folder of a bench, and of a finished run
 FACTORS = (1.0, 1 / 3, 3.0)  # of the sweep; among equals the first is chosen
+AS_PUBLISHED = 1.0, 1.0  # factors of the learning rate and of the clip
+CONFIRMING = 2  # further seeds of a sweep's winner
 PUBLISHED, SWEEP, TUNED = "published", "sweep", "tuned"
 ALL = ["all"]  # of the methods are swept
 
@@ -172,6 +174,12 @@ class Plan:
         """Return the runs of the sweep, with a seed that no column reports."""
         return [self.run(entry, self.request.seeds, SWEEP, lr, clip) for entry in self.swept
                 for lr in FACTORS for clip in (FACTORS if self._clips(entry) else FACTORS[:1])]
+
+    def confirming(self, best: dict[str, tuple[float, float]]) -> list[Run]:
+        """Return the runs of a sweep's winners, by label, with further seeds that no column reports."""
+        first = self.request.seeds + 1
+        return [self.run(entry, seed, SWEEP, *best[entry.label]) for seed in range(first, first + CONFIRMING)
+                for entry in self.entries if best.get(entry.label, AS_PUBLISHED) != AS_PUBLISHED]
 
     def _clips(self, entry: Entry) -> bool:
         """Return True if a clip can act: in the first update of an epoch all ratios are 1."""

@@ -139,6 +139,9 @@ def test_a_sweep_scales_rate_and_clip_on_validation_prompts(request_of, tmp_path
     assert [run.folder for run in made.tuned({"ddpo_twice": (1.0, 1.0)})] == [
         made.run(made.entries[0], seed, plan.PUBLISHED).folder for seed in range(3)]
     assert clip_of(made.entries[2], 1.0) == {}
+    confirming = made.confirming({"ddpo": (3.0, 1.0), "refl": (1.0, 1.0)})
+    assert [(run.entry.label, run.seed, run.lr, run.column) for run in confirming] == [
+        ("ddpo", seed, 3.0, plan.SWEEP) for seed in (4, 5)]
 
 
 def test_a_sweep_is_of_all_methods_or_of_named_ones(request_of):
