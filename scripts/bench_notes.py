@@ -5,8 +5,6 @@ What a bench changes in a method's settings stands in its results: it needs no n
 
 GRADIENT = "follows the gradient of a differentiable reward, so that it never sees the strict one that is measured"
 
-FALLS = "at three times the rate two of three seeds fall to 0, which the one seed of the sweep did not show"
-
 # Text by preset, shown for every row that has the preset, on every model.
 NOTES = {
     "refl": GRADIENT, "draft": GRADIENT, "alignprop": GRADIENT,
@@ -16,6 +14,3 @@ NOTES = {
             "sample costs several rollouts. There is no KL of an unchanged model",
     "texforce": "trains the text encoder and leaves the denoiser as it is",
 }
-
-# Text by label.
-ROWS = {"reinflow": FALLS, "pref_grpo": FALLS}

@@ -20,7 +20,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from bench_notes import NOTES, ROWS
+from bench_notes import NOTES
 from bench_results import collected, dumped, load, merged
 
 from flowgrpo.bench import charts, models, table
@@ -190,8 +190,6 @@ def noted(model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for part in presets_of(method):
             if part in NOTES:
                 yield method["label"], NOTES[part]
-        if method["label"] in ROWS and "tuned" in method:
-            yield method["label"], ROWS[method["label"]]
 
 
 def markdown(rows: table.Rows) -> list[str]:
