@@ -174,7 +174,11 @@ def test_a_bound_of_one_below_bounds_nothing_and_stays(name, factor, low, high):
 @pytest.mark.parametrize("name", [name for name in PRESETS if not isinstance(preset(name).target, LatentEdits)])
 @pytest.mark.parametrize("factor", plan.FACTORS)
 def test_every_loss_takes_its_scaled_clip(name, factor):
-    with_parts(preset(name), {"surrogate": clip_of(Entry(name, name, {"method": name}, {}), factor)})
+    fields = clip_of(Entry(name, name, {"method": name}, {}), factor)
+    taken = with_parts(preset(name), {"surrogate": fields}).loss.surrogate
+    inner = fields.pop("surrogate", {})
+    assert fields == {key: getattr(taken, key) for key in fields}
+    assert inner == {key: getattr(taken.surrogate, key) for key in inner}
 
 
 def test_a_clip_that_a_loss_refuses_is_reported_before_the_first_run(request_of, tmp_path):
