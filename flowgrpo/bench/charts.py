@@ -96,12 +96,13 @@ def shortened(name: str) -> str:
 
 
 def bars(values: Sequence[tuple[str, float | None, str]], title: str, mark: float | None = None,
-         whiskers: Sequence[tuple[float, float]] = (), end: float = 0.0) -> str:
+         whiskers: Sequence[tuple[float, float]] = (), end: float = 0.0, dots: Sequence[float | None] = ()) -> str:
     """Return horizontal bars from 0: (label, value, its text). mark: value of a dashed line, such as the base's.
 
-    whiskers: an interval of each bar. end: value that the axis holds at least.
+    whiskers: an interval of each bar. end: value that the axis holds at least. dots: a second value of each bar.
     """
-    known = [value for _, value, _ in values if value is not None] + [high for _, high in whiskers]
+    known = [value for value in (*(value for _, value, _ in values), *dots) if value is not None]
+    known += [high for _, high in whiskers]
     end = max([*known, end, 0 if mark is None else mark, 1e-12]) * 1.02
     row, width, label, number = 26, 340, 132, 58
     scale = (width - label - number) / end
@@ -116,6 +117,8 @@ def bars(values: Sequence[tuple[str, float | None, str]], title: str, mark: floa
         if whiskers:
             low, high = (label + max(bound, 0) * scale for bound in whiskers[place])
             parts.append(f'<path class="whisker" d="M{low:.1f} {top + 11}H{high:.1f}"/>')
+        if dots and (dot := dots[place]) is not None:
+            parts.append(f'<circle class="dot" cx="{label + max(dot, 0) * scale:.1f}" cy="{top + 11}" r="4"/>')
         parts.append(f'<text x="{width - 2}" y="{top + 15}" text-anchor="end">{html.escape(text)}</text>')
     if mark is not None:
         parts.append(f'<path class="goal" d="M{label + mark * scale:.1f} 2V{height - 2}"/>')

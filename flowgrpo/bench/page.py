@@ -29,6 +29,7 @@ svg { display: block; width: 100%; max-width: 480px; height: auto; margin-top: 6
 text { font-size: 11px; fill: var(--faint); font-variant-numeric: tabular-nums; } text.ink { fill: var(--ink); }
 .grid { stroke: var(--line); } .goal { stroke: var(--ink); stroke-dasharray: 4 4; opacity: .55; fill: none; }
 .bar { fill: var(--accent); opacity: .75; } .whisker { stroke: var(--ink); stroke-width: 2; }
+.dot { fill: var(--card); stroke: var(--ink); stroke-width: 2; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .875rem; }
 th, td { padding: 5px 12px; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap;
   font-variant-numeric: tabular-nums; }
@@ -117,14 +118,18 @@ def _panel(method: dict[str, Any], reference: dict[str, Any] | None, axes: Frame
 # --- bars ------------------------------------------------------------------------------------------------------------
 
 def _accuracy_bars(results: dict[str, Any]) -> str:
-    """Return bars of the accuracy with its intervals."""
+    """Return bars of the accuracy with its intervals, and dots at the best of a sweep."""
     methods = table.ranked(results)
+    tuned = [method["tuned"]["accuracy"] if "tuned" in method else None for method in methods]
+    swept = any(best is not None for best in tuned)
     told = ", ".join(f"{method['label']} {method['accuracy']:.3f} ({method['low']:.3f} to {method['high']:.3f})"
-                     for method in methods)
+                     + (f", {best:.3f} with the best of the sweep" if best is not None else "")
+                     for method, best in zip(methods, tuned, strict=True))
     drawn = bars([(method["label"], method["accuracy"], f"{method['accuracy']:.3f}") for method in methods],
-                 f"Accuracy: {told}", results["base"], [(method["low"], method["high"]) for method in methods])
-    return (f'<div class="cards" style="margin-top: 14px">\n'
-            f'{_figure("Accuracy", "with 95 % intervals; the dashed line is the base", drawn)}</div>\n')
+                 f"Accuracy: {told}", results["base"], [(method["low"], method["high"]) for method in methods],
+                 dots=tuned if swept else ())
+    caption = "with 95 % intervals; the dashed line is the base" + ("; a dot is the best of the sweep" if swept else "")
+    return f'<div class="cards" style="margin-top: 14px">\n{_figure("Accuracy", caption, drawn)}</div>\n'
 
 
 def _cost_bars(results: dict[str, Any]) -> str:
