@@ -7,7 +7,7 @@ row (1 for a transition, L for tokens), *D the shape of one latent.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from flowgrpo.device import queued
 
 T = TypeVar("T")
+C = TypeVar("C", bound="Completions")
 
 
 def wide(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -68,6 +69,8 @@ class Scored:
     def __post_init__(self) -> None:
         assert self.logp.ndim == 2 and self.logp.shape == self.mask.shape, (self.logp.shape, self.mask.shape)
         assert self.mean is None or self.mean.shape[:2] == self.logp.shape, (self.mean.shape, self.logp.shape)
+        assert self.entropy is None or len(self.entropy) == len(self.logp), (self.entropy.shape, self.logp.shape)
+        assert self.guided is None or len(self.guided) == len(self.logp), (self.guided.shape, self.logp.shape)
 
     def rows(self, at: Tensor | slice) -> Scored:
         """Return the rows `at` (indices, a mask or a slice) of all fields."""
@@ -123,6 +126,14 @@ class Transitions:
 
     def __post_init__(self) -> None:
         assert len(self.x) == len(self.prompts) and len(self.x_next) == len(self.parent) == len(self.old.logp)
+        assert self.clean is None or len(self.clean) == len(self.x), (self.clean.shape, self.x.shape)
+        assert self.goal is None or len(self.goal.mean) == len(self.parent), (self.goal.mean.shape, self.parent.shape)
+        assert self.correction is None or len(self.correction) == len(self.parent), self.correction.shape
+
+    @property
+    def counts(self) -> Tensor:
+        """True where a transition counts, bool [m] on the CPU: everywhere."""
+        return torch.ones(len(self.parent), dtype=torch.bool)
 
     def kept(self, keep: Tensor) -> Transitions | None:
         """Return the transitions where `keep` (bool [m]) is true, with the states that they left; None if no one is."""
@@ -174,28 +185,33 @@ class Completions:
     goal = None
 
     def __post_init__(self) -> None:
-        assert self.ids.shape == self.old.logp.shape and len(self.ids) == len(self.prompts), self.ids.shape
+        assert self.ids.shape == self.old.logp.shape, (self.ids.shape, self.old.logp.shape)
+        for part in fields(self):
+            value = getattr(self, part.name)
+            assert not isinstance(value, Tensor) or len(value) == len(self.ids), (part.name, value.shape)
 
     @property
     def parent(self) -> Tensor:
         """State that each completion left: its own."""
         return torch.arange(len(self.ids))
 
+    @property
+    def counts(self) -> Tensor:
+        """True where a token counts, bool [m] on the CPU: a completion without one has nothing to train."""
+        return self.old.mask.any(1).cpu()
+
     def kept(self, keep: Tensor) -> Completions | None:
-        """Return the completions where `keep` (bool [m]) is true and a token counts; None if there are none."""
-        keep = keep.cpu() & self.old.mask.any(1).cpu()
+        """Return the completions where `keep` (bool [m]) is true; None if there are none."""
         if not keep.any():
             return None
         return self if keep.all() else self.rows(keep)
 
-    def rows(self, at: Tensor) -> Completions:
-        """Return the completions `at` (indices or a mask)."""
-        expert = self.expert if self.expert is None else self.expert[at]
-        return Completions(self.ids[at], self.prompts[at], self.old.rows(at), correction=self._correction(at),
-                           expert=expert)
-
-    def _correction(self, at: Tensor) -> Tensor | None:
-        return None if self.correction is None else self.correction[at]
+    def rows(self: C, at: Tensor) -> C:
+        """Return the completions `at` (indices or a mask), with every field of theirs."""
+        given = {part.name: getattr(self, part.name) for part in fields(self)}
+        chosen: dict[str, Any] = {name: value.rows(at) if isinstance(value, Scored) else value[at]
+                                  for name, value in given.items() if value is not None}
+        return replace(self, **chosen)
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,10 +222,6 @@ class Traces(Completions):
     """
 
     steps: Tensor
-
-    def rows(self, at: Tensor) -> Traces:
-        return Traces(self.ids[at], self.prompts[at], self.old.rows(at), self.steps[at],
-                      correction=self._correction(at))
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,10 +234,6 @@ class Segmented(Completions):
 
     segments: Tensor
     values: Tensor
-
-    def rows(self, at: Tensor) -> Segmented:
-        return Segmented(self.ids[at], self.prompts[at], self.old.rows(at), self.segments[at], self.values[at],
-                         correction=self._correction(at), expert=None if self.expert is None else self.expert[at])
 
 
 @dataclass(frozen=True, eq=False)

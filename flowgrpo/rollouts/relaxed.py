@@ -42,6 +42,11 @@ class Redrawn:
     def parent(self) -> Tensor:
         return torch.arange(len(self.prompts))
 
+    @property
+    def counts(self) -> Tensor:
+        """True where an answer counts, bool [m]: everywhere."""
+        return torch.ones(len(self.prompts), dtype=torch.bool)
+
     def kept(self, keep: Tensor) -> Redrawn | None:
         """Return the answers where `keep` (bool [m]) is true; None if there are none."""
         generators = tuple(generator for generator, kept in zip(self.generators, keep.tolist(), strict=True) if kept)

@@ -36,5 +36,4 @@ def scored_steps(policy: LanguageModel, taken: Completions, spread: StepScores, 
         rows, numbers = torch.tensor(of).unbind(1)
         prompts = taken.prompts[rows].repeat_interleave(spread.votes)
         scores[rows, numbers] = spread.voted(judge(texts, spread.votes, prompts, None, spread.rewards)).to(scores)
-    return Segmented(taken.ids, taken.prompts, taken.old, segments, scores, correction=taken.correction,
-                     expert=taken.expert)
+    return Segmented(**vars(taken), segments=segments, values=scores)

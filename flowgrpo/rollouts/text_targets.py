@@ -91,7 +91,7 @@ class TraceTokens(CompletionTokens):
         part = super().record(groups, prompts, batches)
         [taken] = part.transitions
         steps = torch.cat([cast("SampledTrace", batch).steps for batch in batches])
-        return replace(part, transitions=(Traces(taken.ids, taken.prompts, taken.old, steps),))
+        return replace(part, transitions=(Traces(**vars(taken), steps=steps),))
 
     def replay(self, part: Part, conditioning: TokenizedPrompts) -> Replayed:
         """Score a part's traces: (0, its rows, scores), as many rows at once as have a micro-batch of states, one at

@@ -153,6 +153,13 @@ class Part:
     rewards: tuple[torch.Tensor, ...] = ()
     weights: dict[int, float] | None = None
 
+    def __post_init__(self) -> None:
+        for credit in filter(None, (self.advantages, self.rewards)):
+            sizes = [(len(taken.parent), len(each)) for taken, each in zip(self.transitions, credit, strict=True)]
+            assert all(one == other for one, other in sizes), f"transitions and credit of unequal length: {sizes}"
+        for each in (*self.finals, self.deducted, self.seeds, self.reference, self.predicted, self.baseline):
+            assert each is None or len(each) == len(self.prompts), (each.shape, self.prompts.shape)
+
     def leaves(self) -> torch.Tensor:
         """Return of each leaf, float64 [b, 7 + K]: its log-probability under the policy that drew it, the mean over its
         recorded steps; the number of its decisions; the amount subtracted from its rewards; its mean entropy; its
@@ -183,11 +190,13 @@ class Part:
 
     def credited(self, advantages: Sequence[torch.Tensor], keep: Sequence[torch.Tensor],
                  rewards: Sequence[torch.Tensor] | None = None) -> Part | None:
-        """Return the part with an advantage [m] per transition, restricted to transitions with `keep` true (bool [m]).
+        """Return the part with an advantage [m] per transition, restricted to transitions with `keep` true (bool [m])
+        that count.
 
         All sequences have one entry per trained step; rewards: the total rewards [m]. None if nothing is kept.
         """
         totals = rewards or advantages
+        keep = [at.cpu() & taken.counts for taken, at in zip(self.transitions, keep, strict=True)]
         kept = [(left, advantage[at], total[at])
                 for taken, advantage, total, at in zip(self.transitions, advantages, totals, keep, strict=True)
                 if (left := taken.kept(at)) is not None]
@@ -209,6 +218,6 @@ def seeder(run_seed: int, epoch: int, first: int = 0) -> Seed:
 
     def seed(prompt: int, sample: int) -> int:
         key = run_seed, epoch, first + prompt, sample + 1 if sample >= -1 else 2**32 + sample
-        return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
+        return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) >> 1
 
     return seed

@@ -153,8 +153,10 @@ def test_tokens_have_advantages_of_their_own(method, options):
 
 
 def test_a_part_has_an_advantage_for_each_row_or_each_decision():
-    parts = [Part(range(1), torch.zeros(3), None, (), (), (advantage,)) for advantage in (torch.arange(3.0),
-                                                                                          torch.ones(3, 5))]
+    mask = torch.ones(3, 5, dtype=torch.bool)
+    taken = Completions(torch.zeros(3, 5), torch.zeros(3), Scored(torch.zeros(3, 5), mask))
+    parts = [Part(range(1), torch.zeros(3), None, (taken,), (), (advantage,))
+             for advantage in (torch.arange(3.0), torch.ones(3, 5))]
     assert [part.advantage(0, slice(1, 3)).shape for part in parts] == [(2, 1), (2, 5)]
 
 

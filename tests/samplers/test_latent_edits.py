@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -251,7 +250,7 @@ def test_the_gradient_through_a_quadratic_critic_is_the_closed_form_and_reaches_
     [part] = credit(method, [part], reward(part.finals[0]).view(2, 4, 1), [1.0], Context(["p"] * 2), lambda rows: rows)
     [taken] = part.transitions
     keep = torch.tensor([True, True, False, True, True, True, True, True])  # a pair may be without its base
-    part = replace(part, transitions=(taken.kept(keep),))
+    part = part.credited(part.advantages, [keep], part.rewards)
     [(k, rows, new)] = replay(editor, asked(2), part, 8)
     seen = loss_inputs.EditInputs(editor, asked(2), part, True)(0, k, rows, new, part.transitions[0].old)
     x, tanh = taken.x[taken.parent][keep], taken.proposed[keep].tanh()

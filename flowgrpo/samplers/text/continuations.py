@@ -90,4 +90,4 @@ def segmented(policy: CausalModel, tokenized: TokenizedPrompts, taken: Completio
         row, segment, _ = torch.tensor(list(starts)).unbind(1)
         totals = judge(texts, samples, taken.prompts[row].repeat_interleave(samples))
         values[row, segment] = totals.nanmean(1).to(values)
-    return Segmented(taken.ids, taken.prompts, taken.old, segments, values, correction=taken.correction)
+    return Segmented(**vars(taken), segments=segments, values=values)

@@ -21,7 +21,7 @@ from flowgrpo.samplers.text.decoding import Decoding
 from flowgrpo.samplers.text.importance import Mismatch
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.shares import decisions
-from flowgrpo.types import Completions, Scored, Segmented, Traces
+from flowgrpo.types import Completions, Segmented
 from tests.helpers import tiny_masked
 from tests.helpers import tiny_text as tiny
 
@@ -185,16 +185,6 @@ def test_without_another_precision_there_is_no_engine():
         made = tiny.trainer(rewards={"short": many}, **options)
         assert type(made.rollouts) is TextRollouts
         assert all(part.transitions[0].correction is None for part in parts(made)[0])
-
-
-def test_rows_keep_their_weights():
-    mask = torch.tensor([[True, True], [True, False], [False, False]])
-    old, weights = Scored(torch.zeros(3, 2), mask), torch.arange(6.0).view(3, 2)
-    ids, prompts = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
-    for made in (Completions(ids, prompts, old, correction=weights),
-                 Traces(ids, prompts, old, torch.zeros_like(ids), correction=weights)):
-        assert made.kept(torch.tensor([False, True, True])).correction.tolist() == [[2.0, 3.0]]
-    assert Completions(ids, prompts, old).kept(torch.tensor([True, False, False])).correction is None
 
 
 # --- vLLM, which is not here ------------------------------------------------------------------------------------------
