@@ -1,43 +1,60 @@
 # `make demo` aligns the starter model and shows what changed, `make test` runs the tests, `make lint` checks style, types
 # and prose, `make fuzz` reads hostile inputs for ten minutes, `make docs` builds the site into site/.
+#
+# They install the tested versions of constraints.txt. `make demo CONSTRAINTS=` takes the newest of the day, in an
+# environment of its own. `make lock` renews constraints.txt; `make ends` tries the lowest and the newest versions.
 PYTHON ?= python3
-BIN := .venv/bin
+CONSTRAINTS ?= constraints.txt
+VENV := $(if $(CONSTRAINTS),.venv,.venv-newest)
+BIN := $(VENV)/bin
+INSTALL = $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable
+# The extras whose packages constraints.txt pins: all but vllm, which pins a torch of its own.
+LOCKED = test docs lint clip server ocr video mp4 text svg translation parquet datasets wandb trackio torchao bitsandbytes
 # Without the titles of papers and the pages of methods.
 PROSE = README.md CONTRIBUTING.md $(shell find docs -name '*.md' -not -name mechanisms.md -not -path 'docs/methods/*')
 
-.PHONY: demo test lint fuzz docs
-demo: .venv/installed
+.PHONY: demo test lint fuzz docs lock ends
+demo: $(VENV)/installed
 	$(BIN)/python -m flowgrpo train configs/starter.yaml
 
-test: .venv/tested
+test: $(VENV)/tested
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-fuzz: .venv/tested
+fuzz: $(VENV)/tested
 	$(BIN)/python -m tests.fuzz.battery --seconds 600 --failures fuzz_failures.json
 
-docs: .venv/documented
+docs: $(VENV)/documented
 	$(BIN)/python -m mkdocs build --quiet
 
-lint: .venv/linted
+lint: $(VENV)/linted
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/python scripts/check_prose.py
 	$(BIN)/proselint check $(PROSE)
 
+lock:
+	$(PYTHON) -m venv .venv-lock && .venv-lock/bin/python -m pip install --quiet uv
+	.venv-lock/bin/uv pip compile pyproject.toml --universal --python-version 3.11 --upgrade --no-annotate --quiet \
+	    --custom-compile-command 'make lock' $(LOCKED:%=--extra %) --output-file constraints.txt
+
+ends:
+	scripts/ends.sh lowest
+	scripts/ends.sh newest
+
 # Without --system-site-packages and without torchaudio, whose build may not fit torch's.
-.venv/installed: pyproject.toml
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable .
+$(VENV)/installed: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) .
 	touch $@
 
-.venv/linted: .venv/installed
-	$(BIN)/python -m pip install --quiet --editable '.[lint]'
+$(VENV)/linted: $(VENV)/installed
+	$(INSTALL) '.[lint]'
 	touch $@
 
-.venv/documented: .venv/installed
-	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+$(VENV)/documented: $(VENV)/installed
+	$(INSTALL) '.[docs]'
 	touch $@
 
-.venv/tested: .venv/installed
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
+$(VENV)/tested: $(VENV)/installed
+	$(INSTALL) '.[test]'
 	touch $@

@@ -29,6 +29,7 @@ from flowgrpo.log import silence
 from flowgrpo.methods import keys_read, naming, split_groups
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.validate import resolve, substituted
+from flowgrpo.packages import require_versions
 from flowgrpo.policies import build, options
 from flowgrpo.policies.pipelines import prompt_lengths
 from flowgrpo.policies.precision import settle
@@ -300,6 +301,7 @@ def align(model: Any, rewards: Rewards = "scene_graded", prompts: Prompts = "sta
     other commands, the run's config.yaml names the folder or hub id that a model was loaded from, and
     FILE.py:NAME of a function at the top level of a file. A list of prompts is saved in the run's prompts.jsonl.
     """
+    require_versions()
     if files := reading():
         raise UserError(f"{files[-1]} calls align while it is read for a reward: put that call below "
                         "if __name__ == '__main__':")

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from flowgrpo import extras, rewards
+from flowgrpo import packages, rewards
 from flowgrpo.config import load
-from flowgrpo.extras import EXTRAS
+from flowgrpo.packages import EXTRAS
 from tests.test_recipes import FOLDER, LANGUAGE_MODELS, PIPELINES, STARTERS
 
 PROJECT = (FOLDER.parent / "pyproject.toml").read_text(encoding="utf-8")
@@ -158,4 +158,4 @@ def test_a_source_tree_that_is_not_installed_trains(tmp_path):
     out = run(TRAIN, RECIPE=str(tmp_path / "recipe.yaml"))
     assert re.search(r"clip_score .* clip .* no\b", out) and "installed" in out
     machine = json.loads((tmp_path / "recipe" / "report" / "machine.json").read_text())
-    assert machine["flowgrpo"] == extras.version("flowgrpo") != "unknown" and machine["precision"] == "fp32"
+    assert machine["flowgrpo"] == packages.version("flowgrpo") != "unknown" and machine["precision"] == "fp32"

@@ -163,7 +163,7 @@ def serve_reward(
     args: Annotated[str, typer.Option(metavar="YAML", help="Arguments of a reward that is a class.")] = "{}",
 ) -> None:
     """Serve a reward to other processes or machines: its name in their recipes is the URL that this prints."""
-    from flowgrpo.extras import needed
+    from flowgrpo.packages import needed
     from flowgrpo.rewards import find
     from flowgrpo.rewards.remote.client import token
     from flowgrpo.rewards.remote.wire import Limits

@@ -13,6 +13,7 @@ from flowgrpo.distributed.signals import exit_code, leave
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import line
 from flowgrpo.log import silence
+from flowgrpo.packages import broken, require_versions
 from flowgrpo.storage import paths
 
 # Base class of all errors that Typer itself raises; Typer does not export it.
@@ -34,7 +35,7 @@ def _flowgrpo(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True,
                                           help="Print the version and exit.")] = False,
 ) -> None:
-    pass
+    require_versions()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -63,7 +64,7 @@ def _run(arguments: list[str] | None) -> int:
     except UsageError as error:
         message = error.format_message()
     except Exception as error:
-        refusal = paths.refusal(error)
+        refusal = paths.refusal(error) or broken(error)
         if refusal is None:
             raise
         message = refusal

@@ -87,7 +87,7 @@ def load(source: str) -> list[Prompt]:
 
 
 def _rows(source: str, dataset: HubPrompts) -> Iterator[dict[str, Any]]:
-    from flowgrpo.extras import needed
+    from flowgrpo.packages import needed
 
     datasets = needed("datasets", "datasets", source)
     try:

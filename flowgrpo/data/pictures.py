@@ -133,7 +133,7 @@ def _frames(path: Path) -> Iterator[Image]:
 
 def _opened(path: Path) -> tuple[Any, Any]:
     """Return an open video and OpenCV, which reads it."""
-    from flowgrpo.extras import needed
+    from flowgrpo.packages import needed
 
     cv2: Any = needed("cv2", "video", str(path))
     if why := unfit(path):

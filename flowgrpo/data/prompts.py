@@ -224,7 +224,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
     Dates and times become ISO 8601 texts, NaN null.
     Raises UserError if pyarrow is missing, for a damaged file, and for more than ROWS rows.
     """
-    from flowgrpo.extras import needed
+    from flowgrpo.packages import needed
 
     parquet = needed("pyarrow.parquet", "parquet", str(path))
     try:

@@ -7,10 +7,10 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 from flowgrpo.errors import UserError
+from flowgrpo.packages import broken, causes
 from flowgrpo.starter import FOLDERS
 
 SECONDS = 4.0  # until an answer
@@ -60,7 +60,7 @@ def unreached(error: BaseException) -> str | None:
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
     if not (constants.HF_HUB_OFFLINE and any(isinstance(cause, (LocalEntryNotFoundError, OfflineModeIsEnabled))
-                                             for cause in _causes(error))):
+                                             for cause in causes(error))):
         return None
     why = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else \
         f"no network ({constants.ENDPOINT} does not answer)"
@@ -72,8 +72,8 @@ def load_error(error: BaseException, model: str, what: str, expected: str, reaso
 
     what: a noun for the model. expected: what would load. reason: a better one than the raised error's.
     """
-    if refused := refusal(error, model):
-        return UserError(f"cannot load the {what} {model!r}: {refused}")
+    if told := refusal(error, model) or broken(error):
+        return UserError(f"cannot load the {what} {model!r}: {told}")
     lines = str(error).strip().splitlines()
     return UserError(f"cannot load the {what} {model!r} ({reason or (lines or [type(error).__name__])[0]}): expected "
                      f"{expected}")
@@ -87,7 +87,7 @@ def refusal(error: BaseException, model: str) -> str | None:
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError
 
-    for cause in _causes(error):
+    for cause in causes(error):
         status = getattr(getattr(cause, "response", None), "status_code", None)
         page = f"{constants.ENDPOINT}/{getattr(cause, 'repo_id', None) or model}"
         if isinstance(cause, GatedRepoError):
@@ -96,14 +96,6 @@ def refusal(error: BaseException, model: str) -> str | None:
             return (f"the hub refuses it ({status}): there is no such repository, or it is private or gated; look at "
                     f"{page}, accept its licence if it has one, and log in with `hf auth login`")
     return None
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, its cause or context, and so on."""
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or cause.__context__
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from flowgrpo.errors import UserError
-from flowgrpo.extras import present
+from flowgrpo.packages import present
 
 T = TypeVar("T")
 

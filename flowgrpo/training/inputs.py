@@ -11,7 +11,7 @@ from typing import Any
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.extras import version
+from flowgrpo.packages import version
 from flowgrpo.rewards.find import GROUP
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import read_object

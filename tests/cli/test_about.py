@@ -12,7 +12,7 @@ import pytest
 import torch
 from torchvision.utils import save_image
 
-from flowgrpo import extras, rewards
+from flowgrpo import packages, rewards
 from flowgrpo.cli import main
 from flowgrpo.rewards import About, table
 
@@ -55,7 +55,7 @@ def metadata(tmp_path, monkeypatch):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: is_here\nVersion: 1.0\n")
     (tmp_path / "a_module_alone.py").write_text("raise ImportError('nobody may import this')\n")
     for extra, modules in {"here": ("torch", "a_module_alone"), "gone": ("torch", "is_gone")}.items():
-        monkeypatch.setitem(extras.EXTRAS, extra, modules)
+        monkeypatch.setitem(packages.EXTRAS, extra, modules)
     monkeypatch.syspath_prepend(str(tmp_path))
 
 

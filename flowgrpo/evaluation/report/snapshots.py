@@ -26,7 +26,7 @@ from PIL import Image, ImageSequence
 
 from flowgrpo.evaluation.pages import mp4
 from flowgrpo.evaluation.pages.clips import as_image, moving, pace, still
-from flowgrpo.extras import version
+from flowgrpo.packages import version
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import finite, read_object
 

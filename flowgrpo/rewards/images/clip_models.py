@@ -17,8 +17,8 @@ from torch import Tensor
 
 from flowgrpo.data.client_files import require_open
 from flowgrpo.errors import UserError
-from flowgrpo.extras import needed
 from flowgrpo.log import unlogged
+from flowgrpo.packages import needed
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.images.vision import Preparation, fill, loading, pretrained, tensors
 from flowgrpo.rewards.local_model import LocalModel

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.errors import UserError
-from flowgrpo.extras import needed
+from flowgrpo.packages import needed
 from flowgrpo.rewards.images.detections import OBJECTS, Detection, Detector, named
 from flowgrpo.rewards.local_model import LocalModel
 from flowgrpo.rewards.pixels import eight_bit

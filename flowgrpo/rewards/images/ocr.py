@@ -1,5 +1,5 @@
-"""Text in a picture, read by PP-OCRv4 (rapidocr-onnxruntime, which includes its weights) and compared with the text
-that the prompt asks for.
+"""Text in a picture, read by PP-OCRv6 (small; rapidocr includes its weights) and compared with the text that the prompt
+asks for.
 
 That text is the metadata's `text`, or else the first part of the prompt in double quotes. Spaces and case do not count,
 as in Flow-GRPO (2505.05470, its reward "ocr").
@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from flowgrpo.errors import UserError
-from flowgrpo.extras import needed
+from flowgrpo.packages import needed
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.pixels import eight_bit
 from flowgrpo.rewards.remote.exchange import side_by_side
@@ -75,10 +75,10 @@ SCORES = {"edit": edit, "exact": exact, "partial": partial}
 
 @dataclass(frozen=True)
 class Ocr:
-    """Share of the wanted text that a picture shows, read by PP-OCRv4; None if the prompt asks for none.
+    """Share of the wanted text that a picture shows, read by PP-OCRv6; None if the prompt asks for none.
 
     score: `edit`, `exact` or `partial`.
-    Raises UserError for another score, and if rapidocr-onnxruntime is missing.
+    Raises UserError for another score, and if rapidocr or onnxruntime is missing.
     """
 
     score: str = "edit"
@@ -118,14 +118,24 @@ def _read(picture: np.ndarray) -> str:
     try:
         engine = _IDLE.pop()
     except IndexError:
-        engine = _package().RapidOCR(intra_op_num_threads=1, inter_op_num_threads=1)
+        engine = _engine()
     try:
-        lines, _ = engine(picture[..., ::-1], use_cls=False)  # it takes blue, green, red
+        found = engine(picture[..., ::-1], use_cls=False)  # it takes blue, green, red
     finally:
         _IDLE.append(engine)
-    return " ".join(text for _, text, _ in lines or ())
+    return " ".join(found.txts or ())
+
+
+def _engine() -> Any:
+    """Return a detector and a recogniser of one thread, of this version of PP-OCR whatever the package's default is."""
+    package = _package()
+    weights = {"ocr_version": package.OCRVersion.PPOCRV6, "model_type": package.ModelType.SMALL}
+    threads = {f"EngineConfig.onnxruntime.{kind}_op_num_threads": 1 for kind in ("intra", "inter")}
+    return package.RapidOCR(params={"Global.log_level": "error", **threads} | {
+        f"{part}.{key}": value for part in ("Det", "Rec") for key, value in weights.items()})
 
 
 def _package() -> Any:
-    """Import the package of the engine, a detector and a recogniser. Raises UserError if it is missing."""
-    return needed("rapidocr_onnxruntime", "ocr", "reward 'ocr'")
+    """Import the package of the engine. Raises UserError if it, or its runtime, is missing."""
+    needed("onnxruntime", "ocr", "reward 'ocr'")
+    return needed("rapidocr", "ocr", "reward 'ocr'")

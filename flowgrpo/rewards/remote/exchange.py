@@ -15,7 +15,7 @@ from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
 from flowgrpo.errors import UserError
-from flowgrpo.extras import needed
+from flowgrpo.packages import needed
 from flowgrpo.rewards.failures import LONGEST_WAIT, TimedOut
 from flowgrpo.rewards.remote.wire import one_line
 

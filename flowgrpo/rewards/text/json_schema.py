@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo.errors import UserError
-from flowgrpo.extras import needed
+from flowgrpo.packages import needed
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.remote.wire import one_line
 from flowgrpo.rewards.text.answer_keys import keys, spoken, tagged

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from flowgrpo.errors import UserError
-from flowgrpo.extras import needed
+from flowgrpo.packages import needed
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.text.answer_keys import abstains, keys, marked, several, spoken

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowgrpo.data.client_files import require_open
 from flowgrpo.errors import UserError
-from flowgrpo.extras import needed
+from flowgrpo.packages import needed
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.text.answer_keys import spoken
 

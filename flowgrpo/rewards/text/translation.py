@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowgrpo.errors import UserError
-from flowgrpo.extras import needed
+from flowgrpo.packages import needed
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.text.answer_keys import keys, several, spoken, stated
 

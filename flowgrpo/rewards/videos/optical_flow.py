@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from flowgrpo.errors import UserError
-from flowgrpo.extras import needed
+from flowgrpo.packages import needed
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.pixels import eight_bit, grey
 

@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from flowgrpo.errors import UserError
-from flowgrpo.extras import needed
+from flowgrpo.packages import needed
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.local_model import placed, require_arguments
 from flowgrpo.rewards.pixels import eight_bit

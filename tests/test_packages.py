@@ -1,0 +1,136 @@
+"""Packages that do not fit: one line with the command that mends it, from records and from failed imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flowgrpo import packages
+from flowgrpo.errors import UserError
+
+
+def install(folder: Path, name: str, version: str, code: str | None = None) -> None:
+    """Put a distribution with one module into a folder of packages; without code, its record alone."""
+    record = folder / f"{name}-{version}.dist-info"
+    record.mkdir(parents=True)
+    (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (record / "top_level.txt").write_text(name)
+    if code is not None:
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(code)
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command in an interpreter that finds the folder's packages first."""
+    code = f"import sys; sys.path.insert(0, {str(folder)!r}); from flowgrpo.cli import main; " \
+        "sys.exit(main(sys.argv[1:]))"
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+
+
+def test_this_environment_fits():
+    packages.require_versions()
+
+
+def test_an_old_package_is_named_with_the_command(tmp_path):
+    install(tmp_path / "site-packages", "peft", "0.11.0")
+    done = run(tmp_path / "site-packages", "methods")
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert line.startswith("flowgrpo: error: flowgrpo 0.1.0 does not work with peft 0.11.0") and \
+        "pip install 'peft>=" in line
+
+
+@pytest.mark.parametrize("found, fits", [("2.8.0a0+ab12cd", True), ("2.8.1+cu128", True), ("2.7.1", False)])
+def test_a_vendors_build_counts_as_its_release(found, fits):
+    from packaging.requirements import Requirement
+
+    assert packages._fits(Requirement("torch>=2.8"), found) == fits
+
+
+PEFT = "from transformers import NoSuchCache\n"
+TORCHAO = "from torch.utils import _pytree\n_pytree.no_such_function(int)\n"
+
+
+def test_a_required_package_that_does_not_import(tmp_path):
+    """The name that peft's releases before 0.18 ask of transformers 5."""
+    folder = tmp_path / "site-packages"
+    install(folder, "peft", "99.0", PEFT)
+    done = run(folder, "train", "configs/starter.yaml", f"--output={tmp_path}/runs", "--train.epochs=1")
+    [line] = done.stderr.splitlines()[-1:]
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"peft 99.0 does not work with transformers {packages.version('transformers')}" in line
+    assert line.endswith("pip install --upgrade peft transformers") and "NoSuchCache" in line
+
+
+def test_an_optional_package_that_breaks_imports_may_go(tmp_path):
+    folder = tmp_path / "site-packages"
+    install(folder, "torchao", "99.0", TORCHAO)
+    done = run(folder, "train", "configs/starter.yaml", f"--output={tmp_path}/runs", "--train.epochs=1")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "torchao 99.0 does not work with torch" in done.stderr and "pip uninstall torchao" in done.stderr
+
+
+def failed(folder: Path, monkeypatch, name: str, code: str) -> BaseException:
+    """The error of an import of a package that lies in a folder of packages."""
+    install(folder / "site-packages", name, "99.0", code)
+    monkeypatch.syspath_prepend(str(folder / "site-packages"))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises((ImportError, AttributeError)) as raised:
+        __import__(name)
+    return raised.value
+
+
+def test_what_a_library_raises_in_its_place_is_looked_behind(tmp_path, monkeypatch):
+    error = RuntimeError("Failed to import diffusers.pipelines (look up to see its traceback):")
+    error.__cause__ = failed(tmp_path, monkeypatch, "oddpackage", "from torch import no_such_name\n")
+    told = packages.broken(error)
+    assert told.startswith(f"oddpackage 99.0 does not work with torch {packages.version('torch')} (cannot import name")
+    assert told.endswith("pip install --upgrade oddpackage torch")
+
+
+def test_an_attribute_that_is_gone(tmp_path, monkeypatch):
+    told = packages.broken(failed(tmp_path, monkeypatch, "oddpackage", "import torch\ntorch.no_such_function()\n"))
+    assert told.startswith("oddpackage 99.0 does not work with torch ") and "no_such_function" in told
+
+
+def test_a_name_that_a_function_asks_for_in_vain(tmp_path, monkeypatch):
+    """As transformers' `load_adapter` asks peft 0.18."""
+    install(tmp_path / "site-packages", "oddpackage", "99.0", "def load():\n    from torch import no_such_name\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+    monkeypatch.delitem(sys.modules, "oddpackage", raising=False)
+    with pytest.raises(ImportError) as raised:
+        __import__("oddpackage").load()
+    assert packages.broken(raised.value).endswith("pip install --upgrade oddpackage torch")
+
+
+def test_a_package_whose_own_requirement_is_missing(tmp_path, monkeypatch):
+    told = packages.broken(failed(tmp_path, monkeypatch, "oddpackage", "import no_such_module\n"))
+    assert told == "oddpackage 99.0 lacks no_such_module (No module named 'no_such_module'): pip install no_such_module"
+
+
+def test_what_transformers_wants_of_peft():
+    told = packages.broken(ValueError("The version of PEFT you are using is not compatible, please use a version >= "
+                                      "0.22.0"))
+    assert told == (f"transformers {packages.version('transformers')} wants peft >= 0.22.0, and peft "
+                    f"{packages.version('peft')} is here: pip install 'peft>=0.22.0', or "
+                    f"'transformers<{packages.version('transformers')}'")
+
+
+def _bug():
+    return None.no_such_attribute
+
+
+def test_other_errors_are_not_explained():
+    for bug in (_bug, lambda: __import__("no_such_module_at_all"), lambda: int("x")):
+        with pytest.raises(Exception) as raised:
+            bug()
+        assert packages.broken(raised.value) is None
+
+
+def test_an_extra_that_does_not_fit_is_told_for_what_needs_it(tmp_path, monkeypatch):
+    failed(tmp_path, monkeypatch, "resvg_py", "import torch\ntorch.no_such_function()\n")
+    with pytest.raises(UserError, match=r"^reward 'svg': resvg.py 99.0 does not work with torch .*: pip install"):
+        packages.needed("resvg_py", "svg", "reward 'svg'")
