@@ -11,6 +11,7 @@ from flowgrpo.check.memory import KEPT, kept, tensor_bytes
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
 from flowgrpo.policies.language.causal_lm import CausalLM
+from flowgrpo.policies.language.load import cache_name
 from flowgrpo.policies.language.masked_lm import MaskedLM
 from flowgrpo.samplers.text.records import TokenizedPrompts
 
@@ -78,7 +79,8 @@ def _cache(policy: CausalLM, row: TokenizedPrompts, length: int) -> int:
     """Return bytes of one row's keys and values; 0 for a model that stores them in another form."""
     inputs, _ = policy._joined(row, _tokens(policy, row, length + 1))
     with policy._arithmetic():
-        outputs = policy.model.base_model(input_ids=inputs, use_cache=True, **policy._beside(row, inputs.shape[1]))
-    layers = getattr(outputs.past_key_values, "layers", ())
+        decoder = policy.model.base_model
+        outputs = decoder(input_ids=inputs, use_cache=True, **policy._beside(row, inputs.shape[1]))
+    layers = getattr(getattr(outputs, cache_name(decoder), None), "layers", ())
     tensors = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
     return tensor_bytes(tensor for tensor in tensors if torch.is_tensor(tensor))

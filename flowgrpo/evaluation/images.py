@@ -34,7 +34,7 @@ from flowgrpo.policies.generators import seeded
 from flowgrpo.policies.pipelines import edit_networks, edit_policy, prompt_inputs
 from flowgrpo.policies.pipelines.call import guidance_argument, placed
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline, modality, text_encoders
-from flowgrpo.policies.weights import host_weights
+from flowgrpo.policies.weights import adapters, host_weights
 from flowgrpo.policies.weights.lora_files import LORA_FILE, load_lora
 from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts, require_quantiser
 from flowgrpo.policies.weights.rlg import Branches
@@ -213,7 +213,7 @@ def _load_lora(pipe: Any, file: Path) -> None:
 def _check_lora(pipe: Any, file: Path) -> None:
     # diffusers ignores unknown keys
     modules = denoisers(pipe) | text_encoders(pipe)
-    if not any(getattr(module, "peft_config", None) for module in modules.values()):
+    if not any(adapters.named(module) for module in modules.values()):
         raise UserError(f"{file} holds no LoRA layer for {type(pipe).__name__}: was it trained on another model?")
 
 

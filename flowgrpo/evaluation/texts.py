@@ -16,18 +16,17 @@ from flowgrpo.evaluation import checkpoints, run_rewards
 from flowgrpo.evaluation.checkpoints import config_of, run_config
 from flowgrpo.evaluation.measured import Measured, measure, spread
 from flowgrpo.evaluation.pages.before_after import draw_pairs
-from flowgrpo.log import quiet
 from flowgrpo.policies import build
 from flowgrpo.policies.language.causal_lm import CausalLM
+from flowgrpo.policies.language.text_weights import attach
 from flowgrpo.policies.precision import settle
+from flowgrpo.policies.weights import adapters
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage import paths
 from flowgrpo.types import Completion
 
 if TYPE_CHECKING:
     import torch
-
-ADAPTER = "adapter_config.json"
 
 
 def settings(model: str, run: Config | None, text: dict[str, Any], device: str | torch.device = "cpu",
@@ -103,14 +102,9 @@ def load(config: Config, lora: Path | None, device: str | torch.device = "cpu") 
         return checkpoints.language_policy(config, lora, device)
     loaded, reader = build.load_language(config)
     if lora is not None:
-        if not (lora / ADAPTER).is_file():
+        if not (lora / adapters.CONFIG).is_file():
             hint = "the run has not finished: --resume it" if (lora / "config.yaml").is_file() else \
                 "expected a finished run, or a folder with an adapter"
-            raise UserError(f"no weights at {lora} ({ADAPTER} is missing): {hint}")
-        try:
-            with quiet():
-                loaded.load_adapter(str(lora))
-        except Exception as error:  # third-party files can raise anything
-            raise UserError(f"{lora} does not load into {type(loaded).__name__}: "
-                            f"{' '.join(str(error).split())[:200]}") from None
+            raise UserError(f"no weights at {lora} ({adapters.CONFIG} is missing): {hint}")
+        attach(loaded, lora)
     return build.language_policy(config, (loaded, reader), None, device)

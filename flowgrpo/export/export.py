@@ -163,18 +163,15 @@ def merged(run: Path, output: Path) -> Path:
 
 
 def _merged_language_model(config: Config, run: Path, output: Path) -> None:
-    from peft import PeftModel
-
     from flowgrpo.policies import build
+    from flowgrpo.policies.language.text_weights import attach
+    from flowgrpo.policies.weights import adapters
 
     options = {} if config.adapter.rank else {"model": str(run / "model"), "load": Load()}
     model, reader = build.load_language(config.model_copy(update={"precision": "fp32"} | options))
-    if config.adapter.rank:  # by peft: transformers' load_adapter would save all weights under peft's names
-        try:
-            model = PeftModel.from_pretrained(model, str(run)).merge_and_unload()
-        except (RuntimeError, ValueError) as error:
-            message = " ".join(str(error).split())[:200]
-            raise UserError(f"the LoRA of {run} does not load into {type(model).__name__}: {message}") from None
+    if config.adapter.rank:
+        attach(model, run)
+        adapters.merge(model)
     model.to(DTYPES[config.precision]).save_pretrained(output)
     reader.save_pretrained(output)
 
@@ -182,7 +179,7 @@ def _merged_language_model(config: Config, run: Path, output: Path) -> None:
 def _merged_pipeline(config: Config, run: Path, output: Path) -> None:
     from flowgrpo.evaluation.images import load_tuned
     from flowgrpo.policies.pipelines.load import load_pipeline
-    from flowgrpo.policies.weights.lora_files import merge
+    from flowgrpo.policies.weights.adapters import merge
 
 
     if (run / edit_networks.FILE).is_file():

@@ -20,7 +20,8 @@ from flowgrpo.evaluation.images import load_tuned
 from flowgrpo.export import comfy_names, export
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.policies.weights.lora_files import LORA_FILE, merge
+from flowgrpo.policies.weights.adapters import merge
+from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage.tensor_files import order_metadata
 from tests.helpers import tiny
 

@@ -18,7 +18,8 @@ from flowgrpo.methods import overlay, validate
 from flowgrpo.methods.adapted import Adapted
 from flowgrpo.policies.pipelines.load import trained_modules
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.policies.weights.lora_files import LORA_FILE, merge
+from flowgrpo.policies.weights.adapters import merge
+from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import state

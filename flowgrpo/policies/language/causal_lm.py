@@ -18,7 +18,7 @@ from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
 from flowgrpo.policies.generators import generators
-from flowgrpo.policies.language.load import load_causal_lm, plain_generation, special_tokens
+from flowgrpo.policies.language.load import cache_name, load_causal_lm, plain_generation, special_tokens
 from flowgrpo.policies.language.teacher import Teachers
 from flowgrpo.policies.language.text_weights import TextWeights
 from flowgrpo.policies.weights.checkpointing import recompute
@@ -235,12 +235,13 @@ class CausalLM:
         first = read.last_hidden_state[:, -1:][of]
         if ids.shape[1] == 1:
             return first
-        cache = read.past_key_values
+        name = cache_name(body)
+        cache = getattr(read, name)
         cache.batch_select_indices(of)
         visible = torch.cat([mask[of], torch.ones_like(ids[:, :-1])], 1)
         behind = next_position[of] + torch.arange(ids.shape[1] - 1, device=self.device)
-        states = body(input_ids=ids[:, :-1], attention_mask=visible, position_ids=behind, past_key_values=cache,
-                      use_cache=True).last_hidden_state
+        states = body(input_ids=ids[:, :-1], attention_mask=visible, position_ids=behind, use_cache=True,
+                      **{name: cache}).last_hidden_state
         return torch.cat([first, states], 1)
 
     def _positions(self, tokenized: TokenizedPrompts, inputs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

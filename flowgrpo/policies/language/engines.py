@@ -22,8 +22,9 @@ from torch import Tensor
 from flowgrpo.config.schema import Config
 from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
-from flowgrpo.extras import needed
+from flowgrpo.packages import needed
 from flowgrpo.policies.language.causal_lm import CausalLM
+from flowgrpo.policies.weights import adapters
 from flowgrpo.samplers.text.decoding import Decoding
 from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 from flowgrpo.starter import FOLDERS
@@ -102,7 +103,7 @@ class VLLM:
 
         self.number += 1
         folder = Path(self.folder.name) / str(self.number)
-        policy.model.save_pretrained(folder)
+        adapters.save(policy.model, folder, wrapped=True)
         shutil.rmtree(folder.parent / str(self.number - 1), ignore_errors=True)
         self.request = LoRARequest(lora_name=f"epoch-{self.number}", lora_int_id=self.number, lora_path=str(folder))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,3 +63,9 @@ def plain_generation(model: Any, ends: list[int], padding: int) -> None:
         return
     model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=padding,
                                                bos_token_id=model.generation_config.bos_token_id)
+
+
+def cache_name(decoder: Any) -> str:
+    """Return the name of the cache in a decoder's arguments and outputs: transformers renames it to `cache`, and drops
+    `past_key_values` in 5.40."""
+    return "cache" if "cache" in inspect.signature(type(decoder).forward).parameters else "past_key_values"

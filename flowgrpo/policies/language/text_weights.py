@@ -9,9 +9,10 @@ import torch
 
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
+from flowgrpo.packages import broken
+from flowgrpo.policies.weights import adapters
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.storage import atomic, paths
-from flowgrpo.storage.tensor_files import order_config
 
 
 class TextWeights(TrainableWeights):
@@ -30,10 +31,9 @@ class TextWeights(TrainableWeights):
                 paths.readable(place)
                 self.pipe.save_pretrained(place)
             return f"saved all weights to {folder / 'model'}"
-        with quiet(), atomic.filling(folder) as place:
-            module.save_pretrained(place)
-            order_config(place / "adapter_config.json")
-            paths.readable(place / "adapter_model.safetensors")
+        with atomic.filling(folder) as place:
+            adapters.save(module, place, wrapped=True)
+            paths.readable(place / adapters.WEIGHTS)
         with self._beside(folder, "check"):
             for key, layer in self.layers().items():
                 parts: list[Any] = [layer.lora_A, layer.lora_B]
@@ -42,23 +42,29 @@ class TextWeights(TrainableWeights):
                         torch.equal(part["check"].weight, part["default"].weight.to(part["check"].weight))
                         for part in parts):  # inputs take the model's dtype
                     raise RuntimeError(f"{folder} does not give {key} back as it was saved")
-        return f"saved {folder / 'adapter_model.safetensors'}; read back by load_adapter: same weights, same scale"
+        return f"saved {folder / adapters.WEIGHTS}; read back by peft: same weights, same scale"
 
     def _others(self) -> dict[str, torch.nn.Module]:
         return {}
 
     def _attach(self, path: Path, adapter: str) -> None:
         """Load a folder's adapter. Raises UserError if it does not load."""
-        module: Any = self.modules["model"]
-        try:
-            with quiet():
-                module.load_adapter(str(path), adapter_name=adapter)
-        except Exception as error:  # third-party files can raise anything
-            raise UserError(f"{path} does not load into {type(module).__name__}: "
-                            f"{' '.join(str(error).split())[:200]}") from error
+        attach(self.modules["model"], path, adapter)
 
-    def _detach(self, adapter: str) -> None:
-        module: Any = self.modules["model"]
-        if adapter in module.peft_config:
-            module.delete_adapter(adapter)
-        module.set_adapter("default")
+    def _base_name(self, module: Any) -> str | None:
+        return getattr(module, "name_or_path", None)
+
+
+def attach(model: torch.nn.Module, folder: Path, adapter: str = "default") -> None:
+    """Load the LoRA of a folder into a language model, as an adapter of that name.
+
+    Raises UserError if it does not load.
+    """
+    try:
+        with quiet():
+            adapters.load(model, folder, adapter)
+    except UserError:
+        raise
+    except Exception as error:  # third-party files can raise anything
+        why = broken(error) or " ".join(str(error).split())[:200]
+        raise UserError(f"{folder} does not load into {type(model).__name__}: {why}") from error

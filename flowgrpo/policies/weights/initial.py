@@ -10,6 +10,7 @@ import torch
 
 from flowgrpo.errors import UserError
 from flowgrpo.files import tensors_of
+from flowgrpo.policies.weights import adapters
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 NAME = "init"  # of the adapter while it is read
 LIVE = "default"
-ADAPTER = "adapter_model.safetensors"
 
 
 def require_layers(setting: str, path: Path, modules: dict[str, torch.nn.Module], layers: dict[str, LoraLayer],
@@ -28,7 +28,7 @@ def require_layers(setting: str, path: Path, modules: dict[str, torch.nn.Module]
     others: modules that are not trained.
     """
     for name, other in others.items():
-        if NAME in (getattr(other, "peft_config", None) or {}):
+        if NAME in adapters.named(other):
             raise UserError(f"{setting} {path}: its LoRA is also of the {name}, but the run trains "
                             f"{' and '.join(modules)}: expected a LoRA of these alone")
     for key, layer in layers.items():
@@ -107,7 +107,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         for key, value in tensors_of(file)[0].items() if file.is_file() else ():
             _, _, rest = key.partition(".")
             yield (key if file.parent == folder else f"{file.parent.name}.{rest}"), value
-    for file in (folder / ADAPTER, *folder.glob(f"*/{ADAPTER}")) if path.is_dir() else ():
+    for file in (folder / adapters.WEIGHTS, *folder.glob(f"*/{adapters.WEIGHTS}")) if path.is_dir() else ():
         for key, value in tensors_of(file)[0].items() if file.is_file() else ():
             name = "model" if file.parent == folder else file.parent.name  # a language model's lies in the folder
             yield f"{name}.{key.removeprefix('base_model.model.')}", value

@@ -1,21 +1,19 @@
-"""LoRA files: the format that stock diffusers loads, or peft's own format if it has no loader for a denoiser."""
+"""LoRA files of a pipeline: the format that stock diffusers loads, or peft's if it has no loader for a denoiser."""
 
 from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
+from flowgrpo.packages import broken
+from flowgrpo.policies.weights import adapters
 from flowgrpo.storage.places import CONFIG, is_checkpoint
-from flowgrpo.storage.tensor_files import order_config, order_metadata
-
-if TYPE_CHECKING:
-    from peft import LoraConfig
+from flowgrpo.storage.tensor_files import order_metadata
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 PIPELINE, EXPERT, PEFT = "load_lora_weights", "load_lora_weights(load_into_transformer_2=True)", \
@@ -34,17 +32,6 @@ def loader(pipe: Any, name: str) -> str:
     return EXPERT if second and "transformer_lora_layers" in writes else PEFT
 
 
-def add_adapter(module: torch.nn.Module, config: LoraConfig, name: str) -> None:
-    """Add an adapter to a module, also if its class does not support adapters."""
-    from peft import inject_adapter_in_model
-
-    adaptable: Any = module
-    if hasattr(module, "add_adapter"):
-        adaptable.add_adapter(config, name)
-    else:
-        inject_adapter_in_model(config, module, name)
-
-
 def load_lora(pipe: Any, modules: dict[str, torch.nn.Module], folder: Path, adapter: str = "default") -> list[str]:
     """Load the LoRA that `Weights.save` wrote into a stock pipeline; return the loaders used, none without a LoRA.
 
@@ -59,8 +46,8 @@ def load_lora(pipe: Any, modules: dict[str, torch.nn.Module], folder: Path, adap
             pipe.load_lora_weights(folder / name, weight_name=LORA_FILE, adapter_name=adapter,
                                    load_into_transformer_2=True)
             used.append(EXPERT)
-        elif (folder / name / "adapter_config.json").is_file():
-            _load_peft(module, folder / name, adapter)
+        elif (folder / name / adapters.CONFIG).is_file():
+            adapters.load(module, folder / name, adapter)
             used.append(PEFT)
     return used
 
@@ -69,8 +56,8 @@ def require_lora(setting: str, given: str) -> None:
     """Raise UserError if a path is neither a LoRA's file nor a folder with one. setting: what names it."""
     path = Path(given)
     if path.is_file() and path.suffix == ".safetensors" or (path / LORA_FILE).is_file() or any(
-            path.glob(f"*/{LORA_FILE}")) or any(path.glob("adapter_config.json")) or any(
-            path.glob("*/adapter_config.json")):
+            path.glob(f"*/{LORA_FILE}")) or any(path.glob(adapters.CONFIG)) or any(
+            path.glob(f"*/{adapters.CONFIG}")):
         return
     hint = "expected a finished run, a folder with a LoRA, or its .safetensors file"
     if is_checkpoint(path):
@@ -95,16 +82,16 @@ def attach(pipe: Any, modules: dict[str, torch.nn.Module], path: Path, adapter: 
     except UserError:
         raise
     except Exception as error:  # third-party files can raise anything
-        raise UserError(f"{path} does not load into {type(pipe).__name__}: {' '.join(str(error).split())[:200]}"
-                        ) from error
+        why = broken(error) or " ".join(str(error).split())[:200]
+        raise UserError(f"{path} does not load into {type(pipe).__name__}: {why}") from error
     parts: list[Any] = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
-    if not any(adapter in (getattr(part, "peft_config", None) or {}) for part in parts):
+    if not any(adapter in adapters.named(part) for part in parts):
         raise UserError(f"{path} holds no LoRA layer for {type(pipe).__name__}: was it trained on another model?")
 
 
 def save_stock(pipe: Any, folder: Path, modules: dict[str, str]) -> None:
     """Write the format of `load_lora_weights`; modules: the component name by the name in the file."""
-    from peft.utils import get_peft_model_state_dict
+    from peft.functional import get_peft_model_state_dict
 
     arguments: dict[str, Any] = {}
     for written, name in modules.items():
@@ -117,26 +104,6 @@ def save_stock(pipe: Any, folder: Path, modules: dict[str, str]) -> None:
     order_metadata(folder / LORA_FILE)
 
 
-def save_peft(module: Any, folder: Path) -> None:
-    """Write the format of `inject_adapter_in_model` and `set_peft_model_state_dict`."""
-    from peft.utils import get_peft_model_state_dict
-
-    folder.mkdir(parents=True, exist_ok=True)
-    module.peft_config["default"].save_pretrained(folder)
-    order_config(folder / "adapter_config.json")
-    save_file({key: value.contiguous() for key, value in get_peft_model_state_dict(module).items()},
-              folder / "adapter_model.safetensors")
-
-
-def merge(module: torch.nn.Module) -> None:
-    """Merge a module's LoRA into its weights and remove it; a module without one is unchanged."""
-    from peft.tuners.lora import LoraLayer
-
-    for layer in [part for part in module.modules() if isinstance(part, LoraLayer)]:
-        layer.merge()
-    take_off(module)
-
-
 def fuse(pipe: Any, modules: dict[str, torch.nn.Module], path: Path, scale: float) -> None:
     """Add a LoRA to a pipeline's weights for good. modules: those that may have one, by name. scale: its factor."""
     from peft.tuners.lora import LoraLayer
@@ -146,25 +113,4 @@ def fuse(pipe: Any, modules: dict[str, torch.nn.Module], path: Path, scale: floa
         for layer in module.modules():
             if isinstance(layer, LoraLayer):
                 layer.scale_layer(scale)
-        merge(module)
-
-
-def take_off(module: torch.nn.Module) -> None:
-    """Remove a module's LoRA, whatever added it; a module without one is unchanged."""
-    from diffusers.utils import recurse_remove_peft_layers
-
-    recurse_remove_peft_layers(module)
-    adapted: Any = module
-    if hasattr(module, "peft_config"):  # otherwise the module would be saved as an adapter
-        del adapted.peft_config
-        adapted._hf_peft_config_loaded = False
-
-
-def _load_peft(module: torch.nn.Module, folder: Path, adapter: str) -> None:
-    from peft import LoraConfig, inject_adapter_in_model
-    from peft.utils import set_peft_model_state_dict
-
-    inject_adapter_in_model(LoraConfig.from_pretrained(str(folder)), module, adapter)
-    loaded: Any = set_peft_model_state_dict(module, load_file(folder / "adapter_model.safetensors"), adapter)
-    if loaded.unexpected_keys:
-        raise UserError(f"{folder} was trained on another model: it has {loaded.unexpected_keys[0]}")
+        adapters.merge(module)

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from flowgrpo.policies.weights.lora_files import take_off
+from flowgrpo.policies.weights import adapters
 from flowgrpo.policies.weights.trainable import lora_layers
 
 State = tuple[set[int], Callable[..., Any] | None]  # hooks before the forward, and a forward of the module's own
@@ -38,24 +38,20 @@ def as_before(loaded: Any) -> Iterator[None]:
         yield
     except BaseException:
         for part in bare:
-            take_off(part)
+            adapters.remove(part)
         for module, state in states.items():
             _restore(module, state)
         raise
-    _left.update({part: adapters["default"] for part in bare if "default" in (adapters := _adapters(part))})
+    _left.update({part: present["default"] for part in bare if "default" in (present := adapters.named(part))})
     _before.update(states)
-
-
-def _adapters(part: Any) -> dict[str, Any]:
-    return getattr(part, "peft_config", None) or {}
 
 
 def _take_off_left(part: torch.nn.Module) -> None:
     """Remove what an earlier run left on a module; a LoRA that was loaded since stays."""
     left = _left.pop(part, None)
-    present = [*_adapters(part).values()]
+    present = [*adapters.named(part).values()]
     if len(present) == 1 and present[0] is left:
-        take_off(part)
+        adapters.remove(part)
     for module in part.modules():
         if module in _before:
             _restore(module, _before.pop(module))

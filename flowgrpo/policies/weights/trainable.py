@@ -13,19 +13,8 @@ from flowgrpo.config.sections import Adapter
 from flowgrpo.distributed.shards import is_shard, local
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
-from flowgrpo.policies.weights import initial, sharding
-from flowgrpo.policies.weights.lora_files import (
-    EXPERT,
-    LORA_FILE,
-    PEFT,
-    PIPELINE,
-    add_adapter,
-    attach,
-    loader,
-    save_peft,
-    save_stock,
-    take_off,
-)
+from flowgrpo.policies.weights import adapters, initial, sharding
+from flowgrpo.policies.weights.lora_files import EXPERT, LORA_FILE, PEFT, PIPELINE, attach, loader, save_stock
 from flowgrpo.storage import atomic, paths
 
 if TYPE_CHECKING:
@@ -93,10 +82,9 @@ class TrainableWeights:
     def _add_lora(self, name: str, module: Any) -> None:
         from peft import LoraConfig
 
-        if getattr(module, "peft_config", None):
-            raise UserError(f"the {name} has an adapter already ({', '.join(module.peft_config)}): "
-                            f"{self._way_off(name, module)}")
-        take_off(module)  # peft leaves empty layers of a deleted adapter
+        if present := adapters.named(module):
+            raise UserError(f"the {name} has an adapter already ({', '.join(present)}): {self._way_off(name, module)}")
+        adapters.remove(module)  # peft leaves empty layers of a deleted adapter
         option = "encoder_targets" if name.startswith("text_encoder") else "targets"
         rank, targets = self.adapter.rank, getattr(self.adapter, option)
         keys = sorted(key for key, m in module.named_modules() if isinstance(m, (torch.nn.Linear, torch.nn.Conv2d))
@@ -106,8 +94,10 @@ class TrainableWeights:
             raise UserError(f"adapter.{option} {targets} match no module of the {name}: its linear layers are called "
                             f"{', '.join(names)}")
         alpha: Any = self.adapter.alpha or (2 * rank**0.5 if self.adapter.rslora else 2 * rank)  # a scale of 2
-        add_adapter(module, LoraConfig(r=rank, lora_alpha=alpha, target_modules=keys, init_lora_weights="gaussian",
-                                       use_dora=self.adapter.dora, use_rslora=self.adapter.rslora), "default")
+        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=keys, init_lora_weights="gaussian",
+                            use_dora=self.adapter.dora, use_rslora=self.adapter.rslora,
+                            base_model_name_or_path=self._base_name(module))
+        adapters.add(module, config, "default")
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
@@ -146,14 +136,8 @@ class TrainableWeights:
         attach(self.pipe, self.modules, path, adapter)
 
     def _detach(self, adapter: str) -> None:
-        from diffusers.utils.peft_utils import delete_adapter_layers
-
-        modules: list[Any] = [*self.modules.values(), *self._others().values()]
-        for module in modules:
-            if adapter in (getattr(module, "peft_config", None) or {}):
-                delete_adapter_layers(module, adapter)
-                if not module.peft_config:
-                    take_off(module)
+        for module in (*self.modules.values(), *self._others().values()):
+            adapters.delete(module, adapter)
         for layer in self.layers().values():
             layer.set_adapter("default")
 
@@ -174,9 +158,13 @@ class TrainableWeights:
         """Return the instruction for removing the adapters of a module."""
         if name in getattr(self.pipe, "_lora_loadable_modules", ()):
             return "pipe.unload_lora_weights() takes it off (and pipe.fuse_lora() before that keeps what it does)"
-        way = "delete_adapters" if hasattr(module, "delete_adapters") else "delete_adapter"
-        where = name if name == "model" else f"pipe.{name}"
-        return f"{where}.{way}({[*module.peft_config][0]!r}) takes it off" if hasattr(module, way) else "load it anew"
+        if hasattr(module, "delete_adapters"):  # a denoiser of diffusers
+            return f"pipe.{name}.delete_adapters({[*module.peft_config][0]!r}) takes it off"
+        return "load it anew, without its adapter"
+
+    def _base_name(self, module: Any) -> str | None:
+        """Return the model that the files of a LoRA name as its base; None for a pipeline's part."""
+        return None
 
     def add(self, name: str, module: torch.nn.Module) -> None:
         """Train an extra module that is not one of the pipeline's: checkpoints hold it, `save` leaves it out."""
@@ -286,7 +274,7 @@ class TrainableWeights:
                 if by[name] == EXPERT:
                     save_stock(self.pipe, place / name, {"transformer": name})
                 elif by[name] == PEFT:
-                    save_peft(self.modules[name], place / name)
+                    adapters.save(self.modules[name], place / name)
             paths.readable(place)
         self._verify(folder)
         where = folder / LORA_FILE if named else folder

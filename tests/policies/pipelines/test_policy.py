@@ -17,7 +17,8 @@ from flowgrpo.methods.presets import suited
 from flowgrpo.methods.targets import RecordedSteps
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.policies.weights.lora_files import LORA_FILE, save_peft
+from flowgrpo.policies.weights import adapters
+from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.kernels import FlowSDE
@@ -271,7 +272,7 @@ def test_the_format_of_peft_is_saved_with_the_same_bytes(tmp_path):
     names = sorted(config.target_modules)
     for folder, order in ((tmp_path / "one", names), (tmp_path / "two", names[::-1])):
         config.target_modules = order
-        save_peft(policy.pipe.transformer, folder)
+        adapters.save(policy.pipe.transformer, folder)
         saved.add(tuple((folder / f"adapter_{name}").read_bytes() for name in ("config.json", "model.safetensors")))
     assert len(names) > 1 and len(saved) == 1
 

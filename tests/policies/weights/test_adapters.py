@@ -1,0 +1,125 @@
+"""Adapters by peft alone: added, loaded, deleted and removed, in files that stock libraries and earlier runs share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation.images import load_tuned
+from flowgrpo.policies.language import text_weights
+from flowgrpo.policies.weights import adapters
+from flowgrpo.policies.weights.trainable import lora_layers
+from tests.helpers import tiny, tiny_text
+
+EARLIER = Path(__file__).parents[2] / "golden" / "adapters"  # written by a2c6d4e8, by the methods of transformers
+IDS = torch.tensor([[3, 4, 5, 6, 7]])
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+def stock_of_peft(folder):
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(tiny_text.model()[0], folder)
+
+
+def stock_of_transformers(folder):
+    model = tiny_text.model()[0]
+    model.load_adapter(str(folder))
+    return model
+
+
+@pytest.mark.parametrize("stock", [stock_of_peft, stock_of_transformers])
+def test_stock_libraries_load_the_adapter_of_a_language_model(stock, tmp_path):
+    own = tiny_text.stir(tiny_text.policy())
+    assert "read back by peft" in own.weights.save(tmp_path)
+    torch.testing.assert_close(logits(stock(tmp_path)), logits(own.model), rtol=0, atol=1e-6)
+    assert (logits(tiny_text.model()[0]) - logits(own.model)).abs().max() > 0.01
+
+
+def test_the_file_names_the_base_model(tmp_path):
+    import json
+
+    model, tokenizer = tiny_text.model()
+    model.name_or_path = "some/base"
+    tiny_text.policy((model, tokenizer)).weights.save(tmp_path)
+    assert json.loads((tmp_path / adapters.CONFIG).read_text())["base_model_name_or_path"] == "some/base"
+
+
+def test_the_adapter_of_an_earlier_language_run_loads():
+    model, written = tiny_text.model()[0], load_file(EARLIER / "language" / adapters.WEIGHTS)
+    text_weights.attach(model, EARLIER / "language")
+    found = {f"{adapters.WRAPPED}{key}.{side}.weight": getattr(layer, side)["default"].weight
+             for key, layer in lora_layers(model).items() for side in ("lora_A", "lora_B")}
+    assert found.keys() == written.keys() and all(torch.equal(found[key], value) for key, value in written.items())
+    assert {layer.scaling["default"] for layer in lora_layers(model).values()} == {2.0}
+    assert (logits(model) - logits(tiny_text.model()[0])).abs().max() > 0.01
+
+
+def test_the_adapters_of_an_earlier_pipeline_run_load():
+    """In the file of diffusers, and for its T5, which diffusers does not load, in the files of peft."""
+    pipe = tiny.flux()
+    load_tuned(pipe, EARLIER / "flux")
+    file = load_file(EARLIER / "flux" / "pytorch_lora_weights.safetensors")
+    file |= {f"text_encoder_2.{key}": value
+             for key, value in load_file(EARLIER / "flux" / "text_encoder_2" / adapters.WEIGHTS).items()}
+    found = {f"{name}.{key}.{side}.weight": getattr(layer, side)["default"].weight
+             for name in ("transformer", "text_encoder", "text_encoder_2")
+             for key, layer in lora_layers(getattr(pipe, name)).items() for side in ("lora_A", "lora_B")}
+    assert found.keys() == file.keys() and all(torch.equal(found[key], value) for key, value in file.items())
+
+
+@pytest.mark.parametrize("name", ["transformer", "text_encoder", "text_encoder_2"])
+def test_a_module_is_as_before_when_its_adapter_is_removed(name):
+    from peft import LoraConfig
+
+    module = getattr(tiny.flux(), name)
+    before, kinds = {**module.state_dict()}, [type(part) for part in module.modules()]
+    targets = [key for key, part in module.named_modules() if isinstance(part, torch.nn.Linear)][:2]
+    for first in ("default", "other"):
+        adapters.add(module, LoraConfig(r=2, target_modules=targets), first)
+        assert len(lora_layers(module)) == 2 and [*adapters.named(module)] == [first]
+        adapters.delete(module, first)
+        after = module.state_dict()
+        assert after.keys() == before.keys() and all(torch.equal(after[key], value) for key, value in before.items())
+        assert [type(part) for part in module.modules()] == kinds and not adapters.named(module)
+        assert not getattr(module, "_hf_peft_config_loaded", False)
+
+
+def test_one_adapter_of_two_is_deleted():
+    from peft import LoraConfig
+
+    module = tiny.flux().transformer
+    [target] = [key for key, part in module.named_modules() if isinstance(part, torch.nn.Linear)][:1]
+    for name in ("one", "two"):
+        adapters.add(module, LoraConfig(r=2, target_modules=[target]), name)
+    adapters.delete(module, "two")
+    adapters.delete(module, "two")
+    assert [*adapters.named(module)] == ["one"] and [*lora_layers(module)[target].lora_A] == ["one"]
+
+
+def changed(folder: Path, tmp_path: Path, change) -> Path:
+    tensors = load_file(folder / adapters.WEIGHTS)
+    change(tensors)
+    (tmp_path / adapters.CONFIG).write_bytes((folder / adapters.CONFIG).read_bytes())
+    save_file(tensors, tmp_path / adapters.WEIGHTS)
+    return tmp_path
+
+
+@pytest.mark.parametrize("change, told", [
+    (lambda tensors: tensors.pop(next(iter(tensors))), "has no .*lora_A"),
+    (lambda tensors: tensors.update({f"{adapters.WRAPPED}model.other.lora_A.weight": torch.zeros(2, 2)}),
+     "has .*other.lora_A"),
+    (lambda tensors: tensors.update({key: value[:1].contiguous() for key, value in tensors.items()}),
+     "does not load into Qwen3ForCausalLM: .*size mismatch")])
+def test_a_file_of_another_model_is_told(change, told, tmp_path):
+    folder = changed(EARLIER / "language", tmp_path, change)
+    with pytest.raises(UserError, match=told):
+        text_weights.attach(tiny_text.model()[0], folder)
