@@ -1,10 +1,12 @@
-"""Trace the files and classes that one epoch of the starter enters, and its moves between files.
+"""Trace the files and classes that one epoch of a starter enters, and its moves between files.
 
-    python scripts/trace_epoch.py             # the second of two epochs, two prompts with four pictures each
-    python scripts/trace_epoch.py --first     # a run's first epoch, with its encodings and the check of its first ratio
+    python scripts/trace_epoch.py                          # the second of two epochs, two prompts, four samples each
+    python scripts/trace_epoch.py --first                  # a run's first epoch: encodings, check of its first ratio
+    python scripts/trace_epoch.py --method flow_grpo       # another method, with its own parts in place of the recipe's
+    python scripts/trace_epoch.py --recipe starter_text    # another recipe of configs/, or a recipe's file
 
 A move is a call of a function of the package in another file than the call before it. Only the thread of the training
-loop is followed.
+loop is followed, and the model computes in fp32, so that the numbers are the same on every machine.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from typing import Any
 from common import RECIPE, make_trainer
 
 import flowgrpo
-from flowgrpo.config import load
+from flowgrpo.config import Config, load
 
 PACKAGE = str(Path(flowgrpo.__file__).parent)
-SMALL = {"train.prompts": "2", "train.group": "4", "train.micro_batch": "8", "tracker": "none", "precision": "fp32",
-         "device": "cpu"}
+SMALL = {"train.prompts": 2, "train.group": 4, "train.micro_batch": 8, "train.updates": 1, "tracker": "none",
+         "precision": "fp32", "device": "cpu"}
 
 
 class Trace:
@@ -48,19 +50,41 @@ class Trace:
             self.moves[self.last, file] += 1
             self.last = file
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Numbers of files, classes and moves."""
+        return len(self.files), len(self.classes), self.moves.total()
+
+
+def configuration(recipe: str | Path = RECIPE, method: str | None = None) -> Config:
+    """Configuration of a small run on the CPU. recipe: a file, or its name in configs/. method: in place of the
+    recipe's method and parts."""
+    file = RECIPE.with_name(f"{recipe}.yaml") if Path(recipe).suffix == "" else recipe
+    return load(file, SMALL | ({"method": method, "parts": {}} if method else {}))
+
+
+def traced(config: Config, first: bool = False) -> Trace:
+    """Trace of the second epoch of a run, or of its first one."""
+    trainer, trace = make_trainer(config), Trace()
+    if not first:
+        trainer.run_epoch()
+        trainer.epoch += 1
+    sys.setprofile(trace)
+    try:
+        trainer.run_epoch()
+    finally:
+        sys.setprofile(None)
+    return trace
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", action="store_true", help="the first epoch of a run")
+    parser.add_argument("--recipe", default=RECIPE, help="a file, or its name in configs/")
+    parser.add_argument("--method", help="in place of the recipe's method and parts")
     args = parser.parse_args()
-    trainer, trace = make_trainer(load(RECIPE, SMALL)), Trace()
-    if not args.first:
-        trainer.run_epoch()
-        trainer.epoch += 1
-    sys.setprofile(trace)
-    trainer.run_epoch()
-    sys.setprofile(None)
-    print(f"{len(trace.files)} files, {len(trace.classes)} classes, {trace.moves.total()} moves")
+    trace = traced(configuration(args.recipe, args.method), args.first)
+    print("{} files, {} classes, {} moves".format(*trace.counts))
     for (before, after), count in trace.moves.most_common(20):
         print(f"{count:>4}  {before} -> {after}")
 

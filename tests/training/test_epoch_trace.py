@@ -1,0 +1,37 @@
+"""Length of the path of an epoch: files, classes and moves between files, at most as many as listed here.
+
+`python scripts/trace_epoch.py` prints the numbers. The list may only shrink.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.threads import one_thread
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+
+from trace_epoch import configuration, traced  # noqa: E402
+
+# Of a starter's recipe and a method, or None for the recipe's own: files, classes and moves of a run's second epoch.
+# Counted by Python 3.11; later versions count fewer moves, since they enter no frame for a comprehension.
+MOST = {("starter", "mix_grpo"): (70, 52, 2178),
+        ("starter", "flow_grpo"): (71, 54, 2955),
+        ("starter_text", None): (54, 38, 4376)}
+
+
+@pytest.mark.parametrize("recipe, method", MOST)
+def test_an_epoch_enters_no_more_files_and_classes_than_listed(recipe, method):
+    with one_thread():
+        trace = traced(configuration(recipe, method))
+    assert trace.files["train.py"] and "Trainer" in {entered.__name__ for entered in trace.classes}
+    assert all(found <= most for found, most in zip(trace.counts, MOST[recipe, method])), trace.counts
+
+
+def test_the_first_epoch_of_a_run_is_longer_than_its_second():
+    config = configuration("starter_text")
+    with one_thread():
+        assert traced(config, first=True).counts > traced(config).counts
