@@ -109,8 +109,9 @@ class Conditional(AdvantageRule):
     """`conditional` on a metric of the samples (CANON, 2509.23962).
 
     metric: "logp", the mean old log-probability of a sample's decisions; of texts also "length", the number of tokens,
-    and "entropy", the mean entropy of their distributions, by one more replay per epoch. upper: factor on the
-    advantages of the upper half, the longer texts with "length"; below 1 they learn less, as in its code.
+    and "entropy", the mean entropy of their distributions, by one more replay per epoch. upper: factor on the rewards
+    of the upper half where halves are compared, alpha of its equation 8; below 1 longer texts earn less with "length".
+    Its code has this factor on the lower half for "entropy"; here it is on the upper half of every metric.
     """
 
     mu: float = 0.5
@@ -133,8 +134,7 @@ class Conditional(AdvantageRule):
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         total = weighted_sum(rewards, weights)
         metric = of_samples(context, METRICS[self.metric], total, "Conditional")
-        advantages = conditional(total, metric, self.mu)
-        return torch.where(upper_half(metric), self.upper, 1.0).to(total).mul(advantages).clamp(-self.clamp, self.clamp)
+        return conditional(total, metric, self.mu, self.upper).clamp(-self.clamp, self.clamp)
 
 
 @dataclass(frozen=True)
@@ -175,26 +175,34 @@ def virtual_best(rewards: Tensor, best: float) -> Tensor:
     return advantages.masked_fill(zero_variance(group)[:, None], 0)
 
 
-def conditional(rewards: Tensor, metric: Tensor, mu: float) -> Tensor:
-    """Return mu * (r - mean of the other half) + (1 - mu) * (r - mean of the own half), [P, G], halves by `metric` [P,
-    G].
+def conditional(rewards: Tensor, metric: Tensor, mu: float, factor: float = 1.0) -> Tensor:
+    """Return mu * (f - mean f of the other half) + (1 - mu) * (r - mean r of the own half), [P, G].
 
-    A group is halved at the median of the metric, ties by position; the middle sample of an odd group goes to the lower
-    half. Neither half is assumed to be better (CANON, 2509.23962; no division, as in its code). mu 1/2 with halves of
-    one size is r less the group's mean. A half without rewards has the group's mean.
+    f is `factor` * r in the upper half of the `metric` [P, G], and r in the lower one. A group is halved at the median
+    of the metric, ties by position; the middle sample of an odd group goes to the upper half. Neither half is assumed
+    to be better (CANON, 2509.23962, equations 5 and 8; no division by a deviation, as in its code). With factor 1,
+    mu 1/2 and halves of one size it is r less the group's mean. A half without rewards has the group's mean. A group
+    that agrees has advantage 0 at factor 1 alone.
     """
     upper = upper_half(metric)
+    compared = torch.where(upper, factor * rewards, rewards)
+    (own_high, own_low), (high, low) = (_half_means(each, upper) for each in (rewards, compared))
+    across = compared - torch.where(upper, low, high)
+    within = rewards - torch.where(upper, own_high, own_low)
+    nothing = rewards.isnan() | (zero_variance(rewards)[:, None] if factor == 1 else torch.zeros_like(upper))
+    return (mu * across + (1 - mu) * within).masked_fill(nothing, 0)
+
+
+def _half_means(rewards: Tensor, upper: Tensor) -> tuple[Tensor, ...]:
+    """Return the mean of rewards [P, G] in the upper half, bool [P, G], and in the lower half: [P, 1] each."""
     mean = rewards.nanmean(dim=1, keepdim=True)
     halves = (rewards.masked_fill(~half, torch.nan).nanmean(dim=1, keepdim=True) for half in (upper, ~upper))
-    high, low = (torch.where(half.isnan(), mean, half) for half in halves)
-    same, other = torch.where(upper, high, low), torch.where(upper, low, high)
-    advantages = mu * (rewards - other) + (1 - mu) * (rewards - same)
-    return advantages.masked_fill(rewards.isnan() | zero_variance(rewards)[:, None], 0)
+    return tuple(torch.where(half.isnan(), mean, half) for half in halves)
 
 
 def upper_half(metric: Tensor) -> Tensor:
-    """Return the samples of each group above the median of the metric [P, G], ties by position: bool [P, G]."""
-    return metric.argsort(dim=1, stable=True).argsort(dim=1) >= (metric.shape[1] + 1) // 2
+    """Return the last G - G//2 samples of each group by the metric [P, G], ties by position: bool [P, G]."""
+    return metric.argsort(dim=1, stable=True).argsort(dim=1) >= metric.shape[1] // 2
 
 
 @dataclass(frozen=True)

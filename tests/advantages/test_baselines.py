@@ -17,7 +17,6 @@ from flowgrpo.advantages.baselines import (
 from flowgrpo.types import Context
 from tests.helpers.tables import close, draw, f64
 
-F64 = torch.float64
 NAN = math.nan
 
 
@@ -84,9 +83,22 @@ def test_even_halves_at_one_half_are_the_rewards_less_their_mean():
 
 
 def test_the_halves_of_ties_and_of_odd_groups():
-    # Equal log-probabilities: the first two are the lower half. Of three the middle one goes below.
+    # Equal log-probabilities: the first two are the lower half. Of three the middle one goes above.
     close(conditional(f64([[4, 0, 1, 1]]), f64([[7, 7, 7, 7]]), 1.0), [[3, -1, -1, -1]])
-    close(conditional(f64([[4, 0, 1]]), f64([[-3, -2, -1]]), 0.0), [[2, -2, 0]])
+    close(conditional(f64([[4, 0, 1]]), f64([[-3, -2, -1]]), 0.0), [[0, -0.5, 0.5]])
+    close(conditional(f64([[4, 0, 1]]), f64([[-3, -2, -1]]), 1.0), [[3.5, -4, -3]])
+
+
+@pytest.mark.parametrize(("mu", "published"), [
+    (0.0, [0, 0, -0.5, 0.5]), (0.25, [0.1375, 0.1375, -0.625, 0.35]), (0.5, [0.275, 0.275, -0.75, 0.2]),
+    (1.0, [0.55, 0.55, -1, -0.1])])
+def test_the_factor_of_the_upper_half_is_that_of_the_released_code(mu, published):
+    # Outputs of CANON's compute_dr_length_on_mean_group_outcome_advantage: lengths 1 to 4, alpha .9, max_length 1.
+    lengths = f64([[1, 2, 3, 4]])
+    close(conditional(f64([[1, 1, 0, 1]]), lengths, mu, 0.9), [published])
+    # A group that agrees still prefers the shorter half, by mu times the tenth.
+    close(conditional(f64([[1, 1, 1, 1]]), lengths, mu, 0.9), [[0.1 * mu] * 2 + [-0.1 * mu] * 2])
+    assert (conditional(f64([[1, 1, 1, 1]]), lengths, mu) == 0).all()
 
 
 def test_conditional_leaves_missing_rewards_out():
@@ -102,8 +114,7 @@ def test_the_conditional_part_reads_log_probabilities():
     assert torch.equal(Conditional(0.3, clamp=99)(rewards, [1, 2], Context(logp=logp)), conditional(total, logp, 0.3))
     lengths = f64([[3, 9, 5, 1, 2, 7]] * 3).long()
     longer = Conditional(0.3, "length", upper=0.5, clamp=99)(rewards, [1, 2], Context(lengths=lengths))
-    halved = torch.tensor([0.5 if long else 1.0 for long in (lengths[0] >= 5).tolist()], dtype=F64)
-    assert torch.equal(longer, conditional(total, lengths, 0.3) * halved)
+    assert torch.equal(longer, conditional(total, lengths, 0.3, 0.5))
     entropic = Conditional(0.3, "entropy", clamp=99)(rewards, [1, 2], Context(logp=-logp, entropy=logp))
     assert torch.equal(entropic, conditional(total, logp, 0.3))
     with pytest.raises(ValueError, match="Conditional reads the samples' entropies, and this method has none"):
