@@ -93,14 +93,14 @@ class VarianceSampling:
 @dataclass(frozen=True)
 class InformationGain:
     """Prompts with the largest gain p (1 - p)^power, for a rate p drawn from a posterior that forgets on two scales
-    (VADE, 2511.18902).
+    (VADE, 2511.18902). The paper's power 2 prefers a rate of 1/3; power 1 is the variance of a reward, largest at 1/2.
 
     A sampled prompt's posterior Beta(a, b) keeps `keep` of its counts and gets those of the new samples. All others
-    keep `others` of theirs per epoch: as the policy moves, what is known of them fades to Beta(prior, prior). The power
-    and the default numbers are a reconstruction; power 1 is the variance of a reward.
+    keep `others` of theirs per epoch: as the policy moves, what is known of them fades to Beta(prior, prior). The
+    default decays are ours, and so is the choice among `candidates` per prompt, in place of the whole pool.
     """
 
-    power: float = 1.0
+    power: float = 2.0
     candidates: int = 4
     keep: float = 0.5
     others: float = 0.95

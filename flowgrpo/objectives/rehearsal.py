@@ -20,14 +20,14 @@ class Rehearsal:
     reference model runs later.
 
     divergence: "forward_kl": f = -log u, KL(base || policy). "js": f = u log u - (u + 1) log((u + 1) / 2), twice the
-        Jensen-Shannon divergence. "alpha": f = (u^alpha - alpha u - (1 - alpha)) / (alpha (alpha - 1)), between the
-        forward KL (alpha near 0) and the reverse one (near 1).
+        Jensen-Shannon divergence. "alpha": f = (u^(1 - alpha) - (1 - alpha) u - alpha) / (alpha (alpha - 1)), between
+        the reverse KL (alpha near 0) and the forward one (near 1), with alpha and its default as in the released code.
     least: samples with a lower total reward are left out (the paper rehearses what the base solves); None: none is.
     """
 
     weight: float = 0.1
     divergence: str = "forward_kl"
-    alpha: float = 0.5
+    alpha: float = 0.2
     least: float | None = None
 
     def __post_init__(self) -> None:
@@ -36,7 +36,7 @@ class Rehearsal:
         if self.divergence not in DIVERGENCES:
             raise ValueError(f"Rehearsal: divergence is {self.divergence!r}, expected one of {', '.join(DIVERGENCES)}")
         if self.alpha in (0, 1):
-            raise ValueError(f"Rehearsal: alpha is {self.alpha}, expected another number: 0 is forward_kl")
+            raise ValueError(f"Rehearsal: alpha is {self.alpha}, expected another number: 1 is forward_kl")
 
     def __call__(self, logp: Tensor, base: Tensor) -> Tensor:
         """Return weight * f(u) of log-probabilities [B, N] of the policy and of the base model: [B, N]."""
@@ -46,5 +46,5 @@ class Rehearsal:
         ratio = log_ratio.exp()
         if self.divergence == "js":
             return self.weight * (ratio * log_ratio - (ratio + 1) * (log_ratio.expm1() / 2).log1p())
-        alpha = self.alpha
-        return self.weight * ((alpha * log_ratio).expm1() - alpha * log_ratio.expm1()) / (alpha * (alpha - 1))
+        power = 1 - self.alpha
+        return self.weight * (power * log_ratio.expm1() - (power * log_ratio).expm1()) / (power * self.alpha)

@@ -204,25 +204,24 @@ class ExpertMixture(WrappedLoss, GroupLoss):
     + p_old), the last factor held constant, [B, L] (RL-PLUS, 2508.00222).
 
     With a kernel whose `expert` is above 0. r is bounded where either policy finds the token likely, and is not
-    clipped. Tokens that are already likely have less weight, by `focus`, the paper's gamma. p_expert is `probability`
-    for every token. Its default 1, that of a copied text, is ours, in place of the paper's estimate, because the policy
-    of the answers is unknown.
+    clipped. Tokens that are already likely have less weight, by `focus`, the paper's gamma, 1/2 in its code. The policy
+    of the answers is unknown. probability: p_expert of every token; None: (1 + p_old) / 2, the estimate of its code.
     """
 
     surrogate: Surrogate = Clip(0.2, 0.2)
-    focus: float = 2.0
-    probability: float = 1.0
+    focus: float = 0.5
+    probability: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.focus >= 0 or not 0 < self.probability <= 1:
+        if not self.focus >= 0 or not (self.probability is None or 0 < self.probability <= 1):
             raise ValueError(f"ExpertMixture: focus is {self.focus} and probability {self.probability}, expected 0 or "
                              "more, and above 0 to 1")
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         assert old.expert is not None, "ExpertMixture needs to know which completions are answers"
-        present = old.new.logp.exp()
-        ratio = 2 * present / (self.probability + old.old.logp.exp())
+        present, past = old.new.logp.exp(), old.old.logp.exp()
+        ratio = 2 * present / (past + ((1 + past) / 2 if self.probability is None else self.probability))
         guided = -ratio * advantage * (1 - present.detach()).clamp(min=0).pow(self.focus)
         return guided.where(old.expert[old.rows, None], self.surrogate(log_ratio, advantage, old.old.logp))
 

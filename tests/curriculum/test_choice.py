@@ -99,8 +99,10 @@ def test_a_posterior_forgets_on_two_scales():
     assert memory["beliefs"]["p0"] == [0.5 * 5 + 0.5 + 6, 0.5 * 3 + 0.5 + 2]
     assert memory["beliefs"]["p1"] == [1 + 0.75 * 4, 1 + 0.75 * 8]
     sure = {"beliefs": {prompt.key: [1e7 * (i + 1), 1e7 * (19 - i)] for i, prompt in enumerate(POOL)}}
-    assert InformationGain(candidates=9)(POOL, 1, 0, 0, None, sure, 4) == [POOL[9]]  # p = 10/20
+    assert InformationGain(candidates=9, power=1.0)(POOL, 1, 0, 0, None, sure, 4) == [POOL[9]]  # p = 10/20
     assert InformationGain(candidates=9, power=3.0)(POOL, 1, 0, 0, None, sure, 4) == [POOL[4]]  # p = 5/20
+    # The published gain p (1 - p)^2 is largest at p = 1/3; 6/20 and 7/20 have .1470 and .1479.
+    assert InformationGain(candidates=9)(POOL, 1, 0, 0, None, sure, 4) == [POOL[6]]
     for _ in range(6):  # a rate that moves from 0.1 to 0.6 is followed
         part.learn(memory, drawn([(POOL[1], [1.0, 1.0, 1.0, 0.0, 0.0])]))
     a, b = memory["beliefs"]["p1"]

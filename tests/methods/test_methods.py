@@ -139,7 +139,7 @@ OF_TOKENS = {
              SampledKL()),
     "kdrl": (PlainRatio(), Clip(0.2, 0.2), SequenceMean(), "group", "rewards", SampledKL(5e-3, "k2", Linear(1e-3))),
     "visurf": (PlainRatio(), Clip(0.2, 0.2), SequenceMean(), "group", "rewards", SampledKL(0.04, "k3")),
-    "rl_plus": (PlainRatio(), ExpertMixture(Clip(0.2, 0.2), 2.0, 1.0), SequenceMean(), "group", "rewards",
+    "rl_plus": (PlainRatio(), ExpertMixture(Clip(0.2, 0.2), 0.5, None), SequenceMean(), "group", "rewards",
                 SampledKL(0.04, "k3")),
     **dict.fromkeys(("chord", "relift"), (PlainRatio(), Clip(0.2, 0.2), SequenceMean(), "group", "rewards",
                                           SampledKL(0.04, "k3"))),

@@ -27,7 +27,7 @@ def shannon(p, q):
 
 
 def alpha(p, q):
-    return ((p ** 0.3 * q ** 0.7).sum() - 1) / (0.3 * -0.7)
+    return ((p ** 0.7 * q ** 0.3).sum() - 1) / (0.3 * -0.7)
 
 
 @pytest.mark.parametrize("part, divergence", [
@@ -39,6 +39,13 @@ def test_the_mean_over_the_bases_samples_is_the_divergence_and_so_is_its_gradien
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(*(torch.autograd.grad(each, logits)[0] for each in (found, expected)), rtol=0,
                                atol=1e-12)
+
+
+def test_alpha_is_that_of_the_released_code():
+    # Outputs of DPH-RL's alpha_divergence_f for log-probabilities of the policy and of the base.
+    policy, base = f64([-1.0, -2.0, -0.5]), f64([-1.5, -1.0, -0.5])
+    close(Rehearsal(1.0, "alpha")(policy, base), [0.16970199324270216, 0.281091180124577, 0], 1e-12)
+    close(Rehearsal(1.0, "alpha", 0.8)(policy, base), [0.1535833504023615, 0.34278209472691645, 0], 1e-12)
 
 
 def test_where_nothing_moved_all_are_zero_and_js_and_alpha_are_never_negative():

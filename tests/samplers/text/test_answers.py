@@ -108,7 +108,7 @@ def test_the_mixtures_ratio_by_hand():
     close(part(same.log_ratio, f64([[1]]), same), [[-0.2 / 0.100001]])
     for focus, weights in ((2.0, [0.81, 0.01]), (0.0, [1, 1])):
         read = compared(f64([[0.1, 0.9]]), f64([[0.2, 0.6]]), [True])
-        loss = ExpertMixture(focus=focus)(read.log_ratio, f64([[-3]]), read)
+        loss = ExpertMixture(focus=focus, probability=1.0)(read.log_ratio, f64([[-3]]), read)
         close(loss, [[3 * weights[0] * 0.2 / 1.2, 3 * weights[1] * 1.8 / 1.6]])
     # The factor is held constant: the gradient by log p is the loss itself.
     logp = f64([[0.1, 0.9]]).log().requires_grad_()
@@ -121,10 +121,16 @@ def test_the_mixtures_ratio_by_hand():
     close(logp.grad, loss.detach().tolist())
 
 
+def test_the_defaults_are_those_of_the_released_code():
+    # Per token, the loss that RL-PLUS's compute_token_on_off_policy_loss gives for advantage 1.5.
+    read = compared(f64([[0.6, 0.1, 0.75]]), f64([[0.5, 0.2, 0.9]]), [True])
+    close(ExpertMixture()(read.log_ratio, f64([[1.5]]), read), [[-0.9107359631, -0.3557562356, -0.6081081081]], 1e-7)
+
+
 def test_only_answers_have_the_mixtures_ratio():
     new, old, advantage = f64([[0.5, 0.2], [0.5, 0.2]]), f64([[0.4, 0.4], [0.4, 0.4]]), f64([[1], [1]])
     read = compared(new, old, [False, True])
-    loss = ExpertMixture(Reinforce())(read.log_ratio, advantage, read)
+    loss = ExpertMixture(Reinforce(), 2.0, 1.0)(read.log_ratio, advantage, read)
     close(loss[:1], Reinforce()(read.log_ratio, advantage)[:1].tolist())
     close(loss[1:], [[-0.25 * 1 / 1.4, -0.64 * 0.4 / 1.4]])
     clip = ExpertMixture().clipped(read.log_ratio, -advantage, read)
