@@ -169,37 +169,6 @@ class Confidence(Reshaped):
 
 
 @dataclass(frozen=True)
-class Rarity(Reshaped):
-    """Advantages times 2 (1 - s), s the share of the group's samples on the same side of 0: a rare success and a rare
-    failure count more, a half of each 1 (CalibRL, 2602.20197, its weights by rareness).
-
-    slope: factor on a good sample that is likelier than the group's best, and on a bad one that is less likely: the
-    slope of a LeakyReLU of the gap of their mean log-probabilities, which softens updates that are confident already
-    and turns none around. 1: none. The best sample, the first of equals, stands for CalibRL's expert answer; with
-    `decoding.expert` it is usually that answer. Both formulas are a reconstruction.
-    """
-
-    advantage: AdvantageRule = STANDARDISED
-    slope: float = 1.0
-
-    def __post_init__(self) -> None:
-        self.require_inner()
-        if not 0 <= self.slope <= 1:
-            raise ValueError(f"Rarity: slope is {self.slope}, expected 0 to 1")
-
-    def reshaped(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
-        sides = [(advantages > 0).to(total), (advantages < 0).to(total)]
-        good, bad = (side.sum(1, keepdim=True) / (~total.isnan()).sum(1, keepdim=True).clamp(min=1) for side in sides)
-        weighted = advantages * 2 * (1 - torch.where(advantages > 0, good, bad))
-        if self.slope == 1:
-            return weighted
-        logp = sample_logp(context, total, "Rarity").to(total)
-        best = total.nan_to_num(-math.inf).argmax(1, keepdim=True)
-        confident = advantages.sign() * (logp - logp.gather(1, best)) > 0
-        return torch.where(confident, self.slope * weighted, weighted)
-
-
-@dataclass(frozen=True)
 class Unconfident(Reshaped):
     """Advantages plus alpha times how far the sample's mean log-probability is below its group's, in groups with a
     right sample (ARM of ProGRPO): of two equal samples the less likely has the larger advantage.

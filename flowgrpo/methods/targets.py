@@ -193,7 +193,8 @@ class Completions(Target):
         if isinstance(rollout.draws, pruned.PrunedDraws) and (rollout.decoding.greedy or credit.value is not None):
             raise ValueError("draws is PrunedDraws, whose samples are all drawn by lot and whose head is the run's "
                              "only one: set parts.decoding.greedy: 0 and parts.value: null, or leave it out")
-        of_experts = {"surrogate ExpertMixture": isinstance(loss.surrogate, token_losses.ExpertMixture),
+        mixed = isinstance(loss.surrogate, (token_losses.ExpertMixture, token_losses.Calibrated))
+        of_experts = {f"surrogate {type(loss.surrogate).__name__}": mixed,
                       "shaping ExpertReward": isinstance(credit.shaping, ExpertReward)}
         for part in (part for part, is_set in of_experts.items() if is_set and not rollout.decoding.expert):
             raise ValueError(f"the {part} is about answers that join their group: set parts.decoding.expert: 1")

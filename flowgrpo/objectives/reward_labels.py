@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from flowgrpo.objectives.ratios import CompletionRatio
 from flowgrpo.objectives.sequence_losses import SampleLoss
 from flowgrpo.ranges import above
 from flowgrpo.types import CompletionBatch, NoisedBatch, required
@@ -21,8 +22,9 @@ class RewardLabels(SampleLoss):
     [B, N] (REAL, 2602.05630; PACS, 2509.02522).
 
     y: the label, the advantage within 0 to 1: with `NoBaseline` the reward itself, right 1 and wrong 0, or between.
-    form: "anchor": log(1 + sum y e^-z) + log(1 + sum (1 - y) e^z), REAL's: one softmax of the right and one of the
-        wrong samples, each with an anchor logit 0, so that all slopes are bounded. (The form is a reconstruction.)
+    form: "anchor": log(1 + sum y e^-z) + log(1 + sum (1 - y) e^z), REAL's with scale = 1 / temperature: one softmax of
+        the right and one of the wrong samples, each with an anchor logit 0, so that all slopes are bounded. The paper
+        and its code leave out groups of one class; here they are trained too.
         "each": the mean of -y log sigmoid(z) - (1 - y) log sigmoid(-z).
         "leave_one_out": the same of psi = z less the mean z of the others, PACS's; psi adds up to 0 over the group.
     reference: s is the log-ratio to the reference, in place of that to the old policy.
@@ -60,6 +62,8 @@ class RewardLabels(SampleLoss):
         labels = peers.advantage.clamp(0, 1).to(peers.statistic)
         value, slope = self.losses(self.scale * peers.statistic, labels, same.to(peers.statistic))
         value, slope = value[old.rows, None].to(ratio), self.scale * slope[old.rows, None].to(ratio)
+        if isinstance(old.measure, CompletionRatio):  # the reduction adds up a row's tokens
+            value = value / old.new.mask.sum(1, keepdim=True).clamp(min=1)
         return value + slope * (ratio - ratio.detach())
 
     def losses(self, logits: Tensor, labels: Tensor, same: Tensor) -> tuple[Tensor, Tensor]:

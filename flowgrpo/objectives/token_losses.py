@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import leaky_relu
 
 from flowgrpo.objectives import Clip, DivergenceMask, Reinforce
 from flowgrpo.objectives.sequence_losses import GroupLoss
@@ -224,6 +225,45 @@ class ExpertMixture(WrappedLoss, GroupLoss):
         ratio = 2 * present / (past + ((1 + past) / 2 if self.probability is None else self.probability))
         guided = -ratio * advantage * (1 - present.detach()).clamp(min=0).pow(self.focus)
         return guided.where(old.expert[old.rows, None], self.surrogate(log_ratio, advantage, old.old.logp))
+
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
+        return self.surrogate.clipped(log_ratio, advantage, old.old.logp) & ~required(old.expert)[old.rows, None]
+
+
+@dataclass(frozen=True)
+class Calibrated(WrappedLoss, GroupLoss):
+    """Surrogate loss plus weight * |A| * LeakyReLU(-s d, slope) on drawn completions, 0 on answers, [B, L] (CalibRL,
+    2602.20197, and its code).
+
+    s: the sign of the advantage A, that of the sample's correctness for rewards 0 and 1.
+    d: log p less the old log-probability of the token at the same place of the group's first answer, 0 beyond its end.
+        A right text less likely than the answer, and a wrong one likelier, has the full slope; others have `slope`.
+
+    With a kernel whose `expert` is above 0. A group without an answer has the surrogate loss alone. The code's mean and
+    deviation are those of the drawn completions; here the answer counts in its group, and in the divisor of the loss.
+    """
+
+    surrogate: Surrogate = Clip(0.2, 0.2)
+    weight: float = 0.1
+    slope: float = 0.5
+    reads_groups = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 0, "weight")
+        if not 0 <= self.slope <= 1:
+            raise ValueError(f"Calibrated: slope is {self.slope}, expected 0 to 1")
+
+    def statistic(self, compared: CompletionBatch) -> Tensor:
+        """Return the old log-probabilities of every token: [b, L]."""
+        return compared.old.logp
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
+        answers = required(old.peers).members(old.rows) & required(old.expert)
+        gap = old.new.logp - required(old.peers).statistic[answers.int().argmax(1)]
+        term = self.weight * advantage.abs() * leaky_relu(-advantage.sign() * gap, self.slope)
+        loss = self.surrogate(log_ratio, advantage, old.old.logp) + term * answers.any(1, keepdim=True)
+        return loss.masked_fill(required(old.expert)[old.rows, None], 0)
 
     def clipped(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         return self.surrogate.clipped(log_ratio, advantage, old.old.logp) & ~required(old.expert)[old.rows, None]

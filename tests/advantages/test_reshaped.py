@@ -14,7 +14,6 @@ from flowgrpo.advantages.reshaped import (
     Confidence,
     Consistency,
     Difficulty,
-    Rarity,
     Unconfident,
     difficulty,
     outcome_entropy,
@@ -99,25 +98,6 @@ def test_of_two_successes_the_less_likely_weighs_more():
     close(found, [0.5 * (1 + math.log1p(math.exp(-1))), 0.5 * (1 + math.log1p(math.exp(1))), -0.5, -0.5])
 
 
-# Rarity
-
-
-def test_rare_outcomes_weigh_more_by_hand():
-    rewards = columns([1] + [0] * 7, [1] * 7 + [0], [1] * 4 + [0] * 4, [0] * 8)
-    found = Rarity(Signed(1.0, 1.0))(rewards, [1.0])
-    close(found[:3], [[1.75] + [-0.25] * 7, [0.25] * 7 + [-1.75], [1] * 4 + [-1] * 4])
-    assert (Rarity(CENTRED)(rewards, [1.0])[3] == 0).all()
-
-
-def test_the_slope_softens_confident_updates_and_turns_none_around():
-    # The best sample, the first, has log-probability -2: a likelier good and a less likely bad one are confident.
-    context = Context(logp=f64([[-2, -1, -3, -1]]))
-    rewards = columns([1, 0.8, 0, 0])
-    plain, soft = (Rarity(CENTRED, slope)(rewards, [1.0], context)[0] for slope in (1.0, 0.25))
-    close(soft / plain, [1, 0.25, 0.25, 1])
-    assert torch.equal(Rarity(CENTRED)(rewards, [1.0]), plain[None])
-
-
 # Unconfident
 
 
@@ -156,7 +136,7 @@ def test_groups_that_agree_learn_from_the_others_by_hand():
 @pytest.mark.parametrize("call", [
     lambda: Difficulty(curve="cubic"), lambda: Difficulty(power=0), lambda: Difficulty(advantage=None),
     lambda: Confidence(alpha=-1), lambda: Confidence(side="none"), lambda: Confidence(against="me"),
-    lambda: Rarity(slope=1.5), lambda: Unconfident(alpha=-1), lambda: Unconfident(kappa=-1),
+    lambda: Unconfident(alpha=-1), lambda: Unconfident(kappa=-1),
     lambda: Consistency(clamp=0)])
 def test_mistakes_are_named(call):
     with pytest.raises(ValueError, match="expected") as error:
@@ -167,14 +147,14 @@ def test_mistakes_are_named(call):
 def test_a_missing_reward_has_no_advantage_whatever_the_change():
     rewards, context = columns([1, NAN, 0, 0.5]), Context(logp=draw(1, 4), reference=draw(1, 4, seed=1),
                                                           lengths=torch.ones(1, 4), metadata=[{}])
-    for part in (Difficulty(), Confidence(side="both"), Rarity(slope=0.5), Unconfident(), Consistency()):
+    for part in (Difficulty(), Confidence(side="both"), Unconfident(), Consistency()):
         found = part(rewards, [1.0], context)
         assert found[0, 1] == 0 and found.isfinite().all() and found.shape == (1, 4)
 
 
 def test_measures_of_texts_are_refused_for_pictures():
     for parts in ({"advantage": {"type": "Conditional", "metric": "entropy"}}, {"advantage": {
-            "type": "Rarity", "advantage": {"type": "Conditional", "metric": "length"}}}):
+            "type": "Consistency", "advantage": {"type": "Conditional", "metric": "length"}}}):
         with pytest.raises(UserError, match="of completions: the steps of a denoiser all have the same$"):
             resolve(tiny.config(parts=parts))
     with pytest.raises(UserError, match="log-probabilities under the reference, and noised finals have none$"):

@@ -39,7 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "HintLength": {"text": "{prompt}{hint}"}, "Expansion": {"text": "{prompt}7"}, "TeacherAnswers": {"fail": 1.0},
     "Retention": {"after": 1}, "LikelihoodConsistency": {"right": 0.1},
     "SegmentTree": {"every": 1}, "Tree": {"tokens": 1}, "Edit": {"width": 4},
-    "Unconfident": {"right": 0.1}, "Decoupled": {"right": 0.1}, "Balanced": {"right": 0.48}, "Rarity": {"slope": 0.5},
+    "Unconfident": {"right": 0.1}, "Decoupled": {"right": 0.1}, "Balanced": {"right": 0.48},
     "ForwardCorrected": {"misses": 0.3},
     "Pruning": {"pool": 6, "step": 1}, "SpanDecoding": {"opens": list(range(3, 12)), "inside": 0.2},
     "StepScores": {"ends": "1"}, "SecondAttempt": {"again": "="}, "PrunedDraws": {"tokens": 1},
@@ -56,7 +56,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "Pooled": {"curriculum": {"type": "Knapsack"}}, "AdditionalGroups": {"advantage": {"type": "PriorBlend"}},
     "OneStep": {"plan": {"count": 2}}, "Preview": {"roots": None},
     "SegmentTree": {"draws": {"type": "Tree", "tokens": 1}}, "Pruning": {"roots": None},
-    **dict.fromkeys(("ExpertReward", "TeacherAnswers"), {"decoding": {"expert": 1}}),
+    **dict.fromkeys(("Calibrated", "ExpertReward", "TeacherAnswers"), {"decoding": {"expert": 1}}),
     "PolicyShaping": {"expansion": {"type": "Expansion", "text": "{prompt}7"}}}
 VALUES = {"tail": 0.5, "roots": 2, "strides": [1, 2]}
 # What is the host's own under another name: one reward has nothing to be weighed against, and need not rise; of two

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,11 +17,11 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.validate import require_expert_reward, resolve
 from flowgrpo.objectives import Clip, Reinforce
-from flowgrpo.objectives.token_losses import ExpertMixture
+from flowgrpo.objectives.token_losses import Calibrated, ExpertMixture
 from flowgrpo.samplers.text.answers import answer_of
 from flowgrpo.samplers.text.decoding import Decoding, WithAnswers
 from flowgrpo.training.contexts import context_of
-from flowgrpo.types import CompletionBatch, Context, Scored
+from flowgrpo.types import CompletionBatch, Context, GroupStatistics, Scored
 from tests.helpers import tiny, tiny_text
 from tests.helpers.tables import close, f64
 
@@ -135,6 +137,57 @@ def test_only_answers_have_the_mixtures_ratio():
     close(loss[1:], [[-0.25 * 1 / 1.4, -0.64 * 0.4 / 1.4]])
     clip = ExpertMixture().clipped(read.log_ratio, -advantage, read)
     assert clip.tolist() == [[False, True], [False, False]]
+
+
+# CalibRL
+
+
+def test_the_calibrated_loss_is_that_of_the_released_code():
+    # CalibRL's compute_mix_policy_loss gives .268, the mean over five tokens, for these right and wrong completions
+    # beside their answer, and -.4 for the plain loss; a second group has no answer.
+    logp = f64([[-1, -0.5, -2], [-0.2, -1.5, 0], [-1, -1, -1], [-3, -3, -3]])
+    mask = torch.tensor([[True] * 3, [True, True, False], [True] * 3, [True] * 3])
+    scored, advantage, group = Scored(logp, mask), f64([1.2, -0.8, 0.4, 0.7]), torch.tensor([5, 5, 5, 6])
+    whole = CompletionBatch(scored, scored, torch.zeros_like(logp), torch.arange(4), mask.long(), mask,
+                            expert=torch.tensor([False, False, True, False]))
+    part = Calibrated(Reinforce(), weight=1.0)
+    read = replace(whole, peers=GroupStatistics(part.statistic(whole), advantage, group))
+    loss = part(read.log_ratio, advantage[:, None], read)
+    plain = Reinforce()(read.log_ratio, advantage[:, None])
+    term = (loss - plain)[:2][mask[:2]]
+    close(term, [0, -0.3, 1.2, 0.64, -0.2])
+    assert term.mean().item() == pytest.approx(0.268) and plain[:2][mask[:2]].mean().item() == pytest.approx(-0.4)
+    assert (loss[2] == 0).all() and torch.equal(loss[3], plain[3])
+    cut = replace(read, new=scored.rows(slice(1, 2)), old=scored.rows(slice(1, 2)), rows=torch.tensor([1]),
+                  log_ratio=read.log_ratio[1:2])
+    assert torch.equal(part(cut.log_ratio, advantage[1:2, None], cut), loss[1:2])
+    close(Calibrated(Reinforce())(read.log_ratio, advantage[:, None], read)[:2][mask[:2]] - plain[:2][mask[:2]],
+          (0.1 * term).tolist())
+
+
+def test_a_right_text_below_the_answer_is_pulled_twice_as_hard_as_one_above():
+    logp = f64([[-1, -3], [-2, -2]]).requires_grad_()
+    mask = torch.ones(2, 2).bool()
+    old = Scored(logp.detach(), mask)
+    read = CompletionBatch(Scored(logp, mask), old, torch.zeros(2, 2), torch.arange(2), mask.long(), mask,
+                           expert=torch.tensor([False, True]))
+    for sign in (1, -1):
+        advantage = f64([sign, 0])
+        of = replace(read, peers=GroupStatistics(old.logp, advantage, torch.zeros(2).long()))
+        loss = Calibrated(Clip(0.2, 0.2), 1.0)(of.log_ratio, advantage[:, None], of)
+        [slope] = torch.autograd.grad(loss.sum(), logp)
+        close(slope, [[-0.5, -1] if sign > 0 else [1, 0.5], [0, 0]])
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_a_run_is_calibrated_by_its_answers(size):
+    parts = {"decoding": {"expert": 1}, "surrogate": {"type": "Calibrated"}}
+    metrics = trainer(method="grpo", parts=parts, train__micro_batch=size).run_epoch()
+    assert metrics["grad_norm"] > 0
+    with pytest.raises(UserError, match="Calibrated is about answers .*parts.decoding.expert: 1"):
+        resolve(tiny_text.config(method="grpo", parts={"surrogate": {"type": "Calibrated"}}), "tokens")
+    with pytest.raises(ValueError, match="Calibrated: slope is 2, expected 0 to 1"):
+        Calibrated(slope=2)
 
 
 @pytest.mark.parametrize("size", [2, 8])
