@@ -111,7 +111,7 @@ def test_a_recipe_fits_its_pipeline(name):
     train = config.train
     grid, timesteps = make_grid(train.grid, train.steps, train.shift, pipe.scheduler, policy.strength,
                                 lambda steps: policy.stock_grid(policy.encode(["a cat"]), steps))
-    explorations = method.explorations(grid, train.group, train.shift, 0, config.seed, timesteps)
+    explorations = method.explorations(grid, train.group, train.own_shift, 0, config.seed, timesteps)
     noised = method.noised(grid, train.group, 0, config.seed)
     assert explorations and all(each.schedule.trained for each in (explorations if noised is None else [noised]))
     if method.rollout.preview:

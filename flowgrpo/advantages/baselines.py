@@ -163,7 +163,8 @@ def virtual_best(rewards: Tensor, best: float) -> Tensor:
     `best`: [P, G].
 
     A group that is all wrong is pushed away, by -1/sqrt(G); one that is all best stays at 0 (NGRPO, 2509.18851, its
-    advantage calibration; its asymmetric clip is `Clip(low, high)`).
+    advantage calibration; its asymmetric clip is `Clip(low, high)`). The paper's deviation, -1/sqrt(G), is the
+    population's; its code takes ddof 1, -0.333 in place of -0.354 for eight wrong samples.
     Raises ValueError for a reward above `best`.
     """
     if (rewards > best + RELATIVE_NOISE * abs(best)).any():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,18 +90,18 @@ def adapted(advantages: Tensor, weights: Tensor, rate: float) -> Tensor:
 class Hypervolume(AdvantageRule):
     """Weighted sum of advantages, larger in an epoch whose mean rewards enlarge the run's Pareto front.
 
-    After the hypervolume guidance of 2509.11452; the factor is our reconstruction: 1 + gain * share, the share of the
-    front's hypervolume above the point `least` that the epoch's means add, 0 for a dominated epoch and for the first
-    one. Rewards are at most 4, with weights of 0 or more. The sum is clamped to +-clamp.
+    The factor is the meta-reward of hypervolume guidance (2509.11452, its released code): 1/2 + 3/2 tanh(h), h the
+    hypervolume above the point `least` that the epoch's means add to the front; 1 in the first epoch. The code
+    multiplies the next step's rewards by that of held-out means; here the epoch's own advantages are multiplied, which a
+    division by their deviation would undo. Rewards are at most 4, with weights of 0 or more. The sum is clamped to
+    +-clamp.
     """
 
-    gain: float = 1.0
     least: float = 0.0
     clamp: float = 5.0
 
     def __post_init__(self) -> None:
         require_clamp(self.clamp)
-        at_least(self, 0, "gain")
 
     def require(self, weights: Sequence[float]) -> None:
         """Raise ValueError for weights of a run's rewards that it cannot read."""
@@ -115,9 +116,9 @@ class Hypervolume(AdvantageRule):
         if known["epoch"] != context.epoch:
             known = {"epoch": context.epoch, "front": front([*known["front"], known["present"]]), "present": means}
             context.memory["hypervolume"] = known
-        before, after = hypervolume(known["front"]), hypervolume([*known["front"], means])
-        share = (after - before) / after if before and after else 0.0
-        return (combine(rewards, weights, clamp=float("inf")) * (1 + self.gain * share)).clamp(-self.clamp, self.clamp)
+        added = hypervolume([*known["front"], means]) - hypervolume(known["front"])
+        factor = 0.5 + 1.5 * math.tanh(added) if known["front"] else 1.0
+        return (combine(rewards, weights, clamp=float("inf")) * factor).clamp(-self.clamp, self.clamp)
 
 
 def front(points: Sequence[Sequence[float]]) -> list[list[float]]:

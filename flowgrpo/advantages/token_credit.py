@@ -207,9 +207,9 @@ class Exploring(TokenCredit):
     """Advantage A + min(alpha H, |A| / kappa) of a token whose distribution has the entropy H in nats: uncertain tokens
     are pulled up more and pushed down less, by at most |A| / kappa, so that no sign turns around.
 
-    MSSR (2512.18215) shapes the advantages of single rollouts so (with `advantage: {type: ValueTracker}`), and
-    "Exploring Superior Function Calls" those of a group; both forms are a reconstruction by this term. Entropies are
-    those of the policy that drew the tokens, by one more replay per epoch.
+    MSSR (2512.18215) shapes the advantages of single rollouts so (with `advantage: {type: ValueTracker}`); alpha is its
+    lambda and kappa its gamma. "Exploring Superior Function Calls" shapes those of a group by entropy. Entropies are
+    those of the policy that drew the tokens, by one more replay per epoch. The default numbers are ours.
     """
 
     alpha: float = 0.4

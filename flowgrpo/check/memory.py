@@ -167,7 +167,7 @@ def _recorded(policy: PipelinePolicy, config: Config, conditioning: Conditioning
     method = validate.resolve(config, policy.process)
     grid, timesteps = make_grid(train.grid, train.steps, train.shift, policy.stock, policy.strength,
                                 partial(policy.stock_grid, conditioning))
-    explorations = method.explorations(grid, train.group, train.shift, 0, config.seed, timesteps)
+    explorations = method.explorations(grid, train.group, train.own_shift, 0, config.seed, timesteps)
     noised = method.noised(grid, train.group, 0, config.seed)
     if noised is not None:  # states, targets, old velocities, and finals of the sampled part
         times = len(noised.schedule.trained)

@@ -157,6 +157,11 @@ class Train(Section):
     keep: int = Field(2, ge=1, description="checkpoints kept")
 
     @property
+    def own_shift(self) -> float | None:
+        """Shift of the grid; None of the pipeline's own."""
+        return self.shift if self.grid == "shifted" else None
+
+    @property
     def rows(self) -> int:
         """Micro-batch; 1 if it is not chosen yet."""
         return 1 if self.micro_batch == "auto" else self.micro_batch

@@ -33,7 +33,8 @@ class CategoryBandit:
     bonus: factor on the upper confidence sqrt(2 ln(n + 1) / (n_j + 1)), for n_j of n groups so far: 0 for SEC, 1 for
         DUMP.
 
-    Prompts of a category are drawn at random, by their weights. Groups are counted, where DUMP counts samples.
+    Prompts of a category are drawn at random, by their weights. Groups are counted, where DUMP counts samples. The
+    temperature of DUMP's code is 0.1.
     """
 
     key: str = "task"

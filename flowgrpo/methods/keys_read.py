@@ -72,7 +72,7 @@ CONDITIONS = (
               isinstance(m.target, targets.RecordedPairs) and isinstance(m.target.times, Stratified)),
               "preferences is set, so that no picture is drawn, and parts.times Stratified reads no grid",
               "set parts.times: {type: GridTimes}"),
-    Condition(("train.shift",), lambda c, m: c.train.grid != "stock" or m.denoising.tail != 1,
+    Condition(("train.shift",), lambda c, m: c.train.grid != "stock",
               "train.grid is 'stock', the pipeline's own", "set train.grid: shifted"),
     Condition(("train.staleness_cap",), lambda c, m: c.train.staleness > 0 or c.text.over_provision > 0,
               "train.staleness and text.over_provision are 0", "set train.staleness or text.over_provision"),

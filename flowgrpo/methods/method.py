@@ -20,7 +20,7 @@ from flowgrpo.methods.parts import Curriculum, Redraw
 from flowgrpo.methods.targets import Completions, NoisedFinals, RecordedSteps, Target, Traces
 from flowgrpo.objectives import forward_process
 from flowgrpo.objectives.best_path import LayerTuning
-from flowgrpo.samplers import kernels, noised_finals, plans, solvers
+from flowgrpo.samplers import kernels, noised_finals, plans, quiet_steps, solvers
 from flowgrpo.samplers.grids import compress_tail
 from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.samplers.text import decoding
@@ -178,12 +178,20 @@ class Method:
         there = form(*dataclasses.astuple(inner))
         return self.having(kernel=there if inner is kernel else replace(kernel, kernel=there))
 
-    def explorations(self, grid: torch.Tensor, group: int, shift: float, epoch: int, seed: int,
+    def explorations(self, grid: torch.Tensor, group: int, shift: float | None, epoch: int, seed: int,
                      timesteps: torch.Tensor | None = None) -> list[RolloutSpec]:
         """Return the explorations of an epoch: one per schedule of the plan, for every prompt.
 
-        grid and timesteps are those of `make_grid`. Raises ValueError if the plan does not fit the grid or group.
+        grid and timesteps are those of `make_grid`; shift is the grid's, None of a pipeline's own. Steps whose noise is
+        too small are not trained (`quiet_steps`).
+        Raises ValueError if the plan does not fit the grid or group, or if no trained step is left.
         """
+        specs = self.planned(grid, group, shift, epoch, seed, timesteps)
+        return quiet_steps.trained_by_noise(specs) if self.scores_noise else specs
+
+    def planned(self, grid: torch.Tensor, group: int, shift: float | None, epoch: int, seed: int,
+                timesteps: torch.Tensor | None = None) -> list[RolloutSpec]:
+        """Return the `explorations` with all trained steps of the plan."""
         denoising, specs = self.denoising, []
         planned = denoising.plan(len(grid) - 1, epoch, seed)
         for schedule in (planned,) if isinstance(planned, plans.Schedule) else planned:
@@ -258,6 +266,11 @@ class Method:
     def for_tokens(self) -> bool:
         """True where it samples a language model."""
         return isinstance(self.rollout, TextGeneration)
+
+    @property
+    def scores_noise(self) -> bool:
+        """True where the loss scores steps by the density of their noise."""
+        return self.target.trains_steps and not self.target.follows_reward
 
     @property
     def reads_means(self) -> bool:

@@ -31,6 +31,7 @@ from flowgrpo.samplers import cost, learned_noise, reward_gradient
 from flowgrpo.samplers.base_samples import BasePictures
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.preview import chosen, contrasting, previews
+from flowgrpo.samplers.quiet_steps import LEAST, deviation, quiet, told
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
 from flowgrpo.types import Gaussian, Scored
 
@@ -58,11 +59,31 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             require_low_precision(method.denoising.preview.precision, policy.device)
         self.target, self.planned = target(self), dict[tuple[int, Size | None], list[RolloutSpec]]()
         self._grids: dict[Size | None, tuple[torch.Tensor, torch.Tensor | None]] = {None: (self.grid, self.timesteps)}
+        self._require_noise()
         sizes.require(policy, lambda: self.conditioning([first]), config.picture.sizes, geometry.slices)
         # Only what is given pictures can put them back in; edits replay nothing of the pipeline.
         if not isinstance(method.target, targets.LatentEdits) and (policy.given or first.brings is not None):
             mid_loop_check.require(policy, DenoisingRollouts.conditioning(self, [first]),
                                    mid_loop_check.goes_on(method, self.explorations(0)))
+
+    def _require_noise(self) -> None:
+        """Print which steps of the run are not trained. Raises UserError for an epoch that has no others."""
+        train, method, found = self.config.train, self.method, dict[int, float]()
+        given = self.grid, self.target.drawn, train.own_shift
+        if not method.scores_noise:
+            return
+        whole = replace(method.planned(*given, 0, self.config.seed, self.timesteps)[0], grid=self.grid)
+        if all(deviation(whole, step) >= LEAST for step in range(len(self.grid) - 2)):
+            return
+        for epoch in range(train.epochs):
+            for spec in method.planned(*given, epoch, self.config.seed, self.timesteps):
+                found |= {step: deviation(spec, step) for step in quiet(spec)}
+            try:
+                method.explorations(*given, epoch, self.config.seed, self.timesteps)
+            except ValueError as error:
+                raise UserError(f"epoch {epoch + 1}: {error}") from None
+        if found and self.processes.first:
+            print(told(found, len(self.grid) - 1), flush=True)
 
     def make_grid(self, steps: int, size: Size | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the grid [steps+1] of pictures of a size (None: the evaluation's), and its timesteps."""
@@ -115,7 +136,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
                 kernel: Any = method.denoising.kernel
                 method = method.having(kernel=kernel.with_network(self.network, epoch, train.epochs))
             grid, timesteps = self.grid_of(size)
-            specs = method.explorations(grid, self.target.drawn, train.shift, epoch, self.config.seed, timesteps)
+            specs = method.explorations(grid, self.target.drawn, train.own_shift, epoch, self.config.seed, timesteps)
             self.planned = {key: planned for key, planned in self.planned.items() if key[0] == epoch}
             self.planned[epoch, size] = [self._sliced(spec) for spec in specs]
         return self.planned[epoch, size]

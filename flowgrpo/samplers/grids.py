@@ -139,11 +139,12 @@ class TailPoints:
             raise ValueError(f"TailPoints: share is {self.share}, expected above 0 and at most 1")
 
 
-def compress_tail(grid: Tensor, after: int, ratio: float | TailPoints, shift: float) -> Tensor:
+def compress_tail(grid: Tensor, after: int, ratio: float | TailPoints, shift: float | None) -> Tensor:
     """Replace the intervals after index `after` by fewer: n = max(int((T - after) * ratio), 1) of them (MixGRPO-Flash).
 
     The new sigmas are shift(linspace(t, 0, n+1)) with t the unshifted time of grid[after]. grid[:after+1] is kept bit
     for bit, and the result [after+1+n] always ends at 0 (the released code's does not when n is 1).
+    shift: the grid's; None: the grid is a pipeline's own, and the new sigmas are n of its own, evenly spread by index.
     ratio: of the steps, or `TailPoints`, by which n = max(int((T - after + 1) * share) - 1, 1).
     """
     steps = len(grid) - 1
@@ -151,11 +152,12 @@ def compress_tail(grid: Tensor, after: int, ratio: float | TailPoints, shift: fl
         raise ValueError(f"after is {after}, expected 0 to {steps - 1} on a grid of {steps} steps")
     if not isinstance(ratio, TailPoints) and not 0 < ratio <= 1:
         raise ValueError(f"ratio is {ratio}, expected above 0 and at most 1")
+    rest = steps - after
+    count = max(int((rest + 1) * ratio.share) - 1 if isinstance(ratio, TailPoints) else int(rest * ratio), 1)
+    if shift is None:
+        chosen = [after + (2 * place * rest + count) // (2 * count) for place in range(1, count + 1)]
+        return torch.cat([grid[: after + 1], grid[chosen]])
     _require_shift(shift)
-    if isinstance(ratio, TailPoints):
-        count = max(int((steps - after + 1) * ratio.share) - 1, 1)
-    else:
-        count = max(int((steps - after) * ratio), 1)
     start = _shift(grid[after].double(), 1 / shift)
     tail = _shift(start * torch.linspace(1, 0, count + 1, dtype=torch.float64, device=grid.device), shift)
     return torch.cat([grid[: after + 1], tail[1:].to(grid.dtype)])

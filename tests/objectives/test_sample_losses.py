@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, softplus
@@ -87,6 +89,24 @@ def test_rewards_as_labels_have_the_groups_cross_entropy_and_its_gradient(loss, 
     torch.testing.assert_close(found, value, rtol=0, atol=1e-12)
     _, pieces = of_texts(part, ratio, reduction, (slice(0, 2), slice(2, 4), slice(4, 5)))
     torch.testing.assert_close(pieces, gradient, rtol=0, atol=1e-12)
+
+
+def test_the_anchored_loss_is_that_of_the_released_code():
+    # REAL's compute_policy_loss_real at tau 0.5: its loss of two groups of three completions, and its gradient.
+    old = f64([[-1, -2], [-0.5, -0.5], [-3, -1], [-1, -1], [-2, -2], [-1, -3]])
+    moved = f64([[0.5, -0.1], [0.2, 0.4], [-0.3, 0], [0.1, 0.1], [0.2, 0.2], [-0.4, 0.1]])
+    mask = torch.tensor([[True, True], [True, False], *[[True, True]] * 4])
+    logp, labels, group = (old + moved).requires_grad_(), f64([1, 0, 1, 1, 1, 0]), torch.tensor([0, 0, 0, 1, 1, 1])
+    new, past, ratio = Scored(logp * mask, mask), Scored(old * mask, mask), PlainRatio()
+    part = RewardLabels("anchor", 1 / 0.5)
+    batch = CompletionBatch(new, past, ratio(new, past), torch.arange(6), mask.long(), mask, measure=ratio)
+    peers = GroupStatistics(part.statistic(batch).detach(), labels, group)
+    reduction = SequenceMean()
+    loss = reduced(part(batch.log_ratio, labels[:, None], replace(batch, peers=peers)), reduction(mask), 6)
+    assert loss.item() == pytest.approx(1.7422939910880277, abs=1e-12)
+    slopes = [-0.11097356787894297, 0.598687660112452, -0.22347332277388005, -0.16446646114445332, -0.13465374958886894,
+              0.2127787415941705]
+    close(torch.autograd.grad(loss, logp)[0], [[slope, slope * (row != 1)] for row, slope in enumerate(slopes)], 1e-12)
 
 
 def test_with_an_anchor_slopes_are_bounded_and_fall_with_the_logit():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from diffusers import (
 )
 
 from flowgrpo.samplers.grids import TailPoints, compress_tail, shifted, thinned
+from tests.helpers import tiny
 from tests.helpers.tables import stock
 
 F64 = torch.float64
@@ -103,6 +105,31 @@ def test_compress_tail_keeps_the_head_and_ends_at_zero(dtype, after, ratio):
 def test_compress_tail_at_ratio_one_changes_nothing():
     grid = shifted(16, 5)
     torch.testing.assert_close(compress_tail(grid, 6, 1.0, shift=5), grid, rtol=0, atol=1e-14)
+
+
+def test_a_tail_of_a_pipelines_own_grid_has_its_points():
+    # FLUX at 512 x 512, ten steps: ratio 1 changes nothing; two of six steps go by the third sigma behind the noise.
+    mu = 0.5 + (1024 - 256) * (1.15 - 0.5) / (4096 - 256)
+    own = shifted(10, math.exp(mu)).float()
+    close(own[5:], [0.652, 0.556, 0.446, 0.319, 0.173, 0], 1e-3)
+    assert torch.equal(compress_tail(own, 4, 1.0, None), own)
+    assert torch.equal(compress_tail(own, 4, 0.4, None), own[[0, 1, 2, 3, 4, 7, 10]])
+    assert torch.equal(compress_tail(own, 4, TailPoints(0.4), None), own[[0, 1, 2, 3, 4, 10]])
+    for after, ratio in itertools.product(range(10), (0.1, 0.35, 0.5, 0.77, 1.0)):
+        short = compress_tail(own, after, ratio, None)
+        assert (short.diff() < 0).all() and short[-1] == 0 and torch.isin(short, own).all()
+        assert len(short) == len(compress_tail(own, after, ratio, 3.0))
+
+
+def test_a_run_on_the_stock_grid_keeps_its_shift_in_the_tail():
+    own = tiny.trainer(tiny.policy(tiny.flux()), method="mix_grpo_flash", train__grid="stock", train__steps=6,
+                       parts={"tail": 1.0, "plan": {"size": 2}})
+    [whole] = own.rollouts.explorations(0)
+    assert torch.equal(whole.grid, own.rollouts.grid)
+    own = tiny.trainer(tiny.policy(tiny.flux()), method="mix_grpo_flash", train__grid="stock", train__steps=6,
+                       parts={"tail": 0.5, "plan": {"size": 2}})
+    [short] = own.rollouts.explorations(0)
+    assert torch.equal(short.grid, own.rollouts.grid[[0, 1, 2, 4, 6]])
 
 
 @pytest.mark.parametrize(("after", "ratio", "shift"), [(10, 0.4, 3), (-1, 0.4, 3), (3, 0, 3), (3, 1.1, 3), (3, 0.4, 0)])
