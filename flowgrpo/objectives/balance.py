@@ -115,33 +115,35 @@ class GradientNorms(Balance):
 
 @dataclass(frozen=True)
 class Convergence(Balance):
-    """Weights that sum to 1 and move away from a saturated objective (RECAP, 2510.21978).
+    """Weights that sum to 1 and move to the objective that converges least and is the most volatile (RECAP, 2510.21978,
+    equation 1).
 
-    Each objective's signal over the last `window` epochs, the mean reward or the mean data loss, has a priority: how
-    far its mean has moved between the halves, plus its deviation, both over the mean's size. The weights are the
-    softmax of the priorities over `temperature`, equal until `window` epochs are over. RECAP's own formulas are not in
-    its abstract: these are a reconstruction.
+    The weights are the softmax over `temperature` of c + i, equal until 2 `window` epochs are over. Of a data loss with
+    the mean m over the last `window` epochs, and n over those before: c = m / n, i the deviation (ddof 0) of the last
+    ones over m + n. Of the mean reward c is n / m: it falls as a reward grows. The inverse is ours, as are epochs in
+    place of steps; both signals should be above 0.
     """
 
-    window: int = 6
-    temperature: float = 0.2
+    window: int = 3
+    temperature: float = 5.0
 
     def __post_init__(self) -> None:
-        if self.window < 2 or not self.temperature > 0:
-            raise ValueError(f"Convergence: window is {self.window} and temperature {self.temperature}, expected 2 or "
+        if self.window < 1 or not self.temperature > 0:
+            raise ValueError(f"Convergence: window is {self.window} and temperature {self.temperature}, expected 1 or "
                              "more, and above 0")
 
     def __call__(self, now: Now) -> tuple[float, float]:
-        seen = [list(now.signals.get(name, ()))[-self.window:] for name in ("rl", "data")]
-        if min(map(len, seen)) < self.window:
+        seen = [list(now.signals.get(name, ()))[-2 * self.window:] for name in ("rl", "data")]
+        if min(map(len, seen)) < 2 * self.window:
             return 0.5, 0.5
-        rl, data = (self.priority(values) / self.temperature for values in seen)
-        share = 1 / (1 + math.exp(min(data - rl, 700.0)))
+        rl, data = self.priority(seen[0], rises=True), self.priority(seen[1])
+        share = 1 / (1 + math.exp(max(-700.0, min((data - rl) / self.temperature, 700.0))))
         return share, 1 - share
 
-    def priority(self, values: Sequence[float]) -> float:
-        """Return how much an objective still moves: convergence plus instability of its values, oldest first."""
-        half, mean = len(values) // 2, sum(values) / len(values)
-        moved = abs(sum(values[half:]) / (len(values) - half) - sum(values[:half]) / half)
-        deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
-        return (moved + deviation) / max(abs(mean), 1e-8)
+    def priority(self, values: Sequence[float], rises: bool = False) -> float:
+        """Return c + i of an objective's values, oldest first. rises: they are rewards, not losses."""
+        recent = values[self.window:]
+        before, last = (sum(half) / self.window for half in (values[:self.window], recent))
+        deviation = math.sqrt(sum((value - last) ** 2 for value in recent) / self.window)
+        above, below = (before, last) if rises else (last, before)
+        return above / max(below, 1e-8) + deviation / max(last + before, 1e-8)

@@ -39,15 +39,16 @@ def test_sasr_draws_a_loss_by_the_norms_of_the_gradients():
 
 
 def test_recap_moves_away_from_what_is_flat():
-    part = Convergence(window=4, temperature=1.0)
-    # Means 2 and 1 of the halves, a deviation of 1/2, both over 3/2: (1 + 0.5) / 1.5 = 1.
-    assert part.priority([2.0, 2.0, 1.0, 1.0]) == pytest.approx(1.0)
-    assert part.priority([2.0] * 4) == 0.0
-    rl, data = part(Now(0, signals={"rl": [9.0, 1.0, 1.0, 1.0, 1.0], "data": [2.0, 2.0, 1.0, 1.0]}))
-    assert rl == pytest.approx(1 / (1 + math.e)) and rl + data == pytest.approx(1.0)
+    """Equation 1 of the paper: s = m / n + deviation / (m + n), weights softmax(s / T)."""
+    part = Convergence(window=2, temperature=1.0)
+    assert part.priority([2.0, 4.0, 1.0, 2.0]) == pytest.approx(1.5 / 3 + 0.5 / 4.5)  # a loss that halves
+    assert part.priority([2.0] * 4) == 1.0  # a flat one
+    assert part.priority([1.0, 1.0, 2.0, 2.0], rises=True) == 0.5
+    rl, data = part(Now(0, signals={"rl": [9.0, 1.0, 1.0, 1.0, 1.0], "data": [2.0, 4.0, 1.0, 2.0]}))
+    assert rl == pytest.approx(1 / (1 + math.exp(0.5 + 1 / 9 - 1))) and rl + data == pytest.approx(1.0)
     assert part(Now(0, signals={"rl": [1.0] * 4, "data": [2.0, 1.0, 2.0]})) == (0.5, 0.5)
-    volatile, flat = part(Now(0, signals={"rl": [1.0, 0.0, 1.0, 0.0], "data": [1.0] * 4}))
-    assert volatile > 0.5 > flat
+    volatile, flat = part(Now(0, signals={"rl": [1.0, 0.5, 1.0, 0.5], "data": [1.0] * 4}))
+    assert volatile > 0.5 > flat and Convergence() == Convergence(3, 5.0)
 
 
 def test_gradients_are_combined_and_absent_ones_are_zeros():
@@ -65,7 +66,7 @@ def test_gradients_are_combined_and_absent_ones_are_zeros():
 @pytest.mark.parametrize("make, told", [
     (lambda: WarmupCosine(peak=0.1, valley=0.2), "peak is 0.1 and valley 0.2"),
     (lambda: GradientNorms(gamma=0), "gamma is 0"), (lambda: FixedWeights(0), "data is 0"),
-    (lambda: Convergence(window=1), "window is 1"), (lambda: OneToken(wrong=0.1), "wrong 0.1"),
+    (lambda: Convergence(window=0), "window is 0"), (lambda: OneToken(wrong=0.1), "wrong 0.1"),
     (lambda: EntropyAware(0), "scale is 0"), (lambda: PassRate(failed=False, solved=False), "all false"),
     (lambda: NextToken(apart=True), "set data.source: {type: PassRate}"),
     (lambda: FlowMatching(apart=True, balance=FixedWeights(0.5)), "has no balance"),

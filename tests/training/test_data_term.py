@@ -355,7 +355,7 @@ def test_collected_examples_are_kept_in_a_checkpoint():
 
 
 def test_a_resumed_run_trains_as_if_nothing_had_happened(tmp_path):
-    data = {"type": "FlowMatching", "batch": 3, "source": OWN, "balance": {"type": "Convergence", "window": 2}}
+    data = {"type": "FlowMatching", "batch": 3, "source": OWN, "balance": {"type": "Convergence", "window": 1}}
     made, other = (trainer("flow", data) for _ in range(2))
     tiny_runs.epochs(made, 2)
     made.epoch, made.marked = 2, state.counters(made) | {"epoch": 2}
@@ -369,7 +369,7 @@ def test_a_resumed_run_trains_as_if_nothing_had_happened(tmp_path):
 
 
 @pytest.mark.parametrize("kind, data", [
-    ("tokens", {"type": "NextToken", "balance": {"type": "Convergence", "window": 2}}),
+    ("tokens", {"type": "NextToken", "balance": {"type": "Convergence", "window": 1}}),
     ("tokens", {"type": "NextToken", "token_weight": {"type": "OneToken", "samples": 8, "wrong": -0.1}}),
     ("tokens", {"type": "NextToken", "token_weight": {"type": "EntropyAware"},
                 "source": {"type": "PassRate", "right": 0.1}}),

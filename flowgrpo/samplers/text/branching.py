@@ -82,18 +82,16 @@ class CriticalTokens:
 class SemanticBranches(CriticalTokens):
     """`CriticalTokens` where the meanings of the next token differ most (ROSE): the largest `semantic_entropy`.
 
-    candidates: most likely tokens that are clustered; alike: cosine of the embeddings from which two mean the same. The
-    clusters are a reconstruction. For the credit of the branches' segments use the spread SegmentTree.
+    candidates: most likely tokens that are compared. For the credit of the branches' segments use the spread
+    SegmentTree.
     """
 
-    candidates: int = 8
-    alike: float = 0.5
+    candidates: int = 20
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.candidates < 2 or not -1 <= self.alike <= 1:
-            raise ValueError(f"SemanticBranches: candidates is {self.candidates} and alike {self.alike}, expected 2 or "
-                             "more, and -1 to 1")
+        if self.candidates < 2:
+            raise ValueError(f"SemanticBranches: candidates is {self.candidates}, expected 2 or more")
 
     @torch.no_grad()
     def uncertainty(self, policy: CausalModel, tokenized: TokenizedPrompts, completions: SampledCompletions,
@@ -109,25 +107,18 @@ class SemanticBranches(CriticalTokens):
             counted = mask[row]
             logits = head(states[row, :ids.shape[1]][counted.to(states.device)])
             log_probs = decoding(divided(logits, None if heat is None else heat[row, counted]))
-            entropy[row, counted] = semantic_entropy(log_probs, embeddings, self.candidates, self.alike).cpu()
+            entropy[row, counted] = semantic_entropy(log_probs, embeddings, self.candidates).cpu()
         return entropy
 
 
-def semantic_entropy(log_probs: Tensor, embeddings: Tensor, candidates: int, alike: float) -> Tensor:
-    """Return the entropy of the meanings of the next token, in nats, of log_probs [n,V]: [n].
+def semantic_entropy(log_probs: Tensor, embeddings: Tensor, candidates: int) -> Tensor:
+    """Return -H sum over i != j of p_i p_j cos(e_i, e_j) of log_probs [n,V] of the next token: [n] (ROSE, 2601.05053,
+    its released code).
 
-    The most likely `candidates` are clustered, the likeliest first: a token joins the first cluster whose first token's
-    embedding has a cosine of at least `alike` with its own. The entropy is that of the clusters' shares.
+    H: the entropy of the token, in nats. e: embeddings [V,D]. The sum is over pairs of the likeliest `candidates`.
     """
-    top = log_probs.float().topk(min(candidates, log_probs.shape[1]), dim=1)
-    vectors = torch.nn.functional.normalize(embeddings.float()[top.indices], dim=-1)
-    same = vectors @ vectors.transpose(1, 2) >= alike
-    shares, entropy = top.values.softmax(1), []
-    for row, probabilities in zip(same.tolist(), shares.tolist()):
-        clusters: dict[int, float] = {}
-        for token, probability in enumerate(probabilities):
-            first = next((head for head in clusters if row[token][head]), token)
-            clusters[first] = clusters.get(first, 0.0) + probability
-        mass = torch.tensor([*clusters.values()])
-        entropy.append(-(mass * mass.clamp(min=1e-30).log()).sum())
-    return torch.stack(entropy)
+    log_probs = log_probs.float()
+    top = log_probs.topk(min(candidates, log_probs.shape[1]), dim=1)
+    shares, vectors = top.values.exp(), torch.nn.functional.normalize(embeddings.float()[top.indices], dim=-1)
+    alike = (shares[..., None] * vectors).sum(1).square().sum(1) - shares.square().sum(1)
+    return alike * (log_probs.exp() * log_probs).nan_to_num(0).sum(1)

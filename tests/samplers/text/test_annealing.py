@@ -19,7 +19,7 @@ from tests.helpers import tiny_runs, tiny_text
 
 ANNEALED, SPANS = AnnealedDecoding(highest=1.5, lowest=0.3, slow=4.0), SpanDecoding(opens=(5, 6, 7), closes=(8,))
 DRAWS = [Independent(), EarlyExits("=", "="), Tree((2, 2), 2), BranchingLookahead(0.0, 1.0, 1, 0.0),
-         CriticalTokens(), CriticalTokens(0.75, 3, 0.3), SemanticBranches(alike=0.1)]
+         CriticalTokens(), CriticalTokens(0.75, 3, 0.3), SemanticBranches()]
 
 
 def drawn(part, decoding=Decoding(), micro_batch: int = 8, group: int = 8, prompts: int = 2):
@@ -69,7 +69,7 @@ def test_inside_spans_samples_are_nearly_greedy():
 
 # --- drawn anew from uncertain tokens --------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("part", [CriticalTokens(), SemanticBranches(alike=0.1)])
+@pytest.mark.parametrize("part", [CriticalTokens(), SemanticBranches()])
 def test_what_is_regrown_leaves_at_the_most_uncertain_token(part):
     own, rows, ids, logp, mask = drawn(part)
     first = [at for at in range(16) if at % 8 < 4]
@@ -107,17 +107,24 @@ def test_places_by_hand():
 
 
 def test_semantic_entropy_by_hand():
-    """Four tokens, of which the first two mean the same."""
+    """Its pairs one by one, as ROSE's cosine-entropy has them: opposite meanings count most, likely ones of one meaning
+    least."""
     embeddings = torch.tensor([[1.0, 0.0], [2.0, 0.1], [0.0, 1.0], [-1.0, 0.0]])
-    log_probs = torch.tensor([[0.4, 0.4, 0.1, 0.1], [0.25, 0.25, 0.25, 0.25]]).log()
+    shares = [[0.4, 0.4, 0.1, 0.1], [0.25] * 4, [0.45, 0.05, 0.05, 0.45], [0.45, 0.45, 0.05, 0.05]]
 
-    def entropy(*shares: float) -> float:
-        return -sum(share * math.log(share) for share in shares)
+    def entropy(probabilities: list[float], kept: tuple[int, ...]) -> float:
+        pairs = [(i, j) for i in kept for j in kept if i != j]
+        alike = sum(probabilities[i] * probabilities[j]
+                    * torch.cosine_similarity(embeddings[i], embeddings[j], dim=0).item() for i, j in pairs)
+        return alike * sum(share * math.log(share) for share in probabilities)
 
-    found = semantic_entropy(log_probs, embeddings, 4, 0.9).tolist()
-    assert found == pytest.approx([entropy(0.8, 0.1, 0.1), entropy(0.5, 0.25, 0.25)], abs=1e-5)
-    assert semantic_entropy(log_probs, embeddings, 4, -1.0).tolist() == pytest.approx([0, 0], abs=1e-6)
-    assert semantic_entropy(log_probs[:1], embeddings, 2, 0.9).item() == pytest.approx(0, abs=1e-6)
+    found = semantic_entropy(torch.tensor(shares).log(), embeddings, 20).tolist()
+    assert found == pytest.approx([entropy(each, (0, 1, 2, 3)) for each in shares], abs=1e-5)
+    assert found[2] > found[1] > found[3]
+    assert semantic_entropy(torch.tensor(shares[:1]).log(), embeddings, 2).item() == pytest.approx(
+        entropy(shares[0], (0, 1)), abs=1e-5)
+    certain = torch.tensor([[1.0, 0.0, 0.0, 0.0]]).log()
+    assert semantic_entropy(certain, embeddings, 20).item() == 0
 
 
 @pytest.mark.parametrize("part", [{"draws": {"type": "CriticalTokens"}}, {"decoding": {"type": "AnnealedDecoding"}}])
