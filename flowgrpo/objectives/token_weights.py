@@ -25,8 +25,8 @@ class TokenWeights(WrappedLoss, GroupLoss):
         "surprise": -log p of the token under the old policy.
         "probability": p itself; with strength -s likely tokens count less. z is p, not scaled.
         "disagreement": the entropy of the tokens that the group has at this place, among the completions that reach it:
-        0 where all agree (TW-GRPO, 2505.24718, whose estimate is the variance of the distributions in the group; that
-        of their samples is ours).
+        0 where all agree. It stands for the weights of TW-GRPO (2505.24718), a divergence of the group's distributions
+        from their geometric mean, which needs all logits of the group. The two may rank places the other way round.
 
     Other kinds are scaled by the least and the largest value of the group: z = (v - least) / (largest - least), 0 for
     a group with one value. A strength below 0 weakens informative tokens. The divisor of the loss counts all tokens.
