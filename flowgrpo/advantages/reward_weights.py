@@ -92,8 +92,8 @@ class Hypervolume(AdvantageRule):
 
     The factor is the meta-reward of hypervolume guidance (2509.11452, its released code): 1/2 + 3/2 tanh(h), h the
     hypervolume above the point `least` that the epoch's means add to the front; 1 in the first epoch. The code
-    multiplies the next step's rewards by that of held-out means; here the epoch's own advantages are multiplied, which a
-    division by their deviation would undo. Rewards are at most 4, with weights of 0 or more. The sum is clamped to
+    multiplies the next step's rewards by that of held-out means; here the epoch's own advantages are multiplied, which
+    a division by their deviation would undo. Rewards are at most 4, with weights of 0 or more. The sum is clamped to
     +-clamp.
     """
 

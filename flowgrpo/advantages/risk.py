@@ -28,8 +28,8 @@ class RiskAverse(AdvantageRule):
     ones reached. rate 1 reads the present epoch alone. memory["RiskAverse"] holds them.
 
     omega 0.5 and the division are the released code's, whose deviation has ddof 1. Its script for DAPO's prompts sets
-    `natural_baseline_adv` to False, which shifts advantages up, to above 0; that form is not here. bundle, alpha, beta, and the tracking of quantiles by their
-    average are ours: the paper tracks them by stochastic approximation.
+    `natural_baseline_adv` to False, which shifts advantages up, to above 0; that form is not here. bundle, alpha,
+    beta, and the tracking of quantiles by their average are ours: the paper tracks them by stochastic approximation.
     """
 
     alpha: float = 0.2

@@ -117,12 +117,12 @@ class SmoothStandardised(Tracked):
     """Advantage by the present group's mean and deviation, smoothed with that by all rewards of the prompt so far
     (DCPO, 2509.02333).
 
-    With N the reward less the mean, over the deviation, of the present samples, T the same of all samples of the prompt
-    and i the number of its visits, this one included: the smaller in absolute value of ((i - 1) N + T) / i and
+    With N the reward less the mean, over the deviation, of the present samples, T the same of all samples of the
+    prompt and i the number of its visits, this one included: the smaller in absolute value of ((i - 1) N + T) / i and
     (N + (i - 1) T) / i. A group that agrees has N = 0, and learns where its prompt's history differs. Deviations have
     ddof 1 and eps 1e-8; N or T is 0 where its deviation is rounding. That of T is of all rewards, where the released
-    code pools the deviations of the visits: equal at the first one, some percent apart later. memory["SmoothStandardised"] holds visits, number,
-    sum and sum of squares of every prompt's rewards.
+    code pools the deviations of the visits: equal at the first one, some percent apart later.
+    memory["SmoothStandardised"] holds visits, number, sum and sum of squares of every prompt's rewards.
     """
 
     clamp: float = 5.0

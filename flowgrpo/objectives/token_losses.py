@@ -232,8 +232,8 @@ class ExpertMixture(WrappedLoss, GroupLoss):
 
 @dataclass(frozen=True)
 class Calibrated(WrappedLoss, GroupLoss):
-    """Surrogate loss plus weight * |A| * LeakyReLU(-s d, slope) on drawn completions, 0 on answers, [B, L] (CalibRL,
-    2602.20197, and its code).
+    """Surrogate loss plus weight * |A| * LeakyReLU(-s d, slope) on drawn completions, 0 on answers, [B, L]
+    (CalibRL, 2602.20197, and its code).
 
     s: the sign of the advantage A, that of the sample's correctness for rewards 0 and 1.
     d: log p less the old log-probability of the token at the same place of the group's first answer, 0 beyond its end.

@@ -76,8 +76,9 @@ class CPS:
     """Coefficient-preserving sampling (Flow-CPS, 2509.05952): std = s' * sin(level * pi/2), 0 <= level <= 1.
 
     The weights of data and noise are those of s', but the states' marginal is not the flow's: the std does not shrink
-    with the step, and the data and noise are predicted means. The std is 0 on the last step. The released log-probability drops the 1/(2 std^2) that
-    `gaussian.log_prob` keeps. Clip ranges published for CPS go with the log-ratio SquaredErrorRatio.
+    with the step, and the data and noise are predicted means. The std is 0 on the last step. The released
+    log-probability drops the 1/(2 std^2) that `gaussian.log_prob` keeps. Clip ranges published for CPS go with the
+    log-ratio SquaredErrorRatio.
     """
 
     level: float = 0.8

@@ -119,8 +119,8 @@ def test_a_front_keeps_what_nothing_exceeds():
 
 
 def test_an_epoch_that_enlarges_the_front_counts_more():
-    """Means (1, 2), then (2, 1), which adds 1 to a volume of 2, then (1, 1), which adds none; the factors are outputs of
-    the released compute_score of dynamic-reward-weighting."""
+    """Means (1, 2), then (2, 1), which adds 1 to a volume of 2, then (1, 1), which adds none; the factors are outputs
+    of the released compute_score of dynamic-reward-weighting."""
     def rewards(first, second):
         return columns([0, 2 * first], [0, 2 * second])
 

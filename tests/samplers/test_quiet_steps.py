@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,13 +14,13 @@ from flowgrpo.methods import preset
 from flowgrpo.methods.validate import resolve
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.kernels import CPS, DDIM, ODE, DanceSDE, FlowDDIM, FlowSDE
-from flowgrpo.samplers.learned_noise import LearnedNoise
 from flowgrpo.samplers.plans import AllSteps, EachStep, Single
 from flowgrpo.samplers.quiet_steps import deviation
 from tests.helpers import tiny
 from tests.helpers.tables import stock
 
 SD35 = stock(FlowMatchEulerDiscreteScheduler(shift=3.0), 10)  # its scheduler's sigmas, which end 0.278, 0.0089, 0
+LEARNED = preset("reinflow").rollout.kernel
 
 
 def explored(method, grid=SD35, **parts):
@@ -54,7 +55,7 @@ def test_b2s_growing_tail_ends_before_it():
     assert spec.schedule.trained == tuple(range(3, 8)) and spec.splits == {3: 4}
 
 
-@pytest.mark.parametrize("kernel", [FlowSDE(0.7), DanceSDE(0.3), LearnedNoise()])
+@pytest.mark.parametrize("kernel", [FlowSDE(0.7), DanceSDE(0.3), LEARNED])
 def test_noise_of_the_steps_width_is_trained_everywhere(kernel):
     [spec] = explored(preset("flow_grpo"), kernel=kernel)
     assert spec.schedule.trained == tuple(range(9))
@@ -63,7 +64,7 @@ def test_noise_of_the_steps_width_is_trained_everywhere(kernel):
     for level, trained in ((0.3, (0, 1, 2)), (0.15, (0, 2))):
         [spec] = explored(preset("flow_grpo"), near, kernel=DanceSDE(level))
         assert spec.schedule.trained == trained
-        [spec] = explored(preset("flow_grpo"), near, kernel=LearnedNoise(low=level, high=0.9))
+        [spec] = explored(preset("flow_grpo"), near, kernel=replace(LEARNED, low=level, high=0.9))
         assert spec.schedule.trained == trained
 
 
