@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from flowgrpo.objectives.ratios import CompletionRatio
 from flowgrpo.objectives.sequence_losses import SampleLoss
 from flowgrpo.ranges import above
 from flowgrpo.types import CompletionBatch, NoisedBatch, required
@@ -30,7 +29,8 @@ class RewardLabels(SampleLoss):
     reference: s is the log-ratio to the reference, in place of that to the old policy.
 
     Of completions s is a mean over tokens with `PlainRatio` and `SequenceMean`, the log-ratio of the whole with
-    `CompletionRatio` and `SequenceSum`. The returned values have the loss and its gradient.
+    `CompletionRatio` and `SequenceSum`. The returned values have the loss and its gradient. Every token has the loss of
+    its group, whose mean over tokens is logged.
     """
 
     form: str = "anchor"
@@ -62,8 +62,6 @@ class RewardLabels(SampleLoss):
         labels = peers.advantage.clamp(0, 1).to(peers.statistic)
         value, slope = self.losses(self.scale * peers.statistic, labels, same.to(peers.statistic))
         value, slope = value[old.rows, None].to(ratio), self.scale * slope[old.rows, None].to(ratio)
-        if isinstance(old.measure, CompletionRatio):  # the reduction adds up a row's tokens
-            value = value / old.new.mask.sum(1, keepdim=True).clamp(min=1)
         return value + slope * (ratio - ratio.detach())
 
     def losses(self, logits: Tensor, labels: Tensor, same: Tensor) -> tuple[Tensor, Tensor]:
