@@ -116,7 +116,7 @@ def _importing(error: BaseException) -> str | None:
         parts = Path(code.co_filename).parts
         at = max((i for i, part in enumerate(parts) if part in ("site-packages", "dist-packages")), default=None)
         if Path(__file__).parent in Path(code.co_filename).parents:
-            owner = "flowgrpo" if isinstance(error, ImportError) else None
+            owner = "flowgrpo" if inside else None
         elif code.co_name == "<module>":
             owner = None if at is None else parts[at + 1].removesuffix(".py")
         elif inside and at is not None:
@@ -154,7 +154,7 @@ def _optional() -> set[str]:
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    needs = [*map(Requirement, _declared("flowgrpo"))]
+    needs = [need for need in map(Requirement, _declared("flowgrpo")) if need.name != "flowgrpo"]
     return {str(canonicalize_name(need.name)) for need in needs if need.marker and "extra" in str(need.marker)} - {
         str(canonicalize_name(need.name)) for need in needs if not need.marker}
 

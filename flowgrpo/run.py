@@ -44,18 +44,16 @@ from flowgrpo.training import (
     announcement,
     batch_size,
     best,
+    extensions,
     hints,
     inputs,
-    phases,
-    recorded_groups,
     reward_demands,
     run_folder,
-    staleness,
     state,
     tracker,
-    trajectory,
     trial,
 )
+from flowgrpo.training.setup import Setup
 from flowgrpo.user_code import reading
 
 if TYPE_CHECKING:
@@ -210,13 +208,11 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
     reward_demands.require(method, trained, config.train.group)
     together = [name for name, reward in trained.items() if pairwise.sees_groups(reward)]
     split_groups.require(config, method, shape, processes, together)
-    recorded_groups.require(config, method, processes)
-    staleness.require(config, method, accelerator.num_processes, trained)
-    trajectory.require(config)
     measured = pairwise.measured(trained, further)
     split = recorded_pairs.in_place(config, _split(config, prompts), method.for_tokens)
     build.require_inputs(config, [*split[0], *split[1]], pipe)
-    phases.require(config, kind, processes, split[0])
+    extensions.require(Setup(config, kind, method, shape, processes, accelerator.num_processes, trained, measured,
+                             split))
     if require := getattr(method.curriculum, "require", None):
         require(split[0])
     for routed, side in zip((trained, further), split):

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from common import RECIPE, make_trainer, measuring, options
+from common import RECIPE, epoch_of, make_trainer, measuring, options, updated
 
 from flowgrpo.config import load
 from flowgrpo.data import splits
@@ -40,7 +40,7 @@ def epoch(trainer: Trainer) -> None:
                          seeder(config.seed, trainer.epoch)))
     ups_and_downs = 1 - 2.0 * (torch.arange(shape.rows) % 2).view(-1, shape.group, 1)
     ups_and_downs = ups_and_downs.expand(-1, -1, len(config.rewards))
-    trainer.learn(trainer.credit(parts, ups_and_downs, conditioning.prompts), conditioning)
+    updated(trainer, epoch_of(trainer, parts, conditioning, batch, ups_and_downs))
 
 
 def recorded(trainer: Trainer) -> list[Call]:

@@ -33,6 +33,8 @@ from flowgrpo.policies.language.load import load_causal_lm
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.text.records import TokenizedPrompts
 from flowgrpo.train import Trainer
+from flowgrpo.training import sampling
+from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.shares import decisions
 from flowgrpo.types import Completions, Scored
@@ -136,8 +138,9 @@ def differences(args, method: str) -> tuple[float, float, float]:
     [(_, _, new)] = trainer.rollouts.replay(part, asked)
     found: list[torch.Tensor] = []
     trainer.policy.backward = lambda loss: found.append(loss.detach())
-    trainer.kl_reference.begin(0, 1)
-    trainer.backward(part, asked, {0: 1.0}, decisions([part], trainer.method.loss.reduction), UpdateStats())
+    epoch = Epoch(sampling.empty_batch(trainer, 0), parts=[part], conditioning=asked, weights={0: 1.0})
+    trainer.kl_reference.begin(epoch, 0, 1)
+    trainer.backward(epoch, part, decisions([part], trainer.method.loss.reduction), UpdateStats())
     return (new.logp - logp)[mask].abs().max().item(), kept["loss"].item(), sum(found).item()
 
 

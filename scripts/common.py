@@ -1,18 +1,25 @@
-"""Shared parts of the measuring scripts: a trainer without its loop."""
+"""Shared parts of the measuring scripts: a trainer without its loop, and the second half of an epoch by itself."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from flowgrpo import rewards
 from flowgrpo.config import Config
 from flowgrpo.data import splits
+from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import pick_device
 from flowgrpo.policies.build import make_policy
 from flowgrpo.policies.precision import settle
 from flowgrpo.run import make_accelerator
+from flowgrpo.samplers.rollout import Part
 from flowgrpo.train import Trainer
+from flowgrpo.training import credit, sampling
+from flowgrpo.training.epoch import Epoch
 
 RECIPE = Path(__file__).parent.parent / "configs" / "starter.yaml"
 
@@ -23,6 +30,23 @@ def make_trainer(config: Config) -> Trainer:
     config, _ = settle(config, device)
     return Trainer(config, make_accelerator(device), make_policy(config, device),
                    rewards.compose(config.trained, config.cache), splits.resolve(config))
+
+
+def epoch_of(trainer: Trainer, parts: list[Part], conditioning: Any, batch: list[Prompt], scores: Tensor) -> Epoch:
+    """Epoch of the groups of a batch that are sampled and have these scores [P,G,R]."""
+    epoch = Epoch(sampling.empty_batch(trainer, trainer.epoch), batch, parts, conditioning)
+    epoch.groups.add(batch, scores, trainer.scoring.weighted(scores))
+    return epoch
+
+
+def updated(trainer: Trainer, epoch: Epoch) -> dict[str, Any]:
+    """Compare and train an epoch that is scored, as `Trainer.run_epoch` does; return the metrics."""
+    epoch.parts = credit.compared(trainer, epoch)
+    trainer.first_ratio.check(trainer, epoch)
+    epoch.weights = trainer.rollouts.step_weights(epoch.parts, trainer.epoch)
+    trainer.extensions.on_credited(epoch)
+    metrics = trainer.learn(epoch) | trainer.extensions.on_trained(epoch)
+    return metrics | trainer.kl_reference.end(trainer.epoch, metrics.get("kl"))
 
 
 def measuring(said: str) -> argparse.ArgumentParser:

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from common import epoch_of, updated
 from gpu_clocks import GIB, Line, detached, peaks, profiled, repeated, timed, waits
 from gpu_models import MODELS, PROMPTS, made_on
 
@@ -34,6 +35,7 @@ from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.kernels import FlowSDE
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.train import Trainer
+from flowgrpo.training.throughput import Throughput
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SETTINGS = {"reward": "random", "train.prompts": "1", "train.updates": "1", "train.steps": "6", "held_out": "0",
@@ -127,8 +129,8 @@ class Bench:
     def _update(self) -> Line:
         group = self.config.train.group
         signs = (1 - 2.0 * (torch.arange(group) % 2)).view(1, group, 1).expand(-1, -1, len(self.config.rewards))
-        credited = self.trainer.credit(self.parts, signs, self.conditioning.prompts)
-        return self.trainer.learn(credited, self.conditioning)
+        batch = self.trainer.prompts[:1]
+        return updated(self.trainer, epoch_of(self.trainer, self.parts, self.conditioning, batch, signs))
 
     def _over(self, seconds: float) -> float | None:
         """Return a call's seconds over those of a bare one, None if that was not measured."""
@@ -158,7 +160,8 @@ class Bench:
     def epoch(self) -> Iterator[Line]:
         """Yield rollout, decoding and update, beside the bare calls and the estimate of `flowgrpo check`."""
         trainer, estimate = self.trainer, memory(self.trainer.policy, self.config, self.conditioning)
-        meter, peak = trainer.throughput.meter, trainer.throughput.peak
+        throughput = Throughput(trainer.config, trainer.policy, trainer.processes)
+        meter, peak = throughput.meter, throughput.peak
         for what in ("rollout", "decode", "update"):
             work = getattr(self, f"_{what}")
             work()  # the first update looks at the first ratio, and makes the optimizer's state

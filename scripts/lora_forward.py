@@ -12,11 +12,12 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from common import RECIPE, make_trainer
+from common import RECIPE, epoch_of, make_trainer
 
 from flowgrpo.config import load
 from flowgrpo.policies.weights.lora_forward import without_casts
 from flowgrpo.train import Trainer
+from flowgrpo.training import credit
 from flowgrpo.training.metrics import UpdateStats
 
 OPTIONS = {"train.prompts": "2", "train.group": "8", "train.micro_batch": "16", "device": "cpu", "parts": "{}",
@@ -48,12 +49,12 @@ def gradient(trainer: Trainer) -> tuple[torch.Tensor, float]:
     parts = [part for part, _ in trainer.rollouts.sample(conditioning, 0, partial(trainer.scoring.total, batch))]
     trainer.first_ratio(parts, conditioning, print)
     advantage = torch.linspace(-1, 1, trainer.geometry.group).repeat(2)[:, None]
-    credited = trainer.credit(parts, advantage.view(2, -1, 1).expand(-1, -1, len(trainer.scoring.weights)),
-                              [prompt.key for prompt in batch])
-    weights = trainer.rollouts.step_weights(parts, 0)
-    for part in credited:
-        if part is not None:
-            trainer.backward(part, conditioning, weights, 1, UpdateStats())
+    scores = advantage.view(2, -1, 1).expand(-1, -1, len(trainer.scoring.weights))
+    epoch = epoch_of(trainer, parts, conditioning, batch, scores)
+    epoch.weights = trainer.rollouts.step_weights(parts, 0)
+    trainer.kl_reference.begin(epoch, 0, 1)
+    for part in credit.compared(trainer, epoch):
+        trainer.backward(epoch, part, 1, UpdateStats())
     flat = torch.cat([parameter.grad.flatten() for parameter in trainer.policy.weights.parameters()])
     return flat, trainer.first_ratio.found
 

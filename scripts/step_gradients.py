@@ -31,6 +31,7 @@ from flowgrpo.bench.methods import Entry, entries
 from flowgrpo.config import parse
 from flowgrpo.log import silence
 from flowgrpo.train import Trainer
+from flowgrpo.training import credit, sampling
 
 MODEL = "starter"
 
@@ -44,18 +45,19 @@ def trainer_of(entry: Entry, folder: Path, seed: int) -> Trainer:
 def gradients(trainer: Trainer, epoch: int) -> tuple[dict[int, Tensor], dict[int, float], Tensor]:
     """Return an epoch's gradient [D] and the deviation of the noise by step, and its scores [P, G, R]."""
     trainer.epoch = epoch
-    batch, parts, conditioning = trainer.draw()
-    prompts, scores = batch.compared()
-    credited = [part for part in trainer.credit(parts, scores, [prompt.key for prompt in prompts]) if part is not None]
+    drawn = trainer.extensions.draw_epoch() or sampling.draw(trainer)
+    trainer.method.curriculum.learn(trainer.memory, drawn.groups)
+    _, scores = drawn.groups.compared()
+    credited = credit.compared(trainer, drawn)
     weights, method = trainer.rollouts.step_weights(credited, epoch), trainer.method
     sums: dict[int, Tensor] = {}
     noise: dict[int, float] = {}
     for part in credited:
-        for k, rows, new in trainer.rollouts.replay(part, conditioning):
+        for k, rows, new in trainer.rollouts.replay(part, drawn.conditioning):
             taken: Any = part.transitions[k]
             old, advantage = taken.old.rows(rows), part.advantage(k, rows)
             loss = method.loss.surrogate(method.loss.log_ratio(new, old), advantage, old.logp)
-            trainer.optimizer.zero_grad()
+            trainer.optimization.optimizer.zero_grad()
             trainer.policy.backward((loss * weights[taken.step]).sum())
             sums[taken.step] = sums.get(taken.step, 0) + flat(trainer)
             noise[taken.step] = float(new.std.mean())

@@ -19,7 +19,7 @@ from flowgrpo.policies.weights.rlg import Branches
 from flowgrpo.storage import checkpoint
 from flowgrpo.storage.json_files import read_object
 from flowgrpo.train import Trainer
-from flowgrpo.training import state
+from flowgrpo.training import sampling, state
 
 PROMPTS, SAMPLES = 100, 8  # measured prompts of texts that are sampled at temperature 1, and the samples of each
 PICTURED = 60  # measured prompts of pictures with probe.SAMPLES samples each, for diversity and KL
@@ -46,7 +46,7 @@ def texts(config: Config) -> dict[str, list[float]]:
         "seed": EVAL_SEED, "prompts": config.prompts, "held_out": config.held_out, "train.prompts": len(prompts),
         "train.group": SAMPLES, "train.updates": 1}), policy)
     with torch.no_grad():
-        parts, conditioning, scores = sampler.sample(prompts)
+        parts, conditioning, scores = sampling.sample(sampler, prompts)
         with policy.reference():
             base = [scored for part in parts for _, _, scored in sampler.rollouts.replay(part, conditioning)]
     old = [cast(Any, part.transitions[0]).old for part in parts]

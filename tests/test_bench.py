@@ -57,7 +57,7 @@ def test_the_model_alone_and_as_a_policy_are_measured(bench):
     replayed = {"sd35_medium": 5, "flux_dev": 3}[made.name]
     assert update["ms per row and step"] == pytest.approx(1e3 * update["seconds"] / 2 / replayed)
     assert all(0 < line["estimated GiB"] < 1 for line in (rollout, decode, update))
-    assert 0 <= ratio["value"] < 0.02 and made.trainer.update == 3  # warm-up and two repetitions
+    assert 0 <= ratio["value"] < 0.02 and made.trainer.optimization.update == 3  # warm-up and two repetitions
 
 
 def test_variants_of_the_arithmetic_leave_the_first(bench):

@@ -24,6 +24,7 @@ sys.path.append(str(ROOT / "scripts"))
 
 import bench_pages  # noqa: E402
 import build_docs  # noqa: E402
+import concepts_code  # noqa: E402
 
 PAGES = {file.stem: file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs" / "methods").glob("*.md"))}
 KINDS = {"flow": build.PIPELINE, "tokens": build.CAUSAL_LM, "masks": build.MASKED_LM}
@@ -214,3 +215,9 @@ def test_every_launch_line_of_accelerate_names_its_processes_alike():
     assert len(lines) > 30
     alike = r"--multi_gpu --num_processes \d|--config_file configs/"
     assert [line for line in lines if not re.match(alike, line)] == []
+
+
+def test_the_loop_that_the_concepts_page_shows_is_the_loop():
+    """`python scripts/concepts_code.py` writes it."""
+    page = concepts_code.PAGE.read_text(encoding="utf-8")
+    assert len(concepts_code.BLOCK.findall(page)) == 5 and concepts_code.written(page) == page

@@ -12,9 +12,10 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import presets, validate
 from flowgrpo.run import run
 from flowgrpo.samplers.text.decoding import Decoding
+from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.shares import decisions
-from tests.helpers import tiny, tiny_text
+from tests.helpers import loop, tiny, tiny_text
 
 PRESETS = presets.suited("tokens")
 
@@ -22,16 +23,16 @@ PRESETS = presets.suited("tokens")
 def credited(trainer):
     """The parts of an epoch with their advantages, and the prompts' tokens."""
     batch = trainer.prompts[:2]
-    parts, asked, scores = trainer.sample(batch)
-    return [part for part in trainer.credit(parts, scores, [p.text for p in batch]) if part is not None], asked
+    parts, asked, scores = sampling.sample(trainer, batch)
+    return [part for part in loop.credit(trainer, parts, scores, [p.text for p in batch]) if part is not None], asked
 
 
 def gradient(trainer, parts, asked) -> torch.Tensor:
-    trainer.optimizer.zero_grad()
-    trainer.kl_reference.begin(0, 1)
+    trainer.optimization.optimizer.zero_grad()
+    trainer.kl_reference.begin(loop.epoch(trainer, own=trainer.prompts[:2]), 0, 1)
     count = decisions(parts, trainer.method.loss.reduction)
     for part in parts:
-        trainer.backward(part, asked, {0: 1.0}, count, UpdateStats())
+        loop.backward(trainer, part, asked, {0: 1.0}, count, UpdateStats())
     return torch.cat([parameter.grad.flatten() for parameter in trainer.policy.weights.parameters()])
 
 
@@ -87,14 +88,14 @@ def test_grpos_loss_is_the_papers():
     """2402.03300, equations 3 and 4, from log-probabilities alone."""
     trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, train__micro_batch=8)
     batch = trainer.prompts[:2]
-    parts, asked, scores = trainer.sample(batch)
+    parts, asked, scores = sampling.sample(trainer, batch)
     tiny_text.stir(trainer.policy, 0.05)
-    [part] = trainer.credit(parts, scores, [p.text for p in batch])
+    [part] = loop.credit(trainer, parts, scores, [p.text for p in batch])
     [taken], stats = part.transitions, UpdateStats()
-    trainer.kl_reference.begin(0, 1)
+    trainer.kl_reference.begin(loop.epoch(trainer), 0, 1)
     total = []
     trainer.policy.backward = lambda loss: total.append(loss.detach())
-    trainer.backward(part, asked, {0: 1.0}, decisions([part], trainer.method.loss.reduction), stats)
+    loop.backward(trainer, part, asked, {0: 1.0}, decisions([part], trainer.method.loss.reduction), stats)
 
     [(_, _, new)] = trainer.rollouts.replay(part, asked)
     with trainer.policy.reference():
@@ -141,7 +142,7 @@ def test_rewards_are_told_how_many_tokens_a_completion_has():
         return [entry["completion_tokens"] for entry in metadata]
 
     trainer = tiny_text.trainer(rewards={"short": counted})
-    parts, _, scores = trainer.sample(trainer.prompts[:2])
+    parts, _, scores = sampling.sample(trainer, trainer.prompts[:2])
     lengths = torch.cat([part.leaves() for part in parts])[:, 1]
     assert torch.equal(scores.flatten(), lengths.float()) and len(set(lengths.tolist())) > 1
     assert all(entry["completion_tokens"] >= len(text) for text, entry in told)  # a token is a character, or special

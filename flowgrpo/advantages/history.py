@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from flowgrpo.advantages.group import RELATIVE_NOISE
+from flowgrpo.errors import UserError
 
 
 def remembered(memory: dict[str, Any], part: str, key: str, epoch: int, start: list[float],
@@ -30,8 +31,8 @@ def mean_of(counts: Sequence[float]) -> float:
 
 
 def require_rates(part: str, total: Tensor) -> None:
-    """Raise ValueError for rewards [P, G] outside 0 to 1, which are no success rates."""
+    """Raise UserError for rewards [P, G] outside 0 to 1, which are no success rates."""
     if (total < -RELATIVE_NOISE).any() or (total > 1 + RELATIVE_NOISE).any():
         known = total[~total.isnan()]
-        raise ValueError(f"{part}: rewards from {known.min().item():g} to {known.max().item():g}, expected within 0 "
-                         "to 1, as a success rate: scale the weights, or shape the rewards first")
+        raise UserError(f"{part}: rewards from {known.min().item():g} to {known.max().item():g}, expected within 0 "
+                        "to 1, as a success rate: scale the weights, or shape the rewards first")

@@ -29,7 +29,7 @@ from flowgrpo.run import make_accelerator
 from flowgrpo.samplers.rollout import Part, seeder
 from flowgrpo.storage import checkpoint
 from flowgrpo.train import Trainer
-from flowgrpo.training import state
+from flowgrpo.training import sampling, state
 
 PROMPTS, SAMPLES = 24, 4  # held-out prompts of diversity and KL, and the samples of each
 TIMED = 8  # prompts of the timed evaluation
@@ -77,7 +77,7 @@ def finished(folder: Path) -> dict[str, Any]:
     assert last is not None, f"{folder} has no checkpoint"
     state.restore(trainer, last)
     policy, prompts = trainer.policy, spread(trainer.held_out, min(PROMPTS, config.eval.prompts))
-    with torch.no_grad(), policy.weights.swapped(trainer.evaluated_weights()):
+    with torch.no_grad(), policy.weights.swapped(trainer.optimization.evaluated_weights()):
         kl = None if isinstance(trainer.method.target, LatentEdits) else mean(kl_to_base(config, policy, prompts))
         tuned = mean(diversity(trainer, prompts))
         with policy.reference():
@@ -111,7 +111,7 @@ def kl_to_base(config: Config, policy: Policy, prompts: list[Prompt]) -> list[fl
         "precision": config.precision, "prompts": config.prompts, "held_out": config.held_out,
         "train.prompts": len(prompts), "train.group": SAMPLES, "train.updates": 1})
     trainer = trainer_of(sampler, policy)
-    parts, conditioning, _ = trainer.sample(prompts)
+    parts, conditioning, _ = sampling.sample(trainer, prompts)
     tuned = _scores(trainer, parts, conditioning)
     with policy.reference():  # text encoders that were trained are the base's too
         base = _scores(trainer, parts, trainer.rollouts.conditioning(prompts))

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -23,10 +23,9 @@ from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.data.sets import SETS
 from flowgrpo.device import AUTO, DTYPES
-from flowgrpo.dry_run import from_configs, weights
+from flowgrpo.dry_run import from_configs, rescored, weights
 from flowgrpo.dry_run.meta_gpu import META, MetaGPU, Phase
 from flowgrpo.dry_run.repeats import Repeats
-from flowgrpo.dry_run.rescored import Rescored
 from flowgrpo.dry_run.reward_models import reward_bytes
 from flowgrpo.errors import UserError
 from flowgrpo.gpus import GIB, GPU, GPUS
@@ -166,16 +165,14 @@ def _trainer(config: Config, policy: Any, image: str | None, meta: MetaGPU) -> T
     first, *later = (Prompt(f"{PROMPT} {number}", image=image) for number in range(config.train.prompts + 1))
     alone: Any = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"), is_main_process=True)
     trainer = Trainer(config, alone, policy, {name: _any for name in config.trained}, ([first, *later[1:]], []))
-    if trainer.ahead:
-        trainer.ahead = cast(Any, Rescored(trainer.ahead))
+    rescored.stand_in(trainer.extensions)
     trainer.prompts = later
-    trainer.keys = [prompt.key for prompt in later]
     if policy.weights.large:
-        trainer.ema = None  # it waits on the host
+        trainer.optimization.ema = None  # it waits on the host
     with meta.sharded():
         for parameter in policy.weights.parameters():
             parameter.grad = torch.empty_like(parameter)
-        trainer.optimizer.step()
+        trainer.optimization.optimizer.step()
     trainer.rollouts.old_policy.begin(trainer.epoch)
     trainer.first_ratio.found = 0.0  # there are no values to compare
     return trainer
@@ -192,7 +189,7 @@ def _counted_replays(trainer: Trainer, meta: MetaGPU) -> Counter[str]:
 
     Optimizer steps are counted as a phase of their own, and so are large weights that come once an epoch.
     """
-    waits, backward, step = Counter[str](), trainer.backward, trainer.step_optimizer
+    waits, backward, step = Counter[str](), trainer.backward, trainer.optimization.step
     weights: Any = trainer.policy.weights
     load = weights.load
 
@@ -201,16 +198,16 @@ def _counted_replays(trainer: Trainer, meta: MetaGPU) -> Counter[str]:
             backward(*args)
         waits.update(work.waits)
 
-    def stepped(*args: Any) -> None:
+    def stepped() -> torch.Tensor:
         with meta.during(ONCE), meta.sharded():
-            step(*args)
+            return step()
 
     def loaded(values: dict[str, torch.Tensor]) -> None:
         with meta.during(ONCE):
             load(values)
 
     observed: Any = trainer
-    observed.backward, observed.step_optimizer = counted, stepped
+    observed.backward, observed.optimization.step = counted, stepped
     if weights.large:
         weights.load = loaded
     return waits

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from flowgrpo.curriculum.epoch_batch import EpochBatch
-from flowgrpo.rollouts.base import Encoded
-from flowgrpo.samplers.rollout import Part
-from flowgrpo.training.ahead import Ahead, Drawn
+from flowgrpo.training import sampling
+from flowgrpo.training.epoch import Epoch
+from flowgrpo.training.extension import Extension, Extensions
+from flowgrpo.training.extensions.staleness import Drawn, Staleness
 
 
-class Rescored:
-    """Stand-in for a run's `ahead`: no thread, and no queue, whose bytes are counted beside the epoch."""
+class Rescored(Extension):
+    """Stand-in for `Staleness`: no thread, and no queue, whose bytes are counted beside the epoch."""
 
-    def __init__(self, ahead: Ahead):
-        self.ahead = ahead
+    def __init__(self, staleness: Staleness):
+        super().__init__(staleness.trainer)
+        self.staleness = staleness
 
-    def draw(self) -> tuple[EpochBatch, list[Part], Encoded]:
+    def draw_epoch(self) -> Epoch:
         """Draw an epoch and score its parts with the weights before the update."""
-        run: Any = self.ahead.run
-        epoch_batch, parts, conditioning = run.draw()
-        drawn = Drawn(run.epoch, run.epoch - 1, 0, epoch_batch.prompts, parts, conditioning=conditioning)
-        return epoch_batch, self.ahead.decoupled(drawn), conditioning
+        trainer, epoch = self.trainer, sampling.draw(self.trainer)
+        drawn = Drawn(trainer.epoch, trainer.epoch - 1, 0, epoch.groups.prompts, epoch.parts,
+                      conditioning=epoch.conditioning)
+        epoch.parts = self.staleness.decoupled(drawn)
+        return epoch
 
-    def metrics(self) -> dict[str, float]:
-        """Return nothing: there are no values."""
-        return {}
+
+def stand_in(extensions: Extensions) -> None:
+    """Put the stand-in in the place of a run's staleness, if it has any."""
+    extensions.present = [Rescored(each) if isinstance(each, Staleness) else each for each in extensions.present]

@@ -43,7 +43,7 @@ def _measure(trainer: Trainer, functions: dict[str, Any], title: str,
              reference: Callable[[], AbstractContextManager[None]] | None = None) -> Measured:
     settings, config = trainer.config.eval, trainer.config
     policy = cast(Generating, trainer.policy)
-    return trainer.fitted(lambda: measure(
+    return trainer.with_oom_retry(lambda: measure(
         policy, spread(trainer.held_out, settings.prompts), functions, steps=settings.steps,
         guidance=settings.guidance, samples=settings.samples, micro_batch=trainer.geometry.micro_batch,
         negative=config.negative_prompt, keep=settings.grid, title=title, encode=trainer.rollouts.encode,
@@ -61,7 +61,7 @@ def before(trainer: Trainer, functions: dict[str, Any], folder: Path, reuse: boo
     if known.get("settings") == settings and (kept := _read_before(trainer, folder, known)):
         return kept
     if reuse and {**known.get("settings", {}), "grid": settings["grid"]} != settings:
-        trainer.best.forget()
+        trainer.progress.best.forget()
     with trainer.policy.reference():
         measured = _measure(trainer, functions, "held-out prompts, before")
     trainer.policy.evaluations = evaluations
@@ -134,9 +134,9 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
 
     began: time.perf_counter() when the run, or its resumption, began.
     """
-    config, policy, first = trainer.config, trainer.policy, trainer.processes.first
+    config, policy, first, progress = trainer.config, trainer.policy, trainer.processes.first, trainer.progress
     [evaluations] = trainer.processes.total([policy.evaluations])
-    with policy.weights.swapped(trainer.best.weights or trainer.evaluated_weights()):
+    with policy.weights.swapped(progress.best.weights or trainer.optimization.evaluated_weights()):
         said = policy.weights.save(folder) if first or policy.weights.sharded else ""
         after = _measure(trainer, functions, "held-out prompts, after", policy.reference)
     summary = {
@@ -146,20 +146,20 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
         "before": base.mean(), "after": after.mean(),
         "tasks": {name: {"before": base.by_task(name), "after": after.by_task(name)} for name in functions},
         "compared": compared(base, after, config.eval.samples),
-        "seconds": round(trainer.seconds, 1), "epochs": trainer.epoch, "updates": trainer.update,
-        "kept": trainer.best.told(), "denoiser_evaluations": evaluations, "unit": policy.unit,
-        "sampled_pictures": trainer.sampled,
-        "rollout_evaluations_per_picture": round(trainer.rollouts.rollout_evaluations / max(trainer.sampled, 1), 3),
+        "seconds": round(progress.seconds, 1), "epochs": trainer.epoch, "updates": trainer.optimization.update,
+        "kept": progress.best.told(), "denoiser_evaluations": evaluations, "unit": policy.unit,
+        "sampled_pictures": progress.sampled,
+        "rollout_evaluations_per_picture": round(trainer.rollouts.rollout_evaluations / max(progress.sampled, 1), 3),
         "rollout_evaluations_saved_by_sharing": trainer.rollouts.saved_evaluations,
-        "max_first_log_ratio": trainer.first_ratio.found, "skipped_updates": trainer.skipped,
-        "reward_wait_seconds": round(trainer.reward_wait_seconds, 1),
+        "max_first_log_ratio": trainer.first_ratio.found, "skipped_updates": trainer.optimization.skipped,
+        "reward_wait_seconds": round(progress.reward_seconds, 1),
         "reward_failures": {"trained": trainer.scoring.reward_failures, "before": base.failed, "after": after.failed},
         "rewards": {"trained": config.rewards, "measured": list(functions)}}
     if first:
         _draw_after(folder, base, after, config)
         summary |= {"total_seconds": round(time.perf_counter() - began, 1), "resumed": resumed}
         atomic.write_text(folder / "summary.json", json.dumps(finite(summary), indent=2) + "\n")
-        snapshots.stage(folder, "after", trainer.best.best.epoch if trainer.best.weights else trainer.epoch, after)
+        snapshots.stage(folder, "after", progress.best.best.epoch if progress.best.weights else trainer.epoch, after)
         snapshots.last(folder, trainer)
         report.write(folder)
         print_report(summary, said, folder)
@@ -187,7 +187,7 @@ def described(policy: Policy, config: Config) -> str:
 def sample_pictures(trainer: Trainer, functions: dict[str, Any], folder: Path) -> dict[str, float]:
     """Measure held-out scores during training and write a grid page per epoch to `samples/`."""
     evaluations = trainer.policy.evaluations
-    with trainer.policy.weights.swapped(trainer.evaluated_weights()):
+    with trainer.policy.weights.swapped(trainer.optimization.evaluated_weights()):
         measured = _measure(trainer, functions, f"held-out prompts, epoch {trainer.epoch}", trainer.policy.reference)
     trainer.policy.evaluations = evaluations
     if trainer.processes.first:

@@ -64,6 +64,28 @@ class Scoring(Protocol):
         """Return the best and worst samples of the last epoch."""
 
 
+class Optimization(Protocol):
+    """Optimizer of a run. update: the steps so far; skipped: those that were left out."""
+
+    update: int
+    skipped: int
+
+    def evaluated_weights(self) -> dict[str, Tensor]:
+        """Return the weights that are measured and saved."""
+
+
+class Progress(Protocol):
+    """Counters of a run, and its best weights so far."""
+
+    sampled: int
+    seconds: float
+    reward_seconds: float
+
+    @property
+    def best(self) -> Best:
+        """Return the best weights so far."""
+
+
 class Trainer(Protocol):
     """Trainer of a run, as far as evaluation reads it. rollouts: a `GroupSampler` with an `encode`."""
 
@@ -74,15 +96,14 @@ class Trainer(Protocol):
     held_out: list[Prompt]
     rollouts: Any
     epoch: int
-    update: int
-    sampled: int
-    skipped: int
-    seconds: float
-    reward_wait_seconds: float
 
     @property
-    def best(self) -> Best:
-        """Return the best weights so far."""
+    def optimization(self) -> Optimization:
+        """Return the optimizer with its counters."""
+
+    @property
+    def progress(self) -> Progress:
+        """Return what the run has done so far."""
 
     @property
     def first_ratio(self) -> FirstRatio:
@@ -92,8 +113,5 @@ class Trainer(Protocol):
     def scoring(self) -> Scoring:
         """Return the state of scoring."""
 
-    def fitted(self, work: Callable[[], T], phase: str = "") -> T:
+    def with_oom_retry(self, work: Callable[[], T], phase: str = "") -> T:
         """Return work(), repeated with half the micro-batch each time that memory runs out."""
-
-    def evaluated_weights(self) -> dict[str, Tensor]:
-        """Return the weights that are measured and saved."""

@@ -24,6 +24,7 @@ from flowgrpo.samplers import kernels, noised_finals, plans, quiet_steps, solver
 from flowgrpo.samplers.grids import compress_tail
 from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.samplers.text import decoding
+from flowgrpo.samplers.text.pruned import PrunedDraws
 
 OF_TEXT = ("tokens", "masks")  # the processes of language models: causal, masked
 # Of a flow and of a variance-preserving process.
@@ -248,6 +249,11 @@ class Method:
     def judges_by_reference(self) -> bool:
         """True where the shaping of rewards reads the reference's scores."""
         return self.credit.shaping is not None and self.credit.shaping.reads_reference
+
+    @property
+    def has_quality_head(self) -> bool:
+        """True where draws are pruned by a head that the run trains."""
+        return self.for_tokens and isinstance(self.generation.draws, PrunedDraws)
 
     @property
     def needs(self) -> frozenset[str]:

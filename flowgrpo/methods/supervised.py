@@ -1,6 +1,6 @@
 """Supervised terms added to the reinforcement loss: targets, examples and weights.
 
-`training.data_term` adds their gradient in every optimizer step; `rollouts.data_losses` computes it.
+`training.extensions.supervised` adds their gradient in every optimizer step; `rollouts.data_losses` computes it.
 """
 
 from __future__ import annotations

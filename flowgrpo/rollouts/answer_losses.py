@@ -25,13 +25,13 @@ class AnswerLosses(DataLosses):
     Raises UserError for a prompt without questions, or with a picture.
     """
 
-    def __init__(self, part: SelfAnswers, rollouts: Any, prompts: Sequence[Prompt]):
-        self.part, self.rollouts = part, rollouts
+    def __init__(self, part: SelfAnswers, run: Any, prompts: Sequence[Prompt]):
+        self.part, self.run = part, run
         self.questions = {prompt.key: questions_of(prompt) for prompt in prompts}
         every = [question for questions in self.questions.values() for question in questions]
         texts = (sorted({question.question for question in every}),
                  sorted({choice for question in every for choice in question.choices}))
-        self.head = picture_reader.made(rollouts.policy, part.time, part.width, texts, rollouts.config.seed)
+        self.head = picture_reader.made(run.policy, part.time, part.width, texts, run.config.seed)
         self.counted = [0, 0]
 
     def divisor(self, examples: Sequence[Example]) -> int:

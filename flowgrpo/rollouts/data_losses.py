@@ -41,7 +41,14 @@ class Example:
 
 
 class DataLosses(Protocol):
-    """Loss of a run's supervised term."""
+    """Loss of a run's supervised term. run: a `train.Trainer`, whose rollouts a phase may replace."""
+
+    run: Any
+
+    @property
+    def rollouts(self) -> Any:
+        """Return the run's present rollouts."""
+        return self.run.rollouts
 
     def divisor(self, examples: Sequence[Example]) -> int:
         """Return what the summed loss of a batch is divided by."""
@@ -56,11 +63,12 @@ class DataLosses(Protocol):
         """Return an epoch's further metrics; all processes call it. total: sums over processes."""
         return {}
 
-class TextExamples(DataLosses):
-    """Recorded texts of a causal language model as rows of tokens. rollouts: of a `CausalLM`."""
 
-    def __init__(self, part: Any, rollouts: Any):
-        self.part, self.rollouts, self.policy = part, rollouts, rollouts.policy
+class TextExamples(DataLosses):
+    """Recorded texts of a causal language model as rows of tokens. run: of a `CausalLM`."""
+
+    def __init__(self, part: Any, run: Any):
+        self.part, self.run, self.policy = part, run, run.policy
 
     def row(self, text: str) -> Tensor:
         """Return the tokens [n] of a text, an end included."""

@@ -22,14 +22,14 @@ from flowgrpo.types import Scored, wide
 
 
 class NoisedLosses(DataLosses):
-    """Errors of a pipeline's prediction at noised examples. rollouts: of the pipeline."""
+    """Errors of a pipeline's prediction at noised examples. run: of the pipeline."""
 
-    def __init__(self, part: NoisedData, rollouts: DenoisingRollouts):
-        self.part, self.rollouts, self.policy = part, rollouts, rollouts.policy
-        if part.source.path and rollouts.policy.modality != "image":
+    def __init__(self, part: NoisedData, run: Any):
+        self.part, self.run, self.policy = part, run, run.policy
+        if part.source.path and run.policy.modality != "image":
             raise UserError(f"parts.data.source.path is {part.source.path!r}, which brings pictures, but "
-                            f"{type(rollouts.policy.pipe).__name__} makes videos: leave it out")
-        self.encoder = ImageEncoder(rollouts.policy, "demonstrations")
+                            f"{type(run.policy.pipe).__name__} makes videos: leave it out")
+        self.encoder = ImageEncoder(run.policy, "demonstrations")
 
     def divisor(self, examples: Sequence[Example]) -> int:
         return len(examples)

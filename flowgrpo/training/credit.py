@@ -17,7 +17,46 @@ from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.objectives.best_path import LayerTuning
 from flowgrpo.samplers.latent_edits import rewarded
 from flowgrpo.samplers.rollout import Part
+from flowgrpo.training.shares import slices
 from flowgrpo.types import Completions, Context, RegressionTarget, Transitions
+
+
+def compared(trainer: Any, epoch: Any) -> list[Part]:
+    """Return this process's parts of an epoch with their advantages; of what is not trained nothing is left."""
+    method, scoring, processes = trainer.method, trainer.scoring, trainer.processes
+    prompts, scores = epoch.groups.compared()
+    weights = list(scoring.weights.values()) * len(method.rollout.strides)
+    context = context_of(trainer, epoch, [prompt.key for prompt in prompts])
+    parts = list(credit(method, epoch.parts, scoring.shaped(scores), weights, context,
+                        lambda values: processes.own(slices(values, trainer.geometry.slices))))
+    epoch.metrics |= {name: float(value) for name, value in context.metrics.items()}
+    return [part for part in parts if part is not None]
+
+
+def context_of(trainer: Any, epoch: Any, keys: list[str]) -> Context:
+    """Return what credit reads besides rewards, of all processes in one order of prompts. keys: of all groups."""
+    shape, parts, method, scoring = trainer.geometry, epoch.parts, trainer.method, trainer.scoring
+    of = shape.sliced(keys)
+    places = [int(place) for part in parts for place in part.prompts[::shape.group]]
+    share = len(of) // trainer.processes.count
+    groups = [of[first + place] for first in range(0, len(of), share) for place in places][::shape.slices]
+    columns = trainer.processes.gather(torch.cat([part.leaves() for part in parts]))
+    logp, lengths, deducted, entropy, reference, expert, baseline, *predicted = columns.view(
+        -1, trainer.config.train.group, columns.shape[1]).unbind(2)
+    metadata = {prompt.key: prompt.metadata for prompt in epoch.groups.prompts}
+    strides = len(method.rollout.strides)
+    return Context(
+        groups, logp.float(), lengths.long(), epoch=trainer.epoch, epochs=trainer.config.train.epochs,
+        memory=trainer.memory, longest=sum(taken.old.logp.shape[1] for taken in parts[0].transitions),
+        win_rates=scoring.paired * strides, deducted=deducted.float(),
+        weights=list(scoring.weights.values()) * strides, names=list(scoring.weights) * strides,
+        splits=trainer.rollouts.splits(trainer.epoch), expert=expert.bool(),
+        likelihood=trainer.kl_reference.likelihood,
+        entropy=entropy.float() if "entropy" in method.needs else None,
+        reference=reference.float() if "reference" in method.needs else None,
+        metadata=[metadata.get(key, {}) for key in groups],
+        predicted=torch.stack(predicted, 2).float() if predicted else None,
+        baseline=baseline.float() if parts[0].baseline is not None else None)
 
 
 def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[float], context: Context,

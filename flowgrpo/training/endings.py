@@ -13,15 +13,12 @@ from flowgrpo.distributed.processes import OutOfMemoryElsewhere
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import UserError
 from flowgrpo.training import state
-from flowgrpo.training.saving import Saving
 
 
 class Run(state.Run, Protocol):
     """`train.Trainer`, as its end reads it."""
 
-    update: int
     say: Callable[[str], None]
-    saving: Saving
 
 
 @contextmanager
@@ -48,11 +45,10 @@ def saved(trainer: Run, folder: Path) -> Iterator[None]:
             trainer.say(f"epoch {trainer.epoch} is saved in {folder}; --resume goes on from it")
         raise
     except Exception:
-        trainer.saving.leave()
+        trainer.progress.saving.leave()
         raise
     finally:
-        if trainer.ahead is not None:
-            trainer.ahead.drop()
+        trainer.extensions.close()
 
 
 def save_whole(trainer: Run, folder: Path, wait: bool = True) -> bool:
@@ -62,10 +58,10 @@ def save_whole(trainer: Run, folder: Path, wait: bool = True) -> bool:
     Returns True if it was saved.
     """
     if wait:
-        trainer.saving.look(wait=True)
+        trainer.progress.saving.look(wait=True)
     else:
-        trainer.saving.leave()
-    broken = trainer.update != trainer.marked["update"]
+        trainer.progress.saving.leave()
+    broken = trainer.optimization.update != trainer.progress.saved_counters["update"]
     whole = not (trainer.processes.any(broken) if wait else broken)
     if whole:
         state.save(trainer, folder, wait)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from flowgrpo.errors import UserError
+from flowgrpo.objectives.ratios import LogRatio, PlainRatio
 from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.rollouts.base import Encoded, GroupSampler
 from flowgrpo.samplers.replay import rescored
@@ -22,15 +24,17 @@ class FirstRatio:
     """Result of the check: `found`, the largest first |log ratio|, and `rescore`, whether old scores are recomputed.
 
     Both are over all processes, which decide alike.
-    explorer: replays a part.
-    exact: largest difference of replay and rollout in fp32; None in other precisions, whose limit is a tenth of the
-        clip range.
-    most: upper bound of rounding errors.
+    rollouts: replay a part.
+    exact: largest difference of log-probabilities of replay and rollout in fp32; None in other precisions, whose limit
+        is a tenth of the clip range, for the method's own log-ratio.
+    most: upper bound of rounding errors of a log-probability.
     clip: narrower side of the clip range, None without one.
     """
 
-    def __init__(self, rollouts: GroupSampler[Any], clip: Surrogate, exact: float | None, most: float = math.inf):
+    def __init__(self, rollouts: GroupSampler[Any], clip: Surrogate, exact: float | None, most: float = math.inf,
+                 log_ratio: LogRatio = PlainRatio()):
         self.rollouts, self.processes, self.exact = rollouts, rollouts.processes, exact
+        self.log_ratio = PlainRatio() if exact else log_ratio
         self.most, narrow = most, min(clip.low, clip.high)
         self.clip = narrow if narrow < math.inf else None
         self.limit = self.exact or 0.1 * (narrow if narrow < math.inf else UNCLIPPED)
@@ -48,15 +52,16 @@ class FirstRatio:
             return self._again(parts, conditioning)
         if self.found is not None or not self.processes.any(bool(parts)):
             return parts
-        found = left = self._largest(parts, conditioning)
-        if not self.exact and not left <= max(self.most, self.limit):
-            raise UserError(f"the first |log ratio| is {left:.1e}, and rounding makes less than {self.most:.1e} of it: "
-                            "replay and rollout disagree; look for an argument of the pipeline's call that depends on "
-                            "the place in its loop, and compare a run with precision: fp32")
+        plain, found = self._largest(parts, conditioning)
+        left = found
+        if not self.exact and not plain <= max(self.most, self.limit):
+            raise UserError(f"the first |log ratio| is {plain:.1e}, and rounding makes less than {self.most:.1e} of "
+                            "it: replay and rollout disagree; look for an argument of the pipeline's call that depends "
+                            "on the place in its loop, and compare a run with precision: fp32")
         rescore = False
         if left > self.limit and not self.exact:
             parts = self._again(parts, conditioning)
-            left, rescore = self._largest(parts, conditioning), True
+            (_, left), rescore = self._largest(parts, conditioning), True
             say(f"first |log ratio| {found:.1e} is above a tenth of the clip range ({self.limit:.1e}); old "
                 f"log-probabilities are computed again as the replay does: {left:.1e}")
         if not left <= self.limit:  # true for NaN too
@@ -66,13 +71,25 @@ class FirstRatio:
         self.found, self.rescore = found, rescore
         return parts
 
+    def check(self, trainer: Any, epoch: Any) -> None:
+        """Check the first epoch's parts; give later ones the old scores of their replay where that is needed."""
+        if self.found is None or self.rescore:
+            self.rollouts, sampled = trainer.rollouts, epoch.sampled or epoch.conditioning
+            epoch.parts = trainer.with_oom_retry(partial(self, epoch.parts, sampled, trainer.say), "update")
+
     def _again(self, parts: list[Part], conditioning: Encoded) -> list[Part]:
         with self.rollouts.old_policy.old(), self.processes.together():  # all have the old weights till all are done
             return [rescored(part, self.rollouts.replay(part, conditioning)) for part in parts]
 
-    def _largest(self, parts: list[Part], conditioning: Encoded) -> float:
-        """Return the largest |log ratio| of all transitions; NaN if one is."""
+    def _largest(self, parts: list[Part], conditioning: Encoded) -> tuple[float, float]:
+        """Return the largest difference of log-probabilities, and the method's largest |log ratio|; NaN if one is."""
+        maxima = []
         with self.processes.together():
-            maxima = [(new.logp - part.transitions[k].old.logp[rows].to(new.logp.device)).detach().abs().max()
-                      for part in parts for k, rows, new in self.rollouts.replay(part, conditioning)]
-        return self.processes.gather(torch.stack(maxima).cpu() if maxima else torch.empty(0)).max().item()
+            for part in parts:
+                for k, rows, new in self.rollouts.replay(part, conditioning):
+                    old = part.transitions[k].old.rows(rows).to(new.logp.device)
+                    both = new.logp - old.logp, self.log_ratio(new, old)
+                    maxima.append(torch.stack([each.detach().abs().max() for each in both]))
+        found = self.processes.gather(torch.stack(maxima).cpu() if maxima else torch.empty(0, 2))
+        plain, own = found.max(0).values.tolist()
+        return plain, own

@@ -9,10 +9,8 @@ from typing import Any, cast
 import torch
 
 from flowgrpo.distributed.processes import Processes
-from flowgrpo.methods.method import Method
 from flowgrpo.objectives import at_epoch, is_active
 from flowgrpo.objectives.references import SelfTeacher, Soup
-from flowgrpo.policies.policy import Policy
 from flowgrpo.samplers.replay import rescored
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import Context, Scored
@@ -28,17 +26,23 @@ class KLReference:
     keep: an epoch has several passes, in which the reference's scores are reused.
     """
 
-    def __init__(self, method: Method, policy: Policy, memory: dict[str, Any], keep: bool):
-        self.method, self.policy, self.memory, self.keep = method, policy, memory, keep
+    def __init__(self, trainer: Any):
+        self.trainer, self.method, self.policy = trainer, trainer.method, trainer.policy
+        self.memory, self.keep = trainer.memory, trainer.config.train.inner_epochs > 1
+        self.conditioning: Any = None
         self.held: list[Snapshot] = self.next([], 0)
         self.known: dict[int, list[Scored]] = {}
-        self.kl = method.loss.kl
+        self.kl = self.method.loss.kl
         self.likelihood: torch.Tensor | None = None  # of the epoch's samples under the reference
 
-    def begin(self, epoch: int, epochs: int) -> None:
-        """Set the KL's weight for an epoch, and drop the last one's scores."""
+    def begin(self, drawn: Any, epoch: int, epochs: int) -> None:
+        """Set the KL's weight for an epoch, and drop the last one's scores. drawn: the epoch's samples."""
         self.kl = at_epoch(self.method.loss.kl, Context(epoch=epoch, epochs=epochs, memory=self.memory))
-        self.known = {}
+        self.known, self.conditioning = {}, drawn.conditioning
+
+    def replay(self, part: Part) -> Iterator[tuple[int, slice, Scored]]:
+        """Score a part's decisions as the reference is given them."""
+        return self.trainer.rollouts.replay(part, conditioning=self.conditioning)
 
     @property
     def read(self) -> bool:
@@ -56,7 +60,7 @@ class KLReference:
         group = len(parts[0].prompts) // len(parts[0].groups)
         self.likelihood = processes.gather(torch.cat(leaves).cpu()).view(-1, group)
 
-    def ahead(self, parts: list[Part], replay: Replay, processes: Processes) -> None:
+    def score_all(self, parts: list[Part], processes: Processes) -> None:
         """Score all parts of an epoch at once if the reference's weights are large, or sharded.
 
         Large ones take long to put in place. Of sharded ones all processes have the reference in place until the last
@@ -65,9 +69,9 @@ class KLReference:
         weights = self.policy.weights
         if self.read and (weights.large or weights.sharded) and not self._teacher and not self._present:
             with self.policy.reference(self.held), processes.together():
-                self.known = {id(part): self._kept(replay(part)) for part in parts}
+                self.known = {id(part): self._kept(self.replay(part)) for part in parts}
 
-    def scores(self, part: Part, replay: Replay) -> list[Scored]:
+    def scores(self, part: Part) -> list[Scored]:
         """Return the reference's scores of a part's transitions, if this epoch's KL or the surrogate needs them."""
         if not self.read:
             return []
@@ -75,9 +79,9 @@ class KLReference:
             return self.known[id(part)]
         with self._in_place():
             if self.keep:
-                self.known[id(part)] = self._kept(replay(part))
+                self.known[id(part)] = self._kept(self.replay(part))
                 return self.known[id(part)]
-            return [score for _, _, score in replay(part)]
+            return [score for _, _, score in self.replay(part)]
 
     @torch.no_grad()
     def leaves(self, part: Part, replay: Replay) -> torch.Tensor:
@@ -116,7 +120,7 @@ class KLReference:
 
         Returns the KL's metrics.
         """
-        self.known = {}  # free the scores before the next rollout
+        self.known, self.conditioning = {}, None  # freed before the next rollout
         if is_active(self.method.loss.kl):
             self.memory["kl"] = {"weight": self.kl.weight, "measured": measured}
         self.held = self.next(self.held, epoch + 1)

@@ -1,4 +1,4 @@
-"""Optimizer of a run, and the loss scaling of fp16."""
+"""Optimizer of a run: steps, schedule, loss scale of fp16, and moving average."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import distributed
 
+from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Train
 from flowgrpo.distributed.shards import is_shard, local
+from flowgrpo.policies.policy import Policy
+from flowgrpo.types import required
 
 
 def make_optimizer(train: Train, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -77,3 +80,59 @@ def rate(update: int, total: int, train: Train) -> float:
         return (update + 1) / train.warmup
     left = max(1 - (update - train.warmup) / max(total - train.warmup, 1), 0.0)  # steps of data alone come on top
     return {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[train.schedule]
+
+
+class Optimization:
+    """Optimizer of a run, with its schedule, loss scale and moving average.
+
+    update: the steps so far; skipped: those that were left out for a gradient that is not finite.
+    ema: moving average of the trained weights, by name; None without `train.ema`.
+    """
+
+    def __init__(self, config: Config, policy: Policy):
+        self.config = config
+        self.policy = policy
+        self.optimizer = make_optimizer(config.train, policy.weights.parameters())
+        self.scaler = make_scaler(config.precision, policy.device)
+        self.ema = policy.weights.kept() if config.train.ema else None
+        self.update = 0
+        self.skipped = 0
+
+    @property
+    def total_updates(self) -> int:
+        train = self.config.train
+        return train.epochs * train.inner_epochs * train.updates
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradient of a loss, which fp16 scales."""
+        self.policy.backward(self.scaler.scale(loss))
+
+    def step(self) -> torch.Tensor:
+        """Clip the gradient and step; return its norm before, 0-d. One that is not finite is skipped and counted."""
+        train, parameters = self.config.train, self.policy.weights.parameters()
+        has_gradients = any(parameter.grad is not None for parameter in parameters)  # false if no sample is trained
+        if has_gradients:
+            self.scaler.unscale_(self.optimizer)
+        norm = clip_gradients(parameters, train.clip_grad)
+        if not torch.isfinite(norm):
+            self.skipped += 1
+            self.scaler.update()
+            return norm
+        for group in self.optimizer.param_groups:
+            group["lr"] = train.lr * rate(self.update, self.total_updates, train)
+        if has_gradients:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.update += 1
+        if self.ema is not None:
+            update_average(self.ema, self.policy.weights.named, train.ema)
+        return norm
+
+    def evaluated_weights(self) -> dict[str, torch.Tensor]:
+        """Return the weights that are measured and saved: `eval.weights`."""
+        if self.config.eval.weights == "ema":
+            return required(self.ema)
+        return self.policy.weights.snapshot()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -47,3 +47,10 @@ def free() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def report(trainer: Any, text: str) -> None:
+    """Print that the micro-batch is halved; scores of the reference of larger batches are dropped."""
+    trainer.kl_reference.known = {}
+    if trainer.processes.first:
+        trainer.say(text)

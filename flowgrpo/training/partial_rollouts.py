@@ -12,7 +12,7 @@ from flowgrpo.data.prompts import Prompt, as_line, of_records
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.text.partial import Begun, begin, completed, go_on
 from flowgrpo.storage.checkpoint import Tensors
-from flowgrpo.training import drawing
+from flowgrpo.training import sampling
 from flowgrpo.training.stored_parts import within
 
 
@@ -55,7 +55,7 @@ class Pool:
             while sum(of.group.whole for of in waiting) < train.prompts:
                 run.stop.check()
                 groups = go_on(run.policy, tokenized, [of.group for of in waiting], run.method.generation.decoding,
-                               self.chunk, run.geometry.micro_batch, run.update)
+                               self.chunk, run.geometry.micro_batch, run.optimization.update)
                 waiting = [Waiting(of.prompt, group) for of, group in zip(waiting, groups)]
         run.rollouts.count(run.policy.evaluations - before)
         whole = [place for place, of in enumerate(waiting) if of.group.whole][:train.prompts]
@@ -65,7 +65,7 @@ class Pool:
 
     def _asked(self, epoch: int) -> list[tuple[Prompt, list[int]]]:
         """Return the groups of an epoch of a run without over-provision: their prompts and the seeds of samples."""
-        batch, group = drawing.chosen(self.run, epoch), self.run.geometry.group
+        batch, group = sampling.choose_prompts(self.run, epoch), self.run.geometry.group
         seed = self.run.rollouts.seeds(epoch, 0, len(batch))
         return [(prompt, [seed(place, sample) for sample in range(group)]) for place, prompt in enumerate(batch)]
 

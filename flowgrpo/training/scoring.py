@@ -181,6 +181,12 @@ class Scoring:
         apart = self.processes.gather(torch.tensor([value for values in self._apart.values() for value in values]))
         return metrics | ({"diversity": apart.mean().item()} if len(apart) else {})
 
+    def epoch_metrics(self, groups: Any, epoch: int, say: Callable[[str], None]) -> dict[str, float]:
+        """Return the metrics of an epoch's first turn. Raises UserError if no sample of the first epoch has a score."""
+        metrics = self.metrics(groups.first, say)
+        self.require_scores(metrics, groups.prompts[0].text, epoch, say)
+        return metrics
+
     def require_scores(self, metrics: dict[str, float], prompt: str, epoch: int, say: Callable[[str], None]) -> None:
         """Raise UserError if no sample of the first epoch, 0, has a score, though none was left out as a failure.
 

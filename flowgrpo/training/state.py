@@ -6,6 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -23,17 +24,16 @@ from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.base import GroupSampler
 from flowgrpo.storage import checkpoint
 from flowgrpo.storage.places import checkpoints
-from flowgrpo.training.best import BestWeights
-from flowgrpo.training.critic import Critic
 from flowgrpo.training.first_ratio import FirstRatio
-from flowgrpo.training.guided import GuidedSampling
 from flowgrpo.training.kl_reference import KLReference
-from flowgrpo.training.recorded_groups import RecordedGroups
-from flowgrpo.training.replay_buffer import Recalling
+from flowgrpo.training.optimizer import Optimization
 from flowgrpo.training.scoring import Scoring
 
 SNAPSHOTS = ("weights", "ema", "old", "best", "reference")  # parts of a checkpoint that have the weights' names
-COUNTERS = ("epoch", "update", "skipped", "sampled", "seconds", "reward_wait_seconds", "unmeasured")
+# Counters of a checkpoint, with the attribute of the run that has each.
+COUNTERS = {"epoch": "epoch", "update": "optimization.update", "skipped": "optimization.skipped",
+            "sampled": "progress.sampled", "seconds": "progress.seconds",
+            "reward_wait_seconds": "progress.reward_seconds", "unmeasured": "progress.evaluation_due"}
 SAMPLING = ("rollout_evaluations", "saved_evaluations")
 NUMBER = (int, float)
 REQUIRED: dict[str, type | tuple[type, ...]] = {  # values that every checkpoint holds, with their types
@@ -56,62 +56,45 @@ class Run(Protocol):
     held_out: list[Prompt]
     scoring: Scoring
     rollouts: GroupSampler[Any]
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    ema: dict[str, torch.Tensor] | None
-    best: BestWeights
+    optimization: Optimization
+    progress: Any
     kl_reference: KLReference
     first_ratio: FirstRatio
-    guided: GuidedSampling
-    critic: Critic | Recalling | None
-    recorded: RecordedGroups | None
-    rehearsing: Any
-    ahead: Any
-    trajectory: Any
+    extensions: Any
     clock: PhaseTimer
     memory: dict[str, Any]
-    reported: dict[str, float]
-    marked: dict[str, Any]
     epoch: int
 
-    def fitted(self, work: Callable[[], T], phase: str = "") -> T:
+    def with_oom_retry(self, work: Callable[[], T], phase: str = "") -> T:
         """Return work(), repeated with half the micro-batch each time that memory runs out."""
-
-    @property
-    def data(self) -> Any:
-        """Return the supervised term, `data_term.DataTerm`."""
 
 
 def counters(trainer: Run) -> dict[str, Any]:
     """Return the counters of a run, apart from its weights: the same on all processes."""
     [evaluations] = trainer.processes.total([trainer.policy.evaluations])
-    return {key: getattr(trainer, key) for key in COUNTERS} | {
+    return {key: attrgetter(place)(trainer) for key, place in COUNTERS.items()} | {
         key: getattr(trainer.rollouts, key) for key in SAMPLING} | {
         "reward_failures": trainer.scoring.reward_failures, "evaluations": evaluations,
         "micro_batch": [trainer.config.train.micro_batch, trainer.geometry.micro_batch],
         "first_log_ratio": trainer.first_ratio.found, "rescore": trainer.first_ratio.rescore,
-        "loss_scale": trainer.scaler.state_dict(), "memory": copy.deepcopy(trainer.memory)}
+        "loss_scale": trainer.optimization.scaler.state_dict(), "memory": copy.deepcopy(trainer.memory)}
 
 
 def stateful(trainer: Run) -> dict[str, checkpoint.Stateful]:
     """Return the parts of a run that keep a state of their own, by their names in a checkpoint."""
     parts: dict[str, checkpoint.Stateful] = {
-        "old": trainer.rollouts.old_policy, "best": trainer.best, "reference": trainer.kl_reference}
-    parts |= {} if trainer.method.loss.data is None else {"data": trainer.data}
-    parts |= {} if trainer.critic is None else {"critic": trainer.critic}
-    parts |= {} if trainer.ahead is None else {"ahead": trainer.ahead}
-    parts |= {} if trainer.trajectory is None else {"trajectory": trainer.trajectory}
-    return parts if trainer.recorded is None else parts | {"replay": trainer.recorded}
+        "old": trainer.rollouts.old_policy, "best": trainer.progress.best, "reference": trainer.kl_reference}
+    return parts | trainer.extensions.stateful()
 
 
 def contents(trainer: Run) -> tuple[checkpoint.Tensors, dict[str, Any]]:
     """Return the (tensors, values) of a checkpoint as of the end of the last whole epoch; of shards, this process's."""
     tensors: checkpoint.Tensors = {f"weights/{k}": v for k, v in trainer.policy.weights.named.items()}
-    tensors |= {f"ema/{k}": v for k, v in (trainer.ema or {}).items()}
+    tensors |= {f"ema/{k}": v for k, v in (trainer.optimization.ema or {}).items()}
     states = {name: part.state() for name, part in stateful(trainer).items()}
     tensors |= {f"{name}/{k}": v for name, (kept, _) in states.items() for k, v in kept.items()}
-    tensors |= {f"optimizer/{k}": v for k, v in checkpoint.optimizer_tensors(trainer.optimizer).items()}
-    return tensors, trainer.marked | {name: values for name, (_, values) in states.items()}
+    tensors |= {f"optimizer/{k}": v for k, v in checkpoint.optimizer_tensors(trainer.optimization.optimizer).items()}
+    return tensors, trainer.progress.saved_counters | {name: values for name, (_, values) in states.items()}
 
 
 def save(trainer: Run, folder: Path, wait: bool = True) -> None:
@@ -197,7 +180,8 @@ def room(trainer: Run) -> int:
     """
     train, weights = trainer.config.train, list(trainer.policy.weights.named.values())
     one = sum(tensor.numel() * tensor.element_size() for tensor in weights)
-    snapshots = (trainer.ema is not None) + (trainer.config.eval.best is not None) + len(trainer.kl_reference.held)
+    averages = (trainer.optimization.ema is not None) + (trainer.config.eval.best is not None)
+    snapshots = averages + len(trainer.kl_reference.held)
     moments = sum(tensor.numel() for tensor in weights) * (2 if train.optimizer == "adamw8bit" else 8)
     folders = checkpoints(trainer.config.folder / "checkpoints").values()
     kept = [file for folder in folders for file in folder.iterdir()]
@@ -237,13 +221,14 @@ def _restore(trainer: Run, folder: Path) -> None:
         parameter = owners[name] if room == "optimizer" else None
         taken[room][key] = tensor if parameter is None else shards.like(tensor, parameter)
     weights.load(taken["weights"])
-    checkpoint.load_optimizer(trainer.optimizer, taken["optimizer"])
-    if trainer.ema is not None:
-        trainer.ema = weights.placed(taken["ema"]) or weights.kept()
+    checkpoint.load_optimizer(trainer.optimization.optimizer, taken["optimizer"])
+    if trainer.optimization.ema is not None:
+        trainer.optimization.ema = weights.placed(taken["ema"]) or weights.kept()
     for name, part in stateful(trainer).items():
         part.load_state(taken[name], {"epoch": state["epoch"]} | state.get(name, {}))
-    for key in COUNTERS:
-        setattr(trainer, key, state.get(key, 0))
+    for key, place in COUNTERS.items():
+        holder, _, name = place.rpartition(".")
+        setattr(attrgetter(holder)(trainer) if holder else trainer, name, state.get(key, 0))
     for key in SAMPLING:
         setattr(trainer.rollouts, key, state[key])
     configured, lowered = state.get("micro_batch", (None, None))
@@ -252,8 +237,8 @@ def _restore(trainer: Run, folder: Path) -> None:
     trainer.scoring.reward_failures = state["reward_failures"]
     trainer.policy.evaluations = state["evaluations"] if trainer.processes.first else 0
     trainer.first_ratio.found, trainer.first_ratio.rescore = state["first_log_ratio"], state["rescore"]
-    if trainer.scaler.is_enabled() and state.get("loss_scale"):
-        trainer.scaler.load_state_dict(state["loss_scale"])
+    if trainer.optimization.scaler.is_enabled() and state.get("loss_scale"):
+        trainer.optimization.scaler.load_state_dict(state["loss_scale"])
     trainer.memory.clear()
     trainer.memory |= copy.deepcopy(state["memory"])
-    trainer.marked = state
+    trainer.progress.saved_counters = state

@@ -8,9 +8,9 @@ import torch
 from flowgrpo.advantages.consistency import LikelihoodConsistency
 from flowgrpo.errors import UserError
 from flowgrpo.methods.validate import resolve
-from flowgrpo.training.contexts import context_of
+from flowgrpo.training import sampling
 from flowgrpo.types import Completions, Context, Scored
-from tests.helpers import tiny, tiny_text
+from tests.helpers import loop, tiny, tiny_text
 from tests.helpers.tables import close, f64
 
 CARE = {"shaping": {"type": "LikelihoodConsistency", "right": 0.5}, "reference": {"type": "EMA"}, "kl": {"weight": 0.0}}
@@ -39,14 +39,14 @@ def test_a_run_reads_the_likelihood_of_its_slow_reference():
     tiny_text.stir(trainer.policy)
     trainer.run_epoch()
     assert len(trainer.kl_reference.held) == 1 and trainer.kl_reference.likelihood.shape == (2, 4)
-    parts, asked, _ = trainer.sample(trainer.prompts[:2])
+    parts, asked, _ = sampling.sample(trainer, trainer.prompts[:2])
     trainer.kl_reference.judge(parts, lambda part: trainer.rollouts.replay(part, asked), trainer.processes)
     found = trainer.kl_reference.likelihood
     with trainer.policy.reference(trainer.kl_reference.held):
         expected = torch.cat([(new.logp * new.mask).sum(1) / new.mask.sum(1) for part in parts
                               for _, _, new in trainer.rollouts.replay(part, asked)])
     torch.testing.assert_close(found.flatten(), expected, rtol=0, atol=1e-5)
-    context = context_of(trainer, parts, ["a", "b"])
+    context = loop.context(trainer, parts, ["a", "b"])
     assert torch.equal(context.likelihood, found)
 
 

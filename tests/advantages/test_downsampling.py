@@ -9,8 +9,9 @@ from flowgrpo.advantages import group_relative
 from flowgrpo.advantages.downsampling import Consistent, ResampleCorrect
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
+from flowgrpo.training import sampling
 from flowgrpo.types import Context
-from tests.helpers import tiny, tiny_runs
+from tests.helpers import loop, tiny, tiny_runs
 
 #           right, the process
 SAMPLES = [(1, 0.9), (1, 0.1), (1, 0.5), (1, 0.7), (0, 0.8), (0, 0.2), (1, 0.3), (0, 0.4)]
@@ -55,9 +56,9 @@ def test_what_is_left_out_is_neither_compared_nor_trained():
     made = tiny.trainer(rewards={"right": tiny.red, "process": tiny.red}, method="flow_grpo", parts=parts,
                         reward={"right": 1.0, "process": {"weight": 0.0}})
     assert validate.resolve(settings, "flow").credit.selection == Consistent(2, ("process",))
-    drawn, conditioning, scores = made.sample(made.prompts[:1])
+    drawn, conditioning, scores = sampling.sample(made, made.prompts[:1])
     given = torch.tensor([[(1.0, 0.2), (1.0, 0.9), (0.0, 0.7), (0.0, 0.1)]])
-    [credited] = made.credit(drawn, given, conditioning.prompts)
+    [credited] = loop.credit(made, drawn, given, conditioning.prompts)
     assert all(len(taken.parent) == 2 for taken in credited.transitions)
     expected = group_relative(torch.tensor([[1.0, 0.0]]), "none")[0]
     torch.testing.assert_close(credited.advantages[0], expected)

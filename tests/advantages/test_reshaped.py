@@ -21,7 +21,7 @@ from flowgrpo.advantages.reshaped import (
 from flowgrpo.errors import UserError
 from flowgrpo.methods.validate import resolve
 from flowgrpo.samplers.replay import rescored
-from flowgrpo.training.contexts import context_of
+from flowgrpo.training.credit import context_of
 from flowgrpo.types import Context
 from tests.helpers import tiny, tiny_text
 from tests.helpers.tables import close, draw, f64
@@ -169,11 +169,11 @@ def test_the_reference_of_a_sample_is_its_log_probability_under_the_base(make, o
     trainer = make(parts={"advantage": {"type": "Confidence"}}, **options)
     seen = []
 
-    def context(run, parts, keys):
-        seen.append((parts, context_of(run, parts, keys)))
+    def context(run, epoch, keys):
+        seen.append((epoch.parts, context_of(run, epoch, keys)))
         return seen[-1][1]
 
-    monkeypatch.setattr("flowgrpo.train.context_of", context)
+    monkeypatch.setattr("flowgrpo.training.credit.context_of", context)
     trainer.run_epoch()
     [(parts, found)] = seen
     assert found.reference.shape == found.logp.shape and (found.reference - found.logp).abs().max() > 1e-3

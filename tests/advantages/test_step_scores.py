@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flowgrpo.advantages.step_scores import StepScores, merged_steps, text_steps
+from flowgrpo.training import sampling
 from flowgrpo.types import Scored, Segmented
 from tests.helpers import tiny_runs
 
@@ -100,7 +101,7 @@ def test_a_run_scores_the_steps_of_its_texts(whole):
     made = tiny_runs.trainer("tokens", tiny_runs.config("tokens", "grpo", parts, text__max_tokens=12))
     shown = []
     made.scoring.functions["score"] = lambda texts, prompts: shown.extend(texts) or [float(len(text)) for text in texts]
-    [part, *_], conditioning, _ = made.sample(made.prompts[:2])
+    [part, *_], conditioning, _ = sampling.sample(made, made.prompts[:2])
     [given] = part.transitions
     steps, tokenizer = 0, made.policy.tokenizer
     for ids, mask, segments, values in zip(given.ids, given.old.mask, given.segments, given.values):

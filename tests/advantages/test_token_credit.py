@@ -25,10 +25,11 @@ from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.text.continuations import continued, segmented
 from flowgrpo.samplers.text.decoding import Decoding
 from flowgrpo.samplers.text.records import TokenizedPrompts
+from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.shares import decisions
 from flowgrpo.types import Completions, Scored, Segmented, Transitions
-from tests.helpers import tiny, tiny_text
+from tests.helpers import loop, tiny, tiny_text
 
 P = torch.tensor([[0.5, 0.95, 0.8, 0.99, 0.1, 0.2], [0.99, 0.3, 0.99, 0.4, 0.5, 0.5]], dtype=torch.float64)
 MASK = torch.tensor([[True] * 6, [True, True, True, True, False, False]])
@@ -78,8 +79,9 @@ def sampled(method: str, **options):
     """(trainer, parts with advantages, what was asked) of two prompts."""
     trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, method=method, **options)
     batch = trainer.prompts[:2]
-    parts, asked, scores = trainer.sample(batch)
-    return trainer, [part for part in trainer.credit(parts, scores, [p.key for p in batch]) if part], asked, scores
+    parts, asked, scores = sampling.sample(trainer, batch)
+    credited = loop.credit(trainer, parts, scores, [p.key for p in batch])
+    return trainer, [part for part in credited if part], asked, scores
 
 
 def many(completions, prompts):
@@ -144,10 +146,11 @@ def test_tokens_have_advantages_of_their_own(method, options):
     gradients = []
     for size in (1, 8):
         trainer.geometry = trainer.rollouts.geometry = type(trainer.geometry)(2, 4, size, 1)
-        trainer.optimizer.zero_grad()
-        trainer.kl_reference.begin(0, 1)
+        trainer.optimization.optimizer.zero_grad()
+        trainer.kl_reference.begin(loop.epoch(trainer), 0, 1)
+        count = decisions(parts, trainer.method.loss.reduction)
         for part in parts:
-            trainer.backward(part, asked, {0: 1.0}, decisions(parts, trainer.method.loss.reduction), UpdateStats())
+            loop.backward(trainer, part, asked, {0: 1.0}, count, UpdateStats())
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in trainer.policy.weights.parameters()]))
     assert gradients[0].norm() > 0 and (gradients[0] - gradients[1]).norm() <= 1e-4 * gradients[0].norm()
 
@@ -262,7 +265,9 @@ def test_planning_steps_are_the_first_of_the_grid():
 def test_planning_steps_of_a_run_of_pictures():
     trainer = tiny.trainer(method="flow_grpo", parts={"spread": {"type": "Planning", "first": 1}})
     plain = tiny.trainer(method="flow_grpo")
-    (raised, alike) = (own.credit(*own.sample(own.prompts[:2])[::2], own.keys[:2])[0] for own in (trainer, plain))
+    keys = [prompt.key for prompt in trainer.prompts[:2]]
+    (raised, alike) = (loop.credit(own, *sampling.sample(own, own.prompts[:2])[::2], keys)[0]
+                       for own in (trainer, plain))
     assert [taken.step for taken in raised.transitions][:2] == [0, 1]
     expected = alike.advantages[0] + 0.2 * alike.advantages[0].abs()
     torch.testing.assert_close(raised.advantages[0], expected)
@@ -289,13 +294,9 @@ def test_the_entropies_of_a_run_are_those_of_the_policy_that_drew():
     trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, method="grpo",
                                 parts={"spread": {"type": "Exploring"}})
     seen = []
-
-    def credit(parts, *rest, given=trainer.credit):
-        seen.extend(parts)
-        return given(parts, *rest)
-
-    trainer.credit = credit
+    loop.watch(trainer, on_drawn=lambda epoch: seen.extend(epoch.parts))
     trainer.run_epoch()
+    assert seen
     for part in seen:
         [taken] = part.transitions
         assert taken.old.entropy.shape == taken.ids.shape and (taken.old.entropy[taken.old.mask] > 0).all()

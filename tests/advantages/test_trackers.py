@@ -13,6 +13,7 @@ from torch.distributions import Beta
 from flowgrpo.advantages.trackers import PriorBlend, SmoothStandardised, ValueTracker, prior_weight
 from flowgrpo.errors import UserError
 from flowgrpo.methods.validate import resolve
+from flowgrpo.training import sampling
 from flowgrpo.types import Context
 from tests.helpers import tiny, tiny_text
 from tests.helpers.tables import close, f64
@@ -116,15 +117,15 @@ def test_a_run_of_single_samples_learns_and_measures_how_far_it_moved(make, opti
     assert len(counts) >= 1 and all(0 < count <= 8 + 2 for count in counts)
 
 
-def test_a_run_draws_prompts_by_what_the_tracker_remembers():
+def test_a_run_draws_prompts_by_what_the_tracker_remembers(monkeypatch):
     trainer = tiny.trainer(parts={"advantage": {"type": "ValueTracker", "floor": 0.01}}, train__prompts=1)
     drawn = []
 
-    def sampled(batch, turn):
+    def sampled(trainer, batch, turn):
         drawn.extend(prompt.text for prompt in batch)
         raise InterruptedError
 
-    trainer.sample = sampled
+    monkeypatch.setattr(sampling, "sample", sampled)
 
     def epochs(count: int) -> list[str]:
         drawn.clear()

@@ -23,7 +23,7 @@ from flowgrpo.data.text_features import features
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.training import state
-from tests.helpers import tiny, tiny_text
+from tests.helpers import loop, tiny, tiny_text
 
 POOL = [Prompt(f"p{i}", metadata={"task": "abc"[i % 3]}) for i in range(12)]
 NONE, HALF, ALL = [0.0] * 4, [0.0, 0.0, 1.0, 1.0], [1.0] * 4
@@ -179,8 +179,8 @@ def test_what_is_learned_is_in_the_checkpoint_and_the_next_epoch_is_the_same(par
         return trainer
 
     trainer, other = made(), made()
-    trainer.draw()
-    trainer.epoch, trainer.marked = 1, state.counters(trainer)
+    loop.draw(trainer)
+    trainer.epoch, trainer.progress.saved_counters = 1, state.counters(trainer)
     state.save(trainer, tmp_path)
     state.restore(other, tmp_path / "checkpoints" / "epoch-00001")
     assert other.memory == trainer.memory != {}
@@ -226,5 +226,5 @@ def test_the_policy_writes_variants_of_what_it_sometimes_solves():
     assert lines and all(line["metadata"]["answer"] in tiny_text.PROMPTS for line in lines)
     assert not {line["prompt"] for line in lines} & set(tiny_text.PROMPTS)
     trainer.epoch = 1
-    drawn, _, _ = trainer.draw()
+    drawn = loop.draw(trainer).groups
     assert [prompt.text for prompt in drawn.prompts][:len(lines)] == [line["prompt"] for line in lines][:2]

@@ -78,7 +78,7 @@ def test_what_is_believed_is_in_the_checkpoint_and_the_next_epoch_is_the_same(tm
     trainer, other = made(), made()
     trainer.run_epoch()
     trainer.epoch = 1
-    trainer.marked = state.counters(trainer)
+    trainer.progress.saved_counters = state.counters(trainer)
     state.save(trainer, tmp_path)
     state.restore(other, tmp_path / "checkpoints" / "epoch-00001")
     assert other.memory == trainer.memory and len(trainer.memory["beliefs"]) == 2

@@ -14,7 +14,7 @@ from flowgrpo.curriculum.gradient_variance import GradientVariance, gradient_nor
 from flowgrpo.curriculum.order import Knapsack, allocated, value
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.types import Context
-from tests.helpers import tiny_text
+from tests.helpers import loop, tiny_text
 
 RATES = (0.05, 0.2, 0.5, 0.95)
 
@@ -63,11 +63,11 @@ def test_an_epoch_learns_and_the_next_one_reads_it():
     trainer = tiny_text.trainer(tiny_text.policy(), method="grpo+knapsack_rl", train__prompts=4,
                                 parts={"curriculum": {"each": 2}})
     for trainer.epoch in range(2):
-        drawn, _, _ = trainer.draw()
+        drawn = loop.draw(trainer).groups
         assert len(drawn.prompts) == 4 and len(set(drawn.prompts)) == 2
     assert 2 <= len(trainer.memory["beliefs"]) <= 4
     trainer.run_epoch()
-    assert trainer.update == 1 and trainer.first_ratio.found <= 1e-5
+    assert trainer.optimization.update == 1 and trainer.first_ratio.found <= 1e-5
 
 
 # --- GVM -------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
 from flowgrpo.run import run
-from tests.helpers import tiny, tiny_text
+from flowgrpo.training import credit
+from tests.helpers import loop, tiny, tiny_text
 
 POOL = [Prompt(text) for text in "abcdef"]
 MIXED, AGREED = [0.0, 1.0, 0.0], [1.0, 1.0, 1.0]
@@ -95,12 +96,12 @@ def test_a_run_samples_more_of_what_contradicts_its_prior():
     trainer = tiny_text.trainer(rewards={"short": lambda texts, prompts: [1.0] * len(texts)}, parts=parts)
     trainer.prompts = trainer.prompts[:2]
     trainer.run_epoch()
-    assert trainer.sampled == 8
+    assert trainer.progress.sampled == 8
     trainer.epoch = 1  # of evidence 2, at a rate of 1/2, and four successes 4.4 of 5.4: no conflict at .81
-    trainer.memory["PriorBlend"][trainer.keys[0]]["after"] = [8.0, 1.0]
+    trainer.memory["PriorBlend"][trainer.prompts[0].key]["after"] = [8.0, 1.0]
     trainer.run_epoch()
-    assert trainer.sampled == 16 + 4
-    assert trainer.memory["PriorBlend"][trainer.keys[0]]["after"] == pytest.approx([0.7 * 8 + 8, 0.7 + 8])
+    assert trainer.progress.sampled == 16 + 4
+    assert trainer.memory["PriorBlend"][trainer.prompts[0].key]["after"] == pytest.approx([0.7 * 8 + 8, 0.7 + 8])
     with pytest.raises(UserError, match="AdditionalGroups reads the prior values of PriorBlend: set parts.advantage"):
         validate.resolve(tiny.config(parts={"redraw": {"type": "AdditionalGroups"}}))
 
@@ -118,10 +119,11 @@ def test_an_epoch_of_texts_is_filled_up_with_groups_that_differ():
     calls: list[str] = []
     trainer = tiny_text.trainer(rewards={"short": counted(calls)}, method="dapo+dynamic_sampling", train__prompts=3)
     kept = [prompt for prompt in tiny_text.PROMPTS if "+" in prompt]
-    drawn, parts, asked = trainer.draw()
+    epoch = loop.draw(trainer)
+    drawn, parts, asked = epoch.groups, epoch.parts, epoch.conditioning
     assert sorted(set(calls)) == sorted(calls) and len(calls) > 3  # no prompt twice
-    batch, grouped = drawn.compared()
-    credited = [part for part in trainer.credit(parts, grouped, [prompt.key for prompt in batch]) if part is not None]
+    batch, _ = drawn.compared()
+    credited = credit.compared(trainer, epoch)
     trained = [asked.prompts[i] for part in credited for i in part.prompts[::4].tolist() if part.transitions]
     assert len(batch) == len(calls) and [asked.prompts[i] for part in parts for i in part.prompts[::4]] == calls
     assert set(trained) <= set(calls) and sum(prompt in kept for prompt in trained) >= 3
@@ -132,7 +134,8 @@ def test_turns_have_noise_of_their_own():
     trainer = tiny_text.trainer(rewards={"short": lambda texts, prompts: [1.0] * len(texts)},
                                 parts={"redraw": {"type": "DynamicSampling", "turns": 3}}, train__prompts=2)
     trainer.prompts = trainer.prompts[:2]
-    drawn, parts, asked = trainer.draw()
+    epoch = loop.draw(trainer)
+    drawn, parts, asked = epoch.groups, epoch.parts, epoch.conditioning
     assert drawn.turn == 3 and len(asked.prompts) == 6 and sorted(drawn.replaced) == [0, 1, 2, 3]
     ids = {asked.prompts[int(part.prompts[0])]: [] for part in parts}
     for part in parts:

@@ -18,7 +18,8 @@ from flowgrpo.methods.validate import require_recorded_pairs, resolve
 from flowgrpo.objectives.ratios import error
 from flowgrpo.rewards.images.preferred import preferred
 from flowgrpo.train import Trainer
-from tests.helpers import tiny
+from flowgrpo.training import sampling
+from tests.helpers import loop, tiny
 from tests.policies.pipelines.test_image_latents import saved
 from tests.test_train import align, epoch, gradient, metrics
 
@@ -114,8 +115,8 @@ def test_what_does_not_go_with_recorded_pairs_is_refused(options, told):
 def test_recorded_pairs_train_as_drawn_ones_do(tmp_path):
     """The pictures that a rollout drew, at the same noise and times: the same scores and the same gradient."""
     online = tiny.trainer(tiny.stir(tiny.policy()), **DPO)
-    parts, conditioning, grouped = online.sample(online.prompts[:2])
-    drawn = list(online.credit(parts, grouped, conditioning.prompts))
+    parts, conditioning, grouped = sampling.sample(online, online.prompts[:2])
+    drawn = list(loop.credit(online, parts, grouped, conditioning.prompts))
     better = ["chosen" if one > two else "rejected" for one, two in grouped[..., 0].tolist()]
     names = [("a.png", "b.png"), ("c.png", "d.png")]
     lines = [(online.prompts[i].text, *names[i]) for i in (0, 1)]
@@ -146,7 +147,7 @@ def margins(trainer: Trainer) -> torch.Tensor:
     """The implicit reward of the first picture of each pair less that of the second, over beta, at a noise that is not
     trained on: [pairs], the mean over the times."""
     before, trainer.epoch = trainer.epoch, 1000
-    [part], conditioning, _ = trainer.sample(trainer.prompts)
+    [part], conditioning, _ = sampling.sample(trainer, trainer.prompts)
     trainer.epoch = before
 
     def errors() -> torch.Tensor:

@@ -20,6 +20,7 @@ from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.rewards.images.preferred import preferred
 from flowgrpo.run import run
 from flowgrpo.train import Trainer
+from flowgrpo.training import sampling
 from tests.helpers import tiny_text
 
 RIGHT = [("1+2=", "3", "4"), ("33+4=", "37", "1"), ("5;66=", ";61", "61"), ("7+8=", "15", "78")]
@@ -60,7 +61,7 @@ def test_a_file_of_texts_and_its_mistakes(tmp_path):
 def test_the_recorded_texts_are_the_groups_with_their_log_probabilities(tmp_path):
     run = trainer(pairs_file(tmp_path))
     assert isinstance(run.method.target, RecordedCompletions)
-    [part], conditioning, scores = run.sample(run.prompts)
+    [part], conditioning, scores = sampling.sample(run, run.prompts)
     [taken] = part.transitions
     told = {(prompt, chosen, rejected) for prompt, chosen, rejected in RIGHT}
     texts = run.policy.written(taken.ids, taken.old.mask)
@@ -80,7 +81,7 @@ def shown(losses: torch.Tensor, mask: torch.Tensor) -> float:
 
 def margins(run: Trainer) -> tuple[torch.Tensor, torch.Tensor]:
     """log p of the chosen texts less that of the rejected ones, less the same of the base: [pairs]; and the mask."""
-    [part], conditioning, _ = run.sample(run.prompts)
+    [part], conditioning, _ = sampling.sample(run, run.prompts)
     [(_, _, new)] = run.rollouts.replay(part, conditioning)
     with run.policy.reference():
         [(_, _, base)] = run.rollouts.replay(part, conditioning)
@@ -103,7 +104,7 @@ def test_training_moves_the_texts_apart_by_the_loss_of_the_paper(tmp_path, parts
 
 def test_simpo_reads_no_reference_and_starts_at_its_margin(tmp_path):
     run = trainer(pairs_file(tmp_path), method="simpo")
-    [part], conditioning, _ = run.sample(run.prompts)
+    [part], conditioning, _ = sampling.sample(run, run.prompts)
     [(_, _, new)] = run.rollouts.replay(part, conditioning)
     mean = (new.logp.detach().sum(1) / new.mask.sum(1))
     expected = shown(torch.nn.functional.softplus(1.0 - 2.0 * (mean[::2] - mean[1::2])), new.mask)

@@ -388,11 +388,12 @@ def out_of_memory_on_the_second(folder: Path, place: str) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     def full(parameter: torch.Tensor) -> None:
-        if trainer.update == 1:
+        if trainer.optimization.update == 1:
             parameter.grad = parameter.grad.as_subclass(Full)
 
     if processes.rank == 1 and place == "step":
-        trainer.optimizer.register_step_pre_hook(lambda *_: step() if trainer.update == 1 else None)
+        trained = trainer.optimization
+        trained.optimizer.register_step_pre_hook(lambda *_: step() if trained.update == 1 else None)
     if processes.rank == 1 and place == "sum":
         for parameter in trainer.policy.weights.parameters():
             parameter.register_post_accumulate_grad_hook(full)

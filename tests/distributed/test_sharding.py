@@ -55,15 +55,15 @@ def epochs(trainer, first: int, last: int) -> list[dict]:
     for trainer.epoch in range(first, last):
         metrics.append(trainer.run_epoch())
     trainer.epoch = last
-    trainer.marked = state.counters(trainer)
+    trainer.progress.saved_counters = state.counters(trainer)
     return metrics
 
 
 def whole(trainer) -> dict[str, torch.Tensor]:
     """All weights of the denoiser and their average, gathered; every process calls it."""
     weights = sharding.state_dict(trainer.policy.denoisers["transformer"], keep=True)
-    for key, parameter in (trainer.policy.weights.named if trainer.ema else {}).items():
-        average = trainer.ema[key]
+    for key, parameter in (trainer.policy.weights.named if trainer.optimization.ema else {}).items():
+        average = trainer.optimization.ema[key]
         average = shards.like(average, parameter).full_tensor() if shards.is_shard(parameter) else average
         weights[f"ema.{key}"] = average
     return {key: tensor.detach().clone() for key, tensor in weights.items()}
@@ -73,7 +73,7 @@ def leave(folder: Path, name: str, trainer, metrics: list[dict]) -> None:
     """Leave weights and metrics of a trainer, and how much this process holds of it."""
     rank = trainer.processes.rank
     save_file(whole(trainer), folder / f"{name}{rank}.safetensors")
-    optimizer = checkpoint.optimizer_tensors(trainer.optimizer).values()
+    optimizer = checkpoint.optimizer_tensors(trainer.optimization.optimizer).values()
     moments = sum(shards.local(tensor).numel() for tensor in optimizer)
     found = {"metrics": metrics, "held": held(trainer.policy), "moments": moments}
     (folder / f"{name}{rank}.json").write_text(json.dumps(found))
@@ -94,9 +94,9 @@ def one_of_two(folder: Path) -> None:
         if case == "full":
             state.save(trainer, folder / "of two")
             saving.LARGE = 0  # from here on, checkpoints are written by threads
-            trainer.saving(folder / "by threads", last=False)
+            trainer.progress.saving(folder / "by threads", last=False)
         metrics += epochs(trainer, 1, 2)
-        trainer.saving.look(wait=True)
+        trainer.progress.saving.look(wait=True)
         leave(folder, case, trainer, metrics)
         if case == "full":
             said = trainer.policy.weights.save(folder / "saved")

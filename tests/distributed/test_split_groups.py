@@ -55,7 +55,7 @@ def one_of_several(folder: Path, cases: list[str]) -> None:
     for case in cases:
         trainer = trained(case)
         assert trainer.geometry.slices == (4 if case == "one sample each" else 2)
-        assert trainer.sampled == 2 * trainer.config.train.prompts * 4
+        assert trainer.progress.sampled == 2 * trainer.config.train.prompts * 4
         save_file(trainer.policy.weights.snapshot(), folder / f"{case}{processes.rank}.safetensors")
 
 

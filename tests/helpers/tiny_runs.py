@@ -102,5 +102,5 @@ def next_epochs(made, count: int) -> list[dict]:
     for _ in range(count):
         lines.append(made.run_epoch())
         made.epoch += 1
-        made.marked = state.counters(made)
+        made.progress.saved_counters = state.counters(made)
     return lines

@@ -18,9 +18,9 @@ from flowgrpo.samplers.plans import Branches, EachStep, GrowingTail, Sliding, Tr
 from flowgrpo.samplers.preview import Preview, contrasting
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage import checkpoint
-from flowgrpo.training import state
+from flowgrpo.training import sampling, state
 from flowgrpo.training.shares import decisions
-from tests.helpers import tiny
+from tests.helpers import loop, tiny
 
 # What a preset needs beside the six steps and four samples of tests/helpers/tiny.py: room for its splits.
 SIZES = {"branch_grpo": dict(train__steps=12, train__group=16, train__micro_batch=32),
@@ -42,12 +42,12 @@ def made(method: str, **options):
 
 def sampled(trainer):
     """(parts, conditioning, scores [groups,G,R]) of two prompts."""
-    return trainer.sample(trainer.prompts[:2])
+    return sampling.sample(trainer, trainer.prompts[:2])
 
 
 def credited(trainer, parts, conditioning, grouped):
     """The parts with their advantages, where the rewards are the given ones."""
-    return list(trainer.credit(parts, torch.as_tensor(grouped, dtype=torch.float32), conditioning.prompts))
+    return list(loop.credit(trainer, parts, torch.as_tensor(grouped, dtype=torch.float32), conditioning.prompts))
 
 
 # --- ddpo ------------------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def test_ddpo_compares_with_the_epochs_before_even_after_a_checkpoint(tmp_path):
     grouped = [torch.tensor(values)[..., None] for values in (first, second)]
     credited(trainer, parts, conditioning, grouped[0])
     trainer.epoch = 1
-    trainer.marked = state.counters(trainer)
+    trainer.progress.saved_counters = state.counters(trainer)
     state.save(trainer, tmp_path)
     again = made("ddpo", parts__advantage__least=8)
     state.restore(again, checkpoint.latest(tmp_path / "checkpoints"))

@@ -70,7 +70,7 @@ def test_two_epochs_move_the_adapters_of_the_encoders_and_nothing_else(name, ada
     for made.epoch in range(2):
         found.append(made.run_epoch())
     assert found[0]["log_ratio_max"] <= 1e-6 and all(math.isfinite(each["loss"]) for each in found)
-    assert (made.update, made.skipped) == (2, 0)
+    assert (made.optimization.update, made.optimization.skipped) == (2, 0)
     changed = {key for key, value in weights(made.policy).items() if not torch.equal(value, before[key])}
     parts = {key.split(".")[0] for key in changed}
     encoders = {"text_encoder"} | ({"text_encoder_2"} if name != "sd15" else set())
@@ -224,7 +224,7 @@ def test_a_checkpoint_brings_the_encoders_back(tmp_path):
     made = trainer("sd3")
     made.run_epoch()
     made.epoch = 1
-    made.marked = state.counters(made)
+    made.progress.saved_counters = state.counters(made)
     state.save(made, tmp_path)
     again = trainer("sd3")
     state.restore(again, checkpoint.latest(tmp_path / "checkpoints"))

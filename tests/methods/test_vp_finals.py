@@ -16,7 +16,7 @@ from flowgrpo.samplers.noised_finals import Stratified
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.shares import decisions
 from tests.data.test_recorded_pairs import pairs_file
-from tests.helpers import tiny
+from tests.helpers import loop, tiny
 from tests.test_train import align, epoch, gradient
 
 DDIM_V = DDIMScheduler(prediction_type="v_prediction", clip_sample=False, **tiny.SD15_NOISE)
@@ -70,8 +70,8 @@ def test_the_loss_and_its_gradient_are_those_of_the_released_script(beta):
     weights, stats = tiny.step_weights(trainer, [part]), UpdateStats()
     assert weights == {0: 1.0, 1: 1.0, 2: 1.0} and len(part.prompts) == 4
     found = gradient(trainer, [part], conditioning)
-    trainer.backward(part, conditioning, weights, decisions([part]), stats)
-    trainer.optimizer.zero_grad()
+    loop.backward(trainer, part, conditioning, weights, decisions([part]), stats)
+    trainer.optimization.optimizer.zero_grad()
     loss = published(trainer, part, beta)
     loss.backward()
     wanted = torch.cat([p.grad.flatten() for p in trainer.policy.weights.parameters()])
@@ -90,7 +90,7 @@ def test_an_epoch_has_the_first_ratio_one_and_moves_the_lora_alone(method, stock
     after = trainer.policy.pipe.unet.state_dict()
     changed = {key for key in before if not torch.equal(before[key], after[key])}
     assert changed and all("lora_" in key for key in changed)
-    assert trainer.first_ratio.found <= 1e-6 and trainer.update == 1 and math.isfinite(metrics["loss"])
+    assert trainer.first_ratio.found <= 1e-6 and trainer.optimization.update == 1 and math.isfinite(metrics["loss"])
 
 
 def test_a_run_on_recorded_pairs(tmp_path):

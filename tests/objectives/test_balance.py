@@ -11,7 +11,7 @@ from flowgrpo.methods.data_sources import PassRate, Recorded
 from flowgrpo.methods.supervised import FlowMatching, GuidanceDistillation, NextToken
 from flowgrpo.objectives.balance import Convergence, FixedWeights, GradientNorms, Now, WarmupCosine
 from flowgrpo.objectives.supervised_weights import EntropyAware, EqualTokens, OneToken, Uncertain
-from flowgrpo.training.data_term import combined
+from flowgrpo.training.extensions.supervised import combined
 from tests.helpers.tables import close, f64
 
 # --- two gradients ---------------------------------------------------------------------------------------------------

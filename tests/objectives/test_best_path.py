@@ -9,11 +9,12 @@ import torch
 
 from flowgrpo.objectives import AdaptiveClip, Clip
 from flowgrpo.objectives.best_path import LayerTuning
+from flowgrpo.training import sampling
 from flowgrpo.training.credit import towards_best
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.shares import decisions
 from flowgrpo.types import RegressionTarget, Scored
-from tests.helpers import tiny
+from tests.helpers import loop, tiny
 
 F64 = torch.float64
 
@@ -96,10 +97,10 @@ def test_progress_divides_the_best_advantage_over_the_depths_of_the_tree():
 
 def test_the_preset_pulls_by_progress():
     trainer = made()
-    parts, conditioning, _ = trainer.sample(trainer.prompts[:2])
+    parts, conditioning, _ = sampling.sample(trainer, trainer.prompts[:2])
     rewards = torch.zeros(2, 16)
     rewards[0, 4:8], rewards[0, 5] = 1.0, 2.0
-    [part] = trainer.credit(parts, rewards[..., None], conditioning.prompts)
+    [part] = loop.credit(trainer, parts, rewards[..., None], conditioning.prompts)
     gained = [taken.goal.weight[0, 0].item() for taken in part.transitions]
     # Means below the path to leaf 5: 5/16, 5/8, 5/4, 3/2, 2.
     std = rewards[0].std().item()
@@ -124,7 +125,7 @@ def outputs(trainer, part, conditioning, taken) -> torch.Tensor:
 
 def test_the_pull_is_the_distance_to_the_old_output_on_the_best_path():
     trainer = made()
-    parts, conditioning, _ = trainer.sample(trainer.prompts[:2])
+    parts, conditioning, _ = sampling.sample(trainer, trainer.prompts[:2])
     advantages = torch.randn(2, 16, generator=torch.Generator().manual_seed(1))
     [part] = [towards_best(part, advantages, LayerTuning(0.01)) for part in parts]
     old = [outputs(trainer, part, conditioning, taken) for taken in part.transitions]
@@ -143,7 +144,7 @@ def test_the_pull_is_the_distance_to_the_old_output_on_the_best_path():
 
 def test_on_the_best_path_itself_nothing_pulls_before_the_first_update():
     trainer = made()
-    parts, conditioning, _ = trainer.sample(trainer.prompts[:2])
+    parts, conditioning, _ = sampling.sample(trainer, trainer.prompts[:2])
     advantages = torch.zeros(2, 16)
     advantages[0, 5], advantages[1] = 2.0, -1.0
     [part] = [towards_best(part, advantages, LayerTuning(0.01)) for part in parts]
@@ -159,8 +160,8 @@ def test_on_the_best_path_itself_nothing_pulls_before_the_first_update():
 
 def test_training_goes_towards_the_best_path_when_only_the_pull_is_left():
     trainer = made(train__lr=1e-3, parts__tuning__weight=1.0)
-    parts, conditioning, grouped = trainer.sample(trainer.prompts[:2])
-    [part] = trainer.credit(parts, grouped, conditioning.prompts)
+    parts, conditioning, grouped = sampling.sample(trainer, trainer.prompts[:2])
+    [part] = loop.credit(trainer, parts, grouped, conditioning.prompts)
     still = type(part)(**{**vars(part), "advantages": tuple(torch.zeros_like(a) for a in part.advantages)})
 
     def pull() -> float:
@@ -170,24 +171,25 @@ def test_training_goes_towards_the_best_path_when_only_the_pull_is_left():
 
     found = [pull()]
     for _ in range(4):
-        trainer.optimizer.zero_grad()
-        trainer.backward(still, conditioning, tiny.step_weights(trainer, [still]), decisions([still]), UpdateStats())
-        trainer.step_optimizer(UpdateStats())
+        trainer.optimization.optimizer.zero_grad()
+        weights = tiny.step_weights(trainer, [still])
+        loop.backward(trainer, still, conditioning, weights, decisions([still]), UpdateStats())
+        trainer.optimization.step()
         found.append(pull())
     assert found == sorted(found, reverse=True) and found[-1] < 0.97 * found[0]
 
 
 def test_pruned_edges_have_no_goal_left():
     trainer = made(parts__selection={"type": "BestWorst", "n": 2})
-    parts, conditioning, grouped = trainer.sample(trainer.prompts[:2])
-    [part] = trainer.credit(parts, grouped, conditioning.prompts)
+    parts, conditioning, grouped = sampling.sample(trainer, trainer.prompts[:2])
+    [part] = loop.credit(trainer, parts, grouped, conditioning.prompts)
     for taken in part.transitions:
         assert len(taken.goal.mean) == len(taken.goal.weight) == len(taken.parent) <= 4
-    trainer.backward(part, conditioning, tiny.step_weights(trainer, [part]), decisions([part]), UpdateStats())
+    loop.backward(trainer, part, conditioning, tiny.step_weights(trainer, [part]), decisions([part]), UpdateStats())
 
 
 def test_without_a_weight_no_goal_is_kept():
     trainer = made(parts__tuning__weight=0.0)
-    parts, conditioning, grouped = trainer.sample(trainer.prompts[:2])
-    [part] = trainer.credit(parts, grouped, conditioning.prompts)
+    parts, conditioning, grouped = sampling.sample(trainer, trainer.prompts[:2])
+    [part] = loop.credit(trainer, parts, grouped, conditioning.prompts)
     assert all(taken.goal is None and taken.old.mean is None for taken in part.transitions)

@@ -21,11 +21,11 @@ from flowgrpo.samplers.replay import score
 from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.samplers.solvers import Euler
 from flowgrpo.storage import checkpoint
-from flowgrpo.training import state
+from flowgrpo.training import sampling, state
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.shares import decisions
 from flowgrpo.types import Context, Gaussian, Scored
-from tests.helpers import tiny, tiny_runs
+from tests.helpers import loop, tiny, tiny_runs
 
 F64 = torch.float64
 
@@ -203,12 +203,12 @@ def stirred(kl: dict, **options):
 def one_update(kl: dict, ratio: bool = True) -> tuple[dict, torch.Tensor]:
     """The statistics and the gradient of an epoch's loss, with `ratio` False of its KL alone."""
     trainer, stats = stirred(kl), UpdateStats()
-    found, conditioning, grouped = trainer.sample(trainer.prompts[:2])
-    credited = list(trainer.credit(found, grouped, conditioning.prompts))
+    found, conditioning, grouped = sampling.sample(trainer, trainer.prompts[:2])
+    credited = list(loop.credit(trainer, found, grouped, conditioning.prompts))
     if not ratio:
         credited = [replace(part, advantages=tuple(0 * each for each in part.advantages)) for part in credited]
     for part in credited:
-        trainer.backward(part, conditioning, tiny.step_weights(trainer, credited), decisions(credited), stats)
+        loop.backward(trainer, part, conditioning, tiny.step_weights(trainer, credited), decisions(credited), stats)
     stats.norms.append(torch.zeros(()))
     return stats.summary(), torch.cat([p.grad.flatten() for p in trainer.policy.weights.parameters()])
 
@@ -241,7 +241,7 @@ def test_the_weight_follows_the_kl_that_was_measured_even_after_a_checkpoint(tmp
     trainer, found = stirred(recipe, train__epochs=3), []
     for trainer.epoch in range(3):
         if trainer.epoch == 2:
-            trainer.marked = state.counters(trainer)
+            trainer.progress.saved_counters = state.counters(trainer)
             state.save(trainer, tmp_path)
         found.append(trainer.run_epoch())
     assert [metrics["kl_weight"] for metrics in found] == pytest.approx([0.04, 0.08, 0.16])
@@ -254,8 +254,8 @@ def test_the_weight_follows_the_kl_that_was_measured_even_after_a_checkpoint(tmp
 
 def test_the_measured_kl_is_the_mean_over_decisions():
     trainer = stirred(parts_of(schedule={"type": "Linear", "last": 0.0}))
-    found, conditioning, grouped = trainer.sample(trainer.prompts[:2])
-    credited = list(trainer.credit(found, grouped, conditioning.prompts))
+    found, conditioning, grouped = sampling.sample(trainer, trainer.prompts[:2])
+    credited = list(loop.credit(trainer, found, grouped, conditioning.prompts))
     each = []
     for part in credited:
         for taken in part.transitions:
@@ -268,7 +268,7 @@ def test_the_measured_kl_is_the_mean_over_decisions():
                 kernel = trainer.method.rollout.kernel
                 p, q = (kernel(x, output, trainer.rollouts.grid, taken.step) for output in (v, base))
                 each.append((p.mean - q.mean).square().mean() / (2 * p.std**2))
-    metrics = trainer.learn(credited, conditioning)
+    metrics = loop.learn(trainer, credited, conditioning)
     assert metrics["kl"] == pytest.approx(torch.stack(each).mean().item(), rel=1e-3)
     assert metrics["kl_weight"] == 0.01
 

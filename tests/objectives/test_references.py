@@ -12,7 +12,7 @@ from flowgrpo.methods.overlay import with_parts
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives.references import EMA, Base, PreviousPolicy, Soup, WeightAverage
 from flowgrpo.storage import checkpoint
-from flowgrpo.training import state
+from flowgrpo.training import sampling, state
 from flowgrpo.training.endings import save_whole
 from tests.helpers import tiny
 
@@ -215,8 +215,8 @@ def test_a_resumed_run_holds_to_the_same_to_the_last_bit(reference, tmp_path):
     trainer = made(PARTS[reference], **options)
     for trainer.epoch in range(4):
         if trainer.epoch == 2:
-            trainer.sample(trainer.prompts[:2])  # an epoch that is interrupted before its first update
-            trainer.marked = state.counters(trainer)
+            sampling.sample(trainer, trainer.prompts[:2])  # an epoch that is interrupted before its first update
+            trainer.progress.saved_counters = state.counters(trainer)
             save_whole(trainer, tmp_path)
         metrics = trainer.run_epoch()
     again = made(PARTS[reference], **options)

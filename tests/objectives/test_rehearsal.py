@@ -11,7 +11,7 @@ from torch.distributions import Categorical, kl_divergence
 from flowgrpo.errors import UserError
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives.rehearsal import Rehearsal
-from tests.helpers import tiny, tiny_text
+from tests.helpers import loop, tiny, tiny_text
 from tests.helpers.tables import close, draw, f64
 
 BASE = f64([0.5, 0.3, 0.15, 0.05])
@@ -87,7 +87,8 @@ def test_a_run_rehearses_the_bases_samples_which_it_draws_once():
     trainer = tiny_text.trainer(parts={"rehearsal": {"type": "Rehearsal", "weight": 5.0}, "kl": {"weight": 0.0}})
     tiny_text.stir(trainer.policy)  # as a run that goes on from a checkpoint
     metrics = trainer.run_epoch()
-    drawn, spent = trainer.rehearsing.parts, trainer.rehearsing
+    spent = loop.extension(trainer, "Rehearsal")
+    drawn = spent.parts
     assert metrics["rehearsal"] > 0 and "kl_weight" not in metrics
     with trainer.policy.reference():
         for part in drawn:
@@ -95,7 +96,7 @@ def test_a_run_rehearses_the_bases_samples_which_it_draws_once():
             torch.testing.assert_close(base.logp, part.transitions[0].old.logp, rtol=0, atol=1e-4)
     trainer.epoch = 1
     trainer.run_epoch()
-    assert trainer.rehearsing.parts is drawn
+    assert spent.parts is drawn
     plain = tiny_text.trainer(parts={"kl": {"weight": 0.0}})
     tiny_text.stir(plain.policy)
     plain.run_epoch()
@@ -109,7 +110,7 @@ def test_a_run_rehearses_the_bases_samples_which_it_draws_once():
 def test_a_picture_run_rehearses_too():
     trainer = tiny.trainer(parts={"rehearsal": {"type": "Rehearsal", "divergence": "js"}})
     metrics = trainer.run_epoch()
-    assert math.isfinite(metrics["rehearsal"]) and trainer.rehearsing.parts
+    assert math.isfinite(metrics["rehearsal"]) and loop.extension(trainer, "Rehearsal").parts
 
 
 def test_samples_that_the_base_does_not_solve_are_left_out():
@@ -118,7 +119,7 @@ def test_samples_that_the_base_does_not_solve_are_left_out():
 
     trainer = tiny_text.trainer(rewards={"short": last}, parts={"rehearsal": {"type": "Rehearsal", "least": 0.5}})
     trainer.run_epoch()
-    assert [len(part.transitions[0].ids) for part in trainer.rehearsing.parts] == [2, 2]
+    assert [len(part.transitions[0].ids) for part in loop.extension(trainer, "Rehearsal").parts] == [2, 2]
     trainer = tiny_text.trainer(rewards={"short": last}, parts={"rehearsal": {"type": "Rehearsal", "least": 2.0}})
     with pytest.raises(UserError, match="least is 2.0, which no sample of the base model reaches: lower it"):
         trainer.run_epoch()

@@ -22,9 +22,10 @@ from flowgrpo.objectives.sequence_losses import (
     Regressed,
     TaperedReinforce,
 )
+from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.types import CompletionBatch, GroupStatistics, Scored
-from tests.helpers import tiny, tiny_text
+from tests.helpers import loop, tiny, tiny_text
 from tests.helpers.tables import close, draw, f64
 
 # Two groups, of 3 and 2 completions of up to 4 tokens; numbers of them by which float32 divides exactly.
@@ -299,7 +300,7 @@ def test_a_run_records_the_means_of_the_policy_that_drew():
     halves = {"short": lambda texts, prompts: [float(place % 2) for place in range(len(texts))]}
     trainer = tiny_text.trainer(rewards=halves, method="rover")
     tiny_text.stir(trainer.policy)
-    parts, asked, _ = trainer.sample(trainer.prompts[:2])
+    parts, asked, _ = sampling.sample(trainer, trainer.prompts[:2])
     [taken] = parts[0].transitions
     whole = torch.cat([asked.ids[0], taken.ids[0]])[None]
     logits = trainer.policy.model(input_ids=whole).logits[0, len(asked.ids[0]) - 1:-1]
@@ -379,10 +380,10 @@ def test_a_first_pass_is_made_where_batches_cut_groups_and_only_there(method):
         trainer = tiny_text.trainer(tiny_text.policy(), {"short": lambda texts, prompts: [len(t) for t in texts]},
                                     method=method, train__micro_batch=size)
         batch = trainer.prompts[:2]
-        parts, asked, scores = trainer.sample(batch)
-        parts = [part for part in trainer.credit(parts, scores, [p.text for p in batch]) if part is not None]
+        parts, asked, scores = sampling.sample(trainer, batch)
+        parts = [part for part in loop.credit(trainer, parts, scores, [p.text for p in batch]) if part is not None]
         seen, replay = [], trainer.rollouts.target.replay
-        trainer.kl_reference.begin(0, 1)
+        trainer.kl_reference.begin(loop.epoch(trainer), 0, 1)
 
         def counted(part, asked):
             seen.append(len(part.transitions[0].ids))
@@ -390,5 +391,5 @@ def test_a_first_pass_is_made_where_batches_cut_groups_and_only_there(method):
 
         trainer.rollouts.target.replay = counted
         for part in parts:
-            trainer.backward(part, asked, {0: 1.0}, 8, UpdateStats())
+            loop.backward(trainer, part, asked, {0: 1.0}, 8, UpdateStats())
         assert len(seen) == len(parts) * (passes + (method == "trpa"))

@@ -16,8 +16,9 @@ from flowgrpo.config.reward_rules import Retry, RewardRule
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import Composed, Failed, Tally
 from flowgrpo.rewards.failures import settled
+from flowgrpo.training import sampling
 from flowgrpo.types import Context
-from tests.helpers import tiny
+from tests.helpers import loop, tiny
 
 NAN = math.nan
 PROMPTS = ["a", "bb", "ccc", "dddd"]
@@ -256,9 +257,9 @@ def test_a_sample_that_was_skipped_is_not_trained_on():
     said = []
     trainer.say = said.append
     batch = trainer.prompts[:2]
-    parts, conditioning, grouped = trainer.sample(batch)
+    parts, conditioning, grouped = sampling.sample(trainer, batch)
     assert grouped.isnan().flatten().nonzero().flatten().tolist() == [2, 5]
-    credited = list(trainer.credit(parts, grouped, [prompt.text for prompt in batch]))
+    credited = list(loop.credit(trainer, parts, grouped, [prompt.text for prompt in batch]))
     kept = [[len(advantage) for advantage in part.advantages] for part in credited]
     assert kept == [[3, 3], [3, 3]] and all(len(part.transitions[0].x_next) == 3 for part in credited)
     expected = combine(grouped[:, :, :1], [1.0])
@@ -281,7 +282,7 @@ def test_a_skipped_reward_neither_raises_nor_lowers_a_samples_total():
         "cost": Composed(lambda images, prompts: costly(images, prompts) - 100, RewardRule(on_error="skip")),
         "red": Composed(tiny.red)})
     batch = trainer.prompts[:2]
-    _, _, grouped = trainer.sample(batch)
+    _, _, grouped = sampling.sample(trainer, batch)
     assert grouped.isnan().nonzero().tolist() == [[0, 2, 0]]
     totals = trainer.scoring.weighted(grouped)
     assert totals[0, 2] == pytest.approx((grouped[0, [0, 1, 3], 0].mean() + grouped[0, 2, 1]).item(), abs=1e-4)
@@ -306,7 +307,7 @@ def test_a_first_epoch_without_any_score_stops_and_a_later_one_is_said_once():
     trainer = tiny.trainer(rewards=rewards_of_none, reward=dict.fromkeys(rewards_of_none, 1.0))
     told, said = message(trainer.run_epoch), []
     assert told.startswith("no sample of the first epoch had a score from 'red' or 'blue': expected prompts to which")
-    assert any(repr(prompt) in told for prompt in tiny.PROMPTS) and trainer.update == 0
+    assert any(repr(prompt) in told for prompt in tiny.PROMPTS) and trainer.optimization.update == 0
     trainer.say, before = said.append, trainer.policy.weights.snapshot()
     for trainer.epoch in (1, 2):
         assert trainer.run_epoch()["loss"] == 0.0
@@ -318,8 +319,8 @@ def test_transforms_are_trained_on_and_the_reward_is_told():
     rule = RewardRule(transform=["rank"])
     trainer = tiny.trainer(rewards={"red": Composed(tiny.red, rule)}, method="mix_grpo", parts__plan__size=2)
     batch = trainer.prompts[:2]
-    parts, conditioning, grouped = trainer.sample(batch)
-    credited = list(trainer.credit(parts, grouped, [prompt.text for prompt in batch]))
+    parts, conditioning, grouped = sampling.sample(trainer, batch)
+    credited = list(loop.credit(trainer, parts, grouped, [prompt.text for prompt in batch]))
     assert 0 < grouped.std() < 0.2  # the mean of a channel, not its rank
     places = grouped[..., 0].argsort(1).argsort(1).double()[..., None] / 3
     found = torch.stack([part.advantages[0] for part in credited])

@@ -12,6 +12,7 @@ import torch
 
 from flowgrpo.rewards.failures import within
 from flowgrpo.rewards.local_model import placed
+from flowgrpo.training import sampling
 from tests.helpers import tiny
 
 
@@ -42,7 +43,7 @@ def test_the_thread_that_scores_is_on_its_processs_gpu(chosen):
         return images[:, 0].mean((1, 2))
 
     trainer = tiny.trainer(rewards={"red": score})
-    trainer.sample(trainer.prompts[:2])
+    sampling.sample(trainer, trainer.prompts[:2])
     assert {gpu for _, gpu in seen} == {3} and threading.get_ident() not in dict(seen)
 
 

@@ -15,6 +15,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import measure
 from flowgrpo.rewards.gradient import require_gradient
+from flowgrpo.training import sampling
 from tests.helpers import tiny
 from tests.rewards.test_local_model import Mean
 
@@ -38,7 +39,7 @@ def counted(policy, monkeypatch) -> list[int]:
 def test_a_run_hands_latents_to_the_reward_and_decodes_nothing(monkeypatch):
     trainer = tiny.trainer(rewards={"spread": spread}, reward="spread")
     decoded = counted(trainer.policy, monkeypatch)
-    parts, _, scores = trainer.sample(trainer.prompts)
+    parts, _, scores = sampling.sample(trainer, trainer.prompts)
     expected = torch.cat([part.finals[0].float().cpu().flatten(1).std(1) for part in parts])
     torch.testing.assert_close(scores.flatten(), expected)
     assert decoded == [] and trainer.scoring.extremes.told() == {"best": [], "worst": []}
@@ -47,9 +48,9 @@ def test_a_run_hands_latents_to_the_reward_and_decodes_nothing(monkeypatch):
 def test_pictures_are_decoded_for_a_reward_that_looks_at_them(monkeypatch):
     trainer = tiny.trainer(rewards={"spread": spread, "red": tiny.red}, reward={"spread": 1.0, "red": 1.0})
     decoded = counted(trainer.policy, monkeypatch)
-    parts, _, scores = trainer.sample(trainer.prompts)
+    parts, _, scores = sampling.sample(trainer, trainer.prompts)
     assert sum(decoded) == sum(len(part.prompts) for part in parts) and scores.shape[-1] == 2
-    alone = tiny.trainer(rewards={"red": tiny.red}, reward="red").sample(trainer.prompts)[2]
+    alone = sampling.sample(tiny.trainer(rewards={"red": tiny.red}, reward="red"), trainer.prompts)[2]
     torch.testing.assert_close(scores[..., 1:], alone)
 
 

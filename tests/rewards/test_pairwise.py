@@ -18,8 +18,9 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards import find
 from flowgrpo.rewards.pairwise import Pairing, measured, pairing, require
 from flowgrpo.run import align
+from flowgrpo.training import sampling
 from flowgrpo.types import Context
-from tests.helpers import tiny
+from tests.helpers import loop, tiny
 
 PROMPTS = ["a cat"] * 4
 
@@ -245,8 +246,8 @@ def test_a_judge_by_scores_trains_as_the_scores_that_are_lifted():
     for given in ({"red": redder}, {"red": tiny.red}):
         trainer = tiny.trainer(method="pref_grpo", rewards=given)
         tiny.stir(trainer.policy)
-        parts, conditioning, grouped = trainer.sample(trainer.prompts[:2])
-        found.append([part.advantages for part in trainer.credit(parts, grouped, conditioning.prompts)])
+        parts, conditioning, grouped = sampling.sample(trainer, trainer.prompts[:2])
+        found.append([part.advantages for part in loop.credit(trainer, parts, grouped, conditioning.prompts)])
         if given["red"] is redder:
             torch.testing.assert_close(grouped.sum(1), torch.full((2, 1), 2.0))
             torch.testing.assert_close(found[0][0][0], group_relative(grouped[..., 0])[0])
@@ -262,7 +263,7 @@ def test_a_pool_of_previews_is_one_group():
 
     watched.group = True
     trainer = tiny.trainer(method="mix_grpo+sol_rl", parts__preview={"pool": 9, "steps": 2}, rewards={"red": watched})
-    trainer.sample(trainer.prompts[:2])
+    sampling.sample(trainer, trainer.prompts[:2])
     assert sizes == [(18, 9), (4, 4), (4, 4)]
 
 

@@ -9,7 +9,7 @@ import pytest
 from flowgrpo import rewards
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import pseudo_labels
-from tests.helpers import tiny_text
+from tests.helpers import loop, tiny_text
 
 NAN = math.nan
 
@@ -80,7 +80,7 @@ def test_a_run_keeps_the_memory_of_its_training_prompts_in_the_checkpoint():
     for prompt in trainer.prompts:
         prompt.metadata["answer"] = "3"
     for trainer.epoch in range(2):
-        trainer.draw()
+        loop.draw(trainer)
     visited = trainer.memory["rewards"]["refined"]
     assert set(visited) <= set(tiny_text.PROMPTS) and {epoch for visits in visited.values() for epoch, *_ in visits} \
         == {0, 1}

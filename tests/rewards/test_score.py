@@ -9,6 +9,7 @@ from flowgrpo import rewards
 from flowgrpo.config.reward_rules import Retry, RewardRule
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.compose import Composed
+from flowgrpo.training import sampling
 from tests.helpers import tiny
 
 
@@ -63,7 +64,7 @@ def test_the_pictures_of_a_run_are_those_that_were_drawn():
 
     whole, spoilt = (tiny.trainer(rewards=functions, reward=dict.fromkeys(functions, 1.0))
                      for functions in ({"red": tiny.red}, {"black": black, "red": tiny.red}))
-    (_, _, expected), (_, _, found) = (each.sample(each.prompts[:2]) for each in (whole, spoilt))
+    (_, _, expected), (_, _, found) = (sampling.sample(each, each.prompts[:2]) for each in (whole, spoilt))
     assert torch.equal(found[..., 1], expected[..., 0]) and expected.mean() > 0
     [ours, theirs] = ([kept[3] for kept in each.scoring.extremes.best] for each in (whole, spoilt))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -12,7 +12,7 @@ from flowgrpo.config import validate
 from flowgrpo.config.reward_rules import Change, Clip, RewardRule, Threshold
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import transforms
-from tests.helpers import tiny_text
+from tests.helpers import loop, tiny_text
 from tests.helpers.tables import f64
 
 NAN = math.nan
@@ -134,7 +134,7 @@ def test_a_run_moves_a_threshold_from_its_first_epoch_to_its_last():
     trainer = tiny_text.trainer(rewards={"short": composed}, train__epochs=3)
     progress = []
     for trainer.epoch in range(3):
-        trainer.draw()
+        loop.draw(trainer)
         progress.append(trainer.scoring.progress)
         same(trainer.scoring.shaped(torch.tensor([[[1.0], [2.0], [3.0]]])).flatten(),
              [float(score >= 1 + trainer.epoch) for score in (1, 2, 3)])

@@ -19,6 +19,7 @@ from flowgrpo.evaluation.evaluate import evaluate
 from flowgrpo.rewards import combine
 from flowgrpo.rewards.images import guards
 from flowgrpo.samplers.rollout import seeder
+from flowgrpo.training import sampling
 from tests.helpers import tiny
 from tests.test_train import align
 
@@ -53,7 +54,7 @@ def sampled(method: str, **options):
                            train__guidance=1.5, **options)
     tiny.stir(trainer.policy)
     before = trainer.policy.evaluations
-    parts, _, _ = trainer.sample(trainer.prompts[:2])
+    parts, _, _ = sampling.sample(trainer, trainer.prompts[:2])
     return trainer, parts, reward.seen, trainer.policy.evaluations - before
 
 
@@ -85,7 +86,7 @@ def test_what_the_base_costs_is_counted_and_told_apart_from_sharing():
         plain = tiny.trainer(method=method, train__grid="stock", train__guidance=1.5)
         tiny.stir(plain.policy)
         start = plain.policy.evaluations
-        plain.sample(plain.prompts[:2])
+        sampling.sample(plain, plain.prompts[:2])
         rows = 2 * own * 6 * 2  # prompts, noises, steps, guidance
         assert spent - (plain.policy.evaluations - start) == rows
         assert trainer.rollouts.rollout_evaluations - plain.rollouts.rollout_evaluations == rows

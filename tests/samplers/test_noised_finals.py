@@ -26,8 +26,8 @@ from flowgrpo.samplers.noised_finals import GridTimes, RandomGridTimes, Stratifi
 from flowgrpo.samplers.old_policy import Lag, OldPolicy
 from flowgrpo.samplers.plans import NoSteps
 from flowgrpo.storage import checkpoint
-from flowgrpo.training import state
-from tests.helpers import tiny
+from flowgrpo.training import sampling, state
+from tests.helpers import loop, tiny
 from tests.test_train import gradient
 
 # surrogate, log-ratio, times, lag, KL, step weight, selection
@@ -46,8 +46,8 @@ COMPARING = ("dgpo", "crd", "diffusion_dpo")  # the samples of a group
 
 def epoch(trainer):
     """One epoch's parts, each transition with its advantage, and the conditioning, before any update."""
-    parts, conditioning, grouped = trainer.sample(trainer.prompts[:2])
-    return list(trainer.credit(parts, grouped, conditioning.prompts)), conditioning
+    parts, conditioning, grouped = sampling.sample(trainer, trainer.prompts[:2])
+    return list(loop.credit(trainer, parts, grouped, conditioning.prompts)), conditioning
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -201,8 +201,8 @@ def test_the_decay_counts_updates_of_which_an_epoch_may_make_several():
         present = trainer.policy.weights.snapshot()
     trainer.epoch = 2
     held = trainer.rollouts.old_policy.held
-    trainer.sample(trainer.prompts[:2])
-    assert trainer.update == 4 and any(not torch.equal(held[key], first[key]) for key in first)
+    sampling.sample(trainer, trainer.prompts[:2])
+    assert trainer.optimization.update == 4 and any(not torch.equal(held[key], first[key]) for key in first)
     for key, old in trainer.rollouts.old_policy.held.items():
         torch.testing.assert_close(old, (0.25 + 4 * 0.005) * held[key] + 0.73 * present[key])
 
@@ -221,7 +221,7 @@ def test_rollouts_and_old_scores_are_the_old_policys():
         tiny.stir(trainer.policy)
         trainer.rollouts.old_policy.begin(0)
         tiny.stir(trainer.policy)
-        parts, conditioning, _ = trainer.sample(trainer.prompts[:2])
+        parts, conditioning, _ = sampling.sample(trainer, trainer.prompts[:2])
         found[draws] = torch.cat([part.finals[0] for part in parts])
         with trainer.rollouts.old_policy.old(), torch.no_grad():
             again = [(new, part.transitions[k].old.rows(rows)) for part in parts
@@ -229,7 +229,7 @@ def test_rollouts_and_old_scores_are_the_old_policys():
         assert all(torch.equal(new.logp, old.logp) and torch.equal(new.mean, old.mean) for new, old in again)
     other = tiny.trainer(method="awm")
     tiny.stir(tiny.stir(other.policy))
-    present = torch.cat([part.finals[0] for part in other.sample(other.prompts[:2])[0]])
+    present = torch.cat([part.finals[0] for part in sampling.sample(other, other.prompts[:2])[0]])
     assert torch.equal(found[False], present) and not torch.allclose(found[True], present, atol=1e-3)
 
 
@@ -239,7 +239,7 @@ def test_a_resumed_run_has_the_same_old_policy(tmp_path):
     for trainer.epoch in range(2):
         trainer.run_epoch()
     trainer.epoch = 2
-    trainer.marked = state.counters(trainer)
+    trainer.progress.saved_counters = state.counters(trainer)
     state.save(trainer, tmp_path)
     again = tiny.trainer(**options)
     state.restore(again, checkpoint.latest(tmp_path / "checkpoints"))
@@ -265,7 +265,7 @@ def test_the_kernel_is_a_unit_gaussian_around_the_velocity():
 def noised_parts(**options):
     trainer = tiny.trainer(method="diffusion_nft", **options)
     tiny.stir(trainer.policy)
-    return trainer, trainer.sample(trainer.prompts[:2])[0]
+    return trainer, sampling.sample(trainer, trainer.prompts[:2])[0]
 
 
 def noises(parts) -> torch.Tensor:
@@ -310,8 +310,9 @@ def test_a_group_may_share_its_noise():
 
 def test_any_rollout_will_do():
     trainer = tiny.trainer(method="diffusion_nft", parts__plan={"type": "AllSteps"}, train__lr=1e-3)
-    plain = torch.cat([part.finals[0] for part in tiny.trainer(method="diffusion_nft").sample(trainer.prompts[:2])[0]])
-    parts = trainer.sample(trainer.prompts[:2])[0]
+    usual = tiny.trainer(method="diffusion_nft")
+    plain = torch.cat([part.finals[0] for part in sampling.sample(usual, trainer.prompts[:2])[0]])
+    parts = sampling.sample(trainer, trainer.prompts[:2])[0]
     assert not torch.allclose(torch.cat([part.finals[0] for part in parts]), plain, atol=1e-2)
     assert all(len(part.transitions) == 5 for part in parts) and math.isfinite(trainer.run_epoch()["loss"])
 
@@ -377,7 +378,7 @@ def test_a_better_matched_good_sample_is_what_every_method_reaches_for():
         before = fit()
         for _ in range(3):
             gradient(trainer, parts, conditioning)
-            trainer.optimizer.step()
+            trainer.optimization.optimizer.step()
         assert fit() > before, name
 
 

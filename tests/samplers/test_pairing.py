@@ -12,8 +12,9 @@ from flowgrpo.config import load
 from flowgrpo.methods import presets
 from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.rollout import Part, seeder
+from flowgrpo.training import sampling
 from flowgrpo.types import Completions, Scored, Segmented, Traces
-from tests.helpers import tiny, tiny_text
+from tests.helpers import loop, tiny, tiny_text
 from tests.samplers.test_rollout import BINARY, exploration
 from tests.test_recipes import FOLDER
 
@@ -88,11 +89,11 @@ def test_a_masked_completion_moves_no_other_ones_credit(method):
     trainer = tiny_text.trainer(tiny_text.policy(truncated="mask"), {"short": worth}, method=method,
                                 parts=PARTS.get(method, {}), train__group=4, text__truncated="mask", train__prompts=4)
     batch = trainer.prompts[:4]
-    parts, _, scores = trainer.sample(batch)
+    parts, _, scores = sampling.sample(trainer, batch)
     drawn = [part.transitions[0] for part in parts]
     assert any(0 < taken.counts.sum() < len(taken.ids) for taken in drawn)
     prompts, ids = torch.cat([taken.prompts for taken in drawn]), torch.cat([taken.ids for taken in drawn])
-    for part in trainer.credit(parts, scores, [prompt.key for prompt in batch]):
+    for part in loop.credit(trainer, parts, scores, [prompt.key for prompt in batch]):
         if part is None:
             continue
         [taken], [rewards] = part.transitions, part.rewards
@@ -106,10 +107,10 @@ def test_grpos_advantages_are_those_of_the_completions_that_are_left():
     trainer = tiny_text.trainer(tiny_text.policy(truncated="mask"), {"short": worth}, method="dr_grpo", train__group=6,
                                 text__truncated="mask")
     batch = trainer.prompts[:2]
-    parts, _, scores = trainer.sample(batch)
+    parts, _, scores = sampling.sample(trainer, batch)
     counts = torch.cat([part.transitions[0].counts for part in parts])
     expected = (scores[..., 0] - scores[..., 0].mean(1, keepdim=True)).flatten()[counts]
-    found = trainer.credit(parts, scores, [prompt.key for prompt in batch])
+    found = loop.credit(trainer, parts, scores, [prompt.key for prompt in batch])
     assert 0 < counts.sum() < len(counts)
     torch.testing.assert_close(torch.cat([part.advantages[0] for part in found if part is not None]), expected)
 

@@ -8,6 +8,7 @@ import torch
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
 from flowgrpo.samplers.pruning import Pruning
+from flowgrpo.training import sampling
 from tests.helpers import tiny_runs
 
 PRUNED = {"pruning": {"type": "Pruning", "pool": 7, "step": 2}, "roots": None}
@@ -38,10 +39,10 @@ def test_successes_and_failures_are_balanced(right, places):
 def test_what_goes_on_is_what_was_begun(kind, host, parts):
     """The samples are those of a whole rollout of the pool, and the first ratio is 1."""
     trainer = made(host, kind, **parts)
-    [part, _], conditioning, _ = trainer.sample(trainer.prompts[:2])
+    [part, _], conditioning, _ = sampling.sample(trainer, trainer.prompts[:2])
     whole = tiny_runs.trainer(kind, tiny_runs.config(kind, host, {"roots": None} | parts, train__steps=4,
                                                      train__group=7, train__micro_batch=7))
-    pool = whole.sample(whole.prompts[:2])[0][0]
+    pool = sampling.sample(whole, whole.prompts[:2])[0][0]
     of = [pool.seeds.tolist().index(seed) for seed in part.seeds.tolist()]
     assert len(set(of)) == 4
     torch.testing.assert_close(part.finals[0], pool.finals[0][of], rtol=1e-4, atol=1e-4)
@@ -53,14 +54,14 @@ def test_what_goes_on_is_what_was_begun(kind, host, parts):
 
 def test_those_that_stop_cost_the_steps_before_and_a_look():
     trainer = made()
-    trainer.sample(trainer.prompts[:2])
+    sampling.sample(trainer, trainer.prompts[:2])
     assert trainer.rollouts.rollout_evaluations == 2 * (7 * (2 + 1) + 4 * 2)
 
 
 def test_the_predictions_decide_by_the_runs_reward():
     trainer = made()
     trainer.scoring.functions["score"] = lambda images, prompts: torch.arange(len(images)) % 7  # of a pool, its last
-    [part, _], _, _ = trainer.sample(trainer.prompts[:2])
+    [part, _], _, _ = sampling.sample(trainer, trainer.prompts[:2])
     seed = trainer.rollouts.seeds(0, 0, 2)
     assert part.seeds.tolist() == [seed(0, sample) for sample in (0, 1, 5, 6)]
 

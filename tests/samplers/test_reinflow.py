@@ -22,7 +22,7 @@ from flowgrpo.samplers.joint_density import JointTransitions
 from flowgrpo.samplers.learned_noise import LearnedNoise, NoiseNet, Noisy
 from flowgrpo.samplers.plans import AllSteps
 from flowgrpo.storage import checkpoint
-from flowgrpo.training import state
+from flowgrpo.training import sampling, state
 from tests.helpers import tiny
 from tests.helpers.tables import close, draw, f64
 
@@ -118,7 +118,7 @@ def test_the_gradient_of_the_density_reaches_network_and_flow():
 
 def test_a_sample_is_one_decision_and_its_first_ratio_is_one():
     made = trainer()
-    parts, conditioning, _ = made.sample(made.prompts[:2])
+    parts, conditioning, _ = sampling.sample(made, made.prompts[:2])
     for part in parts:
         [chain] = part.transitions
         assert isinstance(chain, JointTransitions) and [link.step for link in chain.links] == [0, 1, 2, 3, 4]
@@ -136,7 +136,7 @@ def test_two_epochs_move_the_lora_and_the_network_and_nothing_else():
     for made.epoch in range(2):
         found.append(made.run_epoch())
     assert found[0]["log_ratio_max"] <= 1e-6 and all(math.isfinite(each["loss"]) for each in found)
-    assert (made.update, made.skipped) == (2, 0)
+    assert (made.optimization.update, made.optimization.skipped) == (2, 0)
     moved = {key for key, p in made.policy.weights.named.items() if not torch.equal(p, kept[key])}
     assert {key for key in moved if key.startswith("noise.")} == {f"noise.{part}.{side}" for part in (
         "value", "time", "level") for side in ("weight", "bias")}
@@ -184,13 +184,13 @@ def test_a_checkpoint_brings_the_network_back(tmp_path):
     made = trainer(train__ema=0.5)
     made.run_epoch()
     made.epoch = 1
-    made.marked = state.counters(made)
+    made.progress.saved_counters = state.counters(made)
     state.save(made, tmp_path)
     again = trainer(train__ema=0.5)
     state.restore(again, checkpoint.latest(tmp_path / "checkpoints"))
     for key, parameter in made.rollouts.network.named_parameters():
         assert torch.equal(dict(again.rollouts.network.named_parameters())[key], parameter)
-        assert torch.equal(again.ema[f"noise.{key}"], made.ema[f"noise.{key}"])
+        assert torch.equal(again.optimization.ema[f"noise.{key}"], made.optimization.ema[f"noise.{key}"])
     for each in (made, again):
         each.run_epoch()
     assert all(torch.equal(p, again.policy.weights.named[key]) for key, p in made.policy.weights.named.items())
@@ -204,7 +204,7 @@ def test_the_bounds_of_an_epoch_are_those_of_its_rollout():
 
 def test_rows_that_are_left_out_leave_their_chains():
     made = trainer()
-    parts, _, _ = made.sample(made.prompts[:1])
+    parts, _, _ = sampling.sample(made, made.prompts[:1])
     [chain] = parts[0].transitions
     kept = chain.kept(torch.tensor([True, False, True, False]))
     assert all(torch.equal(one.x, two.x[[0, 2]]) for one, two in zip(kept.links, chain.links))
@@ -215,7 +215,7 @@ def test_rows_that_are_left_out_leave_their_chains():
 def test_steps_may_stay_decisions_of_their_own():
     made = trainer("mix_grpo", parts__kernel__type="LearnedNoise", parts__plan__size=2)
     found = made.run_epoch()
-    assert found["log_ratio_max"] <= 1e-6 and made.skipped == 0
+    assert found["log_ratio_max"] <= 1e-6 and made.optimization.skipped == 0
     assert all(p.grad is not None for p in made.rollouts.network.parameters())
 
 

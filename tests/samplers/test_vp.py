@@ -401,7 +401,7 @@ def test_a_method_of_flows_takes_ddim_and_says_so(name):
 def test_a_run_is_refused_before_it_starts():
     with pytest.raises(UserError, match=r"kernel FlowSDE\(level=0.7\) is for flow matching alone"):
         tiny.trainer(vp_policy(), method="mix_grpo", parts__kernel={"type": "FlowSDE"})
-    with pytest.raises(UserError, match="this transition has std 0, so it has no density"):
+    with pytest.raises(UserError, match="expected 0.02 or more: use more noise"):
         resolve(tiny.config(method="ddpo", parts={"kernel": {"eta": 0.0}}), "vp")
 
 
@@ -426,7 +426,7 @@ def test_an_epoch_changes_what_is_trained_and_nothing_else(method, parts):
     metrics = trainer.run_epoch()
     after = weights()
     changed = {key for key in before if not torch.equal(before[key], after[key])}
-    assert changed and changed <= set(policy.weights.named) and trainer.update == 1
+    assert changed and changed <= set(policy.weights.named) and trainer.optimization.update == 1
     assert math.isfinite(metrics["loss"]) and metrics["grad_norm"] > 0 and trainer.first_ratio.found <= 1e-6
     assert all(p.isfinite().all() for p in after.values())
 

@@ -18,9 +18,9 @@ from trace_epoch import configuration, traced  # noqa: E402
 
 # Of a starter's recipe and a method, or None for the recipe's own: files, classes and moves of a run's second epoch.
 # Counted by Python 3.11; later versions count fewer moves, since they enter no frame for a comprehension.
-MOST = {("starter", "mix_grpo"): (70, 52, 2178),
-        ("starter", "flow_grpo"): (71, 54, 2955),
-        ("starter_text", None): (54, 38, 4376)}
+MOST = {("starter", "mix_grpo"): (67, 53, 974),
+        ("starter", "flow_grpo"): (68, 55, 1757),
+        ("starter_text", None): (49, 38, 349)}
 
 
 @pytest.mark.parametrize("recipe, method", MOST)

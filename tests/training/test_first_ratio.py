@@ -14,8 +14,9 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.objectives import Clip
+from flowgrpo.training import sampling
 from flowgrpo.training.first_ratio import FirstRatio
-from tests.helpers import tiny
+from tests.helpers import loop, tiny
 
 
 @pytest.mark.parametrize("surrogate, limit", [
@@ -30,8 +31,8 @@ def test_limits_by_hand(surrogate, limit):
 
 def test_what_no_rounding_makes_stops_a_run_below_fp32_too():
     trainer = tiny.trainer(tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16"), precision="bf16")
-    parts, conditioning, grouped = trainer.sample(trainer.prompts[:2])
-    [first, *rest] = trainer.credit(parts, grouped, conditioning.prompts)
+    parts, conditioning, grouped = sampling.sample(trainer, trainer.prompts[:2])
+    [first, *rest] = loop.credit(trainer, parts, grouped, conditioning.prompts)
     taken = first.transitions[0]
     off = replace(taken, old=replace(taken.old, logp=taken.old.logp + 0.05))
     with pytest.raises(UserError, match=r"the first \|log ratio\| is 5.0e-02, and rounding makes less than 2.0e-02"):
@@ -41,11 +42,24 @@ def test_what_no_rounding_makes_stops_a_run_below_fp32_too():
 def test_without_a_clip_old_scores_that_differ_are_computed_again_too():
     policy = tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16")
     trainer = tiny.trainer(policy, precision="bf16", method="ddpo", parts__surrogate={"type": "Reinforce"})
-    parts, conditioning, grouped = trainer.sample(trainer.prompts[:2])
-    [first, *rest] = trainer.credit(parts, grouped, conditioning.prompts)
+    parts, conditioning, grouped = sampling.sample(trainer, trainer.prompts[:2])
+    [first, *rest] = loop.credit(trainer, parts, grouped, conditioning.prompts)
     taken = first.transitions[0]
     off = replace(taken, old=replace(taken.old, logp=taken.old.logp + 1e-4))
     first = replace(first, transitions=(off, *first.transitions[1:]))
     again = trainer.first_ratio([first, *rest], conditioning, print)
     assert trainer.first_ratio.rescore and trainer.first_ratio.found == pytest.approx(1e-4, rel=0.1)
     torch.testing.assert_close(again[0].transitions[0].old.logp, taken.old.logp, rtol=0, atol=1e-5)
+
+
+def test_the_limit_is_for_the_methods_own_log_ratio():
+    """Guard's is the deviation times the difference of log-probabilities: 1e-4 of these is below its limit."""
+    policy = tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16")
+    trainer = tiny.trainer(policy, precision="bf16", method="flow_grpo+grpo_guard")
+    parts, conditioning, grouped = sampling.sample(trainer, trainer.prompts[:2])
+    [first, *rest] = loop.credit(trainer, parts, grouped, conditioning.prompts)
+    taken = first.transitions[0]
+    off = replace(taken, old=replace(taken.old, logp=taken.old.logp + 1e-4))
+    trainer.first_ratio([replace(first, transitions=(off, *first.transitions[1:])), *rest], conditioning, print)
+    std = taken.old.std.flatten()[0].item()
+    assert 0 < std < 1 and trainer.first_ratio.found == pytest.approx(1e-4 * std, rel=0.05)

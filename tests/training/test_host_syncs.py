@@ -11,10 +11,11 @@ from flowgrpo.device import queued
 from flowgrpo.gaussian import log_prob
 from flowgrpo.policies.build import make_policy
 from flowgrpo.train import Trainer
+from flowgrpo.training import credit
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.shares import shares
 from flowgrpo.types import Gaussian
-from tests.helpers import tiny
+from tests.helpers import loop, tiny
 from tests.helpers.syncs import META, HostSyncs
 
 METHODS = {"flow_grpo": {"kl": {"weight": 0.04}}, "grpo_guard": {"kl": {"weight": 0.04}}, "flow_dppo": {},
@@ -44,9 +45,9 @@ def test_no_step_of_a_rollout_and_no_replayed_micro_batch_waits(method):
                           {"red": lambda images, prompts: [float(next(scores)) for _ in prompts]},
                           ([Prompt(text) for text in tiny.PROMPTS], []))
         trainer.first_ratio.found = 0.0  # there are no values to compare
-        batch, parts, conditioning = trainer.draw()
-        prompts, scored = batch.compared()
-        credited = trainer.credit(parts, scored, [prompt.key for prompt in prompts])
+        epoch = loop.draw(trainer)
+        parts, conditioning = epoch.parts, epoch.conditioning
+        epoch.parts = credit.compared(trainer, epoch)
 
         host.waits.clear()
         [exploration] = trainer.rollouts.explorations(0)[:1]
@@ -57,15 +58,14 @@ def test_no_step_of_a_rollout_and_no_replayed_micro_batch_waits(method):
         assert "torch_utils.py" in first and count == 1, host.waits  # the copy of the initial noise
 
         host.waits.clear()
-        trainer.kl_reference.begin(0, 1)
-        weights = trainer.rollouts.step_weights(parts, 0)
-        parts = [part for part in credited if part is not None]
-        steps = shares(parts, trainer.geometry, trainer.processes, trainer.method.loss.reduction)
+        trainer.kl_reference.begin(epoch, 0, 1)
+        epoch.weights = trainer.rollouts.step_weights(parts, 0)
+        steps = shares(epoch.parts, trainer.geometry, trainer.processes, trainer.method.loss.reduction)
         host.waits.clear()
         stats = UpdateStats()
         for share, count in steps:
             for part in share:
-                trainer.backward(part, conditioning, weights, count, stats)
+                trainer.backward(epoch, part, count, stats)
         assert len(stats.decisions) > 2 and not host.waits, host.waits
         assert all(value.grad is not None for value in policy.weights.parameters())
 

@@ -56,7 +56,7 @@ def test_the_weights_are_those_of_the_smaller_micro_batch_from_the_start(method,
     expected = epochs(trainer(train__micro_batch=2, **METHODS[method]))
     made = trainer(train__micro_batch=4, **METHODS[method])
     # In the update only from its second step, or of the second epoch, on: what was done before stays.
-    refuse_above(made, 2, lambda: torch.is_grad_enabled() and made.update > 0 if phase == "update"
+    refuse_above(made, 2, lambda: torch.is_grad_enabled() and made.optimization.update > 0 if phase == "update"
                  else not torch.is_grad_enabled() and made.epoch > 0)
     learned = epochs(made)
     assert_equal(learned, expected)
@@ -105,7 +105,7 @@ def test_without_room_for_a_single_row_the_run_says_what_to_change():
 def test_a_resumed_run_keeps_the_smaller_micro_batch(tmp_path, configured, expected):
     made = trainer(train__micro_batch=4)
     made.geometry.micro_batch = 2
-    made.epoch, made.marked = 1, state.counters(made) | {"epoch": 1}
+    made.epoch, made.progress.saved_counters = 1, state.counters(made) | {"epoch": 1}
     state.save(made, tmp_path)
     again = trainer(train__micro_batch=configured)
     state.restore(again, tmp_path / "checkpoints" / "epoch-00001")

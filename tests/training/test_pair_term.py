@@ -18,7 +18,7 @@ from flowgrpo.rollouts.data_losses import seed_of
 from flowgrpo.rollouts.noised_losses import at_guidance
 from flowgrpo.samplers.scheduler import noise_like
 from flowgrpo.types import CompletionBatch, GroupStatistics, Scored
-from tests.helpers import tiny_runs, tiny_text
+from tests.helpers import loop, tiny_runs, tiny_text
 from tests.policies.pipelines.test_image_latents import saved
 
 PAIRS = {"1+2=": ("3", "12"), "33+4=": ("37", "7"), "5;66=": (";61", "6"), "7+8=": ("15", "1")}
@@ -34,14 +34,15 @@ def grads(trainer) -> torch.Tensor:
 
 def test_the_term_has_the_value_and_gradient_of_dpo_in_any_micro_batch():
     trainer = made()
-    examples = [example for several in trainer.data.examples.recorded.values() for example in several]
+    term = loop.term(trainer)
+    examples = [example for several in term.examples.recorded.values() for example in several]
     assert {each.prompt.text: (each.content, each.rejected) for each in examples} == PAIRS  # turned, without the tie
     assert [each.reward for each in examples] == [1.0, 1.0, 1.0, 0.5]
-    trainer.data.backward(examples, 0)
-    found, [value] = grads(trainer), trainer.data.losses
+    loop.term(trainer)._backward(examples, 0)
+    found, [value] = grads(trainer), loop.term(trainer).losses
 
     def whole(text: str, prompt: str) -> torch.Tensor:
-        row = trainer.data.loss.row(text)[None]
+        row = loop.term(trainer).loss.row(text)[None]
         return trainer.policy.log_probs(trainer.policy.encode([prompt]), torch.zeros(1).long(), row,
                                         torch.ones_like(row).bool(), trainer.method.generation.decoding).logp.sum()
 
@@ -51,12 +52,12 @@ def test_the_term_has_the_value_and_gradient_of_dpo_in_any_micro_batch():
             base = whole(chosen, prompt) - whole(rejected, prompt)
         losses.append(-torch.nn.functional.logsigmoid(0.1 * (whole(chosen, prompt) - whole(rejected, prompt) - base)))
     expected = torch.stack(losses).mean()
-    trainer.optimizer.zero_grad()
+    trainer.optimization.optimizer.zero_grad()
     expected.backward()
     assert value.item() == pytest.approx(expected.item(), abs=1e-6) and found.norm() > 1e-3
     torch.testing.assert_close(found, grads(trainer), rtol=1e-3, atol=1e-6)
     small = made(train__micro_batch=2)
-    small.data.backward(examples, 0)
+    loop.term(small)._backward(examples, 0)
     torch.testing.assert_close(grads(small), found, rtol=1e-3, atol=1e-6)
 
 
@@ -129,9 +130,9 @@ def test_of_pictures_it_is_diffusion_dpo_at_one_noise_for_both(tmp_path):
     file.write_text(json.dumps({"prompt": "red", "chosen": "a.png", "rejected": "b.png"}))
     data = {"type": "PicturePairs", "source": {"path": str(file)}, "loss": {"beta": 20.0}}
     trainer = tiny_runs.trainer("flow", tiny_runs.config("flow", "mix_grpo", {"data": data}))
-    [example] = trainer.data.examples.recorded["red"]
-    trainer.data.backward([example], 0)
-    found, [value], policy, loss = grads(trainer), trainer.data.losses, trainer.policy, trainer.data.loss
+    [example] = loop.term(trainer).examples.recorded["red"]
+    loop.term(trainer)._backward([example], 0)
+    found, [value], policy, loss = grads(trainer), loop.term(trainer).losses, trainer.policy, loop.term(trainer).loss
 
     encoded = trainer.rollouts.conditioning([example.prompt]).rows(torch.tensor([0, 0]))
     x0 = torch.cat([loss.encoder(str(tmp_path / name), encoded.rows(torch.tensor([row])))[0]
@@ -149,7 +150,7 @@ def test_of_pictures_it_is_diffusion_dpo_at_one_noise_for_both(tmp_path):
         base = errors()
     apart = errors() - base
     expected = torch.nn.functional.softplus(10 * (apart[0] - apart[1]))
-    trainer.optimizer.zero_grad()
+    trainer.optimization.optimizer.zero_grad()
     expected.backward()
     assert value.item() == pytest.approx(expected.item(), abs=1e-6) and found.norm() > 1e-4
     torch.testing.assert_close(found, grads(trainer), rtol=1e-3, atol=1e-6)

@@ -11,9 +11,9 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods.validate import resolve
 from flowgrpo.samplers.text import partial
 from flowgrpo.samplers.text.decoding import Decoding
-from flowgrpo.training import state
+from flowgrpo.training import sampling, state
 from flowgrpo.training.staleness import require
-from tests.helpers import tiny_text
+from tests.helpers import loop, tiny_text
 from tests.helpers.tiny_runs import next_epochs
 
 
@@ -79,9 +79,11 @@ def test_the_ratio_of_a_continued_completion_uses_the_stored_log_probabilities()
     made = trainer(train__lr=0.1)
     made.run_epoch()
     made.epoch, taken = 1, []
-    draw = made.ahead.pool.draw
-    made.ahead.pool.draw = lambda epoch: taken.extend(draw(epoch)) or taken
-    _, parts, conditioning = made.ahead.draw()
+    staleness = loop.extension(made, "Staleness")
+    draw = staleness.pool.draw
+    staleness.pool.draw = lambda epoch: taken.extend(draw(epoch)) or taken
+    drawn = staleness.draw_epoch()
+    parts, conditioning = drawn.parts, drawn.conditioning
     stored = torch.cat([of.group.logp for of in taken])
     versions = torch.cat([of.group.versions for of in taken])
     at = 0
@@ -93,11 +95,11 @@ def test_the_ratio_of_a_continued_completion_uses_the_stored_log_probabilities()
         expected = (new.logp.detach() - stored[rows]).exp()
         expected = expected.masked_fill(expected > 5, 0.0)
         torch.testing.assert_close(completions.correction[mask], expected[mask], rtol=1e-4, atol=1e-4)
-        older = mask & (versions[rows] < made.update)
+        older = mask & (versions[rows] < made.optimization.update)
         assert (completions.correction[mask & ~older] - 1).abs().max() < 1e-3
         at += len(completions.ids)
     assert (torch.cat([part.transitions[0].correction for part in parts]) - 1).abs().max() > 1e-3
-    assert 0 < made.ahead.metrics()["partial/older"] < 1
+    assert 0 < staleness.on_trained(drawn)["partial/older"] < 1
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -127,12 +129,11 @@ def test_an_epoch_ends_when_enough_groups_are_whole():
         return type(found)(ids, torch.full((len(ids), 2), -1.0), torch.ones(len(ids), 2, dtype=torch.bool), long,
                            found.texts)
 
-    from flowgrpo.training import drawing
-    first = drawing.chosen(made, 0)[0].text
+    first = sampling.choose_prompts(made, 0)[0].text
     made.policy.sample = drawn
-    whole = made.ahead.pool.draw(0)
+    whole = loop.extension(made, "Staleness").pool.draw(0)
     assert first not in [of.prompt.text for of in whole] and len(whole) == 2 and sum(rounds) == 6
-    [left] = made.ahead.pool.groups
+    [left] = loop.extension(made, "Staleness").pool.groups
     assert left.prompt.text == first and left.group.lengths.tolist() == [2, 2] and not left.group.ended.any()
 
 
@@ -141,9 +142,10 @@ def test_a_resumed_run_goes_on_with_unfinished_completions(tmp_path):
     next_epochs(made, 2)
     state.save(made, tmp_path)
     state.restore(other, tmp_path / "checkpoints" / "epoch-00002")
-    [waiting] = other.ahead.pool.groups
+    [waiting] = loop.extension(other, "Staleness").pool.groups
     assert not waiting.group.whole and 0 < waiting.group.lengths.min()
-    assert next_epochs(made, 2) == next_epochs(other, 2) and made.marked == other.marked
+    assert next_epochs(made, 2) == next_epochs(other, 2)
+    assert made.progress.saved_counters == other.progress.saved_counters
     for key, tensor in made.policy.weights.snapshot().items():
         assert torch.equal(tensor, other.policy.weights.snapshot()[key])
 
@@ -151,7 +153,7 @@ def test_a_resumed_run_goes_on_with_unfinished_completions(tmp_path):
 def test_a_checkpoint_amid_an_epoch_has_the_completions_of_the_one_before(tmp_path):
     made, other, whole = trainer(), trainer(), trainer()
     next_epochs(made, 1)
-    made.ahead.draw()  # of an epoch that is stopped
+    loop.extension(made, "Staleness").draw_epoch()  # of an epoch that is stopped
     state.save(made, tmp_path)
     state.restore(other, tmp_path / "checkpoints" / "epoch-00001")
     assert next_epochs(other, 3) == next_epochs(whole, 4)[1:]

@@ -8,8 +8,10 @@ import torch
 from flowgrpo.advantages import group_relative
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
+from flowgrpo.samplers import quiet_steps
 from flowgrpo.samplers.kernels import denoised, predict_x0
-from tests.helpers import tiny, tiny_runs
+from flowgrpo.training import sampling
+from tests.helpers import loop, tiny, tiny_runs
 
 PROGRESS = {"progress": {"type": "Progress", "weight": 2.0}}
 
@@ -30,7 +32,7 @@ def outputs(trainer, taken, conditioning, grid):
     ("flow", "flow_grpo", {"kernel": {"type": "CPS", "level": 0.8}})])
 def test_predictions_are_scored_before_every_trained_step(kind, host, parts):
     trainer = made(host, kind, **PROGRESS, **parts)
-    made_parts, conditioning, _ = trainer.sample(trainer.prompts[:2])
+    made_parts, conditioning, _ = sampling.sample(trainer, trainer.prompts[:2])
     for part in made_parts:
         assert part.predicted.shape == (len(part.prompts), len(part.transitions))
         for k, taken in enumerate(part.transitions):
@@ -46,9 +48,9 @@ def test_predictions_are_scored_before_every_trained_step(kind, host, parts):
 
 def test_a_steps_advantage_compares_the_reward_and_its_progress():
     trainer = made(advantage={"scale": "none", "order": "rewards", "clamp": 100.0}, roots=None, **PROGRESS)
-    parts, conditioning, scores = trainer.sample(trainer.prompts[1:3])
+    parts, conditioning, scores = sampling.sample(trainer, trainer.prompts[1:3])
     predicted = torch.cat([part.predicted for part in parts]).unflatten(0, (2, 4)).float()
-    credited = trainer.credit(parts, scores, conditioning.prompts)
+    credited = loop.credit(trainer, parts, scores, conditioning.prompts)
     values = torch.cat([predicted, scores], 2)
     for k in range(3):
         expected = group_relative(scores[..., 0] + 2 * (values[..., k + 1] - values[..., k]), "none")
@@ -82,7 +84,7 @@ def euler(trainer, x, conditioning, grid):
 @pytest.mark.parametrize("roots", [1, None])
 def test_the_baseline_is_the_odes_sample_from_the_same_noise(roots):
     trainer = made(advantage={"type": "SameNoise"}, roots=roots)
-    parts, conditioning, scores = trainer.sample(trainer.prompts[1:3])
+    parts, conditioning, scores = sampling.sample(trainer, trainer.prompts[1:3])
     for part in parts:
         first = part.transitions[0]
         assert first.step == 0
@@ -91,13 +93,14 @@ def test_the_baseline_is_the_odes_sample_from_the_same_noise(roots):
         expected = tiny_runs.score(trainer.rollouts.decode(euler(trainer, starts, rows, part.exploration.grid), rows),
                                    rows.prompts)
         torch.testing.assert_close(part.baseline, expected.to(part.baseline), rtol=1e-4, atol=1e-5)
-    credited = trainer.credit(parts, scores, conditioning.prompts)
+    credited = loop.credit(trainer, parts, scores, conditioning.prompts)
     gains = scores[..., 0].flatten() - torch.cat([part.baseline for part in parts])
     torch.testing.assert_close(torch.cat([part.advantages[-1] for part in credited]), gains, rtol=1e-4, atol=1e-5)
 
 
-def test_a_sample_without_noise_has_no_advantage():
+def test_a_sample_without_noise_has_no_advantage(monkeypatch):
+    monkeypatch.setattr(quiet_steps, "LEAST", 0.0)  # else a run refuses so little noise
     trainer = made(advantage={"type": "SameNoise"}, roots=None, kernel={"level": 1e-4})
-    parts, conditioning, scores = trainer.sample(trainer.prompts[1:3])
-    credited = trainer.credit(parts, scores, conditioning.prompts)
+    parts, conditioning, scores = sampling.sample(trainer, trainer.prompts[1:3])
+    credited = loop.credit(trainer, parts, scores, conditioning.prompts)
     assert max(part.advantages[0].abs().max() for part in credited) < 1e-3

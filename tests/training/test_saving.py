@@ -51,7 +51,7 @@ def full(file: int) -> None:
 def trained(tmp_path, **options):
     trainer = tiny.trainer(output=tmp_path, train__ema=0.9, train__epochs=9, **options)
     trainer.run_epoch()
-    trainer.epoch, trainer.marked = 1, state.counters(trainer) | {"epoch": 1}
+    trainer.epoch, trainer.progress.saved_counters = 1, state.counters(trainer) | {"epoch": 1}
     return trainer
 
 
@@ -74,24 +74,24 @@ def uninterrupted(model, tmp_path_factory):
 def test_the_files_are_those_of_the_moment_though_training_goes_on(large, held, tmp_path):
     trainer = trained(tmp_path)
     state.save(trainer, tmp_path / "at once")
-    trainer.saving(tmp_path / "later", last=False)
+    trainer.progress.saving(tmp_path / "later", last=False)
     trainer.run_epoch()
-    trainer.marked["memory"]["kl"] = "changed"
-    trainer.saving.look()
-    assert trainer.saving.writer.busy and checkpoints(tmp_path / "later" / "checkpoints") == {}
+    trainer.progress.saved_counters["memory"]["kl"] = "changed"
+    trainer.progress.saving.look()
+    assert trainer.progress.saving.writer.busy and checkpoints(tmp_path / "later" / "checkpoints") == {}
     held.set()
-    trainer.saving.look(wait=True)
+    trainer.progress.saving.look(wait=True)
     later, at_once = (content(tmp_path / name / "checkpoints" / "epoch-00001") for name in ("later", "at once"))
     assert later == at_once and checkpoint.damage(tmp_path / "later" / "checkpoints" / "epoch-00001") is None
 
 
 def test_the_next_checkpoint_waits_for_the_one_before(large, held, tmp_path):
     trainer = trained(tmp_path)
-    trainer.saving(tmp_path, last=False)
-    trainer.epoch, trainer.marked = 2, trainer.marked | {"epoch": 2}
+    trainer.progress.saving(tmp_path, last=False)
+    trainer.epoch, trainer.progress.saved_counters = 2, trainer.progress.saved_counters | {"epoch": 2}
     threading.Timer(0.2, held.set).start()
-    trainer.saving(tmp_path, last=True)
-    assert [*checkpoints(tmp_path / "checkpoints")] == [1, 2] and not trainer.saving.writer.busy
+    trainer.progress.saving(tmp_path, last=True)
+    assert [*checkpoints(tmp_path / "checkpoints")] == [1, 2] and not trainer.progress.saving.writer.busy
 
 
 @pytest.mark.parametrize("size, free, later", [(None, 2**40, False), (0, 2**40, True), (0, 1000, False)])
@@ -102,8 +102,8 @@ def test_small_ones_and_those_that_memory_has_no_room_for_are_written_at_once(si
         monkeypatch.setattr(saving, "LARGE", size)
     names = []
     monkeypatch.setattr(os, "fsync", lambda file: (names.append(threading.current_thread().name), FSYNC(file))[1])
-    trainer.saving(tmp_path, last=False)
-    trainer.saving.look(wait=True)
+    trainer.progress.saving(tmp_path, last=False)
+    trainer.progress.saving.look(wait=True)
     assert (background.NAME in names) is later and [*checkpoints(tmp_path / "checkpoints")] == [1]
 
 
@@ -113,27 +113,27 @@ def test_a_write_that_fails_is_raised_at_the_next_look(large, tmp_path, monkeypa
     before = content(tmp_path / "checkpoints" / "epoch-00001")
     trainer.epoch = 2
     monkeypatch.setattr(os, "fsync", full)
-    trainer.saving(tmp_path, last=False)
-    while trainer.saving.writer.busy:
+    trainer.progress.saving(tmp_path, last=False)
+    while trainer.progress.saving.writer.busy:
         time.sleep(0.01)
     with pytest.raises(OSError, match="No space left") as caught:
-        trainer.saving.look()
+        trainer.progress.saving.look()
     assert paths.refusal(caught.value).startswith("a file cannot be written whole (No space left on device)")
     assert [*checkpoints(tmp_path / "checkpoints")] == [1] and content(
         tmp_path / "checkpoints" / "epoch-00001") == before
-    trainer.saving.look(wait=True)  # reported once
+    trainer.progress.saving.look(wait=True)  # reported once
 
 
 def test_an_error_of_the_run_waits_for_the_write(large, held, tmp_path, monkeypatch, capsys):
     trainer = trained(tmp_path)
     with pytest.raises(ZeroDivisionError), saved(trainer, tmp_path):
-        trainer.saving(tmp_path, last=False)
+        trainer.progress.saving(tmp_path, last=False)
         threading.Timer(0.2, held.set).start()
         raise ZeroDivisionError
     assert [*checkpoints(tmp_path / "checkpoints")] == [1]
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ZeroDivisionError), saved(trainer, tmp_path):
-        trainer.saving(tmp_path, last=False)
+        trainer.progress.saving(tmp_path, last=False)
         raise ZeroDivisionError
     assert capsys.readouterr().out == (
         "a checkpoint could not be written: OSError: [Errno 28] No space left on device\n")
@@ -142,11 +142,11 @@ def test_an_error_of_the_run_waits_for_the_write(large, held, tmp_path, monkeypa
 def test_a_second_signal_does_not_wait(large, held, tmp_path):
     trainer = trained(tmp_path)
     with pytest.raises(KeyboardInterrupt), saved(trainer, tmp_path):
-        trainer.saving(tmp_path, last=False)
+        trainer.progress.saving(tmp_path, last=False)
         raise KeyboardInterrupt
-    assert trainer.saving.writer.busy and checkpoints(tmp_path / "checkpoints") == {}
+    assert trainer.progress.saving.writer.busy and checkpoints(tmp_path / "checkpoints") == {}
     held.set()
-    trainer.saving.look(wait=True)
+    trainer.progress.saving.look(wait=True)
 
 
 def test_a_stop_of_a_run(large, model, uninterrupted, tmp_path):

@@ -22,7 +22,7 @@ from flowgrpo.rollouts.data_losses import Example
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import state
 from flowgrpo.training.scorer import Scorer
-from tests.helpers import tiny, tiny_runs
+from tests.helpers import loop, tiny, tiny_runs
 
 COLOURS = ("red", "green", "blue")
 ASKED = [Prompt(colour, metadata={"questions": [
@@ -47,7 +47,8 @@ def drawn(places=range(3)) -> list[Example]:
 
 
 def losses(made, examples, update: int = 0) -> torch.Tensor:
-    return sum(made.data.loss(examples, range(len(examples)), update)) / made.data.loss.divisor(examples)
+    loss = loop.term(made).loss
+    return sum(loss(examples, range(len(examples)), update)) / loss.divisor(examples)
 
 
 # --- labels and losses by hand ---------------------------------------------------------------------------------------
@@ -71,7 +72,7 @@ def test_the_prompts_claims_are_the_labels():
 def test_the_loss_is_the_cross_entropy_over_the_choices():
     """At first all choices are equally likely: (3 log 3 + 3 log 2) / 6. Odds of 3 for red: -log(3/5) and -log(1/5)."""
     made = trainer()
-    head = made.data.loss.head
+    head = loop.term(made).loss.head
     torch.testing.assert_close(losses(made, drawn()).detach(), torch.tensor([3.0, 2.0]).log().mean())
     with torch.no_grad():
         head.out.bias[head.answers["red"]] = torch.tensor(3.0).log()
@@ -107,10 +108,10 @@ def test_answers_are_drawn_alike_for_a_step_and_anew_for_the_next():
 def test_the_weights_that_draw_are_those_that_answer(kind):
     """The gradient of the answers reaches the denoiser's LoRA, and a step on answers alone changes what it draws."""
     made = trainer({"balance": {"rl": 0.0, "data": 1.0}}, kind=kind)
-    head, named = made.data.loss.head, made.policy.weights.named
+    head, named = loop.term(made).loss.head, made.policy.weights.named
     with torch.no_grad():
         torch.nn.init.normal_(head.out.weight)
-    made.data.backward(drawn(), 0)
+    loop.term(made)._backward(drawn(), 0)
     of_denoiser = [key for key, parameter in named.items() if ".lora_B." in key and parameter.grad is not None
                    and parameter.grad.abs().max() > 1e-7]
     assert len(of_denoiser) > 3
@@ -122,13 +123,13 @@ def test_the_weights_that_draw_are_those_that_answer(kind):
             return made.policy.replay(conditioning, x, times.grid, 0, times.timesteps)
 
     before = velocity()
-    made.optimizer.step()
+    made.optimization.optimizer.step()
     assert (velocity() - before).abs().max() > 1e-5
 
 
 def test_the_picture_is_read_clean_and_under_the_empty_prompt():
     made = trainer()
-    reader, seen = made.data.loss.head.reader, []
+    reader, seen = loop.term(made).loss.head.reader, []
     made.rollouts.conditioning(ASKED[:1])  # a first call tries the pipeline
     made.policy.denoisers["transformer"].register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
@@ -150,16 +151,16 @@ def test_the_picture_is_read_clean_and_under_the_empty_prompt():
 def test_the_answers_are_learned_from_the_runs_own_pictures(samples):
     """Chance is (1/3 + 1/2) / 2; trained on its collected pictures, the denoiser answers all of them."""
     made = trainer({"samples": samples, "batch": 6}, train__lr=1e-2, adapter__rank=4)
-    made.data.examples.collected = drawn()
+    loop.term(made).examples.collected = drawn()
     begun = None
     for update in range(60):
-        made.optimizer.zero_grad()
-        made.data.backward(made.data.examples.drawn(3, update), update)
-        made.optimizer.step()
-        last = made.data.loss.metrics(list)["data/accuracy"]
+        made.optimization.optimizer.zero_grad()
+        loop.term(made)._backward(loop.term(made).examples.drawn(3, update), update)
+        made.optimization.optimizer.step()
+        last = loop.term(made).loss.metrics(list)["data/accuracy"]
         begun = last if begun is None else begun
     assert begun < 0.7 and last == 1.0
-    assert made.data.loss.metrics(list) == {}  # nothing was asked since
+    assert loop.term(made).loss.metrics(list) == {}  # nothing was asked since
 
 
 def composed(**arguments):
@@ -169,7 +170,7 @@ def composed(**arguments):
 def test_a_runs_reward_is_the_answers_of_its_own_model():
     rewards = composed(score="probability")
     made = trainer(rewards=rewards, reward={"self_answers": 1.0})
-    head = made.data.loss.head
+    head = loop.term(made).loss.head
     with torch.no_grad():
         head.out.bias[head.answers["red"]] = torch.tensor(3.0).log()
     latents, metadata = torch.stack([each.content for each in drawn()]), [prompt.metadata for prompt in ASKED]
@@ -198,7 +199,7 @@ def test_two_epochs_of_both_tasks(samples):
 def test_a_resumed_run_answers_as_if_nothing_had_happened(tmp_path):
     made, other = (trainer(rewards=composed(score="probability"), reward={"self_answers": 1.0}) for _ in range(2))
     tiny_runs.epochs(made, 2)
-    made.epoch, made.marked = 2, state.counters(made) | {"epoch": 2}
+    made.epoch, made.progress.saved_counters = 2, state.counters(made) | {"epoch": 2}
     state.save(made, tmp_path)
     state.restore(other, checkpoint.latest(tmp_path / "checkpoints"))
     whole, resumed = made.run_epoch(), other.run_epoch()

@@ -6,8 +6,9 @@ import torch
 
 from flowgrpo.advantages.group import group_relative
 from flowgrpo.samplers.text.decoding import Decoding
+from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
-from tests.helpers import tiny_text
+from tests.helpers import loop, tiny_text
 
 AGAIN, WEIGHT = "=+", 3.0
 
@@ -34,11 +35,11 @@ def seconds(trainer, taken):
 def test_the_gradient_by_hand():
     """-A log p of all tokens, A of the second attempts alone, and the k2 estimate on the tokens of the first."""
     trainer = made()
-    parts, conditioning, scores = trainer.sample(trainer.prompts[:2])
-    credited = trainer.credit(parts, scores, ["1", "2"])
-    trainer.kl_reference.begin(0, 1)
+    parts, conditioning, scores = sampling.sample(trainer, trainer.prompts[:2])
+    credited = loop.credit(trainer, parts, scores, ["1", "2"])
+    trainer.kl_reference.begin(loop.epoch(trainer), 0, 1)
     [part], stats = credited, UpdateStats()
-    trainer.backward(part, conditioning, {0: 1.0}, 8, stats)
+    loop.backward(trainer, part, conditioning, {0: 1.0}, 8, stats)
     found = [p.grad.clone() for p in trainer.policy.weights.parameters()]
 
     taken, own = part.transitions[0], trainer.policy
@@ -48,7 +49,7 @@ def test_the_gradient_by_hand():
     given = conditioning, taken.prompts, taken.ids, taken.old.mask, Decoding()
     with torch.no_grad(), own.reference([]):
         base = own.log_probs(*given).logp
-    trainer.optimizer.zero_grad()
+    trainer.optimization.optimizer.zero_grad()
     new = own.log_probs(*given).logp
     first = torch.arange(10) < taken.old.mask.int().argmin(1)[:, None]
     assert 0 < first.sum() < taken.old.mask.sum() and not base[first].equal(new[first])

@@ -16,7 +16,7 @@ from flowgrpo.policies import build
 from flowgrpo.policies.options import require_sizes
 from flowgrpo.rollouts.sizes import drawn
 from flowgrpo.run import run
-from tests.helpers import tiny
+from tests.helpers import loop, tiny
 
 SIZES = [[16, 16], [8, 16], [16, 8]]
 
@@ -60,8 +60,9 @@ def test_every_group_is_sampled_scored_and_learned_in_its_size(method, micro_bat
     seen = Seen()
     made = trainer(seen, method=method, train__micro_batch=micro_batch)
     before = made.policy.weights.snapshot()
-    batch, parts, conditioning = made.draw()
-    wanted = drawn([tuple(size) for size in SIZES], [prompt.key for prompt in batch.prompts], 0, made.config.seed)
+    epoch = loop.draw(made)
+    parts, conditioning, keys = epoch.parts, epoch.conditioning, [prompt.key for prompt in epoch.groups.prompts]
+    wanted = drawn([tuple(size) for size in SIZES], keys, 0, made.config.seed)
     assert conditioning.sizes == wanted and len(set(wanted)) > 1
     sizes = [{wanted[int(place)] for place in part.prompts} for part in parts]
     assert all(len(of) == 1 for of in sizes) and [of.pop() for of in sizes] == seen.sizes
@@ -75,7 +76,8 @@ def test_every_group_is_sampled_scored_and_learned_in_its_size(method, micro_bat
 
 def test_each_size_has_the_pipelines_own_grid():
     made = trainer(Seen(), tiny.flux(), train__grid="stock", picture__call=tiny.FLUX_CALL)
-    _, parts, conditioning = made.draw()
+    epoch = loop.draw(made)
+    parts, conditioning = epoch.parts, epoch.conditioning
     grids = {}
     for part in parts:
         size = conditioning.sizes[int(part.prompts[0])]

@@ -71,12 +71,16 @@ def test_flops_of_an_epoch_are_those_of_its_evaluations_and_backwards(make, chec
     assert counter.get_total_flops() == pytest.approx(2 * per_row, rel=1e-3)
 
 
+def meter_of(trainer) -> throughput.Throughput:
+    return throughput.Throughput(trainer.config, trainer.policy, trainer.processes)
+
+
 def test_an_epochs_throughput_by_hand(monkeypatch):
     """4 seconds: 16 samples, 96 evaluations in this process, and a half of the peak."""
     now = iter([10.0, 14.0])
     monkeypatch.setattr(throughput, "perf_counter", lambda: next(now))
     trainer, sampled = tiny.trainer(), iter([8, 24])
-    measured = trainer.throughput
+    measured = meter_of(trainer)
     measured.meter, measured.peak = FlopMeter([], 1), 500.0
 
     def run() -> dict:
@@ -94,7 +98,7 @@ def test_a_gpus_peaks_are_those_of_the_epoch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", calls.append)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 7)
-    measured = tiny.trainer().throughput
+    measured = meter_of(tiny.trainer())
     measured.device = torch.device("cuda:0")
     found = measured.epoch(lambda: calls.append("run") or {}, lambda: 0)
     assert calls == [torch.device("cuda:0"), "run"]

@@ -17,9 +17,10 @@ from flowgrpo.policies.language.masked_lm import MaskedLM
 from flowgrpo.run import run
 from flowgrpo.samplers.text.decoding import Unmasking
 from flowgrpo.storage import checkpoint
+from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.shares import decisions
-from tests.helpers import tiny_dna
+from tests.helpers import loop, tiny_dna
 from tests.helpers import tiny_text as tiny
 from tests.helpers.tables import close, draw, f64
 
@@ -109,17 +110,17 @@ def trainer(**options):
 
 def credited(own):
     """The epoch's parts with advantages of completions, and the prompts' tokens."""
-    parts, asked, scores = own.sample(own.prompts)
-    return [part for part in own.credit(parts, scores, ["=", "=="]) if part is not None], asked
+    parts, asked, scores = sampling.sample(own, own.prompts)
+    return [part for part in loop.credit(own, parts, scores, ["=", "=="]) if part is not None], asked
 
 
 @pytest.mark.parametrize("shrink", [1, 2])
 def test_states_and_values_are_those_of_each_tokens_own_step(shrink):
     own = trainer(parts={"decoding": {"shrink": shrink}}, train__micro_batch=3)
     parts, asked = credited(own)
-    torch.nn.init.normal_(own.critic.head.weight, generator=torch.Generator().manual_seed(0))
-    given = own.critic(parts, asked)
-    for part, after, (hidden, values, returns) in zip(parts, given, own.critic.seen):
+    torch.nn.init.normal_(loop.critic(own).head.weight, generator=torch.Generator().manual_seed(0))
+    given = loop.critic(own)(parts, asked)
+    for part, after, (hidden, values, returns) in zip(parts, given, loop.critic(own).seen):
         [taken], expected = part.transitions, []
         turns = own.method.rollout.decoding.scorings(taken.steps, 6)
         for row, place in taken.old.mask.nonzero().tolist():
@@ -129,7 +130,8 @@ def test_states_and_values_are_those_of_each_tokens_own_step(shrink):
                 made = own.policy.model(input_ids=torch.cat([prompt, state])[None], output_hidden_states=True)
             expected.append(made.hidden_states[-1][0, len(prompt) + place])
         torch.testing.assert_close(hidden, torch.stack(expected), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(values, own.critic.values(torch.stack(expected)).detach(), rtol=1e-4, atol=1e-5)
+        there = loop.critic(own).values(torch.stack(expected)).detach()
+        torch.testing.assert_close(values, there, rtol=1e-4, atol=1e-5)
         rewards = part.advantages[0][:, None].expand_as(taken.old.mask)[taken.old.mask]  # those of completions
         torch.testing.assert_close(returns, rewards)
         [advantage] = after.advantages
@@ -141,10 +143,10 @@ def test_of_a_causal_model_states_are_those_before_each_token():
     own = tiny.trainer(rewards={"short": lambda texts, prompts: [len(text) for text in texts]}, method="ppo",
                        train__micro_batch=3)
     batch = own.prompts[:2]
-    parts, asked, scores = own.sample(batch)
-    parts = list(own.credit(parts, scores, [prompt.text for prompt in batch]))
-    torch.nn.init.normal_(own.critic.head.weight, generator=torch.Generator().manual_seed(0))
-    for part, after, (hidden, values, _) in zip(parts, own.critic(parts, asked), own.critic.seen):
+    parts, asked, scores = sampling.sample(own, batch)
+    parts = list(loop.credit(own, parts, scores, [prompt.text for prompt in batch]))
+    torch.nn.init.normal_(loop.critic(own).head.weight, generator=torch.Generator().manual_seed(0))
+    for part, after, (hidden, values, _) in zip(parts, loop.critic(own)(parts, asked), loop.critic(own).seen):
         [taken], expected = part.transitions, []
         for row, place in taken.old.mask.nonzero().tolist():
             read = torch.cat([asked.ids[taken.prompts[row]], taken.ids[row, :place]])
@@ -160,7 +162,7 @@ def test_of_a_causal_model_states_are_those_before_each_token():
                 advantage[row, place] = deltas[row, place] + (0 if last else 0.95 * advantage[row, place + 1])
         torch.testing.assert_close(after.advantages[0], advantage, rtol=1e-5, atol=1e-5)
     own.run_epoch()
-    assert own.first_ratio.found <= 1e-5 and own.critic.head.weight.grad.abs().max() > 0
+    assert own.first_ratio.found <= 1e-5 and loop.critic(own).head.weight.grad.abs().max() > 0
 
 
 def test_the_head_finds_known_values():
@@ -169,11 +171,11 @@ def test_the_head_finds_known_values():
     returns = hidden @ truth / 5 + 1
     found = []
     for _ in range(150):
-        own.critic.seen = [(part, own.critic.values(part).detach(), goal)
+        loop.critic(own).seen = [(part, loop.critic(own).values(part).detach(), goal)
                            for part, goal in zip(hidden.split(15), returns.split(15))]
-        found.append(own.critic.fit()["value_loss"])
+        found.append(loop.critic(own).fit()["value_loss"])
     assert found[0] > 0.5 and found[-1] < 1e-3
-    torch.testing.assert_close(own.critic.values(hidden).detach(), returns, rtol=0, atol=0.1)
+    torch.testing.assert_close(loop.critic(own).values(hidden).detach(), returns, rtol=0, atol=0.1)
 
 
 def test_a_head_of_zeros_leaves_the_gradient_that_completions_have():
@@ -181,12 +183,12 @@ def test_a_head_of_zeros_leaves_the_gradient_that_completions_have():
     for critic in (True, False):
         own = trainer()
         parts, asked = credited(own)
-        parts = own.critic(parts, asked) if critic else parts
+        parts = loop.critic(own)(parts, asked) if critic else parts
         assert parts[0].advantages[0].ndim == (2 if critic else 1)
-        own.optimizer.zero_grad()
-        own.kl_reference.begin(0, 1)
+        own.optimization.optimizer.zero_grad()
+        own.kl_reference.begin(loop.epoch(own), 0, 1)
         for part in parts:
-            own.backward(part, asked, {0: 1.0}, decisions(parts, own.method.loss.reduction), UpdateStats())
+            loop.backward(own, part, asked, {0: 1.0}, decisions(parts, own.method.loss.reduction), UpdateStats())
         found.append(torch.cat([each.grad.flatten() for each in own.policy.weights.parameters()]))
     assert found[0].norm() > 0
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-8)
@@ -198,9 +200,9 @@ def test_epochs_train_policy_and_values_and_the_first_ratio_is_one():
     for own.epoch in range(3):
         metrics = own.run_epoch()
         assert metrics["value_loss"] > 0 and metrics["grad_norm"] > 0
-    assert own.first_ratio.found <= 1e-5 and own.critic.head.weight.abs().max() > 0
+    assert own.first_ratio.found <= 1e-5 and loop.critic(own).head.weight.abs().max() > 0
     assert any(not torch.equal(each, before[key]) for key, each in own.policy.weights.snapshot().items())
-    assert not own.critic.head.weight.grad.isnan().any() and NoBaseline()(f64([[[2.0]]]), f64([0.5])).item() == 1
+    assert not loop.critic(own).head.weight.grad.isnan().any() and NoBaseline()(f64([[[2.0]]]), f64([0.5])).item() == 1
 
 
 def test_a_resumed_run_goes_on_bit_for_bit_with_its_values(tmp_path):
@@ -234,19 +236,19 @@ def test_a_critic_of_outcomes_learns_to_tell_them_and_keeps_the_mean():
                        method="remax", train__micro_batch=3, train__group=6,
                        parts={"value": {"type": "OutcomeHead", "bounds": [0.5], "lr": 0.05, "passes": 30}})
     batch = own.prompts[:2]
-    parts, asked, scores = own.sample(batch)
-    parts = [part for part in own.credit(parts, scores, [prompt.text for prompt in batch]) if part is not None]
-    given, losses = own.critic(parts, asked), []
+    parts, asked, scores = sampling.sample(own, batch)
+    parts = [part for part in loop.credit(own, parts, scores, [prompt.text for prompt in batch]) if part is not None]
+    given, losses = loop.critic(own)(parts, asked), []
     for part, after in zip(parts, given):  # of a new critic all tokens weigh the same
         [taken] = part.transitions
         torch.testing.assert_close(after.advantages[0], part.advantages[0][:, None] * taken.old.mask)
-        classes = own.critic.seen[len(losses)][1]
+        classes = loop.critic(own).seen[len(losses)][1]
         assert classes.tolist() == (part.rewards[0] > 0.5).long()[:, None].expand_as(taken.old.mask)[
             taken.old.mask].tolist()
         losses.append(0)
-    first = own.critic.fit()["value_loss"]
-    later = own.critic(parts, asked)
-    assert own.critic.fit()["value_loss"] < first == pytest.approx(0.6931, abs=1e-3)
+    first = loop.critic(own).fit()["value_loss"]
+    later = loop.critic(own)(parts, asked)
+    assert loop.critic(own).fit()["value_loss"] < first == pytest.approx(0.6931, abs=1e-3)
     for part, after in zip(parts, later):
         mask = part.transitions[0].old.mask
         torch.testing.assert_close(after.advantages[0].sum(1) / mask.sum(1), part.advantages[0].float(), rtol=1e-4,

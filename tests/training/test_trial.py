@@ -245,7 +245,7 @@ def test_a_gradient_has_to_reach_the_pictures(reward, line):
 
 def test_a_gradient_that_flows_is_no_mistake():
     trainer = tried({"mine": differentiable(lambda images, prompts: images.mean((1, 2, 3)))}, **FOLLOWED)
-    assert trainer.epoch == trainer.update == 0  # the trial leaves the run as it was
+    assert trainer.epoch == trainer.optimization.update == 0  # the trial leaves the run as it was
 
 
 def test_a_gradient_of_tokens():

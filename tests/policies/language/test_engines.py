@@ -19,10 +19,11 @@ from flowgrpo.run import run
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.samplers.text.decoding import Decoding
 from flowgrpo.samplers.text.importance import Mismatch
+from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.shares import decisions
 from flowgrpo.types import Completions, Segmented
-from tests.helpers import tiny_masked
+from tests.helpers import loop, tiny_masked
 from tests.helpers import tiny_text as tiny
 
 F64 = torch.float64
@@ -149,18 +150,18 @@ def test_the_loss_of_a_token_is_multiplied_by_its_weight():
     """Weights of 2 double the gradient, weights of 0 leave none, and one row's weight is that row's alone."""
     made = trainer(parts={"kl": {"weight": 0.0}})
     batch = made.prompts[:2]
-    found, asked, scores = made.sample(batch)
-    credited = [part for part in made.credit(found, scores, [p.text for p in batch]) if part is not None]
+    found, asked, scores = sampling.sample(made, batch)
+    credited = [part for part in loop.credit(made, found, scores, [p.text for p in batch]) if part is not None]
     tiny.stir(made.policy, 0.05)
 
     def gradient(weight) -> torch.Tensor:
-        made.optimizer.zero_grad()
-        made.kl_reference.begin(0, 1)
+        made.optimization.optimizer.zero_grad()
+        made.kl_reference.begin(loop.epoch(made), 0, 1)
         for part in credited:
             [taken] = part.transitions
             own = Completions(taken.ids, taken.prompts, taken.old, correction=weight(taken.correction))
             whole = type(part)(part.groups, part.prompts, None, (own,), (), part.advantages)
-            made.backward(whole, asked, {0: 1.0}, decisions(credited, made.method.loss.reduction), UpdateStats())
+            loop.backward(made, whole, asked, {0: 1.0}, decisions(credited, made.method.loss.reduction), UpdateStats())
         return torch.cat([parameter.grad.flatten() for parameter in made.policy.weights.parameters()])
 
     one, two, none = (gradient(lambda given, value=value: torch.full_like(given, value)) for value in (1.0, 2.0, 0.0))

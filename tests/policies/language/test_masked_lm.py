@@ -22,8 +22,10 @@ from flowgrpo.policies.language.masked_lm import MaskedLM, load_masked_lm
 from flowgrpo.run import run
 from flowgrpo.samplers.text.decoding import Decoding, Unmasking
 from flowgrpo.starter.arithmetic import build_tokenizer
+from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.shares import decisions
+from tests.helpers import loop
 from tests.helpers import tiny_text as tiny
 from tests.helpers.tiny_masked import model, policy
 
@@ -344,13 +346,13 @@ def test_micro_batches_change_no_gradient(method, kernel):
     for size in (1, 5, 64):
         own = trainer(method=method, parts={"decoding": kernel}, train__micro_batch=size)
         batch = own.prompts[:2]
-        parts, asked, scores = own.sample(batch)
-        parts = [part for part in own.credit(parts, scores, [p.text for p in batch]) if part is not None]
+        parts, asked, scores = sampling.sample(own, batch)
+        parts = [part for part in loop.credit(own, parts, scores, [p.text for p in batch]) if part is not None]
         tiny.stir(own.policy, 0.05)
-        own.optimizer.zero_grad()
-        own.kl_reference.begin(0, 1)
+        own.optimization.optimizer.zero_grad()
+        own.kl_reference.begin(loop.epoch(own), 0, 1)
         for part in parts:
-            own.backward(part, asked, {0: 1.0}, decisions(parts, own.method.loss.reduction), UpdateStats())
+            loop.backward(own, part, asked, {0: 1.0}, decisions(parts, own.method.loss.reduction), UpdateStats())
         found.append(torch.cat([parameter.grad.flatten() for parameter in own.policy.weights.parameters()]))
     assert found[0].norm() > 0
     for other in found[1:]:

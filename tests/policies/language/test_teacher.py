@@ -13,8 +13,9 @@ from flowgrpo.objectives import at_epoch, k2
 from flowgrpo.objectives.references import Teacher
 from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.samplers.text.decoding import Decoding
+from flowgrpo.training import sampling
 from flowgrpo.types import Context
-from tests.helpers import tiny, tiny_text
+from tests.helpers import loop, tiny, tiny_text
 from tests.helpers.tables import close
 
 
@@ -47,11 +48,11 @@ def test_the_weight_falls_from_the_first_epoch_to_the_last():
 def test_the_reference_is_the_teacher(tmp_path):
     own = trainer(teacher(tmp_path))
     batch = own.prompts[:2]
-    parts, asked, scores = own.sample(batch)
-    [part] = own.credit(parts[:1], scores, [p.text for p in batch])
-    own.kl_reference.begin(0, 2)
+    parts, asked, scores = sampling.sample(own, batch)
+    [part] = loop.credit(own, parts[:1], scores, [p.text for p in batch])
+    own.kl_reference.begin(loop.epoch(own), 0, 2)
     before, spent = own.policy.model, own.policy.evaluations
-    [found] = own.kl_reference.scores(part, lambda part: own.rollouts.replay(part, asked))
+    [found] = loop.reference(own, part, asked)
     assert own.policy.model is before and own.policy.evaluations > spent and not found.logp.requires_grad
     [taken] = part.transitions
     model, tokenizer = tiny_text.model()
@@ -59,7 +60,7 @@ def test_the_reference_is_the_teacher(tmp_path):
     expected = alone.log_probs(asked, taken.prompts, taken.ids, taken.old.mask, Decoding())
     torch.testing.assert_close(found.logp, expected.logp, rtol=0, atol=1e-5)
     assert (found.logp - taken.old.logp).abs().max() > 1e-2
-    [again] = own.kl_reference.scores(part, lambda part: own.rollouts.replay(part, asked))
+    [again] = loop.reference(own, part, asked)
     assert torch.equal(again.logp, found.logp) and len(own.policy.teacher.known) == 1
 
 

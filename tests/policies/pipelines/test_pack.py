@@ -20,9 +20,10 @@ from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay, rescored
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.solvers import Euler
+from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.shares import decisions
-from tests.helpers import tiny
+from tests.helpers import loop, tiny
 
 DDIM_V = DDIMScheduler(prediction_type="v_prediction", clip_sample=False, **tiny.SD15_NOISE)
 PIPELINES = {"sd3": tiny.sd3, "flux": tiny.flux, "sd15": tiny.sd15, "v_prediction": lambda: tiny.sd15(DDIM_V),
@@ -176,8 +177,8 @@ def trained(pack: bool, name: str, guidance: float, method: str, **options):
     """A trainer with what it sampled before its first update: parts with advantages, and the conditioning."""
     policy = policy_of(name, guidance)
     trainer = tiny.trainer(policy, method=method, train__pack=pack, train__guidance=guidance, **options)
-    parts, conditioning, grouped = trainer.sample(trainer.prompts[:trainer.geometry.prompts])
-    return trainer, list(trainer.credit(parts, grouped, conditioning.prompts)), conditioning
+    parts, conditioning, grouped = sampling.sample(trainer, trainer.prompts[:trainer.geometry.prompts])
+    return trainer, list(loop.credit(trainer, parts, grouped, conditioning.prompts)), conditioning
 
 
 def learned(trainer, parts, conditioning):
@@ -185,7 +186,7 @@ def learned(trainer, parts, conditioning):
     stats, weights = UpdateStats(), tiny.step_weights(trainer, parts)
     with calls(trainer.policy) as found:
         for part in parts:
-            trainer.backward(part, conditioning, weights, decisions(parts), stats)
+            loop.backward(trainer, part, conditioning, weights, decisions(parts), stats)
     gradient = torch.cat([p.grad.flatten() for p in trainer.policy.weights.parameters() if p.grad is not None])
     return gradient, torch.cat(stats.decisions)[:, [1, 3, 4]], len(found)
 

@@ -11,7 +11,8 @@ from flowgrpo.objectives.references import Teacher
 from flowgrpo.objectives.schedules import Linear
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.samplers.replay import replay
-from tests.helpers import tiny
+from flowgrpo.training import sampling
+from tests.helpers import loop, tiny
 
 
 def teacher(folder, pipe=None) -> str:
@@ -28,12 +29,12 @@ def test_the_reference_is_the_teacher(tmp_path):
     name = teacher(tmp_path)
     trainer = tiny.trainer(method="mix_grpo+kdrl", parts={"reference": {"model": name}})
     batch = trainer.prompts[:2]
-    parts, asked, scores = trainer.sample(batch)
-    part = next(part for part in trainer.credit(parts, scores, [p.key for p in batch]) if part)
-    trainer.kl_reference.begin(0, 2)
+    parts, asked, scores = sampling.sample(trainer, batch)
+    part = next(part for part in loop.credit(trainer, parts, scores, [p.key for p in batch]) if part)
+    trainer.kl_reference.begin(loop.epoch(trainer), 0, 2)
     module = trainer.policy.pipe.transformer
     before = module.forward
-    found = trainer.reference(part, asked)
+    found = loop.reference(trainer, part, asked)
     assert module.forward == before and len(trainer.policy.teacher.known) == 1
     alone = tiny.policy(load_pipeline(name))
     with torch.no_grad():

@@ -15,6 +15,7 @@ from flowgrpo.policies.weights.low_precision import chosen, form, notice, quanti
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.preview import PRECISIONS, Preview, previews
 from flowgrpo.samplers.rollout import seeder
+from flowgrpo.training import sampling
 from tests.helpers import tiny
 
 sys.path.append(str(Path(__file__).parents[3] / "scripts"))
@@ -191,7 +192,7 @@ def test_the_chosen_pictures_start_from_bit_identical_noise(precision):
     trainer = tiny.trainer(method="mix_grpo+sol_rl", parts__preview={"pool": 9, "steps": 2, "precision": precision})
     tiny.stir(trainer.policy)
     before = weights(trainer.policy)
-    parts, conditioning, _ = trainer.sample(trainer.prompts[:2])
+    parts, conditioning, _ = sampling.sample(trainer, trainer.prompts[:2])
     assert all(torch.equal(value, before[key]) for key, value in weights(trainer.policy).items())
     with quantised(trainer.policy, precision):
         finals = previews(trainer.policy, conditioning, shifted(2, 3.0), None, 9, 4, seeder(0, 0))
@@ -213,7 +214,7 @@ def test_previews_count_among_the_evaluations_of_a_rollout():
     found = {}
     for name, parts in (("mix_grpo", {}), ("mix_grpo+sol_rl", {"preview": {"pool": 9, "steps": 2}})):
         trainer = tiny.trainer(method=name, parts=parts | {"roots": 4})
-        trainer.sample(trainer.prompts[:2])
+        sampling.sample(trainer, trainer.prompts[:2])
         rollouts = trainer.rollouts
         found[name] = rollouts.rollout_evaluations, trainer.policy.evaluations, rollouts.saved_evaluations
     without, beside = found.values()

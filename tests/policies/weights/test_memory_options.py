@@ -41,7 +41,7 @@ from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.samplers.solvers import Euler
 from flowgrpo.storage import checkpoint
 from flowgrpo.training.optimizer import make_optimizer
-from tests.helpers import tiny
+from tests.helpers import loop, tiny
 
 PLAN = RolloutSpec(shifted(4, 3.0), Schedule((1, 2), (1, 2)), FlowSDE(0.7), Euler(), 4, keep_means=True)
 
@@ -455,16 +455,10 @@ def epoch_of(again: bool, passes: int = 2, **options):
     tiny.stir(trainer.policy, 0.01 if "adapter__rank" in options else 0.1)
     assert trainer.kl_reference.keep == (passes > 1)
     trainer.kl_reference.keep = not again
-    spent, learn = [], trainer.learn
-
-    def counted(*given):
-        before = trainer.policy.evaluations
-        found = learn(*given)
-        spent.append(trainer.policy.evaluations - before)
-        return found
-    trainer.learn = counted
+    drawn: list[int] = []
+    loop.watch(trainer, on_drawn=lambda epoch: drawn.append(trainer.policy.evaluations))
     metrics = trainer.run_epoch()
-    return trainer.policy.weights.snapshot(), spent[0], metrics["kl"]
+    return trainer.policy.weights.snapshot(), trainer.policy.evaluations - drawn[0], metrics["kl"]
 
 
 def test_reference_predictions_are_computed_once_for_all_inner_epochs():

@@ -20,9 +20,9 @@ from flowgrpo.objectives import Clip, Reinforce
 from flowgrpo.objectives.token_losses import Calibrated, ExpertMixture
 from flowgrpo.samplers.text.answers import answer_of
 from flowgrpo.samplers.text.decoding import Decoding, WithAnswers
-from flowgrpo.training.contexts import context_of
+from flowgrpo.training.credit import context_of
 from flowgrpo.types import CompletionBatch, Context, GroupStatistics, Scored
-from tests.helpers import tiny, tiny_text
+from tests.helpers import loop, tiny, tiny_text
 from tests.helpers.tables import close, f64
 
 
@@ -261,9 +261,10 @@ def test_an_answer_is_written_like_the_models_own():
 
 def test_the_answers_of_a_run_are_known_to_its_credit():
     own = trainer(train__prompts=4)
-    epoch_batch, parts, _ = own.draw()
-    context = context_of(own, parts, [prompt.key for prompt in epoch_batch.prompts])
-    fits = [prompt.text in ("1+2=", "9+1=") for prompt in epoch_batch.prompts]
+    epoch = loop.draw(own)
+    prompts = epoch.groups.prompts
+    context = context_of(own, epoch, [prompt.key for prompt in prompts])
+    fits = [prompt.text in ("1+2=", "9+1=") for prompt in prompts]
     assert context.expert.tolist() == [[False] * 3 + [fit] for fit in fits] and context.names == ["short"]
     with pytest.raises(UserError, match="names 'thought', which is no reward of the run: expected names among short"):
         settings = tiny_text.config(method="visurf", parts={"shaping": {"without": ["thought"]}})
@@ -299,12 +300,14 @@ def test_the_answers_that_the_policy_comprehends_best_join_a_group_that_failed()
         asked = own.policy.encode([f"5;1={reasoning}"])
         scores.append(own.policy.log_probs(asked, torch.tensor([0]), ids, ids == ids, Decoding()).logp.mean().item())
     best = sorted(zip(scores, ("9;1=8", "7+1=8", "2+6=8")), reverse=True)
-    drawn, parts, learned = own.draw()
+    epoch = loop.draw(own)
+    drawn, parts, learned = epoch.groups, epoch.parts, epoch.conditioning
     [first], [second] = (part.transitions for part in parts)
     assert drawn.turn == 2 and not first.expert.any() and second.expert.tolist() == [False, False, True, True]
     assert own.policy.written(second.ids, second.old.mask)[2:] == [text for _, text in best[:2]]
-    assert own.guided.sampled(learned) is learned and second.old.guided is None
-    metrics = own.learn(own.credit(parts, torch.rand(2, 4, 1), ["5;1=", "x"]), learned, own.guided.prompts)
+    assert epoch.sampled is None and second.old.guided is None
+    credited = loop.credit(own, parts, torch.rand(2, 4, 1), ["5;1=", "x"])
+    metrics = loop.learn(own, credited, learned, epoch.own)
     assert own.first_ratio.found <= 1e-5 and metrics["grad_norm"] > 0
 
 

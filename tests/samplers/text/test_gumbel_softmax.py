@@ -20,9 +20,10 @@ from flowgrpo.rewards.text.soft_texts import SoftTexts, letters
 from flowgrpo.run import run
 from flowgrpo.samplers.text.decoding import Unmasking
 from flowgrpo.samplers.text.gumbel_softmax import GumbelSoftmax, divergence, straight_through, walk
+from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.shares import decisions
-from tests.helpers import tiny_dna
+from tests.helpers import loop, tiny_dna
 from tests.helpers import tiny_text as tiny
 from tests.helpers.tables import close
 from tests.helpers.tiny_dna import try_drakes
@@ -282,7 +283,7 @@ def test_two_epochs_move_the_weights_and_the_kl_is_to_the_base(trained, rank):
         assert math.isfinite(metrics["loss"]) and metrics["grad_norm"] > 1e-4
         if trainer.epoch == 0:
             assert metrics["loss"] == pytest.approx(-metrics["reward/motif/mean"], abs=1e-5)  # the KL is still 0
-    assert trainer.first_ratio.found <= 1e-6 and (trainer.update, trainer.skipped) == (2, 0)
+    assert trainer.first_ratio.found <= 1e-6 and (trainer.optimization.update, trainer.optimization.skipped) == (2, 0)
     assert any(not torch.equal(each, before[key]) for key, each in policy.weights.snapshot().items())
 
     tiny.stir(policy, 0.05)
@@ -313,12 +314,12 @@ def test_neither_micro_batches_nor_checkpoints_change_the_gradient(trained):
         trainer.policy.checkpointing = checkpointing
         batch = trainer.prompts[:2]
         tiny.stir(trainer.policy, 0.02)
-        parts, asked, scores = trainer.sample(batch)
-        parts = list(trainer.credit(parts, scores, [p.text for p in batch]))
-        trainer.optimizer.zero_grad()
-        trainer.kl_reference.begin(0, 1)
+        parts, asked, scores = sampling.sample(trainer, batch)
+        parts = list(loop.credit(trainer, parts, scores, [p.text for p in batch]))
+        trainer.optimization.optimizer.zero_grad()
+        trainer.kl_reference.begin(loop.epoch(trainer), 0, 1)
         for part in parts:
-            trainer.backward(part, asked, {0: 1.0}, decisions(parts), UpdateStats())
+            loop.backward(trainer, part, asked, {0: 1.0}, decisions(parts), UpdateStats())
         found.append(torch.cat([each.grad.flatten() for each in trainer.policy.weights.parameters()]))
     assert found[0].norm() > 0
     for other in found[1:]:
@@ -327,7 +328,7 @@ def test_neither_micro_batches_nor_checkpoints_change_the_gradient(trained):
 
 def test_rows_that_are_kept_keep_their_noise(trained):
     trainer = made(trained)
-    parts, asked, _ = trainer.sample(trainer.prompts[:2])
+    parts, asked, _ = sampling.sample(trainer, trainer.prompts[:2])
     keep = torch.tensor([False, True, True, False])
     kept = parts[0].credited([torch.arange(4.0)], [keep])
     [(_, _, new)] = trainer.rollouts.replay(kept, asked)

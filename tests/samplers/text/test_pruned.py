@@ -14,7 +14,7 @@ from flowgrpo.run import run
 from flowgrpo.samplers.text.decoding import Decoding
 from flowgrpo.samplers.text.pruned import PrunedDraws, looked
 from flowgrpo.storage import checkpoint
-from tests.helpers import tiny_text
+from tests.helpers import loop, tiny_text
 
 
 def drawn(quality=None, micro_batch: int = 5, prompts: int = 2, **options):
@@ -112,7 +112,7 @@ def test_the_head_of_a_run_learns_what_succeeds():
     chances = own.quality(looked(own, asked, rows, made.ids, (made.mask.sum(1) - 1).clamp(max=1), 48)).sigmoid()
     right = torch.tensor(begins(made.texts, [])) > 0
     assert (chances[right][:, None] > chances[~right]).float().mean() > 0.7  # the area under its curve
-    assert torch.equal(trainer.critic.state()[0]["weight"], trainer.critic.head.weight)
+    assert torch.equal(loop.critic(trainer).state()[0]["weight"], loop.critic(trainer).head.weight)
 
 
 def test_a_resumed_run_stops_the_same_completions(tmp_path):

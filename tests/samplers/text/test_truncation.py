@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tests.helpers import tiny_text
+from flowgrpo.training import sampling
+from tests.helpers import loop, tiny_text
 
 
 def advantages(truncated: str, **options):
@@ -12,9 +13,9 @@ def advantages(truncated: str, **options):
     trainer = tiny_text.trainer(tiny_text.policy(truncated=truncated), method="dr_grpo", text__truncated=truncated,
                                 **options)
     batch = trainer.prompts[:2]
-    parts, _, scores = trainer.sample(batch)
+    parts, _, scores = sampling.sample(trainer, batch)
     ends = torch.cat([(part.transitions[0].ids == 2).any(1) for part in parts]).view(-1, 4)
-    credited = trainer.credit(parts, scores, [prompt.key for prompt in batch])
+    credited = loop.credit(trainer, parts, scores, [prompt.key for prompt in batch])
     return torch.cat([part.advantages[0] for part in credited]).view(-1, 4), scores, ~ends
 
 

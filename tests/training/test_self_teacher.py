@@ -10,8 +10,9 @@ from flowgrpo.methods import preset
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives.references import SelfTeacher
 from flowgrpo.samplers.text.decoding import Decoding
+from flowgrpo.training import sampling
 from flowgrpo.types import Scored
-from tests.helpers import tiny, tiny_text
+from tests.helpers import loop, tiny, tiny_text
 from tests.helpers.tables import close, f64
 
 SIBLING = "{prompt}{right}="
@@ -53,13 +54,13 @@ def test_the_kl_is_to_the_present_policy_under_the_richer_prompt():
     trainer = tiny_text.trainer(rewards={"short": first_right}, parts=TEACH)
     tiny_text.stir(trainer.policy)
     batch = trainer.prompts[:2]
-    parts, asked, scores = trainer.sample(batch)
-    parts = [part for part in trainer.credit(parts, scores, [p.key for p in batch]) if part]
-    trainer.kl_reference.begin(0, 2)
+    parts, asked, scores = sampling.sample(trainer, batch)
+    parts = [part for part in loop.credit(trainer, parts, scores, [p.key for p in batch]) if part]
+    trainer.kl_reference.begin(loop.epoch(trainer, parts, asked, batch), 0, 2)
     for part in parts:
         [taken], [rewards] = part.transitions, part.rewards
         assert rewards.tolist() == [1, 0, 0, 0]
-        [found] = trainer.reference(part, asked)
+        [found] = loop.reference(trainer, part, asked)
         text = trainer.policy.written(taken.ids, taken.old.mask)[0]
         prompt = batch[int(taken.prompts[0])].text
         rich = trainer.policy.encode([prompt, f"{prompt}{text}="])
@@ -91,7 +92,7 @@ def test_a_richer_prompt_teaches_the_plain_one_of_pictures():
 
 def test_only_samples_of_smaller_rewards_are_held_where_that_is_set():
     trainer = tiny_text.trainer(parts={"reference": {"type": "Teacher", "only_below": 0.5}, "kl": {"weight": 2.0}})
-    trainer.kl_reference.begin(0, 2)
+    trainer.kl_reference.begin(loop.epoch(trainer), 0, 2)
     mask = torch.ones(3, 2).bool()
     new, other = (Scored(f64(logp), mask) for logp in ([[-1, -2], [-1, -1], [-3, -1]], [[-2, -2], [-2, -3], [-1, -1]]))
     plain = trainer.kl_reference.kl(new, other)
@@ -99,13 +100,24 @@ def test_only_samples_of_smaller_rewards_are_held_where_that_is_set():
 
 
 def test_prompts_of_later_turns_follow_those_of_the_first_and_a_repeated_turn_is_one():
-    hindsight = tiny_text.trainer(parts=TEACH).hindsight
-    a, b, c = tiny_text.trainer().prompts[:3]
-    for turn, batch in ((0, [a]), (1, [b]), (1, [c])):
-        hindsight.begin(batch, 0, turn)
-    assert hindsight.prompts == [a, c]
-    hindsight.begin([b], 1)
-    assert hindsight.prompts == [b]
+    trainer = tiny_text.trainer(parts=TEACH)
+    teacher, sample, drawn = trainer.kl_reference, trainer.rollouts.sample, sampling.begun(trainer)
+    a, b, c = trainer.prompts[:3]
+    sampling.draw_groups(trainer, drawn, [a])
+    failures = iter([torch.OutOfMemoryError("no room")])
+
+    def failing(*given):
+        for error in failures:
+            raise error
+        return sample(*given)
+
+    trainer.rollouts.sample = failing
+    sampling.draw_groups(trainer, drawn, [c])
+    assert trainer.geometry.micro_batch < trainer.config.train.micro_batch and drawn.groups.turn == 2
+    teacher.begin(drawn, 0, 2)
+    assert teacher.prompts == [a, c]
+    teacher.begin(loop.epoch(trainer, own=[b]), 1, 2)
+    assert teacher.prompts == [b]
 
 
 def test_the_kl_alone_trains_where_the_surrogate_is_none():

@@ -23,7 +23,7 @@ from flowgrpo.samplers.noised_finals import noised_states
 from flowgrpo.samplers.scheduler import noise_like
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import state
-from tests.helpers import tiny, tiny_runs, tiny_text
+from tests.helpers import loop, tiny, tiny_runs, tiny_text
 from tests.policies.pipelines.test_image_latents import saved
 
 HOST = {"tokens": "grpo", "flow": "mix_grpo", "vp": "ddpo"}
@@ -40,12 +40,12 @@ def gradients(made) -> list[torch.Tensor]:
 
 def of_term(made, examples, update: int = 0) -> list[torch.Tensor]:
     """The gradient of a run's supervised term on examples."""
-    made.data.backward(examples, update)
+    loop.term(made)._backward(examples, update)
     return gradients(made)
 
 
 def of_loss(made, loss: torch.Tensor) -> list[torch.Tensor]:
-    made.optimizer.zero_grad()
+    made.optimization.optimizer.zero_grad()
     loss.backward()
     return gradients(made)
 
@@ -66,7 +66,7 @@ def noised(made, examples):
     """(conditioning, x_t, target, times) of a term on examples, with the noise that it draws."""
     x0 = torch.stack([example.content for example in examples])
     noise = noise_like(x0, made.policy.generators([seed_of(made.config.seed, 0, i) for i in range(len(x0))]))
-    times, vp = made.data.loss.times(0), made.policy.process == "vp"
+    times, vp = loop.term(made).loss.times(0), made.policy.process == "vp"
     x, target = noised_states(x0, noise, times.grid[0].item(), made.policy.device, vp)
     t = times.grid[0].item()
     expected = noise if vp else noise - x0
@@ -122,7 +122,7 @@ def test_distilled_guidance_is_the_bases_guided_prediction():
         with torch.no_grad():
             of[made.policy.guidance] = made.policy.replay(conditioning, x, times.grid, 0)
     made.policy.guidance = 1.0
-    [loss] = made.data.loss(examples, range(2), 0)
+    [loss] = loop.term(made).loss(examples, range(2), 0)
     expected = 9 * (of[2.0] - of[1.0]).square().flatten(1).mean(1).sum()
     assert expected > 1e-4
     torch.testing.assert_close(loss.detach(), expected, rtol=1e-3, atol=1e-7)
@@ -160,17 +160,17 @@ class Linear:
 def test_a_linear_denoiser_learns_its_guidance_in_closed_form():
     """bound 2 and free 1/2 at scale 3 make 1/2 + 3 * 3/2 = 5; without guidance v = bound x, so that bound becomes 5."""
     made = trainer("flow", {"type": "GuidanceDistillation", "scale": 3.0})
-    policy = made.data.loss.policy = Linear()
+    policy = loop.term(made).loss.policy = Linear()
     x = torch.randn(4, 5, dtype=torch.float64)
-    target = made.data.loss.teacher(None, x, made.data.loss.times(0), 0)
+    target = loop.term(made).loss.teacher(None, x, loop.term(made).loss.times(0), 0)
     torch.testing.assert_close(target, 5 * x)
-    error = made.data.loss.errors(policy.replay(None, x, None, 0), target, 0.5)
+    error = loop.term(made).loss.errors(policy.replay(None, x, None, 0), target, 0.5)
     torch.testing.assert_close(error, 9 * x.square().mean(1))
     [gradient] = torch.autograd.grad(error.mean(), policy.trained)
     torch.testing.assert_close(gradient, torch.tensor([-6.0, 0.0], dtype=torch.float64) * x.square().mean())
     with torch.no_grad():
         policy.trained[0] = 5.0  # the optimum
-    assert made.data.loss.errors(policy.replay(None, x, None, 0), target, 0.5).abs().max() == 0
+    assert loop.term(made).loss.errors(policy.replay(None, x, None, 0), target, 0.5).abs().max() == 0
 
 
 def test_pictures_of_a_file_are_learned(tmp_path):
@@ -182,19 +182,19 @@ def test_pictures_of_a_file_are_learned(tmp_path):
         "type": "Recorded", "path": str(tmp_path / "own.jsonl")}}, train__lr=3e-3)
     found = tiny_runs.epochs(made, 2)
     assert all(epoch["data/examples"] == 2 and epoch["data/loss"] > 0 for epoch in found)
-    examples = made.data.examples.pool
+    examples = loop.term(made).examples.pool
     assert [example.reward for example in examples] == [1.0, 0.5]
 
     def loss() -> float:
         with torch.no_grad():
-            return sum(float(each) for update in range(8) for each in made.data.loss(examples, range(2), update))
+            return sum(float(each) for update in range(8) for each in loop.term(made).loss(examples, range(2), update))
 
     before = loss()
     for _ in range(8):
-        made.optimizer.zero_grad()
-        made.data.add(made.update, made.fitted)
-        made.optimizer.step()
-        made.update += 1
+        made.optimization.optimizer.zero_grad()
+        loop.term(made).on_gradients(made.optimization.update)
+        made.optimization.optimizer.step()
+        made.optimization.update += 1
     assert loss() < before
 
 
@@ -205,7 +205,7 @@ def test_the_term_of_answers_is_plain_cross_entropy():
     examples = [Example(Prompt("1+2="), "3"), Example(Prompt("33+4="), "37"), Example(Prompt("5;66="), ";61")]
     policy, losses, count = made.policy, [], 0
     for example in examples:
-        prompt, answer = policy.encode([example.prompt.text]).ids[0], made.data.loss.tokens(example)
+        prompt, answer = policy.encode([example.prompt.text]).ids[0], loop.term(made).loss.tokens(example)
         assert answer[-1] == policy.ends[0]
         logits = policy.model(input_ids=torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1:-1]
         losses.append(cross_entropy(logits, answer, reduction="sum"))
@@ -217,7 +217,7 @@ def test_the_term_of_answers_is_plain_cross_entropy():
 def test_expert_tokens_are_weighed_in_the_term():
     made = trainer("tokens", {"type": "NextToken", "token_weight": {"type": "Uncertain"}})
     example = Example(Prompt("1+2="), "3")
-    tokens = made.data.loss.tokens(example)[None]
+    tokens = loop.term(made).loss.tokens(example)[None]
     scored = made.policy.log_probs(made.policy.encode(["1+2="]), torch.tensor([0]), tokens,
                                    torch.ones(1, 2, dtype=torch.bool), made.method.generation.decoding)
     p = scored.logp.detach().exp()
@@ -243,7 +243,7 @@ def test_mu_of_0_is_the_host_alone_bit_for_bit():
     host = tiny_runs.trainer("tokens", tiny_runs.config("tokens", "grpo"))
     tiny_runs.epochs(host, 1)
     balanced, [metrics] = trained({"type": "NextToken", "balance": {"type": "WarmupCosine"}})
-    assert balanced.update == 1 and "data/loss" not in metrics
+    assert balanced.optimization.update == 1 and "data/loss" not in metrics
     for one, two in zip(host.policy.weights.parameters(), balanced.policy.weights.parameters(), strict=True):
         assert torch.equal(one, two)
     other, [metrics] = trained({"type": "NextToken", "balance": {"type": "WarmupCosine", "warmup": 0}})
@@ -257,34 +257,40 @@ def test_the_steps_gradient_is_the_balance_of_both(drawn, rl, data):
     balance = {"type": "GradientNorms", "gamma": 1e-9 if drawn else 1e9}
     made = trainer("tokens", {"type": "NextToken", "balance": balance})
     parameters = made.policy.weights.parameters()
-    supervised = of_term(made, made.data.examples.drawn(8, 0))
+    supervised = of_term(made, loop.term(made).examples.drawn(8, 0))
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 2.0)
-    made.data.add(0, made.fitted)
+    loop.term(made).on_gradients(0)
     for parameter, gradient in zip(parameters, supervised, strict=True):
         torch.testing.assert_close(parameter.grad, 2.0 * rl + data * gradient)
 
 
+def collect(made, epoch, totals: torch.Tensor) -> None:
+    """Show the term an epoch whose samples have these rewards [P,G]."""
+    keys = [prompt.key for prompt in epoch.groups.prompts]
+    loop.term(made).on_drawn(loop.scored(made, epoch.parts, totals[..., None], keys))
+
+
 def test_pass_rates_route_prompts_to_recorded_answers_and_own_samples():
     made = trainer("tokens", {"type": "NextToken", "source": {"type": "PassRate"}}, train__prompts=4)
-    epoch_batch, parts, _ = made.draw()
-    totals = torch.tensor([[0.0] * 4, [1.0, 0.0, 1.0, 0.0], [1.0] * 4, [torch.nan] * 4])
-    made.data.collect(epoch_batch, totals[..., None], parts)
-    failed, half = epoch_batch.prompts[:2]
-    recorded, *own = made.data.examples.collected
+    epoch = loop.draw(made)
+    parts, totals = epoch.parts, torch.tensor([[0.0] * 4, [1.0, 0.0, 1.0, 0.0], [1.0] * 4, [torch.nan] * 4])
+    collect(made, epoch, totals)
+    failed, half = epoch.groups.prompts[:2]
+    recorded, *own = loop.term(made).examples.collected
     assert (recorded.prompt, recorded.content) == (failed, "1+2")  # its solution
     assert [example.prompt for example in own] == [half, half]
     [taken] = parts[0].transitions if len(parts[0].groups) > 1 else parts[1].transitions
     rows = [4, 6] if len(parts[0].groups) > 1 else [0, 2]
     for example, row in zip(own, rows, strict=True):
         assert example.content.tolist() == taken.ids[row][taken.old.mask[row]].tolist()
-    made.data.collect(epoch_batch, torch.ones(4, 4, 1), parts)  # all are solved now
-    assert made.data.examples.collected == [] and made.data.reward == 1.0
+    collect(made, epoch, torch.ones(4, 4))  # all are solved now
+    assert loop.term(made).examples.collected == [] and loop.term(made).reward == 1.0
 
 
 def test_answers_are_drawn_to_their_own_annotation():
     made = tiny_text.trainer(parts={"data": {"type": "AlignedChains", "contrast": 0.5, "temperature": 0.2}})
-    losses, policy = made.data.loss, tiny_text.stir(made.policy)
+    losses, policy = loop.term(made).loss, tiny_text.stir(made.policy)
     prompts = [Prompt("1+2=", metadata={"answer": "3"}), Prompt("7+8=", metadata={"answer": "15"}), Prompt("9=")]
     examples = [Example(prompts[0], "3+0"), Example(prompts[1], "15"), Example(prompts[2], "9")]
 
@@ -316,11 +322,11 @@ def test_only_verified_explanations_are_learned_from_the_plain_prompt():
     for verdict, count in ((1.0, 1), (0.0, 0)):
         made = tiny_text.trainer(rewards={"short": partial(constant, verdict)}, train__prompts=4, parts={"data": {
             "type": "NextToken", "source": {"type": "Explained", "template": "{prompt}{right}{wrong}"}}})
-        epoch_batch, parts, _ = made.draw()
+        epoch = loop.draw(made)
         totals = torch.tensor([[0.0] * 4, [1.0, 0.0, 1.0, 0.0], [1.0] * 4, [torch.nan] * 4])
-        made.data.collect(epoch_batch, totals[..., None], parts)
-        found = made.data.examples.collected  # of the prompt alone that has right and wrong samples
-        assert [example.prompt for example in found] == [epoch_batch.prompts[1]] * count
+        collect(made, epoch, totals)
+        found = loop.term(made).examples.collected  # of the prompt alone that has right and wrong samples
+        assert [example.prompt for example in found] == [epoch.groups.prompts[1]] * count
         assert all(example.content.ndim == 1 and len(example.content) for example in found)
     with pytest.raises(ValueError, match="template has prompt, right, tries is 2"):
         Explained(template="{prompt}{right}")
@@ -330,24 +336,25 @@ def test_the_hardest_prompts_get_a_step_of_their_own_once_a_batch_waits():
     made, metrics = trained({"type": "NextToken", "batch": 3, "apart": True, "source": {
         "type": "PassRate", "right": 2.0, "solved": False}}, 2)  # no sample is right
     # 2 prompts an epoch: 2 wait after the first; after the second there are at least 3, or the same 2.
-    assert made.update in (2, 3) and "data/loss" not in metrics[0] and metrics[0]["data/examples"] == 2
-    made.data.examples.collected = [Example(prompt, "1+2") for prompt in made.prompts[:4]]
-    before = made.update
+    assert made.optimization.update in (2, 3) and "data/loss" not in metrics[0] and metrics[0]["data/examples"] == 2
+    loop.term(made).examples.collected = [Example(prompt, "1+2") for prompt in made.prompts[:4]]
+    before = made.optimization.update
     made.epoch = 2
     metrics = made.run_epoch()
-    assert made.update - before >= 2 and metrics["data/weight"] == 1.0
+    assert made.optimization.update - before >= 2 and metrics["data/weight"] == 1.0
     assert metrics["data/examples"] < 3
 
 
 def test_collected_examples_are_kept_in_a_checkpoint():
     made, _ = trained({"type": "NextToken", "source": {"type": "PassRate", "right": 0.0, "mastered": True}})
-    made.data.examples.collected.append(Example(Prompt("1+2="), "3", 0.5, "me"))
-    assert len(made.data.state()[1]["collected"]) == len(made.data.examples.collected) - 1  # of whole epochs
-    made.data.metrics()
-    tensors, values = made.data.state()
+    term = loop.term(made)
+    term.examples.collected.append(Example(Prompt("1+2="), "3", 0.5, "me"))
+    assert len(term.state()[1]["collected"]) == len(term.examples.collected) - 1  # of whole epochs
+    term.on_trained(loop.epoch(made))
+    tensors, values = term.state()
     other = trainer("tokens", {"type": "NextToken", "source": {"type": "PassRate"}})
-    other.data.load_state(copy.deepcopy(tensors), json.loads(json.dumps(values)))
-    pairs = list(zip(made.data.examples.collected, other.data.examples.collected, strict=True))
+    loop.term(other).load_state(copy.deepcopy(tensors), json.loads(json.dumps(values)))
+    pairs = list(zip(loop.term(made).examples.collected, loop.term(other).examples.collected, strict=True))
     assert len(pairs) > 4
     for one, two in pairs:
         assert (one.prompt, one.reward, one.source) == (two.prompt, two.reward, two.source)
@@ -358,7 +365,7 @@ def test_a_resumed_run_trains_as_if_nothing_had_happened(tmp_path):
     data = {"type": "FlowMatching", "batch": 3, "source": OWN, "balance": {"type": "Convergence", "window": 1}}
     made, other = (trainer("flow", data) for _ in range(2))
     tiny_runs.epochs(made, 2)
-    made.epoch, made.marked = 2, state.counters(made) | {"epoch": 2}
+    made.epoch, made.progress.saved_counters = 2, state.counters(made) | {"epoch": 2}
     state.save(made, tmp_path)
     state.restore(other, checkpoint.latest(tmp_path / "checkpoints"))
     assert other.epoch == 2 and other.memory["data"] == made.memory["data"]

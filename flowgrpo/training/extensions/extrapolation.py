@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.storage.checkpoint import Tensors
+from flowgrpo.training.epoch import Epoch
+from flowgrpo.training.extension import Extension, Metrics
 from flowgrpo.training.stored_parts import within
 
 RATES = torch.logspace(-3, 0.5, 141, dtype=torch.float64)  # of saturation per epoch; the least is nearly a line
@@ -40,27 +41,41 @@ def growth(c: Tensor, ahead: int) -> float:
     return a[best].item() * (math.exp(-rate * (len(c) - 1)) - math.exp(-rate * (len(c) - 1 + ahead)))
 
 
-class Trajectory:
+class Extrapolation(Extension):
     """Path of a `train.Trainer`'s weights since the last jump: `path`, one snapshot per epoch.
 
     reward: the mean weighted reward of the present epoch; before: that of the epoch before a jump. held: the weights
     before a jump whose next epoch is not trained yet.
     """
 
-    def __init__(self, run: Any, every: int, ahead: int):
-        self.run, self.every, self.ahead = run, every, ahead
+    name = "trajectory"
+
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self.every, self.ahead = trainer.config.train.extrapolate_every, trainer.config.train.extrapolate
         self.path: list[dict[str, Tensor]] = []
         self.held: dict[str, Tensor] = {}
         self.reward = self.before = 0.0
 
-    def see(self, totals: Tensor) -> None:
-        """Take the weighted rewards [P,G] of an epoch."""
-        self.reward = totals.nanmean().item()
+    @classmethod
+    def require(cls, setup: Any) -> None:
+        """Raise UserError for a run whose weights cannot be extrapolated."""
+        config = setup.config
+        wrong = {"adapter.rank: 0, whose path would be copies of all weights": not config.adapter.rank,
+                 "train.staleness, whose rewards are of earlier weights": config.train.staleness > 0,
+                 "text.over_provision, whose rewards are of earlier weights": config.text.over_provision > 0,
+                 "memory.shard": bool(config.memory.shard)}
+        for reason in (reason for reason, applies in wrong.items() if applies):
+            raise UserError(f"train.extrapolate is {config.train.extrapolate}, which does not go with {reason}: leave "
+                            "one of them out")
 
-    def epoch(self) -> dict[str, float]:
+    def on_drawn(self, epoch: Epoch) -> None:
+        self.reward = epoch.groups.totals.nanmean().item()
+
+    def on_trained(self, epoch: Epoch) -> Metrics:
         """End an epoch whose updates are done: jump, or judge the jump before it. Return its metric: 1 for a jump, -1
         for one that is taken back."""
-        run, weights = self.run, self.run.policy.weights
+        run, weights = self.trainer, self.trainer.policy.weights
         if self.held:
             worse = not self.reward >= self.before
             if worse:
@@ -91,25 +106,6 @@ class Trajectory:
 
     def load_state(self, tensors: Tensors, values: dict[str, Any]) -> None:
         """Restore the state of a checkpoint; without any, start anew."""
-        place = self.run.policy.weights.placed
+        place = self.trainer.policy.weights.placed
         self.path = [place(within(tensors, f"{number}/")) for number in range(values.get("path", 0))]
         self.held, self.before = place(within(tensors, "held/")), values.get("before", 0.0)
-
-
-def require(config: Config) -> None:
-    """Raise UserError for a run whose weights cannot be extrapolated."""
-    if not config.train.extrapolate:
-        return
-    wrong = {"adapter.rank: 0, whose path would be copies of all weights": not config.adapter.rank,
-             "train.staleness, whose rewards are of earlier weights": config.train.staleness > 0,
-             "text.over_provision, whose rewards are of earlier weights": config.text.over_provision > 0,
-             "memory.shard": bool(config.memory.shard)}
-    for reason in (reason for reason, applies in wrong.items() if applies):
-        raise UserError(f"train.extrapolate is {config.train.extrapolate}, which does not go with {reason}: leave one "
-                        "of them out")
-
-
-def make_trajectory(run: Any) -> Trajectory | None:
-    """Return what extrapolates the weights of a run; None without."""
-    train = run.config.train
-    return Trajectory(run, train.extrapolate_every, train.extrapolate) if train.extrapolate else None

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from flowgrpo.config.schema import Config
-from flowgrpo.curriculum.replay import GroupReplay, priority
+from flowgrpo.curriculum.replay import priority
 from flowgrpo.data.prompts import Guidance, Prompt, as_line, of_records
-from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.methods.method import Method
-from flowgrpo.rollouts.base import Encoded, GroupSampler
+from flowgrpo.rollouts.base import Encoded
 from flowgrpo.samplers.rollout import Part
+from flowgrpo.training.epoch import Epoch
+from flowgrpo.training.extension import Extension, Metrics
 from flowgrpo.training.stored_parts import record_of, tensors_of, unrecordable
 
 SALT = 7  # of the draws' seeds
@@ -36,16 +37,33 @@ class Recorded:
     logp: float
 
 
-class RecordedGroups:
+class GroupReplay(Extension):
     """Buffer of a run of one process, or of one team of processes."""
 
-    def __init__(self, part: GroupReplay, rollouts: GroupSampler[Any], processes: Processes, seed: int):
-        self.part, self.rollouts, self.processes, self.seed = part, rollouts, processes, seed
+    name = "replay"
+
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self.part, self.processes, self.seed = trainer.method.replay, trainer.processes, trainer.config.seed
         self.groups: list[Recorded] = []
         self.fresh: list[Recorded] = []
         self.ages: list[int] = []
+        self.replayed: list[Prompt] = []
 
-    def __call__(self, parts: list[Part], conditioning: Encoded, prompts: Sequence[Prompt], epoch: int,
+    @classmethod
+    def require(cls, setup: Any) -> None:
+        _require(setup.config, setup.method, setup.processes)
+
+    def on_credited(self, epoch: Epoch) -> None:
+        epoch.parts, epoch.conditioning = self.replaced(
+            epoch.parts, epoch.conditioning, [prompt.learned for prompt in epoch.own], self.trainer.epoch,
+            epoch.weights)
+        epoch.own = [*epoch.own, *self.replayed]
+
+    def on_trained(self, epoch: Epoch) -> Metrics:
+        return self.keep(self.trainer.epoch)
+
+    def replaced(self, parts: list[Part], conditioning: Encoded, prompts: Sequence[Prompt], epoch: int,
                  weights: dict[int, float]) -> tuple[list[Part], Encoded]:
         """Return the parts of an epoch with recorded groups in place of those without advantages, and the conditioning
         of all their prompts.
@@ -70,8 +88,9 @@ class RecordedGroups:
                 self.fresh.append(recorded(waits, prompts[place], epoch, weights))
         left = [self._left(part, dropped, now) for part in parts]
         self.ages = [epoch - group.epoch for group in taken]
+        self.replayed = [group.prompt for group in taken]
         if taken:
-            conditioning = self.rollouts.conditioning([*prompts, *(group.prompt for group in taken)], epoch)
+            conditioning = self.trainer.rollouts.conditioning([*prompts, *self.replayed], epoch)
         return [part for part in left if part is not None] + [
             placed(group.part, len(prompts) + number) for number, group in enumerate(taken)], conditioning
 
@@ -129,7 +148,7 @@ class RecordedGroups:
                 advantages.append(given.pop("advantage"))
                 totals.append(given.pop("reward"))
                 transitions.append(record_of(kind, step, given))
-            specs: Any = getattr(self.rollouts, "explorations", None)
+            specs: Any = getattr(self.trainer.rollouts, "explorations", None)
             part = Part(range(1), torch.zeros(len(transitions[0].old.logp), dtype=torch.int64),
                         specs(entry["epoch"])[0] if specs else None, tuple(transitions), (), tuple(advantages),
                         rewards=tuple(totals), weights={step: weight for step, weight in entry["weights"]})
@@ -138,10 +157,8 @@ class RecordedGroups:
             self.groups.append(Recorded(prompt, entry["epoch"], part, entry["size"], entry["logp"]))
 
 
-def require(config: Config, method: Method, processes: int) -> None:
+def _require(config: Config, method: Method, processes: int) -> None:
     """Raise UserError for a run whose groups cannot be recorded, or not exactly."""
-    if method.replay is None:
-        return
     wrong = unrecordable(config, method) | {
         f"{processes} processes, of which a checkpoint holds the first one's groups": processes > 1,
         "parts.tuning, whose goals are of one epoch": method.tuning.weight > 0,
@@ -187,8 +204,3 @@ def size_of(part: Part) -> float:
     values = torch.cat([advantage.flatten().abs() for advantage in part.advantages])
     return values.double().mean().item()
 
-
-def make_recorded(run: Any) -> RecordedGroups | None:
-    """Return the buffer of a run whose method replays groups; None for any other."""
-    part = run.method.replay
-    return None if part is None else RecordedGroups(part, run.rollouts, run.processes, run.config.seed)

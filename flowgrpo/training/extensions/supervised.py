@@ -3,69 +3,67 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.methods.supervised import DataLoss, NextToken, NoisedData, PicturePairs, PreferencePairs, SelfAnswers
 from flowgrpo.objectives.balance import Now
 from flowgrpo.rollouts.data_losses import DataLosses, Example, PairTokenLosses, TokenLosses
-from flowgrpo.samplers.rollout import Part
+from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.examples import Examples
+from flowgrpo.training.extension import Extension, Metrics, Step
 from flowgrpo.training.state import Run
 
 MEMORY = "data"  # signals of earlier epochs, in the memory of the method's parts
-Share = tuple[list[Part], int]
 
 
-class DataTerm:
-    """Supervised term of a run; without one (`part` is None) every call leaves things as they are.
+class Supervised(Extension):
+    """Supervised term of a run.
 
     batch: examples that get an optimizer step of their own, now. losses, weights: of the epoch's batches.
     """
 
-    def __init__(self, run: Run):
-        self.run, self.part = run, run.method.loss.data
+    name = "data"
+
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self.part = trainer.method.loss.data
         self.batch: list[Example] = []
         self.losses: list[Tensor] = []
         self.weights: list[float] = []
         self.reward = 0.0
-        if self.part is not None:
-            self.examples = Examples(self.part, run)
-            self.loss = _losses(self.part, run)
-            if isinstance(self.loss, (TokenLosses, PairTokenLosses)):
-                self.loss.require(example for examples in self.examples.recorded.values() for example in examples)
+        self.examples = Examples(self.part, trainer)
+        self.loss = _losses(self.part, trainer)
+        if isinstance(self.loss, (TokenLosses, PairTokenLosses)):
+            self.loss.require(example for examples in self.examples.recorded.values() for example in examples)
 
-    def collect(self, epoch_batch: EpochBatch, scores: Tensor, parts: Sequence[Part]) -> None:
-        """See an epoch's samples before they are trained. scores: [groups,G,R] of all processes."""
-        if self.part is not None:
-            scoring = self.run.scoring
-            values = scoring.weighted(scores[..., :len(scoring.functions)])
-            self.examples.collect(epoch_batch, values, parts)
-            self.reward = values.nanmean().item()
+    def on_drawn(self, epoch: Epoch) -> None:
+        scoring, (_, scores) = self.trainer.scoring, epoch.groups.compared()
+        values = scoring.weighted(scores[..., :len(scoring.functions)])
+        self.examples.collect(epoch.groups, values, epoch.parts)
+        self.reward = values.nanmean().item()
 
-    def interleaved(self, steps: Iterable[Share]) -> Iterator[Share]:
+    def add_steps(self, steps: Iterable[Step]) -> Iterable[Step]:
         """Yield the optimizer steps, and behind them those of full batches of examples, which train no part."""
         yield from steps
-        while self.part is not None and self.part.apart:
+        while self.part.apart:
             self.batch = self.examples.taken(self.part.batch)
             if not self.batch:
                 return
             yield [], 0
             self.batch = []
 
-    def add(self, update: int, fitted: Callable[[Callable[[], None], str], None]) -> None:
+    def on_gradients(self, update: int) -> None:
         """Replace the parameters' gradients, of all processes, by their balance with the data gradient.
 
-        update: the number of earlier optimizer steps. fitted: runs work again with a smaller micro-batch where memory
-        runs out.
+        update: the number of earlier optimizer steps.
         """
-        part, parameters = self.part, self.run.policy.weights.parameters()
-        if part is None or part.apart and not self.batch:
+        part, parameters = self.part, self.trainer.policy.weights.parameters()
+        if part.apart and not self.batch:
             return
         now = self.now(update)
         weights = (0.0, 1.0) if part.apart else part.balance(now)
@@ -73,8 +71,8 @@ class DataTerm:
         if not chosen or not weights[1] and not part.balance.reads_norms:
             return
         before = [parameter.grad for parameter in parameters]
-        fitted(partial(self.backward, chosen, update), "update")
-        self.run.processes.add_gradients(parameters)
+        self.trainer.with_oom_retry(partial(self._backward, chosen, update), "update")
+        self.trainer.processes.add_gradients(parameters)
         if part.balance.reads_norms and not part.apart:
             norms = norm(before), norm([parameter.grad for parameter in parameters])
             weights = part.balance(Now(now.update, now.drawn, norms, now.signals))
@@ -82,9 +80,9 @@ class DataTerm:
             parameter.grad = combined(gradient, weights[0], parameter.grad, weights[1])
         self.weights.append(weights[1])
 
-    def backward(self, chosen: Sequence[Example], update: int) -> None:
+    def _backward(self, chosen: Sequence[Example], update: int) -> None:
         """Compute the data gradient of this process's share of a batch anew, without the sum over processes."""
-        run, places = self.run, range(len(chosen))
+        run, places = self.trainer, range(len(chosen))
         divisor, total = self.loss.divisor(chosen), torch.zeros(())
         for parameter in run.policy.weights.parameters():
             parameter.grad = None
@@ -93,27 +91,25 @@ class DataTerm:
             for start in range(own.start, own.stop, run.geometry.micro_batch):
                 at = range(start, min(start + run.geometry.micro_batch, own.stop))
                 for loss in self.loss([chosen[place] for place in at], at, update):
-                    run.policy.backward(run.scaler.scale(loss / divisor))
+                    run.optimization.backward(loss / divisor)
                     total = total.to(loss.device) + loss.detach().float() / divisor
         self.losses.append(total)
 
     def now(self, update: int) -> Now:
         """Return what a balance reads, without the gradients' norms."""
-        drawn = random.Random(f"balance/{self.run.config.seed}/{update}").random()
-        return Now(update, drawn, signals=self.run.memory.get(MEMORY, {}))
+        drawn = random.Random(f"balance/{self.trainer.config.seed}/{update}").random()
+        return Now(update, drawn, signals=self.trainer.memory.get(MEMORY, {}))
 
-    def metrics(self) -> dict[str, float]:
+    def on_trained(self, epoch: Epoch) -> Metrics:
         """Return the epoch's metrics, and keep its signals for later epochs; all processes call it."""
-        if self.part is None:
-            return {}
         self.examples.mark()
         metrics: dict[str, float] = {"data/examples": len(self.examples.pool)}
         if self.losses:
             losses = torch.stack([loss.cpu() for loss in self.losses])
-            loss = self.run.processes.gather(losses).sum().item() / len(losses)
+            loss = self.trainer.processes.gather(losses).sum().item() / len(losses)
             metrics |= {"data/loss": loss, "data/weight": sum(self.weights) / len(self.weights)}
-            metrics |= self.loss.metrics(self.run.processes.total)
-            signals = self.run.memory.setdefault(MEMORY, {"rl": [], "data": []})
+            metrics |= self.loss.metrics(self.trainer.processes.total)
+            signals = self.trainer.memory.setdefault(MEMORY, {"rl": [], "data": []})
             for name, value in (("rl", self.reward), ("data", loss)):
                 signals[name].append(value)
         self.losses, self.weights = [], []
@@ -121,28 +117,27 @@ class DataTerm:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the collected examples, for a checkpoint."""
-        return self.examples.state() if self.part is not None else ({}, {})
+        return self.examples.state()
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Restore the collected examples of a checkpoint."""
-        if self.part is not None:
-            self.examples.load_state(tensors, values)
+        self.examples.load_state(tensors, values)
 
 
 def _losses(part: DataLoss, run: Run) -> DataLosses:
     if isinstance(part, NextToken):
-        return TokenLosses(part, run.rollouts)
+        return TokenLosses(part, run)
     if isinstance(part, PreferencePairs):
-        return PairTokenLosses(part, run.rollouts)
+        return PairTokenLosses(part, run)
     if isinstance(part, SelfAnswers):
         from flowgrpo.rollouts.answer_losses import AnswerLosses
 
-        return AnswerLosses(part, run.rollouts, [*run.prompts, *run.held_out])
+        return AnswerLosses(part, run, [*run.prompts, *run.held_out])
     from flowgrpo.rollouts.noised_losses import NoisedLosses, PairNoisedLosses
 
     if isinstance(part, PicturePairs):
-        return PairNoisedLosses(part, cast(Any, run.rollouts))
-    return NoisedLosses(cast(NoisedData, part), cast(Any, run.rollouts))
+        return PairNoisedLosses(part, run)
+    return NoisedLosses(cast(NoisedData, part), run)
 
 
 def norm(gradients: Sequence[Tensor | None]) -> float:

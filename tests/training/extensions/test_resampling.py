@@ -12,8 +12,8 @@ from flowgrpo.data.prompts import Guidance, Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods.validate import resolve
 from flowgrpo.samplers.text.decoding import Decoding
-from flowgrpo.training.measures import drift
-from tests.helpers import tiny, tiny_text
+from flowgrpo.training.extensions.measured_credit import drift
+from tests.helpers import loop, tiny, tiny_text
 
 GUIDE = {"redraw": {"type": "Hints", "text": "{prompt}{hint}", "learned": False}}
 SHAPED = {"surrogate": {"type": "PolicyShaping"}}
@@ -39,8 +39,8 @@ def test_impossible_expansions(options):
 
 
 def guided_texts(**options):
-    """A trainer after the sampling of an epoch in which the first prompt fails and gets a hint: (trainer, parts,
-    prompts as they are learned)."""
+    """A trainer after the sampling of an epoch in which the first prompt fails and gets a hint: (trainer,
+    epoch)."""
     def reward(texts, prompts, metadata):
         return [float(len(text)) if prompt == "7+7=" else 0.0 for text, prompt in zip(texts, prompts)]
 
@@ -48,12 +48,12 @@ def guided_texts(**options):
                                 **{"parts": GUIDE} | options)
     tiny_text.stir(trainer.policy)
     trainer.prompts = [Prompt("2+2=", metadata={"hints": ["5"]}), Prompt("7+7=", metadata={"hints": ["8"]})]
-    _, parts, learned = trainer.draw()
-    return trainer, parts, learned
+    return trainer, loop.draw(trainer)
 
 
 def test_the_first_ratio_of_a_hinted_text_is_that_of_both_prompts():
-    trainer, parts, learned = guided_texts()
+    trainer, epoch = guided_texts()
+    parts, learned = epoch.parts, epoch.conditioning
     assert sorted(learned.prompts) == ["2+2=", "2+2=", "7+7="]
     [taken] = parts[-1].transitions
     assert [bool(part.transitions[0].old.guided is not None) for part in parts] == [False] * (len(parts) - 1) + [True]
@@ -64,8 +64,8 @@ def test_the_first_ratio_of_a_hinted_text_is_that_of_both_prompts():
     torch.testing.assert_close(taken.old.logp, hinted.detach(), rtol=0, atol=1e-5)
     torch.testing.assert_close(new.logp, plain, rtol=0, atol=1e-5)
     assert (new.logp - taken.old.logp).abs().max() > 1e-3
-    credited = trainer.credit(parts, torch.rand(3, 4, 1), ["2+2=", "7+7=", "2+2=5"])
-    metrics = trainer.learn(credited, learned, trainer.guided.prompts)
+    credited = loop.credit(trainer, parts, torch.rand(3, 4, 1), ["2+2=", "7+7=", "2+2=5"])
+    metrics = loop.learn(trainer, credited, learned, epoch.own, epoch.sampled)
     assert trainer.first_ratio.found <= 1e-5 < 1e-3 < metrics["log_ratio_max"]
 
 
@@ -74,9 +74,9 @@ def test_an_expanded_prompt_of_pictures_is_sampled_and_the_plain_one_is_learned(
     seen = []
     judge = trainer.scoring.functions["red"]
     trainer.scoring.functions["red"] = lambda pictures, prompts: seen.append([*prompts]) or judge(pictures, prompts)
-    _, parts, learned = trainer.draw()
+    epoch = loop.draw(trainer)
+    parts, learned, rich = epoch.parts, epoch.conditioning, epoch.sampled
     assert not any("old" in prompt for prompts in (*seen, learned.prompts) for prompt in prompts)
-    rich = trainer.guided.sampled(learned)
     assert all(prompt.endswith(", old, old") for prompt in rich.prompts)
     for conditioning, low, high in ((rich, 0.0, 1e-6), (learned, 1e-6, math.inf)):
         ratios = [(new.logp - part.transitions[k].old.logp[rows]).abs().max().item() for part in parts
@@ -87,13 +87,15 @@ def test_an_expanded_prompt_of_pictures_is_sampled_and_the_plain_one_is_learned(
 
 def test_pictures_are_sampled_at_one_scale_and_learned_at_another():
     trainer, loud = tiny.trainer(parts=LOUD), tiny.trainer(train__guidance=3.0)
-    (_, [part, *_], learned), (_, [other, *_], _) = trainer.draw(), loud.draw()
+    epoch = loop.draw(trainer)
+    [part, *_], learned, [other, *_] = epoch.parts, epoch.conditioning, loop.draw(loud).parts
     assert torch.equal(part.finals[0], other.finals[0])
     new, there = (next(iter(each.rollouts.replay(part, learned)))[2].logp for each in (trainer, loud))
     assert (there - part.transitions[0].old.logp[:len(there)]).abs().max() <= 1e-6
     assert (new - there).abs().max() > 1e-6
     kept = tiny.trainer(parts={"expansion": LOUD["expansion"] | {"learned": True}})
-    _, [same, *_], both = kept.draw()
+    again = loop.draw(kept)
+    [same, *_], both = again.parts, again.conditioning
     assert both.scales == [3.0, 3.0] and same.transitions[0].old.guided is None
     torch.testing.assert_close(next(iter(kept.rollouts.replay(same, both)))[2].logp, there, rtol=0, atol=1e-6)
 
@@ -101,30 +103,33 @@ def test_pictures_are_sampled_at_one_scale_and_learned_at_another():
 def test_groups_that_fail_are_sampled_again_at_the_larger_scale():
     trainer = tiny.trainer(rewards={"red": lambda pictures, prompts: [0.0] * len(prompts)},
                            parts={"redraw": {"type": "Hints", "scale": 3.0, "learned": False}})
-    drawn, parts, learned = trainer.draw()
-    assert drawn.turn == 2 and drawn.standing() == [2, 3] and learned.scales == []
-    assert trainer.guided.sampled(learned).scales == [1.0, 1.0, 3.0, 3.0]
+    epoch = loop.draw(trainer)
+    drawn = epoch.groups
+    assert drawn.turn == 2 and drawn.standing() == [2, 3] and epoch.conditioning.scales == []
+    assert epoch.sampled.scales == [1.0, 1.0, 3.0, 3.0]
     assert [prompt.text for prompt in drawn.prompts[2:]] == [prompt.text for prompt in drawn.prompts[:2]]
 
 
 def test_noised_finals_of_an_expansion_are_scored_under_the_prompt_itself():
     trainer = tiny.trainer(method="diffusion_nft", parts=LOUD)
-    _, [part, *_], learned = trainer.draw()
+    epoch = loop.draw(trainer)
+    [part, *_], learned = epoch.parts, epoch.conditioning
     ratios = [(new.logp - part.transitions[k].old.logp[rows]).abs().max().item()
               for k, rows, new in trainer.rollouts.replay(part, learned)]
-    assert max(ratios) <= 1e-6 and trainer.guided.sampled(learned) is learned
+    assert max(ratios) <= 1e-6 and epoch.sampled is None
     assert part.transitions[0].old.guided is None
 
 
 def test_the_drift_of_the_policy_is_that_of_its_own_samples():
-    trainer, parts, learned = guided_texts()
+    trainer, epoch = guided_texts()
+    parts, learned = epoch.parts, epoch.conditioning
     assert drift(parts, lambda part: trainer.rollouts.replay(part, learned), trainer.processes) <= 1e-9
     assert drift(parts[-1:], lambda part: trainer.rollouts.replay(part, learned), trainer.processes) == 0
 
 
 def test_replayed_groups_keep_the_mark_of_guidance():
-    trainer, parts, _ = guided_texts()
-    [taken] = parts[-1].transitions
+    trainer, epoch = guided_texts()
+    [taken] = epoch.parts[-1].transitions
     keep = torch.tensor([True, False, True, True])
     assert taken.kept(keep).old.guided.tolist() == [True] * 3
 

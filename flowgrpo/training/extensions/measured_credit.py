@@ -5,46 +5,47 @@ Each is one replay of recorded decisions without gradients, for methods that nee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from flowgrpo.curriculum.gradient_variance import gradient_norms
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.targets import WITH_LOGP
 from flowgrpo.samplers.rollout import Part
+from flowgrpo.training.epoch import Epoch
+from flowgrpo.training.extension import Extension, Metrics
 from flowgrpo.training.kl_reference import KLReference
-from flowgrpo.training.state import Run
 from flowgrpo.types import Scored, required
 
 Replay = Callable[[Part], Iterator[tuple[int, slice, Scored]]]
 
 
-def examined(run: Run, parts: list[Part], conditioning: Any) -> list[Part]:
-    """Return the parts with what the credit of a run's method reads besides rewards."""
-    replay = partial(run.rollouts.replay, conditioning=conditioning)
-    if run.method.needs:
-        parts = measured(run.method, parts, replay, run.kl_reference, run.processes)
-    run.kl_reference.judge(parts, replay, run.processes)
-    return parts
+class MeasuredCredit(Extension):
+    """What the credit reads besides rewards: measured before rewards are compared, and after the updates."""
 
+    def on_drawn(self, epoch: Epoch) -> None:
+        epoch.parts = self.trainer.with_oom_retry(partial(self._examined, epoch), "update")
 
-def of_groups(run: Run, parts: list[Part], groups: int) -> tuple[Sequence[float], Sequence[torch.Tensor]]:
-    """Return (diversity, norms of gradients [G]) of every group of a turn of all processes; () for what the curriculum
-    does not read, and for norms of pictures.
+    def _examined(self, epoch: Epoch) -> list[Part]:
+        trainer, parts, replay = self.trainer, epoch.parts, self._replay(epoch)
+        if trainer.method.needs:
+            parts = measured(trainer.method, parts, replay, trainer.kl_reference, trainer.processes)
+        trainer.kl_reference.judge(parts, replay, trainer.processes)
+        return parts
 
-    parts: of this process; groups: the number of all.
-    """
-    curriculum, norms = run.method.curriculum, ()
-    if getattr(curriculum, "reads_norms", False) and run.policy.modality == "text":
-        olds = [part.transitions[0].old for part in parts]
-        values = run.processes.gather(torch.cat([gradient_norms(old.logp.cpu(), old.mask.cpu()) for old in olds]))
-        norms = tuple(values.view(groups, -1))
-    return run.scoring.diversities(curriculum, groups), norms
+    def on_trained(self, epoch: Epoch) -> Metrics:
+        trainer = self.trainer
+        if "drift" in trainer.method.needs:
+            trainer.with_oom_retry(partial(drifted, trainer.method, trainer.memory, epoch.parts, self._replay(epoch),
+                                   trainer.processes), "update")
+        return {}
+
+    def _replay(self, epoch: Epoch) -> Replay:
+        return partial(self.trainer.rollouts.replay, conditioning=epoch.conditioning)
 
 
 @torch.no_grad()

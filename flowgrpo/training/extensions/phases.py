@@ -15,10 +15,11 @@ from flowgrpo.curriculum.carried import MEAN, Carried
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.methods import keys_read
-from flowgrpo.methods.validate import resolve
+from flowgrpo.methods.validate import require_data, resolve
 from flowgrpo.policies import build
 from flowgrpo.policies.language import engines
 from flowgrpo.rollouts.build import make_rollouts
+from flowgrpo.training.extension import Extension
 
 CHANGES = ("train.steps", "train.shift", "train.group", "train.prompts", "train.lr", "picture.sizes", "picture.frames",
            "text.max_tokens")  # keys that a phase can set; evaluations keep those of the recipe
@@ -51,10 +52,8 @@ def matches(prompt: Prompt, when: dict[str, Any]) -> bool:
                for key, value in when.items())
 
 
-def require(config: Config, kind: str, processes: int, prompts: Sequence[Prompt]) -> None:
+def _require(config: Config, kind: str, processes: int, prompts: Sequence[Prompt]) -> None:
     """Raise UserError for phases that do not fit the run. kind: of its model, as in `policies.build`."""
-    if not config.phases:
-        return
     starts, process = begins(config), build.process(kind)
     if starts != sorted(set(starts)):
         raise UserError(f"phases begin after {starts} epochs: expected rising numbers under `at`")
@@ -64,7 +63,9 @@ def require(config: Config, kind: str, processes: int, prompts: Sequence[Prompt]
     for number, phase in enumerate(config.phases):
         where, changed = f"phases[{number}]", config_of(config, number)
         geometry(changed.train, processes)
-        keys_read.require_keys(changed, kind, resolve(changed, process), f"{where}.set: ")
+        method = resolve(changed, process)
+        keys_read.require_keys(changed, kind, method, f"{where}.set: ")
+        require_data(changed, method)
         if process == "masks" and "text.max_tokens" in phase.set:
             raise UserError(f"{where}.set: text.max_tokens is fixed for a masked language model: leave it out")
         if unknown := sorted(phase.weights.keys() - config.rewards.keys()):
@@ -86,12 +87,18 @@ def _require_read(phase: Phase, where: str, first: bool) -> None:
                         f"leave {key} out")
 
 
-class Phases:
-    """Phases of a run, of which its methods get the `train.Trainer`. number: the present one, -1 before the first."""
+class Phases(Extension):
+    """Phases of a run. number: the present one, -1 before the first."""
 
-    def __init__(self, config: Config):
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        config = trainer.config
         self.config, self.number, self.begins = config, -1, begins(config)
         self.carries = any(phase.carry for phase in config.phases)
+
+    @classmethod
+    def require(cls, setup: Any) -> None:
+        _require(setup.config, setup.kind, setup.processes, setup.split[0])
 
     def of(self, memory: dict[str, Any], epoch: int) -> int:
         """Return the number of an epoch's phase: the last that has begun, or the next if its reward is reached."""
@@ -102,16 +109,15 @@ class Phases:
         return number
 
     @contextlib.contextmanager
-    def epoch(self, trainer: Any) -> Iterator[None]:
+    def around_epoch(self) -> Iterator[None]:
         """Context manager: the trainer's epoch in its phase. Prompts, curriculum, lengths and frames are the recipe's
         again behind it."""
-        if not self.config.phases:
-            yield
-            return
-        number, policy = self.of(trainer.memory, trainer.epoch), trainer.policy
+        trainer = self.trainer
+        policy: Any = trainer.policy
+        number = self.of(trainer.memory, trainer.epoch)
         phase = self.config.phases[number] if number >= 0 else Phase(at=0)
         config = config_of(self.config, number)
-        held = trainer.prompts, trainer.keys, trainer.method
+        held = trainer.prompts, trainer.method
         text, call = getattr(policy, "text", None), dict(getattr(policy, "call", {}))
         try:
             if text is not None:
@@ -124,7 +130,7 @@ class Phases:
             self._choose(trainer, phase)
             yield
         finally:
-            trainer.prompts, trainer.keys, trainer.method = held
+            trainer.prompts, trainer.method = held
             if text is not None:
                 policy.text = text
             if "picture.frames" in phase.set:
@@ -136,22 +142,20 @@ class Phases:
         now = frozenset(prompt.key for prompt in trainer.prompts if matches(prompt, phase.when))
         if not phase.carry:
             trainer.prompts = [prompt for prompt in trainer.prompts if prompt.key in now]
-            trainer.keys = [prompt.key for prompt in trainer.prompts]
         trainer.method = replace(trainer.method, curriculum=Carried(trainer.method.curriculum, now, phase.carry,
                                                                     records=self.carries))
 
     def _enter(self, trainer: Any, config: Config, phase: Phase) -> None:
         """Make what depends on the phase's configuration anew; counters and the old policy stay."""
         before, lowered = trainer.rollouts, trainer.geometry.micro_batch
-        trainer.config, trainer.geometry = config, geometry(config.train, trainer.processes.count)
+        trainer.config = trainer.optimization.config = config
+        trainer.geometry = geometry(config.train, trainer.processes.count)
         trainer.geometry.micro_batch = min(trainer.geometry.micro_batch, lowered)
         trainer.rollouts = make_rollouts(config, trainer.policy, trainer.method, trainer.geometry, trainer.processes,
                                          trainer.clock, first=trainer.prompts[0])
         for name in ("decodes", "rollout_evaluations", "saved_evaluations", "old_policy"):
             setattr(trainer.rollouts, name, getattr(before, name))
-        trainer.first_ratio.rollouts, trainer.scoring.group = trainer.rollouts, trainer.geometry.group
+        trainer.scoring.group = trainer.geometry.group
         trainer.scoring.given = self.config.rewards | phase.weights
-        if hasattr(trainer.critic, "geometry"):
-            trainer.critic.geometry = trainer.geometry
         if self.number >= 0 or phase.set:
             trainer.say(f"phase from epoch {trainer.epoch + 1}: {dict(phase.set) or 'the recipe itself'}")

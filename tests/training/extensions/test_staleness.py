@@ -13,9 +13,10 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives import Clip
 from flowgrpo.objectives.decoupled import behaviour_weights
-from flowgrpo.training import ahead, state
+from flowgrpo.training import state
+from flowgrpo.training.extensions.staleness import Staleness
 from flowgrpo.training.staleness import require
-from tests.helpers import tiny, tiny_runs, tiny_text
+from tests.helpers import loop, tiny, tiny_runs, tiny_text
 from tests.helpers.tiny_runs import next_epochs
 
 
@@ -70,15 +71,15 @@ def test_decisions_of_older_weights_are_weighted_and_the_ratio_begins_at_1(kind)
     made = trainer(kind, 1)
     first = made.run_epoch()
     assert first["staleness/epochs"] == 0 and first["staleness/weight"] == 1
-    [waiting] = made.ahead.queue
+    [waiting] = loop.extension(made, "Staleness").queue
     drew = [taken.old.logp.clone() for part in waiting.parts for taken in part.transitions]
     made.epoch, seen, backward = 1, [], made.backward
 
-    def spied(part, conditioning, *rest):
+    def spied(epoch, part, *rest):
         for k, taken in enumerate(part.transitions):
-            new = torch.cat([score.logp for at, _, score in made.rollouts.replay(part, conditioning) if at == k])
+            new = torch.cat([score.logp for at, _, score in made.rollouts.replay(part, epoch.conditioning) if at == k])
             seen.append((taken, new.detach()))
-        return backward(part, conditioning, *rest)
+        return backward(epoch, part, *rest)
 
     made.backward = spied
     second = made.run_epoch()
@@ -99,12 +100,13 @@ def test_decisions_of_older_weights_are_weighted_and_the_ratio_begins_at_1(kind)
 @pytest.mark.parametrize("kind", ["pictures", "text"])
 def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(kind):
     made, other = trainer(kind), trainer(kind)
-    assert made.ahead is None
-    other.ahead = ahead.Ahead(other, 0, 5.0)
+    assert "Staleness" not in loop.names(made)
+    other.extensions.present.insert(0, Staleness(other))
+    assert loop.extension(other, "Staleness").bound == 0
     for one, two in zip(next_epochs(made, 3), next_epochs(other, 3)):
         assert one == {key: value for key, value in two.items() if not key.startswith("staleness/")}
     assert_same(made, other)
-    assert made.memory == other.memory and made.sampled == other.sampled
+    assert made.memory == other.memory and made.progress.sampled == other.progress.sampled
 
 
 def test_every_epoch_is_drawn_once_and_is_as_stale_as_the_bound_allows():
@@ -115,7 +117,7 @@ def test_every_epoch_is_drawn_once_and_is_as_stale_as_the_bound_allows():
     lines = next_epochs(made, 5)
     assert drawn == [(0, 0), (0, 1), (0, 2), (1, 3), (2, 4)]
     assert [line["staleness/epochs"] for line in lines] == [0, 1, 2, 2, 2]
-    assert made.sampled == 5 * 8 and not made.ahead.queue
+    assert made.progress.sampled == 5 * 8 and not loop.extension(made, "Staleness").queue
 
 
 def test_an_epoch_is_scored_while_the_next_one_is_sampled():
@@ -150,9 +152,14 @@ def test_an_evaluation_waits_for_the_rewards_of_all_drawn_epochs(every):
         return length(completions, prompts)
 
     made = trainer("text", 1, {"short": slow}, eval__every=every)
-    examined, found = made.credit, []
-    made.credit = lambda *given: (found.append(all(future.done() for future in made.ahead.queue[0].pending)),
-                                  learning.set(), examined(*given))[2]
+    found = []
+
+    def examined(epoch):
+        [waiting] = loop.extension(made, "Staleness").queue
+        found.append(all(future.done() for future in waiting.pending))
+        learning.set()
+
+    loop.watch(made, on_drawn=examined)
     made.run_epoch()
     assert found == [bool(every)]
 
@@ -166,11 +173,10 @@ def test_rewards_are_called_by_one_thread_in_the_order_of_the_epochs():
         return length(completions, prompts)
 
     made = trainer("text", 3, {"short": watched})
-    order, judged = [], ahead.drawing.judged
-    made.ahead._submit = lambda drawn, part, outputs: (order.append(tuple(map(str, outputs[0]))),
-                                                       drawn.pending.extend(judged(
-                                                           made, drawn.scoring, drawn.scorer, drawn.prompts, part,
-                                                           outputs, drawn.conditioning)))
+    order, staleness = [], loop.extension(made, "Staleness")
+    submit = staleness._submit
+    staleness._submit = lambda drawn, part, outputs: (order.append(tuple(map(str, outputs[0]))),
+                                                      submit(drawn, part, outputs))
     next_epochs(made, 5)
     assert calls == order and len(calls) == 10 and threads == {"rewards"}
 
@@ -209,11 +215,12 @@ def test_a_resumed_run_goes_on_to_the_same_bit(kind, tmp_path):
     next_epochs(made, 2)
     state.save(made, tmp_path)
     state.restore(other, tmp_path / "checkpoints" / "epoch-00002")
-    assert [drawn.epoch for drawn in other.ahead.queue] == [2, 3]
+    assert [drawn.epoch for drawn in loop.extension(other, "Staleness").queue] == [2, 3]
     for one, two in zip(next_epochs(made, 3), next_epochs(other, 3)):
         assert one == two and one["staleness/epochs"] == 2
     assert_same(made, other)
-    assert made.marked == other.marked and made.scoring.extremes.told() == other.scoring.extremes.told()
+    assert made.progress.saved_counters == other.progress.saved_counters
+    assert made.scoring.extremes.told() == other.scoring.extremes.told()
 
 
 def test_a_stop_while_a_reward_hangs_saves_what_was_drawn(tmp_path):
@@ -231,11 +238,11 @@ def test_a_stop_while_a_reward_hangs_saves_what_was_drawn(tmp_path):
     with pytest.raises(Stopped):
         made.run_epoch()
     state.save(made, tmp_path)
-    made.ahead.drop()
+    loop.extension(made, "Staleness").close()
     free.set()
     other = trainer("text", 1)
     state.restore(other, tmp_path / "checkpoints" / "epoch-00001")
-    assert [drawn.epoch for drawn in other.ahead.queue] == [1]
+    assert [drawn.epoch for drawn in loop.extension(other, "Staleness").queue] == [1]
     expected = next_epochs(whole, 4)[1:]
     assert next_epochs(other, 3) == expected
     assert_same(other, whole)

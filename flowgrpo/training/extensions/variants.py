@@ -14,28 +14,29 @@ from flowgrpo.data.prompts import Prompt, as_line
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.text.answer_keys import spoken
 from flowgrpo.samplers.rollout import Part, seeder
+from flowgrpo.training.epoch import Epoch
+from flowgrpo.training.extension import Extension
 from flowgrpo.training.state import Run
 from flowgrpo.types import Completions
 
 TURN = 9_000  # separates the draws of variants from those of an epoch's samples
 
 
-def write(run: Run, parts: Sequence[Part], prompts: Sequence[Prompt]) -> None:
-    """Add variants of an epoch's prompts to the memory, if the curriculum has any; all processes call it.
+class Variants(Extension):
+    """Variants of prompts, in the memory of the method's parts."""
 
-    parts: the credited ones of this process; prompts: of its groups.
-    """
-    curriculum = getattr(run.method.curriculum, "inner", run.method.curriculum)
-    if not isinstance(curriculum, Variations):
-        return
-    lines = [json.dumps(as_line(variant)) for part in parts for variant in _of_part(run, curriculum, part, prompts)]
-    known = run.memory.setdefault(VARIANTS, [])
-    texts = {line["prompt"] for line in known} | {prompt.text for prompt in run.prompts}
-    for line in map(json.loads, run.processes.gather_samples(lines)):
-        if line["prompt"] not in texts:
-            texts.add(line["prompt"])
-            known.append(line)
-    del known[:-curriculum.kept]
+    def on_credited(self, epoch: Epoch) -> None:
+        run, method = self.trainer, self.trainer.method
+        curriculum: Any = getattr(method.curriculum, "inner", method.curriculum)
+        lines = [json.dumps(as_line(variant)) for part in epoch.parts
+                 for variant in _of_part(run, curriculum, part, epoch.own)]
+        known = run.memory.setdefault(VARIANTS, [])
+        texts = {line["prompt"] for line in known} | {prompt.text for prompt in run.prompts}
+        for line in map(json.loads, run.processes.gather_samples(lines)):
+            if line["prompt"] not in texts:
+                texts.add(line["prompt"])
+                known.append(line)
+        del known[:-curriculum.kept]
 
 
 def _of_part(run: Run, curriculum: Variations, part: Part, prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -18,20 +18,22 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.policies import build
 from flowgrpo.train import Trainer
-from flowgrpo.training import phases, state
-from tests.helpers import tiny, tiny_text
+from flowgrpo.training import state
+from flowgrpo.training.extensions.phases import Phases
+from tests.helpers import loop, tiny, tiny_text
 
 PROMPTS = [Prompt(text, metadata={"sign": text[1] if text[1] in "+-" else "other"}) for text in tiny_text.PROMPTS]
 
 
 def text_trainer(listed: list[dict], **options):
     made = tiny_text.trainer(phases=listed, train__epochs=10, **options)
-    made.prompts, made.keys = PROMPTS, [prompt.key for prompt in PROMPTS]
+    made.prompts = PROMPTS
     return made
 
 
 def test_the_phase_of_an_epoch_by_its_number_its_share_and_a_reward():
-    made = phases.Phases(tiny_text.config(train__epochs=20, phases=[{"at": 2}, {"at": 0.5}, {"at": 15, "reach": 0.8}]))
+    listed = [{"at": 2}, {"at": 0.5}, {"at": 15, "reach": 0.8}]
+    made = loop.extension(tiny_text.trainer(train__epochs=20, phases=listed), "Phases")
     assert made.begins == [2, 10, 15]
     assert [made.of({}, epoch) for epoch in (0, 1, 2, 9, 10, 14, 15)] == [-1, -1, 0, 0, 1, 1, 2]
     assert [made.of({"phase_mean": mean}, 11) for mean in (0.7, 0.8)] == [1, 2]
@@ -42,19 +44,16 @@ def test_a_phase_changes_what_it_sets_and_evaluations_keep_their_own():
     made = text_trainer([{"at": 1, "when": {"sign": "+"}, "set": {"train.group": 6, "train.prompts": 1,
                                                                   "text.max_tokens": 3, "train.lr": 0.5}}])
     lengths, prompts = [], []
-    draw = made.draw
 
-    def spied():
-        drawn = draw()
-        lengths.append(tuple(drawn[1][0].transitions[0].ids.shape))
-        prompts.append({prompt.text for prompt in drawn[0].prompts})
-        return drawn
+    def spied(epoch):
+        lengths.append(tuple(epoch.parts[0].transitions[0].ids.shape))
+        prompts.append({prompt.text for prompt in epoch.groups.prompts})
 
-    made.draw = spied
+    loop.watch(made, on_drawn=spied)
     for made.epoch in range(2):
         made.run_epoch()
     assert lengths == [(4, 6), (6, 3)] and prompts[1] < {"1+2=", "7+8=", "2+2="}
-    assert made.optimizer.param_groups[0]["lr"] == 0.5 and made.rollouts.rollout_evaluations > 0
+    assert made.optimization.optimizer.param_groups[0]["lr"] == 0.5 and made.rollouts.rollout_evaluations > 0
     assert made.policy.text.max_tokens == 6 and len(made.prompts) == 6  # again behind the epoch
 
 
@@ -62,14 +61,8 @@ def test_a_phase_of_pictures_has_another_size_and_more_steps():
     made = tiny.trainer(phases=[{"at": 1, "set": {"picture.sizes": [[8, 8]], "train.steps": 4}}], train__epochs=3,
                         parts={"plan": {"size": 2}})
     shapes = []
-    draw = made.draw
-
-    def spied():
-        drawn = draw()
-        shapes.append((tuple(drawn[1][0].finals[0].shape[-2:]), len(drawn[1][0].exploration.grid)))
-        return drawn
-
-    made.draw = spied
+    loop.watch(made, on_drawn=lambda epoch: shapes.append((tuple(epoch.parts[0].finals[0].shape[-2:]),
+                                                           len(epoch.parts[0].exploration.grid))))
     for made.epoch in range(2):
         metrics = made.run_epoch()
     assert shapes == [((8, 8), 7), ((4, 4), 5)] and metrics["grad_norm"] > 0
@@ -107,7 +100,7 @@ def test_a_resumed_run_goes_on_in_its_phase(tmp_path):
     for made.epoch in range(2):
         made.run_epoch()
     made.epoch = 2
-    made.marked = state.counters(made)
+    made.progress.saved_counters = state.counters(made)
     state.save(made, tmp_path)
     state.restore(other, tmp_path / "checkpoints" / "epoch-00002")
     other.epoch = 2
@@ -134,16 +127,16 @@ def test_a_resumed_run_goes_on_in_its_phase(tmp_path):
 def test_impossible_phases(listed, told):
     settings = tiny_text.config(phases=listed, train__epochs=10)
     if told is None:
-        return phases.require(settings, build.CAUSAL_LM, 1, PROMPTS)
+        return Phases.require(loop.setup(settings, build.CAUSAL_LM, PROMPTS))
     with pytest.raises(UserError) as error:
-        phases.require(settings, build.CAUSAL_LM, 1, PROMPTS)
+        Phases.require(loop.setup(settings, build.CAUSAL_LM, PROMPTS))
     assert told in str(error.value)
 
 
 def test_a_phase_of_a_stock_grid_has_no_shift():
     settings = tiny.config(phases=[{"at": 1, "set": {"train.shift": 2.0}}], train__grid="stock", train__epochs=4)
     with pytest.raises(UserError, match="^phases.0..set: train.shift is 2.0, but train.grid is 'stock'"):
-        phases.require(settings, build.PIPELINE, 1, PROMPTS)
+        Phases.require(loop.setup(settings, build.PIPELINE, PROMPTS))
 
 
 def test_a_phase_of_videos_has_other_frames():
@@ -154,14 +147,7 @@ def test_a_phase_of_videos_has_other_frames():
     made = Trainer(settings, Accelerator(cpu=True), policy,
                    {"red": lambda videos, prompts: videos[:, 0, 0].mean((1, 2))}, (PROMPTS, []))
     frames = []
-    draw = made.draw
-
-    def spied():
-        drawn = draw()
-        frames.append(drawn[1][0].finals[0].shape[2])
-        return drawn
-
-    made.draw = spied
+    loop.watch(made, on_drawn=lambda epoch: frames.append(epoch.parts[0].finals[0].shape[2]))
     for made.epoch in range(2):
         made.run_epoch()
     assert frames[1] == 1 < frames[0] and made.policy.call == call

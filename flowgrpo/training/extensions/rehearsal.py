@@ -14,36 +14,41 @@ from torch import Tensor
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.objectives.reductions import reduced
-from flowgrpo.objectives.rehearsal import Rehearsal
 from flowgrpo.policies.language import engines
-from flowgrpo.rollouts.base import GroupSampler
 from flowgrpo.samplers.rollout import Part
+from flowgrpo.training.epoch import Epoch
+from flowgrpo.training.extension import Extension, Metrics
 from flowgrpo.training.scoring import Scoring
 from flowgrpo.training.shares import decisions
 from flowgrpo.types import required
 
 
-class Rehearsing:
+class Rehearsal(Extension):
     """Recorded samples of the base model. A resumed run draws the same ones again, so a checkpoint holds none.
 
     parts: of this process, on the CPU, once they are drawn; means: the mean divergence of each update of an epoch.
     """
 
-    def __init__(self, part: Rehearsal, rollouts: GroupSampler[Any]):
-        if rollouts.method.for_tokens and engines.wanted(rollouts.config):
-            raise UserError("parts.rehearsal draws samples of the base model, and an engine has the trained one: leave "
-                            "text.engine out")
-        self.part, self.rollouts, self.config, self.processes = part, rollouts, rollouts.config, rollouts.processes
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self.part, self.config, self.processes = trainer.method.loss.rehearsal, trainer.config, trainer.processes
         self.parts: list[Part] | None = None
         self.conditioning: Any = None
         self.means: list[Tensor] = []
 
-    def draw(self, prompts: list[Prompt], scoring: Scoring) -> None:
-        """Draw and record the base model's samples of some prompts, unless they are there. Raises UserError if none
-        counts."""
-        if self.parts is not None:
-            return
-        train, rollouts = self.config.train, self.rollouts
+    @classmethod
+    def require(cls, setup: Any) -> None:
+        if setup.method.for_tokens and engines.wanted(setup.config):
+            raise UserError("parts.rehearsal draws samples of the base model, and an engine has the trained one: leave "
+                            "text.engine out")
+
+    def on_credited(self, epoch: Epoch) -> None:
+        if self.parts is None:
+            self.trainer.with_oom_retry(partial(self._draw, self.trainer.prompts, self.trainer.scoring))
+
+    def _draw(self, prompts: list[Prompt], scoring: Scoring) -> None:
+        """Draw and record the base model's samples of some prompts. Raises UserError if none counts."""
+        train, rollouts = self.config.train, self.trainer.rollouts
         chosen = random.Random(f"rehearsal/{self.config.seed}").choices(prompts, k=train.prompts)
         batch, parts = self.processes.own(rollouts.geometry.sliced(chosen)), []
         with rollouts.policy.reference(), self.processes.together():
@@ -59,31 +64,27 @@ class Rehearsing:
     def _solved(self, part: Part, outputs: Any, judge: Callable[..., Tensor]) -> Part | None:
         """Return the part without the decisions whose samples earn less than `least` in the mean."""
         latents = part.finals[0].float().cpu() if part.finals else None
-        totals = judge(outputs, self.rollouts.geometry.group, part.prompts, latents).flatten()
+        totals = judge(outputs, self.trainer.rollouts.geometry.group, part.prompts, latents).flatten()
         least = required(self.part.least)
         keep = [totals.view(len(taken.parent), -1).nanmean(1) >= least for taken in part.transitions]
         return part.credited([torch.zeros(len(each)) for each in keep], keep)
 
-    def add(self, update: int, backward: Callable[[Tensor], None]) -> None:
+    def on_backward(self, update: int) -> None:
         """Add the gradient of one part's divergence, that of the update's turn."""
-        parts, reduction = self.parts or [], self.rollouts.method.loss.reduction
+        trainer = self.trainer
+        parts, reduction = self.parts or [], self.trainer.rollouts.method.loss.reduction
         part = parts[update % len(parts)] if parts else None
         [count] = self.processes.total([decisions([part] if part else [], reduction)])
         total = torch.zeros(())
-        for k, rows, new in self.rollouts.replay(part, self.conditioning) if part else ():
+        for k, rows, new in self.trainer.rollouts.replay(part, self.conditioning) if part else ():
             old = part.transitions[k].old.rows(rows).to(new.logp.device)
             loss = reduced(self.part(new.logp, old.logp), reduction(new.mask), count)
-            backward(loss)
+            trainer.optimization.backward(loss)
             total = total + loss.detach().cpu()
         self.means.append(total / self.part.weight)
 
-    def metrics(self) -> dict[str, float]:
+    def on_trained(self, epoch: Epoch) -> Metrics:
         """Return the mean divergence of the epoch's updates, over all processes."""
         means, self.means = self.means, []
         return {"rehearsal": self.processes.gather(torch.stack(means).mean()[None]).sum().item()} if means else {}
 
-
-def make_rehearsing(rollouts: GroupSampler[Any]) -> Rehearsing | None:
-    """Return the recorded samples of a run's base model; None if the method rehearses none."""
-    part = rollouts.method.loss.rehearsal
-    return None if part is None else Rehearsing(part, rollouts)

@@ -11,8 +11,9 @@ from flowgrpo.curriculum.replay import GroupReplay, priority
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods.validate import resolve
-from flowgrpo.training import recorded_groups, state
-from tests.helpers import tiny, tiny_text
+from flowgrpo.training import state
+from flowgrpo.training.extensions import group_replay
+from tests.helpers import loop, tiny, tiny_text
 
 
 def by_place(outputs, prompts):
@@ -50,17 +51,18 @@ def test_every_sample_is_of_one_kind_and_long_right_ones_wait():
 def test_groups_that_agree_are_replaced_and_keep_the_old_ratio(kind, texts):
     made = trainer(kind, texts)
     first = made.run_epoch()
-    [group] = made.recorded.groups
+    [group] = loop.extension(made, "GroupReplay").groups
     assert first["replayed_groups"] == 0 and group.prompt.text == texts[0] and group.epoch == 0
     made.prompts, made.epoch = [Prompt(texts[1])] * 2, 1
     seen = []
     backward = made.backward
 
-    def spied(part, conditioning, weights, count, stats):
+    def spied(epoch, part, *rest):
         taken = part.transitions[0]
-        new = torch.cat([score.logp for k, _, score in made.rollouts.replay(part, conditioning) if k == 0]).detach()
+        replayed = made.rollouts.replay(part, epoch.conditioning)
+        new = torch.cat([score.logp for k, _, score in replayed if k == 0]).detach()
         seen.append((part, taken, (new - taken.old.logp).abs().max().item(), (part.advantages[0] != 0).all().item()))
-        backward(part, conditioning, weights, count, stats)
+        backward(epoch, part, *rest)
 
     made.backward = spied
     second = made.run_epoch()
@@ -75,7 +77,8 @@ def test_a_batch_without_silent_groups_is_as_it_was_and_old_groups_go():
     made = trainer("text", ["1+2="], age=2, size=3)
     for made.epoch in range(4):
         assert made.run_epoch()["replayed_groups"] == 0
-    assert [group.epoch for group in made.recorded.groups] == [2, 3]  # at most 2 epochs old in the next one
+    known = loop.extension(made, "GroupReplay").groups
+    assert [group.epoch for group in known] == [2, 3]  # at most 2 epochs old in the next one
     made = trainer("text", ["1+2="], more=1.0)
     counts = []
     for made.epoch in range(3):
@@ -87,8 +90,8 @@ def test_samples_that_wait_train_in_a_later_epoch():
     made = trainer("text", ["1+2="], recompose=True, more=1.0, alpha=0.0)
     trained = []
     backward = made.backward
-    made.backward = lambda part, *rest: (trained.append((made.epoch, len(part.transitions[0].ids), part.weights)),
-                                         backward(part, *rest))
+    made.backward = lambda epoch, part, *rest: (
+        trained.append((made.epoch, len(part.transitions[0].ids), part.weights)), backward(epoch, part, *rest))
     for made.epoch in range(2):
         made.run_epoch()
     assert [(epoch, rows, old is None) for epoch, rows, old in trained] == [(0, 2, True), (1, 2, True), (1, 2, False)]
@@ -99,7 +102,7 @@ def test_recorded_groups_are_in_the_checkpoint_and_the_next_epoch_is_the_same(ki
     made, other = (trainer(kind, texts, more=0.5) for _ in range(2))
     made.run_epoch()
     made.epoch = 1
-    made.marked = state.counters(made)
+    made.progress.saved_counters = state.counters(made)
     state.save(made, tmp_path)
     state.restore(other, tmp_path / "checkpoints" / "epoch-00001")
     other.epoch = 1
@@ -116,8 +119,8 @@ def test_a_group_of_a_checkpoint_is_learned_under_its_own_input(learned):
     made, other = (tiny_text.trainer(rewards={"short": by_place}, train__prompts=2, parts=parts) for _ in range(2))
     made.prompts = [Prompt("1+2="), Prompt("33+4=")]
     made.run_epoch()
-    other.recorded.load_state(*made.recorded.state())
-    [group] = other.recorded.groups
+    loop.extension(other, "GroupReplay").load_state(*loop.extension(made, "GroupReplay").state())
+    [group] = loop.extension(other, "GroupReplay").groups
     assert group.prompt.text == "1+2=" and group.prompt.shown == ("1+2=7" if learned else "1+2=")
     guided = group.part.transitions[0].old.guided
     assert guided is None if learned else guided.all()
@@ -130,7 +133,7 @@ def test_a_group_of_a_checkpoint_is_learned_under_its_own_input(learned):
 def test_what_cannot_be_recorded_is_refused(options, told):
     settings = tiny.config(**options)
     with pytest.raises(UserError, match=told):
-        recorded_groups.require(settings, resolve(settings), 1)
+        group_replay.GroupReplay.require(loop.setup(settings))
 
 
 def test_a_target_that_cannot_be_recorded_reads_no_replay():

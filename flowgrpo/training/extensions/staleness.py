@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.data.prompts import Prompt, as_line, of_records
 from flowgrpo.objectives.decoupled import behaviour_weights
 from flowgrpo.objectives.ratios import LogRatio
@@ -25,8 +24,9 @@ from flowgrpo.rollouts.base import Encoded, Outputs
 from flowgrpo.samplers.replay import rescored
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.storage.checkpoint import Tensors
-from flowgrpo.training import drawing
-from flowgrpo.training.measures import of_groups
+from flowgrpo.training import sampling
+from flowgrpo.training.epoch import Epoch
+from flowgrpo.training.extension import Extension, Metrics
 from flowgrpo.training.partial_rollouts import make_pool, older, oldest
 from flowgrpo.training.scorer import Scorer
 from flowgrpo.training.scoring import Scoring
@@ -57,24 +57,33 @@ class Drawn:
     pending: list[Future[torch.Tensor]] = field(default_factory=list)
 
 
-class Ahead:
-    """Epochs of a `train.Trainer` that are drawn ahead. bound: how many, 0 or more. cap: of the weights of their
-    decisions."""
+class Staleness(Extension):
+    """Epochs that are drawn ahead. bound: how many, 0 or more. cap: of the weights of their decisions."""
 
-    def __init__(self, run: Any, bound: int, cap: float):
-        self.run, self.bound, self.cap, self.pool = run, bound, cap, make_pool(run)
+    name = "ahead"
+
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        train, self.run, self.pool = trainer.config.train, trainer, make_pool(trainer)
+        self.bound, self.cap = train.staleness, train.staleness_cap
         self.queue: list[Drawn] = []
-        self.trained: Drawn | None = None
+        self.current: Drawn | None = None
         self.weights: list[torch.Tensor] = []  # [n] of the decisions that older weights drew, of the present epoch
         self._before: tuple[int, list[Drawn], Any] = (-1, [], None)  # an epoch, and the queue and pool before it began
         self._last: Scorer | None = None
 
+    @classmethod
+    def require(cls, setup: Any) -> None:
+        from flowgrpo.training import staleness
+
+        staleness.require(setup.config, setup.method, setup.all_processes, setup.trained)
+
     # --- one epoch ---------------------------------------------------------------------------------------------------
 
-    def draw(self) -> tuple[EpochBatch, list[Part], Encoded]:
+    def draw_epoch(self) -> Epoch:
         """Draw epochs as far ahead as the bound allows, and wait for the rewards of the present one.
 
-        Returns as `train.Trainer.draw`. Raises the error of a reward of any epoch that is drawn.
+        Raises the error of a reward of any epoch that is drawn.
         """
         run, epochs = self.run, self.run.config.train.epochs
         self._before = run.epoch, [*self.queue], self.pool and self.pool.state()
@@ -88,31 +97,33 @@ class Ahead:
         last = self.queue[-1].epoch if self.queue else run.epoch - 1
         for epoch in range(last + 1, min(run.epoch + self.bound, epochs - 1) + 1):
             self.queue.append(self._drawn(epoch))
-        self.trained = self.queue.pop(0)
-        return self._scored(self.trained)
+        self.current = self.queue.pop(0)
+        return self._scored(self.current)
 
     def _drawn(self, epoch: int) -> Drawn:
         """Sample the groups of an epoch, and begin to score them."""
         run = self.run
         if self.pool is None:
-            batch = drawing.chosen(run, epoch)
-            drawn = run.fitted(partial(self._sampled, epoch, batch))
+            batch = sampling.choose_prompts(run, epoch)
+            drawn = run.with_oom_retry(partial(self._sampled, epoch, batch))
         else:
-            whole = run.fitted(partial(self.pool.draw, epoch))
-            drawn = Drawn(epoch, run.epoch, oldest(whole), [of.prompt for of in whole], older=older(whole, run.update))
+            whole = run.with_oom_retry(partial(self.pool.draw, epoch))
+            drawn = Drawn(epoch, run.epoch, oldest(whole), [of.prompt for of in whole],
+                          older=older(whole, run.optimization.update))
             for part, outputs in self.pool.parts(whole):
                 drawn.parts.append(part)
                 drawn.outputs.append(outputs)
             self._score(drawn)
-        run.sampled += len(drawn.prompts) * run.geometry.group
+        run.progress.sampled += len(drawn.prompts) * run.geometry.group
         return drawn
 
     def _sampled(self, epoch: int, batch: list[Prompt]) -> Drawn:
-        run, drawn = self.run, Drawn(epoch, self.run.epoch, self.run.update, batch)
+        run, drawn = self.run, Drawn(epoch, self.run.epoch, self.run.optimization.update, batch)
         run.geometry.begin()
         with self._scoring(drawn):
             drawn.conditioning = run.rollouts.conditioning(batch, epoch)
-            for part, outputs in drawing.sampled(run, required(drawn.scoring), drawn.conditioning, batch, epoch, 0):
+            parts = sampling.sampled_parts(run, required(drawn.scoring), drawn.conditioning, batch, epoch, 0)
+            for part, outputs in parts:
                 drawn.parts.append(part)
                 drawn.outputs.append(outputs)
                 self._submit(drawn, part, outputs)
@@ -140,28 +151,27 @@ class Ahead:
 
     def _submit(self, drawn: Drawn, part: Part, outputs: Sequence[Outputs | None]) -> None:
         assert drawn.conditioning is not None, "prompts are encoded first"
-        drawn.pending += drawing.judged(self.run, required(drawn.scoring), required(drawn.scorer), drawn.prompts, part,
+        drawn.pending += sampling.submit(self.run, required(drawn.scoring), required(drawn.scorer), drawn.prompts, part,
                                         outputs, drawn.conditioning)
 
-    def _scored(self, drawn: Drawn) -> tuple[EpochBatch, list[Part], Encoded]:
+    def _scored(self, drawn: Drawn) -> Epoch:
         """Return an epoch with its scores, and parts whose old policy is the present one."""
         run, every = self.run, self.run.config.eval.every
         with run.clock("reward"):
-            scores = drawing.columns(run, required(drawn.scorer).results(drawn.pending))
+            scores = sampling.columns(run, required(drawn.scorer).results(drawn.pending))
             if every and (run.epoch + 1) % every == 0:  # an evaluation calls the same rewards
                 for waiting in self.queue:
                     required(waiting.scorer).results(waiting.pending)
         run.scoring.take(required(drawn.scoring))
         run.scoring.enter(run.epoch, run.config.train.epochs, run.memory)
-        epoch_batch, count = drawing.empty(run, drawn.epoch), len(run.scoring.functions)
+        epoch_batch, count = sampling.empty_batch(run, drawn.epoch), len(run.scoring.functions)
         epoch_batch.add(drawn.prompts, scores, run.scoring.weighted(scores[..., :count]),
-                        *of_groups(run, drawn.parts, len(drawn.prompts)))
-        run.method.curriculum.learn(run.memory, epoch_batch)
+                        *sampling.group_signals(run, drawn.parts, len(drawn.prompts)))
         parts, self.weights = drawn.parts, []
-        if drawn.update != run.update:
-            parts = run.fitted(partial(self.decoupled, drawn), "update")
+        if drawn.update != run.optimization.update:
+            parts = run.with_oom_retry(partial(self.decoupled, drawn), "update")
         assert drawn.conditioning is not None, "an epoch that is scored is encoded"
-        return epoch_batch, parts, drawn.conditioning
+        return Epoch(epoch_batch, drawn.prompts, parts, drawn.conditioning)
 
     def decoupled(self, drawn: Drawn) -> list[Part]:
         """Return the parts of an epoch that older weights drew, scored by the present ones."""
@@ -173,18 +183,18 @@ class Ahead:
                         for taken in part.transitions]
         return parts
 
-    def metrics(self) -> dict[str, float]:
+    def on_trained(self, epoch: Epoch) -> Metrics:
         """Return how stale the present epoch is: by how many epochs its weights are older, and of its decisions the
         mean weight and the share above the cap. Of partial rollouts, the share of the trained tokens that are
         older than their epoch's draw, and the number of groups that go on."""
-        assert self.trained is not None, "no epoch is drawn"
+        assert self.current is not None, "no epoch is drawn"
         values = torch.cat(self.weights) if self.weights else torch.ones(1)
-        (before, every), pool = self.trained.older, self.pool
-        return {"staleness/epochs": self.trained.epoch - self.trained.at, "staleness/weight": values.mean().item(),
+        (before, every), pool = self.current.older, self.pool
+        return {"staleness/epochs": self.current.epoch - self.current.at, "staleness/weight": values.mean().item(),
                 "staleness/above": (values == 0).float().mean().item()} | (
             {"partial/older": before / every, "partial/groups": len(pool.groups)} if pool else {})
 
-    def drop(self) -> None:
+    def close(self) -> None:
         """Drop the scores that are not computed yet."""
         for drawn in self.queue:
             if drawn.scorer is not None:
@@ -247,13 +257,6 @@ def decoupled(part: Part, replayed: Iterator[tuple[int, slice, Scored]], log_rat
     return replace(proximal, transitions=tuple(
         replace(taken, correction=weight if before.correction is None else weight * before.correction.to(weight))
         for taken, before, weight in zip(proximal.transitions, part.transitions, weights)))
-
-
-def make_ahead(run: Any) -> Ahead | None:
-    """Return what draws a run's epochs; None for a run that draws each as a whole before its update."""
-    train = run.config.train
-    drawn_ahead = train.staleness or run.config.text.over_provision
-    return Ahead(run, train.staleness, train.staleness_cap) if drawn_ahead else None
 
 
 def _of_outputs(outputs: Sequence[Outputs | None]) -> tuple[Tensors, list[Any]]:

@@ -1,0 +1,80 @@
+"""Epochs of a run: train, measure, log and save, until the last one or a stop."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from flowgrpo.evaluation import held_out
+from flowgrpo.training import state
+from flowgrpo.training.best import BestWeights
+from flowgrpo.training.endings import saved
+from flowgrpo.training.metrics import Log, shown
+from flowgrpo.training.saving import Saving
+from flowgrpo.training.throughput import Throughput
+
+
+class Progress:
+    """What a run has done so far.
+
+    sampled: images or completions. seconds: of training, without evaluations; reward_seconds: of them, those that were
+    spent on waiting for rewards. begun: the clock's time at which training would have begun without a pause.
+    evaluation_due: the last epoch is trained, and its evaluation is not done.
+    best: the best weights that were measured. saving: the writer of checkpoints. saved_counters: the counters at the
+    end of the last whole epoch, as a checkpoint has them.
+    """
+
+    def __init__(self, trainer: Any):
+        self.sampled = 0
+        self.seconds = 0.0
+        self.reward_seconds = 0.0
+        self.begun = 0.0
+        self.evaluation_due = False
+        self.best = BestWeights(trainer.config.eval)
+        self.saving = Saving(trainer)
+        trainer.progress = self
+        self.saved_counters: dict[str, Any] = state.counters(trainer)
+
+
+def run(trainer: Any, folder: Path, measured: dict[str, Any]) -> None:
+    """Run the remaining epochs; save in between, at the end, and when asked to stop."""
+    train, every, progress = trainer.config.train, trainer.config.eval.every, trainer.progress
+    log = Log(folder, trainer.accelerator, train.epochs, trainer.epoch)
+    throughput = Throughput(trainer.config, trainer.policy, trainer.processes)
+    trainer.say = log.say
+    progress.begun = time.perf_counter() - progress.seconds
+    with closing(log), trainer.stop, saved(trainer, folder):
+        if progress.evaluation_due:  # the run was stopped in the evaluation of its last epoch
+            log.amend(measure(trainer, folder, measured))
+        while trainer.epoch < train.epochs and not progress.best.stopped:
+            metrics = throughput.epoch(lambda: trainer.run_epoch() | trainer.clock.take(), lambda: progress.sampled)
+            progress.reward_seconds += metrics["seconds/reward"]
+            progress.seconds = time.perf_counter() - progress.begun
+            trainer.epoch += 1
+            progress.evaluation_due = bool(every) and trainer.epoch % every == 0
+            progress.saved_counters = state.counters(trainer)
+            metrics |= {"evaluations": progress.saved_counters["evaluations"], "seconds": round(progress.seconds, 2)}
+            try:
+                if progress.evaluation_due:
+                    metrics |= measure(trainer, folder, measured)
+            finally:
+                log.epoch(trainer.epoch, metrics, shown(metrics, trainer.config))
+            log.report(trainer)
+            progress.saving.look()
+            with trainer.processes.together():
+                trainer.stop.check()
+            last = trainer.epoch == train.epochs or progress.best.stopped
+            if last or trainer.epoch % train.save_every == 0:
+                progress.saving(folder, last)
+
+
+def measure(trainer: Any, folder: Path, measured: dict[str, Any]) -> dict[str, float]:
+    """Measure held-out scores after an epoch and return them; the time is not training's."""
+    paused, progress = time.perf_counter(), trainer.progress
+    metrics = held_out.sample_pictures(trainer, measured, folder)
+    progress.best.see(metrics, trainer.epoch, trainer.optimization.evaluated_weights)
+    progress.evaluation_due = progress.saved_counters["unmeasured"] = False
+    progress.begun += time.perf_counter() - paused
+    return metrics

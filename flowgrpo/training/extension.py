@@ -1,0 +1,130 @@
+"""Extensions: what most runs lack, called at named moments of the training loop.
+
+The trainer knows none of them. `extensions.TABLE` says what turns each one on; a file of `extensions/` holds all of it:
+its checks, its state in a checkpoint and its metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, ClassVar, TypeAlias
+
+from torch import Tensor
+
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.training.epoch import Epoch
+
+Metrics: TypeAlias = dict[str, Any]
+Step: TypeAlias = tuple[list[Part], int]  # parts of one optimizer step, and its decisions on all processes
+
+
+class Extension:
+    """Feature of a run. Its moments, in the order of an epoch; each does nothing unless it is overridden.
+
+    name: its key in a checkpoint.
+
+    What may change during a run, such as its rollouts, is read from the trainer when it is needed, and never kept.
+    """
+
+    name: ClassVar[str] = ""
+    changes: ClassVar[bool] = False  # its state, before an epoch's first update: the epoch cannot be left then
+
+    @classmethod
+    def require(cls, setup: Any) -> None:
+        """Raise UserError for a run that it does not go with. setup: a `training.setup.Setup`."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def around_epoch(self) -> AbstractContextManager[None]:
+        """Context manager around an epoch, for settings that hold in it alone."""
+        return nullcontext()
+
+    def draw_epoch(self) -> Epoch | None:
+        """Return an epoch that is sampled and scored, in place of the trainer's draw; None: the trainer draws."""
+        return None
+
+    def on_drawn(self, epoch: Epoch) -> None:
+        """Read or replace samples that are scored and not compared yet."""
+
+    def on_credited(self, epoch: Epoch) -> None:
+        """Read or replace parts that have advantages, before their first update."""
+
+    def add_steps(self, steps: Iterable[Step]) -> Iterable[Step]:
+        """Return the optimizer steps of one pass over an epoch."""
+        return steps
+
+    def on_backward(self, update: int) -> None:
+        """Add to the gradient of this process's share of an optimizer step."""
+
+    def on_gradients(self, update: int) -> None:
+        """Change the gradient of all processes, before the optimizer's step."""
+
+    def on_trained(self, epoch: Epoch) -> Metrics:
+        """Return metrics of an epoch whose updates are done."""
+        return {}
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return (tensors, values) for a checkpoint."""
+        return {}, {}
+
+    def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Restore a checkpoint's state; without any, start anew."""
+
+    def close(self) -> None:
+        """End threads, at the end of the run or at an error."""
+
+
+class Extensions:
+    """Extensions of a run, called in the order of the table."""
+
+    def __init__(self, present: list[Extension]):
+        self.present = present
+
+    @property
+    def change(self) -> bool:
+        return any(extension.changes for extension in self.present)
+
+    def around_epoch(self) -> ExitStack:
+        stack = ExitStack()
+        for extension in self.present:
+            stack.enter_context(extension.around_epoch())
+        return stack
+
+    def draw_epoch(self) -> Epoch | None:
+        return next((epoch for extension in self.present if (epoch := extension.draw_epoch()) is not None), None)
+
+    def on_drawn(self, epoch: Epoch) -> None:
+        for extension in self.present:
+            extension.on_drawn(epoch)
+
+    def on_credited(self, epoch: Epoch) -> None:
+        for extension in self.present:
+            extension.on_credited(epoch)
+
+    def add_steps(self, steps: Iterable[Step]) -> Iterable[Step]:
+        for extension in self.present:
+            steps = extension.add_steps(steps)
+        return steps
+
+    def on_backward(self, update: int) -> None:
+        for extension in self.present:
+            extension.on_backward(update)
+
+    def on_gradients(self, update: int) -> None:
+        for extension in self.present:
+            extension.on_gradients(update)
+
+    def on_trained(self, epoch: Epoch) -> Metrics:
+        metrics: Metrics = {}
+        for extension in self.present:
+            metrics |= extension.on_trained(epoch)
+        return metrics
+
+    def stateful(self) -> dict[str, Any]:
+        return {extension.name: extension for extension in self.present if extension.name}
+
+    def close(self) -> None:
+        for extension in self.present:
+            extension.close()

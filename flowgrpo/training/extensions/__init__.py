@@ -1,0 +1,57 @@
+"""Extensions of the training loop: what turns each one on.
+
+A package adds its own by an entry point in the group `flowgrpo.extensions`: a class with a `wanted`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any, TypeAlias
+
+from flowgrpo.config.schema import Config
+from flowgrpo.curriculum.variations import Variations
+from flowgrpo.methods.method import Method
+from flowgrpo.training.extension import Extension, Extensions
+from flowgrpo.user_code import packaged
+
+Wanted: TypeAlias = Callable[[Config, Method], Any]
+
+# In the order in which they are called. A class is imported where it is wanted.
+TABLE: dict[str, Wanted] = {
+    "phases:Phases": lambda config, method: config.phases,
+    "staleness:Staleness": lambda config, method: config.train.staleness or config.text.over_provision,
+    "resampling:Resampling": lambda config, method: method.redraw or method.expansion,
+    "constraints:Constraints": lambda config, method: any(rule.limit for rule in config.trained.values()),
+    "hints:RewardHints": lambda config, method: True,
+    "measured_credit:MeasuredCredit": lambda config, method: method.needs or method.judges_by_reference,
+    "supervised:Supervised": lambda config, method: method.loss.data,
+    "value_model:ValueModel": lambda config, method: method.credit.value or method.has_quality_head,
+    "variants:Variants": lambda config, method: isinstance(
+        getattr(method.curriculum, "inner", method.curriculum), Variations),
+    "rehearsal:Rehearsal": lambda config, method: method.loss.rehearsal,
+    "group_replay:GroupReplay": lambda config, method: method.replay,
+    "extrapolation:Extrapolation": lambda config, method: config.train.extrapolate,  # last: it moves the weights
+}
+
+
+def wanted(config: Config, method: Method) -> Iterator[type[Extension]]:
+    """Yield the extensions that a run has."""
+    for place, wants in TABLE.items():
+        if wants(config, method):
+            module, name = place.split(":")
+            yield getattr(import_module(f"{__name__}.{module}"), name)
+    for point in packaged("flowgrpo.extensions").values():
+        if (extension := point.load()).wanted(config, method):
+            yield extension
+
+
+def of(trainer: Any) -> Extensions:
+    """Return the extensions of a trainer."""
+    return Extensions([extension(trainer) for extension in wanted(trainer.config, trainer.method)])
+
+
+def require(setup: Any) -> None:
+    """Raise UserError for an extension that does not go with the run. setup: a `training.setup.Setup`."""
+    for extension in wanted(setup.config, setup.method):
+        extension.require(setup)

@@ -1,0 +1,58 @@
+"""Groups that are sampled again, or under another input than the one that is learned (`parts.redraw`, `.expansion`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flowgrpo import rewards
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.training import sampling
+from flowgrpo.training.epoch import Epoch
+from flowgrpo.training.extension import Extension
+from flowgrpo.training.shares import moved
+
+
+class Resampling(Extension):
+    """Turns of an epoch's draw, by the method's expansion and redraw."""
+
+    def draw_epoch(self) -> Epoch:
+        trainer, redraw, epoch = self.trainer, self.trainer.method.redraw, sampling.begun(self.trainer)
+        batch = sampling.choose_prompts(trainer, trainer.epoch)
+        begin = getattr(redraw, "begin", None)
+        batch = self._expanded(begin(batch, epoch.groups) if begin else batch)
+        while batch:
+            earlier, before = len(epoch.own), len(epoch.parts)
+            new = sampling.draw_groups(trainer, epoch, batch)
+            epoch.parts[before:] = self._marked(new, epoch.own[earlier:], earlier)
+            batch = self._expanded(epoch.groups.replace(redraw(epoch.groups))) if redraw else []
+        rewards.end(trainer.scoring.functions)
+        if learn := getattr(redraw, "learn", None):
+            learn(epoch.groups)
+        off = any(prompt.learned is not prompt for prompt in epoch.own)
+        if epoch.groups.turn > 1 or off:
+            epoch.conditioning = self._encoded([prompt.learned for prompt in epoch.own])
+        if off and trainer.method.target.scores_sampling:
+            epoch.sampled = self._encoded(epoch.own)
+        return epoch
+
+    def _marked(self, parts: Sequence[Part], prompts: Sequence[Prompt], earlier: int) -> list[Part]:
+        """Return the parts of a turn, behind the groups of earlier ones; decisions that were drawn under another input
+        than the one that is learned are marked."""
+        off = torch.tensor([prompt.learned is not prompt for prompt in prompts])
+        if off.any() and self.trainer.method.target.scores_sampling:
+            parts = [replace(part, transitions=tuple(replace(taken, old=replace(
+                taken.old, guided=off[taken.prompts[taken.parent].cpu()].to(taken.old.logp.device)))
+                for taken in part.transitions)) for part in parts]
+        return [moved(part, earlier) if earlier else part for part in parts]
+
+    def _expanded(self, batch: list[Prompt]) -> list[Prompt]:
+        expansion = self.trainer.method.expansion
+        return batch if expansion is None else expansion(batch)
+
+    def _encoded(self, prompts: list[Prompt]) -> Any:
+        return self.trainer.rollouts.conditioning(prompts, self.trainer.epoch)

@@ -1,0 +1,36 @@
+"""Value model of a method, or the quality head of its draws (`training.critic`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from flowgrpo.training.critic import make_critic
+from flowgrpo.training.epoch import Epoch
+from flowgrpo.training.extension import Extension, Metrics
+
+
+class ValueModel(Extension):
+    """Gives parts the advantages of their tokens, and learns from an epoch's returns behind its updates."""
+
+    name = "critic"
+    changes = True
+
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self.critic: Any = make_critic(trainer.method, trainer.policy, trainer.geometry, trainer.processes)
+
+    def on_credited(self, epoch: Epoch) -> None:
+        self.critic.geometry = self.trainer.geometry
+        epoch.parts = self.critic(epoch.parts, epoch.conditioning)
+
+    def on_trained(self, epoch: Epoch) -> Metrics:
+        with self.trainer.clock("update"):
+            return self.critic.fit()
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return self.critic.state()
+
+    def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        self.critic.load_state(tensors, values)

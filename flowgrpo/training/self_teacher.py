@@ -1,0 +1,73 @@
+"""Reference that is the present policy under richer prompts: a self-teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.objectives.references import SelfTeacher
+from flowgrpo.rollouts.base import Encoded
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.samplers.text.answers import answer_of
+from flowgrpo.training.kl_reference import KLReference
+from flowgrpo.types import Completions, Scored
+
+
+class SelfTeacherReference(KLReference):
+    """An image has one teacher prompt, a text one per completion.
+
+    prompts: of this process's groups, as they are learned.
+    """
+
+    def begin(self, drawn: Any, epoch: int, epochs: int) -> None:
+        super().begin(drawn, epoch, epochs)
+        self.teacher = cast(SelfTeacher, self.method.loss.reference)
+        self.prompts: list[Prompt] = [prompt.learned for prompt in drawn.own]
+        self.epoch, self.richer = epoch, cast("Encoded | None", None)
+
+    def end(self, epoch: int, measured: float | None) -> dict[str, float]:
+        self.richer = None
+        return super().end(epoch, measured)
+
+    def of_pictures(self) -> Encoded:
+        """Return the encoded richer prompts, made at their first use."""
+        if self.richer is None:
+            texts = self.teacher.prompts([p.shown for p in self.prompts], [""] * len(self.prompts),
+                                         [0.0] * len(self.prompts), [answer_of(p) for p in self.prompts])
+            richer: Any = self.trainer.rollouts.conditioning(
+                [replace(p.unguided, text=text) for p, text in zip(self.prompts, texts)], self.epoch)
+            self.richer = replace(richer, sizes=self.conditioning.sizes)  # of the samples: a size goes by the prompt
+        return self.richer
+
+    def replay(self, part: Part) -> Iterator[tuple[int, slice, Scored]]:
+        """Score a part's decisions under the teacher's prompts and the present weights."""
+        rollouts = self.trainer.rollouts
+        if not self.method.for_tokens:
+            return rollouts.replay(part, self.of_pictures())
+        [taken] = part.transitions
+        assert isinstance(taken, Completions)
+        alone = replace(taken, prompts=torch.arange(len(taken.ids)))
+        prompts = self.of_texts(taken, part.rewards[0].tolist())
+        of = rollouts.policy.encode([prompt.text for prompt in prompts], images=[prompt.brings for prompt in prompts])
+        return rollouts.replay(replace(part, transitions=(alone,)), of)
+
+    def of_texts(self, taken: Completions, rewards: list[float]) -> list[Prompt]:
+        """Return the teacher's prompt of each completion, as its group and their rewards make it."""
+        written = [str(text) for text in self.trainer.rollouts.policy.written(taken.ids, taken.old.mask)]
+        prompts = [self.prompts[place] for place in taken.prompts.tolist()]
+        for place in taken.prompts.unique():
+            rows = (taken.prompts == place).nonzero()[:, 0].tolist()
+            texts = self.teacher.prompts([prompts[row].shown for row in rows], [written[row] for row in rows],
+                                         [rewards[row] for row in rows], [answer_of(prompts[row]) for row in rows])
+            for row, text in zip(rows, texts):
+                prompts[row] = replace(prompts[row].unguided, text=text)
+        return prompts
+
+
+def make_reference(trainer: Any) -> KLReference:
+    """Return the reference of a trainer's method."""
+    return (SelfTeacherReference if isinstance(trainer.method.loss.reference, SelfTeacher) else KLReference)(trainer)

@@ -1,0 +1,41 @@
+"""Hints on rewards: each on its condition, once, with the numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowgrpo.advantages.group import Advantage
+from flowgrpo.advantages.reward_weights import Influence
+from flowgrpo.training.extensions import hints
+from tests.helpers import tiny
+
+
+def test_one_reward_that_never_varies_and_one_of_another_scale_are_named_once(capsys):
+    def large(images, prompts):
+        return [float(1000 * (i % 4)) for i in range(len(prompts))]
+
+    def small(images, prompts):
+        return [0.25 * (i % 4) for i in range(len(prompts))]
+
+    def constant(images, prompts):
+        return [0.5] * len(prompts)
+
+    functions = {"large": large, "small": small, "constant": constant}
+    trainer = tiny.trainer(rewards=functions, reward={"large": 1.0, "small": 2.0, "constant": 1.0}, train__group=4,
+                           parts={"advantage": {"type": "Advantage", "order": "rewards"}})
+    lines: list[str] = []
+    trainer.say = lines.append
+    for trainer.epoch in range(2):
+        trainer.run_epoch()
+    silent, scale = [line for line in lines if "reward" in line]
+    assert silent == ("epoch 1: reward 'constant' is the same for all samples of every group (mean 0.5), so that it "
+                      "teaches nothing")
+    # deviations of 0, 1, 2, 3: 1.291; times 1000, and 0.25 with the weight 2
+    assert scale.startswith("epoch 1: reward 'large' varies by 1.29e+03 within groups and 'small' by 0.645, weights")
+
+
+@pytest.mark.parametrize("rule, expected", [
+    (Advantage(), False), (Advantage(order="gdpo"), False), (Advantage(order="rewards"), True),
+    (Advantage(scale="none"), True), (Influence(), False)])
+def test_rules_that_add_rewards_of_any_scale(rule, expected):
+    assert hints.adds(rule) is expected

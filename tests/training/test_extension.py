@@ -1,0 +1,262 @@
+"""Extensions: the moments that each overrides, the table that turns them on, their order in an epoch, their state."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from flowgrpo.distributed.signals import Stopped
+from flowgrpo.errors import UserError
+from flowgrpo.training import extensions, state
+from flowgrpo.training.epoch import Epoch
+from flowgrpo.training.extension import Extension, Extensions
+from tests.helpers import loop, tiny_runs, tiny_text
+
+PUBLIC = {name: value for name, value in vars(Extension).items() if not name.startswith("_")}
+MOMENTS = [name for name, value in PUBLIC.items() if inspect.isfunction(value)]  # in the order of an epoch
+OF_AN_EPOCH = MOMENTS[:MOMENTS.index("on_trained") + 1]
+
+
+def listed() -> list[type[Extension]]:
+    """The classes of the table, in its order."""
+    found = []
+    for place in extensions.TABLE:
+        module, name = place.split(":")
+        found.append(getattr(__import__(f"{extensions.__name__}.{module}", fromlist=[name]), name))
+    return found
+
+
+def made_of_all() -> list[Extension]:
+    """An extension of every class of the table, as a run makes it."""
+    sign = [{"at": 1, "when": {}}]
+    answers = {"data": {"type": "NextToken", "source": {"type": "PassRate"}}}
+    trainers = [tiny_text.trainer(phases=sign, train__extrapolate=3, train__extrapolate_every=2,
+                                  parts=answers | {"redraw": {"type": "DynamicSampling"},
+                                                   "replay": {"type": "GroupReplay"},
+                                                   "rehearsal": {"type": "Rehearsal", "weight": 1.0},
+                                                   "curriculum": {"type": "Variations"},
+                                                   "spread": {"type": "Exploring"}}),
+                tiny_text.trainer(train__staleness=1),
+                tiny_text.trainer(rewards={"short": tiny_text.short, "long": tiny_text.short},
+                                  reward={"short": 1.0, "long": {"limit": {"at_least": 0.5}}}),
+                tiny_runs.trainer("tokens", tiny_runs.config("tokens", "grpo", {"value": {"type": "ValueHead"}}))]
+    return [extension for trainer in trainers for extension in trainer.extensions.present]
+
+
+# --- the interface ---------------------------------------------------------------------------------------------------
+
+def test_the_moments_are_those_of_an_epoch_in_its_order():
+    assert OF_AN_EPOCH == ["around_epoch", "draw_epoch", "on_drawn", "on_credited", "add_steps", "on_backward",
+                           "on_gradients", "on_trained"]
+    assert MOMENTS[len(OF_AN_EPOCH):] == ["state", "load_state", "close"]
+    passed_on = [name for name, value in vars(Extensions).items() if inspect.isfunction(value) and name in MOMENTS]
+    assert passed_on == [*OF_AN_EPOCH, "close"]
+
+
+@pytest.mark.parametrize("place", extensions.TABLE)
+def test_an_extension_overrides_a_moment_with_its_own_parameters_alone(place):
+    [cls] = [each for each, of in zip(listed(), extensions.TABLE) if of == place]
+    assert issubclass(cls, Extension) and cls is not Extension
+    assert cls.__module__ == f"{extensions.__name__}.{place.split(':')[0]}"
+    for ancestor in cls.__mro__[:cls.__mro__.index(Extension)]:
+        for name, value in vars(ancestor).items():
+            if name not in PUBLIC:
+                continue
+            of = PUBLIC[name]
+            if isinstance(of, classmethod):
+                assert isinstance(value, classmethod), name
+                assert [*inspect.signature(value.__func__).parameters] == [*inspect.signature(of.__func__).parameters]
+            elif inspect.isfunction(of):
+                assert inspect.isfunction(value), name
+                assert [*inspect.signature(value).parameters] == [*inspect.signature(of).parameters], name
+            else:
+                assert type(value) is type(of), name
+
+
+def test_no_attribute_hides_a_moment():
+    present = made_of_all()
+    assert {type(extension) for extension in present} == set(listed())
+    for extension in present:
+        assert not vars(extension).keys() & PUBLIC.keys(), type(extension)
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+def test_the_table_names_every_extension_once_and_each_state_has_a_key_of_its_own():
+    classes = listed()
+    assert len({*classes}) == len(classes) == len(extensions.TABLE)
+    names = [cls.name for cls in classes if cls.name]
+    assert len({*names}) == len(names)
+    for cls in classes:
+        own = vars(cls).keys()
+        assert ("state" in own) == ("load_state" in own) == bool(cls.name), cls
+    assert not {*names} & {*state.COUNTERS, *state.SAMPLING, *state.SNAPSHOTS, *state.REQUIRED, "optimizer"}
+
+
+def test_a_run_has_what_its_configuration_turns_on_in_the_order_of_the_table():
+    assert loop.names(tiny_text.trainer()) == ["RewardHints"]
+    made = tiny_text.trainer(train__extrapolate=3, train__extrapolate_every=2, phases=[{"at": 1, "set": {}}],
+                             parts={"replay": {"type": "GroupReplay"}, "redraw": {"type": "DynamicSampling"}})
+    assert loop.names(made) == ["Phases", "Resampling", "RewardHints", "GroupReplay", "Extrapolation"]
+
+
+# --- a toy -----------------------------------------------------------------------------------------------------------
+
+class Toy(Extension):
+    """Records its moments."""
+
+    name = "toy"
+
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self.calls: list[str] = []
+        self.at = -1
+        self.count = torch.zeros(1)
+
+    @classmethod
+    def require(cls, setup: Any) -> None:
+        if setup.config.train.group == 2:
+            raise UserError("a toy needs more than 2")
+
+    @contextlib.contextmanager
+    def around_epoch(self) -> Iterator[None]:
+        self.calls.append("around_epoch")
+        yield
+        self.calls.append("end of around_epoch")
+
+    def draw_epoch(self) -> Epoch | None:
+        self.calls.append("draw_epoch")
+        return None
+
+    def on_drawn(self, epoch: Epoch) -> None:
+        self.calls.append("on_drawn")
+        assert epoch.groups.turn == 1 and all(not part.advantages for part in epoch.parts)
+
+    def on_credited(self, epoch: Epoch) -> None:
+        self.calls.append("on_credited")
+        assert epoch.weights and all(part.advantages for part in epoch.parts)
+
+    def add_steps(self, steps):
+        self.calls.append("add_steps")
+        yield from steps
+        self.calls.append("end of add_steps")
+
+    def on_backward(self, update: int) -> None:
+        self.calls.append(f"on_backward {update}")
+
+    def on_gradients(self, update: int) -> None:
+        self.calls.append(f"on_gradients {update}")
+
+    def on_trained(self, epoch: Epoch) -> dict[str, Any]:
+        self.calls.append("on_trained")
+        self.at, self.count = self.trainer.epoch, self.count + 1
+        return {"toy": self.count.item()}
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        return {"count": self.count}, {"at": self.at}
+
+    def load_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+        self.count, self.at = tensors.get("count", torch.zeros(1)), values.get("at", -1)
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """The table with the toy in it."""
+    module: Any = ModuleType(f"{extensions.__name__}.toy")
+    module.Toy = Toy
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(extensions.TABLE, "toy:Toy", lambda config, method: config.train.updates == 2)
+
+
+def test_a_toy_gets_every_moment_of_an_epoch_in_order(table):
+    assert "Toy" not in loop.names(tiny_text.trainer())
+    made = tiny_text.trainer(train__updates=2, train__inner_epochs=2)
+    assert loop.names(made)[-1] == "Toy"
+    metrics = made.run_epoch()
+    passes = [["add_steps", f"on_backward {update}", f"on_gradients {update}", f"on_backward {update + 1}",
+               f"on_gradients {update + 1}", "end of add_steps"] for update in (0, 2)]
+    assert loop.extension(made, "Toy").calls == ["around_epoch", "draw_epoch", "on_drawn", "on_credited", *passes[0],
+                                                 *passes[1], "on_trained", "end of around_epoch"]
+    assert metrics["toy"] == 1.0 and made.optimization.update == 4
+
+
+def test_a_toy_that_draws_replaces_the_trainers_draw_and_one_that_does_not_changes_nothing(table, monkeypatch):
+    made, plain = tiny_text.trainer(train__updates=2), tiny_text.trainer(train__updates=2)
+    plain.extensions.present = [each for each in plain.extensions.present if not isinstance(each, Toy)]
+    for trainer in (made, plain):
+        trainer.run_epoch()
+    for key, tensor in plain.policy.weights.snapshot().items():
+        assert torch.equal(tensor, made.policy.weights.snapshot()[key])
+    drawn = loop.draw(made)
+    monkeypatch.setattr(Toy, "draw_epoch", lambda self: drawn)
+    seen: list[Epoch] = []
+    loop.watch(made, on_drawn=seen.append)
+    sampled = made.progress.sampled
+    made.run_epoch()
+    assert seen == [drawn] and made.progress.sampled == sampled
+
+
+def test_the_state_of_a_toy_goes_through_a_checkpoint(table, tmp_path):
+    made, other = (tiny_text.trainer(train__updates=2) for _ in range(2))
+    tiny_runs.next_epochs(made, 2)
+    state.save(made, tmp_path)
+    state.restore(other, tmp_path / "checkpoints" / "epoch-00002")
+    toy = loop.extension(other, "Toy")
+    assert toy.count.tolist() == [2.0] and toy.at == 1
+    assert other.run_epoch()["toy"] == 3.0
+
+
+def test_a_checkpoint_without_the_toy_begins_it_anew(table, tmp_path):
+    made, other = tiny_text.trainer(train__updates=1), tiny_text.trainer(train__updates=2)
+    tiny_runs.next_epochs(made, 1)
+    state.save(made, tmp_path)
+    state.restore(other, tmp_path / "checkpoints" / "epoch-00001")
+    assert loop.extension(other, "Toy").count.tolist() == [0.0] and loop.extension(other, "Toy").at == -1
+
+
+def test_a_toy_is_closed_and_checked(table, tmp_path):
+    made = tiny_text.trainer(train__updates=2, train__epochs=1)
+    made.train(tmp_path, {})
+    assert loop.extension(made, "Toy").calls[-1] == "close"
+    extensions.require(loop.setup(tiny_text.config(train__updates=2), "causal_lm"))
+    small = dict(train__group=2, train__micro_batch=2)
+    extensions.require(loop.setup(tiny_text.config(**small), "causal_lm"))  # without the toy
+    with pytest.raises(UserError, match="a toy needs more than 2"):
+        extensions.require(loop.setup(tiny_text.config(train__updates=2, **small), "causal_lm"))
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_stop_does_not_leave_an_epoch_that_has_changed_an_extensions_state(table, changes, monkeypatch):
+    monkeypatch.setattr(Toy, "changes", changes)
+    made = tiny_text.trainer(train__updates=2)
+
+    def asked(epoch: Epoch) -> None:
+        made.stop.asked = True
+
+    loop.watch(made, on_credited=asked)
+    if not changes:
+        with pytest.raises(Stopped):
+            made.run_epoch()
+        return
+    assert made.run_epoch()["toy"] == 1.0
+
+
+def test_a_package_adds_one(monkeypatch):
+    class Entry:
+        @staticmethod
+        def load() -> Any:
+            return type("Added", (Toy,), {"wanted": staticmethod(lambda config, method: config.train.group == 4)})
+
+    monkeypatch.setattr(extensions, "packaged", lambda group: {"added": Entry} if "extensions" in group else {})
+    made = tiny_text.trainer()
+    assert loop.names(made) == ["RewardHints", "Added"] and made.run_epoch()["toy"] == 1.0
