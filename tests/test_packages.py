@@ -31,7 +31,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_this_environment_fits():
-    packages.require_versions()
+    assert packages.require_versions() is None
 
 
 def test_an_old_package_is_named_with_the_command(tmp_path):

@@ -17,7 +17,7 @@ from flowgrpo.training.throughput import Throughput
 
 
 class Progress:
-    """What a run has done so far.
+    """Counters of a run, its best weights and the writer of its checkpoints.
 
     sampled: images or completions. seconds: of training, without evaluations; reward_seconds: of them, those that were
     spent on waiting for rewards. begun: the clock's time at which training would have begun without a pause.

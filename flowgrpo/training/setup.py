@@ -1,4 +1,4 @@
-"""What a run is made of, as its checks read it: nothing is loaded yet."""
+"""Setup of a run, as its checks read it: nothing is loaded yet."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ Replay = Callable[[Part], Iterator[tuple[int, slice, Scored]]]
 
 
 class MeasuredCredit(Extension):
-    """What the credit reads besides rewards: measured before rewards are compared, and after the updates."""
+    """Measurements that the credit reads besides rewards: taken before rewards are compared, and after the updates."""
 
     def on_drawn(self, epoch: Epoch) -> None:
         epoch.parts = self.trainer.with_oom_retry(partial(self._examined, epoch), "update")
