@@ -1,5 +1,6 @@
-# `make demo` aligns the starter model and shows what changed, `make test` runs the tests, `make lint` checks style, types
-# and prose, `make fuzz` reads hostile inputs for ten minutes, `make docs` builds the site into site/.
+# `make demo` aligns the starter model and shows what changed, `make test` runs the fast tests and those of what changed,
+# `make test-all` all tests, `make lint` checks style, types and prose, `make fuzz` reads hostile inputs for ten minutes,
+# `make docs` builds the site into site/.
 #
 # They install the tested versions of constraints.txt. `make demo CONSTRAINTS=` takes the newest of the day, in an
 # environment of its own. `make lock` renews constraints.txt; `make ends` tries the lowest and the newest versions.
@@ -9,16 +10,24 @@ VENV := $(if $(CONSTRAINTS),.venv,.venv-newest)
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable
 # The extras whose packages constraints.txt pins: all but vllm, which pins a torch of its own.
-LOCKED = test docs lint clip server ocr video mp4 text svg translation parquet datasets wandb trackio torchao bitsandbytes
+LOCKED = test browser docs lint clip server ocr video mp4 text svg translation parquet datasets wandb trackio torchao bitsandbytes
 # Without the titles of papers and the pages of methods.
 PROSE = README.md CONTRIBUTING.md $(shell find docs -name '*.md' -not -name mechanisms.md -not -path 'docs/methods/*')
 
-.PHONY: demo test lint fuzz docs lock ends
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup
+# Pages are opened in a Chromium where one is installed.
+CHROMIUM := $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name))))
+
+.PHONY: demo test test-all lint fuzz docs lock ends
 demo: $(VENV)/installed
 	$(BIN)/python -m flowgrpo train configs/starter.yaml
 
 test: $(VENV)/tested
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(PYTEST) --tier fast
+
+test-all: $(VENV)/tested-all
+	$(PYTEST) tests $(if $(CHROMIUM),tests/browser)
+	$(if $(CHROMIUM),,@echo "no Chromium was found, so tests/browser did not run (Debian: apt-get install chromium)")
 
 fuzz: $(VENV)/tested
 	$(BIN)/python -m tests.fuzz.battery --seconds 600 --failures fuzz_failures.json
@@ -57,4 +66,8 @@ $(VENV)/documented: $(VENV)/installed
 
 $(VENV)/tested: $(VENV)/installed
 	$(INSTALL) '.[test]'
+	touch $@
+
+$(VENV)/tested-all: $(VENV)/tested
+	$(INSTALL) '.[test,browser]'
 	touch $@

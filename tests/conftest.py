@@ -6,6 +6,8 @@ import gc
 import os
 import random
 
+pytest_plugins = ["tests.tiers"]
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers that share a machine leave each other its cores
     os.environ["OMP_NUM_THREADS"] = "1"  # whatever the shell says; torch reads it when it is imported
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
-
 from flowgrpo import rewards
 from flowgrpo.config import schema
 from flowgrpo.methods import registry
@@ -36,17 +34,17 @@ def test_every_row_is_of_a_paper():
     assert all(row.note for row in ROWS.values() if row.state in ("reason", "partial"))
 
 
-@pytest.mark.parametrize("name", WORKING)
-def test_names_can_be_written_in_a_recipe(name):
-    names = {part.split(":")[0].rstrip("*") for part in WORKING[name].names}
-    commands = {part for part in names if part.startswith(("flowgrpo ", "--"))}
-    keys = {part for part in names - commands if part.startswith(("parts.", "train.", "text.", "eval.", "reward."))}
-    assert WORKING[name].names and names - commands - keys <= known(), names - commands - keys - known()
+def test_names_can_be_written_in_a_recipe():
+    for name, row in WORKING.items():
+        names = {part.split(":")[0].rstrip("*") for part in row.names}
+        commands = {part for part in names if part.startswith(("flowgrpo ", "--"))}
+        keys = {part for part in names - commands if part.startswith(("parts.", "train.", "text.", "eval.", "reward."))}
+        assert row.names and names - commands - keys <= known(), (name, names - commands - keys - known())
 
 
-@pytest.mark.parametrize("name", WORKING)
-def test_tests_exist(name):
-    assert WORKING[name].tests
-    for test in WORKING[name].tests:
-        file, function = test.split("::")[:2]
-        assert f"def {function.split('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8"), test
+def test_tests_exist():
+    for name, row in WORKING.items():
+        assert row.tests, name
+        for test in row.tests:
+            file, function = test.split("::")[:2]
+            assert f"def {function.split('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8"), (name, test)

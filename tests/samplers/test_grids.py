@@ -92,14 +92,13 @@ def test_the_released_tail_counts_points_from_the_last_step_that_draws_noise(aft
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
-@pytest.mark.parametrize("after", range(0, 25))
-@pytest.mark.parametrize("ratio", [0.01, 0.2, 0.4, 1.0])
-def test_compress_tail_keeps_the_head_and_ends_at_zero(dtype, after, ratio):
+def test_compress_tail_keeps_the_head_and_ends_at_zero(dtype):
     grid = shifted(25, 3).to(dtype)
-    short = compress_tail(grid, after, ratio, shift=3)
-    assert short.dtype == dtype and torch.equal(short[: after + 1], grid[: after + 1])
-    assert len(short) - 1 - after == max(int((25 - after) * ratio), 1)
-    assert short[-1] == 0 and (short.diff() < 0).all()
+    for after, ratio in itertools.product(range(25), (0.01, 0.2, 0.4, 1.0)):
+        short = compress_tail(grid, after, ratio, shift=3)
+        assert short.dtype == dtype and torch.equal(short[: after + 1], grid[: after + 1]), (after, ratio)
+        assert len(short) - 1 - after == max(int((25 - after) * ratio), 1), (after, ratio)
+        assert short[-1] == 0 and (short.diff() < 0).all(), (after, ratio)
 
 
 def test_compress_tail_at_ratio_one_changes_nothing():

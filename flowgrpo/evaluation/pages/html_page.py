@@ -46,7 +46,7 @@ thead th {{ position: sticky; top: 0; z-index: 1; padding: 6px 14px 6px 0; text-
 .prompt th {{ text-align: left; font-weight: 600; padding: 14px 0 6px; overflow-wrap: anywhere; }}
 .prompt span {{ display: block; position: sticky; left: 16px; max-width: min(60em, calc(100vw - 32px));
   white-space: pre-wrap; }}
-td {{ vertical-align: top; padding: 0 14px 8px 0; min-width: 11em; }}
+td {{ vertical-align: top; padding: 0 14px 8px 0; min-width: min(11em, 40vw); }}
 img, video {{ display: block; border: 1px solid var(--line); border-radius: 4px; image-rendering: {rendering}; }}
 p {{ white-space: pre-wrap; overflow-wrap: anywhere; min-width: 8em; max-width: 40em; margin: 0; padding: 6px 8px;
   background: var(--card); border: 1px solid var(--line); border-radius: 4px; }}
@@ -54,6 +54,7 @@ dl {{ display: grid; grid-template-columns: 1fr auto; margin: 4px 0 0; font-size
 dt {{ color: var(--faint); overflow-wrap: break-word; min-width: 0; }}
 dd {{ margin: 0; text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }}
 dd small {{ display: block; color: var(--faint); }}
+@media (max-width: 480px) {{ img, video {{ max-width: 40vw; height: auto; }} td, thead th {{ padding-right: 10px; }} }}
 .rose {{ color: var(--rose); }}
 .fell {{ color: var(--fell); }}
 </style></head><body><main>

@@ -1,34 +1,19 @@
-"""The report in a headless Chromium: run by hand, `pytest tests/extra/test_report_browser.py`.
-
-Needs the package playwright, and a Chromium: the machine's own, or that of `playwright install chromium`.
-"""
+"""The report in a headless Chromium."""
 
 from __future__ import annotations
 
-import shutil
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from flowgrpo.evaluation.report import report, snapshots  # noqa: E402
-from flowgrpo.evaluation.report.server import server  # noqa: E402
-from tests.evaluation.report.test_report import EVIL, Measured, make_run, measured  # noqa: E402
+from flowgrpo.evaluation.report import report, snapshots
+from flowgrpo.evaluation.report.server import server
+from tests.browser.opened import DESK, PHONE, opened, overflow
+from tests.evaluation.report.test_report import EVIL, Measured, make_run, measured
 
-PHONE, DESK = {"width": 360, "height": 740}, {"width": 1280, "height": 900}
 GREYS = (0.1, 0.4, 0.7, 1.0)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_playwright() as playwright:
-        found = shutil.which("chromium") or shutil.which("google-chrome")
-        with playwright.chromium.launch(executable_path=found, args=["--no-sandbox"]) as browser:
-            yield browser
 
 
 @pytest.fixture(scope="module")
@@ -51,28 +36,6 @@ def page(browser, run):
         yield page
 
 
-class opened:
-    """A page whose console has to stay silent, and which asks nobody but its own server."""
-
-    def __init__(self, browser, address: str, size: dict, **options):
-        self.context, self.address = browser.new_context(viewport=size, **options), address
-        self.said: list[str] = []
-
-    def __enter__(self):
-        page = self.context.new_page()
-        page.on("console", lambda message: self.said.append(message.text))
-        page.on("pageerror", lambda error: self.said.append(str(error)))
-        page.on("dialog", lambda dialog: (self.said.append("a dialog"), dialog.dismiss()))
-        page.on("request", lambda request: request.url.startswith((self.address, "data:"))
-                or self.said.append(f"asks {request.url}"))
-        page.goto(self.address)
-        return page
-
-    def __exit__(self, kind, *_):
-        self.context.close()
-        assert kind or self.said == []
-
-
 def sources(page, holder: str = "#stages") -> list[str]:
     return page.locator(f"{holder} img").evaluate_all("images => images.map(image => image.src)")
 
@@ -87,10 +50,6 @@ def grey(page) -> float:
         pen.drawImage(image, 0, 0, 1, 1);
         return pen.getImageData(0, 0, 1, 1).data[0] / 255;
     }""")
-
-
-def overflow(page) -> int:
-    return page.evaluate("document.documentElement.scrollWidth - innerWidth")
 
 
 def test_the_slider_moves_the_pictures_by_keyboard(page):

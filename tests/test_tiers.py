@@ -1,0 +1,70 @@
+"""Tiers of the tests: what the fast one keeps, and how it follows a change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests import tiers
+
+ROOT = Path(__file__).parents[1]
+
+
+class Item(SimpleNamespace):
+    """A collected test, as far as the selection reads it."""
+
+    def get_closest_marker(self, name: str):
+        return name in self.marks or None
+
+
+def items(function: str, count: int, marks=(), fixture: str | None = None, file: str = "tests/a/test_b.py"):
+    """Cases of one test function; fixture: the scope of one that its file defines."""
+    definition = SimpleNamespace(scope=fixture, func=SimpleNamespace(__module__="tests.a.test_b"))
+    fixtures = SimpleNamespace(name2fixturedefs={"made": [definition]} if fixture else {})
+    return [Item(nodeid=f"{file}::{function}[{case}]", path=ROOT / file, marks=marks, _fixtureinfo=fixtures,
+                 module=SimpleNamespace(__name__="tests.a.test_b")) for case in range(count)]
+
+
+def kept(chosen: set[str]) -> list[str]:
+    return sorted(nodeid.rpartition("[")[2].rstrip("]") for nodeid in chosen)
+
+
+@pytest.mark.parametrize("seconds, cases", [
+    (0.0, 8),  # not in the file, or too short to be there
+    (0.05, 8), (0.2, 3), (0.5, 1), (2.0, 1), (3.0, 0)])
+def test_a_function_keeps_as_many_cases_as_fit(seconds, cases):
+    durations = {"tests/a/test_b.py::test_c": seconds} if seconds else {}
+    chosen = tiers.fast(items("test_c", 8), durations, set())
+    assert len(chosen) == cases
+    if cases == 3:
+        assert kept(chosen) == ["0", "2", "5"]
+
+
+def test_a_mark_or_a_change_keeps_all_cases():
+    durations = {"tests/a/test_b.py::test_c": 9.0}
+    assert len(tiers.fast(items("test_c", 4, marks=("fast",)), durations, set())) == 4
+    assert len(tiers.fast(items("test_c", 4), durations, {ROOT / "tests/a/test_b.py"})) == 4
+
+
+def test_the_fixture_of_a_file_counts_for_those_that_read_it():
+    durations = {"tests/a/test_b.py": 9.0}
+    assert tiers.fast(items("test_c", 2, fixture="module"), durations, set()) == set()
+    assert len(tiers.fast(items("test_c", 2, fixture="function"), durations, set())) == 2
+    assert len(tiers.fast(items("test_c", 2), durations, set())) == 2
+
+
+def test_a_changed_module_keeps_the_tests_that_mirror_or_import_it():
+    chosen = tiers.changed_tests({ROOT / "flowgrpo/gaussian.py", ROOT / "docs/index.md"})
+    assert {ROOT / "tests/test_gaussian.py", ROOT / "tests/samplers/test_kernels.py"} <= chosen
+    assert ROOT / "tests/storage/test_checkpoint.py" not in chosen
+    assert tiers.changed_tests({ROOT / "docs/index.md"}) == {ROOT / "docs/index.md"}
+
+
+def test_durations_are_of_tests_that_exist():
+    for name in json.loads(tiers.DURATIONS.read_text(encoding="utf-8")):
+        file, _, function = name.partition("::")
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert not function or f"def {function.split('::')[-1]}(" in text, f"{name}: renew tests/durations.json"
