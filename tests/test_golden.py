@@ -9,6 +9,8 @@ import re
 import pytest
 import torch
 
+from flowgrpo.methods import preset
+from flowgrpo.objectives.surrogates import ClippedSurrogate
 from tests.helpers import golden_files, tiny_runs
 
 
@@ -51,7 +53,19 @@ def test_every_preset_is_measured(metrics):
     assert {name for _, method in golden_files.RUNS for name in method.split("+")} == {*golden_files.presets.PRESETS}
 
 
-@pytest.mark.parametrize("kind, method", golden_files.RUNS)
+def family(kind: str, method: str) -> tuple[str, type, type]:
+    """Process, target and kind of surrogate of a run."""
+    made = preset(*method.split("+"))
+    surrogate = type(made.loss.surrogate)
+    return kind, type(made.target), ClippedSurrogate if issubclass(surrogate, ClippedSurrogate) else surrogate.mro()[1]
+
+
+# The fast tier runs one preset of each family.
+FIRST = {family(*run): run for run in reversed(golden_files.RUNS)}
+CASES = [pytest.param(*run, marks=[pytest.mark.fast] if run in FIRST.values() else []) for run in golden_files.RUNS]
+
+
+@pytest.mark.parametrize("kind, method", CASES)
 def test_two_epochs_measure_what_they_did_and_train_nothing_else(kind, method, metrics):
     trainer, allowed = golden_files.trainer(kind, method), dict(ABSOLUTE)
     if "grpo_guard" in method:

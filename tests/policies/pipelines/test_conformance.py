@@ -1,6 +1,7 @@
 """Every pipeline class that a tiny instance can be built of is driven, replayed, trained, saved and loaded.
 
-No line here is about one class; the tables at the top say what is known of some.
+No line here is about one class; the tables at the top say what is known of some. The fast tier makes three checks of
+each class: replay, gradient, and the LoRA in the stock pipeline.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def case(request):
     return Case(request.param)
 
 
-@pytest.mark.parametrize("guidance", [GUIDANCE, 1.0])
+@pytest.mark.parametrize("guidance", [pytest.param(GUIDANCE, marks=pytest.mark.fast), 1.0])
 def test_a_replay_sees_what_the_rollout_saw(case, guidance):
     policy, kernel = case.policy, Remembering(case.kernel)
     grid, timesteps = case.grid
@@ -140,6 +141,7 @@ def by_step(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.cat(flat[step::2]) for step in range(2)]
 
 
+@pytest.mark.fast
 def test_the_gradient_reaches_the_lora_and_nothing_else(case):
     policy = case.policy
     trained = {id(parameter) for parameter in policy.weights.parameters()}
@@ -212,6 +214,7 @@ def test_one_row_is_what_it_is_among_others(case):
     assert (together - alone).abs().max() <= BATCH * together.abs().max()
 
 
+@pytest.mark.fast
 def test_the_stock_pipeline_loads_the_lora(case, tmp_path):
     """With an alpha that is not the rank, and a B that is not zero."""
     assert "same scale" in case.policy.weights.save(tmp_path)
