@@ -89,6 +89,7 @@ def assert_same(run, uninterrupted) -> None:
     assert summaries[0]["max_first_log_ratio"] == summaries[1]["max_first_log_ratio"]
 
 
+@pytest.mark.fast
 def test_after_a_kill(model, uninterrupted, tmp_path):
     """Call 1 is the trial, call 2 measures the base, then come two per epoch: call 13 is the first of the sixth."""
     command = arguments(model, tmp_path)
