@@ -18,7 +18,7 @@ import torch
 
 from flowgrpo.device import DTYPES
 from flowgrpo.policies.pipelines.load import load_pipeline
-from flowgrpo.policies.weights import cpu_layouts
+from flowgrpo.policies.weights.cpu import contiguous_inputs
 
 ROWS = 96
 
@@ -56,7 +56,7 @@ def main() -> None:
     print("| precision | | with / without | range |\n|---|---|---:|---:|")
     for precision in ("fp32", "bf16"):
         stock, ours = load_pipeline("starter", precision), load_pipeline("starter", precision)
-        cpu_layouts.contiguous_inputs([ours.transformer], torch.device("cpu"))
+        contiguous_inputs([ours.transformer], torch.device("cpu"))
         pairs = zip(works(ours, DTYPES[precision]).items(), works(stock, DTYPES[precision]).values(), strict=True)
         for (name, new), old in pairs:
             old()

@@ -22,7 +22,7 @@ from flowgrpo.evaluation.batched import Together
 from flowgrpo.evaluation.ledger import Ledger, Place, TextLedger
 from flowgrpo.evaluation.plan import Medium
 from flowgrpo.policies.language.causal_lm import CausalLM
-from flowgrpo.policies.pipelines.load import unchecked
+from flowgrpo.policies.pipelines.call import unchecked
 from flowgrpo.policies.weights.rlg import Branches
 from flowgrpo.rewards.images import guards
 from flowgrpo.samplers.rollout import seeder

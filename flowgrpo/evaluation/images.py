@@ -18,7 +18,7 @@ from tqdm import tqdm
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Load, Memory
 from flowgrpo.data import splits
-from flowgrpo.data.pictures import picture_size
+from flowgrpo.data.pictures import Clip, picture_size
 from flowgrpo.data.prompts import Prompt, load_prompts
 from flowgrpo.device import concrete, drawing
 from flowgrpo.errors import UserError
@@ -326,7 +326,7 @@ def _brought(pipe: Any, prompt: Prompt, call: dict[str, Any]) -> dict[str, Any]:
     """Return what a prompt brings beside its text as arguments of a call.
     Raises UserError for an unreadable file, and for one that the pipeline does not take."""
     values = prompt_inputs.decoded(pipe, prompt.inputs, call) if prompt.brings is not None else {}
-    return prompt_inputs.arguments({name: [value] for name, value in values.items()}, alone=True)
+    return {name: value.frames if isinstance(value, Clip) else value for name, value in values.items()}
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from torch.nn.functional import smooth_l1_loss
 
 from flowgrpo.errors import UserError
 from flowgrpo.methods.supervised import GuidanceDistillation, NoisedData, PicturePairs
-from flowgrpo.policies.pipelines.guider import at_guidance
+from flowgrpo.policies.pipelines.call import at_guidance
 from flowgrpo.policies.pipelines.image_latents import ImageEncoder
 from flowgrpo.rollouts.data_losses import DataLosses, Example, conditioned, seed_of, summed
 from flowgrpo.rollouts.denoising import DenoisingRollouts

@@ -221,7 +221,7 @@ class PolicyScheduler:
         """Set the next call's task; the returned record fills while the pipeline runs.
 
         state: [B,*D], replaces the pipeline's own in an idle step before the first (see
-        policies/pipelines/idle_steps.py).
+        policies/pipelines/call.py).
         """
         self.idle = 1 if state is not None else 0 if task.steps else self.quirk.idle
         self.state, self.companions, self.leader = state, [], None

@@ -1,7 +1,9 @@
 """Calls of a pipeline with our scheduler in the place of its own: its loop, its guidance and its packing stay its own.
 
-A `Segment` of the scheduler (samplers/scheduler.py) states the steps of a call. The file also finds the argument that
-sets a pipeline's guidance scale, and ends a call as soon as its scheduler knows its steps.
+    rows that one call may bring -> our scheduler, cached prompts -> the pipeline's own call -> record of its steps
+
+A `Segment` of the scheduler (samplers/scheduler.py) states the steps of a call. Two helpers serve the pipelines that
+need them: `IdleSteps` puts a state into a loop that does not take it, and `EncoderCache` encodes a picture once.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,41 +21,10 @@ import torch
 import torch.nn.functional as F
 
 from flowgrpo.policies.generators import generators, seeded
-from flowgrpo.policies.pipelines.conditioning import Conditioning
-from flowgrpo.policies.pipelines.encoder_cache import EncoderCache
-from flowgrpo.policies.pipelines.guider import guided
-from flowgrpo.policies.pipelines.idle_steps import IdleSteps
-from flowgrpo.policies.pipelines.load import denoisers, timed, unchecked
-from flowgrpo.policies.pipelines.prompt_inputs import arguments
+from flowgrpo.policies.pipelines.conditioning import Conditioning, digest
+from flowgrpo.policies.pipelines.load import denoisers, timed
+from flowgrpo.policies.weights.cpu import FUSED, plain
 from flowgrpo.samplers.scheduler import PolicyScheduler, Segment, StepRecord
-
-
-@contextlib.contextmanager
-def unlogged() -> Iterator[None]:
-    """Context manager: diffusers logs errors alone. A prompt's first encoding has shown what it warns of at every call.
-
-    It sets the level of the handlers, because that of a logger empties the caches of all loggers.
-    """
-    handlers = logging.getLogger("diffusers").handlers
-    levels = [handler.level for handler in handlers]
-    for handler in handlers:
-        handler.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for handler, level in zip(handlers, levels, strict=True):
-            handler.setLevel(level)
-
-
-@contextlib.contextmanager
-def _on_device(pipe: Any, kind: type) -> Iterator[None]:
-    """Context manager: the pipeline is of class `kind`, a subclass of its own that knows its device."""
-    stock = type(pipe)
-    pipe.__class__ = kind
-    try:
-        yield
-    finally:
-        pipe.__class__ = stock
 
 
 def placed(stock: type, device: torch.device) -> type:
@@ -74,7 +46,9 @@ class PipelineCall:
                  trained: Collection[str], skipped: Callable[[int], None]):
         self.pipe, self.call, self.device, self.dtype = pipe, call, device, dtype
         self._call = inspect.unwrap(type(pipe).__call__)
-        self._kind = placed(type(pipe), device)
+        self._kinds = type(pipe), placed(type(pipe), device)
+        guider = pipe.components.get("guider")  # guidance of some pipelines is a part of theirs
+        self._guider = guider if hasattr(guider, "guidance_scale") else None
         self.accepts = inspect.signature(self._call).parameters
         self.stock = pipe.scheduler
         self.scheduler = PolicyScheduler.over(pipe.scheduler)
@@ -83,6 +57,7 @@ class PipelineCall:
         if strength:  # these pipelines cannot do without a step
             self.scheduler.quirk = replace(self.scheduler.quirk, idle=1)
         self.denoisers = denoisers(pipe)
+        self.scale = guidance_argument(self.accepts, call, self.denoisers.values())
         self._memo = EncoderCache({name: part for name, part in pipe.components.items()
                                    if isinstance(part, torch.nn.Module) and name not in trained
                                    and not timed(part)})
@@ -109,8 +84,9 @@ class PipelineCall:
         """Call the pipeline, once, or for each row if it takes one alone, or if their pictures differ in size, or for
         each run of rows whose prompts differ in length and cannot be padded.
 
-        Returns what it returns, and the task's record.
+        guidance: the scale of rows without one of their own. Returns what it returns, and the task's record.
         """
+        guidance = conditioning.scale(guidance)
         if conditioning.parts:
             conditioning = conditioning.rows(torch.arange(len(conditioning.prompts)))  # padded, if that is possible
         runs = conditioning.runs()
@@ -130,31 +106,21 @@ class PipelineCall:
     def once(self, conditioning: Conditioning, task: Segment | None, encode: Callable, guidance: float, *,
              x0: torch.Tensor | None = None, **options: Any) -> tuple[Any, StepRecord | None]:
         """Call the pipeline once with our scheduler (without a task: its own) and with `encode` for the prompts."""
-        pipe, record = self.pipe, None
-        pipe.scheduler = self.stock if task is None else self.scheduler
+        record = None
         if task is not None:
             state = options.get("latents") if self.loads else None
             record = self.scheduler.follow(task, x0, state)
             if state is not None:
                 options |= {"latents": None, "generator": generators(range(len(state)))}
             options = {"output_type": "latent"} | self._announced(task) | options
-        alone = conditioning.apart and not conditioning.listed
-        if alone and options.get("generator"):
+        if conditioning.alone and options.get("generator"):
             options["generator"] = options["generator"][0]
-        inputs = arguments(conditioning.inputs, alone)
-        scale = {guidance_argument(self.accepts, self.call, self.denoisers.values()): guidance}
-        given = self.call | conditioning.size | inputs
-        given |= dict(_texts(conditioning), return_dict=False, **scale, **options)
-        pipe.encode_prompt = encode
-        try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(guided(pipe, guidance))
-                for context in self._contexts(conditioning, task, options.get("generator")):
-                    stack.enter_context(context)
-                out = self._call(pipe, **{k: v for k, v in given.items() if k in self.accepts})[0]
-        finally:
-            pipe.scheduler = self.stock
-            del pipe.encode_prompt
+        given = self.call | conditioning.arguments() | {"return_dict": False, self.scale: guidance} | options
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._ours(encode, guidance, self.stock if task is None else self.scheduler))
+            for context in self._contexts(conditioning, task, options.get("generator")):
+                stack.enter_context(context)
+            out = self._call(self.pipe, **{k: v for k, v in given.items() if k in self.accepts})[0]
         if record is not None and self.scheduler.companions:
             record = self.scheduler.taken()
         # Some pipelines give latents in another shape than the one they work in.
@@ -162,10 +128,27 @@ class PipelineCall:
         kept = not self.loads and torch.is_tensor(out) and last is not None and out.shape == last.shape
         return (out if last is None or kept else last), record
 
+    @contextlib.contextmanager
+    def _ours(self, encode: Callable, guidance: float, scheduler: Any) -> Iterator[None]:
+        """Context manager: the pipeline has this scheduler and `encode_prompt`, knows its device, and its guider, where
+        guidance is a part of its own, has this scale."""
+        pipe, guider, (stock, ours) = self.pipe, self._guider, self._kinds
+        before = None if guider is None else guider.guidance_scale
+        if guider is not None:
+            guider.guidance_scale = guidance
+        pipe.scheduler, pipe.encode_prompt, pipe.__class__ = scheduler, encode, ours
+        try:
+            yield
+        finally:
+            pipe.__class__ = stock
+            pipe.scheduler = self.stock
+            del pipe.encode_prompt
+            if guider is not None:
+                guider.guidance_scale = before
+
     def _contexts(self, conditioning: Conditioning, task: Segment | None, generator: Any
                   ) -> Iterator[contextlib.AbstractContextManager]:
-        """Yield what surrounds a call, in order: each is there only where it changes something."""
-        yield _on_device(self.pipe, self._kind)
+        """Yield what else surrounds a call, in order: each is there only where it changes something."""
         yield unchecked(self.pipe)
         yield self.arithmetic()
         if self.casts:
@@ -231,11 +214,42 @@ def _cached(conditioning: Conditioning) -> Callable:
     return lambda *_, **__: next(calls)
 
 
-def _texts(conditioning: Conditioning) -> dict[str, Any]:
-    texts = {"prompt": conditioning.prompts, "negative_prompt": conditioning.negatives}
-    # Copies of the prompts: some pipelines (Z-Image) write into the list.
-    alone = conditioning.apart and not conditioning.listed
-    return {name: values[0] if alone else list(values) for name, values in texts.items()}
+@contextlib.contextmanager
+def unchecked(pipe: Any) -> Iterator[None]:
+    """Context manager: a pipeline without its safety checker, which blackens pictures that are to be scored."""
+    checker = vars(pipe).get("safety_checker")
+    vars(pipe)["safety_checker"] = None  # past the pipeline's own setter, which would forget the checker's class
+    try:
+        yield
+    finally:
+        vars(pipe)["safety_checker"] = checker
+
+
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Context manager: diffusers logs errors alone. A prompt's first encoding has shown what it warns of at every call.
+
+    It sets the level of the handlers, because that of a logger empties the caches of all loggers.
+    """
+    handlers = logging.getLogger("diffusers").handlers
+    levels = [handler.level for handler in handlers]
+    for handler in handlers:
+        handler.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for handler, level in zip(handlers, levels, strict=True):
+            handler.setLevel(level)
+
+
+@contextlib.contextmanager
+def at_guidance(policy: Any, scale: float) -> Iterator[None]:
+    """Context manager: the policy predicts at this guidance scale."""
+    before, policy.guidance = policy.guidance, scale
+    try:
+        yield
+    finally:
+        policy.guidance = before
 
 
 def guidance_argument(accepted: Collection[str], call: Collection[str], denoisers: Iterable[torch.nn.Module]) -> str:
@@ -271,32 +285,6 @@ def until_set(scheduler: Any) -> Iterator[None]:
         del scheduler.set_timesteps
 
 
-# --- attention on a CPU ----------------------------------------------------------------------------------------------
-
-# Three plain operations in place of torch's fused kernel, whose backward is several times slower: measured by
-# `scripts/bench_overhead.py`. The scores of one call have to fit in memory; for small models they do.
-
-FUSED = F.scaled_dot_product_attention
-LARGEST = 2**28  # scores of one call; above, the fused kernel's smaller memory counts for more
-
-
-def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-          dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
-          ) -> torch.Tensor:
-    """Return softmax(q k^T * scale + mask) v, [..., N, D], as `F.scaled_dot_product_attention`.
-
-    What it lacks goes there.
-    """
-    size = query.shape[:-1].numel() * key.shape[-2]
-    boolean = attn_mask is not None and attn_mask.dtype == torch.bool
-    if dropout_p or enable_gqa or is_causal or boolean or size > LARGEST:
-        return FUSED(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    scores = (query * (scale or query.shape[-1] ** -0.5)) @ key.transpose(-1, -2)
-    if attn_mask is not None:
-        scores = scores + attn_mask
-    return scores.softmax(-1) @ value
-
-
 @contextlib.contextmanager
 def plain_on_cpu(device: torch.device) -> Iterator[None]:
     """Context manager: attention is `plain` if `device` is a CPU.
@@ -311,3 +299,125 @@ def plain_on_cpu(device: torch.device) -> Iterator[None]:
         yield
     finally:
         F.scaled_dot_product_attention = FUSED
+
+
+# --- a state that a pipeline does not take as it is ------------------------------------------------------------------
+
+# Most pipelines take a state as `latents` and hand it to their scheduler as it is. Some do not: an image-to-video
+# pipeline may set the first frame of `latents` itself and show its scheduler the others alone, mix its picture into
+# them once more at every call, or keep a second state beside them. Their loop is given the state by its scheduler: in
+# an idle step, whose "next state" it is. What the denoiser says in an idle step is not read, so that it does not run;
+# it answers with zeros.
+
+
+class IdleSteps:
+    """Denoisers that do not run while their scheduler idles, once a real step has shown what they return."""
+
+    def __init__(self, scheduler: Any, denoisers: dict[str, torch.nn.Module], skipped: Callable[[int], None]):
+        """skipped: called with the rows of every evaluation that did not take place."""
+        self.scheduler, self.denoisers, self.skipped = scheduler, denoisers, skipped
+        self._known: dict[str, tuple[int, Any]] = {}
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Context manager: the denoisers look at the scheduler before they run."""
+        kept: dict[str, Any] = {name: vars(module).get("forward") for name, module in self.denoisers.items()}
+        for name, module in self.denoisers.items():
+            module.forward = self._asked(name, module.forward)
+        try:
+            yield
+        finally:
+            for name, module in self.denoisers.items():
+                del module.forward
+                if kept[name] is not None:
+                    module.forward = kept[name]
+
+    def _asked(self, name: str, forward: Callable) -> Callable:
+        states = next(iter(inspect.signature(forward).parameters))
+
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            rows = len(args[0] if args else kwargs[states])
+            if self.scheduler.idling and name in self._known:
+                self.skipped(rows)
+                return _zeros(self._known[name][1], rows / self._known[name][0])
+            out = forward(*args, **kwargs)
+            if isinstance(out, tuple):
+                self._known.setdefault(name, (rows, tuple(map(_shape, out))))
+            return out
+        vars(answer)["__signature__"] = inspect.signature(forward)  # some pipelines look whether an argument is there
+        return answer
+
+
+def _shape(value: Any) -> Any:
+    return (value.shape, value.dtype, value.device) if torch.is_tensor(value) else None
+
+
+def _zeros(shapes: tuple, times: float) -> tuple:
+    return tuple(shape and torch.zeros((round(shape[0][0] * times), *shape[0][1:]), dtype=shape[1], device=shape[2])
+                 for shape in shapes)
+
+
+# --- reference pictures, encoded once --------------------------------------------------------------------------------
+
+SIZE = 64  # inputs whose encoding is kept
+
+
+class EncoderCache:
+    """Cache of frozen modules: `encode` of those that have one, the forward of the others.
+
+    Inside `with memo():` a latent distribution gives its mean in place of a sample, so that a picture has one encoding,
+    in rollout and replay alike.
+    """
+
+    def __init__(self, modules: dict[str, torch.nn.Module]):
+        self.modules = modules
+        self.rowwise = {name for name, module in modules.items() if hasattr(module, "encode")}
+        self._known: OrderedDict[str, Any] = OrderedDict()
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+        distribution: Any = DiagonalGaussianDistribution
+        sample = distribution.sample
+        methods = {name: "encode" if name in self.rowwise else "forward" for name in self.modules}
+        for name, method in methods.items():
+            # On the instance, beside the class's own method, which comes back when this one is deleted.
+            setattr(self.modules[name], method, self._once(name, getattr(self.modules[name], method)))
+        distribution.sample = lambda self, generator=None: self.mode()
+        try:
+            yield
+        finally:
+            distribution.sample = sample
+            for name, method in methods.items():
+                delattr(self.modules[name], method)
+
+    def _once(self, name: str, method: Callable) -> Callable:
+        def one(*args: Any, **kwargs: Any) -> Any:
+            key = digest((name, args, kwargs))
+            if key not in self._known:
+                self._known[key] = method(*args, **kwargs)
+            self._known.move_to_end(key)
+            while len(self._known) > SIZE:
+                self._known.popitem(last=False)
+            return self._known[key]
+
+        def remembered(*args: Any, **kwargs: Any) -> Any:
+            # Row by row, so that a picture is encoded once whatever the batch that it comes in.
+            if name in self.rowwise and args and torch.is_tensor(args[0]) and len(args[0]) > 1:
+                return join([one(row, *args[1:], **kwargs) for row in args[0].split(1)])
+            return one(*args, **kwargs)
+        return remembered
+
+
+def join(parts: list[Any]) -> Any:
+    """Join an autoencoder's `encode` results of single rows to that of a batch."""
+    first = parts[0]
+    if torch.is_tensor(first):
+        return torch.cat(parts)
+    if isinstance(first, tuple):
+        return tuple(join(list(values)) for values in zip(*parts))
+    if isinstance(first, dict):  # of any of diffusers' output classes
+        return type(first)(**{key: join([part[key] for part in parts]) for key in first})
+    # A latent distribution.
+    return None if first is None else type(first)(torch.cat([part.parameters for part in parts]))

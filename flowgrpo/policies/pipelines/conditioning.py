@@ -20,16 +20,17 @@ from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.utils._pytree import tree_map_only
 
 from flowgrpo.data.inputs import Inputs
+from flowgrpo.data.pictures import Clip
 from flowgrpo.device import queued
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines import padding
-from flowgrpo.policies.pipelines.digest import digest
 from flowgrpo.policies.pipelines.prompt_inputs import SHARED, Pictured, pictures_of
 from flowgrpo.storage import atomic, paths
 
@@ -94,11 +95,25 @@ class Conditioning:
                        scales=scales, inputs={name: taken(values) for name, values in self.inputs.items()})
 
     @property
-    def size(self) -> dict[str, int]:
-        """Return the rows' size as arguments of a call, if they have one. Raises ValueError for several sizes."""
+    def alone(self) -> bool:
+        """Return True if a call takes one prompt, and no list of prompts."""
+        return self.apart and not self.listed
+
+    def arguments(self) -> dict[str, Any]:
+        """Return texts, inputs and size of the rows as arguments of one call, clips decoded.
+
+        Raises ValueError for several sizes.
+        """
         if len(set(self.sizes)) > 1:
             raise ValueError(f"rows of sizes {sorted(set(self.sizes))} in one call: expected one size")
-        return dict(zip(("height", "width"), self.sizes[0])) if self.sizes else {}
+        given: dict[str, Any] = dict(zip(("height", "width"), self.sizes[0])) if self.sizes else {}
+        for name, values in self.inputs.items():
+            shown = [value.frames if isinstance(value, Clip) else value for value in values]
+            given[name] = shown[0] if self.alone or name in SHARED else shown
+        # Copies of the prompts: some pipelines (Z-Image) write into the list.
+        given["prompt"] = self.prompts[0] if self.alone else list(self.prompts)
+        given["negative_prompt"] = self.negatives[0] if self.alone else list(self.negatives)
+        return given
 
     def scale(self, usual: float) -> float:
         """Return the rows' guidance scale: `usual`, or their own. Raises ValueError for several scales."""
@@ -293,6 +308,33 @@ def join(parts: Sequence[Conditioning]) -> Conditioning:
 
 def _stack(values: list) -> torch.Tensor | list:
     return torch.cat(values) if torch.is_tensor(values[0]) else [item for value in values for item in value]
+
+
+def digest(value: Any) -> str:
+    """Return a hash of the content of tensors, pictures, arrays, and of containers of them."""
+    content = hashlib.blake2b(digest_size=16)
+    _tell(value, content)
+    return content.hexdigest()
+
+
+def _tell(value: Any, content: hashlib.blake2b) -> None:
+    from PIL.Image import Image
+
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            _tell(part, content)
+    elif isinstance(value, dict):
+        _tell(sorted(value.items()), content)
+    elif torch.is_tensor(value):
+        content.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        raw: Any = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        content.update(raw)
+    elif isinstance(value, (Image, np.ndarray)):
+        array = np.ascontiguousarray(value)
+        content.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+    else:
+        content.update(repr(value).encode())
+    content.update(b"|")
 
 
 def fingerprint(policy: PromptEncoder) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -150,17 +148,6 @@ def _without_values(index: dict[str, Any], source: str, files: Load, dtype: torc
                 modules[name] = kind.from_config(kind.load_config(source, subfolder=name, revision=files.revision))
             modules[name] = modules[name].to(dtype)
     return modules
-
-
-@contextlib.contextmanager
-def unchecked(pipe: Any) -> Iterator[None]:
-    """Context manager: a pipeline without its safety checker, which blackens pictures that are to be scored."""
-    checker = vars(pipe).get("safety_checker")
-    vars(pipe)["safety_checker"] = None  # past the pipeline's own setter, which would forget the checker's class
-    try:
-        yield
-    finally:
-        vars(pipe)["safety_checker"] = checker
 
 
 def _missing(folder: Path) -> str | None:

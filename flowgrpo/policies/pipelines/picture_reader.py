@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.errors import UserError
-from flowgrpo.policies.pipelines.guider import at_guidance
+from flowgrpo.policies.pipelines.call import at_guidance
 from flowgrpo.samplers.noised_finals import exploration, noised_states
 from flowgrpo.samplers.solvers import Euler
 

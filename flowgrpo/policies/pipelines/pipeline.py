@@ -32,7 +32,7 @@ from flowgrpo.policies.pipelines.timestep_vector import copies
 from flowgrpo.policies.weights import context_parallel, host_weights, sharding
 from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recomputed, supported
 from flowgrpo.policies.weights.compiled import compile_blocks
-from flowgrpo.policies.weights.cpu_layouts import contiguous_inputs
+from flowgrpo.policies.weights.cpu import contiguous_inputs
 from flowgrpo.policies.weights.lora_forward import without_casts
 from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts
 from flowgrpo.policies.weights.rlg import guided, inside
@@ -144,7 +144,8 @@ class PipelinePolicy:
 
         images: of each prompt a reference picture, its file, all that it brings (`Inputs`), or None.
         """
-        pictures = pictures_of(self, len(prompts), images)
+        brings = self.given or any(image is not None for image in images or ())
+        pictures = pictures_of(self, len(prompts), images) if brings else {}
         plain = Conditioning(prompts, negatives or [""] * len(prompts), inputs=pictures)
         try:
             if not self.encode_prompt.knows(plain):
@@ -318,7 +319,7 @@ class PipelinePolicy:
         if self.live and (task is None or task.steps):
             with unlogged():
                 conditioning = self.encode_prompt.anew(conditioning, self.guidance)
-        return self.driver(conditioning, task, conditioning.scale(guidance), **options)
+        return self.driver(conditioning, task, guidance, **options)
 
     @contextlib.contextmanager
     def reference(self, held: Sequence[dict[str, torch.Tensor]] = ()) -> Iterator[None]:

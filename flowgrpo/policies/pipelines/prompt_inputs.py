@@ -206,13 +206,3 @@ def _clip(pipe: Any, inputs: Inputs, call: Mapping[str, Any], size: Size | None)
         raise UserError(f"{count} frames, but {type(pipe).__name__} takes 1 more than a multiple of {every}: set "
                         f"picture.frames: {max(1, count - (count - 1) % every)}")
     return Clip.of(inputs.video, count, size)
-
-
-def arguments(inputs: Mapping[str, list[Any]], alone: bool) -> dict[str, Any]:
-    """Return prompts' inputs as arguments of one call, clips decoded. alone: the call takes no lists of prompts."""
-    return {name: _shown(values[0]) if alone or name in SHARED else [_shown(value) for value in values]
-            for name, values in inputs.items()}
-
-
-def _shown(value: Any) -> Any:
-    return value.frames if isinstance(value, Clip) else value

@@ -2,7 +2,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flowgrpo.policies.pipelines.call import FUSED, plain, plain_on_cpu
+from flowgrpo.policies.pipelines.call import plain_on_cpu
+from flowgrpo.policies.weights.cpu import FUSED, plain
 
 
 def qkv(requires_grad=False):

@@ -12,10 +12,9 @@ from PIL import Image
 from flowgrpo.check import tiny
 from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
-from flowgrpo.policies.pipelines.conditioning import PromptCache, join
-from flowgrpo.policies.pipelines.digest import digest
-from flowgrpo.policies.pipelines.encoder_cache import EncoderCache
-from flowgrpo.policies.pipelines.encoder_cache import join as join_rows
+from flowgrpo.policies.pipelines.call import EncoderCache
+from flowgrpo.policies.pipelines.call import join as join_rows
+from flowgrpo.policies.pipelines.conditioning import PromptCache, digest, join
 from flowgrpo.policies.pipelines.pipeline import PLACED, PipelinePolicy
 from flowgrpo.policies.pipelines.reference_images import other
 from flowgrpo.samplers.grids import shifted

@@ -10,7 +10,7 @@ import torch
 from flowgrpo.config.sections import Adapter
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.policies.weights import cpu_layouts
+from flowgrpo.policies.weights.cpu import contiguous_inputs
 from flowgrpo.starter import CALL
 
 PROMPTS = ["three red stars", "a ring left of a cross"]
@@ -31,7 +31,7 @@ def test_linear_layers_read_contiguous_rows_and_gradients_stay():
     torch.manual_seed(0)
     plain = Halves().double()
     ours, seen = copy.deepcopy(plain), []
-    cpu_layouts.contiguous_inputs([ours], torch.device("cpu"))
+    contiguous_inputs([ours], torch.device("cpu"))
     for layer in (ours.first, ours.second):
         layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].is_contiguous()))
     x = torch.randn(6, 9, 4, dtype=torch.float64, requires_grad=True)
@@ -61,5 +61,5 @@ def test_a_policys_pictures_are_those_of_the_stock_pipeline(rank):
 
 def test_another_device_changes_nothing():
     module = Halves()
-    cpu_layouts.contiguous_inputs([module], torch.device("meta"))
+    contiguous_inputs([module], torch.device("meta"))
     assert not module.first._forward_pre_hooks
