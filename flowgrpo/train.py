@@ -33,10 +33,9 @@ from flowgrpo.training import credit, epochs, extensions, out_of_memory, samplin
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.first_ratio import ROUNDED, FirstRatio
 from flowgrpo.training.metrics import UpdateStats
-from flowgrpo.training.optimizer import Optimization
+from flowgrpo.training.optimizer import Optimization, shares
 from flowgrpo.training.scoring import Functions, Scoring
 from flowgrpo.training.self_teacher import make_reference
-from flowgrpo.training.shares import shares
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -61,7 +60,7 @@ class Trainer:
         self.processes.turns = policy.turns
         self.geometry = geometry(config.train, self.processes.count)
         self.scoring = Scoring(train_rewards, config.rewards, self.geometry.group, self.processes)
-        self.memory = self.scoring.limits.memory
+        self.memory = self.scoring.memory
         rewards.bind(train_rewards, policy)
         self.clock = PhaseTimer(policy.device.type == "cuda")
         self.stop = Stop(self.processes.members > 1)
@@ -112,11 +111,11 @@ class Trainer:
             for share, count in self.extensions.add_steps(steps):
                 with self.clock("update"):
                     stats.decisions += self.with_oom_retry(partial(self.gradient, epoch, share, count))
-                    self.processes.add_gradients(self.policy.weights.parameters())
+                    self.processes.add_gradients(self.optimization.parameters)
                     self.extensions.on_gradients(self.optimization.update)
                     with self.processes.together():
                         stats.norms.append(self.optimization.step())
-        self.scoring.leave()  # a reward whose gradient was followed
+        self.scoring.offload()  # a reward whose gradient was followed
         metrics = stats.summary(self.processes) | self.rollouts.metrics()
         return metrics | {"skipped_updates": self.optimization.skipped}
 

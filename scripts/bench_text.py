@@ -36,7 +36,7 @@ from flowgrpo.train import Trainer
 from flowgrpo.training import sampling
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.metrics import UpdateStats
-from flowgrpo.training.shares import decisions
+from flowgrpo.training.optimizer import decisions
 from flowgrpo.types import Completions, Scored
 
 TOKENS, SEED = 16, 0

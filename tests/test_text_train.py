@@ -14,7 +14,7 @@ from flowgrpo.run import run
 from flowgrpo.samplers.text.decoding import Decoding
 from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
-from flowgrpo.training.shares import decisions
+from flowgrpo.training.optimizer import decisions
 from tests.helpers import loop, tiny, tiny_text
 
 PRESETS = presets.suited("tokens")

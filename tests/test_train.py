@@ -26,8 +26,7 @@ from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
-from flowgrpo.training.optimizer import rate
-from flowgrpo.training.shares import chunks, decisions
+from flowgrpo.training.optimizer import chunks, decisions, rate
 from tests.helpers import loop, tiny, tiny_text
 
 

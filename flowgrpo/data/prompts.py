@@ -36,6 +36,7 @@ KEYS = ("prompt", "negative_prompt", "metadata", "weight", *files.KEYS)
 GSM8K, GENEVAL = {"question", "answer"}, {"prompt", "tag", "include"}
 LARGEST = 2**28  # bytes of a file
 ROWS = 2**20  # of a .parquet file
+NOTHING = Inputs()  # what a prompt of text alone brings
 STARTER = Path(__file__).parents[1] / "starter"
 
 
@@ -93,7 +94,8 @@ class Prompt:
         text = self.guided.text if self.guided and self.guided.level else self.text
         answers = ["with answers"] if self.guided and self.guided.answers else []
         answers += [f"with noise {self.guided.noise:g}"] if self.guided and self.guided.noise else []
-        return "\n".join([text, *self.inputs.images, *filter(None, [self.inputs.key]), *answers])
+        files = [] if self.inputs == NOTHING else [*self.inputs.images, *filter(None, [self.inputs.key])]
+        return "\n".join([text, *files, *answers])
 
     @property
     def shown(self) -> str:
@@ -113,6 +115,8 @@ class Prompt:
     @property
     def brings(self) -> str | Inputs | None:
         """Input that a policy encodes beside the text: nothing, one reference picture's path, or all inputs."""
+        if self.inputs == NOTHING:
+            return None
         return self.image if self.inputs.given().keys() <= {"image"} else self.inputs
 
 

@@ -205,8 +205,10 @@ class Processes:
         A parameter without a gradient here counts as zeros; one that got none anywhere keeps none. FSDP2 has summed
         those of sharded parameters in the backward pass.
         """
+        if self.count * self.members == 1:
+            return
         parameters = [parameter for parameter in parameters if not is_shard(parameter)]
-        if self.count * self.members == 1 or not parameters:
+        if not parameters:
             return
         with self.together():
             present = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)

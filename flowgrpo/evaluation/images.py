@@ -30,9 +30,8 @@ from flowgrpo.evaluation.measured import Measured, spread
 from flowgrpo.evaluation.nouns import SAMPLE
 from flowgrpo.evaluation.pages import mp4, singles
 from flowgrpo.evaluation.pages.before_after import captions, draw_pairs
-from flowgrpo.policies.generators import seeded
 from flowgrpo.policies.pipelines import edit_networks, edit_policy, prompt_inputs
-from flowgrpo.policies.pipelines.call import guidance_argument, placed
+from flowgrpo.policies.pipelines.call import guidance_argument, placed, seeded
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline, modality, text_encoders
 from flowgrpo.policies.weights import adapters, host_weights
 from flowgrpo.policies.weights.lora_files import LORA_FILE, load_lora

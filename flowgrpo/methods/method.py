@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
@@ -238,7 +239,7 @@ class Method:
     @property
     def tuning(self) -> LayerTuning:
         """Return the supervised term of recorded steps; weight 0 of other targets."""
-        return self.target.tuning if isinstance(self.target, RecordedSteps) else LayerTuning()
+        return self.target.tuning if isinstance(self.target, RecordedSteps) else _UNTUNED
 
     @property
     def compares_with_reference(self) -> bool:
@@ -278,12 +279,12 @@ class Method:
         """True where the loss scores steps by the density of their noise."""
         return self.target.trains_steps and not self.target.follows_reward
 
-    @property
+    @functools.cached_property
     def reads_means(self) -> bool:
         """True where the loss needs the transitions' means, not their log-probabilities alone."""
         return self.loss.reads_means or self.tuning.weight > 0
 
-    @property
+    @functools.cached_property
     def reads_old_means(self) -> bool:
         """True where the loss needs the means of the old policy too, which a rollout records."""
         return self.loss.reads_old_means or self.tuning.weight > 0
@@ -294,6 +295,7 @@ def _inner(kernel: Any) -> Any:
     return kernel.kernel if isinstance(kernel, kernels.AnnealedNoise) else kernel
 
 
+_UNTUNED = LayerTuning()
 _GROUPS = ("rollout", "target", "credit", "loss")
 
 

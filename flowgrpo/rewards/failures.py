@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from flowgrpo.config.reward_rules import Retry
@@ -33,12 +34,12 @@ class TimedOut(Failed):
     """Time-out of a reward."""
 
 
+@dataclass
 class Tally:
     """Number of failed samples and the last error message of each reward."""
 
-    def __init__(self) -> None:
-        self.failed: Counter[str] = Counter()
-        self.said: dict[str, str] = {}
+    failed: Counter[str] = field(default_factory=Counter)
+    said: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, error: Failed) -> None:
         """Count a failed sample of a reward."""

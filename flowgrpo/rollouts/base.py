@@ -59,6 +59,7 @@ class GroupSampler(Generic[C]):
 
     rollout_evaluations: rows that went through a denoiser to sample, or tokens through a language model, on all
     processes; saved_evaluations: additional ones if no two samples of a group shared any.
+    split_groups: what the loss compares among samples of other processes; None where groups are whole.
     decodes: samples are decoded for the rewards; False where all rewards score latents.
     """
 
@@ -70,7 +71,8 @@ class GroupSampler(Generic[C]):
         self.processes, self.clock = processes, clock
         self.rollout_evaluations = self.saved_evaluations = 0
         self.old_policy = OldPolicy(method.rollout.lag, policy.weights)
-        self.compared = SplitGroups(method, geometry, processes)
+        splits = geometry.slices > 1 and method.loss.surrogate.reads_groups
+        self.split_groups = SplitGroups(geometry, processes) if splits else None
 
     def seeds(self, epoch: int, turn: int, prompts: int) -> Seed:
         """Return the seeds of a turn: of the first of this process's prompts, by its place among those of all.

@@ -6,6 +6,7 @@ Grids, noise and pictures are known here alone; the training loop knows of none 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.low_precision import quantised, require_low_precision
 from flowgrpo.rollouts import measured, sizes
 from flowgrpo.rollouts.base import GroupSampler, TotalReward
-from flowgrpo.rollouts.loss_inputs import EditInputs, NoisedInputs
+from flowgrpo.rollouts.loss_inputs import LossInputs
 from flowgrpo.rollouts.targets import Replayed, target
 from flowgrpo.samplers import cost, learned_noise, reward_gradient
 from flowgrpo.samplers.base_samples import BasePictures
@@ -50,6 +51,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         self.first = first
         self.encode = encoded_prompts.prompt_cache(config, policy, policy.live)
         self.grid, self.timesteps = self.make_grid(config.train.steps)
+        self.shift = config.train.own_shift
         self._base_pictures = dict[Size | None, BasePictures]()
         kernel: Any = method.denoising.kernel
         self.network = kernel.network().to(policy.device) if hasattr(kernel, "network") else None
@@ -69,7 +71,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
     def _require_noise(self) -> None:
         """Print which steps of the run are not trained. Raises UserError for an epoch that has no others."""
         train, method, found = self.config.train, self.method, dict[int, float]()
-        given = self.grid, self.target.drawn, train.own_shift
+        given = self.grid, self.target.drawn, self.shift
         if not method.scores_noise:
             return
         whole = replace(method.planned(*given, 0, self.config.seed, self.timesteps)[0], grid=self.grid)
@@ -108,14 +110,20 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             if self.config.train.pack and not self.policy.vector(encoded):
                 raise UserError(f"train.pack is true, but {type(self.policy.pipe).__name__} takes one timestep per "
                                 f"call at guidance {self.policy.guidance:g}: set it to false")
-        if any(p.guided and p.guided.scale is not None for p in batch):
-            encoded = replace(encoded, scales=[self._scale(p) for p in batch])
-        if any(p.learned is not p for p in batch) and not self.method.target.scores_sampling:
-            encoded = replace(encoded, learned=self.conditioning([p.learned for p in batch], epoch))
+        if any(p.guided for p in batch):
+            encoded = self._guided(encoded, batch, epoch)
         if epoch is None or not self.config.picture.sizes:
             return encoded
         return replace(encoded, sizes=sizes.drawn(self.config.picture.sizes, [p.unguided.key for p in batch], epoch,
                                                   self.config.seed))
+
+    def _guided(self, encoded: Conditioning, batch: list[Prompt], epoch: int | None) -> Conditioning:
+        """Return the conditioning of prompts under other inputs than their own, with what the loss reads in place."""
+        if any(p.guided and p.guided.scale is not None for p in batch):
+            encoded = replace(encoded, scales=[self._scale(p) for p in batch])
+        if any(p.learned is not p for p in batch) and not self.method.target.scores_sampling:
+            encoded = replace(encoded, learned=self.conditioning([p.learned for p in batch], epoch))
+        return encoded
 
     def prepare(self, batch: list[Prompt]) -> None:
         """Encode prompts into the memory of prompts, as many as it holds."""
@@ -136,7 +144,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
                 kernel: Any = method.denoising.kernel
                 method = method.having(kernel=kernel.with_network(self.network, epoch, train.epochs))
             grid, timesteps = self.grid_of(size)
-            specs = method.explorations(grid, self.target.drawn, train.own_shift, epoch, self.config.seed, timesteps)
+            specs = method.explorations(grid, self.target.drawn, self.shift, epoch, self.config.seed, timesteps)
             self.planned = {key: planned for key, planned in self.planned.items() if key[0] == epoch}
             self.planned[epoch, size] = [self._sliced(spec) for spec in specs]
         return self.planned[epoch, size]
@@ -162,14 +170,17 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         turn: how often the epoch has drawn before.
         """
         seed, explorations = self.seeds(epoch, turn, len(conditioning.prompts)), self.explorations(epoch)
-        self.old_policy.begin(epoch)
+        lags = self.method.denoising.lag.most > 0
+        if lags:
+            self.old_policy.begin(epoch)
+        drawing = self.old_policy.drawing if lags else nullcontext
         if self.method.denoising.preview:
-            with self.old_policy.drawing():
+            with drawing():
                 seed = self.preview(conditioning, seed, judge)
         before = self.policy.evaluations
         parts = self._sampled(conditioning, epoch, seed, judge)
         while True:
-            with self.clock("rollout"), self.old_policy.drawing():
+            with self.clock("rollout"), drawing():
                 part = next(parts, None)
             if part is None:
                 break
@@ -198,8 +209,12 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         def of_states(states: torch.Tensor, prompts: torch.Tensor, pool: int) -> torch.Tensor:
             return measured.scored(self, states, prompts + first, conditioning, judge, pool)
 
-        for prompts, size in sizes.runs(conditioning):
-            of = conditioning if size is None else conditioning.rows(torch.tensor([*prompts]))
+        first = 0
+        if not conditioning.sizes:
+            yield from self.target.sample(conditioning, self.explorations(epoch), seed, of_states)
+            return
+        for prompts, size in sizes.runs(conditioning.sizes):
+            of = conditioning.rows(torch.tensor([*prompts]))
             specs, first = self.explorations(epoch, size), prompts.start
             for part in self.target.sample(of, specs, sizes.behind(seed, prompts.start), of_states):
                 yield sizes.shifted(part, prompts.start, prompts.start * len(specs))
@@ -250,14 +265,15 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         """Score a part's transitions under the present weights: (place in `part.transitions`, its rows, scores)."""
         return self.target.replay(part, conditioning)
 
-    def loss_inputs(self, part: Part, conditioning: Conditioning, reference: list[Scored]) -> NoisedInputs | EditInputs:
+    def loss_inputs(self, part: Part, conditioning: Conditioning, reference: list[Scored]) -> LossInputs:
         """Return what the surrogate reads in addition to ratio and advantage, in every batch of the part's replay."""
         return self.target.loss_inputs(part, conditioning, reference)
 
     def meet(self, parts: list[Part], conditioning: Conditioning, reference: Callable[[Part], list[Scored]]) -> None:
         """Gather what the loss of these parts compares, if their groups are split over processes; all call it."""
-        if self.compared:
-            self.compared.meet((part, self.target.statistics(part, conditioning, reference(part))) for part in parts)
+        if self.split_groups is not None:
+            self.split_groups.meet((part, self.target.statistics(part, conditioning, reference(part)))
+                                   for part in parts)
 
     def step_weights(self, parts: list[Part], epoch: int) -> dict[int, float]:
         """Return the method's weight of every step that the epoch trains, however the parts are dealt out."""

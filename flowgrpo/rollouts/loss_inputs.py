@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from flowgrpo import objectives
 from flowgrpo.device import queued
 from flowgrpo.methods.groups import Loss
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives.actor_critic import Seen
 from flowgrpo.objectives.forward_process import OfNoised
-from flowgrpo.objectives.sequence_losses import GroupLoss, SampleLoss
+from flowgrpo.objectives.sequence_losses import SampleLoss
 from flowgrpo.objectives.surrogates import Origin
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import CompletionBatch, GroupStatistics, NoisedBatch, Scored, required
@@ -35,8 +34,7 @@ class LossInputs(Protocol):
 
 
 class NoisedInputs:
-    """Inputs of a loss: `objectives.surrogate_input` of recorded steps, a `NoisedBatch` of noised samples and of losses
-    that compare samples.
+    """Inputs of a loss of noised samples, or of one that compares samples: a `NoisedBatch`.
 
     reference: its scores of the replay's batches, where anything reads them. cut: a replay of the same batches, where
     they cut groups; a surrogate that compares the samples of a group then sees all of it in a first pass, without
@@ -46,6 +44,7 @@ class NoisedInputs:
 
     def __init__(self, loss: Loss, part: Part, reference: Sequence[Scored], device: torch.device,
                  cut: Replay | None = None, peers: Sequence[tuple[GroupStatistics, int]] = ()):
+        assert isinstance(loss.surrogate, (OfNoised, SampleLoss)), loss.surrogate
         self.surrogate, self.measure = loss.surrogate, loss.log_ratio
         self.part, self.reference, self.device = part, reference, device
         groups = loss.surrogate.reads_groups
@@ -54,10 +53,8 @@ class NoisedInputs:
         if groups and cut:
             self.peers = [self._peers(k, values) for k, values in enumerate(self.statistics(cut))]
 
-    def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Tensor | Origin | NoisedBatch:
+    def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> NoisedBatch:
         """Return the inputs of the rows of the k-th recorded step, in this batch of the replay."""
-        if not isinstance(self.surrogate, (OfNoised, SampleLoss)):
-            return objectives.surrogate_input(self.surrogate, new, old)
         noised = self._noised(batch, k, rows, new, old)
         if not self.surrogate.reads_groups:
             return noised
@@ -91,8 +88,7 @@ TextReplay = Callable[[], Iterator[tuple[int, slice, Scored]]]
 
 
 class CompletionInputs:
-    """Inputs of a surrogate on completions: a `CompletionBatch` for a `GroupLoss`, for others
-    `objectives.surrogate_input`.
+    """Inputs of a `GroupLoss` on completions: a `CompletionBatch`.
 
     reference: its scores of the replay's batches, where anything reads them. replay: of the same batches: a surrogate
     that compares whole groups sees a part, which is whole groups, in a first pass, without gradients, which costs a
@@ -112,12 +108,8 @@ class CompletionInputs:
                                      self.taken.prompts.to(device))
         self.seen = not method.loss.surrogate.reads_groups
 
-    def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Tensor | Origin | CompletionBatch:
+    def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> CompletionBatch:
         """Return the inputs of these rows of the completions, in this batch of the replay."""
-        if not isinstance(self.method.loss.surrogate, GroupLoss):
-            answers = self.every["expert"]
-            return objectives.surrogate_input(self.method.loss.surrogate, new, old,
-                                              answers if answers is None else answers[rows])
         compared = self._compared(batch, rows, new, old)
         if not self.seen:
             self.peers, self.seen = replace(self.peers, statistic=self._statistics(compared)), True

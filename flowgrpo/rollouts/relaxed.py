@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from flowgrpo import objectives
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
 from flowgrpo.distributed.processes import Processes
@@ -18,7 +19,7 @@ from flowgrpo.methods.targets import RelaxedTraces
 from flowgrpo.policies.language.masked_lm import MaskedLM
 from flowgrpo.rewards.text.soft_texts import SoftTexts
 from flowgrpo.rollouts.base import RewardValue, TotalReward
-from flowgrpo.rollouts.loss_inputs import NoisedInputs
+from flowgrpo.rollouts.loss_inputs import LossInputs
 from flowgrpo.rollouts.text import TextRollouts
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.text.decoding import decided
@@ -104,9 +105,9 @@ class RelaxedRollouts(TextRollouts):
             scores = self._made(part, conditioning, rows)[1][:, None]
             yield 0, rows, Scored(scores, torch.ones_like(scores, dtype=torch.bool))
 
-    def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: list[Scored]) -> NoisedInputs:
+    def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: list[Scored]) -> LossInputs:
         """Return what the surrogate reads in addition to ratio and advantage."""
-        return NoisedInputs(self.method.loss, part, reference, self.policy.device)
+        return lambda batch, k, rows, new, old: objectives.surrogate_input(self.method.loss.surrogate, new, old)
 
     def _batches(self, part: Relaxed) -> list[slice]:
         most = self.geometry.micro_batch

@@ -27,13 +27,10 @@ def drawn(sizes: Sequence[Size], keys: Sequence[str], epoch: int, seed: int) -> 
             for key in keys]
 
 
-def runs(conditioning: Conditioning) -> Iterator[tuple[range, Size | None]]:
-    """Yield consecutive prompts of one size, and that size; all of them and None if they have no sizes."""
-    if not conditioning.sizes:
-        yield range(len(conditioning.prompts)), None
-        return
+def runs(sizes: Sequence[Size]) -> Iterator[tuple[range, Size]]:
+    """Yield consecutive prompts of one size, and that size. sizes: of the prompts."""
     start = 0
-    for size, same in itertools.groupby(conditioning.sizes):
+    for size, same in itertools.groupby(sizes):
         stop = start + len(list(same))
         yield range(start, stop), size
         start = stop

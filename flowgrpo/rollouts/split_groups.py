@@ -9,7 +9,6 @@ from torch import Tensor
 
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.distributed.processes import Processes
-from flowgrpo.methods.method import Method
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import GroupStatistics
 
@@ -17,18 +16,11 @@ COLUMNS = 6  # process, part, step, statistic, advantage, group
 
 
 class SplitGroups:
-    """Compared statistics of the samples of one optimizer step, on all processes.
+    """Compared statistics of the samples of one optimizer step, on all processes."""
 
-    False if groups are whole, or the loss does not compare their samples.
-    """
-
-    def __init__(self, method: Method, geometry: BatchShape, processes: Processes):
+    def __init__(self, geometry: BatchShape, processes: Processes):
         self.geometry, self.processes = geometry, processes
-        self.compares = geometry.slices > 1 and method.loss.surrogate.reads_groups
         self.table = torch.empty(0, COLUMNS, dtype=torch.float64)
-
-    def __bool__(self) -> bool:
-        return self.compares
 
     def meet(self, statistics: Iterable[tuple[Part, Sequence[Tensor]]]) -> None:
         """Gather the statistics [m] of the recorded steps of this process's parts; all processes call it."""

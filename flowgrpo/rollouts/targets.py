@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from flowgrpo import objectives
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods import targets
 from flowgrpo.methods.method import Method
+from flowgrpo.objectives.forward_process import OfNoised
+from flowgrpo.objectives.sequence_losses import SampleLoss
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.rollouts.loss_inputs import EditInputs, NoisedInputs
+from flowgrpo.rollouts.loss_inputs import EditInputs, LossInputs, NoisedInputs
 from flowgrpo.rollouts.split_groups import SplitGroups
 from flowgrpo.samplers import joint_density, latent_edits, noised_finals, pruning, reward_gradient
 from flowgrpo.samplers.growth import explore
@@ -40,7 +43,7 @@ class Rollouts(Protocol):
     old_policy: OldPolicy
     clock: PhaseTimer
     grid: torch.Tensor
-    compared: SplitGroups
+    split_groups: SplitGroups | None
 
     def explorations(self, epoch: int) -> list[RolloutSpec]: ...
 
@@ -85,12 +88,14 @@ class RecordedSteps:
         """Score a part's transitions under the present weights: (place in `part.transitions`, its rows, scores)."""
         return replay(self.policy, conditioning, part, self.micro_batch, self.pack)
 
-    def loss_inputs(self, part: Part, conditioning: Conditioning, reference: Sequence[Scored]
-                    ) -> NoisedInputs | EditInputs:
+    def loss_inputs(self, part: Part, conditioning: Conditioning, reference: Sequence[Scored]) -> LossInputs:
         """Return what the surrogate reads in addition to ratio and advantage, in every batch of the part's replay."""
-        if self.rollouts.compared:
+        surrogate = self.method.loss.surrogate
+        if not isinstance(surrogate, (OfNoised, SampleLoss)):
+            return lambda batch, k, rows, new, old: objectives.surrogate_input(surrogate, new, old)
+        if self.rollouts.split_groups is not None:
             return NoisedInputs(self.method.loss, part, reference, self.policy.device,
-                                peers=self.rollouts.compared.peers(part, self.policy.device))
+                                peers=self.rollouts.split_groups.peers(part, self.policy.device))
         most = max(len(taken.parent) for taken in part.transitions)
         cut = most > self.micro_batch or self.pack
         with self.policy.sampling():

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
+from flowgrpo import objectives
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
 from flowgrpo.methods import targets
 from flowgrpo.methods.method import Method
-from flowgrpo.rollouts.loss_inputs import CompletionInputs
+from flowgrpo.objectives.sequence_losses import GroupLoss
+from flowgrpo.rollouts.loss_inputs import CompletionInputs, LossInputs
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.text.decoding import Unmasking
 from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
@@ -74,8 +76,14 @@ class CompletionTokens:
                                                  taken.old.mask[rows], self.method.generation.decoding,
                                                  entropy=self.method.reads_entropy)
 
-    def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: Sequence[Scored]) -> CompletionInputs:
+    def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: Sequence[Scored]) -> LossInputs:
         """Return what the surrogate reads in addition to ratio and advantage."""
+        surrogate = self.method.loss.surrogate
+        if not isinstance(surrogate, GroupLoss):
+            given = cast(Completions, part.transitions[0]).expert
+            expert = None if given is None else given.to(self.policy.device)
+            return lambda batch, k, rows, new, old: objectives.surrogate_input(
+                surrogate, new, old, expert if expert is None else expert[rows])
         return CompletionInputs(self.method, part, reference, self.policy.device,
                                 lambda: self.replay(part, conditioning), self.progress)
 

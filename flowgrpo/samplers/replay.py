@@ -11,7 +11,7 @@ import torch
 from flowgrpo import gaussian
 from flowgrpo.device import queued
 from flowgrpo.samplers.denoiser import C, Replayer
-from flowgrpo.samplers.recording import cat
+from flowgrpo.samplers.growth import cat
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import Gaussian, Scored, Transitions, required
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -81,12 +81,12 @@ class RolloutSpec:
         """Return the children per state of the splits that the schedule lists, in order."""
         return tuple(n for n in self.schedule.children if n > 1)
 
-    @property
+    @functools.cached_property
     def alone(self) -> bool:
         """True if every sample has a separate initial noise."""
         return self.roots == self.group and not self.shared
 
-    @property
+    @functools.cached_property
     def trunk(self) -> int:
         """Return the number of steps before all splits and noise, the same for every schedule of a prompt."""
         return min((next(iter(self.splits), 0), *self.schedule.stochastic[:1]))
@@ -221,3 +221,8 @@ def seeder(run_seed: int, epoch: int, first: int = 0) -> Seed:
         return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) >> 1
 
     return seed
+
+
+def generators(seeds: Iterable[int]) -> list[torch.Generator]:
+    """Return one CPU generator per row, so that what is drawn does not depend on device, process or micro-batch."""
+    return [torch.Generator().manual_seed(int(seed)) for seed in seeds]

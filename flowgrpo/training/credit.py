@@ -17,8 +17,12 @@ from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.objectives.best_path import LayerTuning
 from flowgrpo.samplers.latent_edits import rewarded
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.training.shares import slices
 from flowgrpo.types import Completions, Context, RegressionTarget, Transitions
+
+
+def slices(values: Tensor, count: int) -> Tensor:
+    """Return values [P,G,...] by the `count` S slices of each group: [P*S,G/S,...]."""
+    return values if count == 1 else values.unflatten(1, (count, -1)).flatten(0, 1)
 
 
 def compared(trainer: Any, epoch: Any) -> list[Part]:

@@ -19,8 +19,8 @@ from flowgrpo.methods.supervised import DataLoss, NextToken, PicturePairs, Prefe
 from flowgrpo.rollouts.data_losses import Example
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.text.answers import answer_of
+from flowgrpo.training.credit import slices
 from flowgrpo.training.explanations import explained
-from flowgrpo.training.shares import slices
 from flowgrpo.training.state import Run
 from flowgrpo.types import Completions
 

@@ -30,14 +30,18 @@ class KLReference:
         self.trainer, self.method, self.policy = trainer, trainer.method, trainer.policy
         self.memory, self.keep = trainer.memory, trainer.config.train.inner_epochs > 1
         self.conditioning: Any = None
+        self.kl = self.method.loss.kl
+        self.active = is_active(self.kl)  # in some epoch
+        if not self.active:
+            self.kl = at_epoch(self.kl, Context(epochs=trainer.config.train.epochs, memory=self.memory))
         self.held: list[Snapshot] = self.next([], 0)
         self.known: dict[int, list[Scored]] = {}
-        self.kl = self.method.loss.kl
         self.likelihood: torch.Tensor | None = None  # of the epoch's samples under the reference
 
     def begin(self, drawn: Any, epoch: int, epochs: int) -> None:
         """Set the KL's weight for an epoch, and drop the last one's scores. drawn: the epoch's samples."""
-        self.kl = at_epoch(self.method.loss.kl, Context(epoch=epoch, epochs=epochs, memory=self.memory))
+        if self.active:
+            self.kl = at_epoch(self.method.loss.kl, Context(epoch=epoch, epochs=epochs, memory=self.memory))
         self.known, self.conditioning = {}, drawn.conditioning
 
     def replay(self, part: Part) -> Iterator[tuple[int, slice, Scored]]:
@@ -121,11 +125,10 @@ class KLReference:
         Returns the KL's metrics.
         """
         self.known, self.conditioning = {}, None  # freed before the next rollout
-        if is_active(self.method.loss.kl):
-            self.memory["kl"] = {"weight": self.kl.weight, "measured": measured}
         self.held = self.next(self.held, epoch + 1)
-        if not is_active(self.method.loss.kl):
+        if not self.active:
             return {}
+        self.memory["kl"] = {"weight": self.kl.weight, "measured": measured}
         return {"kl_weight": self.kl.weight}
 
     def state(self) -> tuple[Snapshot, dict[str, Any]]:
@@ -144,7 +147,7 @@ class KLReference:
 
     def next(self, held: list[Snapshot], epoch: int) -> list[Snapshot]:
         """Return the snapshots of an epoch's reference, from those held before and the weights it starts with."""
-        if not is_active(self.method.loss.kl) and not self.method.compares_with_reference:
+        if not self.active and not self.method.compares_with_reference:
             return []
         soup = self.method.loss.reference
         if isinstance(soup, Soup) and soup.models and not held:

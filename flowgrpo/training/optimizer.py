@@ -1,4 +1,4 @@
-"""Optimizer of a run: steps, schedule, loss scale of fp16, and moving average."""
+"""Optimizer of a run: the parts of each of its steps, schedule, loss scale of fp16, and moving average."""
 
 from __future__ import annotations
 
@@ -10,11 +10,46 @@ from typing import Any
 import torch
 from torch import distributed
 
+from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Train
+from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.shards import is_shard, local
+from flowgrpo.methods.parts import Reduction
+from flowgrpo.objectives.reductions import TokenMean
 from flowgrpo.policies.policy import Policy
+from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import required
+
+
+def shares(parts: list[Part], geometry: BatchShape, processes: Processes, reduction: Reduction
+           ) -> list[tuple[list[Part], int]]:
+    """Return the parts of each optimizer step on this process, and its number of decisions over all processes.
+
+    A part is assigned to a step by its place among the parts of all processes, so their number changes no step. Slices
+    of one part have one place.
+    """
+    numbers = [geometry.part_of(processes.rank, part.groups.start) for part in parts]
+    everywhere = sorted(set(processes.gather(torch.tensor(numbers, dtype=torch.int64)).tolist()))
+    steps = chunks(parts, geometry.updates, [everywhere.index(number) for number in numbers], len(everywhere))
+    counts = processes.total([decisions(step, reduction) for step in steps])
+    return list(zip(steps, counts))
+
+
+def chunks(parts: list[Part], count: int, places: Sequence[int] | None = None, total: int | None = None
+           ) -> list[list[Part]]:
+    """Distribute `parts` over at most `count` optimizer steps, as evenly as possible.
+
+    Of `total` parts these have the given places, by default all: part i goes to step i % count.
+    """
+    places = range(len(parts)) if places is None else places
+    steps = min(count, len(parts) if total is None else total)
+    return [[part for part, place in zip(parts, places) if place % count == step] for step in range(steps)]
+
+
+def decisions(parts: list[Part], reduction: Reduction = TokenMean()) -> int:
+    """Return the divisor of one optimizer step's loss: its trained decisions, or its rows."""
+    return sum(reduction.count(transitions.old.mask) for part in parts for transitions in part.transitions)
 
 
 def make_optimizer(train: Train, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -34,14 +69,12 @@ def make_optimizer(train: Train, parameters: Sequence[torch.nn.Parameter]) -> to
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Sequence[torch.nn.Parameter], most: float) -> torch.Tensor:
-    """Scale the gradients so that their norm, over all parameters and shards, is at most `most`.
+def clip_sharded(parameters: Sequence[torch.nn.Parameter], most: float) -> torch.Tensor:
+    """Scale gradients, some of which are sharded, so that their norm over all parameters and shards is at most `most`.
 
     Returns the norm before, 0-d, equal on all processes.
     """
     sharded = [parameter for parameter in parameters if is_shard(parameter)]
-    if not sharded:
-        return torch.nn.utils.clip_grad_norm_(parameters, most)
     gradients = [[local(parameter.grad) for parameter in parameters
                   if parameter.grad is not None and is_shard(parameter) == kind] for kind in (True, False)]
     mesh: Any = sharded[0].device_mesh  # type: ignore[attr-defined]
@@ -85,6 +118,7 @@ def rate(update: int, total: int, train: Train) -> float:
 class Optimization:
     """Optimizer of a run, with its schedule, loss scale and moving average.
 
+    parameters: what it trains.
     update: the steps so far; skipped: those that were left out for a gradient that is not finite.
     ema: moving average of the trained weights, by name; None without `train.ema`.
     """
@@ -92,7 +126,8 @@ class Optimization:
     def __init__(self, config: Config, policy: Policy):
         self.config = config
         self.policy = policy
-        self.optimizer = make_optimizer(config.train, policy.weights.parameters())
+        self.parameters = policy.weights.parameters()
+        self.optimizer = make_optimizer(config.train, self.parameters)
         self.scaler = make_scaler(config.precision, policy.device)
         self.ema = policy.weights.kept() if config.train.ema else None
         self.update = 0
@@ -112,11 +147,12 @@ class Optimization:
 
     def step(self) -> torch.Tensor:
         """Clip the gradient and step; return its norm before, 0-d. One that is not finite is skipped and counted."""
-        train, parameters = self.config.train, self.policy.weights.parameters()
-        has_gradients = any(parameter.grad is not None for parameter in parameters)  # false if no sample is trained
+        train = self.config.train
+        has_gradients = any(parameter.grad is not None for parameter in self.parameters)  # not if no sample is
         if has_gradients:
             self.scaler.unscale_(self.optimizer)
-        norm = clip_gradients(parameters, train.clip_grad)
+        clip = clip_sharded if self.policy.weights.sharded else torch.nn.utils.clip_grad_norm_
+        norm = clip(self.parameters, train.clip_grad)
         if not torch.isfinite(norm):
             self.skipped += 1
             self.scaler.update()

@@ -1,10 +1,12 @@
-"""First half of an epoch: prompts are chosen, samples drawn, and rewards score them."""
+"""First half of an epoch: prompts are chosen, samples drawn, and a thread of rewards scores them meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -14,12 +16,13 @@ from flowgrpo.advantages.group import AdvantageRule
 from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.curriculum.gradient_variance import gradient_norms
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.device import current_gpu, use_gpu
+from flowgrpo.distributed import signals
+from flowgrpo.distributed.signals import Stop
 from flowgrpo.rollouts.base import Encoded, Outputs
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
-from flowgrpo.training.scorer import Scorer
 from flowgrpo.training.scoring import Scoring
-from flowgrpo.training.shares import whole_groups
 
 
 def draw(trainer: Any) -> Epoch:
@@ -32,7 +35,7 @@ def draw(trainer: Any) -> Epoch:
 
 def begun(trainer: Any) -> Epoch:
     """Return the trainer's epoch without groups, and tell its rewards that it begins."""
-    trainer.scoring.enter(trainer.epoch, trainer.config.train.epochs, trainer.memory)
+    trainer.scoring.start_epoch(trainer.epoch, trainer.config.train.epochs, trainer.memory)
     return Epoch(empty_batch(trainer, trainer.epoch))
 
 
@@ -59,7 +62,7 @@ def draw_groups(trainer: Any, epoch: Epoch, batch: list[Prompt]) -> list[Part]:
     """
     scoring, own = trainer.scoring, trainer.processes.own(trainer.geometry.sliced(batch))
     parts, epoch.conditioning, scores = trainer.with_oom_retry(partial(sample, trainer, own, epoch.groups.turn))
-    scores = whole_groups(trainer.processes.gather(scores), trainer.config.train.group)
+    scores = trainer.processes.gather(scores).flatten(0, 1).unflatten(0, (-1, trainer.config.train.group))
     totals = scoring.weighted(scores[..., :len(scoring.functions)])
     epoch.groups.add(batch, scores, totals, *group_signals(trainer, parts, len(batch)))
     epoch.own = epoch.own + own
@@ -80,7 +83,7 @@ def sample(trainer: Any, batch: list[Prompt], turn: int = 0) -> tuple[list[Part]
     pending: list[Future[torch.Tensor]] = []
     scoring = trainer.scoring
     trainer.rollouts.old_policy.updates = trainer.optimization.update
-    scoring.begin(turn)
+    scoring.start_turn(turn)
     trainer.geometry.begin()
     with trainer.processes.together(), Scorer(trainer.stop, scoring.waits) as scorer:
         conditioning = trainer.rollouts.conditioning(batch, trainer.epoch)
@@ -89,7 +92,7 @@ def sample(trainer: Any, batch: list[Prompt], turn: int = 0) -> tuple[list[Part]
             pending += submit(trainer, scoring, scorer, batch, part, outputs, conditioning)
         with trainer.clock("reward"):
             scores = columns(trainer, scorer.results(pending))
-    scoring.leave()
+    scoring.offload()
     return parts, conditioning, scores
 
 
@@ -130,3 +133,62 @@ def group_signals(trainer: Any, parts: list[Part], groups: int) -> tuple[Sequenc
         values = trainer.processes.gather(torch.cat([gradient_norms(old.logp.cpu(), old.mask.cpu()) for old in olds]))
         norms = tuple(values.view(groups, -1))
     return trainer.scoring.diversities(curriculum, groups), norms
+
+
+class Scorer:
+    """Context manager around a rollout. A reward that hangs holds neither a stop nor the end of the process.
+
+    waits: calls begin with `results`, when nothing is sampled any more.
+
+    At a stop the scores are dropped. At any other error the call that runs is waited for, and the rest is dropped.
+    Without the context, `start` and `end` wait for nothing. after: a scorer whose calls come first.
+    """
+
+    def __init__(self, stop: Stop, waits: bool = False, after: Scorer | None = None):
+        self.stop, self._closed, self._begun = stop, False, threading.Event()
+        if not waits:
+            self._begun.set()
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._idle = Future[None]()  # done at the thread's end
+        self._after = None if after is None else after._idle
+
+    def start(self) -> Scorer:
+        """Start the thread."""
+        threading.Thread(target=self._work, args=(current_gpu(),), daemon=True, name="rewards").start()
+        return self
+
+    def end(self, drop: bool = False) -> None:
+        """End the thread behind the calls that were submitted; drop: behind the one that runs."""
+        self._closed = drop
+        self._begun.set()
+        self._calls.put(None)
+
+    def __enter__(self) -> Scorer:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.end(drop=kind is not None)
+        if kind is None or issubclass(kind, Exception):
+            signals.result(self._idle, self.stop.check)
+
+    def submit(self, function: Callable[..., torch.Tensor], *arguments: Any) -> Future[torch.Tensor]:
+        """Return the future of `function(*arguments)`."""
+        future = Future[torch.Tensor]()
+        self._calls.put((future, partial(function, *arguments)))
+        return future
+
+    def results(self, futures: list[Future[torch.Tensor]]) -> list[torch.Tensor]:
+        """Return the results in order. Raises Stopped when a stop was requested."""
+        self._begun.set()
+        return [signals.result(future, self.stop.check) for future in futures]
+
+    def _work(self, gpu: int | None) -> None:
+        use_gpu(gpu)
+        self._begun.wait()
+        if self._after is not None:
+            wait([self._after])
+        while (call := self._calls.get()) is not None:
+            if not self._closed:
+                signals.complete(*call)
+            del call  # and with it the tensors that it holds
+        self._idle.set_result(None)

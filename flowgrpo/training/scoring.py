@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from threading import Lock
 from typing import Any, TypeAlias, cast
@@ -14,6 +14,7 @@ import torch
 from flowgrpo import rewards
 from flowgrpo.advantages.group import group_std, weighted_sum, zero_variance
 from flowgrpo.advantages.step_credit import chosen_weights
+from flowgrpo.config.reward_rules import Limit
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed import signals
 from flowgrpo.distributed.processes import Processes
@@ -22,9 +23,51 @@ from flowgrpo.evaluation.report.snapshots import Extremes
 from flowgrpo.rewards import Composed
 from flowgrpo.rewards.pairwise import pairing
 from flowgrpo.rollouts.base import Outputs
-from flowgrpo.training.limits import Limits
 
 Functions: TypeAlias = dict[str, Composed | Callable[..., Any]]  # rewards by name
+
+
+class Limits:
+    """Constraints of a run's rewards: a multiplier per limited reward, in place of its weight (Safe RLHF-V).
+
+        reward: {helpful: 1.0, unsafe: {limit: {at_most: 0.1, rate: 0.05}}}
+
+    After each epoch's scores, lambda <- max(0, lambda + rate (J - d)): J the mean cost of all samples, before
+    transforms, and d the limit. The rewards' weights of that epoch's advantages are w / (1 + sum lambda), and those of
+    the costs -lambda / (1 + sum lambda), as in Safe RLHF's A = (A_R - lambda A_C) / (1 + lambda). `at_least` bounds a
+    reward from below; its multiplier counts with a plus.
+
+    limits: by name. memory: the run's, which a checkpoint holds.
+    """
+
+    def __init__(self, limits: Mapping[str, Limit], memory: dict[str, Any]):
+        self.limits, self.memory = dict(limits), memory
+
+    @property
+    def multipliers(self) -> dict[str, float]:
+        """Return the present multipliers by name."""
+        known = self.memory.get("limits", {})
+        return {name: known.get(name, limit.start) for name, limit in self.limits.items()}
+
+    def weighted(self, weights: Mapping[str, float]) -> dict[str, float]:
+        """Return the weights of all rewards under the present multipliers."""
+        multipliers = self.multipliers
+        signed = {name: limit.sign * multipliers[name] for name, limit in self.limits.items()}
+        return {name: signed.get(name, weight) / (1 + sum(multipliers.values())) for name, weight in weights.items()}
+
+    def learn(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Move the multipliers by an epoch's mean rewards; return metrics of violations and multipliers.
+
+        A reward without a score in the epoch keeps its multiplier.
+        """
+        violations = {name: limit.violation(metrics[f"reward/{name}/mean"]) for name, limit in self.limits.items()}
+        moved = {name: multiplier if math.isnan(violations[name]) else
+                 max(0.0, multiplier + self.limits[name].rate * violations[name])
+                 for name, multiplier in self.multipliers.items()}
+        if moved:
+            self.memory["limits"] = moved
+        return {f"limit/{name}/multiplier": value for name, value in moved.items()} | {
+            f"limit/{name}/violation": value for name, value in violations.items()}
 
 
 class Scoring:
@@ -32,6 +75,7 @@ class Scoring:
 
     functions: by name, plain or `Composed`.
     weights: theirs, by name; of limited ones, and where some are limited of all, under the present multipliers.
+    memory: the run's state between epochs, which a checkpoint holds.
     progress: share of the run, 0 in the first epoch and 1 in the last, for transforms that move over it.
     extremes: the best and the worst samples of the epoch, for display.
     spreads: of each in the last epoch, the mean deviation within groups, times its weight.
@@ -40,7 +84,10 @@ class Scoring:
 
     def __init__(self, functions: Functions, weights: dict[str, float], group: int, processes: Processes):
         self.functions, self.given, self.group, self.processes = functions, weights, group, processes
-        self.limits, self.progress = Limits(rewards.limits_of(functions)), 0.0
+        self.memory: dict[str, Any] = {}
+        limited = rewards.limits_of(functions)
+        self.limits = Limits(limited, self.memory) if limited else None
+        self.progress = 0.0
         self.compares = any(map(rewards.sees_base, functions.values()))  # reads the base model's samples
         self.reads_latents = any(map(rewards.scores_latents, functions.values()))
         self.reads_outputs = not all(map(rewards.scores_latents, functions.values()))  # else nothing is decoded
@@ -50,7 +97,9 @@ class Scoring:
         self.reward_failures: dict[str, int] = {}
         self.spreads: dict[str, float] = {}
         self._lock = Lock()
-        self._apart: dict[int, list[float]] = {}  # by turn, the diversity of every group
+        self._offloads = any(isinstance(function, Composed) and function.placement is not None
+                             and function.placement.away for function in functions.values())
+        self._diversities: dict[int, list[float]] = {}  # by turn, the diversity of every group
         self.extremes, self._tally = Extremes(list(functions)), rewards.Tally()
         self._before = {0: (self.extremes, self._tally)}  # by the present turn: samples of the turns before it
         self._unscored = False  # an epoch without any score was reported
@@ -58,44 +107,46 @@ class Scoring:
     @property
     def weights(self) -> dict[str, float]:
         """Return the rewards' present weights, by name."""
-        return self.limits.weighted(self.given)
+        return self.given if self.limits is None else self.limits.weighted(self.given)
 
-    def enter(self, epoch: int, epochs: int, memory: dict[str, Any]) -> None:
+    def start_epoch(self, epoch: int, epochs: int, memory: dict[str, Any]) -> None:
         """Start an epoch for rewards and transforms that move over the run. memory: of the run."""
         self.progress = epoch / max(1, epochs - 1)
         rewards.begin(self.functions, memory, epoch, self.processes.count)
 
-    def begin(self, turn: int = 0) -> None:
+    def start_turn(self, turn: int = 0) -> None:
         """Start a turn of an epoch; the first, 0, has no samples before it. A repeated start drops the turn's samples.
         """
         if not turn:
             self._before = {0: (Extremes(list(self.functions)), rewards.Tally())}
         elif turn not in self._before:
             self._before = {turn: (self.extremes, self._tally)}
-        self._apart = {earlier: values for earlier, values in self._apart.items() if earlier < turn} | {turn: []}
+        earlier = {before: values for before, values in self._diversities.items() if before < turn}
+        self._diversities = earlier | {turn: []}
         extremes, tally = self._before[turn]
         self.extremes = replace(extremes, best=[*extremes.best], worst=[*extremes.worst])
         self._tally = rewards.Tally()
         self._tally.failed.update(tally.failed)
         self._tally.said.update(tally.said)
 
-    def apart(self) -> Scoring:
+    def fork(self) -> Scoring:
         """Return a copy that counts and keeps samples of another epoch; rewards and their lock are shared."""
         other = copy.copy(self)
-        other.begin()
+        other.start_turn()
         return other
 
-    def take(self, other: Scoring) -> None:
-        """Take the samples, failures and diversities of a copy."""
-        self.extremes, self._tally, self._apart, self._before = (
-            other.extremes, other._tally, other._apart, other._before)
+    def adopt(self, other: Scoring) -> None:
+        """Take over the samples, failures and diversities of a copy."""
+        self.extremes, self._tally, self._diversities, self._before = (
+            other.extremes, other._tally, other._diversities, other._before)
 
     def diversities(self, curriculum: Any, groups: int) -> list[float]:
         """Return the diversity of every group of the last turn of all processes; none if the curriculum reads none, or
         groups have none."""
         if not getattr(curriculum, "reads_diversity", False):
             return []
-        values = self.processes.gather(torch.tensor(self._apart[max(self._apart)] if self._apart else []))
+        last = self._diversities[max(self._diversities)] if self._diversities else []
+        values = self.processes.gather(torch.tensor(last))
         return values.view(groups, -1).mean(1).tolist() if len(values) and len(values) % groups == 0 else []
 
     def latents(self, finals: Sequence[torch.Tensor], count: int) -> list[torch.Tensor | None]:
@@ -108,7 +159,7 @@ class Scoring:
         scores = self.score(batch, rows, outputs, self.group, base, latents)
         if outputs is not None:
             totals = self.weighted(scores.unflatten(0, (-1, self.group))).flatten()
-            self._apart.setdefault(max(self._apart, default=0), []).extend(diversity(outputs, self.group))
+            self._diversities.setdefault(max(self._diversities, default=0), []).extend(diversity(outputs, self.group))
             self.extremes.add([batch[p].text for p in rows], outputs, scores, totals)
         return scores
 
@@ -149,9 +200,10 @@ class Scoring:
         of = [batch[p] for p in rows]
         return rewards.value(self.functions, self.weights, pictures, [p.text for p in of], [p.metadata for p in of])
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         """Move the rewards' weights off their devices where `memory.rewards` says so."""
-        rewards.leave(self.functions.values())
+        if self._offloads:
+            rewards.leave(self.functions.values())
 
     def shaped(self, scores: torch.Tensor) -> torch.Tensor:
         """Return scores [P,G,R] after the rewards' transforms, in every granularity that R holds."""
@@ -178,8 +230,9 @@ class Scoring:
             metrics |= {f"reward/{name}/mean": present.mean().item(), f"reward/{name}/std": spread,
                         f"reward/{name}/failed": failed[name],
                         f"reward/{name}/zero_variance_groups": zero_variance(groups).float().mean().item()}
-        apart = self.processes.gather(torch.tensor([value for values in self._apart.values() for value in values]))
-        return metrics | ({"diversity": apart.mean().item()} if len(apart) else {})
+        diversities = torch.tensor([value for values in self._diversities.values() for value in values])
+        diversities = self.processes.gather(diversities)
+        return metrics | ({"diversity": diversities.mean().item()} if len(diversities) else {})
 
     def epoch_metrics(self, groups: Any, epoch: int, say: Callable[[str], None]) -> dict[str, float]:
         """Return the metrics of an epoch's first turn. Raises UserError if no sample of the first epoch has a score."""
@@ -222,10 +275,10 @@ def diversity(outputs: Outputs, group: int) -> list[float]:
     Pictures and videos: the mean standard deviation of a value in [0, 1], over a grid of at most 64 x 64 pixels. Texts:
     the share of the samples that repeat none before them.
     """
-    return [_apart(outputs[start:start + group]) for start in range(0, len(outputs), group)] if group > 1 else []
+    return [_diversity(outputs[start:start + group]) for start in range(0, len(outputs), group)] if group > 1 else []
 
 
-def _apart(samples: Outputs) -> float:
+def _diversity(samples: Outputs) -> float:
     if isinstance(samples[0], str):
         return (len({*samples}) - 1) / (len(samples) - 1)
     steps = [max(1, size // 64) for size in samples[0].shape[-2:]]

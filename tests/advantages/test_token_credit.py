@@ -27,7 +27,7 @@ from flowgrpo.samplers.text.decoding import Decoding
 from flowgrpo.samplers.text.records import TokenizedPrompts
 from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
-from flowgrpo.training.shares import decisions
+from flowgrpo.training.optimizer import decisions
 from flowgrpo.types import Completions, Scored, Segmented, Transitions
 from tests.helpers import loop, tiny, tiny_text
 

@@ -31,7 +31,7 @@ from flowgrpo.methods import validate
 from flowgrpo.policies.options import require_shardable
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.training import state, trial
-from flowgrpo.training.shares import chunks
+from flowgrpo.training.optimizer import chunks
 from tests.helpers import tiny
 from tests.helpers.forked import Forked
 

@@ -71,7 +71,7 @@ from flowgrpo.samplers.text.lookahead import BranchingLookahead
 from flowgrpo.samplers.text.trees import Tree
 from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
-from flowgrpo.training.shares import decisions
+from flowgrpo.training.optimizer import decisions
 from tests.helpers import loop, tiny
 
 # kernel, plan, solver, tail, shared noise, advantage's scale and order, clip range, KL

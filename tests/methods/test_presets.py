@@ -19,7 +19,7 @@ from flowgrpo.samplers.preview import Preview, contrasting
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import sampling, state
-from flowgrpo.training.shares import decisions
+from flowgrpo.training.optimizer import decisions
 from tests.helpers import loop, tiny
 
 # What a preset needs beside the six steps and four samples of tests/helpers/tiny.py: room for its splits.

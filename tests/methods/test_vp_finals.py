@@ -14,7 +14,7 @@ from flowgrpo.methods.validate import resolve
 from flowgrpo.samplers.kernels import DDIM
 from flowgrpo.samplers.noised_finals import Stratified
 from flowgrpo.training.metrics import UpdateStats
-from flowgrpo.training.shares import decisions
+from flowgrpo.training.optimizer import decisions
 from tests.data.test_recorded_pairs import pairs_file
 from tests.helpers import loop, tiny
 from tests.test_train import align, epoch, gradient

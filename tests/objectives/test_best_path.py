@@ -12,7 +12,7 @@ from flowgrpo.objectives.best_path import LayerTuning
 from flowgrpo.training import sampling
 from flowgrpo.training.credit import towards_best
 from flowgrpo.training.metrics import UpdateStats
-from flowgrpo.training.shares import decisions
+from flowgrpo.training.optimizer import decisions
 from flowgrpo.types import RegressionTarget, Scored
 from tests.helpers import loop, tiny
 

@@ -23,7 +23,7 @@ from flowgrpo.samplers.solvers import Euler
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import sampling, state
 from flowgrpo.training.metrics import UpdateStats
-from flowgrpo.training.shares import decisions
+from flowgrpo.training.optimizer import decisions
 from flowgrpo.types import Context, Gaussian, Scored
 from tests.helpers import loop, tiny, tiny_runs
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from flowgrpo.config import load
 from flowgrpo.config.sections import Adapter
 from flowgrpo.evaluation import images
-from flowgrpo.policies.generators import seeded
+from flowgrpo.policies.pipelines.call import seeded
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE

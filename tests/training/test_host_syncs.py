@@ -13,7 +13,7 @@ from flowgrpo.policies.build import make_policy
 from flowgrpo.train import Trainer
 from flowgrpo.training import credit
 from flowgrpo.training.metrics import UpdateStats
-from flowgrpo.training.shares import shares
+from flowgrpo.training.optimizer import shares
 from flowgrpo.types import Gaussian
 from tests.helpers import loop, tiny
 from tests.helpers.syncs import META, HostSyncs

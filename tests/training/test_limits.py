@@ -13,7 +13,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.run import run
 from flowgrpo.training.announcement import lines
-from flowgrpo.training.limits import Limits
+from flowgrpo.training.scoring import Limits
 from tests.helpers import tiny_text
 
 NAN = math.nan
@@ -24,7 +24,7 @@ NAN = math.nan
     ({"at_most": 0.1, "rate": 0.5}, [0.3, 0.3, 0.0, NAN, -1.0, 0.1], [0.1, 0.2, 0.15, 0.15, 0.0, 0.0]),
     ({"at_least": 0.8, "rate": 1, "start": 1}, [0.3, 1.0, 2.5], [1.5, 1.3, 0.0])])
 def test_a_multiplier_by_hand(limit, means, multipliers):
-    limits = Limits({"cost": Limit(**limit)})
+    limits = Limits({"cost": Limit(**limit)}, {})
     for mean, expected in zip(means, multipliers):
         found = limits.learn({"reward/cost/mean": mean})
         assert found["limit/cost/multiplier"] == pytest.approx(expected)
@@ -33,15 +33,14 @@ def test_a_multiplier_by_hand(limit, means, multipliers):
 
 def test_the_weights_are_those_of_the_lagrangian():
     """A = (2 A_R - 0.5 A_C + 1.5 A_L) / (1 + 0.5 + 1.5)."""
-    limits = Limits({"cost": Limit(at_most=0, start=0.5), "least": Limit(at_least=0, start=1.5)})
+    limits = Limits({"cost": Limit(at_most=0, start=0.5), "least": Limit(at_least=0, start=1.5)}, {})
     assert limits.weighted({"good": 2.0, "cost": 0.0, "least": 0.0}) == pytest.approx(
         {"good": 2 / 3, "cost": -1 / 6, "least": 0.5})
-    assert Limits({}).weighted({"good": 2.0}) == {"good": 2.0}
 
 
 def test_a_policy_of_two_arms_ends_at_its_limit():
     """The arm that is drawn with probability p has reward 1 and cost 1; without the limit p goes to 1."""
-    limits, logit, seen = Limits({"cost": Limit(at_most=0.3, rate=0.1)}), 0.0, []
+    limits, logit, seen = Limits({"cost": Limit(at_most=0.3, rate=0.1)}, {}), 0.0, []
     for _ in range(2000):
         p = 1 / (1 + math.exp(-logit))
         limits.learn({"reward/cost/mean": p})

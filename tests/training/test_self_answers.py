@@ -21,7 +21,7 @@ from flowgrpo.rollouts.answer_losses import policy_gradient, questions_of
 from flowgrpo.rollouts.data_losses import Example
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import state
-from flowgrpo.training.scorer import Scorer
+from flowgrpo.training.sampling import Scorer
 from tests.helpers import loop, tiny, tiny_runs
 
 COLOURS = ("red", "green", "blue")

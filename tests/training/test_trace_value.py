@@ -19,7 +19,7 @@ from flowgrpo.samplers.text.decoding import Unmasking
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
-from flowgrpo.training.shares import decisions
+from flowgrpo.training.optimizer import decisions
 from tests.helpers import loop, tiny_dna
 from tests.helpers import tiny_text as tiny
 from tests.helpers.tables import close, draw, f64

@@ -17,11 +17,11 @@ from torch.nn.functional import pad
 from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
-from flowgrpo.policies.generators import generators
 from flowgrpo.policies.language.load import cache_name, load_causal_lm, plain_generation, special_tokens
 from flowgrpo.policies.language.teacher import Teachers
 from flowgrpo.policies.language.text_weights import TextWeights
 from flowgrpo.policies.weights.checkpointing import recompute
+from flowgrpo.samplers.rollout import generators
 from flowgrpo.samplers.text.decoding import Decoding, Draw, TokenDistribution, decided, score, uniforms
 from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completion, Completions, Scored, wide
@@ -46,6 +46,7 @@ class CausalLM:
     def __init__(self, model: Any, tokenizer: Any, adapter: Adapter | None, text: Text, *,
                  device: str | torch.device = "cpu", precision: str = "fp32", checkpointing: float = 0.0):
         self.model, self.tokenizer, self.text = model, tokenizer, text
+        self._cache = cache_name(model.base_model)
         self.device, self.dtype = torch.device(device), DTYPES[precision]
         self.states, self.exact = torch.device("cpu"), EXACT if precision == "fp32" else None
         self.evaluations = 0  # tokens that went through the model, padding included
@@ -235,13 +236,12 @@ class CausalLM:
         first = read.last_hidden_state[:, -1:][of]
         if ids.shape[1] == 1:
             return first
-        name = cache_name(body)
-        cache = getattr(read, name)
+        cache = getattr(read, self._cache)
         cache.batch_select_indices(of)
         visible = torch.cat([mask[of], torch.ones_like(ids[:, :-1])], 1)
         behind = next_position[of] + torch.arange(ids.shape[1] - 1, device=self.device)
         states = body(input_ids=ids[:, :-1], attention_mask=visible, position_ids=behind, use_cache=True,
-                      **{name: cache}).last_hidden_state
+                      **{self._cache: cache}).last_hidden_state
         return torch.cat([first, states], 1)
 
     def _positions(self, tokenized: TokenizedPrompts, inputs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,12 +11,11 @@ import torch
 
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import DTYPES
-from flowgrpo.policies.pipelines.call import guidance_argument
+from flowgrpo.policies.pipelines.call import EncodePrompt, guidance_argument
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.edit_networks import Editor, EditWeights, load_editor, prompt_tokens, tokens
 from flowgrpo.policies.pipelines.load import denoisers
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.policies.pipelines.prompt_encoding import EncodePrompt
 from flowgrpo.samplers import latent_edits
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.latent_edits import Edit

@@ -22,10 +22,9 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
 from flowgrpo.policies import sources
-from flowgrpo.policies.pipelines.call import PipelineCall
+from flowgrpo.policies.pipelines.call import EncodePrompt, PipelineCall
 from flowgrpo.policies.pipelines.conditioning import Conditioning, PromptCache, PromptEncoder, entry
 from flowgrpo.policies.pipelines.load import ENCODERS, load_pipeline, text_encoders
-from flowgrpo.policies.pipelines.prompt_encoding import EncodePrompt
 from flowgrpo.policies.pipelines.prompt_inputs import PICTURES
 from flowgrpo.starter import FOLDERS
 from flowgrpo.storage import atomic

@@ -19,12 +19,10 @@ from flowgrpo.device import DTYPES
 from flowgrpo.distributed import lockstep
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.methods.adapted import Adapted
-from flowgrpo.policies.generators import generators
 from flowgrpo.policies.pipelines.attention import use_attention
-from flowgrpo.policies.pipelines.call import PipelineCall, unlogged, until_set
+from flowgrpo.policies.pipelines.call import EncodePrompt, PipelineCall, unlogged, until_set
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.load import modality, trained_modules
-from flowgrpo.policies.pipelines.prompt_encoding import EncodePrompt
 from flowgrpo.policies.pipelines.prompt_inputs import SHARED, parted, pictures_of
 from flowgrpo.policies.pipelines.reference_images import stay_apart
 from flowgrpo.policies.pipelines.teacher import Teachers
@@ -38,6 +36,7 @@ from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts
 from flowgrpo.policies.weights.rlg import guided, inside
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers import grids
+from flowgrpo.samplers.rollout import generators
 from flowgrpo.samplers.scheduler import Segment, StepRecord
 from flowgrpo.starter import FOLDERS
 from flowgrpo.types import required

@@ -61,6 +61,7 @@ class TrainableWeights:
             else:
                 (module.float() if unsharded else module).requires_grad_(True)
         self.named: dict[str, torch.nn.Parameter] = {}
+        self.sharded = False  # each process holds only some rows of the weights
         self.added: dict[str, torch.nn.Module] = {}
         self._first: dict[str, torch.Tensor] = {}
         if adapter.rank or unsharded:
@@ -72,12 +73,8 @@ class TrainableWeights:
         """Take the trainable parameters that the modules have now; without a LoRA their values are the reference."""
         self.named = {f"{name}.{key}": parameter for name, module in self.modules.items()
                       for key, parameter in module.named_parameters() if parameter.requires_grad}
+        self.sharded = any(map(is_shard, self.named.values()))
         self._first = {} if self.adapter.rank else self.snapshot()
-
-    @property
-    def sharded(self) -> bool:
-        """Return True if each process holds only some rows of the weights."""
-        return any(is_shard(parameter) for parameter in self.named.values())
 
     def _add_lora(self, name: str, module: Any) -> None:
         from peft import LoraConfig

@@ -1,4 +1,4 @@
-"""Constraints of a run's rewards, whose multipliers move with every epoch (`training.limits`)."""
+"""Constraints of a run's rewards, whose multipliers move with every epoch (`training.scoring.Limits`)."""
 
 from __future__ import annotations
 

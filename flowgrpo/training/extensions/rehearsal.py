@@ -18,8 +18,8 @@ from flowgrpo.policies.language import engines
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
+from flowgrpo.training.optimizer import decisions
 from flowgrpo.training.scoring import Scoring
-from flowgrpo.training.shares import decisions
 from flowgrpo.types import required
 
 

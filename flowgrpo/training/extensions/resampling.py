@@ -14,7 +14,6 @@ from flowgrpo.samplers.rollout import Part
 from flowgrpo.training import sampling
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension
-from flowgrpo.training.shares import moved
 
 
 class Resampling(Extension):
@@ -56,3 +55,10 @@ class Resampling(Extension):
 
     def _encoded(self, prompts: list[Prompt]) -> Any:
         return self.trainer.rollouts.conditioning(prompts, self.trainer.epoch)
+
+
+def moved(part: Part, by: int) -> Part:
+    """Return the part of a later turn, shifted by the `by` groups of earlier turns, one per prompt."""
+    transitions = tuple(replace(taken, prompts=taken.prompts + by) for taken in part.transitions)
+    return replace(part, groups=range(part.groups.start + by, part.groups.stop + by), prompts=part.prompts + by,
+                   transitions=transitions)

@@ -28,7 +28,6 @@ from flowgrpo.training import sampling
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
 from flowgrpo.training.partial_rollouts import make_pool, older, oldest
-from flowgrpo.training.scorer import Scorer
 from flowgrpo.training.scoring import Scoring
 from flowgrpo.training.stored_parts import restored, stored, within
 from flowgrpo.types import Completion, Scored, required
@@ -53,7 +52,7 @@ class Drawn:
     older: tuple[int, int] = (0, 1)
     conditioning: Encoded | None = None
     scoring: Scoring | None = None
-    scorer: Scorer | None = None
+    scorer: sampling.Scorer | None = None
     pending: list[Future[torch.Tensor]] = field(default_factory=list)
 
 
@@ -70,7 +69,7 @@ class Staleness(Extension):
         self.current: Drawn | None = None
         self.weights: list[torch.Tensor] = []  # [n] of the decisions that older weights drew, of the present epoch
         self._before: tuple[int, list[Drawn], Any] = (-1, [], None)  # an epoch, and the queue and pool before it began
-        self._last: Scorer | None = None
+        self._last: sampling.Scorer | None = None
 
     @classmethod
     def require(cls, setup: Any) -> None:
@@ -140,8 +139,8 @@ class Staleness(Extension):
     def _scoring(self, drawn: Drawn) -> Iterator[None]:
         """Context manager: a thread scores what is submitted, behind the epochs before, and goes on after the end."""
         run = self.run
-        drawn.scoring, drawn.scorer = run.scoring.apart(), Scorer(run.stop, after=self._last).start()
-        drawn.scoring.enter(drawn.epoch, run.config.train.epochs, run.memory)
+        drawn.scoring, drawn.scorer = run.scoring.fork(), sampling.Scorer(run.stop, after=self._last).start()
+        drawn.scoring.start_epoch(drawn.epoch, run.config.train.epochs, run.memory)
         dropped = True
         try:
             yield
@@ -162,8 +161,8 @@ class Staleness(Extension):
             if every and (run.epoch + 1) % every == 0:  # an evaluation calls the same rewards
                 for waiting in self.queue:
                     required(waiting.scorer).results(waiting.pending)
-        run.scoring.take(required(drawn.scoring))
-        run.scoring.enter(run.epoch, run.config.train.epochs, run.memory)
+        run.scoring.adopt(required(drawn.scoring))
+        run.scoring.start_epoch(run.epoch, run.config.train.epochs, run.memory)
         epoch_batch, count = sampling.empty_batch(run, drawn.epoch), len(run.scoring.functions)
         epoch_batch.add(drawn.prompts, scores, run.scoring.weighted(scores[..., :count]),
                         *sampling.group_signals(run, drawn.parts, len(drawn.prompts)))

@@ -21,7 +21,7 @@ from flowgrpo.samplers.text.decoding import Decoding
 from flowgrpo.samplers.text.importance import Mismatch
 from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
-from flowgrpo.training.shares import decisions
+from flowgrpo.training.optimizer import decisions
 from flowgrpo.types import Completions, Segmented
 from tests.helpers import loop, tiny_masked
 from tests.helpers import tiny_text as tiny

@@ -24,7 +24,7 @@ from flowgrpo.samplers.text.decoding import Decoding, Unmasking
 from flowgrpo.starter.arithmetic import build_tokenizer
 from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
-from flowgrpo.training.shares import decisions
+from flowgrpo.training.optimizer import decisions
 from tests.helpers import loop
 from tests.helpers import tiny_text as tiny
 from tests.helpers.tiny_masked import model, policy

@@ -22,7 +22,7 @@ from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.solvers import Euler
 from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
-from flowgrpo.training.shares import decisions
+from flowgrpo.training.optimizer import decisions
 from tests.helpers import loop, tiny
 
 DDIM_V = DDIMScheduler(prediction_type="v_prediction", clip_sample=False, **tiny.SD15_NOISE)

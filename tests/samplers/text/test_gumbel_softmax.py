@@ -22,7 +22,7 @@ from flowgrpo.samplers.text.decoding import Unmasking
 from flowgrpo.samplers.text.gumbel_softmax import GumbelSoftmax, divergence, straight_through, walk
 from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
-from flowgrpo.training.shares import decisions
+from flowgrpo.training.optimizer import decisions
 from tests.helpers import loop, tiny_dna
 from tests.helpers import tiny_text as tiny
 from tests.helpers.tables import close
