@@ -12,7 +12,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import presets, validate
 from flowgrpo.run import run
 from flowgrpo.samplers.text.decoding import Decoding
-from flowgrpo.training import sampling
+from flowgrpo.training import sampling, state
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.optimizer import decisions
 from tests.helpers import loop, tiny, tiny_text
@@ -196,3 +196,14 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
     run(part, resume=True, **given)
     one, two = (folder / "adapter_model.safetensors" for folder in (whole.folder, part.folder))
     assert one.read_bytes() == two.read_bytes()
+
+
+def test_a_resumed_run_shares_prompts_as_it_began(tmp_path):
+    first, last = (tiny_text.trainer(output=tmp_path) for _ in range(2))
+    first.run_epoch()
+    first.epoch, first.progress.saved_counters = 1, state.counters(first) | {"epoch": 1}
+    assert first.policy.unshared(first.policy.encode(["1+2="])) == ""
+    first.policy.load_state({}, {"apart": "the first prompt of the run said so"})
+    state.save(first, tmp_path)
+    state.restore(last, tmp_path / "checkpoints" / "epoch-00001")
+    assert last.policy.unshared(last.policy.encode(["1+2="])) == "the first prompt of the run said so"

@@ -73,7 +73,8 @@ def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, resu
     conditioning = rollouts.conditioning([first])
     result["prompt_tokens"] = len(conditioning.ids[0])
     if kind != build.MASKED_LM:
-        result |= {"shared_prefix": policy.shares(conditioning), "head_alone": policy.head_alone(conditioning)}
+        apart = policy.unshared(conditioning)
+        result |= {"shared_prefix": f"no: {apart}" if apart else True, "head_alone": policy.head_alone(conditioning)}
     judge: Any = None  # nothing is scored
     [(part, _)] = rollouts.sample(conditioning, 0, judge)
     _replayed(rollouts, part, conditioning, result)

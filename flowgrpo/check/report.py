@@ -20,9 +20,9 @@ Keys of a pipeline, None where the check did not come that far:
 
 Additional keys of a language model: kind, class, tokenizer, vocabulary, chat_template (present or not), end_tokens,
 pad_token; prompt_tokens, completion_tokens: of a prompt and the longest of its two completions; trained_parameters
-if all are trained; unless masked: shared_prefix (a group's prompt is read once) and head_alone (logits are the
-head's, so only those of sampled tokens are computed). code_boundary: boundaries on this machine for the reward
-`code_run`, or why there is none.
+if all are trained; unless masked: shared_prefix (a group's prompt is read once; otherwise "no" with the reason) and
+head_alone (logits are the head's, so only those of sampled tokens are computed). code_boundary: boundaries on this
+machine for the reward `code_run`, or why there is none.
 """
 
 from __future__ import annotations

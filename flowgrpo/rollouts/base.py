@@ -18,6 +18,7 @@ from flowgrpo.rollouts.loss_inputs import LossInputs
 from flowgrpo.rollouts.split_groups import SplitGroups
 from flowgrpo.samplers.old_policy import OldPolicy
 from flowgrpo.samplers.rollout import Part, Seed, seeder
+from flowgrpo.storage.checkpoint import Stateful
 from flowgrpo.types import Scored
 
 if TYPE_CHECKING:
@@ -151,6 +152,10 @@ class GroupSampler(Generic[C]):
     def step_weights(self, parts: list[Part], epoch: int) -> dict[int, float]:
         """Return the weight of every trained step, by its index."""
         return {0: 1.0}
+
+    def stateful(self) -> dict[str, Stateful]:
+        """Return what has a state in a checkpoint, by name, beside the weights."""
+        return {}
 
     def splits(self, epoch: int) -> tuple[int, ...]:
         """Return the children per state at each split that the plan lists, in order; none of a language model."""

@@ -30,6 +30,7 @@ from flowgrpo.samplers.text.answers import answer_of, ranked, with_answers
 from flowgrpo.samplers.text.continuations import segmented
 from flowgrpo.samplers.text.decoding import WithAnswers
 from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
+from flowgrpo.storage.checkpoint import Stateful
 from flowgrpo.types import Scored
 
 
@@ -133,6 +134,10 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
     def replay(self, part: Part, conditioning: TokenizedPrompts) -> Replayed:
         """Score a part's completions under the present weights: (0, its rows, scores)."""
         return self.target.replay(part, conditioning)
+
+    def stateful(self) -> dict[str, Stateful]:
+        """Return the policy, whose trials are made once in a run."""
+        return {"language": self.policy}
 
     def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: list[Scored]) -> LossInputs:
         """Return what the surrogate reads in addition to ratio and advantage."""

@@ -84,7 +84,7 @@ def stateful(trainer: Run) -> dict[str, checkpoint.Stateful]:
     """Return the parts of a run that keep a state of their own, by their names in a checkpoint."""
     parts: dict[str, checkpoint.Stateful] = {
         "old": trainer.rollouts.old_policy, "best": trainer.progress.best, "reference": trainer.kl_reference}
-    return parts | trainer.extensions.stateful()
+    return parts | trainer.rollouts.stateful() | trainer.extensions.stateful()
 
 
 def contents(trainer: Run) -> tuple[checkpoint.Tensors, dict[str, Any]]:

@@ -18,7 +18,7 @@ class Taught(Protocol):
     tokenizer: Any
     device: torch.device
     _head_alone: bool | None
-    _shares: bool | None
+    _apart: str | None
 
     def another(self, model: str) -> tuple[Any, Any]:
         """Load another model of its kind, and its tokenizer."""
@@ -35,7 +35,7 @@ class Teachers:
 
     def __init__(self, policy: Taught):
         self.policy = policy
-        self.known: dict[str, tuple[Any, bool | None, bool | None]] = {}
+        self.known: dict[str, tuple[Any, bool | None, str | None]] = {}
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -52,12 +52,12 @@ class Teachers:
             self.known[name] = self._state()
             self._set(*state)
 
-    def _state(self) -> tuple[Any, bool | None, bool | None]:
+    def _state(self) -> tuple[Any, bool | None, str | None]:
         """Return the model, and the results of its trials."""
-        return self.policy.model, self.policy._head_alone, self.policy._shares
+        return self.policy.model, self.policy._head_alone, self.policy._apart
 
-    def _set(self, model: Any, head_alone: bool | None, shares: bool | None) -> None:
-        self.policy.model, self.policy._head_alone, self.policy._shares = model, head_alone, shares
+    def _set(self, model: Any, head_alone: bool | None, apart: str | None) -> None:
+        self.policy.model, self.policy._head_alone, self.policy._apart = model, head_alone, apart
 
     def _loaded(self, name: str) -> Any:
         model, tokenizer = self.policy.another(name)

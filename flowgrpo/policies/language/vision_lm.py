@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.data.pictures import read_picture
 from flowgrpo.errors import UserError
-from flowgrpo.policies.language.causal_lm import TARGETS, CausalLM
+from flowgrpo.policies.language.causal_lm import RECOMPUTED, TARGETS, CausalLM
 from flowgrpo.policies.language.load import load_causal_lm
 from flowgrpo.samplers.text.decoding import TokenDistribution
 from flowgrpo.samplers.text.records import TokenizedPrompts
@@ -77,7 +77,7 @@ class VisionLM(CausalLM):
         self.placeholders = sorted({token for name in PLACEHOLDERS
                                     if isinstance(token := getattr(model.config, name, None), int)})
         model.generation_config.suppress_tokens = self.placeholders or None
-        self._tried = False  # `shares` has seen an image
+        self._tried = False  # `unshared` has seen an image
 
     # --- prompts -----------------------------------------------------------------------------------------------------
 
@@ -141,17 +141,26 @@ class VisionLM(CausalLM):
         return positions, mask.sum(1, keepdim=True) + offset
 
     @torch.no_grad()
-    def shares(self, tokenized: TokenizedPrompts) -> bool:
+    def unshared(self, tokenized: TokenizedPrompts) -> str:
         """As in `CausalLM`; tried with the longest prompt, and once more with the first image, which may not be
         shareable."""
         assert isinstance(tokenized, Shown), type(tokenized)
         seen = any(tokenized.pictures)
-        if self._shares is None or seen and not self._tried:
+        if self._apart is None or seen and not self._tried:
             hardest = max(range(len(tokenized.ids)), key=lambda i: (bool(tokenized.pictures[i]), len(tokenized.ids[i])))
             row = tokenized.rows(torch.tensor([hardest]))
             text = row.ids[0][~self._stand_in(row.ids[0])][:3]
-            self._shares, self._tried = not self.checkpointing and self._try_prefixes(row, text), seen
-        return self._shares
+            self._apart, self._tried = RECOMPUTED if self.checkpointing else self._try_prefixes(row, text), seen
+        return self._apart
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """As in `CausalLM`, with the place of the trial: with an image or without."""
+        return {}, {"apart": self._apart, "tried": self._tried}
+
+    def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """As in `CausalLM`."""
+        super().load_state(tensors, values)
+        self._tried = values.get("tried", False) and self._apart is not None
 
 
 def _opened(image: Any) -> Any:

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from flowgrpo.config import Config
+from flowgrpo.config.sections import Text
 from flowgrpo.errors import UserError
 from flowgrpo.policies import build
-from flowgrpo.policies.language.causal_lm import CausalLM
+from flowgrpo.policies.language.causal_lm import RECOMPUTED, CausalLM, relative_error
 from flowgrpo.policies.weights.checkpointing import recompute
 from flowgrpo.samplers.text.decoding import Decoding
 from flowgrpo.types import Scored
@@ -132,6 +133,41 @@ def test_logits_that_are_more_than_the_heads_are_taken_whole():
     assert not own.head_alone(asked)
     torch.testing.assert_close(replayed(own, asked, found).logp, by_hand(own, asked, found), rtol=0, atol=1e-5)
     torch.testing.assert_close(replayed(own, asked, found).logp, found.logp, rtol=0, atol=1e-5)
+
+
+def test_prompts_are_shared_in_half_precision_whatever_the_first_one_is():
+    """States of scale 45, as a published model has them, differ by more than 0.1 where a kernel rounds otherwise."""
+    model, tokenizer = tiny.model(layers=12)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(45)
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight / 45)
+    asked = ["1;" * count + "3=" for count in range(1, 24)]
+    found = [CausalLM(model.to(torch.bfloat16), tokenizer, None, Text(max_tokens=6), precision="bf16") for _ in asked]
+    assert {prompt: own.unshared(own.encode([prompt])) for prompt, own in zip(asked, found)} == dict.fromkeys(asked, "")
+
+
+def test_the_error_of_logits_by_hand():
+    """Logits [1,2,3] have the spread sqrt(2); a constant added to all changes no probability."""
+    other = torch.tensor([[1.0, 2.0, 3.0]])
+    assert relative_error(other + 7, other) == 0
+    assert relative_error(other * 1.5, other) == pytest.approx(0.5)
+    assert relative_error(other + torch.tensor([[0.1, -0.2, 0.1]]), other) == pytest.approx((0.06 / 2) ** 0.5)
+    assert relative_error(torch.zeros(1, 3), torch.zeros(1, 3)) == 0
+
+
+def test_a_trial_is_made_once_in_a_run():
+    first, last = tiny.policy(), tiny.policy()
+    assert first.unshared(first.encode(ASKED)) == ""
+    assert first.state() == ({}, {"apart": ""})
+    last.load_state({}, {"apart": "it was not so"})
+    assert last.unshared(last.encode(ASKED)) == "it was not so" and not last.shares(last.encode(ASKED))
+    last.load_state({}, {})
+    assert last.shares(last.encode(ASKED))
+    recomputing = tiny.policy(checkpointing=True)
+    recomputing.load_state({}, {"apart": ""})
+    assert recomputing.unshared(recomputing.encode(ASKED)) == RECOMPUTED
+    last.load_state({}, {"apart": RECOMPUTED})  # of a run with gradient checkpointing, which this one has not
+    assert last.shares(last.encode(ASKED))
 
 
 def test_checkpointing_reads_whole_rows_and_gives_the_same_gradient():

@@ -144,6 +144,7 @@ def test_a_model_that_cannot_share_a_picture_reads_whole_rows(family, images):
     own._positions = lambda asked, inputs, mask: ((mask.cumsum(1) - 1).clamp(min=0), mask.sum(1, keepdim=True))
     assert own.shares(text)  # positions of a text are right for texts, and for pictures that are counted so
     assert own.shares(asked) is (family != "qwen")
+    assert ("of their spread, expected at most 0.001" in own.unshared(asked)) is (family == "qwen")
 
 
 @FAMILIES
