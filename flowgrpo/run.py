@@ -135,7 +135,8 @@ def _load(ready: Ready) -> Any:
     if first and encoded:
         print(f"text encoders are not loaded: all prompts are encoded in {config.cache}", flush=True)
     if first:
-        print(f"loaded in {time.monotonic() - start:.1f} s: {announcement.described(loaded)}", flush=True)
+        print(f"loaded in {time.monotonic() - start:.1f} s: {announcement.described(loaded)}"
+              + announcement.SAFETY * build.has_checker(config), flush=True)
     return loaded
 
 

@@ -138,7 +138,7 @@ def _loaded(model: str, config: Config) -> tuple[Any, dict[str, Any]]:
 
 
 def _read(model: str, config: Config) -> tuple[Any, dict[str, Any]]:
-    pipe = load_pipeline(model, config.precision, weights=config.memory.weights, files=config.load)
+    pipe = load_pipeline(model, config.precision, weights=config.memory.weights, files=config.load, checker=False)
     return pipe, config.model_copy(update={"model": model}).call
 
 

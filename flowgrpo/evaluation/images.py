@@ -250,7 +250,7 @@ def make_pipeline(model: str, precision: str, trust_remote_code: bool = False, d
     gpu = device.type == "cuda"
     weights = "full" if memory.weights == "nf4" and not gpu else memory.weights
     require_quantiser(weights)
-    pipe = load_pipeline(model, concrete(precision, device), trust_remote_code, weights, files)
+    pipe = load_pipeline(model, concrete(precision, device), trust_remote_code, weights, files, checker=False)
     away = None if memory.encoders == "keep" else "cpu"
     modules = denoisers(pipe)
     encoders = Encoders(pipe, device, away, modules if host_weights.later(memory) else ())

@@ -117,7 +117,14 @@ def load(config: Config, encoders: bool = True) -> Any:
     from flowgrpo.policies.pipelines.load import ALL, DENOISERS, load_pipeline
 
     return load_pipeline(config.model, config.precision, config.trust_remote_code, config.memory.weights, config.load,
-                         ALL if encoders else DENOISERS)
+                         ALL if encoders else DENOISERS, checker=False)
+
+
+def has_checker(config: Config) -> bool:
+    """Return True if a configuration's model has a safety checker, which `load` leaves out."""
+    from flowgrpo.policies.pipelines import load
+
+    return kind(config) == PIPELINE and load.has_checker(config.model, config.load)
 
 
 def encoded(config: Config, prompts: Iterable[Prompt]) -> bool:

@@ -102,7 +102,8 @@ def fill(config: Config, prompts: Iterable[Prompt], device: torch.device, bar: A
     """
     require(config)
     wanted = rows(config, prompts)
-    pipe = load_pipeline(config.model, config.precision, config.trust_remote_code, files=config.load, only=ENCODERS)
+    pipe = load_pipeline(config.model, config.precision, config.trust_remote_code, files=config.load, only=ENCODERS,
+                         checker=False)
     cache = PromptCache(TextEncoders(pipe, config, device), Path(str(config.cache)))
     folder, kept = cache.folder, Path(str(config.cache))
     assert folder is not None

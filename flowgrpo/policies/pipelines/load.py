@@ -23,6 +23,7 @@ from flowgrpo.samplers.predictions import prediction
 from flowgrpo.starter import FOLDERS, MERGED
 
 ALL, ENCODERS, DENOISERS = "all", "encoders", "denoisers"  # of a pipeline: what is loaded
+CHECKERS = ("StableDiffusionSafetyChecker", "IFSafetyChecker")  # that a pipeline can do without
 TIMES = {"timestep", "timesteps", "t", "timestep_ratio"}
 
 
@@ -73,11 +74,12 @@ def _named_denoisers(index: dict[str, Any]) -> list[str]:
 
 
 def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool = False, weights: str = "full",
-                  files: Load = Load(), only: str = ALL) -> Any:
+                  files: Load = Load(), only: str = ALL, checker: bool = True) -> Any:
     """Load a diffusers pipeline: a starter's name, a directory or a hub id. UserError where it does not load.
 
     weights: of its denoisers, "full", or quantised as `memory_options.quantisation` says. files: where they are.
-    only: ENCODERS for text encoders beside diffusers' modules without values, DENOISERS for no text encoders.
+    only: ENCODERS for text encoders beside diffusers' modules without values, DENOISERS for no text encoders. checker:
+    with its safety checker, which no picture that is scored passes.
     """
     provenance.require_place(model)
     sources.require(model, files, weights)
@@ -86,13 +88,11 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
 
     for library in (diffusers_logging, transformers_logging):
         library.disable_progress_bar()
-    source = str(FOLDERS.get(model, model))
-    if sources.is_file(model):
-        source = files.config or single_file.inferred(model)
+    source = _source(model, files)
     hub.require(source)
     try:
         with quiet():  # of components in another class than the pipeline's usual one, such as a small autoencoder
-            pipe = _read(model, source, files, DTYPES[precision], weights, trust_remote_code, only)
+            pipe = _read(model, source, files, DTYPES[precision], weights, trust_remote_code, only, checker)
             if model in MERGED and only != ENCODERS:
                 _merge(pipe, MERGED[model])
             for lora in files.fused:
@@ -112,8 +112,25 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
     return pipe
 
 
-def _read(model: str, source: str, files: Load, dtype: torch.dtype, weights: str, trust_remote_code: bool, only: str
-          ) -> Any:
+def _source(model: str, files: Load) -> str:
+    """Return the folder or hub id of a model's configuration."""
+    return files.config or single_file.inferred(model) if sources.is_file(model) else str(FOLDERS.get(model, model))
+
+
+def has_checker(model: str, files: Load = Load()) -> bool:
+    """Return True for a pipeline with a safety checker, by its model_index.json."""
+    from diffusers import DiffusionPipeline
+
+    return _has_checker(DiffusionPipeline.load_config(_source(model, files), revision=files.revision))
+
+
+def _has_checker(index: dict[str, Any]) -> bool:
+    value = index.get("safety_checker")
+    return isinstance(value, (list, tuple)) and value[1] in CHECKERS
+
+
+def _read(model: str, source: str, files: Load, dtype: torch.dtype, weights: str, trust_remote_code: bool, only: str,
+          checker: bool) -> Any:
     """Read a pipeline. source: folder or hub id of its configuration."""
     from diffusers import DiffusionPipeline
 
@@ -122,6 +139,8 @@ def _read(model: str, source: str, files: Load, dtype: torch.dtype, weights: str
     parts: dict[str, Any] = {name: None for name, value in index.items()
                              if isinstance(value, list) and value[0] is None}
     names, whole = _named_denoisers(index), sources.is_file(model)
+    if _has_checker(index) and not checker:
+        parts |= {"safety_checker": None} | {key: False for key in index if key == "requires_safety_checker"}
     if only == DENOISERS:
         parts |= {name: None for name in index if name.startswith("text_encoder")}
     if only == ENCODERS:

@@ -70,8 +70,9 @@ class FrozenPipeline(LocalModel):
 
     def _loaded(self) -> tuple[PipelinePolicy]:
         files = Load(lora=[self.lora] if self.lora else [])
-        policy = PipelinePolicy(load_pipeline(self.model, self.dtype, files=files), None, device=self.device or "cpu",
-                                precision=self.dtype, call=CALLS.get(self.model, {}) | self.call)
+        policy = PipelinePolicy(load_pipeline(self.model, self.dtype, files=files, checker=False), None,
+                                device=self.device or "cpu", precision=self.dtype,
+                                call=CALLS.get(self.model, {}) | self.call)
         # The attention of trained pipelines on a CPU replaces torch's for all threads, while another one writes texts.
         policy.driver.attention = contextlib.nullcontext  # type: ignore[method-assign]
         return (policy,)

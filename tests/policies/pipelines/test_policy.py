@@ -8,14 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import CLIPImageProcessor
+from transformers import CLIPConfig, CLIPImageProcessor
 
+from flowgrpo.check.report import report
 from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation.images import make_pipeline
 from flowgrpo.methods import preset
 from flowgrpo.methods.presets import suited
 from flowgrpo.methods.targets import RecordedSteps
+from flowgrpo.policies import build
 from flowgrpo.policies.pipelines.conditioning import Conditioning
+from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights import adapters
 from flowgrpo.policies.weights.lora_files import LORA_FILE
@@ -389,6 +393,34 @@ class Blackening(torch.nn.Module):
 
     def forward(self, clip_input, images):
         return torch.zeros_like(images), [True] * len(images)
+
+
+def with_checker(folder):
+    """Save SD 1.5 with a safety checker of published form to a folder."""
+    from diffusers.pipelines.stable_diffusion import StableDiffusionSafetyChecker
+
+    sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    checker = StableDiffusionSafetyChecker(CLIPConfig(
+        vision_config=sizes | dict(image_size=16, patch_size=8), text_config=sizes, projection_dim=8))
+    pipe = tiny.sd15()
+    pipe.register_modules(safety_checker=checker, feature_extractor=CLIPImageProcessor(size=16, crop_size=16))
+    pipe.register_to_config(requires_safety_checker=True)
+    pipe.save_pretrained(folder)
+    return checker, folder
+
+
+def test_a_safety_checker_is_not_loaded_where_pictures_are_scored(tmp_path, capsys):
+    checker, folder = with_checker(tmp_path / "model")
+    config = tiny.config(tmp_path, model=str(folder), method="ddpo", reward="sharpness", picture__call={},
+                         train__guidance=4.0)
+    assert build.load(config).components["safety_checker"] is None
+    assert "not to disable the safety checker" not in capsys.readouterr().err
+    assert make_pipeline(str(folder), "fp32").components["safety_checker"] is None
+    whole = load_pipeline(str(folder)).components["safety_checker"]
+    assert sum(p.numel() for p in whole.parameters()) == sum(p.numel() for p in checker.parameters()) > 0
+    assert build.has_checker(config) and not build.has_checker(config.model_copy(update={"model": "starter"}))
+    told = report(str(folder), config)
+    assert told["reason"] is None and told["memory_parts"]["other"] == 0
 
 
 def test_a_safety_checker_does_not_blacken_what_is_scored():
