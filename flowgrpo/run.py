@@ -44,6 +44,7 @@ from flowgrpo.training import (
     announcement,
     batch_size,
     best,
+    endings,
     extensions,
     hints,
     inputs,
@@ -168,13 +169,15 @@ def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
                             SAMPLE[policy.modality], policy.unit)
         tracker.start(ready.accelerator, config, trainer.epoch, resumed=ready.last is not None)
         stack.callback(ready.accelerator.end_training)
-        before = held_out.before(trainer, ready.measured, folder, reuse=ready.last is not None)
+        with endings.evaluating(trainer, folder, "first"):
+            before = held_out.before(trainer, ready.measured, folder, reuse=ready.last is not None)
         if trainer.processes.first:
             snapshots.stage(folder, "before", 0, before)
         if not ready.last:
             tracker.show(ready.accelerator, folder, 0, "before")
         trainer.train(folder, ready.measured)
-        summary = held_out.finish(trainer, ready.measured, folder, before, ready.began, ready.last is not None)
+        with endings.evaluating(trainer, folder, "last"):
+            summary = held_out.finish(trainer, ready.measured, folder, before, ready.began, ready.last is not None)
         tracker.show(ready.accelerator, folder, trainer.epoch, "after", "best", "worst")
         return summary
 

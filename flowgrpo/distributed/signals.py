@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from types import FrameType
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ from flowgrpo.errors import UserError
 
 T = TypeVar("T")
 
+STOPPING = "\nstopping after this step; once more to leave now"
 TICK = 0.1  # seconds between two looks at the signals while a reward is waited for
 # Seconds that one call of the rewards may take on one of several processes, whose others wait for it.
 PATIENCE = float(os.environ.get("FLOWGRPO_REWARD_SECONDS", 1800))
@@ -58,6 +60,9 @@ class Stop:
             self.code = 128 + number
             raise KeyboardInterrupt
         self.asked = True
+        if os.environ.get("RANK", "0") == "0":
+            with suppress(RuntimeError, OSError, ValueError):  # the main program may be in the midst of a line
+                print(STOPPING, file=sys.stderr, flush=True)
 
     def check(self) -> None:
         """Raise Stopped if a stop was requested."""

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from flowgrpo.distributed.processes import OutOfMemoryElsewhere
-from flowgrpo.distributed.signals import Stopped
+from flowgrpo.distributed.signals import Stop, Stopped
 from flowgrpo.errors import UserError
 from flowgrpo.training import state
 
@@ -19,6 +19,7 @@ class Run(state.Run, Protocol):
     """`train.Trainer`, as its end reads it."""
 
     say: Callable[[str], None]
+    stop: Stop
 
 
 @contextmanager
@@ -49,6 +50,19 @@ def saved(trainer: Run, folder: Path) -> Iterator[None]:
         raise
     finally:
         trainer.extensions.close()
+
+
+@contextmanager
+def evaluating(trainer: Run, folder: Path, which: str) -> Iterator[None]:
+    """Context manager around an evaluation outside the epochs: save the run if a stop ends it. which: its name."""
+    with trainer.stop:
+        try:
+            yield
+        except Stopped:
+            if save_whole(trainer, folder) and trainer.processes.first:
+                print(f"stopped in the {which} evaluation, epoch {trainer.epoch} is saved in {folder}; --resume goes "
+                      "on", flush=True)
+            raise
 
 
 def save_whole(trainer: Run, folder: Path, wait: bool = True) -> bool:

@@ -77,8 +77,8 @@ def arguments(model, folder) -> list[str]:
     return ["train", str(folder / "recipe.yaml")]
 
 
-def signalled(command, folder, *numbers, timeout=60) -> int:
-    """The exit code of a run that gets signals, one every second, once the file `hanging` is there."""
+def signalled(command, folder, *numbers, timeout=60) -> tuple[int, tuple[str, str]]:
+    """The exit code and the streams of a run that gets signals, one every second, once the file `hanging` is there."""
     process = Forked(main, command)
     until = time.monotonic() + timeout
     try:
@@ -88,7 +88,7 @@ def signalled(command, folder, *numbers, timeout=60) -> int:
         for number in numbers:
             os.kill(process.process.pid, number)
             process.process.join(1)
-        return process.wait(timeout)
+        return process.wait(timeout), process.streams()
     finally:
         process.kill()
 
@@ -105,12 +105,19 @@ def lines(run) -> list[dict]:
 
 
 # Call 1 is the trial, call 2 measures the base, then come two per epoch and one that measures.
-@pytest.mark.parametrize("call, epoch, number", [
-    (9, 2, signal.SIGTERM), (10, 2, signal.SIGINT), (11, 3, signal.SIGTERM)], ids=["first", "second", "evaluation"])
-def test_a_reward_that_hangs_does_not_hold_a_stop(call, epoch, number, model, uninterrupted, tmp_path):
+@pytest.mark.parametrize("call, epoch, number, told", [
+    (2, 0, signal.SIGINT, "stopped in the first evaluation, epoch 0 is saved in "),
+    (9, 2, signal.SIGTERM, "stopped after epoch 2, saved in "),
+    (10, 2, signal.SIGINT, "stopped after epoch 2, saved in "),
+    (11, 3, signal.SIGTERM, "stopped after epoch 3, saved in "),
+    (3 + 3 * EPOCHS, EPOCHS, signal.SIGINT, f"stopped in the last evaluation, epoch {EPOCHS} is saved in ")],
+    ids=["base", "first", "second", "evaluation", "last"])
+def test_a_reward_that_hangs_does_not_hold_a_stop(call, epoch, number, told, model, uninterrupted, tmp_path):
     command = arguments(model, tmp_path)
     (tmp_path / "plan").write_text(str(call))
-    assert signalled(command, tmp_path, number) == 130
+    code, (out, err) = signalled(command, tmp_path, number)
+    assert code == 130 and err.count("stopping after this step; once more to leave now") == 1
+    assert out.splitlines()[-1] == f"{told}{tmp_path / 'run'}; --resume goes on"
     run = tmp_path / "run"
     assert checkpoint.latest(run / "checkpoints").name == f"epoch-{epoch:05d}"
     assert main([*command, "--resume"]) == 0
@@ -129,7 +136,7 @@ def test_a_second_signal_ends_at_once_with_the_last_checkpoint(number, code, mod
     """User code in the main thread, which the first one waits for."""
     command = [*arguments(model, tmp_path), f"--method=mix_grpo+{tmp_path}/method.py:hanging"]
     (tmp_path / "method.py").write_text(METHOD)
-    assert signalled(command, tmp_path, number, number) == code
+    assert signalled(command, tmp_path, number, number)[0] == code
     [kept] = (tmp_path / "run" / "checkpoints").iterdir()
     _, state = checkpoint.load(kept)
     assert state["epoch"] == 2
