@@ -172,8 +172,9 @@ class Completions:
     ids: int64 [m, L], L the most tokens that a completion may have.
     prompts: int64 [m], the prompt of each.
     old: Scored [m, L]; its mask is true for drawn tokens that count, the end included; its logp is 0 elsewhere.
-    correction: [m, L], factor on the loss of a token, if another program drew it than is trained.
+    correction: [m, L], factor on the loss of a token, if another program or arithmetic drew it than is trained.
     expert: bool [m], answers that came with their prompts; None if the method asks for none.
+    greedy: bool [m], rows of most likely tokens, which were not drawn; None if the method asks for none.
     """
 
     ids: Tensor
@@ -181,6 +182,7 @@ class Completions:
     old: Scored
     correction: Tensor | None = field(default=None, kw_only=True)
     expert: Tensor | None = field(default=None, kw_only=True)
+    greedy: Tensor | None = field(default=None, kw_only=True)
     step = 0  # all tokens form one step
     goal = None
 
@@ -194,6 +196,15 @@ class Completions:
     def parent(self) -> Tensor:
         """State that each completion left: its own."""
         return torch.arange(len(self.ids))
+
+    @property
+    def given(self) -> Tensor:
+        """True where a completion was not drawn, bool [m] on the CPU: an answer of its prompt, or most likely tokens.
+        """
+        rows = torch.zeros(len(self.ids), dtype=torch.bool)
+        for of in (self.expert, self.greedy):
+            rows = rows if of is None else rows | of.cpu()
+        return rows
 
     @property
     def counts(self) -> Tensor:

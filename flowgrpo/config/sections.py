@@ -50,9 +50,9 @@ class Text(Section):
         None, description="in which completions are drawn, by a copy of the model where it is not `precision`; None: "
                           "`precision`")
     engine_memory: float = Field(0.4, gt=0, lt=1, description="share of the GPU that vLLM takes")
-    correction: Literal["tis", "mis", "none"] = Field("tis", description="of tokens that an engine drew, weighted by "
-                                                      "r = trainer's probability / engine's: min(r, cap), or 0 above "
-                                                      "the cap, or not at all")
+    correction: Literal["tis", "mis", "none"] = Field("tis", description="of tokens that an engine drew, or half "
+                                                      "precision, weighted by r = trainer's probability / theirs: "
+                                                      "min(r, cap), or 0 above the cap, or not at all")
     correction_cap: float = Field(2.0, ge=1, description="largest r")
     correction_level: Literal["token", "sequence"] = Field("token", description="r of a token, or of its completion")
 

@@ -63,9 +63,9 @@ CONDITIONS = (
     Condition(("text.engine_memory",), lambda c, m: c.text.engine == "vllm",
               "text.engine is {0.text.engine!r}", "set text.engine: vllm"),
     Condition(_OF_ENGINES, lambda c, m: c.text.engine == "vllm" or
-              c.text.engine_precision not in (None, c.precision),
-              "the model itself draws the completions, in the precision that it is trained in",
-              "set text.engine or text.engine_precision"),
+              c.text.engine_precision not in (None, c.precision) or c.precision != "fp32",
+              "the model itself draws the completions in fp32, in which it is trained",
+              "set text.engine, text.engine_precision or another precision"),
     Condition(("text.correction_cap", "text.correction_level"), lambda c, m: c.text.correction != "none",
               "text.correction is 'none'", "set text.correction: tis or mis"),
     Condition(("train.steps", "train.grid", "train.shift"), lambda c, m: not (

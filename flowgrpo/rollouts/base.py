@@ -17,6 +17,7 @@ from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.loss_inputs import LossInputs
 from flowgrpo.rollouts.split_groups import SplitGroups
 from flowgrpo.samplers.old_policy import OldPolicy
+from flowgrpo.samplers.replay import rescored
 from flowgrpo.samplers.rollout import Part, Seed, seeder
 from flowgrpo.storage.checkpoint import Stateful
 from flowgrpo.types import Scored
@@ -138,6 +139,10 @@ class GroupSampler(Generic[C]):
     def replay(self, part: Part, conditioning: C) -> Iterator[tuple[int, slice, Scored]]:
         """Score a part's decisions under the present weights: (place in `part.transitions`, its rows, scores)."""
         raise NotImplementedError
+
+    def rescored(self, part: Part, conditioning: C) -> Part:
+        """Return the part with old scores that are those of its replay."""
+        return rescored(part, self.replay(part, conditioning))
 
     def loss_inputs(self, part: Part, conditioning: C, reference: list[Scored]) -> LossInputs:
         """Return what gives the surrogate's third argument for every batch of the part's replay."""

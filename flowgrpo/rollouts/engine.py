@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -16,12 +14,10 @@ from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.language import engines
 from flowgrpo.policies.language.causal_lm import CausalLM
-from flowgrpo.rollouts.base import RewardValue, TotalReward
+from flowgrpo.rollouts.base import GroupSampler, RewardValue, TotalReward
 from flowgrpo.rollouts.text import TextRollouts
-from flowgrpo.samplers.replay import rescored
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.text.groups import Independent, joined
-from flowgrpo.samplers.text.importance import Mismatch
 from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 
 
@@ -31,6 +27,8 @@ class EngineRollouts(TextRollouts):
     Old log-probabilities are the trainer's, as its replay computes them. What the engine's differ by becomes a weight
     of every token (`Mismatch`).
     """
+
+    source = "engine"
 
     def __init__(self, config: Config, policy: CausalLM, method: Method, geometry: BatchShape, processes: Processes,
                  clock: PhaseTimer):
@@ -43,10 +41,7 @@ class EngineRollouts(TextRollouts):
                 and config.text.engine == "vllm":
             raise UserError(f"parts.decoding {type(self.method.generation.decoding).__name__} changes the temperature "
                             "within a text, which no engine does: leave text.engine out")
-        text = config.text
-        self.mismatch = Mismatch(text.correction, text.correction_cap, text.correction_level)
         self.engine = engines.make(config, policy, self.processes.count)
-        self.apart: list[torch.Tensor] = []  # [n,4] of drawn tokens: trainer, engine, weight, above the cap
 
     def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
                value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
@@ -69,36 +64,15 @@ class EngineRollouts(TextRollouts):
                                       whole.texts[rows])
             if self.method.generation.decoding.expert:
                 [some] = self.answered(conditioning, part_prompts, places, [some])
-            part = self.target.record(groups, part_prompts, [some])
-            part = self.corrected(part, conditioning, greedy[rows])
+            part = self.corrected(self.recorded(groups, part_prompts, places, [some]), conditioning)
             yield self.valued(part, conditioning, seed, judge), [list(some.texts)]
 
-    def corrected(self, part: Part, conditioning: TokenizedPrompts, greedy: torch.Tensor) -> Part:
-        """Return the part with the trainer's log-probabilities and weights of its tokens.
-
-        The weight is 1 for greedy rows, which were not drawn.
-        """
-        [by_engine] = part.transitions
+    def corrected(self, part: Part, conditioning: TokenizedPrompts) -> Part:
+        """Return the part with the trainer's log-probabilities and weights of its tokens."""
         with torch.no_grad(), self.old_policy.old(), self.clock("rescore"):
-            part = rescored(part, self.replay(part, conditioning))
-        taken: Any
-        [taken] = part.transitions
-        given = taken.old.logp.cpu(), by_engine.old.logp, by_engine.old.mask
-        weights = self.mismatch(*given).masked_fill(greedy[:, None], 1.0)
-        counted = by_engine.old.mask & ~greedy[:, None]
-        self.apart.append(torch.stack([given[0].float(), given[1].float(), weights.float(),
-                                       self.mismatch.above(*given).float()], -1)[counted])
-        return replace(part, transitions=(replace(taken, correction=weights),))
+            trained = self.rescored(part, conditioning)
+        return self.weighted(part, trained)
 
-    def metrics(self) -> dict[str, float]:
-        """Return the mismatch of engine and trainer in this epoch, over the drawn tokens of all processes.
-
-        engine/kl: mean difference of log-probabilities, an estimate of KL(engine || trainer) per token; engine/max: its
-        largest size; engine/weight: mean weight; engine/above: share of weights above the cap.
-        """
-        values = self.processes.gather(torch.cat(self.apart) if self.apart else torch.empty(0, 4))
-        if not len(values):
-            return {}
-        trainer, engine, weight, above = values.unbind(1)
-        return {"engine/kl": (engine - trainer).mean().item(), "engine/max": (engine - trainer).abs().max().item(),
-                "engine/weight": weight.mean().item(), "engine/above": above.mean().item()}
+    def rescored(self, part: Part, conditioning: TokenizedPrompts) -> Part:
+        """Return the part with the old scores of its replay; weights come from the engine's alone."""
+        return GroupSampler.rescored(self, part, conditioning)

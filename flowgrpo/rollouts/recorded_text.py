@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.rollouts.base import RewardValue, TotalReward
+from flowgrpo.rollouts.base import GroupSampler, RewardValue, TotalReward
 from flowgrpo.rollouts.text import TextRollouts
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
@@ -54,6 +54,10 @@ class RecordedTextRollouts(TextRollouts):
             with self.clock("encode"):
                 recorded = self._recorded(conditioning, prompts, texts)
             yield self.target.record(groups, prompts, [recorded]), [[*recorded.texts]]
+
+    def rescored(self, part: Part, conditioning: TokenizedPrompts) -> Part:
+        """Return the part with the old scores of its replay, without weights: nothing was drawn."""
+        return GroupSampler.rescored(self, part, conditioning)
 
     @torch.no_grad()
     def _recorded(self, conditioning: TokenizedPrompts, prompts: Tensor, texts: list[str]) -> SampledCompletions:

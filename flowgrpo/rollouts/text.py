@@ -24,26 +24,35 @@ from flowgrpo.rollouts.base import GroupSampler, RewardValue, TotalReward
 from flowgrpo.rollouts.loss_inputs import LossInputs
 from flowgrpo.rollouts.text_steps import scored_steps
 from flowgrpo.rollouts.text_targets import TARGETS, Replayed
-from flowgrpo.samplers.replay import rescored
 from flowgrpo.samplers.rollout import Part, Seed
 from flowgrpo.samplers.text.answers import answer_of, ranked, with_answers
 from flowgrpo.samplers.text.continuations import segmented
 from flowgrpo.samplers.text.decoding import WithAnswers
+from flowgrpo.samplers.text.importance import Mismatch
 from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 from flowgrpo.storage.checkpoint import Stateful
 from flowgrpo.types import Scored
 
 
 class TextRollouts(GroupSampler[TokenizedPrompts]):
-    """Prompts, completions and replays of a language model under a method. target: what the loss scores."""
+    """Prompts, completions and replays of a language model under a method. target: what the loss scores.
+
+    Where `generate` computes other log-probabilities than the replay, as in half precision, the old ones are the
+    replay's, and what they differ by becomes a weight of every token (`Mismatch`).
+    source: what draws, in the names of metrics.
+    """
 
     policy: Any  # a `CausalLM` or a `MaskedLM`
+    source = "sampler"
 
     def __init__(self, config: Config, policy: CausalLM, method: Method, geometry: BatchShape, processes: Processes,
                  clock: PhaseTimer):
         super().__init__(config, policy, method, geometry, processes, clock)
         self.encode = policy.encode
         self.target = TARGETS[type(method.target)](self)
+        text = config.text
+        self.mismatch = Mismatch(text.correction, text.correction_cap, text.correction_level)
+        self.apart: list[torch.Tensor] = []  # [n,4] of drawn tokens: trainer, sampler, weight, above the cap
 
     def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> TokenizedPrompts:
         """Tokenise prompts."""
@@ -78,6 +87,7 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         here. turn: how often the epoch has drawn before.
         """
         before, kernel = self.policy.evaluations, self.method.generation.decoding
+        self.apart = self.apart if turn else []
         self.target.progress = epoch / max(self.config.train.epochs - 1, 1)
         conditioning = self.ranked(conditioning)
         seed = self.seeds(epoch, turn, len(conditioning.prompts))
@@ -89,13 +99,23 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
                     self.geometry.group, self.geometry.micro_batch)
                 if kernel.expert:
                     batches = self.answered(conditioning, prompts, samples, batches)
-            part = self.target.record(groups, prompts, batches)
+            part = self.recorded(groups, prompts, samples, batches)
             if self.method.loss.surrogate.reads_uniform:
                 with torch.no_grad(), self.clock("update"):
-                    part = rescored(part, self.replay(part, conditioning))
+                    part = self.rescored(part, conditioning)
             part = self.valued(part, conditioning, seed, judge)
             yield part, [[text for batch in batches for text in batch.texts]]
         self.count(self.policy.evaluations - before)
+
+    def recorded(self, groups: range, prompts: torch.Tensor, samples: torch.Tensor,
+                 batches: list[SampledCompletions]) -> Part:
+        """Return whole groups of completions as a part; samples: int64 [B], the place of each in its group."""
+        part, greedy = self.target.record(groups, prompts, batches), self.method.generation.decoding.greedy
+        if not greedy:
+            return part
+        taken: Any
+        [taken] = part.transitions
+        return replace(part, transitions=(replace(taken, greedy=samples < greedy),))
 
     def ranked(self, conditioning: TokenizedPrompts) -> TokenizedPrompts:
         """Return the prompts with teachers' answers in the order in which they join a group."""
@@ -138,6 +158,42 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
     def stateful(self) -> dict[str, Stateful]:
         """Return the policy, whose trials are made once in a run."""
         return {"language": self.policy}
+
+    def rescored(self, part: Part, conditioning: TokenizedPrompts) -> Part:
+        """Return the part with the old scores of its replay, and with weights of its tokens where precision is below
+        fp32."""
+        again = super().rescored(part, conditioning)
+        return again if self.policy.exact or self.policy.process != "tokens" else self.weighted(part, again)
+
+    def weighted(self, drawn: Part, trained: Part) -> Part:
+        """Return the part `trained`, with the trainer's log-probabilities, with weights of its tokens.
+
+        drawn: the same with the sampler's. The weight is 1 for completions that were not drawn.
+        """
+        sampled: Any
+        taken: Any
+        [sampled], [taken] = drawn.transitions, trained.transitions
+        given, fixed = (taken.old.logp.cpu(), sampled.old.logp.cpu(), sampled.old.mask.cpu()), sampled.given[:, None]
+        weights = self.mismatch(*given).masked_fill(fixed, 1.0)
+        self.apart.append(torch.stack([given[0].float(), given[1].float(), weights.float(),
+                                       self.mismatch.above(*given).float()], -1)[given[2] & ~fixed])
+        if sampled.correction is not None:
+            weights = weights * sampled.correction.to(weights)
+        return replace(trained, transitions=(replace(taken, correction=weights),))
+
+    def metrics(self) -> dict[str, float]:
+        """Return the mismatch of sampler and trainer in this epoch, over the drawn tokens of all processes; empty where
+        there is none.
+
+        Behind the name of what draws: kl, the mean difference of log-probabilities, an estimate of KL(sampler ||
+        trainer) per token; max, its largest size; weight, the mean weight; above, the share of weights above the cap.
+        """
+        values = self.processes.gather(torch.cat(self.apart) if self.apart else torch.empty(0, 4))
+        if not len(values):
+            return {}
+        trainer, sampler, weight, above = values.unbind(1)
+        found = {"kl": sampler - trainer, "max": (sampler - trainer).abs().max(), "weight": weight, "above": above}
+        return {f"{self.source}/{name}": value.mean().item() for name, value in found.items()}
 
     def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: list[Scored]) -> LossInputs:
         """Return what the surrogate reads in addition to ratio and advantage."""

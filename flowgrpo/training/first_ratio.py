@@ -13,7 +13,6 @@ from flowgrpo.errors import UserError
 from flowgrpo.objectives.ratios import LogRatio, PlainRatio
 from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.rollouts.base import Encoded, GroupSampler
-from flowgrpo.samplers.replay import rescored
 from flowgrpo.samplers.rollout import Part
 
 ROUNDED = 0.02  # more is not rounding: a log-probability is a mean over a latent's values, with far smaller errors
@@ -79,7 +78,7 @@ class FirstRatio:
 
     def _again(self, parts: list[Part], conditioning: Encoded) -> list[Part]:
         with self.rollouts.old_policy.old(), self.processes.together():  # all have the old weights till all are done
-            return [rescored(part, self.rollouts.replay(part, conditioning)) for part in parts]
+            return [self.rollouts.rescored(part, conditioning) for part in parts]
 
     def _largest(self, parts: list[Part], conditioning: Encoded) -> tuple[float, float]:
         """Return the largest difference of log-probabilities, and the method's largest |log ratio|; NaN if one is."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.errors import UserError
 from flowgrpo.policies.language import engines
+from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.rollouts.engine import EngineRollouts
 from flowgrpo.rollouts.text import TextRollouts
 from flowgrpo.run import run
@@ -186,6 +189,65 @@ def test_without_another_precision_there_is_no_engine():
         made = tiny.trainer(rewards={"short": many}, **options)
         assert type(made.rollouts) is TextRollouts
         assert all(part.transitions[0].correction is None for part in parts(made)[0])
+
+
+# --- half precision, in which `generate` and the replay round differently ---------------------------------------------
+
+def halved(**options):
+    """A trainer of a model in bf16 without an engine, with the parts of its first epoch."""
+    model, tokenizer = tiny.model()
+    own = CausalLM(model.to(torch.bfloat16), tokenizer, Adapter(rank=2), Text(max_tokens=6), precision="bf16")
+    made = tiny.trainer(own, {"short": many}, precision="bf16", **options)
+    batch = made.prompts[:2]
+    found, asked, scores = sampling.sample(made, batch)
+    return made, [part for part in loop.credit(made, found, scores, [p.text for p in batch]) if part is not None], asked
+
+
+def shifted(part, by):
+    """The part as if `generate` had given its tokens probabilities `by` times smaller than the replay's."""
+    [taken] = part.transitions
+    old = replace(taken.old, logp=(taken.old.logp - math.log(by)).masked_fill(~taken.old.mask, 0.0))
+    return replace(part, transitions=(replace(taken, old=old),))
+
+
+@pytest.mark.parametrize("options, by, expected", [
+    ({}, 1.5, 1.5), ({}, 3.0, 2.0), ({"text__correction": "mis"}, 3.0, 0.0), ({"text__correction_cap": 4}, 3.0, 3.0),
+    ({"text__correction": "none"}, 3.0, 1.0)])
+def test_tokens_drawn_in_half_precision_are_weighted_by_what_the_replay_gives_them(options, by, expected):
+    """Old scores computed again are the trainer's: r = trainer / sampler = `by` for every drawn token."""
+    made, before, asked = halved(**options)
+    exact = [made.rollouts.rescored(part, asked) for part in before]  # the trainer's own, to the bit
+    made.rollouts.apart = []
+    said: list[str] = []
+    found = made.first_ratio([shifted(part, by) for part in exact], asked, said.append)
+    assert made.first_ratio.rescore and "are computed again" in said[0]
+    for part, own in zip(found, exact, strict=True):
+        [taken], [trained] = part.transitions, own.transitions
+        torch.testing.assert_close(taken.old.logp, trained.old.logp, rtol=0, atol=1e-6)
+        before_it = trained.correction  # of the rounding in `generate` itself
+        weight = torch.full_like(taken.correction, expected).masked_fill(~taken.old.mask, 1.0)
+        torch.testing.assert_close(taken.correction, weight * before_it, rtol=1e-5, atol=1e-6)
+    told = made.rollouts.metrics()
+    assert told["sampler/max"] == pytest.approx(math.log(by), abs=1e-5)
+    assert told["sampler/kl"] == pytest.approx(-math.log(by), abs=1e-5)
+    assert told["sampler/weight"] == pytest.approx(expected, abs=1e-5) and told["sampler/above"] == (expected < by)
+
+
+def test_what_was_not_drawn_in_half_precision_has_no_weight():
+    made, before, asked = halved(method="remax")
+    for part in before:
+        assert part.transitions[0].greedy is not None
+        taken = made.rollouts.rescored(shifted(part, 1.5), asked).transitions[0]
+        assert (taken.correction[taken.greedy] == 1).all() and (taken.correction[~taken.greedy] > 1).any()
+
+
+def test_a_run_in_half_precision_tells_how_far_sampling_and_training_are_apart(tmp_path):
+    given = dict(functions={"short": many}, prompts=[tiny.Prompt(text) for text in tiny.PROMPTS])
+    model, tokenizer = tiny.model(layers=4, hidden_size=128, intermediate_size=256)
+    run(tiny.config(tmp_path, precision="bf16", text__max_tokens=24, parts__surrogate={"low": 1e-4, "high": 1e-4}),
+        pipe=(model.to(torch.bfloat16), tokenizer), **given)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 and all(0 < line["sampler/max"] < 1 and line["sampler/weight"] > 0 for line in lines)
 
 
 # --- vLLM, which is not here ------------------------------------------------------------------------------------------
