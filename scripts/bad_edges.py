@@ -1,0 +1,236 @@
+"""Further cases of try_bad_inputs.py: impossible sizes, broken LoRAs and prompt files, odd names and odd rewards."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from flowgrpo.storage import manifest
+
+LORA = "pytorch_lora_weights.safetensors"
+BILLION = 10**9
+DRAWN = ["sample", "starter", "--prompt", "a star"]
+
+
+def header(content: dict[str, Any], data: bytes = b"") -> bytes:
+    """Return a .safetensors file with this header, whatever it claims."""
+    text = json.dumps(content).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+FILES: dict[str, str | bytes] = {
+    "long.txt": "a red star\na blue circle\n" + "a" * 10_000_000 + "\n" + "a green square\n" * 3,
+    "words.jsonl": json.dumps({"prompt": "star " * 6000}) + "\n" + '{"prompt": "a star"}\n{"prompt": "a circle"}\n',
+    "digits.jsonl": '{"prompt": "a star", "metadata": {"n": ' + "9" * 5000 + "}}\n",
+    "lone.jsonl": '{"prompt": "a \\ud800 star"}\n{"prompt": "a circle"}\n{"prompt": "a square"}\n',
+    "escapes.txt": "a \x1b[31mred star\na circle\na \u202estar\na square\n",
+    "nulled.csv": "prompt,task\na star,\0\n",
+    "quotes.csv": 'prompt,task\n"a star,single\n',
+    "wide.csv": "prompt\n" + "a" * 200_000 + "\n",
+    "zipped.txt": b"PK\x03\x04" + bytes(60),
+    "gzip.jsonl": b"\x1f\x8b\x08" + bytes(60),
+    "cut.parquet": b"PAR1" + bytes(40) + b"PAR1",
+    "unknown.yml": "prompt: a star\n",
+    "negative.jsonl": '{"prompt": "a star", "negative": 3}\n',
+    "suffix": "a star\na circle\n",
+    "claims.safetensors": header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}),
+    "dtype.safetensors": header({"a": {"dtype": "F31", "shape": [1], "data_offsets": [0, 4]}}, bytes(4)),
+    "shape.safetensors": header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, bytes(4)),
+    "length.safetensors": struct.pack("<Q", 2**60) + b"{}",
+    "raises.py": "raise ValueError('\\x1b[31mno\\n')\n",
+}
+
+
+def size(*options: str) -> list[str]:
+    """Return a short run of the starter with the options."""
+    return ["train", "--train.epochs=1", "--train.prompts=2", "--train.group=4", "--eval.prompts=4", "--eval.steps=2",
+            "--precision=fp32", "--device=cpu", *options]
+
+
+def consistent(*options: str) -> list[str]:
+    """Return a short run of the consistency starter with the options."""
+    return size("--model=starter_consistency", "--method=rlcm", "--train.steps=4", "--train.grid=stock",
+                "--eval.guidance=1", "--adapter.targets=[to_q]", *options)
+
+
+def text(*options: str) -> list[str]:
+    """Return a short run of the text starter with the options."""
+    return size("--model=starter_text", "--method=grpo", "--reward=numeric_match", "--prompts=starter_text", *options)
+
+
+def scored(name: str) -> list[str]:
+    """Return a short run with a function of odd_rewards.py."""
+    return size(f"--reward=odd_rewards.py:{name}")
+
+
+SIZES: dict[str, list[str]] = {
+    "group 10^9": size(f"--train.group={BILLION}"),
+    "group 10^5": size("--train.group=10000000"),
+    "prompts 10^9": size(f"--train.prompts={BILLION}"),
+    "rank 10^6": size("--adapter.rank=1000000"),
+    "rank 10^12": size(f"--adapter.rank={BILLION}000"),
+    "steps 10^7": size("--train.steps=10000000"),
+    "steps 10^18": size(f"--train.steps={BILLION}{BILLION}"),
+    "eval.steps 10^8": size("--eval.steps=100000000"),
+    "eval.samples 10^9": size(f"--eval.samples={BILLION}"),
+    "picture of 100000": size("--picture.height=100000", "--picture.width=100000"),
+    "sizes of 100000": size("--picture.sizes=[[100000,100000]]"),
+    "picture of 10^15": size(f"--picture.height={BILLION}000000"),
+    "frames 10^8": size("--model=starter_video", "--reward=scene_motion", "--prompts=starter_video",
+                        "--picture.frames=100000000"),
+    "updates 10^9": size(f"--train.updates={BILLION}"),
+    "context_parallel 10^6": size("--memory.context_parallel=1000000"),
+    "tokens 10^9": text(f"--text.max_tokens={BILLION}"),
+    "text group 10^9": text(f"--train.group={BILLION}"),
+    "text rank 10^6": text("--adapter.rank=1000000"),
+    "alpha 1e308": size("--adapter.alpha=1e308"),
+    "lr 1e308": size("--train.lr=1e308", "--reward=odd_rewards.py:forgiving", "--train.epochs=2"),
+    "lr 1e39": size("--train.lr=1e39", "--train.epochs=2"),
+    "seed 2**32": size("--seed=4294967296"),
+    "digits of 5000": size("--train.group=" + "9" * 5000),
+    "phase of 10^9": size(f"--phases=[{{at: 0, set: {{train.group: {BILLION}}}}}]"),
+    "group of bool": size("--train.group=true"),
+    "count 10^9": [*DRAWN, "--count", str(BILLION)],
+    "count 3*10^7": [*DRAWN, "--count", "30000000"],
+    "count 10^19": [*DRAWN, "--count", "1" + "0" * 19],
+    "count 10^9, mp4": [*DRAWN, "--count", str(BILLION), "--output", "x.mp4"],
+    "count 10^9 of a file": ["sample", "starter", "--prompts", "one.txt", "--count", str(BILLION)],
+    "count 10^9 of texts": ["sample", "starter_text", "--prompt", "1+2=", "--count", str(BILLION)],
+    "best of 10^9": [*DRAWN, "--best-of", str(BILLION), "--by", "scene"],
+    "sample, steps 10^8": [*DRAWN, "--steps", "100000000"],
+    "sample, steps 10^19": [*DRAWN, "--steps", "1" + "0" * 19],
+    "sample, seed 10^30": [*DRAWN, "--seed", "1" + "0" * 30],
+    "sample, guidance 1e400": [*DRAWN, "--guidance", "1e400"],
+    "sample, guidance nan": [*DRAWN, "--guidance", "nan"],
+    "sample, prompt of 100000": ["sample", "starter", "--prompt", "a" * 100_000],
+    "check, rank 10^6": ["check", "starter", "--adapter.rank=1000000"],
+    "check, GPU, group 10^9": ["check", "--gpu", "H100", "--model=starter", f"--train.group={BILLION}"],
+    "check, 10^9 processes": ["check", "--gpu", "H100", "--model=starter", "--processes", str(BILLION)],
+}
+STEPS: dict[str, list[str]] = {
+    "eval, samples 10^9": ["eval", "starter", "--suite", "one.txt", "--output", "e1", "--rewards", "scene",
+                           "--samples", str(BILLION)],
+    "train.steps 1": size("--train.steps=1"),
+    "consistency, train.steps 1": consistent("--train.steps=1"),
+}
+PROMPTS: dict[str, list[str]] = {name: size(f"--prompts={name}") for name in (
+    "long.txt", "words.jsonl", "digits.jsonl", "nulled.csv", "wide.csv", "zipped.txt", "gzip.jsonl", "cut.parquet",
+    "unknown.yml", "negative.jsonl", "suffix", "/dev/zero", "one.txt/", "hub:", "hub:../x")}
+NAMES: dict[str, list[str]] = {
+    "name with an escape": size("--name=\x1b[31mx"),
+    "name with a newline": size("--name=a\nb"),
+    "name that turns": size("--name=a\u202eb"),
+    "name of a space": size("--name= "),
+    "output with an escape": size("--output=\x1b[31mx"),
+    "model with an escape": size("--model=\x1b[31mx"),
+    "prompts with an escape": size("--prompts=\x1b[31mx.txt"),
+    "recipe with an escape": ["train", "\x1b[31mx.yaml"],
+}
+LORAS: dict[str, list[str]] = {f"LoRA, {name}": [*DRAWN, "--steps", "2", "--lora", f"{name}.safetensors"] for name in (
+    "nan", "inf", "without_b", "other_rank", "integers", "fp8_nan", "flat", "claims", "dtype", "shape", "length")}
+LORAS |= {
+    "run of NaN, sample": [*DRAWN, "--lora", "runs/of_nan"],
+    "run of NaN, export": ["export", "runs/of_nan"],
+    "run of NaN, grid": ["grid", "runs/of_nan"],
+    "run of NaN, init": size("--adapter.init=runs/of_nan", "--adapter.rank=32"),
+    "checkpoint of NaN, resume": size("--resume", "--name=state_of_nan", "--train.epochs=2"),
+    "checkpoint of NaN, sample": [*DRAWN, "--lora", "runs/state_of_nan/checkpoints/epoch-00001"],
+    "picture run for texts": ["sample", "starter_text", "--prompt", "1+2=", "--lora", "runs/base"],
+    "dpo without pairs": size("--method=dpo"),
+}
+REWARDS: dict[str, list[str]] = {name: scored(name) for name in (
+    "silent", "masked", "long_message", "escaping", "lazy_raise", "bad_array", "bad_float", "fp8", "structured",
+    "dates", "decimal_nan", "bytes_", "nested", "interrupts", "stops", "closes", "group_of_errors", "Unmade")}
+REWARDS["raises on import"] = size("--reward=raises.py:reward")
+
+# Right, however unusual, and those that have to run now.
+RIGHT: dict[str, list[str]] = {
+    "consistency, sample --steps 1": ["sample", "starter_consistency", "--prompt", "a star", "--steps", "1"],
+    "consistency, eval.steps 1": consistent("--eval.steps=1"),
+    "sample --steps 1": [*DRAWN, "--steps", "1"],
+    "video, sample --steps 1": ["sample", "starter_video", "--prompt", "a star", "--steps", "1"],
+    "FP8 LoRA": [*DRAWN, "--steps", "2", "--lora", "fp8.safetensors"],
+    "micro_batch 10^9": size(f"--train.micro_batch={BILLION}"),
+    "escapes in prompts": size("--prompts=escapes.txt"),
+    "eval.prompts 10^9": size(f"--eval.prompts={BILLION}"),
+    "resume=auto, nothing there": size("--resume=auto", "--name=fresh"),
+    "resume=auto, a run there": size("--resume=auto", "--name=base"),
+    "partly masked": scored("partly_masked"),
+}
+
+# Words that the line has to have, as another reason would mislead.
+SAYS = {
+    "dpo without pairs": "preferences",
+    "picture run for texts": "runs/base",
+    "LoRA, without_b": "lora_B",
+    "LoRA, nan": "finite",
+    "LoRA, inf": "finite",
+    "run of NaN, sample": "finite",
+    "run of NaN, export": "finite",
+    "checkpoint of NaN, resume": "finite",
+    "lr 1e308": "finite",
+    "silent": "Silent",
+    "masked": "no score",
+}
+
+CASES = SIZES | STEPS | PROMPTS | NAMES | LORAS | REWARDS | RIGHT
+
+
+def prepare(folder: Path) -> None:
+    """Write the files, and break copies of the run `runs/base` and of its LoRA."""
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    shutil.copy(Path(__file__).with_name("odd_rewards.py"), folder)
+    base = folder / "runs" / "base"
+    for name, changed in LORA_FILES.items():
+        _rewrite(base / LORA, folder / f"{name}.safetensors", changed)
+    for name in ("of_nan", "state_of_nan"):
+        shutil.copytree(base, folder / "runs" / name)
+    _rewrite(base / LORA, folder / "runs" / "of_nan" / LORA, LORA_FILES["nan"])
+    for state in (folder / "runs" / "state_of_nan" / "checkpoints").glob("epoch-*"):
+        _rewrite(state / "state.safetensors", state / "state.safetensors", LORA_FILES["nan"])
+        manifest.write(state)
+
+
+def _rewrite(source: Path, target: Path, changed: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    """Write changed tensors of a .safetensors file to another, with its metadata."""
+    from safetensors import safe_open
+
+    with safe_open(source, "pt") as file:
+        metadata = file.metadata()
+    tensors = changed(load_file(source))
+    if target.is_file():
+        os.unlink(target)
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, target, metadata)
+
+
+def _all(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    return lambda tensors: {key: change(tensor) for key, tensor in tensors.items()}
+
+
+def _one_inf(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    first = next(iter(tensors))
+    changed = tensors[first].clone()
+    changed.view(-1)[0] = float("inf")
+    return tensors | {first: changed}
+
+
+LORA_FILES: dict[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]] = {
+    "nan": _all(lambda tensor: torch.full_like(tensor, float("nan")) if tensor.is_floating_point() else tensor),
+    "inf": _one_inf,
+    "without_b": lambda tensors: {key: tensor for key, tensor in tensors.items() if "lora_B" not in key},
+    "other_rank": lambda tensors: {key: tensor[:, :3] if "lora_B" in key else tensor for key, tensor in
+                                   tensors.items()},
+    "integers": _all(lambda tensor: tensor.to(torch.int64)),
+    "fp8": _all(lambda tensor: tensor.to(torch.float8_e4m3fn)),
+    "fp8_nan": _all(lambda tensor: torch.full_like(tensor, float("nan")).to(torch.float8_e4m3fn)),
+    "flat": _all(lambda tensor: tensor.flatten()),
+}
