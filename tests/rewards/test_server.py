@@ -197,9 +197,20 @@ def tensors(**named: torch.Tensor) -> str:
     (of({"safetensors": tensors(output=torch.zeros(1, 4, 4))}), "expected floats 'output'"),
     (of({"safetensors": tensors(output=torch.zeros(3, 4, 4).int())}), "expected floats 'output'"),
     (of({"safetensors": tensors(other=torch.zeros(3, 4, 4))}), "expected floats 'output'"),
+    (of({"safetensors": tensors(output=torch.zeros(3, 1, 1).to(torch.float8_e4m3fn))}), "is float8_e4m3fn [3, 1, 1]"),
+    (of({"safetensors": tensors(output=torch.zeros(3, 1, 1).to(torch.float8_e5m2))}), "or float64"),
+    (of({"safetensors": tensors(output=torch.full((3, 4, 4), 1e30))}), "values from 1e+30 to 1e+30, expected 0 to 1"),
+    (of({"safetensors": tensors(output=torch.full((3, 4, 4), -0.5))}), "values from -0.5 to -0.5"),
 ])
 def test_what_is_no_request_is_refused(sent, line):
     assert line in message(wire.unpacked, sent, Limits(), error=ValueError)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_floats_of_every_common_width_arrive(dtype):
+    sent = torch.tensor([0.0, 0.25, 1.0], dtype=dtype).view(3, 1, 1)
+    got = wire.unpacked(of({"safetensors": tensors(output=sent)}), Limits()).outputs
+    assert got.dtype == torch.float32 and torch.equal(got[0], sent.float())
 
 
 def head(width: int, height: int) -> str:

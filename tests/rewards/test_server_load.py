@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from flowgrpo.rewards.remote import wire
 from flowgrpo.rewards.remote.client import TOKEN
 from flowgrpo.rewards.serving.gate import Bounds
@@ -24,6 +26,21 @@ def test_bodies_without_end_do_not_hold_the_queue():
         server.until(lambda: server.application.metrics.in_flight == 34)
         assert server.ask()[0] == 200
         assert [status_of(connection) for connection in held] == [408] * 34
+
+
+@pytest.mark.parametrize("length", [1001, 4000, 10**10, 10**18])
+def test_a_length_above_the_limit_is_refused_before_the_body_comes(length):
+    with running(bounds=Bounds(read=60.0), limits=wire.Limits(size=1000)) as server:
+        connection = server.begin(raw(b"", length=length))
+        answer = b""
+        while b"larger --max-mb" not in answer:  # nothing of the body is sent
+            part = connection.recv(65536)
+            assert part, f"the server closed after {answer!r}"
+            answer += part
+        connection.close()
+        assert answer.startswith(b"HTTP/1.1 413")
+        server.until(lambda: server.application.metrics.in_flight == 0)
+        assert server.ask()[0] == 200
 
 
 def test_a_body_that_drips_ends_by_the_time_limit():

@@ -6,7 +6,7 @@
     refusal   {"error": "one line"}, with another status than 200
 
 A sample holds one of: `png`, base64 of an 8-bit RGB picture, or a list of them, the frames of a video; `safetensors`,
-base64 of a file with one tensor of floats, "output", [3, H, W] or [F, 3, H, W] in [0, 1]; `text`. Incoming data is
+base64 of a file with one tensor of F16, BF16, F32 or F64, "output", [3, H, W] or [F, 3, H, W] in [0, 1]; `text`. Incoming data is
 untrusted. Readers raise ValueError, in one line, for any other form, and `TooLarge`, before unpacking, beyond the
 limits.
 """
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FORMAT = 1
+FLOATS = ("float16", "bfloat16", "float32", "float64")  # dtypes of a tensor
+SLACK = 2**-7  # beyond [0, 1]: bf16's rounding of a picture
 CONTAINERS = 2**20  # lists and objects of one message: empty ones take 30 times their bytes in memory
 
 
@@ -290,14 +292,18 @@ def _tensor(content: object, budget: _Budget) -> Tensor:
         [(name, output)] = load(_bytes(content)).items()
     except (SafetensorError, ValueError, KeyError) as error:
         raise ValueError(f"not a safetensors file with one tensor ({one_line(error)})") from None
-    if name != "output" or output.ndim not in (3, 4) or output.shape[-3] != 3 or not output.is_floating_point():
-        raise ValueError(f"the tensor {name!r} is {output.dtype} {list(output.shape)}, expected floats 'output' "
-                         "[3, H, W] or [F, 3, H, W]")
+    kind = str(output.dtype).removeprefix("torch.")
+    if name != "output" or output.ndim not in (3, 4) or output.shape[-3] != 3 or kind not in FLOATS:
+        raise ValueError(f"the tensor {name!r} is {kind} {list(output.shape)}, expected floats 'output' [3, H, W] or "
+                         f"[F, 3, H, W] of {', '.join(FLOATS[:-1])} or {FLOATS[-1]}")
     if not output.numel():
         raise ValueError(f"the tensor 'output' is {list(output.shape)}, expected one frame and one pixel at least")
     budget.spend(output[..., 0, 0, 0].numel(), *output.shape[-2:])
     if not output.isfinite().all():
         raise ValueError("the tensor 'output' holds NaN or an infinity")
+    low, high = output.min().item(), output.max().item()
+    if low < -SLACK or high > 1 + SLACK:
+        raise ValueError(f"the tensor 'output' has values from {low:g} to {high:g}, expected 0 to 1")
     return output
 
 

@@ -45,19 +45,23 @@ class Application:
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        kind, later = JSON, None
+        kind, later, unread = JSON, None, False
         try:
             if scope["method"] == "POST":
                 status, content = 200, await self._counted(scope["path"], headers, receive)
             else:
                 status, (kind, content) = 200, self._fact(scope["method"], scope["path"], headers)
         except Refused as error:
-            status, content, later = error.status, _json({"error": str(error)}), error.later
+            status, content, later, unread = error.status, _json({"error": str(error)}), error.later, error.unread
         fields = {"content-type": kind, "content-length": str(len(content)), "cache-control": "no-store",
-                  "x-content-type-options": "nosniff"} | ({"retry-after": str(later)} if later else {})
+                  "x-content-type-options": "nosniff"} | ({"retry-after": str(later)} if later else {}) | (
+                      {"connection": "close"} if unread else {})
         await send({"type": "http.response.start", "status": status,
                     "headers": [(name.encode(), value.encode()) for name, value in fields.items()]})
-        await send({"type": "http.response.body", "body": content})
+        await send({"type": "http.response.body", "body": content, "more_body": unread})
+        if unread:  # most clients read an answer only when they have sent everything
+            await self.gate.drop(receive)
+            await send({"type": "http.response.body", "body": b""})
 
     def _fact(self, method: str, path: str, headers: dict[str, str]) -> tuple[str, bytes]:
         """Return content type and body of a GET request."""
@@ -94,6 +98,7 @@ class Application:
         if headers.get("content-type", "").partition(";")[0].strip() != JSON:
             raise Refused(415, f"expected the content type {JSON}")
         self.gate.require_running()
+        self.gate.require_small(headers.get("content-length", ""))
         async with self.gate.body(receive) as body, self.gate.turn(receive):
             return _json(await in_thread(lambda: scored(self.info.name, self._reward, body, self.info.limits)))
 

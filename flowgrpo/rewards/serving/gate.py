@@ -22,11 +22,14 @@ GONE = "the client has gone"  # no client reads it
 
 
 class Refused(Exception):
-    """Error: a request answered with a status and one line. later: seconds after which to ask again; None for never."""
+    """Error: a request answered with a status and one line. later: seconds after which to ask again; None for never.
 
-    def __init__(self, status: int, line: str, later: int | None = None) -> None:
+    unread: its body is not read yet.
+    """
+
+    def __init__(self, status: int, line: str, later: int | None = None, unread: bool = False) -> None:
         super().__init__(one_line(line))
-        self.status, self.later = status, later
+        self.status, self.later, self.unread = status, later, unread
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,20 @@ class Gate:
         if self.draining:
             raise Refused(503, "the server is stopping: ask another one, or come back later", LATER)
 
+    def require_small(self, length: str) -> None:
+        """Raise Refused if the Content-Length of a request, empty where it has none, is above the limit."""
+        if length.isdecimal() and int(length[:20]) > self._size:
+            raise self._too_large(unread=True)
+
+    def _too_large(self, unread: bool = False) -> Refused:
+        return Refused(413, f"a request of more than {self._size / 2**20:g} MiB: send less at once, or start the "
+                            "server with a larger --max-mb", unread=unread)
+
+    async def drop(self, receive: Receive) -> None:
+        """Read and drop the body of a request that is refused, up to a multiple of the limit."""
+        with contextlib.suppress(Refused):
+            await self._unless_stopped(self._read(receive, bytearray(), keep=False), self._bounds.read)
+
     @asynccontextmanager
     async def body(self, receive: Receive) -> AsyncIterator[bytearray]:
         """Context manager: the whole body of a request.
@@ -90,8 +107,9 @@ class Gate:
         finally:
             self._held -= len(content)
 
-    async def _read(self, receive: Receive, content: bytearray) -> None:
-        """Add a body to `content`. One that is too large is dropped, up to a multiple of the limit."""
+    async def _read(self, receive: Receive, content: bytearray, keep: bool = True) -> None:
+        """Add a body to `content`. One that is too large, or that is not to be kept, is dropped, up to a multiple of
+        the limit."""
         size, more = 0, True
         while more and size <= DRAINED * self._size:
             event = await receive()
@@ -99,15 +117,14 @@ class Gate:
                 raise Refused(499, GONE)
             some, more = event.get("body", b""), event.get("more_body", False)
             size += len(some)
-            if size > self._size:
+            if size > self._size or not keep:
                 continue
             if self._held + len(some) > self._bounds.bodies * self._size:
                 raise Refused(503, "too many bytes are waiting already: come back later", LATER)
             content += some
             self._held += len(some)
         if size > self._size:
-            raise Refused(413, f"a request of more than {self._size / 2**20:g} MiB: send less at once, or start the "
-                               "server with a larger --max-mb")
+            raise self._too_large()
 
     @asynccontextmanager
     async def turn(self, receive: Receive) -> AsyncIterator[None]:
