@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM: save the work done so far before the run ends. Calls that a signal may leave."""
+"""Ctrl-C, SIGTERM, SIGHUP and SIGUSR1: save the work done so far before the run ends. Calls that a signal may leave.
+
+SIGHUP comes when a terminal or an ssh session is closed, and SIGUSR1 is the usual warning of Slurm.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ from flowgrpo.errors import UserError
 T = TypeVar("T")
 
 STOPPING = "\nstopping after this step; once more to leave now"
+STOPS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
+REPEATED = ("SIGHUP", "SIGUSR1")  # come several times for one cause: the shell and the system both hang up
 TICK = 0.1  # seconds between two looks at the signals while a reward is waited for
 # Seconds that one call of the rewards may take on one of several processes, whose others wait for it.
 PATIENCE = float(os.environ.get("FLOWGRPO_REWARD_SECONDS", 1800))
@@ -31,8 +36,18 @@ class Stopped(KeyboardInterrupt):
     """Stop requested, at a point where the run's state is consistent."""
 
 
+def caught() -> list[signal.Signals]:
+    """Return the signals that request a stop here: those that the system has and nobody ignores, as nohup does SIGHUP.
+    """
+    known = [signal.Signals[name] for name in STOPS if name in signal.Signals.__members__]
+    return [number for number in known if number.name not in REPEATED or signal.getsignal(number) not in
+            (signal.SIG_IGN, None)]  # None: a handler of a C library
+
+
 class Stop:
     """Context manager: the first signal requests a stop at the next `check`; a second one interrupts immediately.
+
+    A second SIGHUP or SIGUSR1 does nothing.
 
     code: the exit code of an interrupt, 130, or 128 and the number of the second signal.
     teams: True where several processes run the same rows, which leave an evaluation together alone.
@@ -44,8 +59,9 @@ class Stop:
         self.asked, self.teams, self.code = False, teams, 130
 
     def __enter__(self) -> Stop:
-        caught = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-        self._before = {number: signal.signal(number, self._ask) for number in caught}
+        main = threading.current_thread() is threading.main_thread()
+        self._terminals = [number for number in (1, 2) if os.isatty(number)]
+        self._before = {number: signal.signal(number, self._ask) for number in (caught() if main else ())}
         _active.append(self)
         _latest[:] = [self]
         return self
@@ -56,11 +72,14 @@ class Stop:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        repeated = signal.Signals(number).name in REPEATED
+        if self.asked and not repeated:
             self.code = 128 + number
             raise KeyboardInterrupt
-        self.asked = True
-        if os.environ.get("RANK", "0") == "0":
+        first, self.asked = not self.asked, True
+        if repeated:
+            _leave_terminals(self._terminals)
+        if first and os.environ.get("RANK", "0") == "0":
             with suppress(RuntimeError, OSError, ValueError):  # the main program may be in the midst of a line
                 print(STOPPING, file=sys.stderr, flush=True)
 
@@ -68,6 +87,15 @@ class Stop:
         """Raise Stopped if a stop was requested."""
         if self.asked:
             raise Stopped
+
+
+def _leave_terminals(numbers: list[int]) -> None:
+    """Let output go nowhere where its terminal is gone: writing to it would fail, and with it the saving."""
+    for number in numbers:
+        if not os.isatty(number):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, number)
+            os.close(nowhere)
 
 
 def exit_code() -> int:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
@@ -14,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from flowgrpo.cli import main
+from flowgrpo.distributed.signals import Stop
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage import checkpoint
 from tests.helpers import tiny
@@ -110,8 +115,10 @@ def lines(run) -> list[dict]:
     (9, 2, signal.SIGTERM, "stopped after epoch 2, saved in "),
     (10, 2, signal.SIGINT, "stopped after epoch 2, saved in "),
     (11, 3, signal.SIGTERM, "stopped after epoch 3, saved in "),
+    (9, 2, signal.SIGHUP, "stopped after epoch 2, saved in "),
+    (9, 2, signal.SIGUSR1, "stopped after epoch 2, saved in "),
     (3 + 3 * EPOCHS, EPOCHS, signal.SIGINT, f"stopped in the last evaluation, epoch {EPOCHS} is saved in ")],
-    ids=["base", "first", "second", "evaluation", "last"])
+    ids=["base", "first", "second", "evaluation", "hangup", "warning", "last"])
 def test_a_reward_that_hangs_does_not_hold_a_stop(call, epoch, number, told, model, uninterrupted, tmp_path):
     command = arguments(model, tmp_path)
     (tmp_path / "plan").write_text(str(call))
@@ -140,6 +147,45 @@ def test_a_second_signal_ends_at_once_with_the_last_checkpoint(number, code, mod
     [kept] = (tmp_path / "run" / "checkpoints").iterdir()
     _, state = checkpoint.load(kept)
     assert state["epoch"] == 2
+
+
+def test_a_hangup_that_is_ignored_stays_so():
+    """As under nohup."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGUSR1)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with Stop() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.asked and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            for _ in range(2):  # a repeated warning does not interrupt the saving
+                os.kill(os.getpid(), signal.SIGUSR1)
+            assert stop.asked
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+        assert stop.code == 143
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_terminal_that_is_closed_leaves_a_checkpoint(model, tmp_path):
+    """The system sends SIGHUP, and every further line of output fails."""
+    command = arguments(model, tmp_path)
+    (tmp_path / "plan").write_text("9")
+    master, slave = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-m", "flowgrpo", *command], stdin=slave, stdout=slave, stderr=slave,
+                               start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
+    os.close(slave)
+    until, drained = time.monotonic() + 120, 0
+    os.set_blocking(master, False)
+    while not (tmp_path / "hanging").exists():
+        assert process.poll() is None and time.monotonic() < until
+        with contextlib.suppress(BlockingIOError):
+            drained += len(os.read(master, 65536))
+        time.sleep(0.05)
+    os.close(master)
+    assert drained and process.wait(60) == 130
+    assert checkpoint.latest(tmp_path / "run" / "checkpoints").name == "epoch-00002"
 
 
 def test_the_end_of_the_program_waits_for_no_thread():
