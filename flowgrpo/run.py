@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
@@ -92,10 +92,11 @@ class Ready:
     began: float
 
 
-def run(config: Config, resume: bool = False, *, pipe: Any = None,
+def run(config: Config, resume: bool | Literal["auto"] = False, *, pipe: Any = None,
         functions: dict[str, Callable[..., Any]] | None = None, prompts: list[Prompt] | None = None) -> dict[str, Any]:
     """Align a model as `config` says; return the summary that is also written to `summary.json`.
 
+    resume: go on from the last checkpoint of the configuration's folder; "auto": begin where there is no run.
     Under `accelerate launch` or `torchrun` every process calls it, and the first one writes and prints. pipe (of a
     language model the tuple of model and tokenizer or processor), functions (by name) and prompts are objects that
     replace those named in the configuration. If the run fails, such a pipe is restored.
@@ -182,7 +183,7 @@ def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
         return summary
 
 
-def check(config: Config, resume: bool = False, pipe: Any = None,
+def check(config: Config, resume: bool | Literal["auto"] = False, pipe: Any = None,
           functions: dict[str, Callable[..., Any]] | None = None, prompts: list[Prompt] | None = None) -> Ready:
     """Validate configuration, rewards, prompts and run folder before anything is loaded or written.
 
@@ -196,6 +197,7 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
     accelerator = make_accelerator(device)  # first: it selects the GPU that rewards will use
     if accelerator.num_processes > 1:
         device = accelerator.device
+    resume = run_folder.resumes(config, accelerator, resume)
     config, precision = settled(config, accelerator, device, resume, pipe)
     processes = teams(config.memory.context_parallel, accelerator.num_processes)
     shape = geometry(config.train, processes)
@@ -280,7 +282,7 @@ def prepare(config: Config, epoch: int, resumed: bool, changes: list[str], stack
 
 
 def align(model: Any, rewards: Rewards = "scene_graded", prompts: Prompts = "starter",
-          method: str | Method = "mix_grpo", resume: bool = False, **options: Any) -> dict[str, Any]:
+          method: str | Method = "mix_grpo", resume: bool | Literal["auto"] = False, **options: Any) -> dict[str, Any]:
     """Align `model` to `rewards` on `prompts`: `flowgrpo train` from Python.
 
     model: `starter`, a directory, a hub id, a loaded diffusers pipeline, or a loaded language model with its tokenizer
@@ -291,7 +293,8 @@ def align(model: Any, rewards: Rewards = "scene_graded", prompts: Prompts = "sta
         {"prompt": "a red star", "metadata": {"count": 1}}.
     method: presets joined by +, FILE.py:NAME, or a `flowgrpo.methods.Method`, whose parts config.yaml records: the
         nearest preset and what differs. A class that is in no file has to be given again, as for `resume`.
-    resume: resume from the last checkpoint of the run of that `name`; the other arguments are given again.
+    resume: resume from the last checkpoint of the run of that `name`; the other arguments are given again. "auto": begin
+        if there is no such run.
     options: configuration keys, sections as dictionaries, such as `train={"epochs": 50}`.
 
     Returns the run's summary, the content of `summary.json`. A loaded model then has the run's LoRA (adapter

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from flowgrpo.cli.root import app
 from flowgrpo.errors import UserError
@@ -20,7 +21,19 @@ def recipe_argument(meaning: str) -> Any:
     return typer.Argument(metavar="RECIPE|--KEY=VALUE", show_default=False, help=meaning)
 
 
-@app.command(context_settings={"ignore_unknown_options": True}, no_args_is_help=False)
+class Resuming(TyperCommand):
+    """Command whose flag --resume also takes a value, =auto. A flag of click takes none, and an option that may take
+    one would take the recipe behind it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments, --resume=auto as the flag --resume-auto."""
+        for argument in args:
+            if argument.startswith("--resume=") and argument != "--resume=auto":
+                raise UserError(f"got {argument}, expected --resume or --resume=auto")
+        return super().parse_args(ctx, ["--resume-auto" if word == "--resume=auto" else word for word in args])
+
+
+@app.command(cls=Resuming, context_settings={"ignore_unknown_options": True}, no_args_is_help=False)
 def train(
     arguments: Annotated[list[str] | None, recipe_argument(
         "A YAML recipe (without one: the defaults), and any key of the configuration, such as --train.lr=1e-4 or "
@@ -34,7 +47,9 @@ def train(
     model: Annotated[str | None, typer.Option(help="starter, a local directory, or a hub id.")] = None,
     output: Annotated[str | None, typer.Option(help="The folder that holds the runs.")] = None,
     seed: Annotated[str | None, typer.Option(metavar="INTEGER", help="Seed of the run.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint. --resume=auto also "
+                                         "begins a run of which there is none.")] = False,
+    resume_auto: Annotated[bool, typer.Option("--resume-auto", hidden=True)] = False,
 ) -> None:
     """Align a model to a reward, as a recipe and the options say."""
     from flowgrpo.config import parse
@@ -50,7 +65,7 @@ def train(
     announce(settings)
     from flowgrpo.run import run
 
-    run(settings, resume=resume)
+    run(settings, resume="auto" if resume_auto else resume)
 
 
 def _grow_segments(settings: Any) -> None:

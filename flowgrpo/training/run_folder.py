@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from flowgrpo.config.parse import load
 from flowgrpo.config.schema import Config, sections
@@ -30,6 +30,22 @@ FIXED = ("model", "method", "preferences", "adapter.rank", "adapter.alpha", "ada
 APART = ("name", "output")  # the location of the run
 
 
+def resumes(config: Config, accelerator: Accelerator, asked: bool | Literal["auto"]) -> bool:
+    """Return True if the run resumes: as asked, or with "auto" if the first process finds a run in its folder.
+
+    A run of which all checkpoints are damaged is one too: `last_whole` refuses it.
+    """
+    if asked != AUTO:
+        return bool(asked)
+    from accelerate.utils import broadcast_object_list
+
+    first = accelerator.is_main_process
+    [there] = broadcast_object_list([holds_run(config.folder) if first else None])
+    if first and not there:
+        print(f"--resume=auto: no checkpoint in {config.folder / 'checkpoints'}, so the run begins", flush=True)
+    return bool(there)
+
+
 def last_whole(config: Config, accelerator: Accelerator) -> Path:
     """Return the newest whole checkpoint of the configuration's run: the one that the first process chooses for all.
 
@@ -41,7 +57,8 @@ def last_whole(config: Config, accelerator: Accelerator) -> Path:
     chosen = [recovery.newest_whole(folder, print, state.REQUIRED) if first else None]
     [last] = broadcast_object_list(chosen)
     if last is None:
-        raise UserError(f"--resume: no checkpoint in {folder}: expected one that an earlier run left")
+        raise UserError(f"--resume: no checkpoint in {folder}: expected one that an earlier run left; "
+                        "--resume=auto begins where there is none")
     return last
 
 

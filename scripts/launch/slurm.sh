@@ -17,10 +17,7 @@ NODES=${SLURM_NNODES:-1}
 read -r HOST < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 PORT=${MASTER_PORT:-29500}
 NAME=$(basename "${RECIPE%.*}")
-RUN=(-m flowgrpo train "$RECIPE" --output="$OUTPUT" --name="$NAME" "${@:2}")
-if compgen -G "$OUTPUT/$NAME/checkpoints/epoch-*" > /dev/null; then
-    RUN+=(--resume)
-fi
+RUN=(-m flowgrpo train "$RECIPE" --output="$OUTPUT" --name="$NAME" --resume=auto "${@:2}")
 
 if [ "${FLOWGRPO_LAUNCHER:-accelerate}" = torchrun ]; then
     COMMAND=(torchrun --nnodes "$NODES" --nproc_per_node "$GPUS" --node_rank @NODE@ --master_addr "$HOST"

@@ -105,6 +105,34 @@ def test_after_a_kill(model, uninterrupted, tmp_path):
     assert [line["evaluations"] for line in lines(run)] == [line["evaluations"] for line in lines(uninterrupted)]
 
 
+def test_one_command_begins_goes_on_and_ends(model, uninterrupted, tmp_path, capfd):
+    """Call 4 is of the first epoch, before any checkpoint; call 13 of a run that begins is of the sixth."""
+    command = [*arguments(model, tmp_path), "--resume=auto"]
+    for call in (4, 13):
+        (tmp_path / "plan").write_text(f"{call} {int(signal.SIGKILL)}")
+        killed = Forked(main, command)
+        assert killed.wait() == -signal.SIGKILL, killed.streams()
+    run = tmp_path / "run"
+    assert checkpoint.latest(run / "checkpoints").name == "epoch-00004"
+    (tmp_path / "plan").unlink(missing_ok=True)
+    assert main(command) == 0
+    assert_same(run, uninterrupted)
+    assert main(command) == 0  # nothing is left
+    assert_same(run, uninterrupted)
+    assert [path.name for path in tmp_path.glob("run*")] == ["run"]
+    capfd.readouterr()
+    for path in (run / "checkpoints").iterdir():
+        (path / "state.json").write_text("[]")
+    for _ in range(2):  # a restart does not train the run anew
+        assert main(command) == 2
+        assert "--resume: no checkpoint in " in capfd.readouterr().err
+
+
+def test_another_value_of_resume_is_told(model, tmp_path, capsys):
+    assert main([*arguments(model, tmp_path), "--resume=yes"]) == 2
+    assert capsys.readouterr().err == "flowgrpo: error: got --resume=yes, expected --resume or --resume=auto\n"
+
+
 def test_after_a_kill_while_epochs_are_drawn_ahead(model, tmp_path):
     """Call 13 is that of the sixth epoch, which is drawn before the update of the fourth."""
     whole = arguments(model, tmp_path / "whole", train__staleness=2)
