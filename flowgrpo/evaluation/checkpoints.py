@@ -22,6 +22,7 @@ from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.policies import build
 from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.policies.pipelines import edit_networks, picture_reader
+from flowgrpo.policies.weights import finite
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers import learned_noise
 from flowgrpo.storage import checkpoint
@@ -110,7 +111,7 @@ def _fresh(adapter: Adapter) -> Adapter:
 
 
 def take(live: TrainableWeights, config: Config, path: Path) -> None:
-    """Copy a checkpoint's weights into trainable ones. Raises UserError if they belong to another model."""
+    """Copy a checkpoint's weights into trainable ones. Raises UserError if they belong to another model, or are not finite."""
     room = "ema/" if config.eval.weights == "ema" else "weights/"
     tensors, _ = checkpoint.load(path)
     beside = tuple(f"{room}{name}." for name in (learned_noise.NAME, picture_reader.NAME))  # not the pipeline's
@@ -118,6 +119,7 @@ def take(live: TrainableWeights, config: Config, path: Path) -> None:
             if key.startswith(room) and not key.startswith(beside)}
     if live.named.keys() != held.keys():
         raise UserError(f"{path} holds other weights than {config.model!r} with the run's adapter has")
+    finite.require_read(path, held)
     live.load(held)
 
 

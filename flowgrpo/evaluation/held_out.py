@@ -35,6 +35,7 @@ from flowgrpo.evaluation.statistics import ALL
 from flowgrpo.evaluation.trainer import Trainer
 from flowgrpo.log import plain_console
 from flowgrpo.policies.policy import Policy
+from flowgrpo.policies.weights.finite import require_saved
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import finite, read_object
 
@@ -137,6 +138,7 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
     config, policy, first, progress = trainer.config, trainer.policy, trainer.processes.first, trainer.progress
     [evaluations] = trainer.processes.total([policy.evaluations])
     with policy.weights.swapped(progress.best.weights or trainer.optimization.evaluated_weights()):
+        require_saved(policy.weights.named, trainer.epoch, trainer.processes.any)
         said = policy.weights.save(folder) if first or policy.weights.sharded else ""
         after = _measure(trainer, functions, "held-out prompts, after", policy.reference)
     summary = {

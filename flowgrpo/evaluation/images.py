@@ -33,7 +33,7 @@ from flowgrpo.evaluation.pages.before_after import captions, draw_pairs
 from flowgrpo.policies.pipelines import edit_networks, edit_policy, prompt_inputs
 from flowgrpo.policies.pipelines.call import guidance_argument, placed, seeded
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline, modality, text_encoders
-from flowgrpo.policies.weights import adapters, host_weights
+from flowgrpo.policies.weights import adapters, finite, host_weights
 from flowgrpo.policies.weights.lora_files import LORA_FILE, load_lora
 from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts, require_quantiser
 from flowgrpo.policies.weights.rlg import Branches
@@ -205,6 +205,7 @@ def require_weights(path: Path) -> None:
 
 def _load_lora(pipe: Any, file: Path) -> None:
     with _told(f"{file} does not load into {type(pipe).__name__}"):
+        finite.require_file(file)
         pipe.load_lora_weights(str(file.parent), weight_name=file.name)
     _check_lora(pipe, file)
 
@@ -225,6 +226,8 @@ def _told(what: str) -> Iterator[None]:
     logging.set_verbosity(logging.CRITICAL)
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(f"{what}: {' '.join(str(error).split())[:200]}") from None
     finally:

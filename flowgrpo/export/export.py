@@ -24,6 +24,7 @@ from flowgrpo.files import decoded, tensors_of
 from flowgrpo.policies import sources
 from flowgrpo.policies.pipelines import edit_networks
 from flowgrpo.policies.precision import settle
+from flowgrpo.policies.weights import finite
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage import atomic, paths
 from flowgrpo.storage.json_files import read_object
@@ -97,7 +98,8 @@ def lora(run: Path) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]
     """Return a run's LoRA by part: tensors by module, and the peft configuration.
 
     Reads diffusers' file, the second expert's separate file, or peft's file where diffusers has no loader.
-    Raises UserError for a run without a LoRA, and for a file that does not state its alpha.
+    Raises UserError for a run without a LoRA, for weights that are not finite, and for a file that does not state its
+    alpha.
     """
     parts = _stock(run / LORA_FILE) if (run / LORA_FILE).is_file() else {}
     for file in sorted(run.glob(f"*/{LORA_FILE}")):
@@ -108,6 +110,8 @@ def lora(run: Path) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]
     for file in sorted(run.glob("*/adapter_config.json")):
         adapter = _with_alpha(file, read_object(file, "expected a file that `flowgrpo train` wrote"))
         parts[file.parent.name] = tensors_of(file.with_name("adapter_model.safetensors"))[0], adapter
+    for tensors, _ in parts.values():
+        finite.require_read(run, tensors)
     if (run / "adapter_config.json").is_file():
         raise UserError(f"the LoRA of {run} is of a language model, which ComfyUI does not load: use --form merged, or "
                         "the folder as it is with peft")

@@ -27,6 +27,7 @@ from flowgrpo.storage import atomic, manifest, paths
 from flowgrpo.storage.places import STATE, checkpoint_name, checkpoints
 
 VALUES = "state.json"
+UNSTEADY = "unsteady"  # value of a checkpoint: its last update was skipped, for a gradient that is not finite
 Tensors = dict[str, torch.Tensor]
 
 
@@ -63,8 +64,9 @@ def save_shard(folder: Path, epoch: int, tensors: Tensors, index: int, count: in
 
 
 def save(folder: Path, epoch: int, tensors: Tensors, state: dict[str, Any], keep: int, begun: bool = False) -> Path:
-    """Write `folder/epoch-00042` and delete all but the newest `keep` checkpoints.
+    """Write `folder/epoch-00042` and delete checkpoints that are neither the newest nor of the `keep` to be kept.
 
+    These are the newest ones whose last update was made; if there are fewer, others too.
     begun: `begin` was called, and the shards are written.
     """
     target, temporary = folder / checkpoint_name(epoch), _temporary(folder, epoch)
@@ -77,9 +79,23 @@ def save(folder: Path, epoch: int, tensors: Tensors, state: dict[str, Any], keep
         atomic.rename(target, _replaced(target))
     atomic.rename(temporary, target)
     shutil.rmtree(_replaced(target), ignore_errors=True)
-    for old in list(checkpoints(folder).values())[:-keep]:
+    for old in _superfluous(list(checkpoints(folder).values()), keep):
         atomic.remove(old)
     return target
+
+
+def _superfluous(known: list[Path], keep: int) -> list[Path]:
+    """Return the checkpoints, of `known` in the order of their epochs, that are to be deleted."""
+    kept = [*sorted(reversed(known), key=_unsteady)[:keep], known[-1]]
+    return [path for path in known if path not in kept]
+
+
+def _unsteady(folder: Path) -> bool:
+    """Return True if the last update before a checkpoint was skipped, or the checkpoint is damaged."""
+    try:
+        return bool(_values(folder).get(UNSTEADY))
+    except (OSError, ValueError, RecursionError):
+        return True
 
 
 def undo_replacing(folder: Path) -> None:

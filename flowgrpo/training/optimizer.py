@@ -119,7 +119,8 @@ class Optimization:
     """Optimizer of a run, with its schedule, loss scale and moving average.
 
     parameters: what it trains.
-    update: the steps so far; skipped: those that were left out for a gradient that is not finite.
+    update: the steps so far; skipped: those that were left out for a gradient that is not finite. unsteady: the last one
+    was left out.
     ema: moving average of the trained weights, by name; None without `train.ema`.
     """
 
@@ -132,6 +133,7 @@ class Optimization:
         self.ema = policy.weights.kept() if config.train.ema else None
         self.update = 0
         self.skipped = 0
+        self.unsteady = False
 
     @property
     def total_updates(self) -> int:
@@ -153,7 +155,8 @@ class Optimization:
             self.scaler.unscale_(self.optimizer)
         clip = clip_sharded if self.policy.weights.sharded else torch.nn.utils.clip_grad_norm_
         norm = clip(self.parameters, train.clip_grad)
-        if not torch.isfinite(norm):
+        self.unsteady = not torch.isfinite(norm)
+        if self.unsteady:
             self.skipped += 1
             self.scaler.update()
             return norm

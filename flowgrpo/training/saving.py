@@ -36,12 +36,13 @@ class Saving:
     def __call__(self, folder: Path, last: bool) -> None:
         """Save a checkpoint as of the end of the last whole epoch. last: return when it is written.
 
-        Raises the error of an earlier write.
+        Raises the error of an earlier write, and UserError for weights that are not finite.
         """
         self.look(wait=True)
         if last or not self._later():
             state.save(self.trainer, folder)
             return
+        state.require_finite(self.trainer)
         trainer, place = self.trainer, folder / "checkpoints"
         epoch, keep = trainer.epoch, trainer.config.train.keep
         self._steps = []

@@ -21,6 +21,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.policy import Policy
+from flowgrpo.policies.weights import finite
 from flowgrpo.rollouts.base import GroupSampler
 from flowgrpo.storage import checkpoint
 from flowgrpo.storage.places import checkpoints
@@ -32,6 +33,7 @@ from flowgrpo.training.scoring import Scoring
 SNAPSHOTS = ("weights", "ema", "old", "best", "reference")  # parts of a checkpoint that have the weights' names
 # Counters of a checkpoint, with the attribute of the run that has each.
 COUNTERS = {"epoch": "epoch", "update": "optimization.update", "skipped": "optimization.skipped",
+            checkpoint.UNSTEADY: "optimization.unsteady",
             "sampled": "progress.sampled", "seconds": "progress.seconds",
             "reward_wait_seconds": "progress.reward_seconds", "unmeasured": "progress.evaluation_due"}
 SAMPLING = ("rollout_evaluations", "saved_evaluations")
@@ -98,11 +100,13 @@ def contents(trainer: Run) -> tuple[checkpoint.Tensors, dict[str, Any]]:
 
 
 def save(trainer: Run, folder: Path, wait: bool = True) -> None:
-    """Write a checkpoint of everything, as of the end of the last whole epoch.
+    """Write a checkpoint of everything, as of the end of the last whole epoch, unless weights are not finite.
 
     The first process writes it, and every process the shards that it holds.
     wait: until all processes are here; without them, sharded weights cannot be saved, and nothing is written.
+    Raises UserError for weights that are not finite on any process.
     """
+    require_finite(trainer, wait)
     processes, place, keep = trainer.processes, folder / "checkpoints", trainer.config.train.keep
     if trainer.policy.weights.sharded:
         if wait:
@@ -112,6 +116,12 @@ def save(trainer: Run, folder: Path, wait: bool = True) -> None:
         checkpoint.save(place, trainer.epoch, *contents(trainer), keep)
     if wait:
         processes.wait()  # a process that left would have the others ended, in the midst of writing
+
+
+def require_finite(trainer: Run, wait: bool = True) -> None:
+    """Raise UserError if trained weights or their moving average are not finite. wait: on any process; all call it."""
+    weights = {**trainer.policy.weights.named, **(trainer.optimization.ema or {})}
+    finite.require_saved(weights, trainer.epoch, trainer.processes.any if wait else bool)
 
 
 @dataclass(frozen=True)
@@ -220,6 +230,9 @@ def _restore(trainer: Run, folder: Path) -> None:
         room, key = name.split("/", 1)
         parameter = owners[name] if room == "optimizer" else None
         taken[room][key] = tensor if parameter is None else shards.like(tensor, parameter)
+    for room in ("weights", "ema"):
+        if key := finite.odd(taken[room]):
+            raise ValueError(f"{room}/{key} holds NaN or an infinity")
     weights.load(taken["weights"])
     checkpoint.load_optimizer(trainer.optimization.optimizer, taken["optimizer"])
     if trainer.optimization.ema is not None:

@@ -30,6 +30,15 @@ def test_the_newest_are_kept(tmp_path):
     assert checkpoint.latest(tmp_path).name == "epoch-00100"
 
 
+@pytest.mark.parametrize("skipped, kept", [
+    ((), [5, 6]), ((5,), [4, 6]), ((6,), [4, 5, 6]), ((5, 6), [3, 4, 6]), ((4, 6), [3, 5, 6]), ((4, 5, 6), [2, 3, 6]),
+    ((2, 3, 4, 5, 6), [1, 6]), ((1, 2, 3, 4, 5, 6), [5, 6])])
+def test_a_checkpoint_after_a_skipped_update_takes_the_place_of_no_good_one(skipped, kept, tmp_path):
+    for epoch in range(1, 7):
+        checkpoint.save(tmp_path, epoch, {"a/b": torch.ones(1)}, {"epoch": epoch, "unsteady": epoch in skipped}, 2)
+    assert [*checkpoints(tmp_path)] == kept
+
+
 def test_an_epoch_that_is_saved_again_replaces_the_first(tmp_path):
     save(tmp_path, 3, value=1.0)
     assert checkpoint.load(save(tmp_path, 3, value=2.0))[0]["a/b.c"].unique().tolist() == [2.0]

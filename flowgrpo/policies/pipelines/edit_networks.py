@@ -19,6 +19,7 @@ from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
 from flowgrpo.files import decoded, tensors_of
 from flowgrpo.policies.pipelines.conditioning import Conditioning
+from flowgrpo.policies.weights import finite
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers.latent_edits import Edit
 from flowgrpo.storage import atomic, paths
@@ -157,6 +158,7 @@ def load_editor(folder: Path, device: torch.device | str = "cpu") -> Editor:
         tensors, described = tensors_of(folder / FILE)
         edit, sizes = Edit(**decoded(described["edit"])), decoded(described["sizes"])
         _require_sizes(edit, sizes, tensors)
+        finite.require_read(folder / FILE, tensors)
         editor = Editor(edit, **sizes, device=device, states=device)
         editor.networks.load_state_dict(tensors)
     except Exception as error:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flowgrpo.errors import UserError
+from flowgrpo.policies.weights import finite
 from flowgrpo.storage.tensor_files import order_config
 
 if TYPE_CHECKING:
@@ -54,12 +55,14 @@ def save(module: Any, folder: Path, wrapped: bool = False) -> None:
 def load(module: torch.nn.Module, folder: Path, name: str = "default") -> None:
     """Load the LoRA of a folder as an adapter of that name, and make it the one in use.
 
-    Raises UserError for a file without one of the layers, or with a layer that the module lacks.
+    Raises UserError for a file without one of the layers, with a layer that the module lacks, or with weights that are
+    not finite.
     """
     from peft import LoraConfig
     from peft.functional import inject_adapter_in_model, set_peft_model_state_dict
 
     state = {key.removeprefix(WRAPPED): value for key, value in load_file(folder / WEIGHTS).items()}
+    finite.require_read(folder / WEIGHTS, state)
     inject_adapter_in_model(LoraConfig.from_pretrained(str(folder)), module, name)
     _tell(module, True)
     loaded: Any = set_peft_model_state_dict(module, state, name)

@@ -11,7 +11,7 @@ import torch
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
 from flowgrpo.packages import broken
-from flowgrpo.policies.weights import adapters
+from flowgrpo.policies.weights import adapters, finite
 from flowgrpo.storage.places import CONFIG, is_checkpoint
 from flowgrpo.storage.tensor_files import order_metadata
 
@@ -35,14 +35,16 @@ def loader(pipe: Any, name: str) -> str:
 def load_lora(pipe: Any, modules: dict[str, torch.nn.Module], folder: Path, adapter: str = "default") -> list[str]:
     """Load the LoRA that `Weights.save` wrote into a stock pipeline; return the loaders used, none without a LoRA.
 
-    modules: those of the pipeline that may have one, by name.
+    modules: those of the pipeline that may have one, by name. Raises UserError for weights that are not finite.
     """
     used = []
     if (folder / LORA_FILE).is_file():
+        finite.require_file(folder / LORA_FILE)
         pipe.load_lora_weights(folder, weight_name=LORA_FILE, adapter_name=adapter)
         used.append(PIPELINE)
     for name, module in modules.items():
         if (folder / name / LORA_FILE).is_file():
+            finite.require_file(folder / name / LORA_FILE)
             pipe.load_lora_weights(folder / name, weight_name=LORA_FILE, adapter_name=adapter,
                                    load_into_transformer_2=True)
             used.append(EXPERT)
@@ -76,6 +78,7 @@ def attach(pipe: Any, modules: dict[str, torch.nn.Module], path: Path, adapter: 
     try:
         with quiet():  # a second adapter, and none for the text encoders, are intended
             if path.is_file():
+                finite.require_file(path)
                 pipe.load_lora_weights(path.parent, weight_name=path.name, adapter_name=adapter)
             else:
                 load_lora(pipe, modules, path, adapter)

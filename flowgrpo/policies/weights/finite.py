@@ -1,0 +1,47 @@
+"""NaN and infinities in trained weights: refused before weights are saved, and when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from flowgrpo.distributed.shards import local
+from flowgrpo.errors import UserError
+from flowgrpo.files import tensors_of
+
+
+@torch.no_grad()
+def odd(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """Return the name of the first tensor that holds NaN or an infinity; None if all are finite.
+
+    Of a sharded one this process's rows are read.
+    """
+    floats = {key: local(tensor) for key, tensor in tensors.items() if tensor.is_floating_point()}
+    flags = [(value.float() if value.element_size() == 1 else value).isfinite().all() for value in floats.values()]
+    if not flags:
+        return None
+    known = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()  # the host waits once
+    return next((key for key, finite in zip(floats, known) if not finite), None)
+
+
+def require_saved(tensors: Mapping[str, torch.Tensor], epoch: int, anywhere: Callable[[bool], bool] = bool) -> None:
+    """Raise UserError if weights that are to be saved are not finite. anywhere: if a flag is set on any process."""
+    key = odd(tensors)
+    if anywhere(key is not None):
+        where = f"such as {key}" if key else "on another process"
+        raise UserError(f"the trained weights are not finite after epoch {epoch} ({where}): they are not saved, and "
+                        "earlier checkpoints stay: lower train.lr or train.clip_grad, and --resume or begin anew")
+
+
+def require_read(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise UserError if weights that were read from a path are not finite."""
+    if key := odd(tensors):
+        raise UserError(f"{path}: {key} holds NaN or an infinity, expected finite weights: take those of an earlier "
+                        "checkpoint")
+
+
+def require_file(path: Path) -> None:
+    """Raise UserError if a safetensors file holds weights that are not finite."""
+    require_read(path, tensors_of(path)[0])

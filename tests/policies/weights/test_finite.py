@@ -1,0 +1,130 @@
+"""Weights that are not finite: neither saved nor read."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from flowgrpo.cli import main
+from flowgrpo.errors import UserError
+from flowgrpo.policies.weights import finite
+from flowgrpo.policies.weights.lora_files import LORA_FILE
+from flowgrpo.storage import checkpoint, manifest
+from tests.helpers import tiny
+
+REWARD = "def kind(images, prompts):\n    return images.nan_to_num().mean((1, 2, 3))\n"
+
+
+@pytest.mark.parametrize("value, name", [(1.0, None), (3e38, None), (math.inf, "b"), (-math.inf, "b"), (math.nan, "b")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
+def test_the_first_tensor_that_is_not_finite_is_named(value, name, dtype):
+    one = torch.zeros(2, 3).to(dtype)
+    last = torch.full((2, 3), min(value, torch.finfo(dtype).max) if value == 3e38 else value).to(dtype)
+    assert finite.odd({"a": one, "whole": torch.ones(2, dtype=torch.int64), "b": last, "c": last}) == name
+
+
+def test_nothing_is_finite():
+    assert finite.odd({}) is None and finite.odd({"empty": torch.zeros(0), "ids": torch.ones(1).long()}) is None
+
+
+def test_what_is_broken_on_another_process_is_not_saved():
+    with pytest.raises(UserError, match="not finite after epoch 7 .on another process."):
+        finite.require_saved({"a": torch.ones(1)}, 7, lambda flag: True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def trained(model, tmp_path_factory):
+    """A run of two epochs, each with its checkpoint, and the command that made it."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "prompts.txt").write_text("\n".join(tiny.PROMPTS))
+    settings = tiny.config(folder, model=str(model), reward=f"{folder}/reward.py:kind", train__epochs=2,
+                           prompts=str(folder / "prompts.txt"), train__save_every=1, train__steps=4,
+                           parts__plan__size=2)
+    (folder / "recipe.yaml").write_text(settings.yaml())
+    command = ["train", str(folder / "recipe.yaml")]
+    assert main(command) == 0
+    return command, folder / "run"
+
+
+def line(capsys, *arguments: object) -> str:
+    """Run a command that has to end in one line, and return it."""
+    capsys.readouterr()
+    assert main([str(argument) for argument in arguments]) == 2
+    [said] = [text for text in capsys.readouterr().err.split("\n") if text and "\r" not in text]
+    return said
+
+
+def test_a_run_whose_weights_break_keeps_its_good_checkpoints(trained, tmp_path, capsys):
+    """The reward tolerates pictures of NaN."""
+    command, run = trained
+    shutil.copytree(run, tmp_path / "run")
+    more = [*command, f"--output={tmp_path}", "--resume", "--train.epochs=5", "--train.lr=1e308"]
+    assert "the trained weights are not finite after epoch 3 (such as transformer." in line(capsys, *more)
+    kept = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in kept.iterdir()) == ["epoch-00001", "epoch-00002"]
+    for name in ("epoch-00001", "epoch-00002"):
+        assert finite.odd(checkpoint.load(kept / name)[0]) is None and manifest.difference(kept / name) is None
+    assert finite.odd(load_file(tmp_path / "run" / LORA_FILE)) is None  # the result of the two epochs
+    assert main([*command, f"--output={tmp_path}", "--resume", "--train.epochs=3"]) == 0
+
+
+def test_weights_that_break_are_blamed_and_not_the_reward(trained, tmp_path, capsys):
+    """A reward that fails on pictures of NaN does so before the first checkpoint."""
+    command, _ = trained
+    (tmp_path / "reward.py").write_text(REWARD.replace("return", "assert images.isfinite().all(), 'odd'\n    return"))
+    said = line(capsys, *command, f"--output={tmp_path}", "--train.lr=1e308", "--train.save_every=9",
+                f"--reward={tmp_path}/reward.py:kind")
+    assert "the trained weights are not finite after epoch 1 (such as " in said
+    assert not any((tmp_path / "run").glob("checkpoints/epoch-*"))
+
+
+def broken(file) -> None:
+    """Put one NaN into a file of weights."""
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    tensors = load_file(file)
+    key = next(key for key in tensors if "lora_B" in key and not key.startswith("optimizer"))
+    tensors[key].view(-1)[0] = math.nan
+    file.unlink()
+    save_file(tensors, file, metadata)
+
+
+@pytest.mark.parametrize("command", [
+    ["sample", "MODEL", "--prompt", "a", "--steps", "2", "--lora", "RUN"],
+    ["sample", "MODEL", "--prompt", "a", "--steps", "2", "--lora", f"RUN/{LORA_FILE}"],
+    ["grid", "RUN", "--count", "1", "--trust-run"], ["export", "RUN", "--output", "OUT/lora.safetensors"],
+    ["export", "RUN", "--form", "merged", "--output", "OUT/merged"],
+    ["train", "RUN/config.yaml", "--name=next", "--output=OUT", "--adapter.init=RUN"],
+], ids=["sample", "file", "grid", "export", "merged", "init"])
+def test_a_lora_that_is_not_finite_is_not_read(command, model, trained, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(trained[1], run)
+    broken(run / LORA_FILE)
+    places = {"MODEL": str(model), "RUN": str(run), "OUT": str(tmp_path)}
+    for name, place in places.items():
+        command = [word.replace(name, place) for word in command]
+    assert "holds NaN or an infinity, expected finite weights" in line(capsys, *command)
+
+
+def test_a_checkpoint_that_is_not_finite_is_not_read(model, trained, tmp_path, capsys):
+    command, run = trained
+    shutil.copytree(run, tmp_path / "run")
+    last = tmp_path / "run" / "checkpoints" / "epoch-00002"
+    broken(last / "state.safetensors")
+    manifest.write(last)
+    said = line(capsys, *command, f"--output={tmp_path}", "--resume", "--train.epochs=3")
+    assert "holds NaN or an infinity" in said and "remove it to go on from epoch-00001" in said
+    assert json.loads((last / "state.json").read_text())["epoch"] == 2  # it is left as it was
+    assert "holds NaN or an infinity" in line(capsys, "sample", model, "--prompt", "a", "--lora", last)
