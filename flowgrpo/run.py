@@ -238,7 +238,7 @@ def _split(config: Config, prompts: list[Prompt] | None) -> tuple[list[Prompt], 
     """Return the training and the held-out prompts. prompts: objects that replace those of the configuration."""
     if prompts is not None:
         return splits.split(prompts, config.held_out, splits.SPLIT_SEED)
-    splits.require_no_share(config)
+    splits.require_suited(config)
     return splits.resolve(config)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from flowgrpo.config.schema import Config
+from flowgrpo.data.sets import SETS
 from flowgrpo.dry_run import from_configs, published
 from flowgrpo.policies.weights.memory_options import PACKAGES
 from flowgrpo.rewards.about import about
@@ -34,8 +35,10 @@ download nothing. A reward's licence is that of its code and of its weights.
 
 
 def extras(config: Config, rewards: Iterable[str]) -> list[str]:
-    """Return the extras of flowgrpo that a recipe needs, by its rewards, its weights and its optimizer."""
-    named = [PACKAGES.get(config.memory.weights, ""), "bitsandbytes" * (config.train.optimizer == "adamw8bit")]
+    """Return the extras of flowgrpo that a recipe needs, by its prompts, rewards, weights and optimizer."""
+    of_hub = config.prompts in SETS and not SETS[config.prompts].packaged
+    named = [PACKAGES.get(config.memory.weights, ""), "bitsandbytes" * (config.train.optimizer == "adamw8bit"),
+             "datasets" * of_hub]
     for name in rewards:
         reward = made(name)
         named += [about(part).needs or "" for part in (reward, *local_models(reward))]

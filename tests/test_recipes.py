@@ -15,8 +15,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from flowgrpo.check import report, tiny
 from flowgrpo.config import load
 from flowgrpo.config.geometry import geometry
+from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.data.sets import SETS
+from flowgrpo.data.sets import SETS, test_set
 from flowgrpo.gaussian import log_prob
 from flowgrpo.gpus import GPUS
 from flowgrpo.methods import keys_read, validate
@@ -77,6 +78,14 @@ def test_a_run_reads_all_keys_of_a_recipe(path):
     config = load(path)
     kind = build.kind(config)
     keys_read.require_keys(config, kind, validate.resolve(config, build.process(kind)))
+
+
+@pytest.mark.parametrize("path", sorted([*FOLDER.glob("**/*.yaml")]), ids=lambda path: path.stem)
+def test_no_recipe_trains_on_a_test_set(path):
+    if path.parent.name != "accelerate":
+        config = load(path)
+        assert test_set(config.prompts) is None and not config.train_on_test_set
+        splits.require_suited(config)
 
 
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
@@ -265,11 +274,11 @@ def test_a_recipe_for_another_memory_class_states_only_what_differs(name):
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_it_trains_on_packaged_prompts_and_measures_two_rewards_that_it_does_not_train_on(name):
-    """But edits and clips that go on from a picture need pictures, which no packaged set has."""
+def test_it_trains_on_a_set_and_measures_two_rewards_that_it_does_not_train_on(name):
+    """But edits and clips that go on from a picture need pictures, which no set has. Small ones need no hub."""
     config = load(FOLDER / f"{name}.yaml")
     if not name.startswith(("flux_kontext", "qwen_image_edit", "skyreels_i2v")):
-        assert SETS[config.prompts].packaged
+        assert SETS[config.prompts].packaged or config.prompts == "pickapic" and not name.endswith("_24gb")
         assert SETS[config.prompts].kind == ("video" if (config.picture.frames or 1) > 1 else "image")
     used = [{rule.args.get("reward", rule.use or label) for label, rule in rules.items()}
             for rules in (config.trained, config.watched)]

@@ -100,6 +100,8 @@ def _weighted(sets: Sequence[str]) -> tuple[list[str], list[float]]:
 def _loaded(name: str) -> list[Any]:
     from flowgrpo.data import sets
 
+    if note := sets.noted(name):
+        typer.echo(note, err=True)
     return sets.load(sets.SETS[name].train if name in sets.SETS else name)
 
 

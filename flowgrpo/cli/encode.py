@@ -52,7 +52,7 @@ def _encode(settings: Any) -> None:
     if build.kind(settings) != build.PIPELINE:
         raise UserError(f"encode: got the language model {settings.model}, expected a pipeline")
     encoded_prompts.require(settings)
-    splits.require_no_share(settings)
+    splits.require_suited(settings)
     sides = recorded_pairs.in_place(settings, splits.resolve(settings))
     paths.require_folder(settings.cache)
     device = torch.device(pick_device(settings.device))

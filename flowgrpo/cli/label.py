@@ -96,6 +96,8 @@ def _drawn(source: str, prompts: str, output: Path, options: dict[str, Any]) -> 
     from flowgrpo.evaluation import prompt_file
     from flowgrpo.storage import atomic
 
+    if note := sets.noted(prompts):
+        typer.echo(note, err=True)
     given = sets.load(sets.SETS[prompts].train if prompts in sets.SETS else prompts)
     folder = output.with_name(f"{output.stem}-samples")
     listing = folder.with_name(f"{output.stem}-prompts.jsonl")

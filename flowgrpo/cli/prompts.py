@@ -28,8 +28,8 @@ def prompts(
     from flowgrpo.data.sets import SETS
 
     if name is None:
-        heads = ["name", "kind", "where", "licence", "about"]
-        rows = [[known, one.kind, "packaged" if one.packaged else "hub", one.licence, one.about]
+        heads = ["name", "kind", "role", "where", "licence", "about"]
+        rows = [[known, one.kind, one.role, "packaged" if one.packaged else "hub", one.licence, one.about]
                 for known, one in SETS.items()]
         if as_json:
             typer.echo(json.dumps([dict(zip(heads, row)) for row in rows], indent=2))
@@ -58,7 +58,8 @@ def _preview(name: str, count: int) -> tuple[dict[str, Any], list[dict[str, Any]
     train = sets.load(one.train if one else name)
     facts: dict[str, Any] = {"training": len(train)}
     if one:
-        facts |= {"held out": len(sets.load(one.held_out)) if one.held_out else "a share of them (held_out)",
+        held_out = len(sets.load(one.held_out)) if one.held_out else "a share of them (held_out)"
+        facts |= {"role": one.role, "held out": held_out,
                   "licence": one.licence, "source": one.source, "rewards": ", ".join(one.rewards) or "any"}
     shown = min(count, len(train))
     return facts, [as_line(train[(2 * place + 1) * len(train) // (2 * shown)]) for place in range(shown)]

@@ -132,7 +132,7 @@ def check_inputs(settings: Any) -> None:
     from flowgrpo.data import provenance, recorded_pairs, splits
 
     provenance.require_no_slip(settings.model)
-    splits.require_no_share(settings)
+    splits.require_suited(settings)
     recorded_pairs.in_place(settings, splits.resolve(settings), text=True)  # `run.check` opens the pictures
     for label, rule in (settings.trained | settings.watched).items():
         rewards.locate(rule.use or label)

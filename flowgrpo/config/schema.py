@@ -38,6 +38,8 @@ class Config(Section):
                                               "file, or hub:OWNER/NAME")
     held_out: float | str = Field(0.1, description="share of the prompts that is never trained on, or a file of "
                                                  "them; sets with held-out prompts of their own take no share")
+    train_on_test_set: bool = Field(False, description="train on `prompts` even if they are a published test set; the "
+                                                       "report and the model card then say so")
     preferences: str | None = Field(None, min_length=1, description="a .jsonl of pairs of pictures or texts that are "
                                                                     "trained on: none is drawn; see "
                                                                     "docs/preferences.md")

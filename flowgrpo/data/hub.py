@@ -1,4 +1,5 @@
-"""Prompts from datasets of the hub: `hub:OWNER/NAME[:CONFIG][?column=..&split=..&revision=..&limit=..&streaming=true]`.
+"""Prompts from datasets of the hub: `hub:OWNER/NAME[:CONFIG][?column=..&split=..&revision=..&limit=..&streaming=true
+&unique=true]`.
 
 Columns named `negative_prompt`, `weight` and `metadata` are what they are in a prompt file; other columns of texts,
 numbers, lists and structures become metadata. The library `datasets` (extra `datasets`) downloads once and caches.
@@ -19,7 +20,7 @@ from flowgrpo.errors import UserError, nearest
 
 PREFIX = "hub:"
 NAME = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(?::(?P<config>[\w.-]+))?")
-OPTIONS = ("column", "split", "revision", "limit", "streaming")
+OPTIONS = ("column", "split", "revision", "limit", "streaming", "unique")
 COLUMNS = ("prompt", "Prompt", "prompts", "Prompts", "caption", "text", "question")  # of the prompt, the first there is
 
 
@@ -30,6 +31,7 @@ class HubPrompts:
     id: OWNER/NAME, or a folder of that form. config: its configuration.
     column: of the prompts; None takes the first of `COLUMNS` that the dataset has. limit: number of rows, None for all.
     streaming: read rows as they arrive, in place of downloading the whole dataset first.
+    unique: take each text once, without the other columns, which belong to one of its rows.
     """
 
     id: str
@@ -39,6 +41,7 @@ class HubPrompts:
     revision: str | None = None
     limit: int | None = None
     streaming: bool = False
+    unique: bool = False
 
 
 def named(source: Path | str) -> bool:
@@ -59,7 +62,7 @@ def parse(source: str) -> HubPrompts:
                             f"{', '.join(OPTIONS)}")
     return HubPrompts(match["id"], match["config"], given.get("column"), given.get("split", "train"),
                       given.get("revision"), _count(source, given.get("limit")),
-                      _flag(source, given.get("streaming", "false")))
+                      _flag(source, "streaming", given), _flag(source, "unique", given))
 
 
 def _count(source: str, text: str | None) -> int | None:
@@ -68,9 +71,10 @@ def _count(source: str, text: str | None) -> int | None:
     return None if text is None else int(text)
 
 
-def _flag(source: str, text: str) -> bool:
+def _flag(source: str, name: str, given: dict[str, str]) -> bool:
+    text = given.get(name, "false")
     if text not in ("true", "false"):
-        raise UserError(f"prompts {source!r}: streaming is {text!r}, expected true or false")
+        raise UserError(f"prompts {source!r}: {name} is {text!r}, expected true or false")
     return text == "true"
 
 
@@ -83,6 +87,9 @@ def load(source: str) -> list[Prompt]:
         raise UserError(f"prompts {source}: the split {wanted.split!r} holds no row")
     column = _column(source, wanted.column, first)
     whole = itertools.chain([first], rows)
+    if wanted.unique:
+        texts = dict.fromkeys(str(row[column]).strip() for row in whole if row[column])
+        whole = ({column: text} for text in texts)
     return of_rows((_renamed(row, column) for row in itertools.islice(whole, wanted.limit)), Path(source))
 
 

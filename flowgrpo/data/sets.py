@@ -1,16 +1,20 @@
 """Prompt sets by name: packaged files, and datasets of the hub whose licence does not allow packaging.
 
 `prompts: NAME` trains on a set, `flowgrpo eval --suite NAME` measures on its held-out side. `flowgrpo prompts` lists
-them. Packaged files are written by scripts/build_prompt_sets.py from the published ones.
+them. Packaged files are written by scripts/build_prompt_sets.py from the published ones, and those of our own by
+scripts/build_training_prompts.py. A set of the role `test` is a published benchmark, or has its prompts: training on
+it is an error, unless the user says so.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from flowgrpo.data import hub
 from flowgrpo.data.prompts import STARTER, Prompt, load_prompts
+from flowgrpo.errors import UserError
 
 FOLDER = Path(__file__).parent / "packaged"
 
@@ -23,6 +27,7 @@ class PromptSet:
     train: packaged file, or the hub's name of the set. held_out: file of its held-out side, or None where the run's
     share (`held_out: 0.1`) is held out. licence, source: of the published prompts.
     rewards: those that read its metadata.
+    role: train, for a set that is trained on; test, for one that models are compared on. A held-out side is a test.
     """
 
     about: str
@@ -32,6 +37,12 @@ class PromptSet:
     licence: str = "Apache-2.0"
     source: str = "flowgrpo"
     rewards: tuple[str, ...] = ()
+    role: Literal["train", "test"] = "train"
+
+    @property
+    def tests(self) -> tuple[Path | str, ...]:
+        """Files and hub names that models are compared on."""
+        return tuple(side for side in (self.held_out, self.train if self.role == "test" else None) if side)
 
     @property
     def packaged(self) -> bool:
@@ -51,37 +62,81 @@ SETS: dict[str, PromptSet] = {
                                STARTER / "video_held_out.jsonl", rewards=("motion",)),
     "starter_text": PromptSet("sums, for the text starter", "text", STARTER / "text_train.jsonl",
                               STARTER / "text_held_out.jsonl", rewards=("numeric_match", "step_match")),
+    "general": PromptSet("600 varied prompts of ten kinds, for rewards of preference and aesthetics", "image",
+                         FOLDER / "general.jsonl"),
+    "general_video": PromptSet("300 prompts of ten kinds of motion, for the same rewards", "video",
+                               FOLDER / "general_video.jsonl"),
+    "pickapic": PromptSet("prompts that users wrote, without the explicit ones, each once; fetched from the hub",
+                          "image", "hub:CarperAI/pickapic_v1_no_images_training_sfw?column=caption&split=train"
+                          "&unique=true", None, "MIT", "CarperAI, of Pick-a-Pic (2305.01569)"),
     "geneval": PromptSet("pairs, counts, colours, positions, bindings; GenEval's own 553 are held out, and none of "
                          "their scenes is trained on", "image", FOLDER / "geneval_train.jsonl",
                          FOLDER / "geneval.jsonl", "MIT", "djghosh13/geneval (2310.11513)", ("geneval",)),
-    "geneval_coco": PromptSet("535 further prompts of GenEval's six tasks, in correct English", "image",
-                              FOLDER / "geneval_coco.jsonl", rewards=("geneval",)),
     "t2i_compbench": PromptSet("compositions of eight kinds; the published training and validation prompts", "image",
                                FOLDER / "t2i_compbench_train.jsonl", FOLDER / "t2i_compbench.jsonl", "MIT",
                                "Karine-Huang/T2I-CompBench (2307.06350)", ("t2i_compbench",)),
-    "partiprompts": PromptSet("1,632 prompts of 12 categories and 11 challenges", "image",
-                              FOLDER / "partiprompts.jsonl", None, "Apache-2.0", "google-research/parti (2206.10789)"),
-    "ocr": PromptSet("a text in quotes that the picture has to show", "image", FOLDER / "ocr.jsonl", None, "MIT",
-                     "yifan123/flow_grpo (2505.05470)", ("ocr",)),
+    "ocr": PromptSet("a text in quotes that the image has to show; Flow-GRPO's 1,018 test prompts are held out, and "
+                     "none of their texts is trained on", "image", FOLDER / "ocr_train.jsonl", FOLDER / "ocr.jsonl",
+                     "Apache-2.0, held out MIT", "flowgrpo; held out yifan123/flow_grpo (2505.05470)", ("ocr",)),
     "simple_animals": PromptSet("45 animals, DDPO's first task", "image", FOLDER / "simple_animals.jsonl", None, "MIT",
                                 "kvablack/ddpo-pytorch (2305.13301)"),
-    "dpg": PromptSet("1,065 long prompts, for evaluation", "image", FOLDER / "dpg.jsonl", None, "Apache-2.0",
-                     "TencentQQGYLab/ELLA (2403.05135)"),
-    "unigenbench": PromptSet("600 prompts with test points of ten dimensions, for evaluation", "image",
-                             FOLDER / "unigenbench.jsonl", None, "CC-BY-4.0", "CodeGoat24/UniGenBench (2510.18701)"),
-    "vbench": PromptSet("944 prompts of 16 dimensions of video quality", "video", FOLDER / "vbench.jsonl", None,
-                        "Apache-2.0", "Vchitect/VBench (2311.17982)"),
-    "drawbench": PromptSet("200 prompts of 11 categories, for evaluation; fetched from the hub", "image",
-                           "hub:shunk031/DrawBench?revision=refs/convert/parquet&column=prompts&split=test", None,
-                           "not stated", "2205.11487"),
-    "pickapic": PromptSet("prompts that users wrote, explicit ones and names of persons among them; fetched from the "
-                          "hub", "image", "hub:yuvalkirstain/pickapic_v1_no_images?column=caption&split=test_unique",
-                          None, "MIT", "2305.01569"),
     "gsm8k": PromptSet("word problems of primary school; fetched from the hub", "text",
                        "hub:openai/gsm8k:main?column=question&split=train",
                        "hub:openai/gsm8k:main?column=question&split=test", "MIT", "openai/gsm8k (2110.14168)",
                        ("math_answer",)),
+    "geneval_coco": PromptSet("535 further prompts of GenEval's six tasks, in correct English", "image",
+                              FOLDER / "geneval_coco.jsonl", rewards=("geneval",), role="test"),
+    "partiprompts": PromptSet("1,632 prompts of 12 categories and 11 challenges", "image",
+                              FOLDER / "partiprompts.jsonl", None, "Apache-2.0", "google-research/parti (2206.10789)",
+                              role="test"),
+    "dpg": PromptSet("1,065 long prompts", "image", FOLDER / "dpg.jsonl", None, "Apache-2.0",
+                     "TencentQQGYLab/ELLA (2403.05135)", role="test"),
+    "unigenbench": PromptSet("600 prompts with test points of ten dimensions", "image", FOLDER / "unigenbench.jsonl",
+                             None, "CC-BY-4.0", "CodeGoat24/UniGenBench (2510.18701)", role="test"),
+    "vbench": PromptSet("944 prompts of 16 dimensions of video quality", "video", FOLDER / "vbench.jsonl", None,
+                        "Apache-2.0", "Vchitect/VBench (2311.17982)", role="test"),
+    "drawbench": PromptSet("200 prompts of 11 categories; fetched from the hub", "image",
+                           "hub:shunk031/DrawBench?revision=refs/convert/parquet&column=prompts&split=test", None,
+                           "not stated", "2205.11487", role="test"),
 }
+# What a user may train on in place of a test set, by kind.
+INSTEAD = {"image": "general, pickapic or ocr", "video": "general_video", "text": "gsm8k or starter_text"}
+
+
+def test_set(prompts: str) -> str | None:
+    """Return the name of the test set that `prompts` is: by its name, its file or its place on the hub."""
+    if prompts in SETS:
+        return prompts if SETS[prompts].role == "test" else None
+    given = prompts if hub.named(prompts) else Path(prompts).resolve()
+    return next((name for name, one in SETS.items() for side in one.tests
+                 if given == (side.resolve() if isinstance(side, Path) else side)), None)
+
+
+def test_files() -> list[Path]:
+    """Return the packaged files that models are compared on, without those of the starters."""
+    return [side for one in SETS.values() for side in one.tests if isinstance(side, Path) and side.parent == FOLDER]
+
+
+def require_training_set(prompts: str) -> None:
+    """Raise UserError for a test set."""
+    if name := test_set(prompts):
+        one = SETS[name]
+        raise UserError(f"prompts: {prompts} is a test set ({one.source}), on which a model that trained on it cannot "
+                        f"be compared: train on {INSTEAD[one.kind]}, or on your own; `eval --suite {name}` measures on "
+                        "it. With train_on_test_set: true the run goes ahead, and its report and card say so")
+
+
+def noted(prompts: str) -> str | None:
+    """Return a note for files that are made from a test set, which no run can refuse any more; None for others."""
+    return f"note: {prompts} is a test set: evaluate on what is made of it, and do not train on it" \
+        if test_set(prompts) else None
+
+
+def caution(prompts: str) -> str:
+    """Return what the report and the card of a run with `train_on_test_set` say."""
+    name = Path(prompts).name if test_set(prompts) != prompts else prompts
+    return (f"Trained on {name}, a test set (train_on_test_set): no score on it, held-out prompts included, can be "
+            "compared with that of a model that was not")
 
 
 def load(source: Path | str) -> list[Prompt]:

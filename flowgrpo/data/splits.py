@@ -86,11 +86,14 @@ def _walk(n: int, count: int, epoch: int, seed: int) -> np.ndarray:
     return np.concatenate([before, order])[offset:offset + count]
 
 
-def require_no_share(config: Config) -> None:
-    """Raise UserError for a held-out share of a set that brings held-out prompts, where it would have no effect.
+def require_suited(config: Config) -> None:
+    """Raise UserError for a test set that is trained on, unless `train_on_test_set`; and for a held-out share of a set
+    that brings held-out prompts, where it would have no effect.
 
-    The default share is accepted: a run's saved configuration has it.
+    The default share is accepted: a run's saved configuration has it. Recorded pairs replace the training prompts.
     """
+    if not config.train_on_test_set and config.preferences is None:
+        sets.require_training_set(config.prompts)
     usual = config.held_out == Config.model_fields["held_out"].default
     if _held_out_of(config.prompts) and isinstance(config.held_out, float) and not usual:
         raise UserError(f"held_out: got {config.held_out!r}, but prompts: {config.prompts} brings held-out prompts of "

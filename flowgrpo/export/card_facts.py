@@ -76,7 +76,8 @@ def beside(pairs: Sequence[Pair]) -> str:
 
 
 def prompts(config: Config) -> str:
-    """Return the table of the prompts' sides: set or file, number of lines, SHA-256."""
+    """Return the table of the prompts' sides: set or file, number of lines, SHA-256; and that a test set was trained
+    on."""
     known = sets.SETS.get(config.prompts)
     shared = isinstance(config.held_out, float)
     held_out = known.held_out if known and known.held_out and shared else config.held_out
@@ -85,7 +86,8 @@ def prompts(config: Config) -> str:
     name = config.prompts if known else line(Path(config.prompts).name)
     rows = [[side, code(name) if side == "training" or known else code(Path(str(place)).name), *_counted(Path(place))]
             for side, place in sides.items()]
-    return _table([["split", "set", "number", "SHA-256"], *rows])
+    note = f"**{markdown(sets.caution(config.prompts))}.**\n\n" if config.train_on_test_set else ""
+    return note + _table([["split", "set", "number", "SHA-256"], *rows])
 
 
 def _counted(file: Path) -> list[str]:

@@ -61,6 +61,13 @@ def test_rates_of_a_file_and_of_a_run(world):
     assert run(world, "--rates", str(world / "run"), "--high", "0.5") == ["7+8="]
 
 
+def test_a_file_that_is_made_of_a_test_set_is_told(world, capsys):
+    assert main(["data", "partiprompts", "--count", "5", "--output", str(world / "a.jsonl")]) == 0
+    assert capsys.readouterr().err.startswith("note: partiprompts is a test set: evaluate on what is made of it")
+    assert main(["data", "general", "--count", "5", "--output", str(world / "b.jsonl")]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_the_least_likely_answers(world):
     policy = tiny_text.policy()
     prompts = load_prompts(world / "p.jsonl")

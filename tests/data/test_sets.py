@@ -10,6 +10,7 @@ import pytest
 
 from flowgrpo.config import parse
 from flowgrpo.data import sets, splits
+from flowgrpo.data.prompts import load_prompts
 from flowgrpo.data.suites import load_suite
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.find import names
@@ -18,9 +19,11 @@ from flowgrpo.rewards.images.geneval import require_judgeable
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
 import build_suites  # noqa: E402
+import build_training_prompts  # noqa: E402
 
 PACKAGED = [name for name, one in sets.SETS.items() if one.packaged]
-COUNTS = {"geneval": (2150, 553), "t2i_compbench": (5557, 2400), "partiprompts": (1469, 163), "ocr": (916, 102),
+COUNTS = {"geneval": (2150, 553), "t2i_compbench": (5557, 2400), "partiprompts": (1469, 163), "ocr": (3000, 1018),
+          "general": (540, 60), "general_video": (270, 30),
           "simple_animals": (41, 4), "dpg": (959, 106), "unigenbench": (540, 60), "vbench": (850, 94)}
 
 
@@ -60,5 +63,58 @@ def test_a_packaged_set_is_a_suite_with_its_categories(name, categories):
 
 def test_a_share_of_a_set_with_held_out_prompts_is_refused():
     with pytest.raises(UserError, match="prompts: geneval brings held-out prompts of its own"):
-        splits.require_no_share(parse.validate({"prompts": "geneval", "held_out": 0.3}))
-    splits.require_no_share(parse.validate({"prompts": "ocr", "held_out": 0.3}))
+        splits.require_suited(parse.validate({"prompts": "geneval", "held_out": 0.3}))
+    splits.require_suited(parse.validate({"prompts": "general", "held_out": 0.3}))
+
+
+OWN = ("ocr_train", "general", "general_video")
+
+
+def test_prompts_of_our_own_are_what_their_script_writes():
+    for name, rows in build_training_prompts.build().items():
+        lines = (sets.FOLDER / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        assert [json.loads(line) for line in lines] == rows
+
+
+def test_no_training_prompt_of_our_own_is_in_a_test_set():
+    """Neither as written, nor without case, spaces and punctuation; and no text that an image is asked to show."""
+    test = [prompt for file in sets.test_files() for prompt in load_prompts(file)]
+    assert len(test) == 535 + 553 + 600 + 944 + 1018 + 1065 + 1632 + 2400
+    for name in OWN:
+        train = load_prompts(sets.FOLDER / f"{name}.jsonl")
+        assert not {plain(prompt.text) for prompt in train} & {plain(prompt.text) for prompt in test}
+        shown, asked = ({plain(prompt.metadata["text"]) for prompt in side if "text" in prompt.metadata}
+                        for side in (train, test))
+        assert len(asked) == 950 and not shown & asked
+
+
+def plain(text: str) -> str:
+    return "".join(letter for letter in text.casefold() if letter.isalnum())
+
+
+def test_normalised_text_forgets_case_spaces_and_punctuation():
+    assert plain("A  Sign, \"Stop\".") == plain("a sign stop") == build_training_prompts.plain("a SIGN: stop")
+
+
+@pytest.mark.parametrize("prompts, name", [
+    ("partiprompts", "partiprompts"), ("vbench", "vbench"), ("drawbench", "drawbench"),
+    (str(sets.FOLDER / "ocr.jsonl"), "ocr"), (str(sets.SETS["drawbench"].train), "drawbench"),
+    (str(sets.FOLDER / ".." / "packaged" / "geneval.jsonl"), "geneval")])
+def test_a_test_set_is_not_trained_on(prompts, name):
+    """By its name, by its file or by its place on the hub; the line names what to train on, and the option."""
+    with pytest.raises(UserError) as caught:
+        splits.require_suited(parse.validate({"prompts": prompts}))
+    told = str(caught.value)
+    assert told.startswith(f"prompts: {prompts} is a test set") and f"eval --suite {name}" in told
+    assert "general" in told and "train_on_test_set: true" in told and "\n" not in told
+    splits.require_suited(parse.validate({"prompts": prompts, "train_on_test_set": True}))
+
+
+@pytest.mark.parametrize("prompts", ["general", "ocr", "geneval", "mine.jsonl", str(sets.FOLDER / "ocr_train.jsonl")])
+def test_other_prompts_are_trained_on(prompts):
+    assert sets.test_set(prompts) is None
+    splits.require_suited(parse.validate({"prompts": prompts}))
+
+
+def test_recorded_pairs_are_trained_on_in_place_of_a_test_set():
+    splits.require_suited(parse.validate({"prompts": "partiprompts", "preferences": "pairs.jsonl"}))

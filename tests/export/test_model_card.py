@@ -233,6 +233,16 @@ def test_the_card_says_where_everything_came_from(tmp_path):
     assert front["license"] == "apache-2.0" and front["library_name"] == "diffusers"
 
 
+def test_the_card_says_that_a_test_set_was_trained_on(tmp_path):
+    run = with_cards(tmp_path, "a red star")
+    assert "Trained on" not in export.card(run).read_text()
+    config = validate({"prompts": "partiprompts", "train_on_test_set": True, "reward": "scene"})
+    (run / "config.yaml").write_text(config.yaml())
+    write(run / "summary.json", SUMMARY | {"before": {"scene": 0.25}, "after": {"scene": 0.5}})
+    assert "**Trained on partiprompts, a test set (train\\_on\\_test\\_set): no score on it, held-out prompts " \
+           "included, can be compared with that of a model that was not.**" in export.card(run).read_text()
+
+
 def test_the_card_has_commit_versions_and_cost(tmp_path):
     run = with_cards(tmp_path, "a red star")
     machine = {"device": "cpu", "processes": "2", "torch": "2.9", "commit": "0" * 40}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from flowgrpo.config.schema import Config
+from flowgrpo.data import sets
 from flowgrpo.evaluation.numbers import bounds, decimals, fixed
 from flowgrpo.evaluation.report import symptoms
 from flowgrpo.evaluation.statistics import LEAST, Interval, change, interval, method_of
@@ -105,6 +106,7 @@ def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[
     toned = [("plain", f"{config.model} {'was' if finished else 'is being'} aligned to {goal} with {config.method}: "
                        f"{line['epoch']} of {config.train.epochs} epochs, {line['evaluations']:,} {nouns.unit}, "
                        f"{_duration(line['seconds'])} of training.")]
+    toned += [("warn", f"{sets.caution(config.prompts)}.")] if config.train_on_test_set else []
     toned += [("plain", f"{kept[0].upper()}{kept[1:]}.")] if kept else []
     if any(each.known for each in reward_changes) and lines:
         toned += [_moved(each, nouns.sample) for each in reward_changes if each.known]

@@ -237,6 +237,15 @@ LOW, HIGH = [0.1, 0.2, 0.3] * 8, [0.5, 0.7, 0.8] * 8
 UP, DOWN, SAME = (LOW, HIGH), (HIGH, LOW), ([0.1, 0.2] * 12, [0.2, 0.1] * 12)
 
 
+def test_a_test_set_that_was_trained_on_is_told():
+    """With the option, in the second sentence; without it nowhere."""
+    for declared in (False, True):
+        config = validate({"reward": {"a": 1.0}, "prompts": "partiprompts", "train_on_test_set": declared})
+        told = [(each["tone"], each["text"]) for each in verdict.sentences(config, [], [], {}, True)]
+        assert (("warn", "Trained on partiprompts, a test set (train_on_test_set): no score on it, held-out prompts "
+                 "included, can be compared with that of a model that was not.") in told) is declared
+
+
 @pytest.mark.parametrize("trained, weight, watched, hinted", [
     (UP, 1.0, DOWN, True), (DOWN, -1.0, DOWN, True), (UP, 1.0, UP, False), (DOWN, 1.0, DOWN, False),
     (UP, 1.0, SAME, False), (UP, -1.0, DOWN, False)])
