@@ -20,7 +20,7 @@ CHROMIUM := $(firstword $(foreach name,chromium chromium-browser google-chrome,$
 
 .PHONY: demo test test-all lint fuzz docs lock ends
 demo: $(VENV)/installed
-	$(BIN)/python -m flowgrpo train configs/starter.yaml
+	$(BIN)/python -m flowgrpo demo
 
 test: $(VENV)/tested
 	$(PYTEST) --tier fast

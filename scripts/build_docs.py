@@ -49,7 +49,7 @@ recipe itself. `parts` changes fields of the method's parts, such as `parts: {pl
 A recipe can extend another one, whose file is relative to its own:
 
 ```yaml
-extends: flux_dev_24gb.yaml
+extends: flux_dev_24gb            # a packaged recipe, or a file such as base.yaml
 memory: {weights: full}
 train: {micro_batch: 4}
 ```

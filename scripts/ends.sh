@@ -30,7 +30,7 @@ grep -E '^(torch|torchvision|diffusers|transformers|accelerate|peft|numpy|pillow
 
 small=(--train.epochs=2 --eval.prompts=8 --output="$folder/runs" --device=cpu)
 rm -rf "$folder/runs"
-"$run" "${warnings[@]}" -m flowgrpo train configs/starter.yaml "${small[@]}"
+"$run" "${warnings[@]}" -m flowgrpo demo "${small[@]}"
 "$run" "${warnings[@]}" -m flowgrpo train configs/starter_text.yaml --train.prompts=8 --train.updates=1 "${small[@]}"
 "$run" "${warnings[@]}" -m flowgrpo sample starter --lora "$folder/runs/starter" --prompt "a red star" \
     --output "$folder/runs/drawn"

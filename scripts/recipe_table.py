@@ -46,6 +46,9 @@ prompt file of your own, with a picture in each line: `{"prompt": "make the dog 
 relative to the file; `geneval` reads `metadata` too, `{"tag": "colors", "include": [{"class": "dog", "count": 1,
 "color": "red"}]}` ([docs/prompts.md](prompts.md)).
 
+The recipes are in the package: `flowgrpo train sdxl_24gb` and `flowgrpo check sdxl_24gb --gpu 4090` find them by name
+in any folder, and a recipe of your own extends one by `extends: sdxl_24gb`. A local file of that name is taken instead.
+
 The column of extras names what `pip install 'flowgrpo[...]'` has to install, and that of downloads the GB of the model
 and of the rewards, which the [second table](#downloads) lists.
 

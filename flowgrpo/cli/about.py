@@ -22,9 +22,10 @@ IN_GIB = ("weights", "memory", "memory_parts")  # keys of a `check` report that 
 def check(
     arguments: Annotated[list[str] | None, typer.Argument(
         metavar="MODEL|--KEY=VALUE", show_default=False, help="MODEL: starter, a local directory, a hub id, or the "
-        "name of a pipeline's or language model's class, for a tiny random instance. With --gpu: the recipe's model "
-        "unless given. Any key of the configuration, such as --train.micro_batch=2, overrides the recipe.")] = None,
-    recipe: Annotated[str | None, typer.Option(help="A YAML recipe, for its adapter, precision and memory.")] = None,
+        "name of a pipeline's or language model's class, for a tiny random instance; or a packaged recipe, in place "
+        "of --recipe. With --gpu: the recipe's model unless given. Any key of the configuration, such as --train.micro_batch=2, overrides the recipe.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="A YAML recipe, or the name of a packaged one, for its adapter, "
+                                               "precision and memory.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; without it cuda where it is there.")] = None,
     gpu: Annotated[str | None, typer.Option(help="A100, H100, H200, B200, L40S, 4090 or 5090: predict memory and "
                                             "seconds of the recipe's epoch on it, from configuration files "
@@ -35,17 +36,21 @@ def check(
     """Report whether a pipeline or a language model can be trained, what it needs, and why not; exit code 2 where it
     cannot, or where that is unknown."""
     from flowgrpo.cli.train import recipe_and_options
-    from flowgrpo.config import parse
+    from flowgrpo.config import parse, recipes
+    from flowgrpo.starter import FOLDERS
 
     model, options = recipe_and_options(arguments or [], "model", ("recipe", "gpu", "processes", "json"))
+    if recipe is None and model in recipes.names() and model not in FOLDERS and not Path(model).exists():
+        model, recipe = None, model
     if gpu is not None:
         from flowgrpo.cli.dry_run import predict
 
         predict(model, recipe, options, gpu, processes, as_json)
         return
-    if model is None:
-        raise UserError("flowgrpo check needs a MODEL; with --recipe and --gpu it takes the recipe's")
     config = parse.load(recipe, options) if recipe or options else None
+    model = model or (config.model if config and recipe else None)
+    if model is None:
+        raise UserError("flowgrpo check needs a MODEL or a recipe")
     from flowgrpo.check.report import of_class, report
 
     result = report(model, config, device)

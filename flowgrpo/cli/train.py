@@ -36,8 +36,8 @@ class Resuming(TyperCommand):
 @app.command(cls=Resuming, context_settings={"ignore_unknown_options": True}, no_args_is_help=False)
 def train(
     arguments: Annotated[list[str] | None, recipe_argument(
-        "A YAML recipe (without one: the defaults), and any key of the configuration, such as --train.lr=1e-4 or "
-        "--eval.every=20.")] = None,
+        "A YAML recipe, or the name of a packaged one, such as sdxl_24gb (without: the defaults), and any key of the "
+        "configuration, such as --train.lr=1e-4 or --eval.every=20.")] = None,
     select_best: Annotated[str | None, typer.Option(metavar="REWARD", help="Keep the weights that are best by this "
                                                     "held-out reward: eval.best.")] = None,
     method: Annotated[str | None, typer.Option(help="Presets joined by +, such as mix_grpo+grpo_guard, or "
@@ -57,7 +57,26 @@ def train(
     recipe, options = recipe_and_options(arguments or [])
     named = dict(method=method, reward=reward, prompts=prompts, model=model, output=output, seed=seed,
                  **{"eval.best": select_best})
-    settings = parse.load(recipe, options | {key: value for key, value in named.items() if value is not None})
+    _run(parse.load(recipe, options | {key: value for key, value in named.items() if value is not None}), resume)
+
+
+@app.command(context_settings={"ignore_unknown_options": True}, no_args_is_help=False)
+def demo(
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="--KEY=VALUE", show_default=False, help="Any key of "
+                         "the configuration, such as --output=FOLDER.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")] = False,
+) -> None:
+    """Train the starter, a small packaged model: minutes on a laptop, without a GPU or a download."""
+    from flowgrpo.config import parse, recipes
+
+    recipe, options = recipe_and_options(arguments or [], others=("resume",))
+    if recipe is not None:
+        raise UserError(f"flowgrpo demo trains the recipe starter, got {recipe}: use `flowgrpo train {recipe}`")
+    _run(parse.load(recipes.FOLDER / "starter.yaml", options), resume)
+
+
+def _run(settings: Any, resume: bool) -> None:
+    """Validate a configuration's inputs, announce the run and run it."""
     check_inputs(settings)
     _grow_segments(settings)
     from flowgrpo.training.announcement import announce

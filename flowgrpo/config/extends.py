@@ -1,4 +1,5 @@
-"""Recipes that extend another one: `extends: flux_dev.yaml` at the top of a recipe.
+"""Recipes that extend another one: `extends: flux_dev.yaml`, or the packaged `extends: flux_dev`, at the top of a
+recipe.
 
 A recipe inherits every key of its base that it does not set itself:
 
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flowgrpo.config import recipes
 from flowgrpo.config.schema import sections
 from flowgrpo.errors import UserError, nearest
 
@@ -23,7 +25,7 @@ KEY = "extends"
 
 
 def base_of(raw: dict[str, Any], path: Path, below: Sequence[Path]) -> Path | None:
-    """Take `extends` out of a recipe's keys; return the file that it names, relative to the recipe's own.
+    """Take `extends` out of a recipe's keys; return the file that it names: relative to the recipe's own, or packaged.
 
     path: of the recipe. below: recipes that extend it, the first one first. None if the recipe extends none.
     Raises UserError for a value that is no file, and for recipes that extend each other in a circle.
@@ -34,6 +36,8 @@ def base_of(raw: dict[str, Any], path: Path, below: Sequence[Path]) -> Path | No
     if not isinstance(value, str) or not value:
         raise UserError(f"{path}: {KEY}: got {value!r}, expected the file of one recipe, such as flux_dev.yaml")
     base = path.parent / value
+    if not base.exists() and value in recipes.names():
+        base = recipes.located(value)
     if not base.is_file():
         beside = sorted(file.name for file in base.parent.glob("*.yaml") if file.name != path.name)
         raise UserError(f"{path}: {KEY}: no recipe at {base}{nearest(base.name, beside)}")

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from flowgrpo.config import extends, yaml_text
+from flowgrpo.config import extends, recipes, yaml_text
 from flowgrpo.config.base import Section
 from flowgrpo.config.reward_rules import KEYED, Change, Limit, Retry, RewardRule, WatchRule
 from flowgrpo.config.schema import Config, fields, keys, owner, sections
@@ -22,12 +22,14 @@ from flowgrpo.files import unfit, unsafe
 def load(recipe: str | Path | None, overrides: dict[str, Any] | None = None) -> Config:
     """Read a recipe and apply dotted overrides (`{"train.lr": "1e-4"}`; values in YAML's notation).
 
-    A recipe may extend another one: see extends.py. Raises UserError, in one line, for a missing or broken file, an
-    unknown key, a wrong type or range; the error names the recipe, or the option of an override.
+    A recipe is a file, or the name of a packaged one, and may extend another one: see recipes.py and extends.py. Raises
+    UserError, in one line, for a missing or broken file, an unknown key, a wrong type or range; the error names the
+    recipe, or the option of an override.
     """
-    raw = _read_recipe(Path(recipe)) if recipe else {}
+    recipe = recipes.located(recipe) if recipe else None
+    raw = _read_recipe(recipe) if recipe else {}
     if recipe:
-        raw.setdefault("name", Path(recipe).stem)
+        raw.setdefault("name", recipe.stem)
         validate(raw, where=str(recipe))
     for path, given in (overrides or {}).items():
         _assign(raw, path, parse_value(path, given) if isinstance(given, str) else given)
@@ -73,7 +75,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     Raises UserError for a missing or broken file.
     """
     if why := unfit(path):
-        raise UserError(f"no recipe at {path}: it {why}; expected a YAML file, such as configs/starter.yaml")
+        packaged = f": did you mean the packaged recipe {path.stem}?" if path.stem in recipes.names() else \
+            "; expected a YAML file, or a packaged recipe such as starter"
+        raise UserError(f"no recipe at {path}: it {why}{packaged}")
     raw = yaml_text.read(path)
     if not isinstance({} if raw is None else raw, dict):
         raise UserError(f"{path}: expected keys with values at the top, got a {type(raw).__name__}")

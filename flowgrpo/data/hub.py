@@ -86,7 +86,7 @@ def load(source: str) -> list[Prompt]:
     if first is None:
         raise UserError(f"prompts {source}: the split {wanted.split!r} holds no row")
     column = _column(source, wanted.column, first)
-    whole = itertools.chain([first], rows)
+    whole: Iterable[dict[str, Any]] = itertools.chain([first], rows)
     if wanted.unique:
         texts = dict.fromkeys(str(row[column]).strip() for row in whole if row[column])
         whole = ({column: text} for text in texts)

@@ -1,0 +1,67 @@
+"""Recipes by name: the packaged one, unless there is a file of that name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flowgrpo.cli import main
+from flowgrpo.config import load, parse, recipes
+from flowgrpo.errors import UserError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize("name", ["starter", "sdxl_24gb", "sdxl_8x80"])
+def test_a_name_is_the_packaged_recipe(name, tmp_path, monkeypatch):
+    """From any folder, with the name of its run, and what it extends."""
+    monkeypatch.chdir(tmp_path)
+    assert load(name) == load(CONFIGS / f"{name}.yaml") and load(name).name == name
+
+
+def test_every_recipe_is_packaged():
+    assert recipes.names() == sorted(file.stem for file in CONFIGS.glob("*.yaml"))
+
+
+def test_a_local_file_of_that_name_wins_and_a_folder_does_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sdxl_24gb").write_text("method: flow_grpo\n")
+    (tmp_path / "starter").mkdir()
+    assert load("sdxl_24gb").method == "flow_grpo" and load("sdxl_24gb").model == "starter"
+    assert load("starter").parts["plan"] == {"size": 3, "order": "frozen"}
+
+
+def test_a_recipe_of_the_user_extends_a_packaged_one(tmp_path):
+    (tmp_path / "mine.yaml").write_text("extends: sdxl_24gb\nreward: pick_score\n")
+    found = load(tmp_path / "mine.yaml")
+    assert found.reward == "pick_score" and found.name == "mine"
+    assert found.model_copy(update={"reward": "hps_v2", "name": "sdxl_24gb"}) == load("sdxl_24gb")
+
+
+@pytest.mark.parametrize("given, told", [
+    ("sdxl_24g", "no recipe 'sdxl_24g': did you mean 'sdxl_24gb'?"),
+    ("nothing_near_it", "no recipe 'nothing_near_it'"),
+    ("configs/sdxl_24gb.yaml", "no recipe at configs/sdxl_24gb.yaml: it does not exist: did you mean the packaged recipe "
+                               "sdxl_24gb?"),
+    ("no.yaml", "no recipe at no.yaml: it does not exist; expected a YAML file, or a packaged recipe such as starter")])
+def test_what_is_neither_is_one_line(given, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        load(given)
+    assert str(caught.value).startswith(told) and "\n" not in str(caught.value)
+
+
+def test_demo_takes_keys_and_no_recipe(capsys):
+    assert main(["demo", "sdxl_24gb"]) == 2
+    assert "use `flowgrpo train sdxl_24gb`" in capsys.readouterr().err
+    assert main(["demo", "--train.lrr=1"]) == 2
+    assert "unknown option --train.lrr: did you mean '--train.lr'?" in capsys.readouterr().err
+    assert main(["demo", "--train.lr=fast"]) == 2
+    assert "train.lr: got 'fast'" in capsys.readouterr().err
+
+
+def test_demo_is_the_recipe_that_make_demo_ran():
+    makefile = (CONFIGS.parent / "Makefile").read_text(encoding="utf-8")
+    assert "$(BIN)/python -m flowgrpo demo\n" in makefile
+    assert parse.load(recipes.FOLDER / "starter.yaml", {}) == load(CONFIGS / "starter.yaml")
