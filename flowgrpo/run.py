@@ -208,7 +208,7 @@ def check(config: Config, resume: bool | Literal["auto"] = False, pipe: Any = No
         if not resume:
             run_folder.require_outside(config)
     away = config.memory.rewards == "cpu"
-    with rewards.lazily(not accelerator.is_main_process):  # the first process finds mistakes, and makes the trial
+    with rewards.lazily():  # first what costs nothing: no weights are fetched for a reward that cannot serve
         trained = rewards.compose(config.trained, config.cache, functions, away)
         further = rewards.compose(config.watched, config.cache, functions, away)
     reward_demands.require(method, trained, config.train.group)
@@ -223,6 +223,8 @@ def check(config: Config, resume: bool | Literal["auto"] = False, pipe: Any = No
         require(split[0])
     for routed, side in zip((trained, further), split):
         rewards.require_routes(routed, [prompt.metadata for prompt in side])
+    if accelerator.is_main_process:  # finds mistakes, and makes the trial
+        rewards.load([*trained.values(), *further.values()])
     last = run_folder.last_whole(config, accelerator) if resume else None
     changes = run_folder.require_same(config, last) + inputs.changes(config.folder, inputs.of_run(config, split)) \
         if last else []

@@ -84,7 +84,8 @@ def _require(entry: Entry, of: BenchModel) -> None:
     method = overlay.preset(entry.settings["method"]).on(of.process)
     if method.target.follows_reward:
         given = parse.validate({"reward": entry.settings.get("reward", of.settings["reward"])})
-        rewards.require_gradient(rewards.compose(given.trained, None))
+        with rewards.lazily():
+            rewards.require_gradient(rewards.compose(given.trained, None))
 
 
 def _merged(one: Any, other: Any) -> Any:

@@ -47,11 +47,11 @@ from flowgrpo.rewards.failures import Failed, Tally
 from flowgrpo.rewards.find import BUILT_IN, GROUP, find, locate, names, reward, source
 from flowgrpo.rewards.gradient import require_gradient, value
 from flowgrpo.rewards.laziness import lazily
-from flowgrpo.rewards.placement import leave
+from flowgrpo.rewards.placement import leave, load
 from flowgrpo.rewards.score import score
 
 __all__ = ["BUILT_IN", "GROUP", "MODALITIES", "About", "Composed", "Failed", "Tally", "about", "begin", "bind",
-           "compose", "differentiable", "end", "find", "lazily", "leave", "limits_of", "locate", "names",
+           "compose", "differentiable", "end", "find", "lazily", "leave", "limits_of", "load", "locate", "names",
            "reads_sampler", "require_base", "require_gradient", "require_latents", "require_modality",
            "require_routes", "reward", "score", "scores_latents", "sees_base", "source", "transformed",
            "transforms_of", "value"]

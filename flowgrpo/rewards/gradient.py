@@ -26,7 +26,8 @@ def require_gradient(rewards: Mapping[str, Reward | Composed]) -> None:
         function, rule = (reward.function, reward.rule) if isinstance(reward, Composed) else (reward, None)
         if not getattr(function, "differentiable", False):
             raise UserError(f"reward {name!r} is not differentiable, and this method follows a reward's gradient: "
-                            "choose one that is, such as scene_soft, or a method that needs none, such as mix_grpo")
+                            "choose one that is, such as scene_soft or pick_score, or a method that needs none, "
+                            "such as mix_grpo")
         if sees_base(function):
             raise UserError(f"reward {name!r} compares with the base's picture (base = True), which a method that "
                             "follows a reward's gradient does not draw: take `base` away")

@@ -23,6 +23,7 @@ class LocalModel:
     batch_size: samples that go through the model at once.
     parts: what `_loaded` returns, ready-made; filled at the first use.
     parameters: number of weights of the default checkpoint, None where there is none. reward: name in error messages.
+    differentiable: its scores have a gradient by the pictures, the weights never have one.
     Raises UserError for an unknown dtype, an absent device and a batch_size below 1.
     """
 
@@ -32,6 +33,7 @@ class LocalModel:
     parts: Any = field(default=None, repr=False)
     reward: ClassVar[str]
     parameters: ClassVar[float | None] = None
+    differentiable: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         require_arguments(self.reward, self.dtype, self.device, self.batch_size)
@@ -69,13 +71,14 @@ class LocalModel:
         """
         if not isinstance(part, nn.Module):
             return part
-        part = part.eval().to(self.device)
+        part = part.eval().requires_grad_(False).to(self.device)
         loaded = next((weight.dtype for weight in part.parameters()), None)
         return part if isinstance(part, Head) or loaded == self.float_type else part.to(self.float_type)
 
     def batched(self, scores: Callable[[Tensor, list[str]], Tensor], images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Return `scores` of B pictures and their prompts, `batch_size` at a time -> [B] float32 on the CPU."""
-        with torch.no_grad():
+        """Return `scores` of B pictures and their prompts, `batch_size` at a time -> [B] float32 on the CPU, in the
+        pictures' graph if they carry one."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
             return torch.cat([scores(images[at:at + self.batch_size], list(prompts[at:at + self.batch_size]))
                               .float().cpu() for at in range(0, len(prompts), self.batch_size)])
 

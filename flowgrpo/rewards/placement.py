@@ -52,6 +52,14 @@ class Placement:
             group.leave()
 
 
+def load(rewards: Iterable[object]) -> None:
+    """Load the weights of rewards that were made lazily. Raises UserError if they are unavailable."""
+    for reward in rewards:
+        if isinstance(placement := getattr(reward, "placement", None), Placement):
+            placement.come()
+            placement.leave()
+
+
 def leave(rewards: Iterable[object]) -> None:
     """Move the weights of rewards off their devices where `memory.rewards` says so."""
     for reward in rewards:

@@ -34,6 +34,7 @@ class Aesthetic(LocalModel):
     head: str = "trl-lib/ddpo-aesthetic-predictor/aesthetic-model.pth"
     head_revision: str | None = None
     reward, parameters = "aesthetic", 428e6
+    differentiable = True
     about = About(modality="image", range=(None, None), needs="", licence="Apache-2.0, MIT weights")
 
     def _loaded(self) -> tuple[Any, Any]:

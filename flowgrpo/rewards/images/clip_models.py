@@ -20,7 +20,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.log import unlogged
 from flowgrpo.packages import needed
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.images.vision import Preparation, fill, loading, pretrained, tensors
+from flowgrpo.rewards.images.vision import Preparation, fill, loading, pretrained, straight, tensors
 from flowgrpo.rewards.local_model import LocalModel
 from flowgrpo.rewards.pixels import read_tensor
 
@@ -44,6 +44,7 @@ class ClipScore(LocalModel):
     score: str = "clipscore"
     prefix: str = ""
     reward, parameters = "clip_score", 428e6
+    differentiable = True
     about = About(modality="image", range=(0, 2.5), needs="clip", licence="Apache-2.0, MIT weights")
 
     def __post_init__(self) -> None:
@@ -90,7 +91,18 @@ class ClipScore(LocalModel):
 
 
 def cosines(model: Any, tokenizer: Any, pictures: Tensor, prompts: list[str]) -> Tensor:
-    """Return the cosine of each prepared picture [B, 3, H, W] with its prompt under a model of open_clip -> [B]."""
+    """Return the cosine of each prepared picture [B, 3, H, W] with its prompt under a model of open_clip -> [B].
+
+    Without a graph torch's attention has another kernel; its numbers count in both cases.
+    """
+    if pictures.requires_grad and torch.is_grad_enabled():
+        with torch.no_grad():
+            exact = cosines(model, tokenizer, pictures, prompts)
+        return straight(exact, _cosines(model, tokenizer, pictures, prompts))
+    return _cosines(model, tokenizer, pictures, prompts)
+
+
+def _cosines(model: Any, tokenizer: Any, pictures: Tensor, prompts: list[str]) -> Tensor:
     shown = model.encode_image(pictures, normalize=True)
     said = model.encode_text(tokenizer(prompts).to(pictures.device), normalize=True)
     return (shown.float() * said.float()).sum(-1)
@@ -126,6 +138,7 @@ class PickScore(LocalModel):
     tokenizer: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
     divide: float = 1.0
     reward, parameters = "pick_score", 986e6
+    differentiable = True
     about = About(modality="image", range=(None, None), needs="", licence="Apache-2.0, MIT weights")
 
     def __post_init__(self) -> None:
@@ -168,6 +181,7 @@ class HpsV2(LocalModel):
     revision: str | None = None
     model: str = "ViT-H-14"
     reward, parameters = "hps_v2", 986e6
+    differentiable = True
     about = About(modality="image", range=(-1, 1), needs="clip", licence="Apache-2.0")
 
     def _require(self, parts: tuple[Any, ...]) -> None:

@@ -179,6 +179,7 @@ class OverSaturation:
     """
 
     limit: float = 0.7
+    differentiable = True
     about = About(modality="image", range=(-1, 0), needs="", licence=LICENCE)
 
     def __post_init__(self) -> None:

@@ -55,6 +55,7 @@ class HpsV3(LocalModel):
     batch_size: int = field(default=4, kw_only=True)
     text: str = field(init=False, repr=False)
     reward, parameters = "hps_v3", 8.29e9
+    differentiable = True
     about = About(modality="image", range=(None, None), needs="hpsv3", licence="Apache-2.0, MIT weights")
 
     def __post_init__(self) -> None:
@@ -77,8 +78,9 @@ class HpsV3(LocalModel):
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
         model, head, processor = self.models
-        pictures = list(resized(images.to(self.device), sides(*images.shape[-2:])).to(torch.uint8))
-        seen = processor.image_processor(images=pictures, do_resize=False, return_tensors="pt").to(self.device)
+        pictures = resized(images.to(self.device), sides(*images.shape[-2:]))
+        pictures = pictures if pictures.requires_grad else pictures.to(torch.uint8)
+        seen = processor.image_processor(images=list(pictures), do_resize=False, return_tensors="pt").to(self.device)
         count = int(seen.image_grid_thw[0].prod()) // processor.image_processor.merge_size ** 2
         read = processor.tokenizer([self._message(prompt, count) for prompt in prompts], padding=True,
                                    return_tensors="pt").to(self.device)

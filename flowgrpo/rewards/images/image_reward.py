@@ -51,6 +51,7 @@ class ImageReward(LocalModel):
     revision: str | None = None
     tokenizer: str = "google-bert/bert-base-uncased"
     reward, parameters = "image_reward", 447e6
+    differentiable = True
     about = About(modality="image", range=(None, None), needs="", licence="Apache-2.0")
 
     def _placed(self, part: Any) -> Any:

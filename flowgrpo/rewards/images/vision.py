@@ -56,13 +56,22 @@ class Preparation:
 
 def resized(pictures: Tensor, sides: tuple[int, int]) -> Tensor:
     """Resize pictures [B, 3, H, W] in [0, 1] to integers 0 to 255, float32 [B, 3, *sides], as PIL's bicubic resizing of
-    8-bit pictures does: first the width, rounded, then the height."""
-    levels = (pictures.float() * 255).round().clamp(0, 255)
+    8-bit pictures does: first the width, rounded, then the height.
+
+    The gradient passes straight through the rounding.
+    """
+    smooth = (pictures.float() * 255).clamp(0, 255)
+    levels = straight(smooth.round(), smooth)
     for size in ((levels.shape[-2], sides[1]), sides):
         if tuple(levels.shape[-2:]) != size:
-            scaled = interpolate(levels, size, mode="bicubic", antialias=True)
-            levels = (scaled + 0.5).floor().clamp(0, 255)  # halves round up, as in PIL
+            smooth = interpolate(levels, size, mode="bicubic", antialias=True).clamp(0, 255)
+            levels = straight((smooth + 0.5).floor(), smooth)  # halves round up, as in PIL
     return levels
+
+
+def straight(exact: Tensor, smooth: Tensor) -> Tensor:
+    """Return `exact` to the bit, with the gradient of `smooth` where that carries a graph."""
+    return exact + (smooth - smooth.detach()) if smooth.requires_grad else exact
 
 
 def _middle(pictures: Tensor, size: int) -> Tensor:
