@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from pydantic import ValidationError
@@ -101,12 +101,14 @@ class Combined:
     """Rewards scored together; a subclass combines their columns.
 
     A value is None where the parts do not apply, Failed where one of them failed or had no answer.
+    smooth: `combined` has a gradient by its parts' scores.
     Raises UserError as a recipe's rules do, and for a reward that compares the samples of a group.
     """
 
     rewards: Sequence[Any]
     made: dict[str, Composed] = field(init=False, repr=False, compare=False)
     about = LIKE_ITS_PARTS
+    smooth: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         from flowgrpo.rewards.compose import compose
@@ -123,6 +125,11 @@ class Combined:
         object.__setattr__(self, "about", replace(self.about, modality="/".join(common)))
         object.__setattr__(self, "made", composed)
         object.__setattr__(self, "base", any(map(sees_base, composed.values())))
+
+    @property
+    def differentiable(self) -> bool:
+        """True if all parts are, and their combination is."""
+        return self.smooth and all(getattr(part.function, "differentiable", False) for part in self.made.values())
 
     @property
     def made_of(self) -> list[Reward]:
@@ -171,6 +178,7 @@ class Tiered(Combined):
 
     thresholds: Sequence[float] = ()
     weights: Sequence[float] | None = None
+    smooth = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -188,6 +196,7 @@ class Gated(Combined):
     """Last of several rewards where all before it reach their thresholds, else 0."""
 
     thresholds: Sequence[float] = ()
+    smooth = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -238,6 +247,7 @@ class Harmonic(Combined):
 
     share: float = 0.5
     cosines: bool = False
+    smooth = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -255,6 +265,7 @@ class Corrected(Combined):
 
     false_positive: float = 0.0
     false_negative: float = 0.0
+    smooth = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -65,34 +65,57 @@ def _composed(label: str, rule: WatchRule, cache: str | None, given: Reward | No
     function = find(name, rule.args) if given is None else given
     if not rule.cache:
         return Composed(function, rule)
-    if sees_groups(function):
+    parts = [part.function for _, part in inside(label, function)]
+    if any(map(sees_groups, parts)):
         raise UserError(f"reward {label!r} compares the samples of a group, and its scores hold for that group alone: "
                         "set cache: false")
-    if getattr(function, "reads_policy", False):
+    if any(getattr(part, "reads_policy", False) for part in parts):
         raise UserError(f"reward {label!r} scores with the model that is trained, which changes: set cache: false")
+    if any(hasattr(part, "begin") for part in parts):
+        raise UserError(f"reward {label!r} scores by the epoch or by earlier ones: set cache: false")
     if cache is None:
         raise UserError(f"reward {label!r} keeps its scores (cache: true), but no folder is named: set the key cache "
                         "at the top of the recipe, such as cache: .cache")
     return Composed(function, rule, Scores(cache, name, function, rule.args))
 
 
+def inside(name: str, reward: object) -> Iterator[tuple[str, Composed]]:
+    """Yield a reward and all that it is made of, at any depth, each with its rule; parts are named NAME[0], NAME[1]."""
+    composed = reward if isinstance(reward, Composed) else Composed(reward)  # type: ignore[arg-type]  # a reward
+    yield name, composed
+    for label, part in _parts(name, composed):
+        yield from inside(label, part)
+
+
+def _parts(name: str, reward: Composed) -> list[tuple[str, object]]:
+    ruled = getattr(reward.function, "made", None)  # those of a `Combined` have rules
+    parts = ruled.values() if isinstance(ruled, dict) else getattr(reward.function, "made_of", ())
+    return [(f"{name}[{place}]", part) for place, part in enumerate(parts)]
+
+
 def require_routes(rewards: Mapping[str, Composed], metadata: Iterable[dict[str, Any]]) -> None:
-    """Raise UserError if a reward's `when` matches no prompt's metadata (most likely a typo), or if no prompt has the
-    key that the reward compares with (its attributes `keyed` and `key`)."""
+    """Raise UserError if the `when` of a reward, or of one that it is made of, matches no prompt's metadata (most
+    likely a typo), or if no prompt has the key that it compares with (its attributes `keyed` and `key`)."""
     every = list(metadata)
     for label, reward in rewards.items():
-        if reward.rule.when and not any(reward.rule.applies(entry) for entry in every):
-            keys = sorted({key for entry in every for key in entry})
-            raise UserError(f"reward {label!r} applies to no prompt: its `when` is {reward.rule.when}, and the "
-                            f"metadata of the {len(every)} prompts has {', '.join(keys) or 'no keys'}"
-                            f"{_values(reward.rule.when, every)}")
-        key = getattr(reward.function, "key", None) if getattr(reward.function, "keyed", False) else None
-        applicable = [entry for entry in every if reward.rule.applies(entry)]
-        if key is not None and applicable and all(entry.get(key) is None for entry in applicable):
-            there = sorted({name for entry in applicable for name in entry})
-            raise UserError(f"reward {label!r} compares with metadata.{key}, which none of the {len(applicable)} "
-                            f"prompts has: their metadata has {', '.join(there) or 'no keys'}; write it into the "
-                            "prompt file, or name another key, args: {key: NAME}")
+        _require_route(label, reward, every)
+
+
+def _require_route(label: str, reward: Composed, every: Sequence[dict[str, Any]]) -> None:
+    if reward.rule.when and not any(reward.rule.applies(entry) for entry in every):
+        keys = sorted({key for entry in every for key in entry})
+        raise UserError(f"reward {label!r} applies to no prompt: its `when` is {reward.rule.when}, and the "
+                        f"metadata of the {len(every)} prompts has {', '.join(keys) or 'no keys'}"
+                        f"{_values(reward.rule.when, every)}")
+    key = getattr(reward.function, "key", None) if getattr(reward.function, "keyed", False) else None
+    applicable = [entry for entry in every if reward.rule.applies(entry)]
+    if key is not None and applicable and all(entry.get(key) is None for entry in applicable):
+        there = sorted({name for entry in applicable for name in entry})
+        raise UserError(f"reward {label!r} compares with metadata.{key}, which none of the {len(applicable)} "
+                        f"prompts has: their metadata has {', '.join(there) or 'no keys'}; write it into the "
+                        "prompt file, or name another key, args: {key: NAME}")
+    for part_label, part in _parts(label, reward) if applicable else ():
+        _require_route(part_label, part if isinstance(part, Composed) else Composed(part), applicable)  # type: ignore[arg-type]
 
 
 def _values(when: dict[str, Any], every: Sequence[dict[str, Any]]) -> str:
@@ -111,10 +134,9 @@ def bind(rewards: Mapping[str, object], policy: object) -> None:
 
 
 def reads_sampler(reward: object) -> bool:
-    """True if a reward, or one with its rule, scores with the pipeline that is trained, which cannot sample meanwhile.
-    """
-    function = reward.function if isinstance(reward, Composed) else reward
-    return bool(getattr(function, "reads_policy", False)) and getattr(function, "scores", None) == "latents"
+    """True if a reward, or one inside it, scores with the pipeline that is trained, which cannot sample meanwhile."""
+    return any(getattr(function, "reads_policy", False) and getattr(function, "scores", None) == "latents"
+               for function in _functions({"": reward}).values())
 
 
 def begin(rewards: Mapping[str, object], memory: dict[str, Any], epoch: int, processes: int = 1) -> None:
@@ -137,7 +159,8 @@ def end(rewards: Mapping[str, object]) -> None:
 
 
 def _functions(rewards: Mapping[str, object]) -> dict[str, Any]:
-    return {name: reward.function if isinstance(reward, Composed) else reward for name, reward in rewards.items()}
+    """Return rewards and all inside them by name, without their rules."""
+    return {name: part.function for label, reward in rewards.items() for name, part in inside(label, reward)}
 
 
 def transforms_of(reward: object) -> Sequence[Transform]:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import Reward, scores_latents
 from flowgrpo.rewards.beside_base import sees_base
-from flowgrpo.rewards.compose import Composed
+from flowgrpo.rewards.combine import Combined
+from flowgrpo.rewards.compose import Composed, inside
 from flowgrpo.rewards.score import arity
 from flowgrpo.user_code import guarded
 
@@ -23,23 +24,29 @@ if TYPE_CHECKING:
 def require_gradient(rewards: Mapping[str, Reward | Composed]) -> None:
     """Raise UserError for the first reward that is not differentiable, or whose rule changes its scores afterwards."""
     for name, reward in rewards.items():
-        function, rule = (reward.function, reward.rule) if isinstance(reward, Composed) else (reward, None)
+        function = reward.function if isinstance(reward, Composed) else reward
         if not getattr(function, "differentiable", False):
             raise UserError(f"reward {name!r} is not differentiable, and this method follows a reward's gradient: "
                             "choose one that is, such as scene_soft or pick_score, or a method that needs none, "
                             "such as mix_grpo")
-        if sees_base(function):
-            raise UserError(f"reward {name!r} compares with the base's picture (base = True), which a method that "
-                            "follows a reward's gradient does not draw: take `base` away")
-        if scores_latents(function):
-            raise UserError(f"reward {name!r} scores latents, and this method follows a reward's gradient through "
-                            "decoded pictures: take `scores` away")
-        if getattr(rule, "transform", ()):
-            raise UserError(f"reward {name!r} has a transform, which a method that follows its gradient does not see: "
-                            "take the transform away")
-        if rule is not None and (rule.on_error != "raise" or rule.timeout):
-            raise UserError(f"reward {name!r} has on_error or timeout, but a method that follows its gradient needs "
-                            "every answer, and waits for it: take them away")
+        for label, part in inside(name, reward):
+            _require_plain(label, part)
+
+
+def _require_plain(name: str, reward: Composed) -> None:
+    """Raise UserError for a reward whose inputs or rule a gradient does not reach."""
+    if sees_base(reward):
+        raise UserError(f"reward {name!r} compares with the base's picture (base = True), which a method that "
+                        "follows a reward's gradient does not draw: take `base` away")
+    if scores_latents(reward):
+        raise UserError(f"reward {name!r} scores latents, and this method follows a reward's gradient through "
+                        "decoded pictures: take `scores` away")
+    if getattr(reward.rule, "transform", ()):
+        raise UserError(f"reward {name!r} has a transform, which a method that follows its gradient does not see: "
+                        "take the transform away")
+    if reward.rule.on_error != "raise" or reward.rule.timeout:
+        raise UserError(f"reward {name!r} has on_error or timeout, but a method that follows its gradient needs "
+                        "every answer, and waits for it: take them away")
 
 
 def value(rewards: Mapping[str, Reward | Composed], weights: Mapping[str, float], pictures: Tensor,
@@ -52,17 +59,40 @@ def value(rewards: Mapping[str, Reward | Composed], weights: Mapping[str, float]
     held = getattr(pictures, "weights", pictures)
     total = held.new_zeros(len(pictures))
     for name, reward in rewards.items():
-        function, rule = (reward.function, reward.rule) if isinstance(reward, Composed) else (reward, None)
-        rows = [i for i, entry in enumerate(metadata) if rule is None or rule.applies(entry)]
+        rows, scores = _scored(name, reward, pictures, prompts, metadata)
         if rows:
-            if isinstance(reward, Composed):
-                reward.come()
-            arguments = pictures[rows], [prompts[i] for i in rows], [metadata[i] for i in rows]
-            message = (f"reward {name!r} raised on {len(rows)} samples that carry a graph "
-                       f"(first prompt: {arguments[1][0]!r})")
-            scores = _checked(name, guarded(message, function, *arguments[:arity(name, function)]), arguments[0])
             total = total.index_add(0, held.new_tensor(rows).long(), weights[name] * scores.to(total))
     return total
+
+
+def _scored(name: str, reward: Reward | Composed, pictures: Tensor, prompts: Sequence[str],
+            metadata: Sequence[dict[str, Any]]) -> tuple[list[int], Tensor]:
+    """Return the rows that a reward applies to, and its scores of them in the pictures' graph."""
+    composed = reward if isinstance(reward, Composed) else Composed(reward)
+    rows = [i for i, entry in enumerate(metadata) if composed.rule.applies(entry)]
+    if not rows:
+        return rows, getattr(pictures, "weights", pictures).new_zeros(0)
+    function, some = composed.function, (pictures[rows], [prompts[i] for i in rows], [metadata[i] for i in rows])
+    if isinstance(function, Combined):
+        scores = _combined(name, function, *some)
+        there = scores.isfinite().nonzero()[:, 0].tolist()
+        return [rows[i] for i in there], scores[there]
+    composed.come()
+    message = f"reward {name!r} raised on {len(rows)} samples that carry a graph (first prompt: {some[1][0]!r})"
+    return rows, _checked(name, guarded(message, function, *some[:arity(name, function)]), some[0])
+
+
+def _combined(name: str, reward: Combined, pictures: Tensor, prompts: Sequence[str],
+              metadata: Sequence[dict[str, Any]]) -> Tensor:
+    """Return the combination [B] of a reward's parts in one graph, NaN where it does not apply."""
+    import torch
+
+    columns = []
+    for place, part in enumerate(reward.made.values()):
+        rows, scores = _scored(f"{name}[{place}]", part, pictures, prompts, metadata)
+        column = torch.full((len(prompts),), torch.nan, dtype=torch.float64, device=scores.device)
+        columns.append(column.index_copy(0, torch.tensor(rows, device=scores.device).long(), scores.double()))
+    return reward.combined(torch.stack([column.to(columns[0].device) for column in columns], 1))
 
 
 def require_graph(name: str, reward: Reward | Composed, outputs: Tensor, prompts: Sequence[str],
