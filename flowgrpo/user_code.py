@@ -98,13 +98,18 @@ def guarded(what: str, call: Callable[..., T], /, *arguments: Any, error_type: t
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:  # SystemExit, or an exception class of the user's
-        message = " ".join(f"{type(error).__name__}: {error}".split())
-        raise error_type(f"{what}: {message}{_place(error)}") from error
+        raise error_type(f"{what}: {told(error)}") from error
+
+
+def told(error: BaseException) -> str:
+    """Return an error of third-party code in one line, with the place to mend it."""
+    return " ".join(f"{type(error).__name__}: {error}".split()) + _place(error)
 
 
 # Files of ours that call users' code.
 _OURS = tuple(str(Path(__file__).parent / name) for name in ("user_code.py", "rewards/failures.py", "rewards/find.py",
-                                                             "rewards/gradient.py", "rewards/score.py"))
+                                                             "rewards/gradient.py", "rewards/reward.py",
+                                                             "rewards/wrap.py", "rewards/score.py"))
 _FOREIGN = ("<frozen", *_OURS, *{sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,6 +53,7 @@ def _sampling(config: Any) -> tuple[Any, Any]:
     from flowgrpo import rewards
     from flowgrpo.data import splits
     from flowgrpo.device import pick_device
+    from flowgrpo.distributed.signals import promptly
     from flowgrpo.evaluation import texts
     from flowgrpo.policies import build
     from flowgrpo.samplers.rollout import seeder
@@ -74,7 +76,8 @@ def _sampling(config: Any) -> tuple[Any, Any]:
         for place, prompt in enumerate(of):
             encoded = policy.encode([shown[place]] * group, images=[prompt.brings] * group)
             written = policy.generate(encoded, policy.generators(seed(place, number) for number in range(group)))
-            scores = rewards.score(functions, written, [prompt.text] * group, [prompt.metadata] * group, group)
+            scores = promptly(partial(rewards.score, functions, written, [prompt.text] * group,
+                                      [prompt.metadata] * group, group))
             groups.append([str(text) for text in written])
             totals.append((scores @ weights.to(scores)).tolist())
         return groups, totals

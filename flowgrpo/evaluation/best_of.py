@@ -16,6 +16,7 @@ import torch
 from flowgrpo import rewards
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import picture_files, run_rewards
 from flowgrpo.evaluation.ledger import Place
@@ -42,8 +43,8 @@ class BestOf:
         return [self._best(drawn[at * self.count:(at + 1) * self.count], prompt) for at, prompt in enumerate(prompts)]
 
     def _best(self, drawn: Sequence[Any], prompt: Prompt) -> tuple[int, float]:
-        [column] = columns({self.name: self.reward}, list(drawn), [prompt.text] * self.count,
-                           [prompt.metadata] * self.count, group=self.count)
+        [column] = promptly(lambda: columns({self.name: self.reward}, list(drawn), [prompt.text] * self.count,
+                                            [prompt.metadata] * self.count, group=self.count))
         scores = [-math.inf if isinstance(score, Failed) or math.isnan(score) else float(score) for score in column]
         if max(scores) == -math.inf:
             raise UserError(f"--by {self.name}: none of the {self.count} draws of {prompt.text[:60]!r} has a score, "

@@ -25,6 +25,7 @@ from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.config.schema import Config
 from flowgrpo.data.suites import Suite, load_suite
 from flowgrpo.distributed.processes import Processes
+from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import best_of as choice
 from flowgrpo.evaluation import checkpoints, draw, findings, held_out, images, measured, run_rewards, texts
@@ -204,9 +205,10 @@ def _score(places: Sequence[Place], suite: Suite, functions: dict[str, Any], led
     missing = {name: reward for name, reward in functions.items()
                if any(name not in known.get(place, {}) for place in places)}
     prompts = [suite.cases[place.prompt].prompt for place in places]
-    scores = columns(missing, ledger.batch(places), [p.text for p in prompts], [p.metadata for p in prompts],
-                     base=ledger.batch([p._replace(arm=base) for p in places])
-                     if base is not None and any(map(rewards.sees_base, missing.values())) else None)
+    bases: Any = (ledger.batch([p._replace(arm=base) for p in places])
+                  if base is not None and any(map(rewards.sees_base, missing.values())) else None)
+    scores = promptly(lambda: columns(missing, ledger.batch(places), [p.text for p in prompts],
+                                      [p.metadata for p in prompts], base=bases))
     failed: Counter[str] = Counter()
     for place, values in zip(places, zip(*scores)):
         lacked = {name: value for name, value in zip(missing, values) if name not in known.get(place, {})}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flowgrpo.evaluation.statistics import WILSON, interval
-from flowgrpo.rewards.about import about
+from flowgrpo.rewards.reward import about
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:

@@ -21,16 +21,7 @@ pictures.
 
 from __future__ import annotations
 
-from flowgrpo.rewards.about import (
-    MODALITIES,
-    About,
-    about,
-    differentiable,
-    require_latents,
-    require_modality,
-    scores_latents,
-)
-from flowgrpo.rewards.beside_base import require_base, sees_base
+from flowgrpo.rewards.about import MODALITIES, About, differentiable
 from flowgrpo.rewards.compose import (
     Composed,
     begin,
@@ -48,10 +39,23 @@ from flowgrpo.rewards.find import BUILT_IN, GROUP, find, locate, names, reward, 
 from flowgrpo.rewards.gradient import require_gradient, value
 from flowgrpo.rewards.laziness import lazily
 from flowgrpo.rewards.placement import leave, load
+from flowgrpo.rewards.reward import (
+    Batch,
+    Reward,
+    about,
+    as_reward,
+    inside,
+    named,
+    require_base,
+    require_latents,
+    require_modality,
+    scores_latents,
+    sees_base,
+)
 from flowgrpo.rewards.score import score
 
-__all__ = ["BUILT_IN", "GROUP", "MODALITIES", "About", "Composed", "Failed", "Tally", "about", "begin", "bind",
-           "compose", "differentiable", "end", "find", "lazily", "leave", "limits_of", "load", "locate", "names",
-           "reads_sampler", "require_base", "require_gradient", "require_latents", "require_modality",
-           "require_routes", "reward", "score", "scores_latents", "sees_base", "source", "transformed",
-           "transforms_of", "value"]
+__all__ = ["BUILT_IN", "GROUP", "MODALITIES", "About", "Batch", "Composed", "Failed", "Reward", "Tally", "about",
+           "as_reward", "begin", "bind", "compose", "differentiable", "end", "find", "inside", "lazily", "leave",
+           "limits_of", "load", "locate", "named", "names", "reads_sampler", "require_base", "require_gradient",
+           "require_latents", "require_modality", "require_routes", "reward", "score", "scores_latents", "sees_base",
+           "source", "transformed", "transforms_of", "value"]

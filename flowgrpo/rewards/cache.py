@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import Reward
+from flowgrpo.rewards.about import RewardFunction
+from flowgrpo.rewards.reward import as_reward
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +35,7 @@ class Scores:
     Raises UserError for a reward whose source file cannot be found, and for a file that is not a cache.
     """
 
-    def __init__(self, folder: str | Path, name: str, function: Reward, arguments: dict[str, Any]) -> None:
+    def __init__(self, folder: str | Path, name: str, function: RewardFunction, arguments: dict[str, Any]) -> None:
         self.path = Path(folder) / FILE
         self.identity = json.dumps([name, arguments, version(name, function)], sort_keys=True, default=str)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +73,7 @@ class Scores:
             raise UserError(f"the kept scores {self.path} cannot be used ({error}): remove the file") from None
 
 
-def version(name: str, function: Reward) -> str:
+def version(name: str, function: RewardFunction) -> str:
     """Return the hash of a reward's source file, with its package's version if stated, and those of its parts."""
     thing = inspect.unwrap(getattr(function, "__func__", function))
     thing = thing if inspect.isfunction(thing) else type(thing)
@@ -83,7 +84,7 @@ def version(name: str, function: Reward) -> str:
                         "cache: false") from None
     package = sys.modules.get(thing.__module__.partition(".")[0])
     digest = f"{getattr(package, '__version__', '')} {hashlib.sha256(source).hexdigest()[:16]}"
-    return " ".join([digest, *(version(name, part) for part in getattr(function, "made_of", ()))])
+    return " ".join([digest, *(version(name, part.origin) for part in as_reward(function).parts)])
 
 
 def _content(output: Tensor | str) -> tuple[bytes, ...]:

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import MODALITIES, About, Reward, about
-from flowgrpo.rewards.beside_base import sees_base
-from flowgrpo.rewards.failures import Failed, first_failed, numbers
+from flowgrpo.rewards.about import MODALITIES, About
+from flowgrpo.rewards.failures import Failed
+from flowgrpo.rewards.reward import BASE, Batch, Reward
 
 if TYPE_CHECKING:
     from flowgrpo.rewards.compose import Composed
@@ -97,7 +97,7 @@ LIKE_ITS_PARTS = About(modality="image/video/text", range=(None, None), needs=""
 
 
 @dataclass(frozen=True, eq=False)
-class Combined:
+class Combined(Reward):
     """Rewards scored together; a subclass combines their columns.
 
     A value is None where the parts do not apply, Failed where one of them failed or had no answer.
@@ -119,29 +119,31 @@ class Combined:
         composed = compose({self._label(i): self._rule(i) for i in range(len(self.rewards))}, None, given)
         grouped = [part for part, reward in zip(self.rewards, composed.values()) if sees_groups(reward)]
         self._require(not grouped, "rewards", "rewards that score one sample at a time, not whole groups")
-        judged = [(about(reward).modality or LIKE_ITS_PARTS.modality).split("/") for reward in composed.values()]
-        common = [modality for modality in MODALITIES if all(modality in known for known in judged)]
+        common = [modality for modality in MODALITIES if all(modality in part.judges for part in composed.values())]
         self._require(common, "rewards", "rewards that judge the same: pictures, videos or texts")
-        object.__setattr__(self, "about", replace(self.about, modality="/".join(common)))
-        object.__setattr__(self, "made", composed)
-        object.__setattr__(self, "base", any(map(sees_base, composed.values())))
+        facts = {"about": replace(self.about, modality="/".join(common)), "judges": common, "made": composed,
+                 "parts": [*composed.values()], "reads": frozenset().union(
+                     *({BASE} & part.reads for part in composed.values())),
+                 "differentiable": self.smooth and all(part.differentiable for part in composed.values())}
+        for name, value in facts.items():
+            object.__setattr__(self, name, value)
 
-    @property
-    def differentiable(self) -> bool:
-        """True if all parts are, and their combination is."""
-        return self.smooth and all(getattr(part.function, "differentiable", False) for part in self.made.values())
+    def __call__(self, batch: Batch) -> list[float | None | Failed]:
+        return self.of_rows(self.columns(batch))
 
-    @property
-    def made_of(self) -> list[Reward]:
-        return [part.function for part in self.made.values()]
+    def columns(self, batch: Batch) -> list[list[float | Failed]]:
+        """Return the scores of the parts, one list each."""
+        from flowgrpo.rewards.score import of_batch
 
-    def __call__(self, outputs: Tensor | list[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
-                 base: Tensor | None = None) -> list[float | None | Failed]:
-        from flowgrpo.rewards.score import columns
+        return of_batch(self.made, batch)
 
-        rows = list(zip(*columns(self.made, outputs, prompts, metadata, base=base)))
-        values = self.combined(torch.tensor([numbers(row) for row in rows], dtype=torch.float64)).tolist()
-        return [first_failed(row) or (None if math.isnan(value) else value) for row, value in zip(rows, values)]
+    def of_rows(self, columns: Sequence[Sequence[float | Failed]]) -> list[float | None | Failed]:
+        """Return the values of R columns of scores."""
+        rows = list(zip(*columns))
+        numbers = [[math.nan if isinstance(value, Failed) else value for value in row] for row in rows]
+        values = self.combined(torch.tensor(numbers, dtype=torch.float64)).tolist()
+        failed = [[value for value in row if isinstance(value, Failed)] for row in rows]
+        return [lost[0] if lost else None if math.isnan(value) else value for lost, value in zip(failed, values)]
 
     def combined(self, scores: Tensor) -> Tensor:
         """Combine the parts' scores [B, R], NaN where one does not apply, into values [B]."""

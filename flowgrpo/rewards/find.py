@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flowgrpo.errors import LIKE, UserError, nearest
-from flowgrpo.rewards.about import TRAINED, Reward
+from flowgrpo.rewards.about import TRAINED, RewardFunction
 from flowgrpo.rewards.remote import client
 from flowgrpo.user_code import from_file, guarded, packaged
 
@@ -152,7 +152,7 @@ def source(name: str) -> str:
     return "built in" if name in BUILT_IN else f"package {packaged(GROUP)[name].dist.name}"
 
 
-def find(name: str, arguments: dict[str, Any] | None = None) -> Reward:
+def find(name: str, arguments: dict[str, Any] | None = None) -> RewardFunction:
     """Return the reward of that name, ready to be called. arguments: those of its class.
 
     Raises UserError for an unknown name (with the nearest); for a file that is missing, does not import or lacks the

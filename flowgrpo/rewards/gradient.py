@@ -9,31 +9,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from flowgrpo.config.reward_rules import RewardRule, WatchRule
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import Reward, scores_latents
-from flowgrpo.rewards.beside_base import sees_base
+from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.combine import Combined
-from flowgrpo.rewards.compose import Composed, inside
-from flowgrpo.rewards.score import arity
+from flowgrpo.rewards.compose import Composed
+from flowgrpo.rewards.reward import Batch, Reward, as_reward, named, scores_latents, sees_base
 from flowgrpo.user_code import guarded
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def require_gradient(rewards: Mapping[str, Reward | Composed]) -> None:
+def require_gradient(rewards: Mapping[str, RewardFunction | Reward]) -> None:
     """Raise UserError for the first reward that is not differentiable, or whose rule changes its scores afterwards."""
     for name, reward in rewards.items():
-        function = reward.function if isinstance(reward, Composed) else reward
-        if not getattr(function, "differentiable", False):
+        if not as_reward(reward).differentiable:
             raise UserError(f"reward {name!r} is not differentiable, and this method follows a reward's gradient: "
                             "choose one that is, such as scene_soft or pick_score, or a method that needs none, "
                             "such as mix_grpo")
-        for label, part in inside(name, reward):
+        for label, part in named(name, reward):
             _require_plain(label, part)
 
 
-def _require_plain(name: str, reward: Composed) -> None:
+def _require_plain(name: str, reward: Reward) -> None:
     """Raise UserError for a reward whose inputs or rule a gradient does not reach."""
     if sees_base(reward):
         raise UserError(f"reward {name!r} compares with the base's picture (base = True), which a method that "
@@ -41,15 +40,16 @@ def _require_plain(name: str, reward: Composed) -> None:
     if scores_latents(reward):
         raise UserError(f"reward {name!r} scores latents, and this method follows a reward's gradient through "
                         "decoded pictures: take `scores` away")
-    if getattr(reward.rule, "transform", ()):
+    rule = reward.rule if isinstance(reward, Composed) else WatchRule()
+    if isinstance(rule, RewardRule) and rule.transform:
         raise UserError(f"reward {name!r} has a transform, which a method that follows its gradient does not see: "
                         "take the transform away")
-    if reward.rule.on_error != "raise" or reward.rule.timeout:
+    if rule.on_error != "raise" or rule.timeout:
         raise UserError(f"reward {name!r} has on_error or timeout, but a method that follows its gradient needs "
                         "every answer, and waits for it: take them away")
 
 
-def value(rewards: Mapping[str, Reward | Composed], weights: Mapping[str, float], pictures: Tensor,
+def value(rewards: Mapping[str, RewardFunction | Reward], weights: Mapping[str, float], pictures: Tensor,
           prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Tensor:
     """Return the weighted sum [B] of differentiable rewards of pictures [B, ...], in one graph with them.
 
@@ -65,21 +65,23 @@ def value(rewards: Mapping[str, Reward | Composed], weights: Mapping[str, float]
     return total
 
 
-def _scored(name: str, reward: Reward | Composed, pictures: Tensor, prompts: Sequence[str],
+def _scored(name: str, reward: RewardFunction | Reward, pictures: Tensor, prompts: Sequence[str],
             metadata: Sequence[dict[str, Any]]) -> tuple[list[int], Tensor]:
     """Return the rows that a reward applies to, and its scores of them in the pictures' graph."""
-    composed = reward if isinstance(reward, Composed) else Composed(reward)
-    rows = [i for i, entry in enumerate(metadata) if composed.rule.applies(entry)]
+    rule = reward.rule if isinstance(reward, Composed) else WatchRule()
+    rows = [i for i, entry in enumerate(metadata) if rule.applies(entry)]
     if not rows:
         return rows, getattr(pictures, "weights", pictures).new_zeros(0)
-    function, some = composed.function, (pictures[rows], [prompts[i] for i in rows], [metadata[i] for i in rows])
-    if isinstance(function, Combined):
-        scores = _combined(name, function, *some)
+    if isinstance(reward, Composed):
+        reward.come()
+    made = reward.made if isinstance(reward, Composed) else as_reward(reward, name)
+    batch = Batch(pictures[rows], [prompts[i] for i in rows], [metadata[i] for i in rows])
+    if isinstance(made, Combined):
+        scores = _combined(name, made, batch.samples, batch.prompts, batch.metadata)
         there = scores.isfinite().nonzero()[:, 0].tolist()
         return [rows[i] for i in there], scores[there]
-    composed.come()
-    message = f"reward {name!r} raised on {len(rows)} samples that carry a graph (first prompt: {some[1][0]!r})"
-    return rows, _checked(name, guarded(message, function, *some[:arity(name, function)]), some[0])
+    message = f"reward {name!r} raised on {len(rows)} samples that carry a graph (first prompt: {batch.prompts[0]!r})"
+    return rows, _checked(name, guarded(message, made, batch), batch.samples)
 
 
 def _combined(name: str, reward: Combined, pictures: Tensor, prompts: Sequence[str],
@@ -95,7 +97,7 @@ def _combined(name: str, reward: Combined, pictures: Tensor, prompts: Sequence[s
     return reward.combined(torch.stack([column.to(columns[0].device) for column in columns], 1))
 
 
-def require_graph(name: str, reward: Reward | Composed, outputs: Tensor, prompts: Sequence[str],
+def require_graph(name: str, reward: RewardFunction | Reward, outputs: Tensor, prompts: Sequence[str],
                   metadata: Sequence[dict[str, Any]]) -> None:
     """Raise UserError if a reward gives the outputs, a leaf that requires a gradient, none or one that is not finite;
     otherwise as `value` does."""

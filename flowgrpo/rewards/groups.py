@@ -19,7 +19,8 @@ from torch import Tensor
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.combine import LIKE_ITS_PARTS, Combined
-from flowgrpo.rewards.failures import Failed, first_failed, numbers
+from flowgrpo.rewards.failures import Failed, numbers
+from flowgrpo.rewards.reward import Batch
 from flowgrpo.rewards.text.answer_keys import LICENCE
 from flowgrpo.rewards.text.diversity import likeness
 from flowgrpo.rewards.text.numeric import NumericMatch
@@ -130,7 +131,7 @@ class Progress(Combined):
     right: float = 1.0
     most: float = 0.8
     features: Any = "pixels"
-    group = True
+    unit = "group"
     about = replace(LIKE_ITS_PARTS, modality="image/text", range=(0, 1))
 
     def __post_init__(self) -> None:
@@ -138,18 +139,15 @@ class Progress(Combined):
         self._require(len(self.rewards) == 1, "rewards", "one reward")
         self._require(0 < self.most < 1, "most", "above 0 and below 1")
 
-    def __call__(self, outputs: Tensor | list[str], prompts: Sequence[str],  # type: ignore[override]  # of groups
-                 metadata: Sequence[dict[str, Any]], group: int) -> list[float | None | Failed]:
-        from flowgrpo.rewards.score import columns
-
-        rows = list(zip(*columns(self.made, outputs, prompts, metadata)))
-        verdicts = torch.tensor([numbers(row) for row in rows], dtype=torch.float64)[:, 0]
+    def __call__(self, batch: Batch) -> list[float | None | Failed]:
+        [column] = self.columns(batch)
+        verdicts = torch.tensor(numbers(column), dtype=torch.float64)
         values: list[float | None | Failed] = []
-        for start in range(0, len(rows), group):
-            at = slice(start, start + group)
-            found = progress(verdicts[at] >= self.right, self._apart(outputs[at]), self.most).tolist()
-            values += [first_failed(row) or (None if math.isnan(verdict) else value)
-                       for row, verdict, value in zip(rows[at], verdicts[at].tolist(), found)]
+        for start in range(0, len(batch), batch.group):
+            at = slice(start, start + batch.group)
+            found = progress(verdicts[at] >= self.right, self._apart(batch.samples[at]), self.most).tolist()
+            values += [answer if isinstance(answer, Failed) else None if math.isnan(answer) else value
+                       for answer, value in zip(column[at], found)]
         return values
 
     def _apart(self, outputs: Tensor | list[str]) -> Tensor:

@@ -11,15 +11,14 @@ prompts, metadata, group)` with the outputs of whole groups, `group` consecutive
 
 from __future__ import annotations
 
-import inspect
-import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import Reward
 from flowgrpo.rewards.failures import Failed
+from flowgrpo.rewards.pairing import Pairing
+from flowgrpo.rewards.reward import Batch, Function, Reward, as_reward
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,48 +26,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 AT_ONCE = 64  # pairs in one call of a judge, to avoid copying pictures group by group
-
-
-@dataclass(frozen=True)
-class Pairing:
-    """Comparisons within a group.
-
-    both_orders: judge every pair twice, with each of the two first once, and average. This cancels a judge's position
-    bias, at twice the calls.
-    comparisons: pairs per group. None, or a number of at least all G (G-1) / 2: all; fewer are drawn so that every
-    sample is compared equally often.
-    seed: of that draw.
-    """
-
-    both_orders: bool = False
-    comparisons: int | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.comparisons is not None and self.comparisons < 1:
-            raise ValueError(f"comparisons is {self.comparisons}, expected 1 or more, or None for all pairs")
-
-    def pairs(self, group: int, prompt: str = "") -> list[tuple[int, int]]:
-        """Return (first, second) of every comparison in a group, a regular tournament that is fixed per prompt.
-
-        The samples are shuffled into a ring. Each meets its nearest neighbours, as first on one side and as second on
-        the other, so that position bias harms all equally. Only for an odd number of opponents, one across the ring is
-        met in one position.
-        Raises ValueError for `comparisons` that are not regular.
-        """
-        degree = 2 * self._count(group) // group
-        ring = random.Random(f"{self.seed}/{prompt}").sample(range(group), group)
-        pairs = [(ring[i], ring[(i + away) % group]) for away in range(1, degree // 2 + 1) for i in range(group)]
-        return pairs + [(ring[i], ring[i + group // 2]) for i in range(group // 2 if degree % 2 else 0)]
-
-    def _count(self, group: int) -> int:
-        every, unit = group * (group - 1) // 2, group if group % 2 else group // 2
-        count = every if self.comparisons is None else min(self.comparisons, every)
-        if rest := count % unit:
-            nearest = [n for n in (count - rest, count - rest + unit) if n]
-            raise ValueError(f"comparisons is {count}, but every sample of a group of {group} is compared equally "
-                             f"often: expected {' or '.join(map(str, nearest))}")
-        return count
 
 
 def judge(name: str, both_orders: bool = False, comparisons: int | None = None, seed: int = 0) -> Callable[[T], T]:
@@ -87,28 +44,14 @@ def judge(name: str, both_orders: bool = False, comparisons: int | None = None, 
 
 def pairing(reward: object) -> Pairing | None:
     """Return a judge's pairing; None for any other reward."""
-    marked = getattr(reward, "pairwise", None)
-    return Pairing() if marked is True else marked or None
+    made = as_reward(reward)
+    how = as_reward(made.origin).pairing if isinstance(as_reward(made.origin), Function) else None
+    return Pairing() if how is True else how or None
 
 
 def sees_groups(reward: object) -> bool:
     """True if a reward compares the samples of a group, two at a time or all of them."""
-    return pairing(reward) is not None or bool(getattr(reward, "group", False))
-
-
-def whole(name: str, function: Reward, group: int, lost: list[Failed]) -> Reward:
-    """Return the reward as (outputs, prompts, metadata) -> B values, bound to the group size if it needs groups.
-
-    lost: collects the comparisons without an answer.
-    Raises UserError if it needs groups and there are none."""
-    if not sees_groups(function):
-        return function
-    if group < 2:
-        raise UserError(f"reward {name!r} compares the samples of a group, but here every picture is scored alone: "
-                        "choose a reward that scores one picture at a time")
-    how = pairing(function)
-    grouped = function if how is None else WinRates(name, function, how, lost)
-    return lambda outputs, prompts, metadata, **base: grouped(outputs, prompts, metadata, group, **base)
+    return as_reward(reward).unit != "sample"
 
 
 def require(rewards: Mapping[str, object], *groups: int) -> None:
@@ -134,61 +77,58 @@ def measured(trained: Mapping[str, T], further: Mapping[str, T]) -> dict[str, T]
     return {**alone, **further}
 
 
-@dataclass(frozen=True)
-class WinRates:
+class WinRates(Reward):
     """Judge as a reward of whole groups: each sample's share of won comparisons, None for one never compared.
 
-    Over all pairs of a group the rates sum to G/2.
+    Over all pairs of a group the rates sum to G/2. A comparison without an answer is lost.
     """
 
-    name: str
-    judge: Reward
-    pairing: Pairing = Pairing()
-    lost: list[Failed] = field(default_factory=list)
-    group = True
+    unit = "group"
 
-    def __call__(self, outputs: Tensor | Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
-                 group: int) -> list[float | None]:
+    def __init__(self, name: str, judge: Reward, how: Pairing | None = None) -> None:
+        self.name, self.judge, self.how = name, judge, how or Pairing()
+        self.judges, self.reads, self.about, self.parts = judge.judges, judge.reads, judge.about, judge.parts
+
+    @property
+    def origin(self) -> Any:
+        """Return the judge."""
+        return self.judge.origin
+
+    def __call__(self, batch: Batch) -> list[float | None]:
         import torch
 
         from flowgrpo.advantages.shaping import win_rates
 
-        assert len(prompts) % group == 0, (len(prompts), group)
-        groups = range(0, len(prompts), group)
-        wins = torch.stack([self._wins(outputs, prompts, metadata, at, group) for at in groups])
+        assert len(batch) % batch.group == 0, (len(batch), batch.group)
+        wins = torch.stack([self._wins(batch, at) for at in range(0, len(batch), batch.group)])
         return [None if rate != rate else rate for rate in win_rates(wins).flatten().tolist()]
 
-    def _wins(self, outputs: Tensor | Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
-              at: int, group: int) -> Tensor:
+    def _wins(self, batch: Batch, at: int) -> Tensor:
         """Return the wins among the samples `at` to `at + group`: [G, G], NaN where not compared."""
         import torch
 
-        pairs = _fitting(self.name, self.pairing, group, prompts[at])
-        orders = [pairs, [(second, first) for first, second in pairs]][:1 + self.pairing.both_orders]
-        wins = torch.full((len(orders), group, group), torch.nan, dtype=torch.float64)
+        pairs = _fitting(self.name, self.how, batch.group, batch.prompts[at])
+        orders = [pairs, [(second, first) for first, second in pairs]][:1 + self.how.both_orders]
+        wins = torch.full((len(orders), batch.group, batch.group), torch.nan, dtype=torch.float64)
         for place, order in enumerate(orders):
             for start in range(0, len(order), AT_ONCE):
                 some = order[start:start + AT_ONCE]
-                answers = self._ask(outputs, prompts[at], metadata[at], [[at + i for i in side] for side in zip(*some)])
-                for (first, second), answer in zip(some, answers):
+                for (first, second), answer in zip(some, self._ask(batch, at, some)):
                     wins[place, first, second], wins[place, second, first] = answer, 1 - answer
         return wins.nanmean(0)
 
-    def _ask(self, outputs: Tensor | Sequence[str], prompt: str, metadata: dict[str, Any],
-             sides: list[list[int]]) -> list[float]:
-        """Return the judge's answers on the rows sides[0] against sides[1], NaN for none."""
-        count = len(sides[0])
-        pictures = [outputs[rows] if hasattr(outputs, "shape")  # type: ignore[call-overload]  # a tensor
-                    else [outputs[row] for row in rows] for rows in sides]
-        arguments = (*pictures, [prompt] * count, [metadata] * count)
-        return _answers(self.name, self._told(self.judge(*arguments[:_arity(self.name, self.judge)])), count, prompt)
-
-    def _told(self, values: Any) -> Any:
-        """Return the values with None for each `Failed`, which is recorded."""
-        if not isinstance(values, (list, tuple)):
-            return values
-        self.lost.extend(value for value in values if isinstance(value, Failed))
-        return [None if isinstance(value, Failed) else value for value in values]
+    def _ask(self, batch: Batch, at: int, pairs: list[tuple[int, int]]) -> list[float]:
+        """Return the judge's answers on pairs of the group that begins at row `at`, NaN for none."""
+        sides = [[at + pair[side] for pair in pairs] for side in (0, 1)]
+        shown = [batch.samples[rows] if hasattr(batch.samples, "shape") else [batch.samples[row] for row in rows]
+                 for rows in sides]
+        prompt, count = batch.prompts[at], len(pairs)
+        of_pairs = replace(batch, samples=shown, prompts=[prompt] * count, metadata=[batch.metadata[at]] * count)
+        values = self.judge(of_pairs)
+        if isinstance(values, (list, tuple)):
+            batch.lost.extend(value for value in values if isinstance(value, Failed))
+            values = [None if isinstance(value, Failed) else value for value in values]
+        return _answers(self.name, values, count, prompt)
 
 
 def _fitting(name: str, how: Pairing, group: int, prompt: str = "") -> list[tuple[int, int]]:
@@ -196,18 +136,6 @@ def _fitting(name: str, how: Pairing, group: int, prompt: str = "") -> list[tupl
         return how.pairs(group, prompt)
     except ValueError as error:
         raise UserError(f"judge {name!r}: {error}") from None
-
-
-def _arity(name: str, judge: Reward) -> int:
-    """Return 4 if the judge takes (first, second, prompts, metadata), 3 if it takes (first, second, prompts)."""
-    for count in (4, 3):
-        try:
-            inspect.signature(judge).bind(*range(count))
-            return count
-        except TypeError:
-            continue
-    raise UserError(f"judge {name!r} takes {inspect.signature(judge)}: expected (first, second, prompts, metadata) or "
-                    "(first, second, prompts)")
 
 
 def _answers(name: str, values: Any, count: int, prompt: str) -> list[float]:

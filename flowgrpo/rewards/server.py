@@ -17,9 +17,10 @@ from urllib.parse import quote
 import uvicorn
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import Reward, privileged
+from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.remote import wire
 from flowgrpo.rewards.remote.client import TOKEN
+from flowgrpo.rewards.reward import privileged
 from flowgrpo.rewards.serving.answers import Application, served
 from flowgrpo.rewards.serving.gate import Bounds
 from flowgrpo.rewards.serving.hosts import is_loopback, names
@@ -27,7 +28,7 @@ from flowgrpo.rewards.serving.hosts import is_loopback, names
 CUT = 1  # seconds for answers to be sent after `Bounds.drain`
 
 
-def serve(name: str, reward: Reward, host: str, port: int, limits: wire.Limits, token: str | None,
+def serve(name: str, reward: RewardFunction, host: str, port: int, limits: wire.Limits, token: str | None,
           say: Callable[[str], None] = print, bounds: Bounds = Bounds()) -> None:
     """Serve a reward until the process gets SIGTERM or SIGINT; `say` gets its address. port 0: any free one.
 
@@ -101,6 +102,6 @@ class Server(uvicorn.Server):
         self._silent = waiting
 
 
-def application(name: str, reward: Reward, limits: wire.Limits, token: str | None) -> Application:
+def application(name: str, reward: RewardFunction, limits: wire.Limits, token: str | None) -> Application:
     """Return the server of this machine alone as an ASGI application."""
     return Application(name, reward, limits, token, names("127.0.0.1"))

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.files import text_of
-from flowgrpo.rewards.about import About, about
+from flowgrpo.rewards.about import About
 from flowgrpo.rewards.find import find, locate, names, source
+from flowgrpo.rewards.reward import about
 from flowgrpo.rewards.score import score
 
 if TYPE_CHECKING:
@@ -95,7 +98,7 @@ def score_files(name: str, arguments: dict[str, Any], files: Sequence[Path], pro
     for rows in alike.values():
         for some in (rows[start:start + AT_ONCE] for start in range(0, len(rows), AT_ONCE)):
             of, batch = [prompts[i] for i in some], _stacked([outputs[i] for i in some])
-            column = score({name: reward}, batch, [p.text for p in of], [p.metadata for p in of])
+            column = promptly(partial(score, {name: reward}, batch, [p.text for p in of], [p.metadata for p in of]))
             scores |= zip(some, column[:, 0].tolist())
     return [scores[i] for i in range(len(files))]
 

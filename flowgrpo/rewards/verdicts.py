@@ -7,9 +7,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +16,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.combine import LIKE_ITS_PARTS, Combined
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.remote.wire import one_line
+from flowgrpo.rewards.reward import Batch
 
 USER_PROMPT = "user_prompt"  # metadata key of the prompt that a rewritten prompt comes from
 
@@ -100,19 +99,16 @@ class Rechecked(Combined):
         self._require(len(self.rewards) == 2, "rewards", "two rewards")
         self._require(0 < self.share <= 1, "share", "above 0, up to 1")
 
-    def __call__(self, outputs: Tensor | list[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
-                 base: Tensor | None = None) -> list[float | None | Failed]:
-        from flowgrpo.rewards.score import columns
+    def __call__(self, batch: Batch) -> list[float | None | Failed]:
+        from flowgrpo.rewards.score import of_batch
 
         (_, first), (name, second) = self.made.items()
-        [verdicts] = columns({"first": first}, outputs, prompts, metadata, base=base)
+        [verdicts] = of_batch({"first": first}, batch)
         rows = [row for row, verdict in enumerate(verdicts) if not isinstance(verdict, Failed)
-                and verdict < self.right and drawn(outputs[row], prompts[row], self.share)]
-        values: list[float | None | Failed] = [None] * len(prompts)
+                and verdict < self.right and drawn(batch.samples[row], batch.prompts[row], self.share)]
+        values: list[float | None | Failed] = [None] * len(batch)
         if rows:
-            some = outputs[rows] if isinstance(outputs, Tensor) else [outputs[row] for row in rows]
-            [found] = columns({name: second}, some, [prompts[row] for row in rows], [metadata[row] for row in rows],
-                              base=None if base is None else base[rows])
+            [found] = of_batch({name: second}, batch.rows(rows))
             for row, value in zip(rows, found):
                 values[row] = value if isinstance(value, Failed) else None if value != value else float(
                     value >= self.right)
@@ -140,14 +136,13 @@ class Scaled(Combined):
         super().__post_init__()
         self._require(len(self.rewards) == 1, "rewards", "one reward")
 
-    def __call__(self, outputs: Tensor | list[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
-                 base: Tensor | None = None) -> list[float | None | Failed]:
-        factors = [entry.get(self.key, 1) for entry in metadata]
-        for factor, prompt in zip(factors, prompts):
+    def __call__(self, batch: Batch) -> list[float | None | Failed]:
+        factors = [entry.get(self.key, 1) for entry in batch.metadata]
+        for factor, prompt in zip(factors, batch.prompts):
             if type(factor) not in (int, float) or not 0 <= factor < 1e9:
                 raise UserError(f"reward 'scaled': metadata.{self.key} is {one_line(repr(factor)[:80])}, expected a "
                                 f"number of 0 or more (prompt: {one_line(prompt[:80])!r})")
-        values = super().__call__(outputs, prompts, metadata, base)
+        values = super().__call__(batch)
         return [value if value is None or isinstance(value, Failed) else value * factor
                 for value, factor in zip(values, factors)]
 
@@ -168,10 +163,9 @@ class UserPrompt(Combined):
         super().__post_init__()
         self._require(len(self.rewards) == 1, "rewards", "one reward")
 
-    def __call__(self, outputs: Tensor | list[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
-                 base: Tensor | None = None) -> list[float | None | Failed]:
-        users = [str(entry.get(self.key, prompt)) for prompt, entry in zip(prompts, metadata)]
-        return super().__call__(outputs, users, metadata, base)
+    def __call__(self, batch: Batch) -> list[float | None | Failed]:
+        users = [str(entry.get(self.key, prompt)) for prompt, entry in zip(batch.prompts, batch.metadata)]
+        return super().__call__(replace(batch, prompts=users))
 
     def combined(self, scores: Tensor) -> Tensor:
         return scores[:, 0]

@@ -11,7 +11,7 @@ from flowgrpo.methods import targets
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import references
 from flowgrpo.policies.language import engines
-from flowgrpo.rewards.compose import inside
+from flowgrpo.rewards.reward import POLICY, inside
 from flowgrpo.samplers.text.groups import Independent
 from flowgrpo.training.stored_parts import unrecordable
 
@@ -24,7 +24,7 @@ def require(config: Config, method: Method, processes: int, trained: Mapping[str
     staleness, extra = config.train.staleness, config.text.over_provision
     if not staleness and not extra:
         return
-    functions = [(name, part.function) for name, reward in trained.items() for _, part in inside(name, reward)]
+    parts = [(name, part) for name, reward in trained.items() for part in inside(reward)]
     wrong = unrecordable(config, method) | {
         f"{processes} processes": processes > 1,
         f"a method that trains {method.target.trains}": not isinstance(method.target, targets.WITH_LOGP),
@@ -37,9 +37,9 @@ def require(config: Config, method: Method, processes: int, trained: Mapping[str
         "a self-teacher, whose prompts are of one epoch": isinstance(method.loss.reference, references.SelfTeacher),
         "text encoders that are trained": not method.for_tokens and method.denoising.adapted.encoders,
         "memory.rewards: cpu": config.memory.rewards == "cpu"} | (_of_partial(config, method) if extra else {})
-    wrong |= {f"the reward {name!r}, which {what}": True for name, function in functions
-              for attribute, what in (("begin", "remembers earlier epochs"), ("reads_policy", "reads the policy"))
-              if getattr(function, attribute, False)}
+    wrong |= {f"the reward {name!r}, which remembers earlier epochs": True for name, part in parts
+              if hasattr(part.origin, "begin")}
+    wrong |= {f"the reward {name!r}, which reads the policy": True for name, part in parts if POLICY in part.reads}
     key = f"text.over_provision is {extra:g}" if extra else f"train.staleness is {staleness}"
     for reason in (reason for reason, applies in wrong.items() if applies):
         raise UserError(f"{key}, which does not go with {reason}: leave one of them out")

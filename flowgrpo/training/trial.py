@@ -22,6 +22,7 @@ import torch
 from flowgrpo import rewards
 from flowgrpo.config.reward_rules import Retry
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import Generating, measure, spread
 from flowgrpo.policies.policy import Policy
@@ -115,8 +116,9 @@ def judged(batch: Batch) -> bool:
     notice.daemon = True
     notice.start()
     try:
-        scores = rewards.score({name: tried(batch.reward)}, outputs, batch.texts, batch.metadata, batch.group, tally,
-                               outputs.clone() if rewards.sees_base(batch.reward) else None, batch.latents)
+        base = outputs.clone() if rewards.sees_base(batch.reward) else None
+        scores = promptly(lambda: rewards.score({name: tried(batch.reward)}, outputs, batch.texts, batch.metadata,
+                                                batch.group, tally, base, batch.latents))
     finally:
         notice.cancel()
     if said := tally.said.get(name):
@@ -134,8 +136,8 @@ def tried(reward: Composed) -> Composed:
 
 def slow(reward: Callable[..., Any]) -> bool:
     """True if a server answers for a reward, or for one that it is made of: a call may take long, or cost money."""
-    needs = (rewards.about(reward).needs or "").split(",")
-    return "server" in map(str.strip, needs) or any(map(slow, getattr(reward, "made_of", ())))
+    needs = [part.about.needs or "" for part in rewards.inside(reward)]
+    return any("server" in map(str.strip, need.split(",")) for need in needs)
 
 
 def _grouped_or_slow(reward: Composed) -> bool:

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from tqdm import tqdm
 
 from flowgrpo.data.prompts import Prompt, as_line, load_prompts
+from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.ledger import append, entries
 from flowgrpo.rewards import Composed, Failed, Tally
@@ -133,8 +135,8 @@ class Scores:
         outputs: Any = [sample if isinstance(sample, str) else read_output(sample)
                         for group in groups for sample in group.samples]
         prompts = [group.prompt for group in groups for _ in group.samples]
-        table = columns(lacking, outputs, [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts],
-                        group=size, tally=self.failed)
+        table = promptly(partial(columns, lacking, outputs, [prompt.text for prompt in prompts],
+                                 [prompt.metadata for prompt in prompts], group=size, tally=self.failed))
         for name, column in zip(lacking, table):
             for place, digest in enumerate(digests):
                 values = column[place * size:(place + 1) * size]

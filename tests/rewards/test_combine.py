@@ -122,7 +122,8 @@ def test_parts_by_name_with_their_arguments_and_routes():
 def test_what_does_not_apply_is_left_out():
     found = scored(rewards.find("checklist", {"rewards": [RED, GREEN]}), (1, 2, 0), (2, 2, 0))
     assert found[0] == 1 and math.isnan(found[1])
-    assert rewards.find("gated", {"rewards": [RED]})(torch.full((1, 3, 2, 2), 2.0), [""], [{}]) == [None]
+    batch = rewards.Batch(torch.full((1, 3, 2, 2), 2.0), [""], [{}])
+    assert rewards.find("gated", {"rewards": [RED]})(batch) == [None]
 
 
 BREAKING = """

@@ -177,7 +177,7 @@ def test_a_judge_is_found_by_its_name():
             return larger(first, second, prompts)
 
     found = find("test_better")
-    assert pairing(found) == Pairing(True, 4) and pairing(larger) is None
+    assert pairing(found) == Pairing(True, 4) and pairing(larger) == Pairing()  # by its names
     assert rewards.score({"better": found}, [3, 1], ["a", "a"], [{}, {}], 2)[:, 0].tolist() == [1, 0]
 
 

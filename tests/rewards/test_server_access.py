@@ -14,12 +14,12 @@ from safetensors.torch import save
 from flowgrpo import rewards
 from flowgrpo.data import pictures
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import privileged
 from flowgrpo.rewards.images import clip_models
 from flowgrpo.rewards.images.guards import BaseSimilarity
 from flowgrpo.rewards.images.preservation import Preservation
 from flowgrpo.rewards.judges.judge import Judge
 from flowgrpo.rewards.remote import wire
+from flowgrpo.rewards.reward import privileged
 from flowgrpo.rewards.serving.answers import scored
 from flowgrpo.rewards.serving.gate import Refused
 from tests.helpers.reward_server import lengths, raw, request, running, status_of

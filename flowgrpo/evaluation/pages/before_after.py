@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ import torch
 
 from flowgrpo import rewards
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import Measured, evenly, spread
 from flowgrpo.evaluation.pages.grid import Row, Summary, draw_grid
@@ -26,7 +28,7 @@ def captions(functions: dict[str, Any], samples: torch.Tensor | Sequence[str], p
     pictures = cast("torch.Tensor | None", base)  # a reward that reads the base is one of pictures
     for name, function in functions.items():
         try:
-            columns.append(rewards.score({name: function}, samples, texts, metadata, base=pictures))
+            columns.append(promptly(partial(rewards.score, {name: function}, samples, texts, metadata, base=pictures)))
         except UserError as error:
             print(f"left out: {error}", file=sys.stderr)
             columns.append(torch.full((len(texts), 1), torch.nan))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import About, modality_of
+from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.judges.judge_client import Answer, Endpoint, user
 from flowgrpo.rewards.judges.judge_parse import (
@@ -34,8 +34,9 @@ from flowgrpo.rewards.judges.judge_parse import (
 )
 from flowgrpo.rewards.judges.judge_pictures import ENCODINGS, data_url, picture_part, source_parts, spaced, text_part
 from flowgrpo.rewards.judges.judge_writer import CachedWriter
-from flowgrpo.rewards.pairwise import Pairing
+from flowgrpo.rewards.pairing import Pairing
 from flowgrpo.rewards.remote.wire import one_line
+from flowgrpo.rewards.reward import modality_of
 
 if TYPE_CHECKING:
     from torch import Tensor

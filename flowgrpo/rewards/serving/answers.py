@@ -10,10 +10,11 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from flowgrpo.data.client_files import closed
-from flowgrpo.rewards.about import Reward, about
+from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.pairwise import sees_groups
 from flowgrpo.rewards.remote import wire
+from flowgrpo.rewards.reward import about
 from flowgrpo.rewards.score import columns
 from flowgrpo.rewards.serving.gate import Bounds, Gate, Receive, Refused, in_thread
 from flowgrpo.rewards.serving.hosts import known
@@ -36,7 +37,7 @@ class Application:
     token: None asks for none. hosts: accepted names in the Host header; with a token any request that bears it.
     """
 
-    def __init__(self, name: str, reward: Reward, limits: wire.Limits, token: str | None, hosts: frozenset[str],
+    def __init__(self, name: str, reward: RewardFunction, limits: wire.Limits, token: str | None, hosts: frozenset[str],
                  bounds: Bounds = Bounds()) -> None:
         self.info = wire.Info(served(name), about(reward), sees_groups(reward), limits)
         self.metrics = Metrics()
@@ -117,7 +118,7 @@ class Application:
                                "or start the server with a token")
 
 
-def scored(name: str, reward: Reward, body: bytes | bytearray, limits: wire.Limits) -> dict[str, Any]:
+def scored(name: str, reward: RewardFunction, body: bytes | bytearray, limits: wire.Limits) -> dict[str, Any]:
     """Return the answer to a request.
     Raises Refused: 400 for an invalid request or the user's mistake; 413 if too large; 422 if the reward fails on these
     samples; 500 for our own error."""

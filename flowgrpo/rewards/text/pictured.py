@@ -27,6 +27,7 @@ from flowgrpo.rewards.about import About
 from flowgrpo.rewards.combine import Combined
 from flowgrpo.rewards.failures import Failed, first_failed
 from flowgrpo.rewards.local_model import LocalModel, require_arguments
+from flowgrpo.rewards.reward import Batch
 from flowgrpo.rewards.text.answer_keys import spoken, tagged
 from flowgrpo.starter import CALLS, EVAL
 from flowgrpo.types import Completion
@@ -119,13 +120,14 @@ class Pictured(Combined):
     dtype: str = "fp32"
     device: str | None = None
     batch_size: int = 8
-    parts: Any = field(default=None, repr=False)
+    parts: Any = field(default=None, repr=False)  # ready-made, then the rewards
     painter: FrozenPipeline = field(init=False, repr=False)
     _epoch: int | None = field(default=None, init=False, repr=False)
     about = About(modality="text", range=(None, None), needs="", licence="the pipeline's, the rewards'")
     remembers = False  # `begin` names the epoch alone
 
     def __post_init__(self) -> None:
+        given = self.parts
         super().__post_init__()
         self._require({"image", "video"} & set(str(self.about.modality).split("/")), "rewards", "rewards of pictures")
         self._require(self.weights is None or len(self.weights) == len(self.rewards), "weights",
@@ -134,8 +136,8 @@ class Pictured(Combined):
         self._require(self.noise in NOISES, "noise", " or ".join(NOISES))
         require_arguments("pictured", self.dtype, self.device, self.batch_size)
         painter = FrozenPipeline(self.pipeline, self.lora, self.steps, self.guidance, self.call, dtype=self.dtype,
-                                 device=self.device, batch_size=self.batch_size, parts=self.parts)
-        for name, value in (("painter", painter), ("about", type(self).about)):
+                                 device=self.device, batch_size=self.batch_size, parts=given)
+        for name, value in (("painter", painter), ("about", type(self).about), ("judges", ["text"])):
             object.__setattr__(self, name, value)
 
     def begin(self, memory: dict[str, Any], epoch: int) -> None:
@@ -146,9 +148,10 @@ class Pictured(Combined):
         """Draw from the noise of no epoch from here on, as for held-out samples."""
         object.__setattr__(self, "_epoch", None)
 
-    def __call__(self, outputs: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],  # type: ignore[override]
-                 base: None = None) -> list[float | None | Failed]:
-        entries = [{key: value for key, value in entry.items() if key != "completion_tokens"} for entry in metadata]
+    def __call__(self, batch: Batch) -> list[float | None | Failed]:
+        prompts, outputs = batch.prompts, batch.samples
+        entries = [{key: value for key, value in entry.items() if key != "completion_tokens"}
+                   for entry in batch.metadata]
         texts = [rewritten(text) for text in outputs]
         first = first_alike(texts, prompts, entries)
         jobs = [(row, number) for row in dict.fromkeys(first) for number in range(self.images)]
@@ -158,7 +161,7 @@ class Pictured(Combined):
             rows, numbers = zip(*jobs[at:at + self.batch_size])
             pictures = self.painter.draw([texts[row] for row in rows], [
                 noise_seed(self.seed, self._epoch, prompts[row], number) for row, number in zip(rows, numbers)])
-            values = super().__call__(pictures, [prompts[row] for row in rows], [entries[row] for row in rows])
+            values = super().__call__(Batch(pictures, [prompts[row] for row in rows], [entries[row] for row in rows]))
             for row, picture, value in zip(rows, pictures, values):
                 scores[row].append(value)
                 shown.setdefault(row, small(picture))

@@ -7,22 +7,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import About, Reward, about
+from flowgrpo.rewards.about import About, RewardFunction
 from flowgrpo.rewards.failures import Failed, first_failed
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from flowgrpo.rewards.reward import Batch, Reward, as_reward
 
 LIFTS = ("mean", "min")
 
 
 @dataclass(frozen=True, eq=False)
-class Frames:
+class Frames(Reward):
     """Mean or minimum score of a clip's frames by a reward of pictures.
 
     None if that reward applies to no frame, Failed if it failed on one.
@@ -32,7 +29,7 @@ class Frames:
     Raises UserError as `rewards.find` does, and if the reward does not judge pictures one by one.
     """
 
-    reward: str | Reward
+    reward: str | RewardFunction
     frames: str = "mean"
     args: dict[str, Any] = field(default_factory=dict)
     every: int = 1
@@ -40,31 +37,25 @@ class Frames:
 
     def __post_init__(self) -> None:
         from flowgrpo.rewards.find import find
-        from flowgrpo.rewards.pairwise import sees_groups
 
         if self.frames not in LIFTS or self.every < 1:
             raise UserError(f"reward 'frames': frames is {self.frames!r} and every {self.every}, expected "
                             f"{' or '.join(LIFTS)} and 1 or more")
         function = find(self.reward, self.args) if isinstance(self.reward, str) else self.reward
-        modality = about(function).modality
-        if sees_groups(function) or modality is not None and "image" not in modality.split("/"):
+        made = as_reward(function, "of frames")
+        if made.unit != "sample" or "image" not in made.judges:
             raise UserError(f"reward 'frames': {self.reward!r} is no reward of single pictures: choose one that is")
-        object.__setattr__(self, "reward", function)
+        for name, value in (("reward", function), ("judges", ["video"]), ("parts", [made])):
+            object.__setattr__(self, name, value)
 
-    @property
-    def made_of(self) -> list[str | Reward]:
-        return [self.reward]
+    def __call__(self, batch: Batch) -> list[float | None | Failed]:
+        from flowgrpo.rewards.score import of_batch
 
-    def __call__(self, videos: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
-                 ) -> list[float | None | Failed]:
-        from flowgrpo.rewards.score import columns
-
-        videos = videos[:, ::self.every]
+        videos = batch.samples[:, ::self.every]
         count = videos.shape[1]
-        prompts = [prompt for prompt in prompts for _ in range(count)]
-        metadata = [entry for entry in metadata for _ in range(count)]
-        assert not isinstance(self.reward, str)  # found by its name at the start
-        [scores] = columns({"of frames": self.reward}, videos.flatten(0, 1), prompts, metadata)
+        frames = Batch(videos.flatten(0, 1), [prompt for prompt in batch.prompts for _ in range(count)],
+                       [entry for entry in batch.metadata for _ in range(count)])
+        [scores] = of_batch({"of frames": self.parts[0]}, frames)
         return [self._lifted(scores[at:at + count]) for at in range(0, len(scores), count)]
 
     def _lifted(self, values: list[float | Failed]) -> float | None | Failed:

@@ -1,0 +1,379 @@
+"""A reward: `reward(batch) -> B scores`, and six facts about it, which are all that the package reads of one.
+
+    score = as_reward(function)(Batch(images, prompts, metadata))
+
+A function, an object or a class of the user becomes a `Reward` by `as_reward`, which reads its facts from the names of
+its parameters. A score is a number; None (or NaN, once checked): the reward does not apply; a `Failed`: it should have
+answered, and did not.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import MODALITIES, About, RewardFunction
+from flowgrpo.rewards.failures import Failed
+from flowgrpo.user_code import told
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from flowgrpo.rewards.pairing import Pairing
+
+UNKNOWN = About()
+LATENTS, BASE, POLICY = "latents", "base", "policy"  # optional fields of a batch that a reward reads
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """B samples, in whole groups of `group` consecutive ones.
+
+    samples: pictures [B, 3, H, W] or videos [B, F, 3, H, W] in [0, 1], a list of these without B, B texts, or the clean
+    latents [B, ...] for a reward that reads these. base: the base model's samples, or None. latents: a tensor, or None.
+    lost: collects failures that are in no score, such as comparisons without an answer.
+    """
+
+    samples: Any
+    prompts: list[str]
+    metadata: list[dict[str, Any]]
+    group: int = 1
+    base: Any = None
+    latents: Tensor | None = None
+    lost: list[Failed] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def rows(self, rows: Sequence[int]) -> Batch:
+        """Return some of the samples."""
+        if list(rows) == list(range(len(self))):
+            return self
+        return self._of(rows, lambda held: held[list(rows)] if hasattr(held, "shape") else [held[i] for i in rows])
+
+    def of_size(self, rows: Sequence[int]) -> Batch:
+        """Return samples of one size, their outputs in one tensor."""
+        import torch
+
+        return self._of(rows, lambda held: torch.stack([held[i] for i in rows]))
+
+    def _of(self, rows: Sequence[int], some: Any) -> Batch:
+        samples, base, latents = (None if held is None else some(held)
+                                  for held in (self.samples, self.base, self.latents))
+        return replace(self, samples=samples, prompts=[self.prompts[i] for i in rows],
+                       metadata=[self.metadata[i] for i in rows], base=base, latents=latents)
+
+    def seen(self, name: str, reward: Reward) -> Batch:
+        """Return what a reward is given: without latents, or with these in place of the samples.
+
+        Raises UserError for a reward that reads latents where there are none.
+        """
+        if LATENTS not in reward.reads:
+            return replace(self, latents=None)
+        if self.latents is None:
+            raise UserError(f"reward {name!r} scores latents (scores = 'latents'), but here only decoded samples are "
+                            "known: leave it out, and use it by itself in `flowgrpo train`")
+        return replace(self, samples=self.latents, latents=None)
+
+    def copied(self, tensors: bool) -> Batch:
+        """Return a copy for a reward, which may write into what it is given. tensors: copy those too."""
+        def own(held: Any) -> Any:
+            if hasattr(held, "clone"):
+                return held.clone() if tensors else held
+            return None if held is None else list(held)
+
+        return replace(self, samples=own(self.samples), prompts=list(self.prompts),
+                       metadata=copy.deepcopy(self.metadata), base=own(self.base))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the samples, and the base's, where they are tensors."""
+        return [held for held in (self.samples, self.base) if hasattr(held, "clone")]
+
+
+class Reward:
+    """Reward of a batch: base class.
+
+    judges: what it can be given, "image", "video" or "text". unit: what a score depends on: the sample, its group, or,
+    of a judge of pairs, both samples of a pair. reads: optional fields of the batch that it needs (`base`, `latents`,
+    `policy`), and `metadata.KEY` that it compares with. differentiable: its scores are in the samples' graph.
+    parts: rewards, and other objects, that it is made of. about: range, packages and licence.
+    """
+
+    judges: Sequence[str] = MODALITIES
+    unit: Literal["sample", "group", "pair"] = "sample"
+    reads: frozenset[str] = frozenset()
+    differentiable: bool = False
+    parts: Sequence[Reward] = ()
+    about: About = UNKNOWN
+
+    @property
+    def origin(self) -> Any:
+        """Return the function or object that it was made of."""
+        return self
+
+    def __call__(self, batch: Batch) -> Any:
+        """Return B scores: a list, a tensor or an array."""
+        raise NotImplementedError
+
+
+class Function(Reward):
+    """Reward that is called as (images, prompts[, metadata]).
+
+    The names of further parameters say what it reads: `base`, and `group`, the size of the groups that the samples
+    form. A first parameter `latents` gets the clean latents; (first, second, prompts[, metadata]) is a judge of pairs.
+    Attributes say the same where names do not: `group`, `base`, `scores = "latents"`, `pairwise`, `differentiable`,
+    `about`, `made_of` (what it is made of), `keyed` and `key` (of the metadata, which it compares with).
+    """
+
+    def __init__(self, function: RewardFunction, name: str = "") -> None:
+        self.function, self.name = function, name
+        try:
+            self.signature: inspect.Signature | None = inspect.signature(_signed(function))
+        except (ValueError, TypeError):  # compiled functions may have none
+            self.signature = None
+        names = list(self.signature.parameters) if self.signature else []
+
+        def says(fact: str, otherwise: Any = None) -> Any:
+            value = getattr(function, fact, otherwise)
+            return otherwise if isinstance(value, property) else value  # of a class that is not made yet
+
+        self.pairing: Pairing | bool | None = says("pairwise", names[:2] == ["first", "second"]) or None
+        self.unit = "pair" if self.pairing else "group" if says("group", "group" in names) else "sample"
+        facts = says("about")
+        self.about = facts if isinstance(facts, About) else UNKNOWN
+        self.judges = self.about.modality.split("/") if self.about.modality else MODALITIES
+        self.differentiable = bool(says("differentiable", False))
+        self.parts = [as_reward(part) for part in says("made_of", ())]
+        reads = {LATENTS: says("scores", names[0] if names else None) == LATENTS,
+                 BASE: says(BASE, BASE in names) is True, POLICY: bool(says("reads_policy", False)),
+                 f"metadata.{says('key')}": bool(says("keyed", False))}
+        self.reads = frozenset(field for field, read in reads.items() if read)
+
+    @property
+    def origin(self) -> Any:
+        """Return the function or object."""
+        return self.function
+
+    def __call__(self, batch: Batch) -> Any:
+        further = {BASE: batch.base} if BASE in self.reads else {}
+        if self.unit == "pair":
+            first, second = batch.samples
+            return self.function(*(first, second, batch.prompts, batch.metadata)[:self._takes(4, "(first, second, ")])
+        if self.unit == "group":
+            return self.function(batch.samples, batch.prompts, batch.metadata, batch.group, **further)
+        given = batch.samples, batch.prompts, batch.metadata
+        return self.function(*given[:self._takes(3, "(images, ", **further)], **further)
+
+    def _takes(self, most: int, begins: str, **further: Any) -> int:
+        """Return `most` if the function takes so many values by position, metadata the last, or one fewer."""
+        if self.signature is None:
+            return most
+        for count in (most, most - 1):
+            try:
+                self.signature.bind(*range(count), **further)
+                return count
+            except TypeError:
+                continue
+        kind = "judge" if self.unit == "pair" else "reward"
+        raise UserError(f"{kind} {self.name!r} takes {self.signature}: expected {begins}prompts, metadata) or "
+                        f"{begins}prompts)" + "".join(f", and {name}" for name in further))
+
+
+def _signed(function: RewardFunction) -> RewardFunction:
+    """Return what has the parameters' names: of a network its `forward`."""
+    torch = sys.modules.get("torch")
+    return function.forward if torch and isinstance(function, torch.nn.Module) else function
+
+
+def as_reward(thing: Any, name: str = "") -> Reward:
+    """Return a function or an object as a reward. name: its label, for messages."""
+    return thing if isinstance(thing, Reward) else Function(thing, name)
+
+
+def named(name: str, reward: Any) -> Iterator[tuple[str, Reward]]:
+    """Yield a reward and all that it is made of, at any depth, with their names: parts are NAME[0], NAME[1]."""
+    made = as_reward(reward, name)
+    yield name, made
+    for place, part in enumerate(made.parts):
+        yield from named(f"{name}[{place}]", part)
+
+
+def inside(reward: Any) -> list[Reward]:
+    """Return a reward and all that it is made of, at any depth."""
+    return [part for _, part in named("", reward)]
+
+
+def modality_of(outputs: object) -> str:
+    """Return the modality of a batch of outputs: pictures [B,3,H,W], videos [B,F,3,H,W], or texts."""
+    by_dimensions: dict[int | None, str] = {4: "image", 5: "video"}
+    return by_dimensions.get(getattr(outputs, "ndim", None), "text")
+
+
+def about(reward: object) -> About:
+    """Return a reward's facts: all unknown for a plain function without them."""
+    return as_reward(reward).about
+
+
+def sees_base(reward: object) -> bool:
+    """True if a reward compares with the base model's samples."""
+    return BASE in as_reward(reward).reads
+
+
+def scores_latents(reward: object) -> bool:
+    """True if a reward scores clean latents, which are not decoded."""
+    return LATENTS in as_reward(reward).reads
+
+
+def privileged(reward: object) -> bool:
+    """True if a reward, or a part of it, may do more for a request than score it: run code, read files, use a key.
+
+    Built-in rewards say so by the attribute `privileged`; any code from elsewhere may.
+    """
+    return any(_privileged(part.origin) for part in inside(reward))
+
+
+def _privileged(thing: object) -> bool:
+    if isinstance(thing, str):
+        return ".py:" in thing
+    module = getattr(thing, "__module__", None) or type(thing).__module__
+    return not module.startswith("flowgrpo.") or getattr(thing, "privileged", False) is True
+
+
+def require_latents(rewards: Mapping[str, object], modality: str) -> None:
+    """Raise UserError for the first reward that scores latents in a text run, which has none."""
+    for name, reward in rewards.items():
+        if modality == "text" and scores_latents(reward):
+            raise UserError(f"reward {name!r} scores latents (scores = 'latents'), and this model writes texts: take "
+                            "`scores` away")
+
+
+def require_base(rewards: Mapping[str, object], modality: str) -> None:
+    """Raise UserError for the first reward that compares with the base's samples in a text run.
+
+    Texts have no initial noise that two models could share.
+    """
+    for name, reward in rewards.items():
+        if modality == "text" and sees_base(reward):
+            raise UserError(f"reward {name!r} compares with the base's picture from the same noise (base = True), and "
+                            "this model writes texts: take `base` away")
+
+
+def require_modality(rewards: Mapping[str, Any], modality: str) -> None:
+    """Raise UserError for the first reward known to judge another modality."""
+    for name, reward in rewards.items():
+        made = as_reward(reward)
+        if modality not in made.judges:
+            raise UserError(f"reward {name!r} judges {'/'.join(made.judges)}, but what is generated here is "
+                            f"{modality}: choose a reward for {modality} (`flowgrpo rewards` lists them)")
+
+
+class Wrapped(Reward):
+    """Reward around another one, with the same facts."""
+
+    def __init__(self, name: str, reward: Reward) -> None:
+        self.name, self.reward = name, reward
+        self.judges, self.unit, self.reads, self.parts = reward.judges, reward.unit, reward.reads, reward.parts
+        self.differentiable, self.about = reward.differentiable, reward.about
+
+    @property
+    def origin(self) -> Any:
+        """Return the function or object at the centre."""
+        return self.reward.origin
+
+
+class Checked(Wrapped):
+    """Reward whose answer is B finite numbers, NaN where it does not apply, or failures: the innermost wrapper.
+
+    What a reward writes into its samples, nobody else sees: it is given a copy of them, until a call has left the copy
+    as it was. From then on it is given the samples, and a write is an error.
+    """
+
+    def __init__(self, name: str, reward: Reward) -> None:
+        super().__init__(name, reward)
+        self._reads_only = False
+
+    def __call__(self, batch: Batch) -> list[float | Failed]:
+        """Raises Failed if the reward raises or returns anything else."""
+        import torch
+
+        if self.unit == "group" and batch.group < 2:
+            raise UserError(f"reward {self.name!r} compares the samples of a group, but here every picture is scored "
+                            "alone: choose a reward that scores one picture at a time")
+        shared, on = self._reads_only, f"on {len(batch)} samples (first prompt of the batch: {batch.prompts[0]!r})"
+        given = batch.copied(tensors=not shared)
+        before = _writes(given)
+        try:
+            with torch.no_grad():  # here, since it holds only for the thread that enters it
+                values = self.reward(given)
+        except (UserError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # SystemExit, or an exception class of the user's
+            raise Failed(f"reward {self.name!r} raised {on}: {told(error)}") from error
+        if shared and _writes(given) != before:
+            raise UserError(f"reward {self.name!r} wrote into the samples that it was given, {on}, and not at first: "
+                            "let it copy them before it writes")
+        self._reads_only = shared or all(map(torch.equal, batch.tensors, given.tensors))
+        return _numbers(self.name, values, batch.prompts)
+
+
+def _writes(batch: Batch) -> list[int]:
+    """Return torch's counts of writes into a batch's tensors."""
+    return [held._version for held in batch.tensors if not held.is_inference()]
+
+
+def _numbers(name: str, values: Any, prompts: Sequence[str]) -> list[float | Failed]:
+    """Return B floats, NaN for None, or failures.
+    Raises Failed if `values` is anything else."""
+    count = len(prompts)
+    expected = f"expected {count} numbers, one per sample (first prompt: {prompts[0]!r})"
+    shape = getattr(values, "shape", None)
+    if shape is not None and len(shape) != 1:
+        raise Failed(f"reward {name!r} returned the shape {list(shape)}: {expected}")
+    if inspect.iscoroutine(values):
+        values.close()  # else Python warns that it was never awaited
+        raise Failed(f"reward {name!r} is an `async def`, which returned a coroutine: {expected}")
+    if isinstance(values, (str, bytes, dict, set, frozenset)) or not hasattr(values, "__len__"):
+        raise Failed(f"reward {name!r} returned {_short(values)}: {expected}")
+    if len(values) != count:
+        raise Failed(f"reward {name!r} returned {len(values)} values: {expected}")
+    try:
+        listed = values.tolist() if hasattr(values, "tolist") else list(values)
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise Failed(f"reward {name!r} returned {type(values).__name__} without values: {expected}: {told(error)}"
+                     ) from error
+    return [_number(name, value, prompt) for value, prompt in zip(listed, prompts)]
+
+
+def _number(name: str, value: Any, prompt: str) -> float | Failed:
+    if value is None or isinstance(value, Failed):
+        return math.nan if value is None else value
+    if getattr(value, "shape", ()) != ():
+        raise Failed(f"reward {name!r} returned the shape {list(value.shape)} for one sample, expected a number "
+                     f"(prompt: {prompt!r})")
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last of a tensor without values (meta device)
+        number = math.nan
+    if not abs(number) <= 3.4e38:  # float32 is infinite beyond it
+        raise Failed(f"reward {name!r} returned {_short(value)}, expected a finite number, or None where it does "
+                     f"not apply (prompt: {prompt!r})")
+    return number
+
+
+def _short(value: object) -> str:
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # a number of thousands of digits, or an object whose repr fails
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= 60 else text[:57] + "..."

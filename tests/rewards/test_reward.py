@@ -1,0 +1,191 @@
+"""A reward as a type: the facts of functions, objects and classes, one call, and the length of its way."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import flowgrpo
+from flowgrpo import rewards
+from flowgrpo.config.reward_rules import RewardRule
+from flowgrpo.errors import UserError
+from flowgrpo.rewards import Batch, as_reward, combine
+from flowgrpo.rewards.pairing import Pairing
+
+PICTURES = torch.rand(4, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+PROMPTS, METADATA = ["a", "a", "b", "b"], [{"n": i} for i in range(4)]
+
+
+def score(reward, **further) -> list[float]:
+    return rewards.score({"it": reward}, PICTURES, PROMPTS, METADATA, **further)[:, 0].tolist()
+
+
+# --- facts -----------------------------------------------------------------------------------------------------------
+
+def three(images, prompts, metadata):
+    return [entry["n"] for entry in metadata]
+
+
+def two(images, prompts):
+    return images.mean((1, 2, 3))
+
+
+def of_groups(images, prompts, metadata, group):
+    return images.mean((1, 2, 3)).view(-1, group).mean(1).repeat_interleave(group)
+
+
+def beside(images, prompts, metadata, base):
+    return [float("nan") if base is None else value for value in (images - base).mean((1, 2, 3)).tolist()]
+
+
+def of_latents(latents, prompts):
+    return latents.flatten(1).mean(1)
+
+
+def better(first, second, prompts):
+    return (first.mean((1, 2, 3)) > second.mean((1, 2, 3))).float()
+
+
+class Level:
+    def __call__(self, images, prompts, metadata):
+        return images.mean((1, 2, 3))
+
+
+class Network(torch.nn.Module):
+    def forward(self, images, prompts):
+        return images.mean((1, 2, 3))
+
+
+@pytest.mark.parametrize("thing, unit, reads", [
+    (three, "sample", set()), (two, "sample", set()), (of_groups, "group", set()), (beside, "sample", {"base"}),
+    (of_latents, "sample", {"latents"}), (better, "pair", set()), (Level(), "sample", set()),
+    (Network(), "sample", set()), (len, "sample", set())])
+def test_the_names_of_the_parameters_are_its_facts(thing, unit, reads):
+    made = as_reward(thing)
+    assert (made.unit, made.reads, made.judges) == (unit, reads, rewards.MODALITIES) and not made.differentiable
+    assert as_reward(made) is made and made.origin is thing
+
+
+def test_what_its_names_ask_for_is_what_it_gets():
+    mean = PICTURES.mean((1, 2, 3))
+    assert score(three) == [0, 1, 2, 3] and score(two) == score(Level()) == score(Network()) == mean.tolist()
+    assert score(of_groups, group=2) == pytest.approx(mean.view(2, 2).mean(1).repeat_interleave(2).tolist())
+    assert score(beside, base=PICTURES) == [0] * 4
+    assert score(of_latents, latents=torch.full((4, 2), 3.0)) == [3] * 4
+    assert score(better, group=2) == (mean > mean.view(2, 2).flip(1).flatten()).float().tolist()
+    with pytest.raises(UserError, match="reward 'it' compares the samples of a group, but here every picture"):
+        score(of_groups)
+
+
+def test_attributes_say_the_same():
+    def odd(outputs, texts, entries, size):
+        return [float(size)] * len(texts)
+
+    odd.group, odd.differentiable = True, True
+    assert as_reward(odd).unit == "group" and as_reward(odd).differentiable and score(odd, group=2) == [2] * 4
+    alone = rewards.find("exact_match", {"key": "right"})
+    assert as_reward(alone).reads == {"metadata.right"} and as_reward(alone).judges == ["text"]
+
+
+def test_a_judge_keeps_its_pairing():
+    def judge(first, second, prompts):
+        return better(first, second, prompts)
+
+    judge.pairwise = Pairing(both_orders=True)
+    from flowgrpo.rewards.pairwise import pairing
+
+    assert pairing(judge) == pairing(rewards.Composed(judge)) == Pairing(both_orders=True)
+    assert pairing(better) == Pairing() and pairing(two) is None
+
+
+def test_the_facts_of_a_whole_are_those_of_its_parts():
+    whole = combine.Gated([beside, {"use": "over_saturation"}], [0])
+    assert whole.reads == {"base"} and whole.judges == ["image"] and whole.unit == "sample"
+    assert [part.origin for part in rewards.inside(whole)][1] is beside
+    assert [name for name, _ in rewards.named("it", combine.Tiered([whole]))] == ["it", "it[0]", "it[0][0]", "it[0][1]"]
+    ruled = rewards.Composed(whole, RewardRule(timeout=5, on_error="skip", when={"n": [0, 1]}), name="it")
+    for fact in ("judges", "unit", "reads", "differentiable", "parts", "about"):
+        assert getattr(ruled, fact) == getattr(ruled.ready, fact) == getattr(whole, fact)
+
+
+def test_a_reward_of_the_new_type_is_one_like_others():
+    class Bright(rewards.Reward):
+        judges, unit = ["image"], "group"
+
+        def __call__(self, batch: Batch):
+            return batch.samples.mean((1, 2, 3)) * batch.group
+
+    assert score(Bright(), group=2) == (2 * PICTURES.mean((1, 2, 3))).tolist()
+    with pytest.raises(UserError, match="reward 'it' judges image, but what is generated here is text"):
+        rewards.score({"it": Bright()}, ["x"], ["p"], [{}])
+
+
+# --- its samples -----------------------------------------------------------------------------------------------------
+
+def addresses(reward, calls: int = 3) -> list[bool]:
+    """Of several calls by its rule, whether the reward was given the memory of the pictures itself."""
+    seen, composed = [], None
+
+    def watched(images, prompts, metadata):
+        seen.append(images.data_ptr() == PICTURES.data_ptr())
+        return reward(images, prompts, metadata)
+
+    composed = rewards.compose({"it": RewardRule()}, given={"it": watched})["it"]
+    for _ in range(calls):
+        rewards.score({"it": composed}, PICTURES, PROMPTS, METADATA)
+    return seen
+
+
+def test_pictures_are_copied_until_a_reward_has_shown_that_it_only_reads():
+    before = PICTURES.clone()
+    assert addresses(three) == [False, True, True]
+    assert addresses(lambda images, prompts, metadata: images.mul_(2).mean((1, 2, 3))) == [False] * 3
+    assert addresses(lambda images, prompts, metadata: images.numpy().fill(0) or [1.0] * 4) == [False] * 3
+    assert torch.equal(PICTURES, before)
+
+
+def test_a_late_write_is_an_error_that_names_the_reward():
+    calls, pictures = [], PICTURES.clone()
+
+    def late(images, prompts):
+        calls.append(1)
+        return images.mean((1, 2, 3)) if len(calls) == 1 else images.add_(1).mean((1, 2, 3))
+
+    composed = rewards.compose({"it": RewardRule()}, given={"it": late})
+    rewards.score(composed, pictures, PROMPTS, METADATA)
+    with pytest.raises(UserError, match="reward 'it' wrote into the samples .*and not at first") as told:
+        rewards.score(composed, pictures, PROMPTS, METADATA)
+    assert "\n" not in str(told.value)
+
+
+# --- its way ---------------------------------------------------------------------------------------------------------
+
+def moves(functions) -> tuple[int, set[str]]:
+    """Changes of file along the calls of one score, in all threads, and the files of the package."""
+    package, files = str(Path(flowgrpo.__file__).parent), []
+
+    def watch(frame, event, _) -> None:
+        if event == "call" and (name := frame.f_code.co_filename).startswith(package):
+            files.append(name)
+
+    rewards.score(functions, PICTURES, PROMPTS, METADATA)  # weights, imports, and the first copies
+    threading.setprofile(watch)
+    sys.setprofile(watch)
+    try:
+        rewards.score(functions, PICTURES, PROMPTS, METADATA)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return 1 + sum(a != b for a, b in zip(files, files[1:])), {Path(file).name for file in files}
+
+
+def test_the_way_of_a_score_is_short():
+    bare, _ = moves({"it": three})
+    composed, _ = moves(rewards.compose({"it": RewardRule()}, given={"it": three}))
+    gated, _ = moves({"it": combine.Gated([two, three], [0])})
+    ruled, _ = moves(rewards.compose({"it": RewardRule()}, given={"it": combine.Gated([two, three], [0])}))
+    assert bare <= 3 and composed <= 3 and gated <= 12 and ruled <= 12, (bare, composed, gated, ruled)
