@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -57,14 +57,16 @@ def train(
     recipe, options = recipe_and_options(arguments or [])
     named = dict(method=method, reward=reward, prompts=prompts, model=model, output=output, seed=seed,
                  **{"eval.best": select_best})
-    _run(parse.load(recipe, options | {key: value for key, value in named.items() if value is not None}), resume)
+    _run(parse.load(recipe, options | {key: value for key, value in named.items() if value is not None}),
+         "auto" if resume_auto else resume)
 
 
-@app.command(context_settings={"ignore_unknown_options": True}, no_args_is_help=False)
+@app.command(cls=Resuming, context_settings={"ignore_unknown_options": True}, no_args_is_help=False)
 def demo(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="--KEY=VALUE", show_default=False, help="Any key of "
                          "the configuration, such as --output=FOLDER.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")] = False,
+    resume_auto: Annotated[bool, typer.Option("--resume-auto", hidden=True)] = False,
 ) -> None:
     """Train the starter, a small packaged model: minutes on a laptop, without a GPU or a download."""
     from flowgrpo.config import parse, recipes
@@ -72,10 +74,10 @@ def demo(
     recipe, options = recipe_and_options(arguments or [], others=("resume",))
     if recipe is not None:
         raise UserError(f"flowgrpo demo trains the recipe starter, got {recipe}: use `flowgrpo train {recipe}`")
-    _run(parse.load(recipes.FOLDER / "starter.yaml", options), resume)
+    _run(parse.load(recipes.FOLDER / "starter.yaml", options), "auto" if resume_auto else resume)
 
 
-def _run(settings: Any, resume: bool) -> None:
+def _run(settings: Any, resume: bool | Literal["auto"]) -> None:
     """Validate a configuration's inputs, announce the run and run it."""
     check_inputs(settings)
     _grow_segments(settings)
@@ -84,7 +86,7 @@ def _run(settings: Any, resume: bool) -> None:
     announce(settings)
     from flowgrpo.run import run
 
-    run(settings, resume="auto" if resume_auto else resume)
+    run(settings, resume=resume)
 
 
 def _grow_segments(settings: Any) -> None:
