@@ -22,7 +22,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import queued
 from flowgrpo.distributed.processes import Processes
-from flowgrpo.distributed.signals import Stop
+from flowgrpo.distributed.signals import Stop, Stopped
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods import validate
 from flowgrpo.objectives.reductions import reduced
@@ -90,12 +90,17 @@ class Trainer:
             epoch.metrics |= self.scoring.epoch_metrics(epoch.groups, self.epoch, self.say) | epoch.groups.metrics()
             self.extensions.on_drawn(epoch)
             epoch.parts = credit.compared(self, epoch)
+            return self.train_on(epoch)
+
+    def train_on(self, epoch: Epoch) -> dict[str, Any]:
+        """Learn from an epoch whose parts have advantages; return its metrics."""
+        if self.first_ratio.found is None or self.first_ratio.rescore:  # in a run's first epoch, as a rule
             self.first_ratio.check(self, epoch)
-            epoch.weights = self.rollouts.step_weights(epoch.parts, self.epoch)
-            self.extensions.on_credited(epoch)
-            epoch.metrics |= self.learn(epoch)
-            epoch.metrics |= self.extensions.on_trained(epoch)
-            return epoch.metrics | self.kl_reference.end(self.epoch, epoch.metrics.get("kl"))
+        epoch.weights = self.rollouts.step_weights(epoch.parts, self.epoch)
+        self.extensions.on_credited(epoch)
+        epoch.metrics |= self.learn(epoch)
+        epoch.metrics |= self.extensions.on_trained(epoch)
+        return epoch.metrics | self.kl_reference.end(self.epoch, epoch.metrics.get("kl"))
 
     def learn(self, epoch: Epoch) -> dict[str, Any]:
         """Replay the recorded decisions and minimise the method's loss: `updates` optimizer steps per inner epoch.
@@ -146,6 +151,7 @@ class Trainer:
             log_ratio = method_loss.log_ratio(new, old)
             further = loss_inputs(batch, k, rows, new, old)
             loss = method_loss.surrogate(log_ratio, advantage, further)
+            clipped = method_loss.surrogate.clipped(log_ratio, advantage, further)
             loss = loss * (part.weights or epoch.weights)[transitions.step]
             if transitions.correction is not None:  # decisions that other weights or another program drew
                 loss = loss * queued(transitions.correction[rows], device)
@@ -156,7 +162,6 @@ class Trainer:
             if transitions.goal is not None:
                 loss = loss + self.method.tuning(new, transitions.goal.rows(rows).to(device))
             self.optimization.backward(reduced(loss, method_loss.reduction(new.mask), count))
-            clipped = method_loss.surrogate.clipped(log_ratio, advantage, further)
             stats.add(transitions.step, new.mask, log_ratio, clipped, loss,
                       None if penalty is None else penalty / reference.kl.weight)
 
@@ -170,7 +175,8 @@ class Trainer:
         """Raise Stopped if a stop was requested and this epoch has changed nothing that a checkpoint holds."""
         if self.optimization.update == self.progress.saved_counters["update"] and not self.extensions.change:
             self.stop.asked = self.processes.any_of_team(self.stop.asked)
-            self.stop.check()
+            if self.stop.asked:
+                raise Stopped
 
     def with_oom_retry(self, work: Callable[[], T], phase: str = "") -> T:
         """Return work(), repeated with half the micro-batch each time that memory runs out.

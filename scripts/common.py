@@ -42,11 +42,7 @@ def epoch_of(trainer: Trainer, parts: list[Part], conditioning: Any, batch: list
 def updated(trainer: Trainer, epoch: Epoch) -> dict[str, Any]:
     """Compare and train an epoch that is scored, as `Trainer.run_epoch` does; return the metrics."""
     epoch.parts = credit.compared(trainer, epoch)
-    trainer.first_ratio.check(trainer, epoch)
-    epoch.weights = trainer.rollouts.step_weights(epoch.parts, trainer.epoch)
-    trainer.extensions.on_credited(epoch)
-    metrics = trainer.learn(epoch) | trainer.extensions.on_trained(epoch)
-    return metrics | trainer.kl_reference.end(trainer.epoch, metrics.get("kl"))
+    return trainer.train_on(epoch)
 
 
 def measuring(said: str) -> argparse.ArgumentParser:

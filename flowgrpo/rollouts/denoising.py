@@ -257,7 +257,8 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
     def _count(self, spent: int, explorations: list[RolloutSpec]) -> None:
         """Count a rollout's evaluations, and those that shared prefixes saved."""
         self.count(spent)
-        alone, shared = (count(explorations, self.geometry.prompts) for count in (cost.alone, cost.rollout))
+        alone = cost.alone(explorations, self.geometry.prompts)
+        shared = cost.rollout(explorations, self.geometry.prompts)
         spent *= self.processes.count
         self.saved_evaluations += round(spent * alone / shared) - spent
 

@@ -92,7 +92,7 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         conditioning = self.ranked(conditioning)
         seed = self.seeds(epoch, turn, len(conditioning.prompts))
         for groups, prompts, samples, _ in self.whole_groups(len(conditioning.prompts)):
-            generators = self.policy.generators(seed(int(p), int(k)) for p, k in zip(prompts, samples))
+            generators = self.policy.generators([seed(int(p), int(k)) for p, k in zip(prompts, samples)])
             with self.clock("rollout"):
                 batches = self.method.generation.draws(
                     self.policy, conditioning.rows(prompts), kernel, generators, samples < kernel.greedy,

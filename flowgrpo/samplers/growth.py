@@ -209,6 +209,7 @@ class Recorder:
     def keep(self, step: int, prompts: torch.Tensor, parent: torch.Tensor, x: torch.Tensor, x_next: torch.Tensor,
              records: list[StepRecord]) -> None:
         """Record a step from the states x [n,*D] to x_next [m,*D]. records: of its micro-batches."""
+        before, after = self._put(x), self._put(x_next)
         logp = torch.cat([record.logp[step] for record in records])[:, None]
         means, std = None, None
         if self.means:
@@ -220,7 +221,7 @@ class Recorder:
             first = torch.searchsorted(parent, torch.arange(len(x)))  # one transition of each state
             drawn = torch.cat([record.transition[step].mean for record in records])
             clean = self.predict(x, drawn[first.to(drawn.device)], step).to(self.states)
-        self.taken[step] = Transitions(step, self._put(x), prompts, parent, self._put(x_next), score, clean=clean)
+        self.taken[step] = Transitions(step, before, prompts, parent, after, score, clean=clean)
 
     def _put(self, state: torch.Tensor) -> torch.Tensor:
         """Return the state on the device of recorded states; the last stored one is not copied again."""

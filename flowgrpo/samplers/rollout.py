@@ -61,7 +61,7 @@ class RolloutSpec:
             raise ValueError(f"{self.roots} initial noises and splits into {list(self.splits.values()) or 1} make "
                              f"{leaves} samples per prompt, expected the group of {self.group}")
 
-    @property
+    @functools.cached_property
     def steps(self) -> int:
         return len(self.grid) - 1
 
@@ -91,7 +91,7 @@ class RolloutSpec:
         """Return the number of steps before all splits and noise, the same for every schedule of a prompt."""
         return min((next(iter(self.splits), 0), *self.schedule.stochastic[:1]))
 
-    @property
+    @functools.cached_property
     def settled(self) -> int:
         """Return the first step behind all noise and splits; from here on the granularities differ."""
         return max(self.schedule.stochastic, default=-1) + 1

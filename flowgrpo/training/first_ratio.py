@@ -72,9 +72,8 @@ class FirstRatio:
 
     def check(self, trainer: Any, epoch: Any) -> None:
         """Check the first epoch's parts; give later ones the old scores of their replay where that is needed."""
-        if self.found is None or self.rescore:
-            self.rollouts, sampled = trainer.rollouts, epoch.sampled or epoch.conditioning
-            epoch.parts = trainer.with_oom_retry(partial(self, epoch.parts, sampled, trainer.say), "update")
+        self.rollouts, sampled = trainer.rollouts, epoch.sampled or epoch.conditioning
+        epoch.parts = trainer.with_oom_retry(partial(self, epoch.parts, sampled, trainer.say), "update")
 
     def _again(self, parts: list[Part], conditioning: Encoded) -> list[Part]:
         with self.rollouts.old_policy.old(), self.processes.together():  # all have the old weights till all are done

@@ -49,7 +49,8 @@ def chunks(parts: list[Part], count: int, places: Sequence[int] | None = None, t
 
 def decisions(parts: list[Part], reduction: Reduction = TokenMean()) -> int:
     """Return the divisor of one optimizer step's loss: its trained decisions, or its rows."""
-    return sum(reduction.count(transitions.old.mask) for part in parts for transitions in part.transitions)
+    masks = [transitions.old.mask for part in parts for transitions in part.transitions]
+    return sum(map(reduction.count, masks))
 
 
 def make_optimizer(train: Train, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -18,7 +18,7 @@ from flowgrpo.curriculum.gradient_variance import gradient_norms
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import current_gpu, use_gpu
 from flowgrpo.distributed import signals
-from flowgrpo.distributed.signals import Stop
+from flowgrpo.distributed.signals import Stop, Stopped
 from flowgrpo.rollouts.base import Encoded, Outputs
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
@@ -102,7 +102,8 @@ def sampled_parts(trainer: Any, scoring: Scoring, conditioning: Encoded, batch: 
     for part, outputs in trainer.rollouts.sample(conditioning, epoch, partial(scoring.total, batch),
                                                  partial(scoring.value, batch), turn):
         trainer.stop.asked = trainer.processes.any_of_team(trainer.stop.asked)
-        trainer.stop.check()
+        if trainer.stop.asked:
+            raise Stopped
         yield part, outputs
 
 

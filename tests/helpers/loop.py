@@ -65,11 +65,7 @@ def learn(trainer: Trainer, credited: Sequence[Part | None], conditioning: Any, 
     """The metrics of an epoch's second half, from parts with advantages to its last update."""
     made = epoch(trainer, [part for part in credited if part is not None], conditioning, own)
     made.sampled = sampled
-    trainer.first_ratio.check(trainer, made)
-    made.weights = trainer.rollouts.step_weights(made.parts, trainer.epoch)
-    trainer.extensions.on_credited(made)
-    metrics = trainer.learn(made) | trainer.extensions.on_trained(made)
-    return metrics | trainer.kl_reference.end(trainer.epoch, metrics.get("kl"))
+    return trainer.train_on(made)
 
 
 def backward(trainer: Trainer, part: Part, conditioning: Any, weights: dict[int, float], count: int,

@@ -110,7 +110,7 @@ class PipelineCall:
     def once(self, conditioning: Conditioning, task: Segment | None, encode: Callable, guidance: float, *,
              x0: torch.Tensor | None = None, **options: Any) -> tuple[Any, StepRecord | None]:
         """Call the pipeline once with our scheduler (without a task: its own) and with `encode` for the prompts."""
-        record = None
+        record, given = None, self.call | conditioning.arguments()
         if task is not None:
             state = options.get("latents") if self.loads else None
             record = self.scheduler.follow(task, x0, state)
@@ -119,7 +119,7 @@ class PipelineCall:
             options = {"output_type": "latent"} | self._announced(task) | options
         if conditioning.alone and options.get("generator"):
             options["generator"] = options["generator"][0]
-        given = self.call | conditioning.arguments() | {"return_dict": False, self.scale: guidance} | options
+        given |= {"return_dict": False, self.scale: guidance} | options
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._ours(encode, guidance, self.stock if task is None else self.scheduler))
             for context in self._contexts(conditioning, task, options.get("generator")):
