@@ -217,6 +217,10 @@ def check(config: Config, resume: bool | Literal["auto"] = False, pipe: Any = No
     measured = pairwise.measured(trained, further)
     split = recorded_pairs.in_place(config, _split(config, prompts), method.for_tokens)
     build.require_inputs(config, [*split[0], *split[1]], pipe)
+    if accelerator.is_main_process and (modality := build.modality_ahead(config, pipe)):
+        rewards.require_modality(trained | further, modality)
+        if modality == "video":
+            rewards.require_clips(trained | further, split[0][0].text, split[0][0].metadata)
     extensions.require(Setup(config, kind, method, shape, processes, accelerator.num_processes, trained, measured,
                              split))
     if require := getattr(method.curriculum, "require", None):

@@ -147,6 +147,17 @@ def modality(loaded: Any) -> str:
     return load.modality(loaded)
 
 
+def modality_ahead(config: Config, loaded: Any = None) -> str | None:
+    """Return the modality of a model that is not loaded yet; None for a pipeline whose model_index.json is not here."""
+    if loaded is not None:
+        return modality(loaded)
+    if kind(config) != PIPELINE:
+        return "text"
+    from flowgrpo.policies.pipelines import load
+
+    return load.modality_ahead(config.model, config.load)
+
+
 def require_inputs(config: Config, prompts: Sequence[Prompt], loaded: Any = None) -> None:
     """Raise UserError for the first prompt whose files the model does not take, or that lacks one.
 

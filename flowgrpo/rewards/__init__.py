@@ -22,6 +22,7 @@ pictures.
 from __future__ import annotations
 
 from flowgrpo.rewards.about import MODALITIES, About, differentiable
+from flowgrpo.rewards.clips import require_clips
 from flowgrpo.rewards.compose import (
     Composed,
     begin,
@@ -56,6 +57,6 @@ from flowgrpo.rewards.score import score
 
 __all__ = ["BUILT_IN", "GROUP", "MODALITIES", "About", "Batch", "Composed", "Failed", "Reward", "Tally", "about",
            "as_reward", "begin", "bind", "compose", "differentiable", "end", "find", "inside", "lazily", "leave",
-           "limits_of", "load", "locate", "named", "names", "reads_sampler", "require_base", "require_gradient",
-           "require_latents", "require_modality", "require_routes", "reward", "score", "scores_latents", "sees_base",
+           "limits_of", "load", "locate", "named", "names", "reads_sampler", "require_base", "require_clips",
+           "require_gradient", "require_latents", "require_modality", "require_routes", "reward", "score", "scores_latents", "sees_base",
            "source", "transformed", "transforms_of", "value"]

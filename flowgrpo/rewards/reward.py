@@ -272,8 +272,10 @@ def require_modality(rewards: Mapping[str, Any], modality: str) -> None:
     for name, reward in rewards.items():
         made = as_reward(reward)
         if modality not in made.judges:
+            cure = f", or score its frames: {{use: frames, args: {{reward: {name}}}}}" \
+                if modality == "video" and "image" in made.judges else ""
             raise UserError(f"reward {name!r} judges {'/'.join(made.judges)}, but what is generated here is "
-                            f"{modality}: choose a reward for {modality} (`flowgrpo rewards` lists them)")
+                            f"{modality}: choose a reward for {modality} (`flowgrpo rewards` lists them){cure}")
 
 
 class Wrapped(Reward):

@@ -29,8 +29,29 @@ TIMES = {"timestep", "timesteps", "t", "timestep_ratio"}
 
 def modality(pipe: Any) -> str:
     """Return the modality of a pipeline, "video" or "image", from the arguments of its call."""
-    accepts = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
+    return _modality(type(pipe))
+
+
+def _modality(cls: type) -> str:
+    accepts = inspect.signature(inspect.unwrap(cls.__call__)).parameters
     return "video" if any("frame" in name or "video" in name for name in accepts) else "image"
+
+
+def modality_ahead(model: str, files: Load = Load()) -> str | None:
+    """Return the modality of a model by the class in its model_index.json; None if there is none on this machine."""
+    import diffusers
+    from huggingface_hub import try_to_load_from_cache
+
+    if sources.is_file(model) and files.config is None:
+        return None
+    source, name = _source(model, files), "model_index.json"
+    file: Any = Path(source) / name
+    if not file.is_file() and source.count("/") == 1:
+        file = try_to_load_from_cache(source, name, revision=files.revision)
+    try:
+        return _modality(getattr(diffusers, json.loads(Path(file).read_text(encoding="utf-8"))["_class_name"]))
+    except (AttributeError, KeyError, OSError, TypeError, ValueError):  # loading says what is wrong
+        return None
 
 
 def timed(module: torch.nn.Module) -> bool:
