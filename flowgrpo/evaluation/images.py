@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,7 @@ def load_tuned(pipe: Any, path: Path) -> None:
     trained = [name for name in modules if path.is_dir() and (path / name / "config.json").is_file()]
     modules |= text_encoders(pipe)
     if checkpoints.is_checkpoint(path):
-        checkpoints.load(pipe, path)
+        _load_checkpoint(pipe, path)
     elif checkpoints.holds_edits(path):
         config = config_of(path)
         edit_policy.over(pipe, path, config.call if config else {}).attach()
@@ -190,6 +191,26 @@ def load_tuned(pipe: Any, path: Path) -> None:
     else:
         require_weights(path)
         raise UserError(f"{path} holds no weights of {type(pipe).__name__}: was it trained on another model?")
+
+
+def _load_checkpoint(pipe: Any, path: Path) -> None:
+    """Load a checkpoint's weights as a finished run's are loaded, so that equal weights draw equal pictures: a LoRA is
+    trained in fp32, and stock diffusers loads it in the precision of its module."""
+    modules = denoisers(pipe) | text_encoders(pipe)
+    precisions = {f"{name}.{key}": value.dtype for name, module in modules.items()
+                  for key, value in module.named_parameters()}
+    weights = checkpoints.load(pipe, path)
+    if checkpoints.holds_edits(path):
+        return
+    if not weights.adapter.rank:
+        for key, parameter in weights.named.items():
+            parameter.data = parameter.data.to(precisions[key])
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        weights.save(Path(folder))
+        for module in weights.modules.values():
+            adapters.remove(module)
+        load_tuned(pipe, Path(folder))
 
 
 def require_weights(path: Path) -> None:

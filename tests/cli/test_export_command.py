@@ -60,15 +60,18 @@ def test_a_checkpoint_is_exported_as_the_result_is(finished, tmp_path, capsys):
     assert f"--form card: got the checkpoint {checkpoint}, expected a finished run" in capsys.readouterr().err
 
 
-def test_a_run_stands_for_its_model_and_weights_in_every_command(finished, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_stands_for_its_model_and_weights_in_every_command(precision, finished, tmp_path, capsys, monkeypatch):
+    """A LoRA is trained in fp32, and drawn with in the precision of its model."""
     monkeypatch.chdir(tmp_path)
     checkpoint, pictures = finished / "checkpoints" / "epoch-00001", []
     for source in ([str(finished)], [str(finished), "--epoch=1"], [str(checkpoint)],
                    [str(finished.parent / "model"), "--lora", str(checkpoint)]):
-        assert main(["sample", *source, "--prompt=red", "--steps=2"]) == 0
+        assert main(["sample", *source, "--prompt=red", "--steps=2", f"--precision={precision}"]) == 0
         pictures.append(Image.open(capsys.readouterr().out.splitlines()[-1]).tobytes())
     assert len(set(pictures)) == 1
-    assert main(["sample", str(finished.parent / "model"), "--prompt=red", "--steps=2"]) == 0
+    assert main(["sample", str(finished.parent / "model"), "--prompt=red", "--steps=2",
+                 f"--precision={precision}"]) == 0
     assert Image.open(capsys.readouterr().out.splitlines()[-1]).tobytes() not in pictures
     assert main(["report", str(checkpoint)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(finished / "report.html")
