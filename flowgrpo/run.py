@@ -39,6 +39,7 @@ from flowgrpo.policies.weights.restore import as_before
 from flowgrpo.rewards import pairwise
 from flowgrpo.rewards.find import place
 from flowgrpo.storage import atomic, lock, paths
+from flowgrpo.storage.places import CRASH
 from flowgrpo.train import Trainer
 from flowgrpo.training import (
     announcement,
@@ -283,6 +284,8 @@ def prepare(config: Config, epoch: int, resumed: bool, changes: list[str], stack
     for change in changes:
         print(f"resumed with {change}")
     stack.enter_context(lock.held(folder))
+    (folder / CRASH).unlink(missing_ok=True)
+    stack.enter_context(run_folder.crash_kept(folder))
     atomic.write_text(folder / "config.yaml", config.yaml())
     run_folder.keep_lines(folder / "metrics.jsonl", epoch)
 

@@ -12,6 +12,7 @@ import typer
 from flowgrpo.cli.options import asked_rewards
 from flowgrpo.cli.root import app
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation.nouns import counted
 from flowgrpo.storage import atomic
 
 By = Literal["hardest", "variance", "middling"]
@@ -180,4 +181,4 @@ def _write(output: Path, pools: Sequence[Sequence[Any]], weights: Sequence[float
         raise UserError("no prompt is left: choose a wider --low and --high, or other rates")
     prompts = mixed([pool for pool, _ in left], [weight for _, weight in left], count, seed)
     atomic.write_text(output, "".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in prompts))
-    typer.echo(f"{output}: {len(prompts)} prompts")
+    typer.echo(f"{output}: {counted(len(prompts), 'prompt')}")

@@ -9,6 +9,7 @@ import typer
 from flowgrpo.cli.root import app
 from flowgrpo.cli.train import recipe_and_options, recipe_argument
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation.nouns import named
 
 
 @app.command(context_settings={"ignore_unknown_options": True}, no_args_is_help=False)
@@ -60,5 +61,5 @@ def _encode(settings: Any) -> None:
     typer.echo(f"device: {described(device)}\nprecision: {said}")
     filled = encoded_prompts.fill(settings, [prompt for side in sides for prompt in side], device,
                                   lambda rows: tqdm(rows, desc="encoding", unit="prompt", leave=False))
-    typer.echo(f"{filled.folder}: {filled.prompts:,} prompts ({len(sides[0]):,} to train on, {len(sides[1]):,} held "
-               f"out), {filled.new:,} new, {filled.size / 2**20:,.1f} MiB")
+    typer.echo(f"{filled.folder}: {filled.prompts:,} {named(filled.prompts, 'prompt')} ({len(sides[0]):,} to train on, "
+               f"{len(sides[1]):,} held out), {filled.new:,} new, {filled.size / 2**20:,.1f} MiB")

@@ -11,6 +11,7 @@ from flowgrpo import trust
 from flowgrpo.cli.options import LORA, PRECISION, TRUST, Precision, local_lora, local_source, opening
 from flowgrpo.cli.root import app
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation.nouns import counted
 
 if TYPE_CHECKING:
     from flowgrpo.config.reward_rules import RewardRule
@@ -63,7 +64,8 @@ def label(
     for name, (number, said) in result.failed.items():
         typer.echo(f"left out: {number} samples that {name!r} failed on, which the same command scores again; the "
                    f"last: {said}", err=True)
-    typer.echo(f"{output}: {result.pairs} pairs of {result.prompts} prompts, {result.without} of which have none")
+    typer.echo(f"{output}: {counted(result.pairs, 'pair')} of {counted(result.prompts, 'prompt')}, {result.without} of "
+               "which have none")
 
 
 def _require_drawing(places: list[str], prompts: str | None, options: dict[str, object]) -> None:

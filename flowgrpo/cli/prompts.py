@@ -11,6 +11,7 @@ import typer
 from flowgrpo.cli.root import app
 from flowgrpo.cli.show import print_table
 from flowgrpo.errors import UserError, nearest
+from flowgrpo.evaluation.nouns import counted
 from flowgrpo.storage import atomic
 
 AT_ONCE = 25  # prompts of one request
@@ -97,7 +98,7 @@ def write_prompts(
         lines = [{"prompt": text} for text in _asked(str(about), count, url, model, key_env)]
     atomic.write_text(output, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     fewer = f", all that there are of the {count}" if len(lines) < count else ""
-    typer.echo(f"{output}: {len(lines)} prompts{fewer}")
+    typer.echo(f"{output}: {counted(len(lines), 'prompt')}{fewer}")
 
 
 @app.command("proxy-prompts")
@@ -123,7 +124,7 @@ def proxy_prompts(
     made = {"caption_error": lambda: caption_errors(prompts, seed), "inversion": lambda: inverted(prompts),
             "critique": lambda: critiques(prompts, share, seed)}[kind]()
     atomic.write_text(output, "".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in made))
-    typer.echo(f"{output}: {len(made)} prompts")
+    typer.echo(f"{output}: {counted(len(made), 'prompt')}")
 
 
 def _variants(file: Path, count: int, url: str, model: str | None, key_env: str | None) -> list[Any]:

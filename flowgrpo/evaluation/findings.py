@@ -10,6 +10,7 @@ import numpy as np
 from flowgrpo.data.suites import Suite
 from flowgrpo.escaped import markdown as markdown_of
 from flowgrpo.escaped import plain
+from flowgrpo.evaluation.nouns import counted
 from flowgrpo.evaluation.numbers import decimals, ranged
 from flowgrpo.evaluation.statistics import (
     ALL,
@@ -113,7 +114,7 @@ def notes(results: dict[str, Any]) -> list[str]:
 def title(results: dict[str, Any], reward: str) -> str:
     """Return the heading of a reward's table: suite and sample counts."""
     suite = results["suite"]
-    return f"{reward} on {suite['name']} ({suite['prompts']} prompts, {results['samples']} per prompt)"
+    return f"{reward} on {suite['name']} ({counted(suite['prompts'], 'prompt')}, {results['samples']} per prompt)"
 
 
 def markdown(results: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ from flowgrpo.escaped import plain
 from flowgrpo.evaluation import picture_files
 from flowgrpo.evaluation.compared import cells, compared
 from flowgrpo.evaluation.measured import EVAL_SEED, Generating, Measured, measure, spread
-from flowgrpo.evaluation.nouns import SAMPLE
+from flowgrpo.evaluation.nouns import SAMPLE, named
 from flowgrpo.evaluation.pages import singles
 from flowgrpo.evaluation.pages.before_after import arrays, cards, draw_pairs, means_of, shown_prompts
 from flowgrpo.evaluation.pages.clips import save_clip, tall, untall
@@ -144,7 +144,8 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
     summary = {
         "name": config.name, "model": config.model, "method": config.method, "seed": config.seed,
         "evaluation": {"prompts": len(base.prompts), "samples": config.eval.samples, "steps": config.eval.steps,
-                       "guidance": config.eval.guidance, "seed": EVAL_SEED, "of": described(policy, config)},
+                       "guidance": config.eval.guidance, "seed": EVAL_SEED,
+                       "of": described(policy, config, len(base.prompts))},
         "before": base.mean(), "after": after.mean(),
         "tasks": {name: {"before": base.by_task(name), "after": after.by_task(name)} for name in functions},
         "compared": compared(base, after, config.eval.samples),
@@ -178,12 +179,12 @@ def _draw_after(folder: Path, base: Measured, after: Measured, config: Config) -
         seed=EVAL_SEED, call={"num_inference_steps": config.eval.steps, "guidance": config.eval.guidance}))
 
 
-def described(policy: Policy, config: Config) -> str:
-    """Describe in words the evaluated samples and their sampling."""
+def described(policy: Policy, config: Config, count: int) -> str:
+    """Describe in words the evaluated samples, `count` of them, and their sampling."""
     warm = config.text.eval_temperature
     text = f"temperature {warm:g}" if warm else "greedy"
     how = text if policy.modality == "text" else f"{config.eval.steps} steps, guidance {config.eval.guidance:g}"
-    return f"{SAMPLE[policy.modality]}s ({how})"
+    return f"{named(count, SAMPLE[policy.modality])} ({how})"
 
 
 def sample_pictures(trainer: Trainer, functions: dict[str, Any], folder: Path) -> dict[str, float]:

@@ -1,5 +1,15 @@
-"""Names of samples, by the modality of a model."""
+"""Names of samples, by the modality of a model, and of counted things. Loads no torch."""
 
 from __future__ import annotations
 
 SAMPLE = {"image": "picture", "video": "clip", "text": "completion"}
+
+
+def named(count: int, noun: str) -> str:
+    """Return a regular noun in the number that goes with a count."""
+    return noun if count == 1 else f"{noun}s"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its regular noun: 1 prompt, 2 prompts."""
+    return f"{count} {named(count, noun)}"

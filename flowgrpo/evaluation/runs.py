@@ -12,7 +12,7 @@ from flowgrpo.config.parse import read_yaml
 from flowgrpo.errors import UserError
 from flowgrpo.storage.json_files import read_lines, read_object
 from flowgrpo.storage.lock import is_held
-from flowgrpo.storage.places import CONFIG
+from flowgrpo.storage.places import CONFIG, CRASH
 
 MEND = "restore it, or remove it"
 HELD_OUT = "held_out/"  # before the names of rewards in metrics.jsonl
@@ -25,7 +25,8 @@ class Run:
     name: of its folder; model, method: of its configuration.
     epochs, total: epochs that are done, and those of the configuration.
     before, after: means of the rewards on held-out prompts; `after` of an unfinished run is its last measurement.
-    state: running, finished, stopped, or damaged if a file cannot be read.
+    state: running, finished, stopped (also by a kill), crashed by an error, which crash.txt has, or damaged if a file
+        cannot be read.
     changed: time of its last epoch, or of its start, in seconds since 1970.
     """
 
@@ -88,7 +89,8 @@ def _described(folder: Path, name: str, changed: float) -> Run:
     numbers = (total, *before.values(), *after.values())
     if not all(value is None or isinstance(value, (int, float)) for value in numbers):
         raise TypeError("rewards or epochs that are no numbers")
-    state = "running" if is_held(folder) else "finished" if finished else "stopped"
+    ended = "crashed" if (folder / CRASH).is_file() else "stopped"
+    state = "running" if is_held(folder) else "finished" if finished else ended
     return Run(name, state, str(config.get("model", "")), str(config.get("method", "")), epochs, total, before, after,
                changed)
 

@@ -13,7 +13,7 @@ import yaml
 from flowgrpo.config.schema import Config
 from flowgrpo.escaped import code, fenced, line, markdown
 from flowgrpo.evaluation.compared import Rows, digits_of
-from flowgrpo.evaluation.nouns import SAMPLE
+from flowgrpo.evaluation.nouns import SAMPLE, counted
 from flowgrpo.evaluation.numbers import decimals, fixed, ranged
 from flowgrpo.evaluation.pages import figures
 from flowgrpo.evaluation.statistics import ALL
@@ -149,8 +149,8 @@ def settings(config: Config, summary: dict[str, Any], run: Path) -> str:
     sampling = f"up to {config.text.max_tokens} tokens" if writes else f"{train.steps}, guidance {train.guidance:g}"
     rank, alpha = config.adapter.rank, config.adapter.alpha
     adapter = f"rank {rank}, alpha {rank if alpha is None else alpha:g}" if rank else "none: all weights"
-    epochs = (f"{summary['epochs']}, {train.prompts} prompts x {train.group} samples each; {summary['updates']} "
-              "updates")
+    batch = f"{counted(train.prompts, 'prompt')} x {counted(train.group, 'sample')} each"
+    epochs = f"{summary['epochs']}, {batch}; {summary['updates']} updates"
     measured = summary["evaluation"]["of"]
     rows = {"method": card_facts.method(config), "rewards": _weighted(config), "sample with": measured,
             "epochs": epochs, "completions" if writes else "steps in training": sampling, "LoRA": adapter,

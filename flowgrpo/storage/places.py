@@ -10,6 +10,7 @@ from flowgrpo.errors import UserError
 
 STATE = "state.safetensors"  # the file that makes a folder a checkpoint
 CONFIG = "config.yaml"  # the file that makes a folder a run
+CRASH = "crash.txt"  # the error that ended a run
 NAMED = re.compile(r"epoch-(\d{5,})")  # folder of a checkpoint
 
 

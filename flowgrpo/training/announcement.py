@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo.config.schema import Config
+from flowgrpo.evaluation.nouns import counted
 from flowgrpo.starter import FOLDERS
 from flowgrpo.version import __version__
 
@@ -30,8 +31,8 @@ def lines(config: Config, loaded: bool = False) -> Iterator[str]:
     measured = ", ".join(name for name in config.watched if name not in config.rewards)
     yield f"rewards: {rewards}" + (f"; only measured: {measured}" if measured else "")
     train = config.train
-    yield (f"prompts: {config.prompts}; {train.epochs} epochs of {train.prompts} prompts with {train.group} samples "
-           "each")
+    yield (f"prompts: {config.prompts}; {counted(train.epochs, 'epoch')} of {counted(train.prompts, 'prompt')} with "
+           f"{counted(train.group, 'sample')}" + " each" * (train.prompts != 1))
 
 
 def origin(model: str) -> str:

@@ -15,6 +15,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Train
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.shards import is_shard, local
+from flowgrpo.errors import UserError
 from flowgrpo.methods.parts import Reduction
 from flowgrpo.objectives.reductions import TokenMean
 from flowgrpo.policies.policy import Policy
@@ -58,7 +59,11 @@ def make_optimizer(train: Train, parameters: Sequence[torch.nn.Parameter]) -> to
     bitsandbytes).
 
     Of the latter, tensors of fewer than 4,096 values keep their moments in 32 bits.
+    Raises UserError without parameters.
     """
+    if not parameters:
+        raise UserError("no weight is trained: the model has none that the adapter or the method names; look at "
+                        "`flowgrpo check MODEL`, which lists the denoisers and the LoRA's layers")
     options: dict[str, Any] = {"lr": train.lr, "betas": train.betas, "weight_decay": train.weight_decay}
     if train.optimizer == "adamw8bit":
         from bitsandbytes.optim import AdamW8bit

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +19,7 @@ from flowgrpo.starter import FOLDERS
 from flowgrpo.storage import atomic, recovery
 from flowgrpo.storage.json_files import read_lines
 from flowgrpo.storage.lock import held
-from flowgrpo.storage.places import checkpoints, epoch_of
+from flowgrpo.storage.places import CRASH, checkpoints, epoch_of
 from flowgrpo.training import state
 
 if TYPE_CHECKING:
@@ -155,6 +156,18 @@ def set_aside(folder: Path) -> Path | None:
     except OSError as error:
         raise UserError(f"{folder} holds an earlier run and cannot be renamed to {free} ({error.strerror}): give this "
                         "one another name, or --resume that one") from None
+
+
+@contextmanager
+def crash_kept(folder: Path) -> Iterator[None]:
+    """Context manager: write the error that ends a run to its folder, as one line. A stop is none."""
+    try:
+        yield
+    except Exception as error:
+        said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        with suppress(OSError):  # it may be the disk that is full
+            atomic.write_text(folder / CRASH, " ".join(said.split()) + "\n")
+        raise
 
 
 def keep_lines(path: Path, epoch: int, say: Callable[[str], None] = print) -> None:

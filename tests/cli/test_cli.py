@@ -12,7 +12,10 @@ import typer
 
 from flowgrpo.cli import about, app, main
 from flowgrpo.cli.train import ALLOCATOR, recipe_and_options
+from flowgrpo.config import Config
+from flowgrpo.evaluation.nouns import counted
 from flowgrpo.log import NOISY
+from flowgrpo.training import announcement
 
 
 def told(capsys, *arguments: object) -> str:
@@ -250,6 +253,13 @@ def test_a_run_speaks_before_torch_is_loaded():
         "model: starter (packaged)", "method: mix_grpo, parts: {'plan': {'size': 2}}",
         "rewards: scene (weight 2); only measured: sharpness",
         "prompts: starter; 100 epochs of 8 prompts with 12 samples each"]
+
+
+def test_one_of_a_thing_is_told_in_the_singular(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    [*_, said] = announcement.lines(Config(train={"prompts": 1, "group": 12, "epochs": 1}))
+    assert said == "prompts: starter; 1 epoch of 1 prompt with 12 samples"
+    assert [counted(count, "picture") for count in (0, 1, 2)] == ["0 pictures", "1 picture", "2 pictures"]
 
 
 def test_the_command_line_silences_what_libraries_say_in_every_run(caplog):

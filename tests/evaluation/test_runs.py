@@ -9,8 +9,11 @@ import re
 import pytest
 
 from flowgrpo.cli import main
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report import comparison
 from flowgrpo.evaluation.runs import Run, listed
+from flowgrpo.run import run
 from flowgrpo.storage.lock import held
 from tests.cli.test_cli import told
 from tests.helpers import tiny
@@ -52,6 +55,29 @@ def test_runs_are_listed_the_newest_first_with_their_state(tmp_path, capsys):
     assert re.search(r"broken_off +starter +flow_grpo +2 of 3 +red +0.2 +0.5 +stopped", out)
     assert main(["runs", str(tmp_path / "whole"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["after"] == {"red": 0.7}
+
+
+def test_a_run_that_an_error_ended_is_called_crashed(tmp_path, capsys):
+    calls = []
+
+    def red(images, prompts):
+        calls.append(len(images))
+        if len(calls) == 4:  # after the trial, the base and the first batch of the first epoch
+            raise RuntimeError("the scorer\nis gone")
+        return tiny.red(images, prompts)
+
+    settings = tiny.config(tmp_path, train__micro_batch=2)
+    given = dict(functions={"red": red}, prompts=[Prompt(text) for text in tiny.PROMPTS])
+    with pytest.raises(UserError, match="the scorer is gone"):
+        run(settings, pipe=tiny.sd3(), **given)
+    [found] = listed(tmp_path)
+    assert found.state == "crashed"
+    said = (settings.folder / "crash.txt").read_text()
+    assert "RuntimeError: the scorer is gone" in said and said.count("\n") == 1
+    assert main(["runs", str(tmp_path)]) == 0 and "crashed" in capsys.readouterr().out
+    run(settings, pipe=tiny.sd3(), **given)
+    assert [found.state for found in listed(tmp_path)] == ["finished"]
+    assert not (settings.folder / "crash.txt").exists()
 
 
 def test_a_finished_run_that_went_on_is_stopped(tmp_path):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from PIL import Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
 
+from flowgrpo.evaluation.nouns import counted
 from flowgrpo.evaluation.numbers import bounds, decimals, fixed
 from flowgrpo.evaluation.pages.clips import animate, as_image, moving, still
 from flowgrpo.evaluation.pages.fonts import WORDS, Font
@@ -56,7 +57,7 @@ class Summary:
 
     @property
     def label(self) -> str:
-        return f"mean of {self.prompts} prompts, 95 % interval"
+        return f"mean of {counted(self.prompts, 'prompt')}, 95 % interval"
 
 
 def draw_grid(path: str | Path, columns: Sequence[str], rows: Sequence[Row], summary: Summary | None = None,

@@ -10,6 +10,7 @@ import numpy as np
 
 from flowgrpo.config.schema import Config
 from flowgrpo.data import sets
+from flowgrpo.evaluation.nouns import named
 from flowgrpo.evaluation.numbers import bounds, decimals, fixed
 from flowgrpo.evaluation.report import symptoms
 from flowgrpo.evaluation.statistics import LEAST, Interval, change, interval, method_of
@@ -125,7 +126,7 @@ def _moved(moved: Change, sample: str) -> tuple[str, str]:
     by, low, high = (fixed(value, moved.digits, "+")
                      for value in (moved.change.mean, moved.change.low, moved.change.high))
     certain = "" if low == "-" else f", 95 %: {low} to {high}"
-    ends = f"from {before} to {now} on {moved.count} held-out {sample}s ({by}{certain})"
+    ends = f"from {before} to {now} on {moved.count} held-out {named(moved.count, sample)} ({by}{certain})"
     if not moved.way:
         why = f": too few prompts to tell (at least {LEAST})" if moved.few else ", which may be chance"
         return "plain", f"{moved.name}, {kind}, went {ends}{why}."

@@ -374,6 +374,13 @@ def test_the_estimate_leaves_out_what_waits_elsewhere():
 # --- the optimizer and the compiler --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])
+def test_without_trained_weights_there_is_a_line(kind):
+    with pytest.raises(UserError, match="no weight is trained: .*flowgrpo check") as error:
+        make_optimizer(Train(optimizer=kind), [])
+    assert "\n" not in str(error.value)
+
+
 def quadratic(kind: str):
     """Two tensors, their optimizer, and steps on a loss whose gradient is known."""
     generator = torch.Generator().manual_seed(0)
