@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from flowgrpo import rewards
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
@@ -59,9 +58,8 @@ class Trainer:
         self.processes = Processes(accelerator, config.memory.context_parallel)
         self.processes.turns = policy.turns
         self.geometry = geometry(config.train, self.processes.count)
-        self.scoring = Scoring(train_rewards, config.rewards, self.geometry.group, self.processes)
+        self.scoring = Scoring(train_rewards, config.rewards, self.geometry.group, self.processes, policy)
         self.memory = self.scoring.memory
-        rewards.bind(train_rewards, policy)
         self.clock = PhaseTimer(policy.device.type == "cuda")
         self.stop = Stop(self.processes.members > 1)
         self.say: Callable[[str], None] = print

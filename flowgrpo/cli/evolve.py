@@ -56,7 +56,6 @@ def _value(config: Any) -> tuple[Any, Any]:
     prompts = splits.resolve(config)[0]
     policy: Any = build.make_policy(config, torch.device(device), build.load(config))
     rewards.require_modality(functions, policy.modality)
-    rewards.bind(functions, policy)
 
     def value(generation: int) -> float:
         drawn = splits.draw(prompts, config.train.prompts, generation, config.seed)

@@ -64,7 +64,6 @@ def _sampling(config: Any) -> tuple[Any, Any]:
     policy: Any = texts.load(texts.settings(config.model, config, {"eval_temperature": 1.0}), None, device)
     functions, prompts = rewards.compose(config.trained, config.cache), splits.resolve(config)[0]
     rewards.require_modality(functions, "text")
-    rewards.bind(functions, policy)
     weights = torch.tensor([config.trained[name].weight for name in functions])
 
     def drawn(epoch: int) -> list[Any]:
@@ -77,7 +76,7 @@ def _sampling(config: Any) -> tuple[Any, Any]:
             encoded = policy.encode([shown[place]] * group, images=[prompt.brings] * group)
             written = policy.generate(encoded, policy.generators(seed(place, number) for number in range(group)))
             scores = promptly(partial(rewards.score, functions, written, [prompt.text] * group,
-                                      [prompt.metadata] * group, group))
+                                      [prompt.metadata] * group, group, policy=policy))
             groups.append([str(text) for text in written])
             totals.append((scores @ weights.to(scores)).tolist())
         return groups, totals

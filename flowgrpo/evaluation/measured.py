@@ -125,7 +125,7 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
                 continue
             texts, metadata = [p.text for p in of], [p.metadata for p in of]
             scores.append(signals.promptly(partial(rewards.score, functions, outputs, texts, metadata, tally=tally,
-                                                   base=base, latents=latents))
+                                                   base=base, latents=latents, policy=policy))
                           if processes.reports else torch.zeros(len(of), len(functions)))
             pictures += [picture for (i, k), picture in zip(batch, outputs) if k == 0 and i in kept]
             bar.update(len(batch))

@@ -25,12 +25,11 @@ from flowgrpo.rewards.about import MODALITIES, About, differentiable
 from flowgrpo.rewards.clips import require_clips
 from flowgrpo.rewards.compose import (
     Composed,
-    begin,
-    bind,
     compose,
-    end,
     limits_of,
     reads_sampler,
+    remembers,
+    require_memory,
     require_routes,
     transformed,
     transforms_of,
@@ -56,7 +55,8 @@ from flowgrpo.rewards.reward import (
 from flowgrpo.rewards.score import score
 
 __all__ = ["BUILT_IN", "GROUP", "MODALITIES", "About", "Batch", "Composed", "Failed", "Reward", "Tally", "about",
-           "as_reward", "begin", "bind", "compose", "differentiable", "end", "find", "inside", "lazily", "leave",
-           "limits_of", "load", "locate", "named", "names", "reads_sampler", "require_base", "require_clips",
-           "require_gradient", "require_latents", "require_modality", "require_routes", "reward", "score", "scores_latents", "sees_base",
+           "as_reward", "compose", "differentiable", "find", "inside", "lazily", "leave", "limits_of", "load", "locate",
+           "named", "names", "reads_sampler", "remembers", "require_base", "require_clips", "require_gradient",
+           "require_latents", "require_memory", "require_modality", "require_routes", "reward", "score",
+           "scores_latents", "sees_base",
            "source", "transformed", "transforms_of", "value"]

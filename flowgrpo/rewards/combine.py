@@ -24,7 +24,7 @@ from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import MODALITIES, About
 from flowgrpo.rewards.failures import Failed
-from flowgrpo.rewards.reward import BASE, Batch, Reward
+from flowgrpo.rewards.reward import PASSED, Batch, Reward
 
 if TYPE_CHECKING:
     from flowgrpo.rewards.compose import Composed
@@ -123,7 +123,7 @@ class Combined(Reward):
         self._require(common, "rewards", "rewards that judge the same: pictures, videos or texts")
         facts = {"about": replace(self.about, modality="/".join(common)), "judges": common, "made": composed,
                  "parts": [*composed.values()], "reads": frozenset().union(
-                     *({BASE} & part.reads for part in composed.values())),
+                     *(part.reads.intersection(PASSED) for part in composed.values())),
                  "differentiable": self.smooth and all(part.differentiable for part in composed.values())}
         for name, value in facts.items():
             object.__setattr__(self, name, value)

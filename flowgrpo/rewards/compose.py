@@ -14,7 +14,7 @@ from flowgrpo.rewards.cache import Scores
 from flowgrpo.rewards.find import find
 from flowgrpo.rewards.pairwise import sees_groups
 from flowgrpo.rewards.placement import Placement, leave
-from flowgrpo.rewards.reward import LATENTS, POLICY, Batch, Reward, as_reward, inside, named
+from flowgrpo.rewards.reward import EPOCH, LATENTS, MEMORY, POLICY, Batch, Reward, as_reward, inside, named
 from flowgrpo.rewards.wrap import ready
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _composed(label: str, rule: WatchRule, cache: str | None, given: RewardFunct
                         "set cache: false")
     if any(POLICY in part.reads for part in parts):
         raise UserError(f"reward {label!r} scores with the model that is trained, which changes: set cache: false")
-    if any(hasattr(part.origin, "begin") for part in parts):
+    if any({MEMORY, EPOCH} & part.reads for part in parts):
         raise UserError(f"reward {label!r} scores by the epoch or by earlier ones: set cache: false")
     if cache is None:
         raise UserError(f"reward {label!r} keeps its scores (cache: true), but no folder is named: set the key cache "
@@ -131,40 +131,22 @@ def _values(when: dict[str, Any], every: Sequence[dict[str, Any]]) -> str:
     return f" ({key}: {', '.join(sorted({repr(entry[key]) for entry in every if key in entry})[:10])})"
 
 
-def bind(rewards: Mapping[str, object], policy: object) -> None:
-    """Give the policy that is trained to the rewards that score with it, and to those inside others."""
-    for part in _parts(rewards).values():
-        if POLICY in part.reads:
-            part.origin.bind(policy)
-
-
 def reads_sampler(reward: object) -> bool:
     """True if a reward, or one inside it, scores with the pipeline that is trained, which cannot sample meanwhile."""
     return any({POLICY, LATENTS} <= part.reads for part in inside(reward))
 
 
-def begin(rewards: Mapping[str, object], memory: dict[str, Any], epoch: int, processes: int = 1) -> None:
-    """Start an epoch of the rewards that have a method `begin`, with the run's memory.
-    Raises UserError for several processes, each of which sees a share of the prompts, unless the reward's attribute
-    `remembers` is false: it reads the epoch alone."""
-    for name, part in _parts(rewards).items():
-        if not hasattr(part.origin, "begin"):
-            continue
-        if processes > 1 and getattr(part.origin, "remembers", True):
-            raise UserError(f"reward {name!r} remembers all prompts, and got {processes} processes: run it in one")
-        part.origin.begin(memory.setdefault("rewards", {}).setdefault(name, {}), epoch)
+def require_memory(rewards: Mapping[str, object], processes: int) -> None:
+    """Raise UserError for a reward with a memory and several processes, each of which sees a share of the prompts."""
+    for label, reward in rewards.items():
+        for name, part in named(label, reward):
+            if processes > 1 and MEMORY in part.reads:
+                raise UserError(f"reward {name!r} remembers all prompts, and got {processes} processes: run it in one")
 
 
-def end(rewards: Mapping[str, object]) -> None:
-    """End an epoch's rollouts: what rewards score from here on is of no epoch, and they do not remember it."""
-    for part in _parts(rewards).values():
-        if hasattr(part.origin, "begin"):
-            part.origin.end()
-
-
-def _parts(rewards: Mapping[str, object]) -> dict[str, Reward]:
-    """Return rewards and all inside them, by name."""
-    return {name: part for label, reward in rewards.items() for name, part in named(label, reward)}
+def remembers(rewards: Mapping[str, object]) -> bool:
+    """True if a reward, or one inside it, has a memory."""
+    return any(MEMORY in part.reads for reward in rewards.values() for part in inside(reward))
 
 
 def transforms_of(reward: object) -> Sequence[Transform]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flowgrpo.errors import UserError
@@ -67,8 +67,6 @@ class Remembering:
 
     key: str = "answer"
     kind: str = "text"
-    _memory: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
-    _epoch: int | None = field(default=None, init=False, repr=False)
     reward: ClassVar[str]
     group = True
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
@@ -77,36 +75,36 @@ class Remembering:
         if self.kind not in ("text", "number"):
             raise UserError(f"reward {self.reward!r}: kind is {self.kind!r}, expected text or number")
 
-    def begin(self, memory: dict[str, Any], epoch: int) -> None:
-        """Remember what is scored from here on in a run's memory, JSON-able, as visits of this epoch."""
-        object.__setattr__(self, "_memory", memory)
-        object.__setattr__(self, "_epoch", epoch)
-
-    def end(self) -> None:
-        """Score from here on without remembering, as held-out samples are."""
-        object.__setattr__(self, "_epoch", None)
-
     def __call__(self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
-                 group: int) -> list[float | None]:
+                 group: int, memory: dict[str, Any] | None = None, epoch: int | None = None) -> list[float | None]:
+        past = Past({} if memory is None else memory, epoch)
         labels, read = keys(self.reward, metadata, self.key, prompts, several), reader(self.kind)
         values: list[float | None] = []
         for start in range(0, len(completions), group):
             answers = [read(text) for text in completions[start:start + group]]
             label = labels[start] and {read(f"<answer>{text}</answer>") for text in labels[start] or []}
-            values += self._scored(prompts[start], answers, label or None)
+            values += self._scored(past, prompts[start], answers, label or None)
         return values
 
-    def _scored(self, prompt: str, answers: Sequence[Hashable | None], label: set[Hashable | None] | None
-                ) -> list[float | None]:
+    def _scored(self, past: Past, prompt: str, answers: Sequence[Hashable | None],
+                label: set[Hashable | None] | None) -> list[float | None]:
         """Return the scores of a group's answers. label: accepted answers, None if the prompt has no label."""
         raise NotImplementedError
 
-    def _visits(self, prompt: str, entry: list[Any]) -> list[list[Any]]:
-        """Return a prompt's visits, [epoch, ...] each, with the present one behind those of earlier epochs."""
-        history = [visit for visit in self._memory.get(prompt, []) if visit[0] != self._epoch]
-        history.append([self._epoch, *entry])
-        if self._epoch is not None:
-            self._memory[prompt] = history
+
+@dataclass(frozen=True)
+class Past:
+    """History of prompts: a list of visits, [epoch, ...] each, by prompt. epoch: None to remember nothing."""
+
+    memory: dict[str, Any]
+    epoch: int | None
+
+    def visits(self, prompt: str, entry: list[Any]) -> list[list[Any]]:
+        """Return a prompt's visits with the present one behind those of earlier epochs."""
+        history = [visit for visit in self.memory.get(prompt, []) if visit[0] != self.epoch]
+        history.append([self.epoch, *entry])
+        if self.epoch is not None:
+            self.memory[prompt] = history
         return history
 
 
@@ -127,12 +125,12 @@ class RefinedLabels(Remembering):
         if self.window < 2:
             raise UserError(f"reward 'refined_labels': window is {self.window}, expected 2 visits or more")
 
-    def _scored(self, prompt: str, answers: Sequence[Hashable | None], label: set[Hashable | None] | None
-                ) -> list[float | None]:
+    def _scored(self, past: Past, prompt: str, answers: Sequence[Hashable | None],
+                label: set[Hashable | None] | None) -> list[float | None]:
         if label is None:
             return [None] * len(answers)
         best = mode(answers)
-        history = self._visits(prompt, [None if best is None else str(best), answers.count(best) / len(answers)])
+        history = past.visits(prompt, [None if best is None else str(best), answers.count(best) / len(answers)])
         better = refined([(answer, share) for _, answer, share in history], self.window)
         del history[:-self.window]  # in the memory too
         accepted = {str(each) for each in label} if better is None else {better}
@@ -158,14 +156,14 @@ class PseudoLabels(Remembering):
             raise UserError(f"reward 'pseudo_labels': similarity is {self.similarity}, visits {self.visits}, expected "
                             "above 0 up to 1, and 1 or more")
 
-    def _scored(self, prompt: str, answers: Sequence[Hashable | None], label: set[Hashable | None] | None
-                ) -> list[float | None]:
+    def _scored(self, past: Past, prompt: str, answers: Sequence[Hashable | None],
+                label: set[Hashable | None] | None) -> list[float | None]:
         best = mode(answers)
         accepted = {best} if label is None else label
         right = [float(answer is not None and answer in accepted) for answer in answers]
-        rates = [rate for _, _, rate in self._visits(prompt, [label is not None, sum(right) / len(right)])]
+        rates = [rate for _, _, rate in past.visits(prompt, [label is not None, sum(right) / len(right)])]
         if label is not None:
             return list(right)
-        known = [[rate for _, _, rate in history] for history in self._memory.values() if history[0][1]]
+        known = [[rate for _, _, rate in history] for history in past.memory.values() if history[0][1]]
         trusted = len(rates) >= self.visits and alike(rates, mean_trajectory(known)) >= self.similarity
         return list(right) if trusted else [None] * len(right)

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from flowgrpo.rewards.pairing import Pairing
 
 UNKNOWN = About()
-LATENTS, BASE, POLICY = "latents", "base", "policy"  # optional fields of a batch that a reward reads
+# Optional fields of a batch that a reward reads; all but the latents are passed on by name.
+LATENTS, BASE, POLICY, MEMORY, EPOCH = "latents", "base", "policy", "memory", "epoch"
+PASSED = (BASE, POLICY, MEMORY, EPOCH)
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -39,6 +41,8 @@ class Batch:
 
     samples: pictures [B, 3, H, W] or videos [B, F, 3, H, W] in [0, 1], a list of these without B, B texts, or the clean
     latents [B, ...] for a reward that reads these. base: the base model's samples, or None. latents: a tensor, or None.
+    policy: the model that is trained. memory: of the run, JSON-able, that a reward may write into; by rewards' names
+    until it is given to one. epoch: in which they are drawn; None outside of one, as for held-out samples.
     lost: collects failures that are in no score, such as comparisons without an answer.
     """
 
@@ -48,6 +52,9 @@ class Batch:
     group: int = 1
     base: Any = None
     latents: Tensor | None = None
+    policy: Any = None
+    memory: dict[str, Any] | None = None
+    epoch: int | None = None
     lost: list[Failed] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -72,16 +79,17 @@ class Batch:
                        metadata=[self.metadata[i] for i in rows], base=base, latents=latents)
 
     def seen(self, name: str, reward: Reward) -> Batch:
-        """Return what a reward is given: without latents, or with these in place of the samples.
+        """Return what a reward of that name is given: its own memory, and the samples, or in their place the latents.
 
         Raises UserError for a reward that reads latents where there are none.
         """
+        own = self.memory.setdefault(name, {}) if self.memory is not None and MEMORY in reward.reads else None
         if LATENTS not in reward.reads:
-            return replace(self, latents=None)
+            return replace(self, latents=None, memory=own)
         if self.latents is None:
             raise UserError(f"reward {name!r} scores latents (scores = 'latents'), but here only decoded samples are "
                             "known: leave it out, and use it by itself in `flowgrpo train`")
-        return replace(self, samples=self.latents, latents=None)
+        return replace(self, samples=self.latents, latents=None, memory=own)
 
     def copied(self, tensors: bool) -> Batch:
         """Return a copy for a reward, which may write into what it is given. tensors: copy those too."""
@@ -104,8 +112,8 @@ class Reward:
 
     judges: what it can be given, "image", "video" or "text". unit: what a score depends on: the sample, its group, or,
     of a judge of pairs, both samples of a pair. reads: optional fields of the batch that it needs (`base`, `latents`,
-    `policy`), and `metadata.KEY` that it compares with. differentiable: its scores are in the samples' graph.
-    parts: rewards, and other objects, that it is made of. about: range, packages and licence.
+    `policy`, `memory`, `epoch`), and `metadata.KEY` that it compares with. differentiable: its scores are in the
+    samples' graph. parts: rewards, and other objects, that it is made of. about: range, packages and licence.
     """
 
     judges: Sequence[str] = MODALITIES
@@ -128,8 +136,9 @@ class Reward:
 class Function(Reward):
     """Reward that is called as (images, prompts[, metadata]).
 
-    The names of further parameters say what it reads: `base`, and `group`, the size of the groups that the samples
-    form. A first parameter `latents` gets the clean latents; (first, second, prompts[, metadata]) is a judge of pairs.
+    The names of further parameters say what it reads: `base`, `policy`, `memory`, `epoch`, and `group`, the size of
+    the groups that the samples form. A first parameter `latents` gets the clean latents; (first, second, prompts[,
+    metadata]) is a judge of pairs.
     Attributes say the same where names do not: `group`, `base`, `scores = "latents"`, `pairwise`, `differentiable`,
     `about`, `made_of` (what it is made of), `keyed` and `key` (of the metadata, which it compares with).
     """
@@ -154,7 +163,8 @@ class Function(Reward):
         self.differentiable = bool(says("differentiable", False))
         self.parts = [as_reward(part) for part in says("made_of", ())]
         reads = {LATENTS: says("scores", names[0] if names else None) == LATENTS,
-                 BASE: says(BASE, BASE in names) is True, POLICY: bool(says("reads_policy", False)),
+                 BASE: says(BASE, BASE in names) is True, POLICY: says("reads_policy", POLICY in names),
+                 MEMORY: MEMORY in names, EPOCH: EPOCH in names,
                  f"metadata.{says('key')}": bool(says("keyed", False))}
         self.reads = frozenset(field for field, read in reads.items() if read)
 
@@ -164,7 +174,7 @@ class Function(Reward):
         return self.function
 
     def __call__(self, batch: Batch) -> Any:
-        further = {BASE: batch.base} if BASE in self.reads else {}
+        further = {field: getattr(batch, field) for field in PASSED if field in self.reads}
         if self.unit == "pair":
             first, second = batch.samples
             return self.function(*(first, second, batch.prompts, batch.metadata)[:self._takes(4, "(first, second, ")])

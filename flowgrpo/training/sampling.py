@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from flowgrpo import rewards
 from flowgrpo.advantages.group import AdvantageRule
 from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.curriculum.gradient_variance import gradient_norms
@@ -29,7 +28,7 @@ def draw(trainer: Any) -> Epoch:
     """Sample and score a group for each of the epoch's prompts."""
     epoch = begun(trainer)
     draw_groups(trainer, epoch, choose_prompts(trainer, trainer.epoch))
-    rewards.end(trainer.scoring.functions)
+    trainer.scoring.leave_epoch()
     return epoch
 
 

@@ -74,6 +74,7 @@ class Scoring:
     """R rewards of groups of one size, computed by one thread at a time.
 
     functions: by name, plain or `Composed`.
+    policy: the model that is trained, for rewards that read it.
     weights: theirs, by name; of limited ones, and where some are limited of all, under the present multipliers.
     memory: the run's state between epochs, which a checkpoint holds.
     progress: share of the run, 0 in the first epoch and 1 in the last, for transforms that move over it.
@@ -82,7 +83,8 @@ class Scoring:
     reward_failures: samples on which each has failed since the run began, on all processes.
     """
 
-    def __init__(self, functions: Functions, weights: dict[str, float], group: int, processes: Processes):
+    def __init__(self, functions: Functions, weights: dict[str, float], group: int, processes: Processes,
+                 policy: Any = None):
         self.functions, self.given, self.group, self.processes = functions, weights, group, processes
         self.memory: dict[str, Any] = {}
         limited = rewards.limits_of(functions)
@@ -102,6 +104,7 @@ class Scoring:
         self._diversities: dict[int, list[float]] = {}  # by turn, the diversity of every group
         self.extremes, self._tally = Extremes(list(functions)), rewards.Tally()
         self._before = {0: (self.extremes, self._tally)}  # by the present turn: samples of the turns before it
+        self._read: dict[str, Any] = {"policy": policy, "memory": None, "epoch": None}  # what rewards read of the run
         self._unscored = False  # an epoch without any score was reported
 
     @property
@@ -112,7 +115,13 @@ class Scoring:
     def start_epoch(self, epoch: int, epochs: int, memory: dict[str, Any]) -> None:
         """Start an epoch for rewards and transforms that move over the run. memory: of the run."""
         self.progress = epoch / max(1, epochs - 1)
-        rewards.begin(self.functions, memory, epoch, self.processes.count)
+        rewards.require_memory(self.functions, self.processes.count)
+        own = memory.setdefault("rewards", {}) if rewards.remembers(self.functions) else None
+        self._read |= {"memory": own, "epoch": epoch}
+
+    def leave_epoch(self) -> None:
+        """End an epoch's rollouts: what rewards score from here on is of no epoch, and they do not remember it."""
+        self._read["epoch"] = None
 
     def start_turn(self, turn: int = 0) -> None:
         """Start a turn of an epoch; the first, 0, has no samples before it. A repeated start drops the turn's samples.
@@ -179,7 +188,7 @@ class Scoring:
         def call() -> torch.Tensor:
             with self._lock:
                 return rewards.score(functions, outputs, [p.text for p in of], [p.metadata for p in of], group,
-                                     self._tally, base, latents)
+                                     self._tally, base, latents, **self._read)
 
         return signals.promptly(call)
 

@@ -11,7 +11,7 @@ from flowgrpo.methods import targets
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import references
 from flowgrpo.policies.language import engines
-from flowgrpo.rewards.reward import POLICY, inside
+from flowgrpo.rewards.reward import EPOCH, MEMORY, POLICY, inside
 from flowgrpo.samplers.text.groups import Independent
 from flowgrpo.training.stored_parts import unrecordable
 
@@ -38,7 +38,7 @@ def require(config: Config, method: Method, processes: int, trained: Mapping[str
         "text encoders that are trained": not method.for_tokens and method.denoising.adapted.encoders,
         "memory.rewards: cpu": config.memory.rewards == "cpu"} | (_of_partial(config, method) if extra else {})
     wrong |= {f"the reward {name!r}, which remembers earlier epochs": True for name, part in parts
-              if hasattr(part.origin, "begin")}
+              if {MEMORY, EPOCH} & part.reads}
     wrong |= {f"the reward {name!r}, which reads the policy": True for name, part in parts if POLICY in part.reads}
     key = f"text.over_provision is {extra:g}" if extra else f"train.staleness is {staleness}"
     for reason in (reason for reason, applies in wrong.items() if applies):

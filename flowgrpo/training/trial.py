@@ -47,7 +47,7 @@ class Batch:
     """Input of one reward's trial.
 
     outputs, latents: as of `rewards.score`, of `prompts`.
-    group: their group size.
+    group: their group size. policy: the model that is trained.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Batch:
     outputs: Outputs
     group: int
     latents: torch.Tensor | None = None
+    policy: Any = None
 
     @property
     def texts(self) -> list[str]:
@@ -118,7 +119,7 @@ def judged(batch: Batch) -> bool:
     try:
         base = outputs.clone() if rewards.sees_base(batch.reward) else None
         scores = promptly(lambda: rewards.score({name: tried(batch.reward)}, outputs, batch.texts, batch.metadata,
-                                                batch.group, tally, base, batch.latents))
+                                                batch.group, tally, base, batch.latents, batch.policy))
     finally:
         notice.cancel()
     if said := tally.said.get(name):
@@ -157,7 +158,7 @@ def _batches(functions: Functions, prompts: list[Prompt], group: int, samples: S
         if applicable:
             rows = applicable * size if grouped else applicable if few else (applicable * SAMPLES)[:SAMPLES]
             latents = samples.latents(rows) if rewards.scores_latents(reward) else None
-            batches.append(Batch(name, reward, rows, samples(rows), size, latents))
+            batches.append(Batch(name, reward, rows, samples(rows), size, latents, samples.policy))
     return batches
 
 

@@ -13,33 +13,16 @@ from flowgrpo.training import staleness
 from tests.helpers import tiny
 
 
-class Visiting:
-    """The epoch in which it scores, and a memory of its own; None outside of an epoch."""
-
-    def __init__(self):
-        self.memory, self.epoch = None, None
-
-    def begin(self, memory, epoch):
-        self.memory, self.epoch = memory, epoch
+def visiting(outputs, prompts, metadata, memory, epoch):
+    """The epoch in which it scores, which its memory keeps; none outside of an epoch."""
+    if epoch is not None:
         memory.setdefault("visits", []).append(epoch)
-
-    def end(self):
-        self.epoch = None
-
-    def __call__(self, outputs, prompts):
-        return [None if self.epoch is None else float(self.epoch)] * len(prompts)
+    return [None if epoch is None else float(epoch)] * len(prompts)
 
 
-class Own:
+def own(outputs, prompts, metadata, policy):
     """The number that the policy is."""
-
-    reads_policy = True
-
-    def bind(self, policy):
-        self.policy = policy
-
-    def __call__(self, outputs, prompts):
-        return [float(self.policy)] * len(prompts)
+    return [float(policy)] * len(prompts)
 
 
 def nested(part, depth: int = 2):
@@ -49,38 +32,53 @@ def nested(part, depth: int = 2):
     return part
 
 
-def scored(reward) -> float:
-    return rewards.score({"it": reward}, ["x"], ["p"], [{}]).item()
+def scored(reward, **run) -> float:
+    return rewards.score({"it": reward}, ["x"], ["p"], [{}], **run).item()
 
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_an_epoch_reaches_nested_rewards_and_each_has_a_memory_of_its_own(depth):
-    one, other = Visiting(), Visiting()
-    reward, memory = nested(rewards.find("tiered", {"rewards": [one, nested(other)], "thresholds": [0]}), depth), {}
-    rewards.begin({"it": reward}, memory, 7)
-    assert scored(reward) == 14 and one.memory is not other.memory
-    assert [kept for kept in memory["rewards"].values() if kept] == [{"visits": [7]}] * 2
-    rewards.end({"it": reward})
-    assert scored(reward) != scored(reward)  # NaN: of no epoch
+    whole = rewards.find("tiered", {"rewards": [visiting, nested(visiting)], "thresholds": [0]})
+    reward, memory = nested(whole, depth), {}
+    assert scored(reward, memory=memory, epoch=7) == 14 and scored(reward, memory=memory, epoch=8) == 16
+
+    def visits(kept) -> list:
+        return [kept["visits"]] if "visits" in kept else [each for inner in kept.values() for each in visits(inner)]
+
+    assert visits(memory) == [[7, 8]] * 2
+    assert scored(reward, memory=memory) != scored(reward, memory=memory)  # NaN: of no epoch
+    assert visits(memory) == [[7, 8]] * 2
     with pytest.raises(UserError, match="remembers all prompts, and got 2 processes: run it in one"):
-        rewards.begin({"it": reward}, {}, 8, processes=2)
+        rewards.require_memory({"it": reward}, 2)
 
 
 def test_the_memory_of_a_reward_by_itself_has_its_name():
     memory = {}
-    rewards.begin({"it": Visiting()}, memory, 7)
-    assert memory == {"rewards": {"it": {"visits": [7]}}}
+    scored(visiting, memory=memory, epoch=7)
+    assert memory == {"it": {"visits": [7]}}
+
+
+def test_a_run_gives_its_policy_memory_and_epoch_to_nested_rewards():
+    seen = []
+
+    def watching(images, prompts, metadata, policy, memory, epoch):
+        seen.append((policy, memory, epoch))
+        return [0.0] * len(prompts)
+
+    trainer = tiny.trainer(rewards={"it": nested(watching)}, reward="it", train__epochs=2)
+    for trainer.epoch in range(2):
+        trainer.run_epoch()
+    assert {epoch for _, _, epoch in seen} == {0, 1} and all(policy is trainer.policy for policy, _, _ in seen)
+    assert all(memory is seen[0][1] for _, memory, _ in seen) and trainer.memory["rewards"]["it"]
 
 
 def test_the_policy_reaches_nested_rewards():
-    reward = nested(Own())
-    rewards.bind({"it": reward}, 5)
-    assert scored(reward) == 5
+    assert scored(nested(own), policy=5) == 5
 
 
 @pytest.mark.parametrize("part, told", [
-    (Own(), "scores with the model that is trained, which changes: set cache: false"),
-    (Visiting(), "scores by the epoch or by earlier ones: set cache: false")])
+    (own, "scores with the model that is trained, which changes: set cache: false"),
+    (visiting, "scores by the epoch or by earlier ones: set cache: false")])
 def test_scores_that_change_are_not_kept_for_a_nested_reward_either(part, told, tmp_path):
     for reward in (part, nested(part)):
         with pytest.raises(UserError, match=told):
@@ -92,7 +90,7 @@ def test_a_nested_reader_of_the_policy_is_refused_where_epochs_are_drawn_ahead()
     from flowgrpo.methods import preset
 
     with pytest.raises(UserError, match="the reward 'it', which reads the policy"):
-        staleness.require(config, preset("mix_grpo"), 1, {"it": nested(Own())})
+        staleness.require(config, preset("mix_grpo"), 1, {"it": nested(own)})
 
 
 @pytest.mark.parametrize("when", [{"tsk": "t"}, {"task": "u"}])

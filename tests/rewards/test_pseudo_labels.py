@@ -14,10 +14,11 @@ from tests.helpers import loop, tiny_text
 NAN = math.nan
 
 
-def scored(reward, prompt, answers, **metadata) -> list[float]:
+def scored(reward, prompt, answers, memory=None, epoch=None, **metadata) -> list[float]:
     texts = [f"answer: {answer}" for answer in answers]
     count = len(texts)
-    return rewards.score({"r": reward}, texts, [prompt] * count, [metadata] * count, count)[:, 0].tolist()
+    return rewards.score({"r": reward}, texts, [prompt] * count, [metadata] * count, count, memory=memory,
+                         epoch=epoch)[:, 0].tolist()
 
 
 @pytest.mark.parametrize("values, expected", [([], 0), ([5], 0), ([0, 1], 1), ([1, 1, 1], 0), ([0, 3, 0], 0),
@@ -38,10 +39,9 @@ def test_a_wrong_label_gives_way_in_a_run():
     reward, memory = rewards.find("refined_labels", {"window": 2}), {}
     for epoch, (answers, expected) in enumerate([("aaxb", [0, 0, 1, 0]), ("aaab", [1, 1, 1, 0])]):
         for _ in range(2):  # an epoch that is drawn again, as after a resume, is one visit
-            reward.begin(memory, epoch)
-            assert scored(reward, "p", answers, answer="x") == expected
-    reward.end()
-    assert scored(reward, "p", "xxxx", answer="x") == [1] * 4 and len(memory["p"]) == 2 and memory["p"][-1][0] == 1
+            assert scored(reward, "p", answers, memory, epoch, answer="x") == expected
+    assert scored(reward, "p", "xxxx", memory, answer="x") == [1] * 4
+    assert len(memory["r"]["p"]) == 2 and memory["r"]["p"][-1][0] == 1  # a visit outside of an epoch is none
     assert all(math.isnan(value) for value in scored(reward, "q", "ab"))
 
 
@@ -60,19 +60,17 @@ def test_a_prompt_without_a_label_is_scored_once_it_is_trusted():
     reward, memory = rewards.find("pseudo_labels", {"similarity": 0.95}), {}
     visits = [("xxab", [1, 1, 0, 0], "aabc", None, "aaaa"), ("xxxb", [1, 1, 1, 0], "aaab", [1, 1, 1, 0], "abcd")]
     for epoch, (known, expected, rising, trusted, falling) in enumerate(visits):
-        reward.begin(memory, epoch)
-        assert scored(reward, "labelled", known, answer="x") == expected
-        found = scored(reward, "rising", rising)
+        assert scored(reward, "labelled", known, memory, epoch, answer="x") == expected
+        found = scored(reward, "rising", rising, memory, epoch)
         assert found == trusted if trusted else all(map(math.isnan, found))
-        assert all(map(math.isnan, scored(reward, "falling", falling)))
-    assert [rate for _, _, rate in memory["rising"]] == [0.5, 0.75]
+        assert all(map(math.isnan, scored(reward, "falling", falling, memory, epoch)))
+    assert [rate for _, _, rate in memory["r"]["rising"]] == [0.5, 0.75]
 
 
 def test_without_labelled_prompts_nothing_is_trusted():
     reward = rewards.find("pseudo_labels")
     for epoch in range(3):
-        reward.begin({}, epoch)
-        assert all(map(math.isnan, scored(reward, "p", "aaaa")))
+        assert all(map(math.isnan, scored(reward, "p", "aaaa", {}, epoch)))
 
 
 def test_a_run_keeps_the_memory_of_its_training_prompts_in_the_checkpoint():
@@ -85,4 +83,4 @@ def test_a_run_keeps_the_memory_of_its_training_prompts_in_the_checkpoint():
     assert set(visited) <= set(tiny_text.PROMPTS) and {epoch for visits in visited.values() for epoch, *_ in visits} \
         == {0, 1}
     with pytest.raises(UserError, match="reward 'r' remembers all prompts, and got 2 processes"):
-        rewards.begin({"r": rewards.find("pseudo_labels")}, {}, 0, 2)
+        rewards.require_memory({"r": rewards.find("pseudo_labels")}, 2)

@@ -174,13 +174,13 @@ def test_a_runs_reward_is_the_answers_of_its_own_model():
     with torch.no_grad():
         head.out.bias[head.answers["red"]] = torch.tensor(3.0).log()
     latents, metadata = torch.stack([each.content for each in drawn()]), [prompt.metadata for prompt in ASKED]
-    found = rewards["self_answers"].function(latents, list(COLOURS), metadata)
+    found = rewards["self_answers"].function(latents, list(COLOURS), metadata, made.policy)
     assert found == pytest.approx([(3 / 5 + 1 / 2) / 2, (1 / 5 + 1 / 2) / 2, (1 / 5 + 1 / 2) / 2])
     share = find("self_answers")
-    share.bind(made.policy)
-    assert share(latents, list(COLOURS), metadata) == [0.5, 0.0, 0.0]  # red is the likeliest colour, yes and no tie
+    # Red is the likeliest colour, yes and no tie.
+    assert share(latents, list(COLOURS), metadata, made.policy) == [0.5, 0.0, 0.0]
     with pytest.raises(UserError, match="the run's own answers know no 'Is it new"):
-        share(latents[:1], ["red"], [{"questions": [{"question": "Is it new?", "answer": "yes"}]}])
+        share(latents[:1], ["red"], [{"questions": [{"question": "Is it new?", "answer": "yes"}]}], made.policy)
 
 
 @pytest.mark.parametrize("samples", [0, 4])

@@ -38,24 +38,16 @@ class SelfAnswers:
     score: str = "share"
     key: str = "questions"
     batch_size: int = 32
-    scores = "latents"
-    reads_policy = True
     about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0")
 
     def __post_init__(self) -> None:
         if self.score not in SCORES or self.batch_size < 1:
             raise UserError(f"reward 'self_answers': score is {self.score!r} and batch_size {self.batch_size}, "
                             f"expected {' or '.join(SCORES)}, and 1 or more")
-        object.__setattr__(self, "_policy", lambda: None)
-
-    def bind(self, policy: Any) -> None:
-        """Score with this policy from here on."""
-        object.__setattr__(self, "_policy", lambda: policy)  # a function, within which no `Placement` looks
 
     @torch.no_grad()
-    def __call__(self, latents: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
-                 ) -> list[float | Failed]:
-        policy = vars(self)["_policy"]()
+    def __call__(self, latents: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
+                 policy: Any = None) -> list[float | Failed]:
         head = policy and policy.weights and policy.weights.added.get(NAME)
         if head is None:
             raise UserError("reward 'self_answers' asks the model that is trained, which has learned no answers here: "

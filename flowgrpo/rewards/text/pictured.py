@@ -27,7 +27,7 @@ from flowgrpo.rewards.about import About
 from flowgrpo.rewards.combine import Combined
 from flowgrpo.rewards.failures import Failed, first_failed
 from flowgrpo.rewards.local_model import LocalModel, require_arguments
-from flowgrpo.rewards.reward import Batch
+from flowgrpo.rewards.reward import EPOCH, Batch
 from flowgrpo.rewards.text.answer_keys import spoken, tagged
 from flowgrpo.starter import CALLS, EVAL
 from flowgrpo.types import Completion
@@ -122,9 +122,7 @@ class Pictured(Combined):
     batch_size: int = 8
     parts: Any = field(default=None, repr=False)  # ready-made, then the rewards
     painter: FrozenPipeline = field(init=False, repr=False)
-    _epoch: int | None = field(default=None, init=False, repr=False)
     about = About(modality="text", range=(None, None), needs="", licence="the pipeline's, the rewards'")
-    remembers = False  # `begin` names the epoch alone
 
     def __post_init__(self) -> None:
         given = self.parts
@@ -137,19 +135,12 @@ class Pictured(Combined):
         require_arguments("pictured", self.dtype, self.device, self.batch_size)
         painter = FrozenPipeline(self.pipeline, self.lora, self.steps, self.guidance, self.call, dtype=self.dtype,
                                  device=self.device, batch_size=self.batch_size, parts=given)
-        for name, value in (("painter", painter), ("about", type(self).about), ("judges", ["text"])):
+        for name, value in (("painter", painter), ("about", type(self).about), ("judges", ["text"]),
+                            ("reads", self.reads | ({EPOCH} if self.noise == "epoch" else set()))):
             object.__setattr__(self, name, value)
 
-    def begin(self, memory: dict[str, Any], epoch: int) -> None:
-        """Draw from noise of this epoch from here on."""
-        object.__setattr__(self, "_epoch", epoch if self.noise == "epoch" else None)
-
-    def end(self) -> None:
-        """Draw from the noise of no epoch from here on, as for held-out samples."""
-        object.__setattr__(self, "_epoch", None)
-
     def __call__(self, batch: Batch) -> list[float | None | Failed]:
-        prompts, outputs = batch.prompts, batch.samples
+        prompts, outputs, epoch = batch.prompts, batch.samples, batch.epoch if self.noise == "epoch" else None
         entries = [{key: value for key, value in entry.items() if key != "completion_tokens"}
                    for entry in batch.metadata]
         texts = [rewritten(text) for text in outputs]
@@ -160,7 +151,7 @@ class Pictured(Combined):
         for at in range(0, len(jobs), self.batch_size):
             rows, numbers = zip(*jobs[at:at + self.batch_size])
             pictures = self.painter.draw([texts[row] for row in rows], [
-                noise_seed(self.seed, self._epoch, prompts[row], number) for row, number in zip(rows, numbers)])
+                noise_seed(self.seed, epoch, prompts[row], number) for row, number in zip(rows, numbers)])
             values = super().__call__(Batch(pictures, [prompts[row] for row in rows], [entries[row] for row in rows]))
             for row, picture, value in zip(rows, pictures, values):
                 scores[row].append(value)

@@ -19,23 +19,15 @@ class PolicyModel(LocalModel):
     model: str
 
     def __post_init__(self) -> None:
-        if self.model == "policy" and self.parts is None:  # `bind` brings it
+        if self.reads_policy:
             require_arguments(self.reward, self.dtype, self.device, self.batch_size)
-            object.__setattr__(self, "_policy", lambda: None)
-            return
-        super().__post_init__()
+        else:
+            super().__post_init__()
 
     @property
     def reads_policy(self) -> bool:
         """True if it scores with the policy that is trained."""
-        return "_policy" in vars(self)
-
-    def bind(self, policy: Any) -> None:
-        """Score with this policy from here on."""
-        if getattr(policy, "process", None) != "tokens" or hasattr(policy, "processor"):
-            raise UserError(f"reward {self.reward!r} with model: policy got {type(policy).__name__}, expected a "
-                            "causal language model without images: name a model in args")
-        object.__setattr__(self, "_policy", lambda: policy)  # a function, within which no `Placement` looks
+        return self.model == "policy" and self.parts is None
 
     @property
     def models(self) -> tuple[Any, ...]:
@@ -49,13 +41,15 @@ class PolicyModel(LocalModel):
                              use_safetensors=True)
         return network, pretrained(self.reward, AutoTokenizer, self.model, None, "model")
 
-    def _prompt(self, prompt: str) -> tuple[Any, Any, list[int]]:
-        """Return the network, the tokenizer, and a prompt's tokens."""
+    def _prompt(self, prompt: str, policy: Any) -> tuple[Any, Any, list[int]]:
+        """Return the network, the tokenizer, and a prompt's tokens. policy: the one that is trained, or None."""
         if not self.reads_policy:
             network, tokenizer = self.models
             return network, tokenizer, tokenizer(prompt)["input_ids"]
-        policy = vars(self)["_policy"]()
         if policy is None:
             raise UserError(f"reward {self.reward!r} reads the policy that is trained, and there is none here: "
                             "set args: {model: FOLDER}")
+        if getattr(policy, "process", None) != "tokens" or hasattr(policy, "processor"):
+            raise UserError(f"reward {self.reward!r} with model: policy got {type(policy).__name__}, expected a "
+                            "causal language model without images: name a model in args")
         return policy.model, policy.tokenizer, policy.encode([prompt]).ids[0].tolist()

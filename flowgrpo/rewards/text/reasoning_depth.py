@@ -50,12 +50,12 @@ class ReasoningDepth(PolicyModel):
         super().__post_init__()
 
     @torch.no_grad()
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str]) -> list[float | None]:
-        return [self._one(prompt, completion) for prompt, completion in zip(prompts, completions)]
+    def __call__(self, completions: Sequence[str], prompts: Sequence[str], policy: Any = None) -> list[float | None]:
+        return [self._one(prompt, completion, policy) for prompt, completion in zip(prompts, completions)]
 
-    def _one(self, prompt: str, completion: str) -> float | None:
+    def _one(self, prompt: str, completion: str, policy: Any) -> float | None:
         """Return the depth of a completion's last step; None for one without a token."""
-        network, tokenizer, begun = self._prompt(prompt)
+        network, tokenizer, begun = self._prompt(prompt, policy)
         body = completion[:-len(self.ends)] if completion.endswith(self.ends) else completion
         before = body.rpartition(self.ends)[0]
         ids = tokenizer(completion, add_special_tokens=False)["input_ids"]

@@ -51,7 +51,7 @@ class ReferenceLikelihood(PolicyModel):
     keyed = True  # nothing is scored without the key
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
-                 group: int) -> list[float | None]:
+                 group: int, policy: Any = None) -> list[float | None]:
         references = keys(self.reward, metadata, self.key, prompts, several)
         values: list[float | None] = []
         for start in range(0, len(completions), group):
@@ -59,14 +59,14 @@ class ReferenceLikelihood(PolicyModel):
             if accepted is None:
                 values += [None] * group
                 continue
-            logp = self.log_probs(prompts[start], texts, accepted[0])
+            logp = self.log_probs(prompts[start], texts, accepted[0], policy)
             values += (reflective(logp) if self.weighted else logp.mean(1)).tolist()
         return values
 
     @torch.no_grad()
-    def log_probs(self, prompt: str, texts: Sequence[str], reference: str) -> Tensor:
+    def log_probs(self, prompt: str, texts: Sequence[str], reference: str, policy: Any = None) -> Tensor:
         """Return the log-probability of each token of the reference behind each of G texts, float32 [G, L]."""
-        network, tokenizer, begun = self._prompt(prompt)
+        network, tokenizer, begun = self._prompt(prompt, policy)
         wanted = tokenizer(reference, add_special_tokens=False)["input_ids"]
         rows = [begun + tokenizer(self.reasoning(text), add_special_tokens=False)["input_ids"] + wanted
                 for text in texts]

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from flowgrpo import rewards
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training import sampling
@@ -29,7 +28,7 @@ class Resampling(Extension):
             new = sampling.draw_groups(trainer, epoch, batch)
             epoch.parts[before:] = self._marked(new, epoch.own[earlier:], earlier)
             batch = self._expanded(epoch.groups.replace(redraw(epoch.groups))) if redraw else []
-        rewards.end(trainer.scoring.functions)
+        trainer.scoring.leave_epoch()
         if learn := getattr(redraw, "learn", None):
             learn(epoch.groups)
         off = any(prompt.learned is not prompt for prompt in epoch.own)

@@ -11,6 +11,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation.images import draw_one
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.rewards import Batch
 from flowgrpo.rewards.text.pictured import Pictured, noise_seed, rewritten
 from flowgrpo.types import Completion
 from tests.helpers import tiny, tiny_text
@@ -45,7 +46,7 @@ def judged(images, prompts, metadata):
 def test_the_score_is_the_picture_rewards_for_the_users_prompt(policy):
     texts = ["a cat", "a dog", "a cat", "<think>a hat?</think> old ", "hm <answer>a dog</answer>"]
     prompts, metadata = ["red", "red", "red", "blue", "blue"], [{"n": n} for n in (0, 1, 0, 0, 0)]
-    values = reward(policy, judged, images=2, batch_size=3)(texts, prompts, metadata)
+    values = reward(policy, judged, images=2, batch_size=3)(Batch(texts, prompts, metadata))
     clean = ["a cat", "a dog", "a cat", "old", "a dog"]
     direct = [sum(drawn(text, prompt, number)[0].mean().item() for number in range(2)) / 2 + 10 * len(prompt)
               + 100 * entry["n"] for text, prompt, entry in zip(clean, prompts, metadata)]
@@ -63,20 +64,18 @@ def test_equal_texts_of_a_group_have_equal_scores_and_are_drawn_once(policy):
 
 def test_noise_is_of_the_epoch_and_the_prompt_alone(policy):
     function = reward(policy)
-    of = lambda: function(["a cat"], ["red"], [{}])[0]  # noqa: E731
-    held_out = of()
-    rewards.begin({"r": function}, {}, 3, processes=2)
-    third = of()
+    rewards.require_memory({"r": function}, 2)  # it reads the epoch alone
+
+    def of(epoch=None, function=function):
+        return rewards.score({"r": function}, ["a cat"], ["red"], [{}], epoch=epoch).item()
+
+    held_out, third = of(), of(3)
     assert third == pytest.approx(drawn("a cat", "red", epoch=3)[0].mean().item(), abs=2e-5)
-    rewards.begin({"r": function}, {}, 4)
-    assert abs(of() - third) > 1e-4
-    rewards.begin({"r": function}, {}, 3)
-    assert of() == third
-    rewards.end({"r": function})
+    assert abs(of(4) - third) > 1e-4 and of(3) == third
     assert of() == held_out and abs(held_out - third) > 1e-4
-    still = reward(policy, noise="prompt")
-    rewards.begin({"r": still}, {}, 3)
-    assert still(["a cat"], ["red"], [{}]) == [held_out]
+    assert of(3, reward(policy, noise="prompt")) == held_out
+    nested = rewards.find("tiered", {"rewards": [function]})
+    assert of(3, nested) == third and of(4, nested) != third
 
 
 def test_weights_missing_scores_and_failures(policy):
@@ -87,10 +86,10 @@ def test_weights_missing_scores_and_failures(policy):
         return [rewards.Failed("no answer") if prompt == "blue" else 2.0 for prompt in prompts]
 
     both = Pictured([some, fails], [0.5, 3.0], pipeline="tiny", parts=(policy,), steps=1)
-    [red, blue] = both(["a", "b"], ["red", "blue"], [{}] * 2)
+    [red, blue] = both(Batch(["a", "b"], ["red", "blue"], [{}] * 2))
     assert red == 6.5 and isinstance(blue, rewards.Failed)
     one = Pictured([some], pipeline="tiny", parts=(policy,), steps=1, images=2)
-    assert one(["a", "b"], ["red", "blue"], [{}] * 2) == [1.0, None]
+    assert one(Batch(["a", "b"], ["red", "blue"], [{}] * 2)) == [1.0, None]
 
 
 def test_the_report_shows_the_picture_beside_the_text(policy):
@@ -145,7 +144,7 @@ def test_a_recipe_names_it(tmp_path):
     tiny.save(tiny.sd3(), tmp_path / "tiny")
     made = rewards.find("pictured", {"rewards": [tiny.red], "pipeline": str(tmp_path / "tiny"), "call": tiny.CALL,
                                      "steps": 2, "guidance": 2.0})
-    assert made(["a cat"], ["red"], [{}]) == pytest.approx([drawn("a cat", "red")[0].mean().item()], abs=2e-5)
+    assert made(Batch(["a cat"], ["red"], [{}])) == pytest.approx([drawn("a cat", "red")[0].mean().item()], abs=2e-5)
     assert rewards.about(made).modality == "text" and made.painter._settings(made.painter.models[0]) == (2, 2.0)
     plain = Pictured([tiny.red], pipeline="tiny", parts=made.painter.parts).painter
     assert plain._settings(*plain.models) == (28, 7.0)

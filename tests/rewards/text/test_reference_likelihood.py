@@ -38,8 +38,10 @@ def test_the_policys_own_likelihood_behind_each_reasoning():
     begun = trainer.policy.encode(["1+2="]).ids[0].tolist()
     rows = [expected(network, tokenizer, begun + tokenizer(shown, add_special_tokens=False)["input_ids"], "37")
             for shown in ("1+2=", "7=", "12+5-3=4=")]
-    torch.testing.assert_close(reward.log_probs("1+2=", texts, "37"), torch.tensor(rows), rtol=1e-4, atol=1e-4)
-    found = rewards.score({"r": reward}, [*texts, *texts], ["1+2="] * 6, [{"answer": ["37", "8"]}] * 3 + [{}] * 3, 3)
+    torch.testing.assert_close(reward.log_probs("1+2=", texts, "37", trainer.policy), torch.tensor(rows), rtol=1e-4,
+                               atol=1e-4)
+    found = rewards.score({"r": reward}, [*texts, *texts], ["1+2="] * 6, [{"answer": ["37", "8"]}] * 3 + [{}] * 3, 3,
+                          policy=trainer.policy)
     torch.testing.assert_close(found[:3, 0], reflective(torch.tensor(rows)), rtol=1e-4, atol=1e-4)
     assert found[3:].isnan().all()
     mean = ReferenceLikelihood(weighted=False, before="=", model="given", parts=tiny_text.model())
@@ -54,5 +56,5 @@ def test_it_needs_a_policy_or_a_model():
     with pytest.raises(UserError, match="there is none here: set args"):
         rewards.score({"r": reward}, ["a"] * 2, ["p"] * 2, [{"answer": "b"}] * 2, 2)
     with pytest.raises(UserError, match="got object, expected a causal language model"):
-        rewards.bind({"r": reward}, object())
+        rewards.score({"r": reward}, ["a"] * 2, ["p"] * 2, [{"answer": "b"}] * 2, 2, policy=object())
     assert math.isnan(rewards.score({"r": reward}, ["a"] * 2, ["p"] * 2, [{}] * 2, 2)[0, 0])
