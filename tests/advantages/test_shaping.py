@@ -128,6 +128,8 @@ def test_compressed_rewards_by_hand():
     scale = math.expm1(2)
     close(part(f64([[[1], [0.5], [0.25], [0], [NAN]]])),
           [[[0.5 + 0.1 * math.log(1.5)], [0.5], [0.5 - math.expm1(0.5) / scale], [0.5 - math.expm1(1) / scale], [NAN]]])
+    # A public trainer of TempSamp-R1 states 0.8018 and 0.087 of its map, whose steepness below 0.8 is 1.
+    close(Compressed(low=1.0)(f64([[[1], [0]]])), [[[0.8018], [0.087]]], 5e-4)
 
 
 def test_a_perfect_sample_no_longer_makes_all_others_bad():

@@ -131,6 +131,14 @@ def test_pairs_of_a_rare_success_and_a_rare_failure():
     assert OppositePairs()(POOL, 4, 3, 0, None, {}, 8) == splits.draw(POOL, 4, 3, 0)
 
 
+def test_a_predicted_rate_is_the_softmax_of_similarities_by_hand():
+    # "a cat" and "a dog" share one of three features, a cosine of 1/3: weights 1 and exp(-(2/3) / 0.5) of .9 and .1.
+    other = math.exp(-(2 / 3) / 0.5)
+    found = predicted(["a cat", "a dog"], ["a cat", "a dog"], [0.9, 0.1], 0.5)
+    expected = [(0.9 + 0.1 * other) / (1 + other), (0.1 + 0.9 * other) / (1 + other)]
+    assert found.tolist() == pytest.approx(expected, abs=1e-12)
+
+
 def test_rates_are_predicted_from_similar_prompts():
     rates = {"red": 0.9, "blue": 0.5, "green": 0.1}
     texts = [f"{noun} {colour} {colour}" for colour in rates for noun in ("cat", "dog", "sun", "car", "ox", "pen")]
