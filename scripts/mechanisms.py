@@ -2,7 +2,9 @@
 
     python scripts/mechanisms.py            # tests/test_mechanisms.py reports a page that is not current
 
-docs/mechanisms/papers.tsv: class, row, title. docs/mechanisms/*.tsv besides it: class, row, state, names, tests, note.
+docs/mechanisms/papers.tsv: class, row, title. docs/mechanisms/evidence.tsv: class, row, kind, test, what, one line per
+row that works or works in part: which of the row's tests, by its name alone, compares with a number that is not ours,
+and with what. docs/mechanisms/*.tsv besides both: class, row, state, names, tests, note.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 FOLDER, PAGE = ROOT / "docs" / "mechanisms", ROOT / "docs" / "mechanisms.md"
 STATES = {"works": "works", "partial": "in part", "reason": "not here", "missing": "missing"}
+KINDS = ("paper", "code", "closed form", "none")  # of evidence; "none" for a row that works in part alone
 CLASSES = {"VISUAL": "Generators of images and videos", "CORE": "Objectives, advantages, sampling",
            "REWARD": "Rewards", "SYSTEM": "Systems", "DATA": "Data"}
 HEAD = """# Mechanisms of the literature
@@ -27,6 +30,11 @@ benchmark](benchmark.md) and [studies of parts](studies.md). `in part`: the note
 presets (`method:`), types of parts (`parts:`), rewards (`reward:`), keys of a recipe or commands. A test is
 a file below `tests/` and a function.
 
+Evidence says what one of the tests compares with that does not come from this toolkit. `paper`: a number of the paper,
+or its formula or rule worked by hand on a few values. `code`: numbers of its released code. `closed form`: what the
+objective must give by other mathematics, such as torch.distributions, autograd of the loss as written, enumeration, a
+known optimum or a separate forward pass. `none`: nothing yet, so the row is in part.
+
 """
 
 
@@ -39,6 +47,14 @@ class Row(NamedTuple):
     note: str
 
 
+class Evidence(NamedTuple):
+    """Number that is not ours: its kind, the function of the row's tests that compares with it, and what it is."""
+
+    kind: str
+    test: str
+    what: str
+
+
 def papers() -> dict[tuple[str, int], str]:
     """Return the titles by class and row."""
     return {(kind, int(number)): title for kind, number, title in _lines(FOLDER / "papers.tsv", 3)}
@@ -47,12 +63,23 @@ def papers() -> dict[tuple[str, int], str]:
 def rows() -> dict[tuple[str, int], Row]:
     """Return the rows by class and number. Raises ValueError for a row that two files have."""
     result: dict[tuple[str, int], Row] = {}
-    for path in sorted(FOLDER.glob("*.tsv")):
-        for kind, number, state, names, tests, note in _lines(path, 6) if path.name != "papers.tsv" else ():
+    for path in sorted(set(FOLDER.glob("*.tsv")) - {FOLDER / "papers.tsv", FOLDER / "evidence.tsv"}):
+        for kind, number, state, names, tests, note in _lines(path, 6):
             key = kind, int(number)
             if key in result or state not in STATES:
                 raise ValueError(f"{path}: {kind} {number} {state}: stands twice, or its state is unknown")
             result[key] = Row(state, _split(names), _split(tests), note)
+    return result
+
+
+def evidence() -> dict[tuple[str, int], Evidence]:
+    """Return the evidence by class and row. Raises ValueError for a row with two lines or a kind that is unknown."""
+    result: dict[tuple[str, int], Evidence] = {}
+    for row_class, number, kind, test, what in _lines(path := FOLDER / "evidence.tsv", 5):
+        key = row_class, int(number)
+        if key in result or kind not in KINDS:
+            raise ValueError(f"{path}: {row_class} {number} {kind}: stands twice, or its kind is not of {KINDS}")
+        result[key] = Evidence(kind, test, what)
     return result
 
 
@@ -70,7 +97,7 @@ def _split(text: str) -> list[str]:
 
 def text() -> str:
     """Return the text of docs/mechanisms.md."""
-    titles, stated = papers(), rows()
+    titles, stated, proofs = papers(), rows(), evidence()
     missing = Row("missing", [], [], "")
     counts = {kind: Counter(stated.get(key, missing).state for key in titles if key[0] == kind) for kind in CLASSES}
     table = ["| | rows | " + " | ".join(STATES.values()) + " |", "|---|---:|" + "---:|" * len(STATES)]
@@ -80,18 +107,20 @@ def text() -> str:
     table += [f"| all | {whole.total()} | " + " | ".join(str(whole[state]) for state in STATES) + " |", ""]
     parts = [HEAD + "\n".join(table)]
     for kind, title in CLASSES.items():
-        lines = [f"## {title}", "", "| | paper | state | names | test | note |", "|---:|---|---|---|---|---|"]
+        lines = [f"## {title}", "", "| | paper | state | names | test | evidence | note |",
+                 "|---:|---|---|---|---|---|---|"]
         for key, paper in titles.items():
             if key[0] == kind:
-                lines.append(_line(key[1], paper, stated.get(key, missing)))
+                lines.append(_line(key[1], paper, stated.get(key, missing), proofs.get(key)))
         parts.append("\n".join([*lines, ""]))
     return "\n".join(parts)
 
 
-def _line(number: int, paper: str, row: Row) -> str:
+def _line(number: int, paper: str, row: Row, proof: Evidence | None) -> str:
     names = ", ".join(f"`{name}`" for name in row.names)
     tests = ", ".join(f"`{test.removeprefix('tests/')}`" for test in row.tests)
-    cells = [str(number), paper, STATES[row.state], names, tests, row.note]
+    shown = f"{proof.kind}: {proof.what}" if proof else ""
+    cells = [str(number), paper, STATES[row.state], names, tests, shown, row.note]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

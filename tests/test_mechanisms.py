@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from flowgrpo import rewards
 from flowgrpo.config import schema
 from flowgrpo.methods import registry
@@ -17,6 +19,7 @@ import mechanisms  # noqa: E402
 
 ROWS = {f"{kind} {number}": row for (kind, number), row in mechanisms.rows().items()}
 WORKING = {name: row for name, row in ROWS.items() if row.state in ("works", "partial")}
+EVIDENCE = {f"{kind} {number}": found for (kind, number), found in mechanisms.evidence().items()}
 
 
 def known() -> set[str]:
@@ -48,3 +51,23 @@ def test_tests_exist():
         for test in row.tests:
             file, function = test.split("::")[:2]
             assert f"def {function.split('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8"), (name, test)
+
+
+def test_every_working_row_has_evidence():
+    assert EVIDENCE.keys() == WORKING.keys()
+
+
+def test_evidence_is_a_test_of_the_row():
+    """A row works by a number that is not ours; in part it may have none, and then its evidence says what lacks."""
+    for name, row in WORKING.items():
+        found, named = EVIDENCE[name], [test.split("::")[1] for test in row.tests]
+        assert found.what and (found.kind != "none" or row.state == "partial" and not found.test), name
+        assert found.kind == "none" or named.count(found.test) == 1, f"{name}: {found.test}: expected one of {named}"
+
+
+@pytest.mark.parametrize("lines", ["CORE\t1\tours\tt\tw", "CORE\t1\tpaper\tt\tw\nCORE\t1\tcode\tt\tw"])
+def test_a_second_line_of_evidence_and_an_unknown_kind_are_refused(lines, tmp_path, monkeypatch):
+    (tmp_path / "evidence.tsv").write_text(lines, encoding="utf-8")
+    monkeypatch.setattr(mechanisms, "FOLDER", tmp_path)
+    with pytest.raises(ValueError, match="CORE 1 (ours|code): stands twice, or its kind is not of"):
+        mechanisms.evidence()
