@@ -17,7 +17,7 @@ from flowgrpo.version import __version__
 
 if TYPE_CHECKING:
     from flowgrpo.errors import UserError
-    from flowgrpo.rewards import reward
+    from flowgrpo.rewards.find import reward
     from flowgrpo.rewards.pairwise import judge
     from flowgrpo.run import align
 
