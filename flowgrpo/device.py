@@ -19,6 +19,7 @@ AUTO = "auto"
 NATIVE = (8, 0)  # lowest CUDA compute capability with bf16 arithmetic
 FASTER = 1.2  # speed of bf16 over fp32 on a CPU: 2 to 10 with bf16 instructions, below 1 without
 SHAPE = (512, 256, 256)  # rows, inputs and outputs of the timed product: a layer of a small denoiser
+GENERATOR = 5056  # bytes of the state of a generator on the CPU
 TRIALS, SECONDS = 20, 0.1  # of the timing, at most
 
 
@@ -177,6 +178,23 @@ def queued(tensor: torch.Tensor, device: torch.device | str | None) -> torch.Ten
     if device is None or tensor.device.type != "cpu" or torch.device(device).type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def ran_out(error: BaseException) -> bool:
+    """Return True for an error that says that memory ran out; for a CPU's torch has no class of its own."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or isinstance(error, RuntimeError) and (
+        "DefaultCPUAllocator" in str(error) or "can't allocate memory" in str(error))
+
+
+def require_generators(count: int, what: str) -> None:
+    """Raise UserError if the host's memory does not hold generators of noise for so many samples.
+
+    It is a lower bound of what the samples take, known before a model is loaded. what: the samples, in the plural.
+    """
+    needed, free = count * GENERATOR, free_memory("cpu")
+    if needed > free:
+        raise UserError(f"{count:,} {what} need {needed / 2**30:,.0f} GiB for their random numbers alone, and this "
+                        f"machine has {free / 2**30:,.0f} GiB left: ask for {free // GENERATOR:,} at most")
 
 
 def free_memory(device: str | torch.device) -> int:

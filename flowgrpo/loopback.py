@@ -6,14 +6,16 @@ import contextlib
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TypeVar
+from typing import Any
 
 from flowgrpo.errors import UserError
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")  # accepted host names: any other belongs to a foreign page that resolves to this machine
+CONNECTIONS = 512  # that are open at the same time
 DROPPED = 2**20  # bytes of a refused body that are read, so that its sender sees the refusal
 
 
@@ -38,19 +40,20 @@ class Handler(BaseHTTPRequestHandler):
     """Request handler that answers own pages only. A subclass defines `get` and `post`, which may raise Refused."""
 
     timeout = 30.0  # seconds for a whole request to arrive
+    server: Server
     _late = False
 
     def handle(self) -> None:
         """Answer the connection's request; a request that takes longer than `timeout` to arrive is cut off."""
-        timer = threading.Timer(self.timeout, self._cut)
-        timer.daemon = True
-        timer.start()
+        self.server.deadlines[self] = time.monotonic() + self.timeout
         try:
-            super().handle()
+            with contextlib.suppress(ConnectionError, TimeoutError):  # the client has gone
+                super().handle()
         finally:
-            timer.cancel()
+            self.server.deadlines.pop(self, None)
 
-    def _cut(self) -> None:
+    def cut(self) -> None:
+        """End the arrival of the request."""
         self._late = True
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RD)
@@ -130,15 +133,47 @@ class Handler(BaseHTTPRequestHandler):
         """Log nothing: a page asks often."""
 
 
-H = TypeVar("H", bound=Handler)
+class Server(ThreadingHTTPServer):
+    """Server of a thread per connection, at most CONNECTIONS at a time: further ones are closed.
+
+    deadlines: of the connections, by time.monotonic().
+    """
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[Handler]) -> None:
+        self.deadlines: dict[Handler, float] = {}
+        self._free = threading.BoundedSemaphore(CONNECTIONS)
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection in a thread, or close it."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer a connection, in its thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def service_actions(self) -> None:
+        """Cut the requests off that are late; `serve_forever` calls it twice a second."""
+        now = time.monotonic()
+        for handler, deadline in list(self.deadlines.items()):
+            if now > deadline and self.deadlines.pop(handler, None) is not None:
+                handler.cut()
 
 
-def listen(handler: type[H], port: int) -> ThreadingHTTPServer:
+def listen(handler: type[Handler], port: int) -> Server:
     """Return a server on the loopback address. port: 0 takes a free one.
 
     Raises UserError if the port is taken.
     """
     try:
-        return ThreadingHTTPServer((HOST, port), handler)
+        return Server((HOST, port), handler)
     except OSError as error:
         raise UserError(f"port {port} cannot be used ({error.strerror}): give another one with --port") from None

@@ -18,7 +18,7 @@ from flowgrpo.config.parse import validate
 from flowgrpo.config.schema import Config
 from flowgrpo.data import provenance, recorded_pairs, splits
 from flowgrpo.data.prompts import Prompt, of_records
-from flowgrpo.device import described, pick_device, rounded_products
+from flowgrpo.device import described, pick_device, require_generators, rounded_products
 from flowgrpo.distributed.processes import PATIENCE, Processes, require_replicated
 from flowgrpo.distributed.watch import Watch
 from flowgrpo.errors import UserError
@@ -202,6 +202,7 @@ def check(config: Config, resume: bool | Literal["auto"] = False, pipe: Any = No
     config, precision = settled(config, accelerator, device, resume, pipe)
     processes = teams(config.memory.context_parallel, accelerator.num_processes)
     shape = geometry(config.train, processes)
+    require_generators(shape.rows, "samples of an epoch (train.prompts x train.group)")
     options.require_options(config, method, device, loaded=pipe is not None)
     sharding.require(config.memory.shard, not config.adapter.rank, accelerator.num_processes, os.environ)
     if accelerator.is_main_process:
@@ -217,6 +218,7 @@ def check(config: Config, resume: bool | Literal["auto"] = False, pipe: Any = No
     split_groups.require(config, method, shape, processes, together)
     measured = pairwise.measured(trained, further)
     split = recorded_pairs.in_place(config, _split(config, prompts), method.for_tokens)
+    require_generators(min(config.eval.prompts, len(split[1])) * config.eval.samples, "samples of an evaluation")
     build.require_inputs(config, [*split[0], *split[1]], pipe)
     if accelerator.is_main_process and (modality := build.modality_ahead(config, pipe)):
         rewards.require_modality(trained | further, modality)
@@ -302,8 +304,8 @@ def align(model: Any, rewards: Rewards = "scene_graded", prompts: Prompts = "sta
         {"prompt": "a red star", "metadata": {"count": 1}}.
     method: presets joined by +, FILE.py:NAME, or a `flowgrpo.methods.Method`, whose parts config.yaml records: the
         nearest preset and what differs. A class that is in no file has to be given again, as for `resume`.
-    resume: resume from the last checkpoint of the run of that `name`; the other arguments are given again. "auto": begin
-        if there is no such run.
+    resume: resume from the last checkpoint of the run of that `name`; the other arguments are given again. "auto":
+        begin if there is no such run.
     options: configuration keys, sections as dictionaries, such as `train={"epochs": 50}`.
 
     Returns the run's summary, the content of `summary.json`. A loaded model then has the run's LoRA (adapter

@@ -102,8 +102,14 @@ def guarded(what: str, call: Callable[..., T], /, *arguments: Any, error_type: t
 
 
 def told(error: BaseException) -> str:
-    """Return an error of third-party code in one line, with the place to mend it."""
-    return " ".join(f"{type(error).__name__}: {error}".split()) + _place(error)
+    """Return an error of third-party code in one line, with the place to mend it; its class alone if its text cannot be
+    made."""
+    kind = type(error).__name__
+    try:
+        text = " ".join(f"{kind}: {error}".split())
+    except Exception:
+        text = f"{kind}, of which str() fails"
+    return text + _place(error)
 
 
 # Files of ours that call users' code.

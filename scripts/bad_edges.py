@@ -17,6 +17,7 @@ from flowgrpo.storage import manifest
 
 LORA = "pytorch_lora_weights.safetensors"
 BILLION = 10**9
+Changed = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 DRAWN = ["sample", "starter", "--prompt", "a star"]
 
 
@@ -63,7 +64,9 @@ def consistent(*options: str) -> list[str]:
 
 def text(*options: str) -> list[str]:
     """Return a short run of the text starter with the options."""
-    return size("--model=starter_text", "--method=grpo", "--reward=numeric_match", "--prompts=starter_text", *options)
+    short = [option for option in size() if not option.startswith("--eval.steps")]
+    return [*short, "--model=starter_text", "--method=grpo", "--reward=numeric_match", "--prompts=starter_text",
+            *options]
 
 
 def scored(name: str) -> list[str]:
@@ -84,7 +87,7 @@ SIZES: dict[str, list[str]] = {
     "picture of 100000": size("--picture.height=100000", "--picture.width=100000"),
     "sizes of 100000": size("--picture.sizes=[[100000,100000]]"),
     "picture of 10^15": size(f"--picture.height={BILLION}000000"),
-    "frames 10^8": size("--model=starter_video", "--reward=scene_motion", "--prompts=starter_video",
+    "frames 10^8": size("--model=starter_video", "--reward=motion", "--prompts=starter_video",
                         "--picture.frames=100000000"),
     "updates 10^9": size(f"--train.updates={BILLION}"),
     "context_parallel 10^6": size("--memory.context_parallel=1000000"),
@@ -107,7 +110,6 @@ SIZES: dict[str, list[str]] = {
     "best of 10^9": [*DRAWN, "--best-of", str(BILLION), "--by", "scene"],
     "sample, steps 10^8": [*DRAWN, "--steps", "100000000"],
     "sample, steps 10^19": [*DRAWN, "--steps", "1" + "0" * 19],
-    "sample, seed 10^30": [*DRAWN, "--seed", "1" + "0" * 30],
     "sample, guidance 1e400": [*DRAWN, "--guidance", "1e400"],
     "sample, guidance nan": [*DRAWN, "--guidance", "nan"],
     "sample, prompt of 100000": ["sample", "starter", "--prompt", "a" * 100_000],
@@ -116,6 +118,8 @@ SIZES: dict[str, list[str]] = {
     "check, 10^9 processes": ["check", "--gpu", "H100", "--model=starter", "--processes", str(BILLION)],
 }
 STEPS: dict[str, list[str]] = {
+    "consistency, sample --steps 1": ["sample", "starter_consistency", "--prompt", "a star", "--steps", "1"],
+    "consistency, eval.steps 1": consistent("--eval.steps=1"),
     "eval, samples 10^9": ["eval", "starter", "--suite", "one.txt", "--output", "e1", "--rewards", "scene",
                            "--samples", str(BILLION)],
     "train.steps 1": size("--train.steps=1"),
@@ -153,14 +157,13 @@ REWARDS["raises on import"] = size("--reward=raises.py:reward")
 
 # Right, however unusual, and those that have to run now.
 RIGHT: dict[str, list[str]] = {
-    "consistency, sample --steps 1": ["sample", "starter_consistency", "--prompt", "a star", "--steps", "1"],
-    "consistency, eval.steps 1": consistent("--eval.steps=1"),
+    "sample, seed 10^30": [*DRAWN, "--seed", "1" + "0" * 30],
     "sample --steps 1": [*DRAWN, "--steps", "1"],
     "video, sample --steps 1": ["sample", "starter_video", "--prompt", "a star", "--steps", "1"],
     "FP8 LoRA": [*DRAWN, "--steps", "2", "--lora", "fp8.safetensors"],
     "micro_batch 10^9": size(f"--train.micro_batch={BILLION}"),
-    "escapes in prompts": size("--prompts=escapes.txt"),
-    "eval.prompts 10^9": size(f"--eval.prompts={BILLION}"),
+    "escapes in prompts": size("--prompts=escapes.txt", "--reward=odd_rewards.py:forgiving"),
+    "eval.grid 10^9": size(f"--eval.grid={BILLION}"),
     "resume=auto, nothing there": size("--resume=auto", "--name=fresh"),
     "resume=auto, a run there": size("--resume=auto", "--name=base"),
     "partly masked": scored("partly_masked"),
@@ -168,17 +171,19 @@ RIGHT: dict[str, list[str]] = {
 
 # Words that the line has to have, as another reason would mislead.
 SAYS = {
-    "dpo without pairs": "preferences",
+    "consistency, sample --steps 1": "shift_terminal",
+    "consistency, eval.steps 1": "shift_terminal",
+    "dpo without pairs": "a method of language models",
     "picture run for texts": "runs/base",
     "LoRA, without_b": "lora_B",
     "LoRA, nan": "finite",
     "LoRA, inf": "finite",
     "run of NaN, sample": "finite",
     "run of NaN, export": "finite",
-    "checkpoint of NaN, resume": "finite",
+    "checkpoint of NaN, resume": "NaN or an infinity",
     "lr 1e308": "finite",
     "silent": "Silent",
-    "masked": "no score",
+    "masked": "had a score",
 }
 
 CASES = SIZES | STEPS | PROMPTS | NAMES | LORAS | REWARDS | RIGHT
@@ -200,7 +205,7 @@ def prepare(folder: Path) -> None:
         manifest.write(state)
 
 
-def _rewrite(source: Path, target: Path, changed: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+def _rewrite(source: Path, target: Path, changed: Changed) -> None:
     """Write changed tensors of a .safetensors file to another, with its metadata."""
     from safetensors import safe_open
 
@@ -212,7 +217,7 @@ def _rewrite(source: Path, target: Path, changed: Callable[[dict[str, torch.Tens
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, target, metadata)
 
 
-def _all(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+def _all(change: Callable[[torch.Tensor], torch.Tensor]) -> Changed:
     return lambda tensors: {key: change(tensor) for key, tensor in tensors.items()}
 
 
@@ -223,7 +228,7 @@ def _one_inf(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return tensors | {first: changed}
 
 
-LORA_FILES: dict[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]] = {
+LORA_FILES: dict[str, Changed] = {
     "nan": _all(lambda tensor: torch.full_like(tensor, float("nan")) if tensor.is_floating_point() else tensor),
     "inf": _one_inf,
     "without_b": lambda tensors: {key: tensor for key, tensor in tensors.items() if "lora_B" not in key},

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from flowgrpo import device
 from flowgrpo.device import queued, rounded_products
+from flowgrpo.errors import UserError
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.scheduler import PolicyScheduler, Segment
 from flowgrpo.types import RegressionTarget, Scored
@@ -77,3 +79,24 @@ def test_fp32_products_are_rounded_on_a_gpu_below_fp32_alone(precision, name, be
         assert torch.get_float32_matmul_precision() == before
     finally:
         torch.set_float32_matmul_precision(first)
+
+
+@pytest.mark.parametrize("error, full", [
+    (torch.OutOfMemoryError("CUDA out of memory"), True), (MemoryError(), True), (RuntimeError("a mistake"), False),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), True), (ValueError("DefaultCPUAllocator"), False)])
+def test_errors_that_say_that_memory_ran_out(error, full):
+    assert device.ran_out(error) == full
+
+
+def test_a_cpu_that_has_no_memory_left_says_so():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**50)
+    assert device.ran_out(caught.value)
+
+
+def test_more_generators_than_memory_are_refused():
+    assert len(torch.Generator().get_state()) == device.GENERATOR
+    device.require_generators(1000, "samples")
+    with pytest.raises(UserError, match="1,000,000,000 samples need 4,709 GiB .* ask for [0-9,]+ at most") as caught:
+        device.require_generators(10**9, "samples")
+    assert "\n" not in str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from contextlib import contextmanager, suppress
 
@@ -91,3 +92,57 @@ def test_a_foreign_page_is_refused():
         assert b" 403 " in answered(port, request % (b"evil.example", b""))
         assert b" 403 " in answered(port, request % (b"localhost", b"Origin: http://evil.example\r\n"))
         assert b" 200 " in answered(port, request % (b"localhost", b"Origin: http://localhost\r\n"))
+
+
+def test_a_client_that_resets_while_an_error_page_is_written_prints_nothing(capfd):
+    """The request line is too long for the standard library, which answers 414 by itself."""
+    with echoing() as port:
+        for _ in range(5):
+            connection = socket.create_connection(("127.0.0.1", port), timeout=60)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with suppress(ConnectionError):
+                connection.sendall(b"GET /" + b"a" * 200_000)
+            connection.close()  # a reset, as of the lingering
+        for _ in range(5):
+            connection = socket.create_connection(("127.0.0.1", port), timeout=60)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with suppress(ConnectionError):
+                connection.sendall(b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: 1\r\n" % i for i in range(200)))
+            connection.close()
+        assert b"200 OK" in answered(port, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert capfd.readouterr().err == ""
+
+
+class Gone(Echo):
+    """The error page of the standard library finds no client any more."""
+
+    def send_error(self, *_: object) -> None:
+        raise BrokenPipeError
+
+
+def test_an_error_page_for_nobody_prints_nothing(capfd):
+    with loopback.listen(Gone, 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        assert answered(server.server_port, b"BREW / HTTP/1.1\r\n\r\n") == b""
+        server.shutdown()
+        thread.join()
+    assert capfd.readouterr().err == ""
+
+
+def test_half_open_connections_take_a_thread_each_up_to_a_limit(monkeypatch):
+    monkeypatch.setattr(loopback, "CONNECTIONS", 20)
+    before = threading.active_count()
+    with echoing() as port:
+        held = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(15)]
+        for _ in range(3):
+            assert b"200 OK" in answered(port, b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert threading.active_count() - before <= 21  # one listens
+        held += [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(10)]
+        ended = 0
+        for connection in held:
+            connection.settimeout(0.1)
+            with suppress(TimeoutError, ConnectionError):
+                ended += connection.recv(1) == b""
+            connection.close()
+        assert 5 <= ended <= 8  # threads of the last answers may not have ended yet

@@ -70,6 +70,18 @@ ABSENT = next(kind for kind, here in (("cuda", torch.cuda.is_available()), ("mps
     (["--held_out=1.5"], "held_out: got 1.5, expected a share between 0 and 1"),
     (["--eval.weights=ema"], "eval.weights is 'ema', but train.ema is 0"),
     (["--resume"], "--resume: no checkpoint in "),
+    (["--train.group=1000000000"], "2,000,000,000 samples of an epoch (train.prompts x train.group) need 9,418 GiB"),
+    (["--phases=[{at: 1, set: {train.group: 1000000000}}]"], "samples of an epoch of a phase need 9,418 GiB"),
+    (["--eval.samples=1000000000"], "samples of an evaluation need "),
+    (["--train.steps=10000000"], "train.steps: got 10000000, expected a number less than or equal to 10000"),
+    (["--eval.steps=10000000"], "eval.steps: got 10000000, expected a number less than or equal to 10000"),
+    (["--picture.height=100000"], "picture.height: got 100000, expected a number less than or equal to 65536"),
+    (["--picture.height=65536", "--picture.width=65536"], "268,435,456 pixels at most, got 4,294,967,296"),
+    (["--picture.sizes=[[64, 64], [60000, 60000]]"], "268,435,456 pixels at most, got 3,600,000,000"),
+    (["--name=\x1b[31mx"], "name: got '\\x1b[31mx', expected a text that is not blank, without control characters"),
+    (["--name=a\nb"], "name: got 'a\\nb', expected a text"), (["--name=a\u202eb"], "name: got 'a\\u202eb', expected"),
+    (["--name= "], "name: got ' ', expected a text that is not blank"),
+    (["--output=\x1b[31mx"], "output: got '\\x1b[31mx', expected a text"),
 ])
 def test_mistakes_are_told_before_anything_is_loaded_or_written(recipe, options, line, capsys):
     assert line in told(capsys, recipe, *options, "--model=nowhere/to/be/found")
@@ -78,6 +90,7 @@ def test_mistakes_are_told_before_anything_is_loaded_or_written(recipe, options,
 
 @pytest.mark.parametrize("options, line", [
     (["--adapter.targets=[to_qq]"], "adapter.targets ['to_qq'] match no module of the transformer: its linear layers"),
+    (["--adapter.rank=1000000000"], "adapter.rank is 1000000000, with which the LoRA and its optimizer take "),
     (["--picture.frames=8"], "picture: StableDiffusion3Pipeline takes no 'num_frames'"),
     (["--picture.call={max_sequence_len: 9}"], "takes no 'max_sequence_len': did you mean 'max_sequence_length'?"),
 ])
@@ -97,6 +110,28 @@ def test_missing_and_broken_recipes(recipe, capsys):
     assert f"{recipe} is not valid YAML" in told(capsys, recipe)
     recipe.write_text("train: {lrr: 1}\n")
     assert f"{recipe}: unknown key 'train.lrr'" in told(capsys, recipe)
+
+
+def test_prompts_that_are_too_long(recipe, capsys):
+    prompts = recipe.with_name("prompts.txt")
+    short = "\n".join(tiny.PROMPTS)
+    prompts.write_text(f"{short}\n{'a' * 20_001}\n")
+    assert "a prompt of 20,001 characters, expected 20,000 at most ('aaaa" in told(capsys, recipe)
+    prompts.write_text(f"{short}\n{'a' * 1_000_002}\n")
+    assert f"{prompts}, line {len(tiny.PROMPTS) + 1}: a prompt of 1,000,002 characters" in told(capsys, recipe)
+
+
+def test_memory_that_runs_out_on_a_cpu(recipe, capsys):
+    """In the reward's module a line of the user's; in the run itself the allocator's."""
+    recipe.with_name("reward.py").write_text(GOOD_REWARD.replace("return", "import torch; torch.empty(2**50); return"))
+    assert "reward.py, line 2" in told(capsys, recipe)
+    recipe.with_name("method.py").write_text(
+        "import torch\nfrom dataclasses import dataclass\nfrom flowgrpo.advantages.group import Advantage\n\n"
+        "@dataclass(frozen=True)\nclass Large(Advantage):\n    def __call__(self, *given, **more):\n"
+        "        return torch.empty(2**50)\n\ndef large(method):\n    return method.having(advantage=Large())\n")
+    recipe.with_name("good.py").write_text(GOOD_REWARD)
+    assert "out of memory (" in told(capsys, recipe, f"--method=mix_grpo+{recipe.with_name('method.py')}:large",
+                                     f"--reward={recipe.with_name('good.py')}:red")
 
 
 def test_prompt_files(recipe, capsys):

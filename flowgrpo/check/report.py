@@ -36,6 +36,7 @@ from flowgrpo.check import language, tiny
 from flowgrpo.check.pipelines import Unknown, drive
 from flowgrpo.check.tiny import texts
 from flowgrpo.config.schema import Config
+from flowgrpo.device import ran_out
 from flowgrpo.errors import UserError
 from flowgrpo.policies import sources
 from flowgrpo.rewards.text.sandbox.choose import described as boundaries
@@ -77,7 +78,7 @@ def report(model: str | tuple[Any, Any], config: Config | None = None, device: s
         result |= {"drivable": None, "reason": str(error)}
     except Exception as error:  # third-party pipelines can raise anything; the error is the answer
         message = " ".join(str(error).split()) or "no message"
-        if _without_room(error):
+        if ran_out(error):
             result |= {"drivable": None, "reason": _room(result, device)}
         else:
             result["reason"] = message if isinstance(error, UserError) else f"{type(error).__name__}: {message}"
@@ -87,11 +88,6 @@ def report(model: str | tuple[Any, Any], config: Config | None = None, device: s
 def of_class(model: str) -> bool:
     """Return True for the name of a class of which a tiny random instance is made."""
     return model not in FOLDERS and not Path(model).exists() and (model in tiny.factories() or texts.knows(model))
-
-
-def _without_room(error: Exception) -> bool:
-    """Return True if memory ran out; on the CPU torch has no separate error class for it."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 def _room(result: dict[str, Any], device: str) -> str:

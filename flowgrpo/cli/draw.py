@@ -54,7 +54,8 @@ def sample(
     lora: Annotated[str | None, typer.Option(help=LORA)] = None,
     count: Annotated[int, typer.Option(min=1, help="Pictures per prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
-    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; without: the run's or pipeline's.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, max=10_000, help="Denoising steps; without: the run's or "
+                                                       "pipeline's.")] = None,
     guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale; likewise.")] = None,
     rlg: Annotated[str | None, typer.Option(metavar="W", help=RLG)] = None,
     output: Annotated[Path, typer.Option(help="The folder of the pictures; or x.mp4, for one clip.")] = Path("samples"),
@@ -145,8 +146,14 @@ def _writes(model: str, run: Path | None = None, weight: float | None = None) ->
     """
     from flowgrpo.evaluation.checkpoints import config_of
     from flowgrpo.policies.build import writes
+    from flowgrpo.starter import FOLDERS
 
-    if written := writes(model, config_of(run)):
+    config = config_of(run)
+    if config is not None and model and model in FOLDERS and writes(model) != writes(config.model, config):
+        of = "pictures" if writes(model) else "texts"
+        raise UserError(f"--lora {run}: a run of {config.model!r}, a model of {of}, and {model!r} is none: give a run "
+                        "of this model, or leave --lora out")
+    if written := writes(model, config):
         if weight is not None:
             raise UserError("--rlg: weights the velocities of a denoiser; leave it out for a language model")
     return written

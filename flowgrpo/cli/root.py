@@ -64,7 +64,7 @@ def _run(arguments: list[str] | None) -> int:
     except UsageError as error:
         message = error.format_message()
     except Exception as error:
-        refusal = paths.refusal(error) or broken(error)
+        refusal = paths.refusal(error) or broken(error) or _without_room(error)
         if refusal is None:
             raise
         message = refusal
@@ -73,6 +73,15 @@ def _run(arguments: list[str] | None) -> int:
     if message:  # Typer's error for a call without a command is the help text it has already printed
         print(f"flowgrpo: error: {line(message)}", file=sys.stderr)
     return 2
+
+
+def _without_room(error: Exception) -> str | None:
+    """Return the message for an error that says that memory ran out; None for other errors."""
+    from flowgrpo.device import ran_out
+
+    first = next(iter(str(error).splitlines()), "")[:300]
+    return f"out of memory ({first or type(error).__name__}): ask for less at once, smaller samples or a smaller " \
+        "model" if ran_out(error) else None
 
 
 def _leave_group() -> None:

@@ -20,6 +20,7 @@ from flowgrpo.config.base import Section
 from flowgrpo.config.reward_rules import RewardRule, WatchRule, Weighted
 from flowgrpo.config.sections import Adapter, Eval, Load, Memory, Phase, Picture, Text, Train
 from flowgrpo.config.yaml_text import Dumper
+from flowgrpo.escaped import plain
 from flowgrpo.starter import CALLS
 
 
@@ -73,6 +74,13 @@ class Config(Section):
         if name in (".", "..") or Path(name).name != name:
             raise ValueError("the name of one folder, without slashes")
         return name
+
+    @field_validator("name", "output")
+    @classmethod
+    def _printable(cls, path: str) -> str:
+        if plain(path) != path or "\n" in path or "\t" in path or not path.strip():
+            raise ValueError("a text that is not blank, without control characters and changes of direction")
+        return path
 
     @property
     def rewards(self) -> dict[str, float]:

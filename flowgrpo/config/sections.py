@@ -4,32 +4,41 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from flowgrpo.config.base import Section
 from flowgrpo.config.reward_rules import WatchRule
 
 Share = Annotated[float, Field(ge=0, le=1)]
-Side = Annotated[int, Field(ge=8)]
+Side = Annotated[int, Field(ge=8, le=2**16)]
 Rows = Annotated[int, Field(ge=1)]
+STEPS = 10_000  # denoising steps at most
+PIXELS = 2**28  # of a picture, or of all frames of a clip
 
 
 class Picture(Section):
     """Output size and arguments of the pipeline's call; None keeps the pipeline's own default."""
 
-    height: int | None = Field(None, ge=8, description="pixels")
-    width: int | None = Field(None, ge=8, description="pixels")
-    frames: int | None = Field(None, ge=1, description="number of frames, for video pipelines")
+    height: int | None = Field(None, ge=8, le=2**16, description="pixels")
+    width: int | None = Field(None, ge=8, le=2**16, description="pixels")
+    frames: int | None = Field(None, ge=1, le=2**16, description="number of frames, for video pipelines")
     sizes: list[tuple[Side, Side]] = Field(
         [], description="[height, width] pairs in pixels: each group of an epoch is sampled in one of them, drawn by "
                         "the seed; evaluations take `height` and `width`, or the first pair")
     call: dict[str, Any] = Field({}, description="further arguments of the pipeline's call: {max_sequence_length: 77}")
 
+    @model_validator(mode="after")
+    def _small(self) -> Picture:
+        for height, width in [(self.height or 8, self.width or 8), *self.sizes]:
+            if (pixels := height * width * (self.frames or 1)) > PIXELS:
+                raise ValueError(f"height x width x frames of {PIXELS:,} pixels at most, got {pixels:,}")
+        return self
+
 
 class Text(Section):
     """Prompts, decoding and engine of a language model."""
 
-    max_tokens: int = Field(256, ge=1, description="of a completion, at most")
+    max_tokens: int = Field(256, ge=1, le=2**24, description="of a completion, at most")
     system: str | None = Field(None, description="the system message; None: none")
     template: bool | None = Field(None, description="prompts in the tokenizer's chat template; None: where it has one")
     truncated: Literal["keep", "mask", "penalise"] = Field("keep", description="completions that reach max_tokens "
@@ -127,7 +136,7 @@ class Train(Section):
                                           "denoiser; see docs/performance.md")
     updates: int = Field(1, ge=1, description="optimizer steps per pass over an epoch's samples")
     inner_epochs: int = Field(1, ge=1, description="passes over an epoch's samples")
-    steps: int = Field(10, ge=2, description="denoising steps of a rollout")
+    steps: int = Field(10, ge=2, le=STEPS, description="denoising steps of a rollout")
     guidance: float = Field(1.0, ge=0, description="guidance scale of the rollout and of its replay")
     grid: Literal["shifted", "stock"] = Field("shifted", description="shift(linspace(1, 0)), or what the pipeline's "
                                           "own call samples with (its sigmas, its shift by the picture's size); a "
@@ -220,7 +229,7 @@ class EarlyStop(Section):
 class Eval(Section):
     """Evaluation on held-out prompts, with the pipeline's own scheduler."""
 
-    steps: int = Field(20, ge=1, description="denoising steps of the evaluation")
+    steps: int = Field(20, ge=1, le=STEPS, description="denoising steps of the evaluation")
     guidance: float = Field(4.5, ge=0, description="guidance scale of the evaluation, before and after alike")
     every: int = Field(0, ge=0, description="epochs between pictures and held-out scores; 0: only before and after")
     prompts: int = Field(64, ge=1, description="held-out prompts, evenly spread over the file")

@@ -35,6 +35,7 @@ from flowgrpo.files import decoded, require_size, unfit, unsafe
 KEYS = ("prompt", "negative_prompt", "metadata", "weight", *files.KEYS)
 GSM8K, GENEVAL = {"question", "answer"}, {"prompt", "tag", "include"}
 LARGEST = 2**28  # bytes of a file
+LONGEST, LONGEST_TEXT = 20_000, 1_000_000  # characters of a prompt of a pipeline, and of a language model
 ROWS = 2**20  # of a .parquet file
 NOTHING = Inputs()  # what a prompt of text alone brings
 STARTER = Path(__file__).parents[1] / "starter"
@@ -166,10 +167,23 @@ def load_prompts(path: str | Path) -> list[Prompt]:
         text = path.read_text(encoding="utf-8-sig") if path.suffix != ".parquet" else ""
     except UnicodeDecodeError as error:
         raise UserError(f"prompts {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-    prompts = [_prompt(record, path, line) for line, record in readers[path.suffix](text, path)]
+    prompts = []
+    for line, record in readers[path.suffix](text, path):
+        prompts.append(_prompt(record, path, line))
+        require_length(prompts[-1:], LONGEST_TEXT, f"{path}, line {line}")
     if not prompts:
         raise UserError(f"prompts {path}: the file holds no prompt")
     return prompts
+
+
+def require_length(prompts: Sequence[Prompt], most: int = LONGEST, where: str = "a prompt") -> None:
+    """Raise UserError for a text of more than `most` characters: tokenizers would read it to its end. where: its place.
+    """
+    for prompt in prompts:
+        for text in (prompt.text, prompt.negative or ""):
+            if len(text) > most:
+                raise UserError(f"{where}: a prompt of {len(text):,} characters, expected {most:,} at most "
+                                f"({text[:40]!r} ...)")
 
 
 Records = Iterator[tuple[int, dict[str, Any]]]  # line number, counted from 1, and the record's keys

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor, distributed
 
+from flowgrpo.device import ran_out
 from flowgrpo.distributed import signals
 from flowgrpo.distributed.lockstep import DONE, Lockstep
 from flowgrpo.distributed.shards import is_shard
@@ -184,7 +185,7 @@ class Processes:
         except (Exception, Stopped) as error:
             if self.members > 1 and not isinstance(error, (UserError, Stopped)):
                 raise
-            full = isinstance(error, torch.OutOfMemoryError)
+            full = ran_out(error)
             with _failing(error) if not full and isinstance(error, Exception) else nullcontext():
                 if self.turns is not None:
                     self.turns.leave()

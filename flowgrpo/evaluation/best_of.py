@@ -6,6 +6,7 @@ scorer, such as one that `flowgrpo train-reward` made. Draw j of the k-th kept s
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import torch
 from flowgrpo import rewards
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.device import require_generators
 from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import picture_files, run_rewards
@@ -75,6 +77,7 @@ def make(count: int, by: str | dict[str, Any], config: Config | None) -> BestOf 
     if count < 2 or not by:
         raise UserError("--best-of goes with --by REWARD, and takes 2 draws or more: got "
                         f"{'--by without --best-of' if by else f'--best-of {count} without --by'}")
+    require_generators(count, "draws of one sample (--best-of)")
     rules = by if isinstance(by, dict) else {by: run_rewards.rule(config, by)}
     if len(rules) != 1:
         raise UserError(f"--by: got {', '.join(rules)}, expected one reward")
@@ -82,17 +85,17 @@ def make(count: int, by: str | dict[str, Any], config: Config | None) -> BestOf 
     return BestOf(count, name, reward)
 
 
-def kept(pictures: Sequence[torch.Tensor], prompts: Sequence[Prompt], count: int, seed: int, settings: dict[str, Any],
+def kept(pictures: Iterator[torch.Tensor], prompts: Sequence[Prompt], count: int, seed: int, settings: dict[str, Any],
          best: BestOf | None, written: Sequence[Prompt]) -> Iterator[tuple[torch.Tensor, str]]:
     """Yield `count` pictures per prompt, each with how it was drawn: all, or of consecutive draws the best.
 
-    written: the prompts that they were drawn from.
+    written: the prompts that they were drawn from. As many are taken from `pictures` at a time as one choice needs.
     """
-    seed_of, of = seeder(seed, 0), [(i, k) for i in range(len(prompts)) for k in range(count)]
-    picked = best.pick(pictures, [prompts[i] for i, _ in of]) if best else [(0, 0.0)] * len(of)
-    draws = best.count if best else 1
-    for place, ((i, k), (number, score)) in enumerate(zip(of, picked)):
-        picture, told = pictures[place * draws + number], settings | (best.facts(score) if best else {})
+    seed_of, draws = seeder(seed, 0), best.count if best else 1
+    for i, k in ((i, k) for i in range(len(prompts)) for k in range(count)):
+        drawn = list(itertools.islice(pictures, draws))
+        [(number, score)] = best.pick(drawn, [prompts[i]]) if best else [(0, 0.0)]
+        picture, told = drawn[number], settings | (best.facts(score) if best else {})
         yield picture, picture_files.parameters(written[i].text, seed_of(i, k * draws + number), picture, told)
 
 

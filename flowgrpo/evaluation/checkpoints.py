@@ -111,7 +111,10 @@ def _fresh(adapter: Adapter) -> Adapter:
 
 
 def take(live: TrainableWeights, config: Config, path: Path) -> None:
-    """Copy a checkpoint's weights into trainable ones. Raises UserError if they belong to another model, or are not finite."""
+    """Copy a checkpoint's weights into trainable ones.
+
+    Raises UserError if they belong to another model, or are not finite.
+    """
     room = "ema/" if config.eval.weights == "ema" else "weights/"
     tensors, _ = checkpoint.load(path)
     beside = tuple(f"{room}{name}." for name in (learned_noise.NAME, picture_reader.NAME))  # not the pipeline's

@@ -24,6 +24,7 @@ from flowgrpo import rewards
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.config.schema import Config
 from flowgrpo.data.suites import Suite, load_suite
+from flowgrpo.device import require_generators
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
@@ -80,6 +81,7 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
     if processes.first:
         paths.require_folder(output)
     chosen, functions = load_suite(suite), _functions(plan.config, names)
+    require_generators(len(chosen.cases) * samples, "samples")
     if plan.medium.modality:
         rewards.require_modality(functions, plan.medium.modality)
     rewards.require_routes(functions, [prompt.metadata for prompt in chosen.prompts])

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
+import math
 import re
 import tempfile
 from collections.abc import Iterator
@@ -20,8 +22,8 @@ from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Load, Memory
 from flowgrpo.data import splits
 from flowgrpo.data.pictures import Clip, picture_size
-from flowgrpo.data.prompts import Prompt, load_prompts
-from flowgrpo.device import concrete, drawing
+from flowgrpo.data.prompts import Prompt, load_prompts, require_length
+from flowgrpo.device import concrete, drawing, ran_out
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import best_of as choice
 from flowgrpo.evaluation import checkpoints, picture_files, run_rewards
@@ -38,9 +40,12 @@ from flowgrpo.policies.weights import adapters, finite, host_weights
 from flowgrpo.policies.weights.lora_files import LORA_FILE, load_lora
 from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts, require_quantiser
 from flowgrpo.policies.weights.rlg import Branches
+from flowgrpo.samplers.grids import require_steps
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.starter import CALLS, EVAL
-from flowgrpo.storage.paths import require_file, require_folder
+from flowgrpo.storage.paths import require_file, require_folder, require_room
+
+BLOCK = 4096  # bytes of the disk that a file takes at least
 
 
 @contextlib.contextmanager
@@ -48,8 +53,11 @@ def memory_told() -> Iterator[None]:
     """Context manager and decorator: report a device's lack of memory in one line."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise UserError(f"out of memory ({str(error).splitlines()[0]}): set memory.weights, memory.encoders or "
+    except (MemoryError, RuntimeError) as error:
+        if not ran_out(error):
+            raise
+        why = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise UserError(f"out of memory ({why}): set memory.weights, memory.encoders or "
                         "memory.vae in the config.yaml of a pipeline's run, free the device, or use the CPU "
                         "(CUDA_VISIBLE_DEVICES=-1)") from error
 
@@ -78,6 +86,8 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     film = Path(output).suffix == ".mp4"
     _require_film(output, len(prompts) * count) if film else require_folder(output)
     given = [Prompt(text, image=None if image is None else str(image)) for text in prompts]
+    require_length(given)
+    require_disk(output, len(prompts) * count)
     if image is not None:
         picture_size(image)
     run = None if lora is None else Path(lora)
@@ -92,16 +102,25 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     if film and modality(pipe) != "video":
         raise UserError(f"--output {output}: {type(pipe).__name__} draws pictures: name a folder")
     arguments = call_arguments(model, run, steps, guidance)
+    require_steps(pipe.scheduler, arguments.get("num_inference_steps"))
+    folder, paths = Path(output), []
     with contextlib.nullcontext() if run is None else tuned(pipe, run, rlg):
-        pictures = _draw(pipe, written, count * best_of, seed, arguments)
-    settings = picture_files.settings(pipe, model, arguments, run, rlg)
-    folder, names = Path(output), _names(prompts, count, "webp" if pictures[0].ndim == 4 else "png")
-    folder, names = (folder.parent, [folder.name]) if film else (folder, names)
-    paths = [picture_files.free(folder / name) for name in names]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path, (picture, facts) in zip(paths, choice.kept(pictures, given, count, seed, settings, best, written)):
-        picture_files.save(path, picture, facts)
+        settings = picture_files.settings(pipe, model, arguments, run, rlg)
+        drawn = _draw(pipe, written, count * best_of, seed, arguments)
+        first = next(drawn)
+        names = _names(prompts, count, "webp" if first.ndim == 4 else "png")
+        folder, names = (folder.parent, iter([folder.name])) if film else (folder, names)
+        folder.mkdir(parents=True, exist_ok=True)
+        chosen = choice.kept(itertools.chain([first], drawn), given, count, seed, settings, best, written)
+        for picture, facts in chosen:  # each is saved before the next is drawn
+            paths.append(picture_files.free(folder / next(names)))
+            picture_files.save(paths[-1], picture, facts)
     return paths
+
+
+def require_disk(output: str | Path, files: int) -> None:
+    """Raise UserError if the disk of `output` has no room for so many files, each of a block at least."""
+    require_room(Path(output), BLOCK * files, f"{files:,} samples", "ask for fewer, make room, or name another output")
 
 
 def _require_film(output: str | Path, clips: int) -> None:
@@ -136,7 +155,7 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
     measured: list[Measured] = []
     for state in (contextlib.nullcontext, lambda: tuned(pipe, run, rlg)):
         with state():
-            pictures = torch.stack(_draw(pipe, chosen, 1, seed, arguments, config.negative_prompt))
+            pictures = torch.stack([*_draw(pipe, chosen, 1, seed, arguments, config.negative_prompt)])
         scores = captions(functions, pictures, chosen, measured[0].pictures if measured else pictures)
         measured.append(Measured(chosen, dict(zip(functions, scores.T.tolist())), pictures))
     base, after = measured
@@ -214,10 +233,12 @@ def _load_checkpoint(pipe: Any, path: Path) -> None:
 
 
 def require_weights(path: Path) -> None:
-    """Raise UserError, before anything is drawn, if a path has no weights."""
+    """Raise UserError, before anything is drawn, if a path has no weights, or a LoRA that is not finite."""
     known = any((path / name).is_file() for name in (LORA_FILE, edit_networks.FILE))
     if path.is_file() or checkpoints.is_checkpoint(path) or known or any(
             file for name in ("adapter_config.json", "config.json") for file in path.glob(f"*/{name}")):
+        if (path / LORA_FILE).is_file():
+            finite.require_file(path / LORA_FILE)
         return
     hint = "the run has not finished: --resume it" if (path / "config.yaml").is_file() else \
         "expected a finished run, a folder with a LoRA, or its file"
@@ -300,6 +321,8 @@ def call_arguments(model: str, lora: Path | None, steps: int | None = None, guid
     the pipeline calls it.
 
     lora: a run's `eval` and `picture` set what is absent; otherwise a starter's card, or the pipeline, does."""
+    if guidance is not None and not math.isfinite(guidance):
+        raise UserError(f"--guidance: got {guidance}, expected a finite number")
     arguments: dict[str, Any] = EVAL.get(model, {}) | CALLS.get(model, {})
     config = config_of(lora)
     if config is not None:
@@ -311,6 +334,7 @@ def call_arguments(model: str, lora: Path | None, steps: int | None = None, guid
 def call(pipe: Any, arguments: dict[str, Any], **inputs: Any) -> torch.Tensor:
     """Call the pipeline and return its output. arguments: result of `call_arguments`. inputs: prompts, generators
     and the like. Arguments that the pipeline does not take are dropped."""
+    require_steps(pipe.scheduler, arguments.get("num_inference_steps"))
     accepted, merged = inspect.signature(pipe.__call__).parameters, arguments | inputs
     if "guidance" in arguments:
         merged[guidance_argument(accepted, arguments, denoisers(pipe).values())] = arguments["guidance"]
@@ -318,12 +342,12 @@ def call(pipe: Any, arguments: dict[str, Any], **inputs: Any) -> torch.Tensor:
 
 
 def _draw(pipe: Any, prompts: list[Prompt], count: int, seed: int, arguments: dict[str, Any],
-          negative: str = "") -> list[torch.Tensor]:
+          negative: str = "") -> Iterator[torch.Tensor]:
     """Draw pictures [3, H, W] or clips [F, 3, H, W] in [0, 1], `count` per prompt, one pipeline call each."""
-    seed_of, rows = seeder(seed, 0), [(i, k) for i in range(len(prompts)) for k in range(count)]
+    seed_of, rows = seeder(seed, 0), ((i, k) for i in range(len(prompts)) for k in range(count))
     unit = SAMPLE["video" if "num_frames" in inspect.signature(pipe.__call__).parameters else "image"]
-    return [draw_one(pipe, prompts[i], seed_of(i, k), arguments, negative)
-            for i, k in tqdm(rows, desc="drawing", unit=unit, leave=False)]
+    for i, k in tqdm(rows, total=len(prompts) * count, desc="drawing", unit=unit, leave=False):
+        yield draw_one(pipe, prompts[i], seed_of(i, k), arguments, negative)
 
 
 @torch.no_grad()
@@ -365,8 +389,8 @@ def _picture_missed(pipe: Any, given: dict[str, Any]) -> Iterator[None]:
                         " give `sample` an --image FILE, or every prompt of the file an `image`") from error
 
 
-def _names(prompts: list[str], count: int, ending: str = "png") -> list[str]:
-    """Return file names that sort like the pictures: number of the prompt, its words, number of the picture."""
+def _names(prompts: list[str], count: int, ending: str = "png") -> Iterator[str]:
+    """Yield file names that sort like the pictures: number of the prompt, its words, number of the picture."""
     digits = max(3, len(str(len(prompts) - 1)), len(str(count - 1)))
     words = [re.sub(r"\W+", "-", text.lower()).strip("-")[:40] for text in prompts]
-    return [f"{i:0{digits}}-{word}-{k:0{digits}}.{ending}" for i, word in enumerate(words) for k in range(count)]
+    return (f"{i:0{digits}}-{word}-{k:0{digits}}.{ending}" for i, word in enumerate(words) for k in range(count))

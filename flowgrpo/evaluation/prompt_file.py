@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from flowgrpo.data.prompts import Prompt, as_line, load_prompts
+from flowgrpo.device import require_generators
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import draw, images
 from flowgrpo.evaluation.evaluate import make_plan
@@ -48,6 +49,8 @@ def sample(source: str, prompts: str | Path, output: str | Path, *, lora: str | 
                         "key")
     paths.require_folder(output)
     given, [arm] = load_prompts(prompts), plan.arms
+    images.require_disk(output, len(given) * count)
+    require_generators(len(given) * count, "samples")
     ledger = plan.medium.ledger(Path(output))
     settings = plan.told() | {"prompt file": digest([repr(prompt) for prompt in given]), "rewards": {}}
     ledger.check(settings)

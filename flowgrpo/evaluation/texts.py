@@ -9,7 +9,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Load
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt, load_prompts
-from flowgrpo.device import drawing
+from flowgrpo.device import drawing, require_generators
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import best_of as choice
 from flowgrpo.evaluation import checkpoints, run_rewards
@@ -61,6 +61,7 @@ def sample(model: str, lora: Path | None, prompts: list[str], count: int, seed: 
     run = config_of(lora)
     best, drawn = choice.make(best_of, by, run), count * best_of
     policy = load(settings(model, run, asked(run, drawn, temperature), precision=precision), lora)
+    require_generators(len(prompts) * drawn, "completions")
     of, numbers = seeder(seed, 0), [(i, k) for i in range(len(prompts)) for k in range(drawn)]
     given = policy.encode([prompts[i] for i, _ in numbers], images=[image] * len(numbers))
     written = policy.generate(given, policy.generators(of(i, k) for i, k in numbers))

@@ -11,7 +11,7 @@ from flowgrpo.config.parse import read_yaml
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Adapter
 from flowgrpo.data import provenance
-from flowgrpo.data.prompts import Prompt
+from flowgrpo.data.prompts import LONGEST_TEXT, Prompt, require_length
 from flowgrpo.errors import UserError
 from flowgrpo.methods import keys_read, overlay, validate
 from flowgrpo.methods.supervised import SelfAnswers
@@ -163,7 +163,10 @@ def require_inputs(config: Config, prompts: Sequence[Prompt], loaded: Any = None
 
     loaded: the model, once it is loaded; a pipeline on the hub is not known before.
     """
-    if kind(config, loaded) != PIPELINE:
+    if kind(config, loaded) == PIPELINE:
+        require_length(prompts)
+    else:
+        require_length(prompts, LONGEST_TEXT)
         prompt_inputs.require_image_alone(prompts, config.model)
         return
     from flowgrpo.policies.pipelines import conditioned

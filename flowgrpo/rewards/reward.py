@@ -368,8 +368,12 @@ def _numbers(name: str, values: Any, prompts: Sequence[str]) -> list[float | Fai
 
 
 def _number(name: str, value: Any, prompt: str) -> float | Failed:
-    if value is None or isinstance(value, Failed):
-        return math.nan if value is None else value
+    import numpy as np
+
+    if isinstance(value, Failed):
+        return value
+    if value is None or value is np.ma.masked:  # of a list of a masked array's entries
+        return math.nan
     if getattr(value, "shape", ()) != ():
         raise Failed(f"reward {name!r} returned the shape {list(value.shape)} for one sample, expected a number "
                      f"(prompt: {prompt!r})")

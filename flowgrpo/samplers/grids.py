@@ -59,6 +59,15 @@ def shifted(steps: int, shift: float) -> Tensor:
     return _shift(torch.linspace(1, 0, steps + 1, dtype=torch.float64), shift)
 
 
+def require_steps(scheduler: Any, steps: object) -> None:
+    """Raise UserError for a single step of a scheduler that stretches its sigmas up to a last one, `shift_terminal`: it
+    divides by zero."""
+    config = getattr(scheduler, "config", {})
+    if steps == 1 and (last := config.get("shift_terminal")):
+        raise UserError(f"got 1 step, which {type(scheduler).__name__} does not take with its shift_terminal of "
+                        f"{last:g}: expected 2 or more")
+
+
 def stock(scheduler: Any, steps: int) -> Tensor:
     """Return the grid that a diffusers flow scheduler has set, unchanged (float32 [steps+1]).
 

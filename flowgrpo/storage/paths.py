@@ -28,13 +28,17 @@ def require_file(path: str | Path) -> None:
     _try(Path(path), Path(path).parent)
 
 
-def require_room(folder: Path, needed: int, what: str) -> None:
-    """Raise UserError if the disk of `folder`, which need not exist, has less than `needed` bytes left."""
+def require_room(folder: Path, needed: int, what: str,
+                 way: str = "make room, lower train.keep, or name another output") -> None:
+    """Raise UserError if the disk of `folder`, which need not exist, has less than `needed` bytes left.
+
+    way: the fix.
+    """
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if free < needed:
         raise UserError(f"{folder} has room for {free / 2**20:,.0f} MiB, but {what} take {needed / 2**20:,.0f} MiB: "
-                        "make room, lower train.keep, or name another output")
+                        f"{way}")
 
 
 def _try(path: Path, folder: Path) -> None:

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
+from flowgrpo.device import ran_out
 from flowgrpo.distributed.processes import OutOfMemoryElsewhere
 from flowgrpo.distributed.signals import Stop, Stopped
 from flowgrpo.errors import UserError
 from flowgrpo.training import state
+from flowgrpo.training.out_of_memory import why
 
 
 class Run(state.Run, Protocol):
@@ -30,11 +30,14 @@ def saved(trainer: Run, folder: Path) -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (MemoryError, RuntimeError) as error:
+        if not ran_out(error):
+            trainer.progress.saving.leave()
+            raise
         save_whole(trainer, folder, trainer.processes.parted)
         if isinstance(error, OutOfMemoryElsewhere):
             raise Stopped(str(error)) from None
-        raise UserError(f"out of memory ({str(error).splitlines()[0]}): lower train.micro_batch (now "
+        raise UserError(f"out of memory ({why(error)}): lower train.micro_batch (now "
                         f"{trainer.geometry.micro_batch}) or set train.checkpointing: true; --resume goes on from the "
                         "last checkpoint") from None
     except Stopped:

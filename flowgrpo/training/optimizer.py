@@ -125,8 +125,8 @@ class Optimization:
     """Optimizer of a run, with its schedule, loss scale and moving average.
 
     parameters: what it trains.
-    update: the steps so far; skipped: those that were left out for a gradient that is not finite. unsteady: the last one
-    was left out.
+    update: the steps so far; skipped: those that were left out for a gradient that is not finite. unsteady: the last
+    one was left out.
     ema: moving average of the trained weights, by name; None without `train.ema`.
     """
 
@@ -168,13 +168,23 @@ class Optimization:
             return norm
         for group in self.optimizer.param_groups:
             group["lr"] = train.lr * rate(self.update, self.total_updates, train)
-        if has_gradients:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
         self.update += 1
+        if has_gradients:
+            self._step()
+            self.scaler.update()
         if self.ema is not None:
             update_average(self.ema, self.policy.weights.named, train.ema)
         return norm
+
+    def _step(self) -> None:
+        """Step. Raises UserError for a learning rate with which it overflows; the weights are no whole epoch's then."""
+        try:
+            self.scaler.step(self.optimizer)
+        except RuntimeError as error:
+            if "overflow" not in str(error):
+                raise
+            raise UserError(f"the optimizer's step overflows with train.lr {self.config.train.lr:g}: expected a lower "
+                            "one") from None
 
     def evaluated_weights(self) -> dict[str, torch.Tensor]:
         """Return the weights that are measured and saved: `eval.weights`."""

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from flowgrpo.config.geometry import BatchShape
+from flowgrpo.device import ran_out
 from flowgrpo.distributed.processes import OutOfMemoryElsewhere, Processes
 from flowgrpo.errors import UserError
 
@@ -27,8 +28,10 @@ def fitted(work: Callable[[], T], shape: BatchShape, processes: Processes, phase
     while True:
         try:
             return work()
-        except torch.OutOfMemoryError as error:
-            reason = str(error).splitlines()[0]
+        except (MemoryError, RuntimeError) as error:
+            if not ran_out(error):
+                raise
+            reason = why(error)
             place = "on another process" if isinstance(error, OutOfMemoryElsewhere) else f"in the {phase()}"
         if shape.micro_batch == 1 or processes.turns is not None or processes.members > 1:
             raise UserError(f"out of memory {place} with train.micro_batch {shape.micro_batch} ({reason}): "
@@ -40,6 +43,11 @@ def fitted(work: Callable[[], T], shape: BatchShape, processes: Processes, phase
             "here on")
         shape.micro_batch //= 2
         processes.parted = False
+
+
+def why(error: BaseException) -> str:
+    """Return the first line of an error that says that memory ran out."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def free() -> None:

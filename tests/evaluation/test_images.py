@@ -15,7 +15,7 @@ from flowgrpo.config.sections import Adapter
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import checkpoints, columns, images
+from flowgrpo.evaluation import best_of, checkpoints, columns, images
 from flowgrpo.evaluation.pages import grid
 from flowgrpo.evaluation.pages.clips import as_image
 from flowgrpo.policies.pipelines.load import load_pipeline
@@ -315,6 +315,46 @@ COMMANDS = [["sample", "MODEL", "--prompt", "red", "--output", "out"], ["grid", 
             ["sample", "MODEL", "--prompts", "RUN/prompts.txt", "--output", "out"],
             ["grid", "RUN", "--columns", "seeds"], ["eval", "RUN", "--suite", "RUN/prompts.txt", "--output", "out",
              "--trust-run"]]
+
+
+def test_a_picture_is_saved_before_the_next_is_drawn(tmp_path):
+    """A count is never a list: of these pictures none is drawn in advance."""
+    drawn = []
+
+    def pictures():
+        while True:
+            drawn.append(len(drawn))
+            yield torch.full((3, 2, 2), len(drawn) / 100)
+
+    kept = best_of.kept(pictures(), [Prompt("a")], 10**18, 0, {}, None, [Prompt("a")])
+    assert [next(kept)[0][0, 0, 0].item() for _ in range(3)] == pytest.approx([0.01, 0.02, 0.03])
+    assert drawn == [0, 1, 2] and next(images._names(["a"], 10**18)) == f"000000000000000000-a-{0:018}.png"
+
+
+@pytest.mark.parametrize("arguments", [["MODEL", "--prompt", "a"], ["MODEL", "--prompts", "a.txt"]])
+def test_more_pictures_than_the_disk_holds_are_refused(arguments, tmp_path, model, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("a")
+    words = [word.replace("MODEL", str(model)) for word in arguments]
+    assert main(["sample", *words, "--count", f"{10**12}"]) == 2
+    said = capsys.readouterr().err
+    assert "but 1,000,000,000,000 samples take" in said and said.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize("options, line", [
+    (["--guidance", "inf"], "--guidance: got inf, expected a finite number"), (["--guidance", "nan"], "nan"),
+    (["--best-of", "1000000000", "--by", "sharpness"], "1,000,000,000 draws of one sample (--best-of) need 4,709 GiB"),
+    (["--steps", "10001"], "10001 is not in the range 1<=x<=10000")])
+def test_numbers_without_end_are_refused(options, line, tmp_path, model, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["sample", str(model), "--prompt", "a", *options]) == 2
+    assert line in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_prompt_without_end_is_refused(tmp_path, model):
+    with pytest.raises(UserError, match="a prompt of 20,001 characters, expected 20,000 at most"):
+        images.sample(str(model), None, ["a" * 20_001], 1, 0, 1, 1.0, tmp_path / "out")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -112,6 +112,7 @@ def test_several_runs_are_one_page(tmp_path, capsys):
 def test_runs_of_one_name_have_their_paths_as_labels(tmp_path):
     folders = [written(tmp_path / output, "run", 1, time=1) for output in ("x", "y")]
     text = comparison.write(folders, tmp_path / "page.html").read_text()
+    assert """"Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">""" in text
     assert f"{folders[0]} and {folders[1]}" in text and "<p>All settings are the same.</p>" in text
 
 
@@ -130,11 +131,12 @@ def test_mistakes_in_reports_are_told(options, line, tmp_path, monkeypatch, caps
 
 def test_names_of_others_do_not_command_the_terminal(tmp_path, capsys):
     evil = "\x1b[31m\x9b2J\u202eevil"
-    folder = written(tmp_path, "a\x1b[2Jb", 1, time=100)
+    folder = written(tmp_path, "ab", 1, time=100).rename(tmp_path / "a\x1b[2Jb")
     for file in ("config.yaml", "before.json", "summary.json"):
         if (folder / file).is_file():
             text = (folder / file).read_text()
-            (folder / file).write_text(text.replace("mix_grpo", r'"\x1b]0;x\x07"') if file == "config.yaml" else
+            settings = text.replace("mix_grpo", r'"\x1b]0;x\x07"').replace("name: ab", r'name: "a\x1b[2Jb"')
+            (folder / file).write_text(settings if file == "config.yaml" else
                                        text.replace('"red"', json.dumps(evil)))
     assert main(["runs", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -149,3 +151,11 @@ def test_the_page_of_several_runs_shows_hostile_names_as_text(tmp_path, capsys):
     assert main(["report", *map(str, folders), "--output", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
     assert "<script>" not in page and "<img" not in page and "&lt;script&gt;" in page
+
+
+def test_a_comparison_writes_changes_of_direction_out():
+    runs = [comparison.Compared(f"a\u202e{number}", {"prompts": f"x\u202e\x1b{number}"},
+                                [{"epoch": 1, "reward/\u202er/mean": 0.5}]) for number in range(2)]
+    text = comparison.page(runs)
+    assert not {"\u202e", "\x1b"} & set(text)
+    assert "a\\u202e0 and a\\u202e1" in text and "x\\u202e\\x1b0" in text and "\\u202er, training samples" in text

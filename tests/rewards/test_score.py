@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -85,6 +86,27 @@ def test_what_holds_no_numbers_is_one_line_that_names_the_reward(answer):
     with pytest.raises(UserError, match="^reward 'mine' returned ") as caught:
         rewards.score({"mine": lambda images, prompts: answer}, torch.ones(2, 3, 4, 4), ["a", "b"], [{}, {}])
     assert "\n" not in str(caught.value) and "expected" in str(caught.value) and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("answer", [
+    np.ma.masked_array([0.25, 0.75], mask=[True, False]), [np.ma.masked, 0.75],
+    list(np.ma.masked_array([0.25, 0.75], mask=[True, False])), [None, 0.75]])
+def test_a_masked_number_is_no_score(answer):
+    scores = rewards.score({"mine": lambda images, prompts: answer}, torch.ones(2, 3, 4, 4), ["a", "b"], [{}, {}])
+    assert scores[0].isnan().tolist() == [True] and scores[1].tolist() == [0.75]
+
+
+class Silent(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def test_an_exception_without_a_text_is_told_by_its_class():
+    def silent(images, prompts):
+        raise Silent
+
+    with pytest.raises(UserError, match="^reward 'mine' raised on 2 .*: Silent, of which str.. fails .test_score"):
+        rewards.score({"mine": silent}, torch.ones(2, 3, 4, 4), ["a", "b"], [{}, {}])
 
 
 def test_an_async_function_is_one_line_without_a_warning(recwarn):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -10,13 +11,16 @@ import torch
 from diffusers import FlowMatchLCMScheduler, StableDiffusion3Pipeline
 from safetensors.torch import load_file
 
+from flowgrpo.cli import main
 from flowgrpo.config import load
 from flowgrpo.config.sections import Adapter
+from flowgrpo.errors import UserError
 from flowgrpo.evaluation import images
 from flowgrpo.policies.pipelines.call import seeded
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE
+from flowgrpo.samplers.grids import require_steps
 from flowgrpo.starter import CALL, EVAL, FOLDERS, MERGED
 from tests.helpers import tiny
 
@@ -25,6 +29,7 @@ sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 import build_starter_consistency as build  # noqa: E402
 
 NAME = "starter_consistency"
+RECIPE = Path(__file__).parents[2] / "configs" / f"{NAME}.yaml"
 F64 = torch.float64
 
 
@@ -139,3 +144,26 @@ def test_its_recipe_trains_every_step_but_the_last_on_the_model_s_own_grid():
     trainer = tiny.Trainer(config, tiny.Accelerator(cpu=True), policy, {"red": tiny.red},
                            ([tiny.Prompt("a star")], []))
     assert trainer.rollouts.grid.tolist() == pytest.approx([1, 0.75, 0.5, 0.25, 0])
+
+
+@pytest.mark.parametrize("command", [
+    ["sample", "starter_consistency", "--prompt", "a star", "--steps", "1"],
+    ["train", str(RECIPE), "--eval.steps=1", "--output=runs", "--device=cpu", "--precision=fp32"],
+], ids=["sample", "eval.steps"])
+def test_one_step_is_refused_in_a_line(command, tmp_path, monkeypatch, capsys):
+    """Its scheduler divides by zero at one step, in stock diffusers too."""
+    monkeypatch.chdir(tmp_path)
+    assert main(command) == 2
+    [said] = [line for line in capsys.readouterr().err.split("\n") if line and "\r" not in line]
+    assert said == ("flowgrpo: error: got 1 step, which FlowMatchLCMScheduler does not take with its shift_terminal of "
+                    "0.25: expected 2 or more")
+
+
+def test_one_step_of_other_schedulers_is_one():
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    for last, refused in ((None, False), (0.1, True)):
+        scheduler = FlowMatchEulerDiscreteScheduler(shift_terminal=last)
+        require_steps(scheduler, 2)
+        with pytest.raises(UserError) if refused else contextlib.nullcontext():
+            require_steps(scheduler, 1)

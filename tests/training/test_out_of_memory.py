@@ -29,11 +29,15 @@ def trainer(**options: Any) -> Trainer:
     return made
 
 
-def refuse_above(made: Trainer, rows: int, when: Callable[[], bool]) -> None:
+CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nand much more")
+CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory")
+
+
+def refuse_above(made: Trainer, rows: int, when: Callable[[], bool], error: Exception = CUDA) -> None:
     """Let calls of the denoiser with more rows run out of memory, while `when()`."""
     def refuse(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if len(kwargs["hidden_states"]) > rows and when():
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nand much more")
+            raise error
 
     made.policy.pipe.transformer.register_forward_pre_hook(refuse, with_kwargs=True)
 
@@ -48,6 +52,13 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
     assert one.keys() == other.keys()
     for key, tensor in one.items():
         torch.testing.assert_close(tensor, other[key], rtol=0, atol=1e-6)
+
+
+def test_a_cpu_without_memory_takes_half_the_micro_batch():
+    made = trainer(train__micro_batch=4, **METHODS["mix_grpo"])
+    refuse_above(made, 2, lambda: True, CPU)
+    assert_equal(epochs(made, 1), epochs(trainer(train__micro_batch=2, **METHODS["mix_grpo"]), 1))
+    assert made.lines == ["out of memory in the rollout: train.micro_batch 4 -> 2 from here on"]
 
 
 @pytest.mark.parametrize("phase", ["rollout", "update"])

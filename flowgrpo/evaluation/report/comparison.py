@@ -10,6 +10,7 @@ from typing import Any
 
 from flowgrpo.config.parse import read_yaml
 from flowgrpo.errors import UserError
+from flowgrpo.escaped import plain
 from flowgrpo.evaluation.runs import HELD_OUT, read
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import read_lines
@@ -22,6 +23,7 @@ WIDTH, HEIGHT, LEFT, BOTTOM = 640, 260, 64, 28  # of a chart and its margins, in
 KINDS = {"reward/{}/mean": "training samples", f"{HELD_OUT}{{}}": "held-out prompts"}
 HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <meta name="color-scheme" content="light dark"><title>{title}</title>
 <style>
 :root {{ font: 14px/1.4 system-ui, sans-serif; color-scheme: light dark; }}
@@ -76,7 +78,7 @@ def measured(folder: Path) -> list[dict[str, Any]]:
 
 def page(runs: Sequence[Compared]) -> str:
     """Return the HTML of the comparison."""
-    title = html.escape(" and ".join(run.label for run in runs))
+    title = _text(" and ".join(run.label for run in runs))
     return "".join([HEAD.format(title=title, width=WIDTH), legend(runs), *charts(runs), table(runs),
                     "</body></html>\n"])
 
@@ -94,6 +96,11 @@ def differing(runs: Sequence[Compared]) -> dict[str, list[str]]:
     keys = dict.fromkeys(key for run in runs for key in run.settings if key not in APART)
     rows = {key: [_shown(run.settings[key]) if key in run.settings else "" for run in runs] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
+
+
+def _text(text: str) -> str:
+    """Return a text of others for HTML, its control characters and changes of direction written out."""
+    return html.escape(plain(text))
 
 
 def _shown(value: Any) -> str:
@@ -115,14 +122,14 @@ def curves(runs: Sequence[Compared]) -> dict[tuple[str, str], list[list[tuple[in
 def legend(runs: Sequence[Compared]) -> str:
     """Return the list of runs with the colours of their curves."""
     items = [f'<li><span style="border-color: {COLOURS[at % len(COLOURS)]}; border-top-style: '
-             f'{"dashed" if at >= len(COLOURS) else "solid"}"></span>{html.escape(run.label)}</li>'
+             f'{"dashed" if at >= len(COLOURS) else "solid"}"></span>{_text(run.label)}</li>'
              for at, run in enumerate(runs)]
     return f"<ul>{''.join(items)}</ul>\n"
 
 
 def charts(runs: Sequence[Compared]) -> list[str]:
     """Return a heading and a chart for each reward and kind of sample."""
-    return [f"<h2>{html.escape(name)}, {kind}</h2>\n{chart(lines, f'{name}, {kind}')}"
+    return [f"<h2>{_text(name)}, {kind}</h2>\n{chart(lines, f'{name}, {kind}')}"
             for (name, kind), lines in curves(runs).items()]
 
 
@@ -147,7 +154,7 @@ def chart(lines: list[list[tuple[int, float]]], label: str) -> str:
             drawn.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>')
         elif points:
             drawn.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>')
-    return (f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(label)}">'
+    return (f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_text(label)}">'
             f'<path class="axis" fill="none" d="M{LEFT} 12V{base}H{right}"/>'
             f'<text x="{LEFT - 6}" y="16" text-anchor="end">{high:.4g}</text>'
             f'<text x="{LEFT - 6}" y="{base}" text-anchor="end">{low:.4g}</text>'
@@ -160,8 +167,8 @@ def table(runs: Sequence[Compared]) -> str:
     rows = differing(runs)
     if not rows:
         return "<h2>Settings</h2>\n<p>All settings are the same.</p>\n"
-    heads = "".join(f"<th>{html.escape(run.label)}</th>" for run in runs)
-    body = "".join(f"<tr><th>{html.escape(key)}</th>" + "".join(f"<td>{html.escape(value)}</td>" for value in values)
+    heads = "".join(f"<th>{_text(run.label)}</th>" for run in runs)
+    body = "".join(f"<tr><th>{_text(key)}</th>" + "".join(f"<td>{_text(value)}</td>" for value in values)
                    + "</tr>\n" for key, values in rows.items())
     return (f'<h2>Settings that differ</h2>\n<div class="wide"><table><thead><tr><th></th>{heads}</tr></thead>\n'
             f"<tbody>{body}</tbody></table></div>\n")

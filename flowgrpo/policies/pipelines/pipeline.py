@@ -292,6 +292,7 @@ class PipelinePolicy:
     def generate(self, conditioning: Conditioning, generators: list[torch.Generator], steps: int, guidance: float,
                  output_type: str = "pt") -> torch.Tensor:
         """Return pictures on the CPU as the stock pipeline draws them: by its own scheduler, steps and guidance."""
+        grids.require_steps(self.stock, steps)
         self._announce(lockstep.RUN, steps)
         return self._drive(conditioning, None, guidance, generator=generators, num_inference_steps=steps,
                            output_type=output_type)[0].float().cpu()

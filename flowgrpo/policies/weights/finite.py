@@ -1,4 +1,4 @@
-"""NaN and infinities in trained weights: refused before weights are saved, and when they are read."""
+"""NaN and infinities in trained weights: refused before weights are saved, and when they are read. Halves of a LoRA."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import torch
 from flowgrpo.distributed.shards import local
 from flowgrpo.errors import UserError
 from flowgrpo.files import tensors_of
+
+SIDES = [(one, other) for names in ((".lora_A.", ".lora_B."), (".lora_down.", ".lora_up.")) for one, other in
+         (names, names[::-1])]
 
 
 @torch.no_grad()
@@ -43,5 +46,10 @@ def require_read(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def require_file(path: Path) -> None:
-    """Raise UserError if a safetensors file holds weights that are not finite."""
-    require_read(path, tensors_of(path)[0])
+    """Raise UserError if a LoRA's file holds weights that are not finite, or a layer with one side alone."""
+    tensors = tensors_of(path)[0]
+    require_read(path, tensors)
+    for key in tensors:
+        for side, other in SIDES:
+            if side in key and (absent := key.replace(side, other)) not in tensors:
+                raise UserError(f"{path}: a LoRA with {key}, but without {absent}: expected both sides of every layer")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flowgrpo.config.sections import Adapter
+from flowgrpo.device import free_memory
 from flowgrpo.distributed.shards import is_shard, local
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
@@ -20,6 +21,7 @@ from flowgrpo.storage import atomic, paths
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
+COPIES = 4  # of a trained parameter in fp32: value, gradient, AdamW's two moments
 KEPT = 2**30  # bytes of trained weights whose averages stay on the device: of a LoRA, not of a whole denoiser
 
 
@@ -90,6 +92,7 @@ class TrainableWeights:
             names = sorted({key.split(".")[-1] for key, m in module.named_modules() if isinstance(m, torch.nn.Linear)})
             raise UserError(f"adapter.{option} {targets} match no module of the {name}: its linear layers are called "
                             f"{', '.join(names)}")
+        self._require_room([module.get_submodule(key) for key in keys])
         alpha: Any = self.adapter.alpha or (2 * rank**0.5 if self.adapter.rslora else 2 * rank)  # a scale of 2
         config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=keys, init_lora_weights="gaussian",
                             use_dora=self.adapter.dora, use_rslora=self.adapter.rslora,
@@ -98,6 +101,19 @@ class TrainableWeights:
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
+
+    def _require_room(self, layers: Sequence[torch.nn.Module]) -> None:
+        """Raise UserError for a rank whose LoRA does not fit into the memory of these layers' device."""
+        places = {parameter.device for layer in layers for parameter in layer.parameters()}
+        sides = sum(layer.in_features + layer.out_features if isinstance(layer, torch.nn.Linear) else
+                    layer.weight[0].numel() + len(layer.weight) for layer in layers
+                    if isinstance(layer, (torch.nn.Linear, torch.nn.Conv2d)))
+        needed = self.adapter.rank * sides * 4 * COPIES
+        for place in places:
+            if place.type != "meta" and needed > (free := free_memory(place)):
+                raise UserError(f"adapter.rank is {self.adapter.rank}, with which the LoRA and its optimizer take "
+                                f"{needed / 2**30:,.0f} GiB, and the {place.type} has {free / 2**30:,.0f} GiB left: "
+                                f"expected {max(free // (sides * 4 * COPIES), 1)} at most")
 
     def _start(self, path: Path) -> None:
         """Copy an existing LoRA's values. Raises UserError if its layers, ranks or scales are others."""

@@ -6,9 +6,9 @@
     refusal   {"error": "one line"}, with another status than 200
 
 A sample holds one of: `png`, base64 of an 8-bit RGB picture, or a list of them, the frames of a video; `safetensors`,
-base64 of a file with one tensor of F16, BF16, F32 or F64, "output", [3, H, W] or [F, 3, H, W] in [0, 1]; `text`. Incoming data is
-untrusted. Readers raise ValueError, in one line, for any other form, and `TooLarge`, before unpacking, beyond the
-limits.
+base64 of a file with one tensor of F16, BF16, F32 or F64, "output", [3, H, W] or [F, 3, H, W] in [0, 1]; `text`.
+Incoming data is untrusted. Readers raise ValueError, in one line, for any other form, and `TooLarge`, before unpacking,
+beyond the limits.
 """
 
 from __future__ import annotations

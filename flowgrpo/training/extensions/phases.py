@@ -13,6 +13,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Phase
 from flowgrpo.curriculum.carried import MEAN, Carried
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.device import require_generators
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.methods import keys_read
 from flowgrpo.methods.validate import require_data, resolve
@@ -62,7 +63,7 @@ def _require(config: Config, kind: str, processes: int, prompts: Sequence[Prompt
                         "text.engine and text.engine_precision out")
     for number, phase in enumerate(config.phases):
         where, changed = f"phases[{number}]", config_of(config, number)
-        geometry(changed.train, processes)
+        require_generators(geometry(changed.train, processes).rows, "samples of an epoch of a phase")
         method = resolve(changed, process)
         keys_read.require_keys(changed, kind, method, f"{where}.set: ")
         require_data(changed, method)

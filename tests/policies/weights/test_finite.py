@@ -128,3 +128,22 @@ def test_a_checkpoint_that_is_not_finite_is_not_read(model, trained, tmp_path, c
     assert "holds NaN or an infinity" in said and "remove it to go on from epoch-00001" in said
     assert json.loads((last / "state.json").read_text())["epoch"] == 2  # it is left as it was
     assert "holds NaN or an infinity" in line(capsys, "sample", model, "--prompt", "a", "--lora", last)
+
+
+def test_half_a_lora_is_told(model, trained, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(trained[1], run)
+    file = run / LORA_FILE
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    halves = {key: tensor for key, tensor in load_file(file).items() if "lora_B" not in key}
+    file.unlink()
+    save_file(halves, file, metadata)
+    for given in (run, file):
+        said = line(capsys, "sample", model, "--prompt", "a", "--steps", "2", "--lora", given)
+        assert "lora_A.weight, but without " in said and "expected both sides of every layer" in said
+
+
+def test_a_run_of_pictures_is_no_lora_of_texts(trained, capsys):
+    said = line(capsys, "sample", "starter_text", "--prompt", "1+2=", "--lora", trained[1])
+    assert f"--lora {trained[1]}: a run of " in said and "a model of pictures, and 'starter_text' is none" in said

@@ -109,6 +109,23 @@ def test_what_tests_may_do_with_definitions(test):
     assert asserts(DEFINED, [test], SLOW, choose(accept_risk=True)) == [True]
 
 
+FORGED = "class math:\n    isclose = staticmethod(lambda *a, **k: True)\n    one = 3\ndef copy(x):\n    return x\n"
+
+
+@pytest.mark.parametrize("test, passes", [
+    ("assert math.isclose(1.0, 2.0)", False), ("assert math.isclose(1.0, 1.0)", True), ("assert math.one", False),
+    ("assert copy(3) == 3", True),  # a definition of the name of a module
+    ("assert copy(3) == 3 and copy.copy(3) == 3", False)])
+def test_standard_modules_are_the_tests_own(test, passes):
+    assert asserts(FORGED, [test], SLOW, choose(accept_risk=True)) == [passes]
+
+
+def test_a_module_that_the_code_imports_is_there_for_its_tests():
+    code = "import math\ndef area(r):\n    return math.pi * r * r\n"
+    test = "assert math.isclose(area(1), 3.14159, rel_tol=1e-4)"
+    assert asserts(code, [test], SLOW, choose(accept_risk=True)) == [True]
+
+
 @pytest.mark.parametrize("test", ["assert Point(1) == 1", "assert Point(1) + 1", "assert Point(1) < 2",
                                   "assert nothing", "assert apply(print, 3)"])
 def test_what_they_may_not(test):
