@@ -54,8 +54,7 @@ def sample(
     lora: Annotated[str | None, typer.Option(help=LORA)] = None,
     count: Annotated[int, typer.Option(min=1, help="Pictures per prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
-    steps: Annotated[int | None, typer.Option(min=1, max=10_000, help="Denoising steps; without: the run's or "
-                                                       "pipeline's.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; without: the run's or pipeline's.")] = None,
     guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale; likewise.")] = None,
     rlg: Annotated[str | None, typer.Option(metavar="W", help=RLG)] = None,
     output: Annotated[Path, typer.Option(help="The folder of the pictures; or x.mp4, for one clip.")] = Path("samples"),

@@ -44,8 +44,7 @@ def evaluate(
     lora: Annotated[str | None, typer.Option(help=LORA)] = None,
     base: Annotated[bool, typer.Option("--base", help="Draw the base too, and compare.")] = False,
     samples: Annotated[int, typer.Option(min=1, help="Pictures or texts per prompt; with several, also pass@k.")] = 1,
-    steps: Annotated[int | None, typer.Option(min=1, max=10_000, help="Denoising steps; without: the run's or "
-                                                       "pipeline's.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; without: the run's or pipeline's.")] = None,
     guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale; likewise.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
     features: Annotated[str, typer.Option(help="Features whose distances are the diversity: pixels, clip, or "

@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from flowgrpo.config.schema import Config
-from flowgrpo.config.sections import Load, Memory
+from flowgrpo.config.sections import STEPS, Load, Memory
 from flowgrpo.data import splits
 from flowgrpo.data.pictures import Clip, picture_size
 from flowgrpo.data.prompts import Prompt, load_prompts, require_length
@@ -105,9 +105,9 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     require_steps(pipe.scheduler, arguments.get("num_inference_steps"))
     folder, paths = Path(output), []
     with contextlib.nullcontext() if run is None else tuned(pipe, run, rlg):
-        settings = picture_files.settings(pipe, model, arguments, run, rlg)
         drawn = _draw(pipe, written, count * best_of, seed, arguments)
         first = next(drawn)
+        settings = picture_files.settings(pipe, model, arguments, run, rlg)
         names = _names(prompts, count, "webp" if first.ndim == 4 else "png")
         folder, names = (folder.parent, iter([folder.name])) if film else (folder, names)
         folder.mkdir(parents=True, exist_ok=True)
@@ -320,7 +320,11 @@ def call_arguments(model: str, lora: Path | None, steps: int | None = None, guid
     """Return the arguments of the pipeline's calls besides prompt and seed. The guidance scale is `guidance`, whatever
     the pipeline calls it.
 
-    lora: a run's `eval` and `picture` set what is absent; otherwise a starter's card, or the pipeline, does."""
+    lora: a run's `eval` and `picture` set what is absent; otherwise a starter's card, or the pipeline, does.
+    Raises UserError for more than STEPS steps, and for a guidance that is not finite.
+    """
+    if steps is not None and steps > STEPS:
+        raise UserError(f"--steps: got {steps}, expected {STEPS} at most")
     if guidance is not None and not math.isfinite(guidance):
         raise UserError(f"--guidance: got {guidance}, expected a finite number")
     arguments: dict[str, Any] = EVAL.get(model, {}) | CALLS.get(model, {})
