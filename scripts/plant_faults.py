@@ -172,7 +172,7 @@ FAULTS = (
     fault("checkpoint after a skipped update replaces a good one", "storage/checkpoint.py",
           "sorted(reversed(known), key=_unsteady)[:keep]", "known[-keep:]", "storage"),
     fault("weights that are not finite are resumed", "training/state.py",
-          "if (odd := finite.odd(taken[room])) is not None:", "if (odd := None) is not None:", "training"),
+          "if broken := finite.odd(taken[room]):", "if broken := None:", "training"),
     fault("checkpoint without checksums", "storage/checkpoint.py", "    manifest.write(temporary)\n", "", "storage"),
     fault("update counter lost on resume", "training/state.py",
           "setattr(attrgetter(holder)(trainer) if holder else trainer, name, state.get(key, 0))", "pass", "training"),

@@ -231,8 +231,8 @@ def _restore(trainer: Run, folder: Path) -> None:
         parameter = owners[name] if room == "optimizer" else None
         taken[room][key] = tensor if parameter is None else shards.like(tensor, parameter)
     for room in ("weights", "ema"):
-        if (odd := finite.odd(taken[room])) is not None:
-            raise ValueError(f"{room}/{odd} holds NaN or an infinity")
+        if broken := finite.odd(taken[room]):
+            raise ValueError(f"{room}/{broken} holds NaN or an infinity")
     weights.load(taken["weights"])
     checkpoint.load_optimizer(trainer.optimization.optimizer, taken["optimizer"])
     if trainer.optimization.ema is not None:
