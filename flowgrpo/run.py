@@ -32,7 +32,7 @@ from flowgrpo.methods.validate import resolve, substituted
 from flowgrpo.packages import require_versions
 from flowgrpo.policies import build, options
 from flowgrpo.policies.pipelines import prompt_lengths
-from flowgrpo.policies.precision import settle
+from flowgrpo.policies.precision import resolve_precision
 from flowgrpo.policies.weights import sharding
 from flowgrpo.policies.weights.low_precision import notice
 from flowgrpo.policies.weights.restore import as_before
@@ -147,7 +147,7 @@ def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
     """Run a loaded model, after all checks that need no model; listed: the content of the run's own prompt file."""
     config, folder = ready.config, ready.config.folder
     policy = build.make_policy(config, ready.device, loaded)
-    config = batch_size.settle(config, policy, ready.split[0][0], Processes(ready.accelerator))
+    config = batch_size.fit_micro_batch(config, policy, ready.split[0][0], Processes(ready.accelerator))
     trainer = Trainer(config, ready.accelerator, policy, ready.trained, ready.split)
     if ready.last:
         state.restore(trainer, ready.last)
@@ -258,7 +258,7 @@ def settled(config: Config, accelerator: Accelerator, device: str | torch.device
 
     begun = run_folder.precision(config) if resume else None
     config = run_folder.with_batch(config) if resume else config
-    chosen = [settle(config, device, pipe, begun) if accelerator.is_main_process else None]
+    chosen = [resolve_precision(config, device, pipe, begun) if accelerator.is_main_process else None]
     return broadcast_object_list(chosen)[0]
 
 

@@ -58,8 +58,8 @@ class Trainer:
         self.processes = Processes(accelerator, config.memory.context_parallel)
         self.processes.turns = policy.turns
         self.geometry = geometry(config.train, self.processes.count)
-        self.scoring = Scoring(train_rewards, config.rewards, self.geometry.group, self.processes, policy)
-        self.memory = self.scoring.memory
+        self.memory: dict[str, Any] = {}
+        self.scoring = Scoring(train_rewards, config.rewards, self.geometry.group, self.processes, self.memory, policy)
         self.clock = PhaseTimer(policy.device.type == "cuda")
         self.stop = Stop(self.processes.members > 1)
         self.say: Callable[[str], None] = print
@@ -106,7 +106,7 @@ class Trainer:
         Every process adds the gradient of its own parts; one that has none in a step still takes part in it.
         """
         stats = UpdateStats()
-        self.kl_reference.begin(epoch, self.epoch, self.config.train.epochs)
+        self.kl_reference.start_epoch(epoch, self.epoch, self.config.train.epochs)
         with self.clock("update"):
             self.with_oom_retry(partial(self.kl_reference.score_all, epoch.parts, self.processes))
         for _ in range(self.config.train.inner_epochs):

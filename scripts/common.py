@@ -14,7 +14,7 @@ from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import pick_device
 from flowgrpo.policies.build import make_policy
-from flowgrpo.policies.precision import settle
+from flowgrpo.policies.precision import resolve_precision
 from flowgrpo.run import make_accelerator
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.train import Trainer
@@ -27,7 +27,7 @@ RECIPE = Path(__file__).parent.parent / "configs" / "starter.yaml"
 def make_trainer(config: Config) -> Trainer:
     """Trainer of a configuration, as a run has it before its first epoch; nothing is written."""
     device = pick_device(config.device)
-    config, _ = settle(config, device)
+    config, _ = resolve_precision(config, device)
     return Trainer(config, make_accelerator(device), make_policy(config, device),
                    rewards.compose(config.trained, config.cache), splits.resolve(config))
 

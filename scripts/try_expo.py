@@ -34,7 +34,7 @@ from flowgrpo.device import pick_device
 from flowgrpo.evaluation.measured import spread
 from flowgrpo.evaluation.statistics import BOOTSTRAP, interval
 from flowgrpo.policies.build import make_policy
-from flowgrpo.policies.precision import settle
+from flowgrpo.policies.precision import resolve_precision
 from flowgrpo.rewards.images.scene_soft import scene_soft
 from flowgrpo.run import make_accelerator
 from flowgrpo.samplers import latent_edits
@@ -52,7 +52,7 @@ def trained(config) -> Trainer:
     """Trainer after all its epochs; nothing is written."""
     torch.manual_seed(config.seed)
     device = pick_device(config.device)
-    config, _ = settle(config, device)
+    config, _ = resolve_precision(config, device)
     trainer = Trainer(config, make_accelerator(device), make_policy(config, device),
                       rewards.compose(config.trained, config.cache), splits.resolve(config))
     start = time.time()

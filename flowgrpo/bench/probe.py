@@ -23,7 +23,7 @@ from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.objectives.kl import divergence, k1
 from flowgrpo.policies.build import make_policy
 from flowgrpo.policies.policy import Policy
-from flowgrpo.policies.precision import settle
+from flowgrpo.policies.precision import resolve_precision
 from flowgrpo.rewards import pairwise
 from flowgrpo.run import make_accelerator
 from flowgrpo.samplers.rollout import Part, seeder
@@ -38,7 +38,7 @@ TIMED = 8  # prompts of the timed evaluation
 def trainer_of(config: Config, policy: Policy | None = None) -> Trainer:
     """Return the trainer of a configuration, as a run has it before its first epoch; nothing is written."""
     device = pick_device(config.device)
-    config, _ = settle(config, device)
+    config, _ = resolve_precision(config, device)
     trained: dict[str, Any] = {**rewards.compose(config.trained, config.cache)}
     return Trainer(config, make_accelerator(device), policy or make_policy(config, device), trained,
                    splits.resolve(config))

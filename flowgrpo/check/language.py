@@ -23,7 +23,7 @@ from flowgrpo.log import PhaseTimer
 from flowgrpo.methods import keys_read, validate
 from flowgrpo.policies import build, options
 from flowgrpo.policies.language.causal_lm import CausalLM
-from flowgrpo.policies.precision import settle
+from flowgrpo.policies.precision import resolve_precision
 from flowgrpo.rollouts.base import GroupSampler
 from flowgrpo.rollouts.build import make_rollouts
 from flowgrpo.samplers.rollout import Part
@@ -54,7 +54,7 @@ def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, resu
 
     config = recipe or Config(method="grpo", precision="fp32", adapter={"rank": RANK})
     config = config.model_copy(update={"preferences": None, "labels": "file"})  # a check draws its samples
-    config, precision = settle(config, device, None if isinstance(model, str) else model)
+    config, precision = resolve_precision(config, device, None if isinstance(model, str) else model)
     config = config.model_copy(update={"model": model if isinstance(model, str) else type(model[0]).__name__})
     loaded = _loaded(model, config)
     kind = build.kind(config, loaded)

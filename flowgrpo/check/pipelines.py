@@ -32,7 +32,7 @@ from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.pipelines.prompt_inputs import PICTURES, names
-from flowgrpo.policies.precision import settle
+from flowgrpo.policies.precision import resolve_precision
 from flowgrpo.policies.weights.lora_files import loader
 from flowgrpo.samplers import cost
 from flowgrpo.samplers.grids import shifted
@@ -56,7 +56,7 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
     """Fill `result` step by step. Raises the error that stops the pipeline."""
     config = recipe or Config(precision="fp32", adapter={"rank": RANK})  # replays and gradients are exact
     config = config.model_copy(update={"load": config.load if config.model == model else Load()})
-    config, precision = settle(config, device, None if isinstance(model, str) else model[0])
+    config, precision = resolve_precision(config, device, None if isinstance(model, str) else model[0])
     method = validate.resolve(config)
     keys_read.require_keys(config, build.PIPELINE, method)
     options.require_options(config, method, device)
@@ -76,7 +76,7 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
     unread = set() if has_ip_adapter(pipe) else {"ip_adapter_image"}
     result["conditioning"] = [name for name in ("prompt", "negative_prompt", *PICTURES)
                               if name in policy.accepts and name not in unread]
-    result["prompts_per_call"] = "one" if policy.encode_prompt.apart else "any number"
+    result["prompts_per_call"] = "one" if policy.encode_prompt.one_per_call else "any number"
     result["guidance"] = _guidance(policy, conditioning)
     policy.guidance = config.train.guidance
     result["timesteps_per_call"] = "one per row" if policy.vector(conditioning) else "one"

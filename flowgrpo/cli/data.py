@@ -160,13 +160,13 @@ def _language_model(model: str) -> Any:
     from flowgrpo.config import parse
     from flowgrpo.device import pick_device
     from flowgrpo.policies import build
-    from flowgrpo.policies.precision import settle
+    from flowgrpo.policies.precision import resolve_precision
 
     config = parse.load(None, {"model": model, "method": "grpo"})
     if build.kind(config) not in (build.CAUSAL_LM, build.VISION_LM):
         raise UserError(f"--likelihood: got {model}, expected a causal language model")
     device = pick_device(config.device)
-    config, _ = settle(config, device)
+    config, _ = resolve_precision(config, device)
     return build.make_policy(config, torch.device(device), build.load(config))
 
 

@@ -47,7 +47,7 @@ def _encode(settings: Any) -> None:
     from flowgrpo.device import described, pick_device
     from flowgrpo.policies import build
     from flowgrpo.policies.pipelines import encoded_prompts
-    from flowgrpo.policies.precision import settle
+    from flowgrpo.policies.precision import resolve_precision
     from flowgrpo.storage import paths
 
     if build.kind(settings) != build.PIPELINE:
@@ -57,7 +57,7 @@ def _encode(settings: Any) -> None:
     sides = recorded_pairs.in_place(settings, splits.resolve(settings))
     paths.require_folder(settings.cache)
     device = torch.device(pick_device(settings.device))
-    settings, said = settle(settings, device)
+    settings, said = resolve_precision(settings, device)
     typer.echo(f"device: {described(device)}\nprecision: {said}")
     filled = encoded_prompts.fill(settings, [prompt for side in sides for prompt in side], device,
                                   lambda rows: tqdm(rows, desc="encoding", unit="prompt", leave=False))

@@ -47,11 +47,11 @@ def _value(config: Any) -> tuple[Any, Any]:
     from flowgrpo.device import pick_device
     from flowgrpo.evaluation.measured import measure
     from flowgrpo.policies import build
-    from flowgrpo.policies.precision import settle
+    from flowgrpo.policies.precision import resolve_precision
     from flowgrpo.rewards import pairwise
 
     device = pick_device(config.device)
-    config, _ = settle(config, device)
+    config, _ = resolve_precision(config, device)
     functions = pairwise.measured(rewards.compose(config.trained, config.cache), {})
     prompts = splits.resolve(config)[0]
     policy: Any = build.make_policy(config, torch.device(device), build.load(config))

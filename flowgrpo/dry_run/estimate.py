@@ -80,7 +80,7 @@ class _Phases(PhaseTimer):
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         if phase != "encode":
-            self.encoders.leave()
+            self.encoders.offload()
         self.held.setdefault(phase, self.gpu.memory.in_use)
         with super().__call__(phase), self.gpu.during(phase):
             yield

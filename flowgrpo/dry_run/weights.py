@@ -50,7 +50,7 @@ def hold(meta: MetaGPU, policy: Any, memory: Memory, processes: int) -> Any:
                 meta.hold(_frozen(policy.denoisers.values()))
                 meta.bus(round(stored * _bytes(_frozen(policy.denoisers.values()))))
 
-    encoders.come, encoders.leave = come, leave
+    encoders.come, encoders.offload = come, leave
     return encoders
 
 

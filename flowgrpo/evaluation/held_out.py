@@ -150,7 +150,7 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
         "tasks": {name: {"before": base.by_task(name), "after": after.by_task(name)} for name in functions},
         "compared": compared(base, after, config.eval.samples),
         "seconds": round(progress.seconds, 1), "epochs": trainer.epoch, "updates": trainer.optimization.update,
-        "kept": progress.best.told(), "denoiser_evaluations": evaluations, "unit": policy.unit,
+        "kept": progress.best.summary(), "denoiser_evaluations": evaluations, "unit": policy.unit,
         "sampled_pictures": progress.sampled,
         "rollout_evaluations_per_picture": round(trainer.rollouts.rollout_evaluations / max(progress.sampled, 1), 3),
         "rollout_evaluations_saved_by_sharing": trainer.rollouts.saved_evaluations,

@@ -19,7 +19,7 @@ from flowgrpo.evaluation.pages.before_after import draw_pairs
 from flowgrpo.policies import build
 from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.policies.language.text_weights import attach
-from flowgrpo.policies.precision import settle
+from flowgrpo.policies.precision import resolve_precision
 from flowgrpo.policies.weights import adapters
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage import paths
@@ -96,7 +96,7 @@ def _measured(config: Config, lora: Path | None, prompts: list[Prompt], function
 def load(config: Config, lora: Path | None, device: str | torch.device = "cpu") -> CausalLM:
     """Load the policy for sampling, with nothing trained.
     Raises UserError if something does not load."""
-    config, _ = settle(config, device)
+    config, _ = resolve_precision(config, device)
     if lora is not None and (lora / "model" / "config.json").is_file():  # a run without a LoRA
         config, lora = config.model_copy(update={"model": str(lora / "model"), "load": Load()}), None
     if lora is not None and checkpoints.is_checkpoint(lora):

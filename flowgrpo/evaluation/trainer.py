@@ -34,7 +34,7 @@ class Best(Protocol):
     def forget(self) -> None:
         """Reset, if earlier measurements were made in another way."""
 
-    def told(self) -> str | None:
+    def summary(self) -> str | None:
         """Return the kept epoch and the reason of the end, if there is anything to report."""
 
 

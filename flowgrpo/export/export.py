@@ -23,7 +23,7 @@ from flowgrpo.export import comfy_names, model_card
 from flowgrpo.files import decoded, tensors_of
 from flowgrpo.policies import sources
 from flowgrpo.policies.pipelines import edit_networks
-from flowgrpo.policies.precision import settle
+from flowgrpo.policies.precision import resolve_precision
 from flowgrpo.policies.weights import finite
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage import atomic, paths
@@ -157,7 +157,7 @@ def merged(run: Path, output: Path) -> Path:
     Raises UserError if the model or the weights do not load.
     """
     config, summary = finished(run)
-    config, _ = settle(config, pick_device(config.device))
+    config, _ = resolve_precision(config, pick_device(config.device))
     paths.require_folder(output)
     write = _merged_language_model if summary["unit"] == model_card.TOKENS else _merged_pipeline
     with atomic.filling(output) as folder:

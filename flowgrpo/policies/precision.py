@@ -11,7 +11,7 @@ from flowgrpo.device import AUTO, DTYPES, arithmetic, choose
 from flowgrpo.policies.pipelines.load import denoisers
 
 
-def settle(config: Config, device: str | torch.device, loaded: Any = None, begun: str | None = None
+def resolve_precision(config: Config, device: str | torch.device, loaded: Any = None, begun: str | None = None
            ) -> tuple[Config, str]:
     """Return the configuration with a precision in place of `auto`, and that precision in words, with the reason.
 

@@ -54,7 +54,7 @@ class Placement:
                 group = self.groups.setdefault(device, Offloaded([], device, "cpu", here=True))
                 group.modules.append(module)
         for group in self.groups.values():
-            group.leave()
+            group.offload()
 
 
 def load(rewards: Iterable[object]) -> None:

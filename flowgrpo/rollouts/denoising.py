@@ -23,7 +23,6 @@ from flowgrpo.methods.method import Method
 from flowgrpo.policies.pipelines import encoded_prompts, mid_loop_check
 from flowgrpo.policies.pipelines.conditioning import Conditioning, Size
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.policies.weights.low_precision import quantised, require_low_precision
 from flowgrpo.rollouts import measured, sizes
 from flowgrpo.rollouts.base import GroupSampler, TotalReward
 from flowgrpo.rollouts.loss_inputs import LossInputs
@@ -31,7 +30,6 @@ from flowgrpo.rollouts.targets import Replayed, target
 from flowgrpo.samplers import cost, learned_noise, reward_gradient
 from flowgrpo.samplers.base_samples import BasePictures
 from flowgrpo.samplers.grids import make_grid
-from flowgrpo.samplers.preview import chosen, contrasting, previews
 from flowgrpo.samplers.quiet_steps import LEAST, deviation, quiet, told
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
 from flowgrpo.types import Gaussian, Scored
@@ -58,7 +56,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         if self.network is not None:
             policy.weights.add(learned_noise.NAME, self.network)
         if method.denoising.preview:
-            require_low_precision(method.denoising.preview.precision, policy.device)
+            measured.require_previews(method.denoising.preview, policy)
         self.target, self.planned = target(self), dict[tuple[int, Size | None], list[RolloutSpec]]()
         self._grids: dict[Size | None, tuple[torch.Tensor, torch.Tensor | None]] = {None: (self.grid, self.timesteps)}
         self._require_noise()
@@ -176,7 +174,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         drawing = self.old_policy.drawing if lags else nullcontext
         if self.method.denoising.preview:
             with drawing():
-                seed = self.preview(conditioning, seed, judge)
+                seed = measured.previewed(self, conditioning, seed, judge)
         before = self.policy.evaluations
         parts = self._sampled(conditioning, epoch, seed, judge)
         while True:
@@ -234,20 +232,6 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             pictures = self._base_pictures[size](part, conditioning)
         self.count(self.policy.evaluations - before)
         return pictures
-
-    def preview(self, conditioning: Conditioning, seed: Seed, judge: TotalReward) -> Seed:
-        """Return the seeds of the noises whose cheap previews score best and worst."""
-        preview, before = self.method.denoising.preview, self.policy.evaluations
-        with self.clock("preview"):
-            grid, rows = self.make_grid(preview.steps), torch.arange(len(conditioning.prompts))
-            with quantised(self.policy, preview.precision):
-                finals = previews(self.policy, conditioning, *grid, preview.pool, self.geometry.micro_batch, seed)
-            self.count(self.policy.evaluations - before)
-            of = conditioning.rows(rows.repeat_interleave(preview.pool))
-            pictures = self.decode(finals, of) if self.decodes else None
-        with self.clock("reward"):
-            totals = judge(pictures, preview.pool, None, finals.float().cpu())
-            return chosen(seed, contrasting(totals, self.config.train.group))
 
     def decode(self, finals: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
         """Pictures on the CPU, decoded in micro-batches."""

@@ -46,7 +46,7 @@ class EngineRollouts(TextRollouts):
     def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
                value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
         """Sample as `TextRollouts`; the engine draws all groups first."""
-        self.apart, conditioning = self.apart if turn else [], self.ranked(conditioning)
+        self.mismatches, conditioning = self.mismatches if turn else [], self.ranked(conditioning)
         before, group, count = self.engine.evaluations, self.geometry.group, len(conditioning.prompts)
         prompts, samples = torch.arange(count).repeat_interleave(group), torch.arange(group).repeat(count)
         seed = self.seeds(epoch, turn, count)

@@ -1,4 +1,4 @@
-"""Rewards of a part's clean predictions and of its deterministic samples, measured while it is sampled."""
+"""Rewards of samples beside those that are trained: previews, clean predictions, and deterministic samples."""
 
 from __future__ import annotations
 
@@ -9,20 +9,26 @@ import torch
 
 from flowgrpo.advantages.step_credit import Progress
 from flowgrpo.config.geometry import BatchShape
+from flowgrpo.config.schema import Config
 from flowgrpo.log import PhaseTimer
+from flowgrpo.methods.method import Method
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.policies.weights.low_precision import quantised, require_low_precision
 from flowgrpo.rollouts.base import TotalReward
 from flowgrpo.samplers.base_samples import deterministic
 from flowgrpo.samplers.old_policy import OldPolicy
-from flowgrpo.samplers.rollout import Part
+from flowgrpo.samplers.preview import Preview, chosen, contrasting, previews
+from flowgrpo.samplers.rollout import Part, Seed
 from flowgrpo.types import required
 
 
 class Rollouts(Protocol):
     """Rollouts of a pipeline as they are measured (`denoising.DenoisingRollouts`)."""
 
+    config: Config
     policy: PipelinePolicy
+    method: Method
     geometry: BatchShape
     old_policy: OldPolicy
     clock: PhaseTimer
@@ -31,6 +37,29 @@ class Rollouts(Protocol):
     def decode(self, finals: torch.Tensor, conditioning: Conditioning) -> torch.Tensor: ...
 
     def count(self, spent: int) -> None: ...
+
+    def make_grid(self, steps: int) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+
+
+def require_previews(preview: Preview, policy: PipelinePolicy) -> None:
+    """Raise UserError for previews in a precision that the policy's device lacks."""
+    require_low_precision(preview.precision, policy.device)
+
+
+def previewed(rollouts: Rollouts, conditioning: Conditioning, seed: Seed, judge: TotalReward) -> Seed:
+    """Return the seeds of the noises whose cheap previews score best and worst."""
+    preview, policy = required(rollouts.method.denoising.preview), rollouts.policy
+    before = policy.evaluations
+    with rollouts.clock("preview"):
+        grid, rows = rollouts.make_grid(preview.steps), torch.arange(len(conditioning.prompts))
+        with quantised(policy, preview.precision):
+            finals = previews(policy, conditioning, *grid, preview.pool, rollouts.geometry.micro_batch, seed)
+        rollouts.count(policy.evaluations - before)
+        of = conditioning.rows(rows.repeat_interleave(preview.pool))
+        pictures = rollouts.decode(finals, of) if rollouts.decodes else None
+    with rollouts.clock("reward"):
+        totals = judge(pictures, preview.pool, None, finals.float().cpu())
+        return chosen(seed, contrasting(totals, rollouts.config.train.group))
 
 
 def predicted(rollouts: Rollouts, part: Part, conditioning: Conditioning, judge: TotalReward,

@@ -66,7 +66,7 @@ def micro_batches(config: Config, processes: int) -> list[int]:
     return sizes
 
 
-def settle(config: Config, policy: Any, prompt: Prompt, processes: Processes) -> Config:
+def fit_micro_batch(config: Config, policy: Any, prompt: Prompt, processes: Processes) -> Config:
     """Return the configuration with numbers in place of `auto`, the same on all processes, and set up the policy.
 
     prompt: one on which the memory is measured. The choice is printed with its reason. Raises UserError if not even one

@@ -59,7 +59,7 @@ class BestWeights:
         """True if `patience` evaluations in a row brought no better one."""
         return self.patience is not None and self.stop.since >= self.patience
 
-    def told(self) -> str | None:
+    def summary(self) -> str | None:
         """Return the kept epoch and the reason of the end, for the run's summary; None if there is nothing to
         report."""
         said = []

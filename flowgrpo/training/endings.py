@@ -49,7 +49,7 @@ def saved(trainer: Run, folder: Path) -> Iterator[None]:
             trainer.say(f"epoch {trainer.epoch} is saved in {folder}; --resume goes on from it")
         raise
     except Exception:
-        trainer.progress.saving.leave()
+        trainer.progress.saving.finish_writing()
         raise
     finally:
         trainer.extensions.close()
@@ -77,7 +77,7 @@ def save_whole(trainer: Run, folder: Path, wait: bool = True) -> bool:
     if wait:
         trainer.progress.saving.look(wait=True)
     else:
-        trainer.progress.saving.leave()
+        trainer.progress.saving.finish_writing()
     broken = trainer.optimization.update != trainer.progress.saved_counters["update"]
     whole = not (trainer.processes.any(broken) if wait else broken)
     if whole:

@@ -38,7 +38,7 @@ class KLReference:
         self.known: dict[int, list[Scored]] = {}
         self.likelihood: torch.Tensor | None = None  # of the epoch's samples under the reference
 
-    def begin(self, drawn: Any, epoch: int, epochs: int) -> None:
+    def start_epoch(self, drawn: Any, epoch: int, epochs: int) -> None:
         """Set the KL's weight for an epoch, and drop the last one's scores. drawn: the epoch's samples."""
         if self.active:
             self.kl = at_epoch(self.method.loss.kl, Context(epoch=epoch, epochs=epochs, memory=self.memory))

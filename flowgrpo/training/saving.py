@@ -73,7 +73,7 @@ class Saving:
                 self.writer.start(self._steps.pop(0))
                 self._pending = True
 
-    def leave(self) -> None:
+    def finish_writing(self) -> None:
         """Wait for this process's own write, without the others; print a line if it failed."""
         try:
             self.writer.wait()

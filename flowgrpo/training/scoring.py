@@ -76,7 +76,7 @@ class Scoring:
     functions: by name, plain or `Composed`.
     policy: the model that is trained, for rewards that read it.
     weights: theirs, by name; of limited ones, and where some are limited of all, under the present multipliers.
-    memory: the run's state between epochs, which a checkpoint holds.
+    memory: the run's, in which constraints keep their multipliers.
     progress: share of the run, 0 in the first epoch and 1 in the last, for transforms that move over it.
     extremes: the best and the worst samples of the epoch, for display.
     spreads: of each in the last epoch, the mean deviation within groups, times its weight.
@@ -84,15 +84,13 @@ class Scoring:
     """
 
     def __init__(self, functions: Functions, weights: dict[str, float], group: int, processes: Processes,
-                 policy: Any = None):
+                 memory: dict[str, Any] | None = None, policy: Any = None):
         self.functions, self.given, self.group, self.processes = functions, weights, group, processes
-        self.memory: dict[str, Any] = {}
         limited = rewards.limits_of(functions)
-        self.limits = Limits(limited, self.memory) if limited else None
+        self.limits = Limits(limited, {} if memory is None else memory) if limited else None
         self.progress = 0.0
         self.compares = any(map(rewards.sees_base, functions.values()))  # reads the base model's samples
         self.reads_latents = any(map(rewards.scores_latents, functions.values()))
-        self.reads_outputs = not all(map(rewards.scores_latents, functions.values()))  # else nothing is decoded
         self.waits = any(map(rewards.reads_sampler, functions.values()))  # until all samples are drawn
         self.transforms = any(map(rewards.transforms_of, functions.values()))  # a rule changes scores
         self.paired = [pairing(function) is not None for function in functions.values()]
@@ -106,6 +104,11 @@ class Scoring:
         self._before = {0: (self.extremes, self._tally)}  # by the present turn: samples of the turns before it
         self._read: dict[str, Any] = {"policy": policy, "memory": None, "epoch": None}  # what rewards read of the run
         self._unscored = False  # an epoch without any score was reported
+
+    @property
+    def reads_outputs(self) -> bool:
+        """Return True if samples are decoded: not where all rewards score latents."""
+        return not all(map(rewards.scores_latents, self.functions.values()))
 
     @property
     def weights(self) -> dict[str, float]:

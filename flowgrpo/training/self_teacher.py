@@ -23,8 +23,8 @@ class SelfTeacherReference(KLReference):
     prompts: of this process's groups, as they are learned.
     """
 
-    def begin(self, drawn: Any, epoch: int, epochs: int) -> None:
-        super().begin(drawn, epoch, epochs)
+    def start_epoch(self, drawn: Any, epoch: int, epochs: int) -> None:
+        super().start_epoch(drawn, epoch, epochs)
         self.teacher = cast(SelfTeacher, self.method.loss.reference)
         self.prompts: list[Prompt] = [prompt.learned for prompt in drawn.own]
         self.epoch, self.richer = epoch, cast("Encoded | None", None)

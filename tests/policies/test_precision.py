@@ -14,7 +14,7 @@ from flowgrpo.config import load
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import Arithmetic, arithmetic, bf16_speed, choose, drawing, pick_device
 from flowgrpo.policies.pipelines.load import load_pipeline
-from flowgrpo.policies.precision import settle
+from flowgrpo.policies.precision import resolve_precision
 from flowgrpo.run import run
 from tests.helpers import tiny, tiny_text
 
@@ -47,7 +47,7 @@ def test_the_timing_leaves_threads_and_random_numbers_alone():
 def test_what_is_stated_is_not_chosen():
     for precision in ("fp32", "bf16", "fp16"):
         config = tiny.config(precision=precision)
-        assert settle(config, "cpu", begun="fp32") == (config, precision)
+        assert resolve_precision(config, "cpu", begun="fp32") == (config, precision)
         assert drawing("auto", "cpu", precision) == precision
 
 
@@ -56,7 +56,7 @@ def test_a_loaded_model_keeps_its_own_precision():
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         model, tokenizer = tiny_text.model()
         for loaded in (tiny.sd3().to(dtype), (model.to(dtype), tokenizer)):
-            config, told = settle(auto, "cpu", loaded)
+            config, told = resolve_precision(auto, "cpu", loaded)
             assert (config.precision, told) == (name, f"{name} (auto: that of the loaded model)")
 
 

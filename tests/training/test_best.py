@@ -167,7 +167,7 @@ def test_weights_are_copied():
     kept, live = BestWeights(Eval(best="a")), torch.zeros(2)
     kept.see({"held_out/a": 1.0}, 1, lambda: {"w": live})
     live += 1
-    assert kept.weights["w"].tolist() == [0, 0] and not kept.stopped and kept.told().startswith("kept the weights")
+    assert kept.weights["w"].tolist() == [0, 0] and not kept.stopped and kept.summary().startswith("kept the weights")
 
 
 def test_what_is_of_another_reward_is_not_taken_from_a_checkpoint():

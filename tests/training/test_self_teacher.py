@@ -56,7 +56,7 @@ def test_the_kl_is_to_the_present_policy_under_the_richer_prompt():
     batch = trainer.prompts[:2]
     parts, asked, scores = sampling.sample(trainer, batch)
     parts = [part for part in loop.credit(trainer, parts, scores, [p.key for p in batch]) if part]
-    trainer.kl_reference.begin(loop.epoch(trainer, parts, asked, batch), 0, 2)
+    trainer.kl_reference.start_epoch(loop.epoch(trainer, parts, asked, batch), 0, 2)
     for part in parts:
         [taken], [rewards] = part.transitions, part.rewards
         assert rewards.tolist() == [1, 0, 0, 0]
@@ -92,7 +92,7 @@ def test_a_richer_prompt_teaches_the_plain_one_of_pictures():
 
 def test_only_samples_of_smaller_rewards_are_held_where_that_is_set():
     trainer = tiny_text.trainer(parts={"reference": {"type": "Teacher", "only_below": 0.5}, "kl": {"weight": 2.0}})
-    trainer.kl_reference.begin(loop.epoch(trainer), 0, 2)
+    trainer.kl_reference.start_epoch(loop.epoch(trainer), 0, 2)
     mask = torch.ones(3, 2).bool()
     new, other = (Scored(f64(logp), mask) for logp in ([[-1, -2], [-1, -1], [-3, -1]], [[-2, -2], [-2, -3], [-1, -1]]))
     plain = trainer.kl_reference.kl(new, other)

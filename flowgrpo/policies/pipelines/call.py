@@ -94,7 +94,7 @@ class PipelineCall:
         if conditioning.parts:
             conditioning = conditioning.rows(torch.arange(len(conditioning.prompts)))  # padded, if that is possible
         runs = conditioning.runs()
-        if len(runs) == 1 and not conditioning.apart:
+        if len(runs) == 1 and not conditioning.one_per_call:
             return self.once(conditioning, task, _cached(conditioning), guidance, **options)
         results = []
         for run in runs:
@@ -213,7 +213,7 @@ def _decoding(pipe: Any) -> Iterator[None]:
 
 def _cached(conditioning: Conditioning) -> Callable:
     """Return a replacement of `encode_prompt` that returns the calls' cached values in turn."""
-    values = ([value[0] for value in call] if conditioning.apart else call for call in conditioning.calls)
+    values = ([value[0] for value in call] if conditioning.one_per_call else call for call in conditioning.calls)
     calls = (call[0] if conditioning.bare else tuple(call) for call in values)
     return lambda *_, **__: next(calls)
 
@@ -459,7 +459,7 @@ class EncodePrompt:
         self.driver, self.encoders, pipe = driver, encoders, driver.pipe
         # Some are written to run without gradients.
         self._encode = inspect.unwrap(type(pipe).encode_prompt).__get__(pipe) if live else pipe.encode_prompt
-        self.apart: bool | None = None  # whether the pipeline takes one prompt per call; known after `learn`
+        self.one_per_call: bool | None = None  # whether the pipeline takes one prompt per call; known after `learn`
         self._shared: tuple[tuple[bool, ...], ...] = ()
         self._learned: dict[Kinds, tuple[bool, tuple[tuple[bool, ...], ...]]] = {}  # by kinds of pictures
         self._bare = False
@@ -472,28 +472,28 @@ class EncodePrompt:
         """Find out which values serve all prompts, and whether a call may bring several prompts with their pictures.
 
         twice: one prompt, two times, not yet encoded. stay_apart: whether each sees its own picture."""
-        self.apart = None
+        self.one_per_call = None
         try:
             # Lengths alone would not tell: 77 tokens may meet 77 prompts. What grows with the prompts is theirs.
             one, two = self._calls(twice.rows(torch.tensor([0])), guidance), self._calls(twice, guidance)
             self._shared = tuple(tuple(map(_shared, *values)) for values in zip(one, two, strict=True))
-            self.apart = bool(twice.inputs) and not stay_apart()
+            self.one_per_call = bool(twice.inputs) and not stay_apart()
         except torch.OutOfMemoryError:
             raise
         # What a pipeline for one prompt may raise; if it is something else, the next call raises it again.
         except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-            self.apart = True
-        self._learned[_kinds(twice)] = self.apart, self._shared
+            self.one_per_call = True
+        self._learned[_kinds(twice)] = self.one_per_call, self._shared
 
     def __call__(self, plain: Conditioning, guidance: float) -> Conditioning:
         """Return the prompts' conditioning, with the values of `encode_prompt`."""
-        self.apart, self._shared = self._learned.get(_kinds(plain), (self.apart, self._shared))
-        if not self.apart and not (plain.inputs and (plain.mixed or plain.differ)):
+        self.one_per_call, self._shared = self._learned.get(_kinds(plain), (self.one_per_call, self._shared))
+        if not self.one_per_call and not (plain.inputs and (plain.mixed or plain.differ)):
             calls = self._calls(plain, guidance)
             per_prompt = tuple(tuple(value is not None and not shared for value, shared in zip(values, shares))
                                for values, shares in zip(calls, self._shared, strict=True))
             return replace(plain, calls=calls, per_prompt=per_prompt, bare=self._bare)
-        plain = replace(plain, apart=True, listed=not self.apart)
+        plain = replace(plain, one_per_call=True, listed=not self.one_per_call)
         rows = [self._calls(plain.rows(torch.tensor([i])), guidance) for i in range(len(plain.prompts))]
         calls = tuple(tuple(map(list, zip(*values))) for values in zip(*rows, strict=True))
         return replace(plain, calls=calls, per_prompt=tuple((True,) * len(values) for values in calls), bare=self._bare)

@@ -47,9 +47,10 @@ class Conditioning:
     per_prompt: which of these values have a row per prompt; the others (None, Flux's `text_ids`) serve all prompts.
     inputs: what prompts bring beside their text by the name of the pipeline's argument, one per prompt; several
     pictures of one prompt are a list.
-    apart: the pipeline takes one prompt per call; then every value is a list of what the calls of the prompts returned.
+    one_per_call: the pipeline takes one prompt per call; then every value is a list of what the prompts' calls
+    returned.
     bare: its `encode_prompt` returns one value, and no tuple.
-    listed: of those apart: each prompt is given as a list of one, since the pipeline would take several.
+    listed: such a prompt is given as a list of one, since the pipeline would take several.
     parts: of prompts that differ in length, one Conditioning each, in place of `calls`. masks: how they are padded
     (`padding.learn`); None: rows of different lengths need calls of their own.
     sizes: of each prompt's pictures; empty: of all those of the policy's `call`.
@@ -62,7 +63,7 @@ class Conditioning:
     calls: tuple[tuple[Any, ...], ...] = ()
     per_prompt: tuple[tuple[bool, ...], ...] = ()
     inputs: dict[str, list[Any]] = field(default_factory=dict)
-    apart: bool = False
+    one_per_call: bool = False
     bare: bool = False
     listed: bool = False
     parts: tuple[Conditioning, ...] = ()
@@ -97,7 +98,7 @@ class Conditioning:
     @property
     def alone(self) -> bool:
         """Return True if a call takes one prompt, and no list of prompts."""
-        return self.apart and not self.listed
+        return self.one_per_call and not self.listed
 
     def arguments(self) -> dict[str, Any]:
         """Return texts, inputs and size of the rows as arguments of one call, clips decoded.
@@ -124,7 +125,7 @@ class Conditioning:
     def runs(self) -> list[range]:
         """Return the rows that one call of the pipeline may bring, call by call."""
         count = len(self.prompts)
-        if self.apart or self.inputs and self.mixed:
+        if self.one_per_call or self.inputs and self.mixed:
             return [range(i, i + 1) for i in range(count)]
         shapes = [part.shapes() for part in self.parts] or [()] * count
         cuts = [i for i in range(count) if not i or shapes[i] != shapes[i - 1] or self._differ(i - 1, i)] + [count]
@@ -177,7 +178,7 @@ class PromptEncoder(Pictured, Protocol):
     def encode(self, prompts: list[str], negatives: list[str], images: Sequence[Any] | None) -> Conditioning:
         """Encode prompts together; images: of each prompt a reference picture, its file, or None."""
 
-    def settle(self, conditioning: Conditioning) -> None:
+    def probe(self, conditioning: Conditioning) -> None:
         """Find out, once, whether the scheduler sees the state that is given as `latents`."""
 
 
@@ -204,7 +205,7 @@ class PromptCache:
         if len({part.shapes() for part in parts}) > 1 and not self._masks:
             self._masks = [self._padding(parts)]
         conditioning = gathered(parts, self._masks[0] if self._masks else None, pad=False).to(self.policy.device)
-        self.policy.settle(conditioning)
+        self.policy.probe(conditioning)
         return conditioning
 
     def prepare(self, prompts: list[str], negatives: list[str], images: Sequence[Brought]) -> None:
@@ -228,7 +229,7 @@ class PromptCache:
 
     def _padding(self, parts: list[Conditioning]) -> padding.Masks | None:
         """Find out how the pipeline pads prompts of different lengths; of those with pictures it is not known."""
-        if any(part.inputs or part.apart for part in parts):
+        if any(part.inputs or part.one_per_call for part in parts):
             return None
         path = self.folder / "padding.json" if self.folder else None
         if path and path.exists():
@@ -303,7 +304,7 @@ def join(parts: Sequence[Conditioning]) -> Conditioning:
     return Conditioning([p for part in parts for p in part.prompts], [n for part in parts for n in part.negatives],
                         calls, first.per_prompt,
                         {name: [picture for part in parts for picture in part.inputs[name]] for name in first.inputs},
-                        first.apart, first.bare, first.listed)
+                        first.one_per_call, first.bare, first.listed)
 
 
 def _stack(values: list) -> torch.Tensor | list:
@@ -359,7 +360,7 @@ def _write(path: Path, conditioning: Conditioning) -> bool:
     values |= {key: values[key][0] for key in lists}
     if any(value is not None and not torch.is_tensor(value) for value in values.values()):
         return False
-    form = {"form": json.dumps([conditioning.per_prompt, lists, conditioning.apart, conditioning.bare])}
+    form = {"form": json.dumps([conditioning.per_prompt, lists, conditioning.one_per_call, conditioning.bare])}
     with atomic.replacing(path, shared=True) as file:  # another process may write the same prompt
         save_file({key: v.cpu().contiguous() for key, v in values.items() if v is not None}, file, form)
         paths.readable(file)
@@ -368,8 +369,8 @@ def _write(path: Path, conditioning: Conditioning) -> bool:
 
 def _read(path: Path, prompt: str, negative: str) -> Conditioning:
     with safe_open(path, "pt") as file:
-        per_prompt, lists, apart, bare = json.loads(file.metadata()["form"])
+        per_prompt, lists, one_per_call, bare = json.loads(file.metadata()["form"])
         values = {key: file.get_tensor(key) for key in file.keys()}
     values |= {key: [values.get(key)] for key in lists}
     calls = tuple(tuple(values.get(f"{c}.{v}") for v in range(len(flags))) for c, flags in enumerate(per_prompt))
-    return Conditioning([prompt], [negative], calls, tuple(map(tuple, per_prompt)), {}, apart, bare)
+    return Conditioning([prompt], [negative], calls, tuple(map(tuple, per_prompt)), {}, one_per_call, bare)

@@ -59,7 +59,7 @@ class TextEncoders:
             self._encode.learn(plain.rows(torch.tensor([0, 0])), self.guidance, lambda: True)
         return self._encode(plain, self.guidance)
 
-    def settle(self, conditioning: Conditioning) -> None:
+    def probe(self, conditioning: Conditioning) -> None:
         """Leave the scheduler alone: nothing is sampled."""
 
 

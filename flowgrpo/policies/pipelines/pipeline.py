@@ -153,20 +153,20 @@ class PipelinePolicy:
             conditioning = self.encode_prompt(plain, self.guidance)
         except (TypeError, ValueError) as error:
             raise UserError(f"{type(self.pipe).__name__} refuses its arguments: {error}") from error
-        self.settle(conditioning)
+        self.probe(conditioning)
         return conditioning
 
     def _skipped(self, rows: int) -> None:
         self.evaluations -= rows
 
     @torch.no_grad()
-    def settle(self, conditioning: Conditioning) -> None:
+    def probe(self, conditioning: Conditioning) -> None:
         """Find out, once, whether the scheduler sees the state that is given as `latents`.
 
         Raises UserError for prompts of which sharded weights cannot take several in a call.
         """
-        apart = conditioning.apart or set(SHARED) & set(conditioning.inputs)
-        if self.turns and (apart or conditioning.parts and conditioning.masks is None):
+        single = conditioning.one_per_call or set(SHARED) & set(conditioning.inputs)
+        if self.turns and (single or conditioning.parts and conditioning.masks is None):
             raise UserError(f"memory.shard is true, but {type(self.pipe).__name__} takes one prompt per call, so that "
                             "processes would not call it alike: use memory.shard: false")
         if self.driver.loads is not None:
@@ -208,7 +208,7 @@ class PipelinePolicy:
 
             with self.sampling():
                 state = driven(self._trial, latents=None, generator=generators([0, 1])).first
-                self._copies[guidance] = 0 if self.encode_prompt.apart else copies(
+                self._copies[guidance] = 0 if self.encode_prompt.one_per_call else copies(
                     lambda task: required(driven(task, latents=state).output), self.process,
                     self.dtype == torch.float32)
             self.evaluations = before
@@ -315,7 +315,7 @@ class PipelinePolicy:
                ) -> tuple[Any, StepRecord | None]:
         """Call the pipeline, whose prompts are encoded anew where that is trained: (what it returns, the record)."""
         if self.encoders.away is not None:
-            self.encoders.leave()
+            self.encoders.offload()
         if self.live and (task is None or task.steps):
             with unlogged():
                 conditioning = self.encode_prompt.anew(conditioning, self.guidance)

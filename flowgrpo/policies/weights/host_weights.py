@@ -27,7 +27,7 @@ class Encoders(Protocol):
 
     beside: HostWeights | None
 
-    def leave(self) -> None: ...
+    def offload(self) -> None: ...
 
 
 class HostWeights:
@@ -52,7 +52,7 @@ class HostWeights:
             self._waiting.append((place, name, tensor))
             place[name] = copies[id(tensor)]
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         """Drop the copies on the device; nothing is copied back."""
         for place, name, tensor in self._waiting:
             place[name] = tensor
@@ -151,7 +151,7 @@ def turns(denoisers: Sequence[torch.nn.Module], encoders: Encoders, device: torc
     weights = encoders.beside = HostWeights(denoisers, device)
 
     def come(*_: Any) -> None:
-        encoders.leave()
+        encoders.offload()
         weights.come()
 
     for module in denoisers:
@@ -169,7 +169,7 @@ def _bring(part: torch.nn.Module, group: HostWeights) -> None:
         try:
             return forward(*args, **kwargs)
         finally:
-            group.leave()
+            group.offload()
 
     vars(answer)["__signature__"] = inspect.signature(forward)  # some pipelines test for an argument
     part.forward = answer

@@ -78,11 +78,11 @@ class Offloaded:
         for module in self.modules:
             module.to(self.device)  # quantised weights, which know how they are moved
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         """Drop the copies on the device; nothing is copied back."""
         if not self.here or self.away is None:
             return
-        self._weights.leave()
+        self._weights.offload()
         self.here = False
         for module in self.modules:
             module.to(self.away)  # what was quantised, or added since
@@ -118,14 +118,14 @@ class Encoders(Offloaded):
             try:
                 return encode(*args, **kwargs)
             finally:
-                self.leave()
+                self.offload()
 
         pipe.encode_prompt = attended
 
     def come(self) -> None:
         """Copy the encoders to the device, where `beside` gives them room."""
         if self.beside is not None and not self.here:
-            self.beside.leave()
+            self.beside.offload()
         super().come()
 
 

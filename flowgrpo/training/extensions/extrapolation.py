@@ -31,14 +31,14 @@ def rank_one(path: Tensor) -> tuple[Tensor, Tensor]:
     return vector * size, apart.T @ vector / size
 
 
-def growth(c: Tensor, ahead: int) -> float:
-    """Return by how much c grows in the next `ahead` epochs, by the curve a (1 - exp(-r t)) that fits c [M] best."""
+def growth(c: Tensor, horizon: int) -> float:
+    """Return by how much c grows in the next `horizon` epochs, by the curve a (1 - exp(-r t)) that fits c [M] best."""
     t = torch.arange(len(c), dtype=torch.float64)
     curves = -torch.expm1(-RATES[:, None] * t)
     a = (curves @ c) / curves.square().sum(1)
     best = int((a[:, None] * curves - c).square().sum(1).argmin())
     rate = RATES[best].item()
-    return a[best].item() * (math.exp(-rate * (len(c) - 1)) - math.exp(-rate * (len(c) - 1 + ahead)))
+    return a[best].item() * (math.exp(-rate * (len(c) - 1)) - math.exp(-rate * (len(c) - 1 + horizon)))
 
 
 class Extrapolation(Extension):
@@ -52,7 +52,7 @@ class Extrapolation(Extension):
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self.every, self.ahead = trainer.config.train.extrapolate_every, trainer.config.train.extrapolate
+        self.every, self.horizon = trainer.config.train.extrapolate_every, trainer.config.train.extrapolate
         self.path: list[dict[str, Tensor]] = []
         self.held: dict[str, Tensor] = {}
         self.reward = self.before = 0.0
@@ -96,7 +96,7 @@ class Extrapolation(Extension):
     def _extrapolated(self, key: str) -> Tensor:
         values = torch.stack([snapshot[key] for snapshot in self.path])
         c, u = rank_one(values.flatten(1))
-        return values[-1] + (growth(c.cpu(), self.ahead) * u).view(values.shape[1:]).to(values)
+        return values[-1] + (growth(c.cpu(), self.horizon) * u).view(values.shape[1:]).to(values)
 
     def state(self) -> tuple[Tensors, dict[str, Any]]:
         """Return the path and the weights before a jump, for a checkpoint."""

@@ -80,9 +80,9 @@ def test_what_is_learned_of_prompts_without_pictures_is_not_said_of_those_with(t
     files = [str(tmp_path / f"{name}.png") for name in ("red", "blue")]
     for file, colour in zip(files, ("red", "blue")):
         Image.new("RGB", (64, 64), colour).save(file)
-    assert not live.encode_prompt.apart
-    assert live.encode(["a", "b"], images=files).apart and live.encode_prompt.apart
-    assert not live.encode(["a", "b"]).apart
+    assert not live.encode_prompt.one_per_call
+    assert live.encode(["a", "b"], images=files).one_per_call and live.encode_prompt.one_per_call
+    assert not live.encode(["a", "b"]).one_per_call
 
 
 @pytest.mark.parametrize("name, argument, value", [
@@ -143,7 +143,7 @@ def test_pipelines_that_share_their_pictures_among_prompts_are_called_for_each()
     together, apart = policy(), policy("Flux2KleinPipeline")
     for live in (together, apart):
         live.encode(["a"])
-    assert (together.encode_prompt.apart, apart.encode_prompt.apart) == (False, True)
+    assert (together.encode_prompt.one_per_call, apart.encode_prompt.one_per_call) == (False, True)
 
 
 def test_the_other_picture_is_the_negative():

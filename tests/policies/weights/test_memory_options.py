@@ -207,7 +207,7 @@ def test_only_text_encoders_leave():
     pipe = tiny.sd3()
     encoders = memory_options.Encoders(pipe, torch.device("meta"), "cpu")
     encoders.come()
-    encoders.leave()
+    encoders.offload()
     where = {name: part.device.type for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
     assert where == {"text_encoder": "cpu", "text_encoder_2": "cpu", "transformer": "meta", "vae": "meta"}
 
@@ -239,7 +239,7 @@ def test_text_encoders_are_copied_to_the_device_and_not_back():
                     for tensor in [*module.parameters(), *module.buffers()]} == {"meta"}
             assert pipe.text_encoder.twin.embeddings.token_embedding.weight is \
                 pipe.text_encoder.text_model.embeddings.token_embedding.weight
-            encoders.leave()
+            encoders.offload()
     assert moves.counted == {("cpu", "meta"): 2 * len(tensors)}
     for module in encoders.modules:
         for tensor in [*module.parameters(), *module.buffers()]:
