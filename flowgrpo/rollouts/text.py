@@ -52,7 +52,7 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         self.target = TARGETS[type(method.target)](self)
         text = config.text
         self.mismatch = Mismatch(text.correction, text.correction_cap, text.correction_level)
-        self.apart: list[torch.Tensor] = []  # [n,4] of drawn tokens: trainer, sampler, weight, above the cap
+        self.mismatches: list[torch.Tensor] = []  # [n,4] of drawn tokens: trainer, sampler, weight, above the cap
 
     def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> TokenizedPrompts:
         """Tokenise prompts."""
@@ -87,7 +87,7 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         here. turn: how often the epoch has drawn before.
         """
         before, kernel = self.policy.evaluations, self.method.generation.decoding
-        self.apart = self.apart if turn else []
+        self.mismatches = self.mismatches if turn else []
         self.target.progress = epoch / max(self.config.train.epochs - 1, 1)
         conditioning = self.ranked(conditioning)
         seed = self.seeds(epoch, turn, len(conditioning.prompts))
@@ -175,7 +175,7 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         [sampled], [taken] = drawn.transitions, trained.transitions
         given, fixed = (taken.old.logp.cpu(), sampled.old.logp.cpu(), sampled.old.mask.cpu()), sampled.given[:, None]
         weights = self.mismatch(*given).masked_fill(fixed, 1.0)
-        self.apart.append(torch.stack([given[0].float(), given[1].float(), weights.float(),
+        self.mismatches.append(torch.stack([given[0].float(), given[1].float(), weights.float(),
                                        self.mismatch.above(*given).float()], -1)[given[2] & ~fixed])
         if sampled.correction is not None:
             weights = weights * sampled.correction.to(weights)
@@ -188,7 +188,7 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         Behind the name of what draws: kl, the mean difference of log-probabilities, an estimate of KL(sampler ||
         trainer) per token; max, its largest size; weight, the mean weight; above, the share of weights above the cap.
         """
-        values = self.processes.gather(torch.cat(self.apart) if self.apart else torch.empty(0, 4))
+        values = self.processes.gather(torch.cat(self.mismatches) if self.mismatches else torch.empty(0, 4))
         if not len(values):
             return {}
         trainer, sampler, weight, above = values.unbind(1)
