@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +61,23 @@ def tensors_of(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
     Raises UserError for a file that is not regular or is damaged, and for a header of more than HEADER bytes.
     """
+    with _header(path) as opened:
+        return {key: opened.get_tensor(key) for key in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
+
+
+def shapes_of(path: str | Path) -> dict[str, tuple[str, list[int]]]:
+    """Return the dtype, as in F32 or BF16, and the shape of each tensor of a safetensors file, by its header.
+
+    Raises UserError as `tensors_of`.
+    """
+    with _header(path) as opened:
+        slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
+        return {key: (part.get_dtype(), part.get_shape()) for key, part in slices.items()}
+
+
+@contextlib.contextmanager
+def _header(path: str | Path) -> Iterator[Any]:
+    """Context manager: an opened safetensors file."""
     from safetensors import safe_open
 
     if why := unfit(path):
@@ -69,7 +88,7 @@ def tensors_of(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise UserError(f"{path}: a header of {size / 2**20:,.0f} MiB, expected {HEADER / 2**20:,.0f} MiB at most")
     try:
         with safe_open(path, "pt") as opened:
-            return {key: opened.get_tensor(key) for key in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
+            yield opened
     except Exception as error:  # a broken file can raise anything
         raise UserError(f"{path} cannot be read ({' '.join(str(error).split())[:200]}): expected a .safetensors file"
                         ) from None

@@ -17,7 +17,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import images, picture_files, texts
+from flowgrpo.evaluation import images, lora_fit, picture_files, texts
 from flowgrpo.evaluation.batched import Together
 from flowgrpo.evaluation.ledger import Ledger, Place, TextLedger
 from flowgrpo.evaluation.plan import Medium
@@ -48,8 +48,11 @@ class Painter:
         if self.pipe is None:
             config = self.plan.config or Config()
             precision = drawing(config.precision, self.device, self.plan.precision)
+            files = images.files_of(config, self.plan.model)
+            if self.plan.tuned is not None:
+                lora_fit.require_fit(self.plan.model, self.plan.tuned, files)
             self.pipe = images.make_pipeline(self.plan.model, precision, config.trust_remote_code, self.device,
-                                             config.memory, images.files_of(config, self.plan.model))
+                                             config.memory, files)
         weight = self.plan.arms[arm]
         if weight and not self.tuned:
             self._tune()

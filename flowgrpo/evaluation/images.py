@@ -26,7 +26,7 @@ from flowgrpo.data.prompts import Prompt, load_prompts, require_length
 from flowgrpo.device import concrete, drawing, ran_out
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import best_of as choice
-from flowgrpo.evaluation import checkpoints, picture_files, run_rewards
+from flowgrpo.evaluation import checkpoints, lora_fit, picture_files, run_rewards
 from flowgrpo.evaluation.checkpoints import config_of, run_config
 from flowgrpo.evaluation.enhancer import Enhancer
 from flowgrpo.evaluation.measured import Measured, spread
@@ -46,6 +46,8 @@ from flowgrpo.starter import CALLS, EVAL
 from flowgrpo.storage.paths import require_file, require_folder, require_room
 
 BLOCK = 4096  # bytes of the disk that a file takes at least
+
+SIZES = re.compile(r"size mismatch for (\S+): .*?torch\.Size\((\[.*?\])\).*?torch\.Size\((\[.*?\])\)")  # torch's own
 
 
 @contextlib.contextmanager
@@ -91,9 +93,10 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     if image is not None:
         picture_size(image)
     run = None if lora is None else Path(lora)
+    config = config_of(run) or Config()
     if run:
         require_weights(run)
-    config = config_of(run) or Config()
+        lora_fit.require_fit(model, run, files_of(config, model))
     best, written = choice.make(best_of, by, config), enhancer(given) if enhancer else given
     pipe = make_pipeline(model, drawing(config.precision, place(), precision), config.trust_remote_code,
                          memory=config.memory, files=files_of(config, model))
@@ -198,13 +201,13 @@ def load_tuned(pipe: Any, path: Path) -> None:
     elif path.is_file():
         _load_lora(pipe, path)
     elif (path / LORA_FILE).is_file() or any((path / name / "adapter_config.json").is_file() for name in modules):
-        with _told(f"{path} does not load into {type(pipe).__name__}"):
+        with _told(path, pipe):
             load_lora(pipe, modules, path)
         _check_lora(pipe, path / LORA_FILE)
     elif trained:
         for name in trained:
             module = getattr(pipe, name)
-            with _told(f"{path / name} does not load into {type(pipe).__name__}"):
+            with _told(path / name, pipe):
                 tuned = type(module).from_pretrained(path / name, torch_dtype=module.dtype).to(module.device)
                 pipe.register_modules(**{name: tuned})
     else:
@@ -246,7 +249,7 @@ def require_weights(path: Path) -> None:
 
 
 def _load_lora(pipe: Any, file: Path) -> None:
-    with _told(f"{file} does not load into {type(pipe).__name__}"):
+    with _told(file, pipe):
         finite.require_file(file)
         pipe.load_lora_weights(str(file.parent), weight_name=file.name)
     _check_lora(pipe, file)
@@ -260,8 +263,8 @@ def _check_lora(pipe: Any, file: Path) -> None:
 
 
 @contextlib.contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Context manager: turn diffusers' errors on a file into one line, without its log."""
+def _told(path: Path, pipe: Any) -> Iterator[None]:
+    """Context manager: turn diffusers' errors on weights into one line, without its log."""
     from diffusers.utils import logging
 
     level = logging.get_verbosity()
@@ -271,7 +274,11 @@ def _told(what: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{what}: {' '.join(str(error).split())[:200]}") from None
+        said = " ".join(str(error).split())
+        if sizes := SIZES.search(said):
+            said = f"size mismatch for {sizes[1]}, {sizes[2]} in the file and {sizes[3]} in the model"
+        raise UserError(f"{path} does not load into {type(pipe).__name__}: {said[:200]}{lora_fit.trained_on(path)}"
+                        ) from None
     finally:
         logging.set_verbosity(level)
 

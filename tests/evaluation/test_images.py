@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageColor
+from safetensors.torch import load_file, save_file
 
 from flowgrpo import starter
 from flowgrpo.check import tiny as pipelines
@@ -15,7 +18,7 @@ from flowgrpo.config.sections import Adapter
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import best_of, checkpoints, columns, images
+from flowgrpo.evaluation import best_of, checkpoints, columns, images, lora_fit
 from flowgrpo.evaluation.pages import grid
 from flowgrpo.evaluation.pages.clips import as_image
 from flowgrpo.policies.pipelines.load import load_pipeline
@@ -211,14 +214,47 @@ def test_a_run_without_weights_is_told(tmp_path, model):
       "transformer.transformer_blocks.0.attn.to_q.lora_B.weight": (4, 2)}, "does not load into .* size mismatch"),
 ])
 def test_a_lora_that_does_not_fit_is_told(tmp_path, model, content, told):
-    from safetensors.torch import save_file
-
     file = tmp_path / "some.safetensors"
     if content:
         save_file({key: torch.zeros(shape) for key, shape in content.items()}, file)
     with pytest.raises(UserError, match=told) as error:
         drawn(tmp_path, model, file)
     assert "\n" not in str(error.value)
+
+
+def test_a_runs_lora_that_does_not_fit_is_told_before_the_model_is_loaded(tmp_path, model):
+    """By the headers of the files: the other model's layers, and layers of another size."""
+    run = make_run(tmp_path / "run", model, 0.1)
+    origin = f"; its run was trained on {str(model)!r}"
+    other = tmp_path / "sd15"
+    pipelines.make("StableDiffusionPipeline")[0].save_pretrained(other)
+    wide = tmp_path / "wide"
+    shutil.copytree(model, wide)
+    file = wide / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    layer = "transformer_blocks.0.attn.to_q"
+    assert f"{layer}.weight" in tensors
+    save_file({key: torch.zeros(48, *value.shape[1:]) if key == f"{layer}.weight" else value
+               for key, value in tensors.items()}, file)
+    lora_fit.require_fit(str(model), run)
+    wrong = {other: f"{run} holds a LoRA of the transformer, which {other} does not have{origin}",
+             wide: f"{run} does not fit {wide}: the layer transformer.{layer} of its LoRA is 16 x 16, and 48 x 16 "
+                   f"there{origin}"}
+    for folder, line in wrong.items():
+        with pytest.raises(UserError) as error:
+            drawn(tmp_path / "pictures", folder, run)
+        assert str(error.value) == line
+
+
+def test_sizes_that_differ_are_told_with_the_model_that_a_lora_goes_with(tmp_path, model):
+    """What torch says of them is longer than a line holds."""
+    run = make_run(tmp_path / "run", model, 0.1)
+    tensors = load_file(run / LORA_FILE)
+    save_file({key: torch.zeros(2, 4) if key.endswith("to_q.lora_A.weight") else value
+               for key, value in tensors.items()}, run / LORA_FILE)
+    with pytest.raises(UserError, match=r"does not load into StableDiffusion3Pipeline: size mismatch for .*to_q.lora_A"
+                                        r".*, \[2, 4\] in the file and \[2, 16\] in the model; its run was trained on"):
+        images.load_tuned(load_pipeline(str(model)), run)
 
 
 # --- pictures to start from ------------------------------------------------------------------------------------------

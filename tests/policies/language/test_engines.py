@@ -217,7 +217,7 @@ def test_tokens_drawn_in_half_precision_are_weighted_by_what_the_replay_gives_th
     """Old scores computed again are the trainer's: r = trainer / sampler = `by` for every drawn token."""
     made, before, asked = halved(**options)
     exact = [made.rollouts.rescored(part, asked) for part in before]  # the trainer's own, to the bit
-    made.rollouts.apart = []
+    made.rollouts.mismatches = []
     said: list[str] = []
     found = made.first_ratio([shifted(part, by) for part in exact], asked, said.append)
     assert made.first_ratio.rescore and "are computed again" in said[0]
