@@ -23,7 +23,8 @@ from flowgrpo.policies.weights.trainable import TrainableWeights
 ROOT = Path(__file__).parent.parent
 PAGES = {ROOT / "docs" / "get_started" / "one_gpu.md": ("24gb", 1),
          ROOT / "docs" / "get_started" / "eight_gpus.md": ("8x80", 8)}
-SIZES = ["| recipe | model on disk | rewards on disk | one checkpoint, MB | disk in all | host: model | host: rewards |",
+SIZES = ["| recipe | model on disk | rewards on disk | one checkpoint, MB | disk in all | host: model | "
+         "host: rewards |",
          "|---|" + "---:|" * 6]
 BEGIN, END = "<!-- sizes: begin -->\n", "<!-- sizes: end -->\n"
 MOMENTS = {"adamw": 2.0, "adamw8bit": 0.5}  # AdamW's two, in copies of the fp32 weights
@@ -53,8 +54,10 @@ def copies(config: Config) -> float:
 
 
 def size_row(name: str, processes: int) -> str:
-    """Return a recipe's row of sizes in GB, of a checkpoint in MB. Model and rewards are stored at two bytes per parameter; `train.keep`
-    checkpoints and the LoRA are kept."""
+    """Return a recipe's row of sizes in GB, of a checkpoint in MB.
+
+    Model and rewards are stored at two bytes per parameter; `train.keep` checkpoints and the LoRA are kept.
+    """
     config = config_of(name)
     model, adapter = recipe_downloads.of_model(config.model), adapter_billions(config)
     judged = sum(map(recipe_downloads.of_reward, {*rewards(config.trained | config.watched)}))
