@@ -36,5 +36,6 @@ def cut(pipe: Any, call: dict[str, Any], prompts: Iterable[str]) -> str | None:
             longer[f"{count} by the {name} ({most} tokens)"] = count
     if not longer:
         return None
-    return (f"{max(longer.values())} of {len(texts)} prompts are longer than an encoder reads: cut are "
+    largest = max(longer.values())
+    return (f"{largest} of {len(texts)} prompts {'is' if largest == 1 else 'are'} longer than an encoder reads: cut are "
             f"{', '.join(longer)}")
