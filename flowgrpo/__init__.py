@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["UserError", "__version__", "align", "judge", "reward"]
 
 _HOMES = {"align": "flowgrpo.run", "judge": "flowgrpo.rewards.pairwise",
-          "reward": "flowgrpo.rewards", "UserError": "flowgrpo.errors"}
+          "reward": "flowgrpo.rewards.find", "UserError": "flowgrpo.errors"}
 
 
 def __getattr__(name: str) -> Any:

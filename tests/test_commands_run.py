@@ -172,7 +172,7 @@ PROMISED = {
 # Lines that do not run to their end without a network, or within seconds: the reason, and the error in which they end.
 LOADS = "weights of the hub"
 CANNOT = {
-    "serve-reward pick_score|label samples_a|train .*--reward=pick_score": (LOADS, "PickScore_v1 cannot be loaded"),
+    "serve-reward pickscore|label samples_a|train .*--reward=pickscore": (LOADS, "PickScore_v1 cannot be loaded"),
     "train configs/(sdxl_24gb|wan22).yaml|eval RUN --epoch": (LOADS, "HPS_v2.1_compressed.pt cannot be loaded"),
     "encode configs/wan22.yaml": (LOADS, "cannot load the model 'Wan-AI/Wan2.2-T2V-A14B-Diffusers'"),
     "check black-forest-labs/FLUX.1-dev": (LOADS, '"drivable": false'),

@@ -95,7 +95,7 @@ def parse_value(path: str, text: str) -> Any:
 
 
 def _assign(raw: dict[str, Any], path: str, value: Any) -> None:
-    *sections, key = path.split(".")
+    *sections, key = re.split(r"\.(?!\d+(?:\.|$))", path)  # no key is a number: hpsv2.1 is one name
     for part in sections:
         if raw.get(part) is None:
             raw[part] = {}

@@ -17,7 +17,7 @@ from flowgrpo.data import sets
 from flowgrpo.escaped import code, line, markdown
 from flowgrpo.evaluation.picture_files import weight_files
 from flowgrpo.evaluation.report import snapshots
-from flowgrpo.rewards.find import BUILT_IN
+from flowgrpo.rewards.find import ALIASES, BUILT_IN
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import read_object
 from flowgrpo.version import __version__
@@ -107,7 +107,7 @@ def rewards(config: Config) -> str:
 def _version(label: str, rule: WatchRule) -> str:
     name = rule.use or label
     of = ", ".join(f"{key} {code(str(rule.args[key]))}" for key in OF_WEIGHTS if key in rule.args)
-    if name in BUILT_IN:
+    if name in BUILT_IN or name in ALIASES:
         return f"flowgrpo {__version__}" + (f", {of}" if of else "")
     file = Path(name.rpartition(":")[0])
     if file.suffix == ".py":

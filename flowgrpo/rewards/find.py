@@ -29,20 +29,23 @@ BUILT_IN = {
     "appearance": "flowgrpo.rewards.videos.motion:appearance",
     "ocr": "flowgrpo.rewards.images.ocr:Ocr",
     "geneval": "flowgrpo.rewards.images.geneval:GenEval",
+    "geneval_fast": "flowgrpo.rewards.images.geneval:GenEvalFast",
     "jpeg_compressibility": "flowgrpo.rewards.images.quality:jpeg_compressibility",
     "jpeg_incompressibility": "flowgrpo.rewards.images.quality:jpeg_incompressibility",
     "sharpness": "flowgrpo.rewards.images.quality:sharpness",
     "piqe": "flowgrpo.rewards.images.quality:piqe",
     "safety": "flowgrpo.rewards.images.safety:Safety",
     "clip_score": "flowgrpo.rewards.images.clip_models:ClipScore",
+    "clip_cosine": "flowgrpo.rewards.images.clip_models:ClipCosine",
     "subject_score": "flowgrpo.rewards.images.clip_models:SubjectScore",
     "preservation": "flowgrpo.rewards.images.preservation:Preservation",
     "aesthetic": "flowgrpo.rewards.images.aesthetic:Aesthetic",
-    "pick_score": "flowgrpo.rewards.images.clip_models:PickScore",
-    "hps_v2": "flowgrpo.rewards.images.clip_models:HpsV2",
-    "hps_v3": "flowgrpo.rewards.images.hps_v3:HpsV3",
-    "image_reward": "flowgrpo.rewards.images.image_reward:ImageReward",
-    "vqa_score": "flowgrpo.rewards.images.vqa_score:VqaScore",
+    "pickscore": "flowgrpo.rewards.images.clip_models:PickScore",
+    "hpsv2.0": "flowgrpo.rewards.images.clip_models:HpsV20",
+    "hpsv2.1": "flowgrpo.rewards.images.clip_models:HpsV2",
+    "hpsv3": "flowgrpo.rewards.images.hps_v3:HpsV3",
+    "imagereward": "flowgrpo.rewards.images.image_reward:ImageReward",
+    "vqascore": "flowgrpo.rewards.images.vqa_score:VqaScore",
     "question_answers": "flowgrpo.rewards.questions.question_answers:QuestionAnswers",
     "self_answers": "flowgrpo.rewards.questions.self_answers:SelfAnswers",
     "t2i_compbench": "flowgrpo.rewards.questions.t2i_compbench:T2ICompBench",
@@ -53,7 +56,7 @@ BUILT_IN = {
     "subject_consistency": "flowgrpo.rewards.videos.vbench_dimensions:SubjectConsistency",
     "background_consistency": "flowgrpo.rewards.videos.vbench_dimensions:BackgroundConsistency",
     "vbench": "flowgrpo.rewards.videos.vbench_package:VBench",
-    "video_reward": "flowgrpo.rewards.videos.video_reward:VideoReward",
+    "videoalign": "flowgrpo.rewards.videos.video_reward:VideoReward",
     "judge": "flowgrpo.rewards.judges.judge:Judge",
     "judge_pairs": "flowgrpo.rewards.judges.judge:JudgePairs",
     "judge_rubric": "flowgrpo.rewards.judges.judge:JudgeRubric",
@@ -61,9 +64,6 @@ BUILT_IN = {
     "unified_reward_pairs": "flowgrpo.rewards.judges.judge_forms:UnifiedRewardPairs",
     "edit_judge": "flowgrpo.rewards.judges.judge_forms:EditJudge",
     "deqa": "flowgrpo.rewards.judges.judge_forms:DeQA",
-    "videoalign_vq": "flowgrpo.rewards.judges.judge_forms:VideoQuality",
-    "videoalign_mq": "flowgrpo.rewards.judges.judge_forms:MotionQuality",
-    "videoalign_ta": "flowgrpo.rewards.judges.judge_forms:TextAlignment",
     "frames": "flowgrpo.rewards.videos.frames:Frames",
     "tiered": "flowgrpo.rewards.combine:Tiered",
     "gated": "flowgrpo.rewards.combine:Gated",
@@ -117,13 +117,20 @@ BUILT_IN = {
     "text_scorer": "flowgrpo.rewards.text.text_scorer:TextScorer",
     "reward_model": "flowgrpo.rewards.text.reward_model:RewardModel",
 }
+# Names of earlier releases.
+ALIASES = {"pick_score": "pickscore", "hps_v2": "hpsv2.1", "hps_v3": "hpsv3", "image_reward": "imagereward",
+           "video_reward": "videoalign", "vqa_score": "vqascore"}
+REMOVED = {name: "it asked any model a question of ours: choose videoalign, VideoAlign's own weights, with args: "
+                 f"{{axes: {{{axis}: 1}}}}, or judge with a template of yours"
+           for name, axis in (("videoalign_vq", "VQ"), ("videoalign_mq", "MQ"), ("videoalign_ta", "TA"))}
+_told: set[str] = set()  # aliases whose new names were printed
 _registered: dict[str, Any] = {}
 _files: dict[str, str] = {}  # those of Python in which rewards were registered
 
 
 def reward(name: str) -> Callable[[T], T]:
     """Decorator: register a function, an object or a class as the reward `name`, replacing an earlier one."""
-    if name in BUILT_IN:
+    if name in BUILT_IN or name in ALIASES:
         raise UserError(f"the reward name {name!r} is taken by a built-in reward: choose another")
     file = sys._getframe(1).f_globals.get("__file__") or ""
 
@@ -173,6 +180,7 @@ def locate(name: str) -> Any:
     """Return the object behind a name, with a class not yet instantiated: `find` without loading a model."""
     if name in _registered:
         return _registered[name]
+    name = present(name)
     if name in BUILT_IN:
         module, _, attribute = BUILT_IN[name].partition(":")
         return getattr(guarded(f"reward {name!r} does not import", importlib.import_module, module), attribute)
@@ -184,6 +192,19 @@ def locate(name: str) -> Any:
     if point := packaged(GROUP).get(name):
         return guarded(f"reward {name!r} does not import", point.load)
     return _from_folder(name)
+
+
+def present(name: str) -> str:
+    """Return the present name of a reward; the first use of an earlier one prints it.
+    Raises UserError for a reward that was removed."""
+    if name in REMOVED:
+        raise UserError(f"the reward {name!r} was removed: {REMOVED[name]}")
+    if name not in ALIASES:
+        return name
+    if name not in _told:
+        _told.add(name)
+        print(f"the reward {name!r} is now called {ALIASES[name]!r}", file=sys.stderr)
+    return ALIASES[name]
 
 
 def _in_file(path: Path) -> dict[str, Any]:

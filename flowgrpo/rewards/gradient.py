@@ -26,7 +26,7 @@ def require_gradient(rewards: Mapping[str, RewardFunction | Reward]) -> None:
     for name, reward in rewards.items():
         if not as_reward(reward).differentiable:
             raise UserError(f"reward {name!r} is not differentiable, and this method follows a reward's gradient: "
-                            "choose one that is, such as scene_soft or pick_score, or a method that needs none, "
+                            "choose one that is, such as scene_soft or pickscore, or a method that needs none, "
                             "such as mix_grpo")
         for label, part in named(name, reward):
             _require_plain(label, part)

@@ -44,8 +44,8 @@ def judge(name: str, both_orders: bool = False, comparisons: int | None = None, 
 
 def pairing(reward: object) -> Pairing | None:
     """Return a judge's pairing; None for any other reward."""
-    made = as_reward(as_reward(reward).origin)
-    how = made.pairing if isinstance(made, Function) else None
+    judge = as_reward(as_reward(reward).origin)
+    how = judge.pairing if isinstance(judge, Function) else None
     return Pairing() if how is True else how or None
 
 

@@ -44,9 +44,9 @@ def test_reward_models_count_while_they_are_on_the_device():
     policy = tiny.policy()
     conditioning, gib = policy.encode(["red"]), 986_000_000 * 4
     for place, phases in (("keep", ["encode", "rollout", "decode", "update"]), ("cpu", ["rollout", "decode"])):
-        config = tiny.config(memory__rewards=place, reward={"pick_score": 1.0, "scene": 1.0})
+        config = tiny.config(memory__rewards=place, reward={"pickscore": 1.0, "scene": 1.0})
         sizes = reward_models.reward_weights(config)
-        assert sizes == {"pick_score": {"cpu": gib}}  # counted without reading the checkpoint
+        assert sizes == {"pickscore": {"cpu": gib}}  # counted without reading the checkpoint
         counted = memory.memory(policy, config, conditioning, reward_models.on_device(sizes, torch.device("cpu")))
         assert [name for name, parts in counted.items() if parts.get("reward models") == gib] == phases
 
@@ -61,10 +61,10 @@ def test_epochs_that_are_drawn_ahead_wait_beside_every_phase():
 
 def test_the_report_of_rewards_names_bytes_device_and_what_leaves():
     config = tiny.config(memory__rewards="cpu", memory__encoders="cpu",
-                         reward={"pick_score": {"args": {"dtype": "bf16"}}, "hps_v3": 1.0})
-    sizes = {"pick_score": {"cuda:1": 2**30}, "hps_v3": None, "safety": {"cpu": 2**28}}
+                         reward={"pickscore": {"args": {"dtype": "bf16"}}, "hpsv3": 1.0})
+    sizes = {"pickscore": {"cuda:1": 2**30}, "hpsv3": None, "safety": {"cpu": 2**28}}
     assert reward_models.described(sizes, config) == {
-        "pick_score": "1.000 GiB on cuda:1, which it leaves after scoring", "hps_v3": "unknown",
+        "pickscore": "1.000 GiB on cuda:1, which it leaves after scoring", "hpsv3": "unknown",
         "safety": "0.250 GiB on cpu"}
     assert reward_models.leaving(config) == ["text encoders", "reward models"]
     assert reward_models.on_device(sizes, torch.device("cuda:1")) == 2**30

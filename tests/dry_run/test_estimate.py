@@ -142,8 +142,8 @@ def test_options_of_memory_lower_the_phases_they_are_for(model):
 
 
 def test_reward_models_are_held_beside_every_phase(model):
-    rewards = {"pick_score": 1.0, "first": {"use": "frames", "args": {"reward": "hps_v2"}}}
-    options = config(model, reward=rewards, eval__rewards=["pick_score", "ocr"])
+    rewards = {"pickscore": 1.0, "first": {"use": "frames", "args": {"reward": "hpsv2.1"}}}
+    options = config(model, reward=rewards, eval__rewards=["pickscore", "ocr"])
     assert dry_run(options).rewards == 2 * 4 * 0.986e9
     assert dry_run(options).peak > 2 * 4 * 0.986e9
 
@@ -204,7 +204,7 @@ def test_batch_settings_are_the_largest_that_fit(model):
 @pytest.fixture
 def recipe(model, tmp_path):
     file = tmp_path / "recipe.yaml"
-    file.write_text(config(model, reward="hps_v2", train__epochs=3_600_000, **LOW).yaml())
+    file.write_text(config(model, reward="hpsv2.1", train__epochs=3_600_000, **LOW).yaml())
     return str(file)
 
 

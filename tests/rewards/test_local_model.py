@@ -18,10 +18,11 @@ from flowgrpo.rewards.local_model import LocalModel
 from flowgrpo.rewards.videos.video_reward import MARKS
 from tests.rewards.images.test_safety import folder  # noqa: F401  # a fixture
 
-WITH_MODELS = {"safety", "clip_score", "subject_score", "aesthetic", "pick_score", "hps_v2", "hps_v3", "image_reward",
-               "vqa_score", "reference_likelihood", "reward_model", "subject_consistency", "background_consistency",
-               "video_reward", "reasoning_depth", "text_scorer", "semantic_similarity"}
-PASSING_ON = {"question_answers", "geneval", "t2i_compbench"}  # to models that they hold
+WITH_MODELS = {"safety", "clip_score", "clip_cosine", "subject_score", "aesthetic", "pickscore", "hpsv2.0", "hpsv2.1",
+               "hpsv3", "imagereward",
+               "vqascore", "reference_likelihood", "reward_model", "subject_consistency", "background_consistency",
+               "videoalign", "reasoning_depth", "text_scorer", "semantic_similarity"}
+PASSING_ON = {"question_answers", "geneval", "geneval_fast", "t2i_compbench"}  # to models that they hold
 
 
 class Mean(LocalModel):
@@ -64,7 +65,7 @@ def test_every_reward_with_a_model_takes_the_same_arguments():
 ])
 def test_wrong_arguments_are_refused_in_one_line_before_weights_are_read(name, wrong, told, tmp_path):
     further = dict.fromkeys(("reward_model", "semantic_similarity"), {"model": "/no/folder"})
-    for other, marks in (("hps_v3", "<|Reward|>"), ("video_reward", "".join(MARKS))):
+    for other, marks in (("hpsv3", "<|Reward|>"), ("videoalign", "".join(MARKS))):
         (tmp_path / f"{other}.txt").write_text("{text_prompt}" + marks)
         further[other] = {"instruction": str(tmp_path / f"{other}.txt")}
     with pytest.raises(UserError, match=told) as error:

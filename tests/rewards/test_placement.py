@@ -73,11 +73,12 @@ def test_modules_are_those_of_attributes_and_of_parts():
     assert placement.modules(lambda images, prompts: None) == []
 
 
-COUNTS = {"clip_score": 428e6, "subject_score": 428e6, "pick_score": 986e6, "image_reward": 447e6,
-          "vqa_score": 4.02e9 / 2, "question_answers": 4.02e9 / 2, "geneval": 43.7e6, "subject_consistency": 86.4e6,
-          "background_consistency": 87.8e6, "t2i_compbench": (361 + 155 + 151) * 1e6}  # in fp32; half in bf16
-PARTS = [("geneval", {"detector": "mask2former"}, 68.7e6), ("geneval", {"colours": "clip"}, (43.7 + 428) * 1e6),
-         ("geneval", {"detector": "http://127.0.0.1:1/", "colours": "clip", "dtype": "bf16"}, 214e6),
+COUNTS = {"clip_score": 151e6, "clip_cosine": 428e6, "subject_score": 428e6, "pickscore": 986e6, "hpsv2.0": 986e6,
+          "imagereward": 447e6, "vqascore": 4.02e9 / 2, "question_answers": 4.02e9 / 2, "geneval_fast": 43.7e6,
+          "geneval": (68.7 + 428) * 1e6, "subject_consistency": 86.4e6, "background_consistency": 87.8e6,
+          "t2i_compbench": (361 + 155 + 151) * 1e6}  # in fp32; half in bf16
+PARTS = [("geneval", {"colours": "pixels"}, 68.7e6), ("geneval_fast", {"colours": "clip"}, (43.7 + 428) * 1e6),
+         ("geneval", {"detector": "http://127.0.0.1:1/", "dtype": "bf16"}, 214e6),
          ("t2i_compbench", {"dimension": "shape", "dtype": "fp16"}, 180.5e6),
          ("t2i_compbench", {"dimension": "numeracy", "detector": "mask2former"}, 68.7e6),
          ("t2i_compbench", {"dimension": "non_spatial", "clip": {"dtype": "bf16"}}, 75.5e6)]

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from flowgrpo import rewards
+from flowgrpo import config, rewards
+from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.errors import UserError
+from flowgrpo.rewards.find import ALIASES, _told
 
 PROMPTS = ["a cat", "a dog", "a bird"]
 METADATA = [{"n": 1}, {"n": 2}, {"n": 3}]
@@ -190,3 +192,30 @@ def test_broken_files_are_told(text, name, told, tmp_path, monkeypatch):
     if text:
         (tmp_path / "r.py").write_text(text)
     assert told in message(rewards.find, f"{tmp_path}/{name}")
+
+
+def test_earlier_names_run_and_say_the_present_one_once(capsys):
+    _told.clear()
+    for old, new in ALIASES.items():
+        assert rewards.locate(old) is rewards.locate(new)
+        assert capsys.readouterr().err == f"the reward {old!r} is now called {new!r}\n"
+        assert rewards.locate(old) is rewards.locate(new) and capsys.readouterr().err == ""
+    assert not set(ALIASES) & set(rewards.names())
+    with rewards.lazily():
+        composed = rewards.compose({"hps_v2": WatchRule(), "mine": WatchRule(use="pick_score")})
+    assert [type(reward.function).__name__ for reward in composed.values()] == ["HpsV2", "PickScore"]
+    assert "is taken by a built-in reward" in message(rewards.reward, "pick_score")
+
+
+@pytest.mark.parametrize("name, axis", [("videoalign_vq", "VQ"), ("videoalign_mq", "MQ"), ("videoalign_ta", "TA")])
+def test_a_reward_that_was_removed_says_what_to_use(name, axis):
+    told = message(rewards.find, name)
+    assert told.startswith(f"the reward {name!r} was removed: ") and "choose videoalign" in told
+    assert f"args: {{axes: {{{axis}: 1}}}}" in told
+
+
+def test_a_name_with_a_number_is_one_key_of_the_command_line():
+    chosen = config.load(None, {"reward.hpsv2.1.weight": 2, "reward.hpsv2.1.args.antialias": False,
+                                "reward.pickscore": 0.5})
+    assert chosen.rewards == {"hpsv2.1": 2, "pickscore": 0.5}
+    assert chosen.trained["hpsv2.1"].args == {"antialias": False}

@@ -106,7 +106,7 @@ features = boxes = f
 @pytest.mark.parametrize("name, args", [
     ("checklist", {"rewards": ["{}:f"], "thresholds": [0.5]}), ("harmonic", {"rewards": ["{}:f", "sharpness"]}),
     ("gated", {"rewards": ["sharpness", {"use": "ternary", "args": {"rewards": ["{}:f"]}}], "thresholds": [0]}),
-    ("frames", {"reward": "{}:f"}), ("geneval", {"detector": "{}:boxes"}),
+    ("frames", {"reward": "{}:f"}), ("geneval_fast", {"detector": "{}:boxes"}),
     ("t2i_compbench", {"detector": "{}:boxes", "dimension": "spatial"}),
     ("base_similarity", {"features": "{}:features"}),
 ])

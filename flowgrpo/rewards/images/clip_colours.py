@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from flowgrpo.rewards.images.clip_models import ClipScore
+from flowgrpo.rewards.images.clip_models import ClipCosine
 from flowgrpo.rewards.images.colours import NAMES
 from flowgrpo.rewards.images.detections import Detection
 
@@ -23,7 +23,7 @@ TEXTS = ("a photo of a {colour} {label}", "a photo of a {colour}-colored {label}
 GREY = 0x99  # of the background
 
 
-class ColourClip(ClipScore):
+class ColourClip(ClipCosine):
     """CLIP model of `ClipColours`; its errors name the reward."""
 
     reward = "geneval"

@@ -29,21 +29,21 @@ SCORES = ("clipscore", "cosine")
 
 @dataclass(frozen=True)
 class ClipScore(LocalModel):
-    """CLIPScore: 2.5 max(cos, 0) of a picture's and its prompt's embedding (section 3 of the paper), or the cosine.
+    """CLIPScore: 2.5 max(cos, 0) of a picture's and its prompt's embedding, by the paper's model and prefix (section 3
+    of 2104.08718). `clip_cosine` is the plain cosine by a larger model.
 
     model, pretrained: a model of open_clip with its tag or a file of weights (OpenAI's need a `-quickgelu` model).
     score: `clipscore` or `cosine`.
-    prefix: put before each prompt ("A photo depicts " in the paper, which scores captions of photographs; not every
-    prompt asks for one).
+    prefix: put before each prompt. The paper scores captions of photographs; not every prompt asks for one.
     parts: model and tokenizer, ready-made. dtype (fp32), device and batch_size (32): as in `LocalModel`.
     Raises UserError if open_clip or the weights are missing.
     """
 
-    model: str = "ViT-L-14-quickgelu"
+    model: str = "ViT-B-32-quickgelu"
     pretrained: str = "openai"
     score: str = "clipscore"
-    prefix: str = ""
-    reward, parameters = "clip_score", 428e6
+    prefix: str = "A photo depicts "
+    reward, parameters = "clip_score", 151e6
     differentiable = True
     about = About(modality="image", range=(0, 2.5), needs="clip", licence="Apache-2.0, MIT weights")
 
@@ -88,6 +88,20 @@ class ClipScore(LocalModel):
     def _cosines(self, images: Tensor, prompts: list[str]) -> Tensor:
         model, tokenizer = self.models
         return cosines(model, tokenizer, self.prepare(images.to(self.device)).to(self.float_type), prompts)
+
+
+@dataclass(frozen=True)
+class ClipCosine(ClipScore):
+    """Cosine of a picture's and its prompt's embedding by CLIP ViT-L/14, without a prefix.
+
+    Arguments: as in `ClipScore`.
+    """
+
+    model: str = "ViT-L-14-quickgelu"
+    score: str = "cosine"
+    prefix: str = ""
+    reward, parameters = "clip_cosine", 428e6
+    about = About(modality="image", range=(-1, 1), needs="clip", licence="Apache-2.0, MIT weights")
 
 
 def cosines(model: Any, tokenizer: Any, pictures: Tensor, prompts: list[str]) -> Tensor:
@@ -137,20 +151,20 @@ class PickScore(LocalModel):
     revision: str | None = None
     tokenizer: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
     divide: float = 1.0
-    reward, parameters = "pick_score", 986e6
+    reward, parameters = "pickscore", 986e6
     differentiable = True
     about = About(modality="image", range=(None, None), needs="", licence="Apache-2.0, MIT weights")
 
     def __post_init__(self) -> None:
         if not self.divide > 0:
-            raise UserError(f"reward 'pick_score': divide is {self.divide}, expected a number above 0")
+            raise UserError(f"reward 'pickscore': divide is {self.divide}, expected a number above 0")
         super().__post_init__()
 
     def _loaded(self) -> tuple[Any, Any]:
         from transformers import AutoTokenizer, CLIPModel
 
-        return (pretrained("pick_score", CLIPModel, self.model, self.revision, "model"),
-                pretrained("pick_score", AutoTokenizer, self.tokenizer, None, "tokenizer"))
+        return (pretrained("pickscore", CLIPModel, self.model, self.revision, "model"),
+                pretrained("pickscore", AutoTokenizer, self.tokenizer, None, "tokenizer"))
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         return self.batched(self._scores, images, prompts) / self.divide
@@ -168,10 +182,12 @@ class PickScore(LocalModel):
 class HpsV2(LocalModel):
     """HPSv2.1: the cosine of picture and prompt, around 0.2 to 0.35; tables print it times 100.
 
-    The whole picture is scaled to 224 pixels and padded with black, as in the release, which does not crop it.
+    The whole picture is scaled to 224 pixels and padded with black, as in the release (img_score.py), which does not
+    crop it.
 
-    checkpoint: a file, or `owner/name/file` on the hub (HPS_v2_compressed.pt there is version 2.0). revision: of the
-    hub.
+    antialias: false scales as the release did with torchvision before 0.17, on which tables of 2023 were made: up to
+    half of the 8-bit range away at sharp edges.
+    checkpoint: a file, or `owner/name/file` on the hub. revision: of the hub.
     model: the architecture's name in open_clip.
     parts: model and tokenizer, ready-made. dtype (fp32), device and batch_size (32): as in `LocalModel`.
     Raises UserError if open_clip or the checkpoint is missing.
@@ -180,7 +196,8 @@ class HpsV2(LocalModel):
     checkpoint: str = "xswu/HPSv2/HPS_v2.1_compressed.pt"
     revision: str | None = None
     model: str = "ViT-H-14"
-    reward, parameters = "hps_v2", 986e6
+    antialias: bool = True
+    reward, parameters = "hpsv2.1", 986e6
     differentiable = True
     about = About(modality="image", range=(-1, 1), needs="clip", licence="Apache-2.0")
 
@@ -190,13 +207,13 @@ class HpsV2(LocalModel):
     @cached_property
     def prepare(self) -> Preparation:
         """Preprocessing of the model's pictures."""
-        return Preparation(wanted(self.models[0], self.reward).size, "longest")
+        return Preparation(wanted(self.models[0], self.reward).size, "longest", antialias=self.antialias)
 
     def _loaded(self) -> tuple[Any, Any]:
-        open_clip = needed("open_clip", "clip", "reward 'hps_v2'")
-        state = tensors("hps_v2", self.checkpoint, self.revision, "checkpoint")
+        open_clip = needed("open_clip", "clip", f"reward {self.reward!r}")
+        state = tensors(self.reward, self.checkpoint, self.revision, "checkpoint")
         model = open_clip.create_model(self.model, pretrained=None)
-        fill("hps_v2", model, state, self.checkpoint)
+        fill(self.reward, model, state, self.checkpoint)
         return model, open_clip.get_tokenizer(self.model)
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -207,7 +224,18 @@ class HpsV2(LocalModel):
         return cosines(model, tokenizer, self.prepare(images.to(self.device)).to(self.float_type), prompts)
 
 
-class SubjectClip(ClipScore):
+@dataclass(frozen=True)
+class HpsV20(HpsV2):
+    """HPSv2.0: as HPSv2.1, by the weights of the paper (2306.09341).
+
+    Arguments: as in `HpsV2`.
+    """
+
+    checkpoint: str = "xswu/HPSv2/HPS_v2_compressed.pt"
+    reward = "hpsv2.0"
+
+
+class SubjectClip(ClipCosine):
     """CLIP model of `SubjectScore`, whose name its errors report."""
 
     reward = "subject_score"

@@ -8,9 +8,9 @@ Metadata in GenEval's own format, one JSON object per prompt:
 
 The rules are those of its published evaluation. Detections above 0.3 count (0.9 if the tag is "counting"), at most the
 16 highest of a class, without suppressing overlaps. Every clause of `include` must hold and none of `exclude`. Colours
-and positions are checked only for the `count` highest detections of the class. The published detector and colours are
-`detector: mask2former` and `colours: clip`. By default the detector is one of torchvision's, and colours are measured
-(`colours.py`).
+and positions are checked only for the `count` highest detections of the class. `geneval` has the published detector,
+Mask2Former, and the published colours, by CLIP (evaluation/evaluate_images.py of its repository). `geneval_fast` has a
+detector of torchvision's, and measures colours (`colours.py`): its numbers are not GenEval's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -32,7 +32,7 @@ from flowgrpo.rewards.local_model import passed_on
 from flowgrpo.rewards.pixels import eight_bit
 
 RELATIONS = ("left of", "right of", "above", "below")
-SCORES, COLOURS = ("strict", "graded"), ("pixels", "clip")
+SCORES, COLOURS = ("strict", "graded", "flow_grpo"), ("pixels", "clip")
 Namer = Callable[[np.ndarray, Sequence[Detection], str], "list[str | None]"]
 
 
@@ -91,7 +91,7 @@ class Rules:
         """Return the mean over the demands of the `include` clauses. A class's count gives 1 - |found - wanted| /
         wanted, at least 0. Its colour and its position give 1 if they and the count are right, else 0.
 
-        After Flow-GRPO (2505.05470), where too many cost as much as too few; `exclude` is ignored.
+        Too many cost as much as too few; `exclude` is ignored. Flow-GRPO's own reward is `flow_grpo`.
         """
         objects = self.objects(detections, metadata.get("tag"))
         matched: list[list[Detection] | None] = []
@@ -105,6 +105,39 @@ class Rules:
             matched.append(those if len(those) == count and all(right) else None)
         return sum(credits) / len(credits)
 
+    def flow_grpo(self, picture: np.ndarray, detections: Sequence[Detection], metadata: dict[str, Any]) -> float:
+        """Return Flow-GRPO's training reward (2505.05470; reward_server/gen_eval.py of its reward server).
+
+        The mean of these credits of the `include` clauses. Number: 1 - |found - wanted| / wanted, which can be below 0;
+        if it is wrong, one 0 for colour and position together. Colour: the same of the objects that have it. Position,
+        judged if the colours are right: 0 without a target; 1 where it holds; a 0 and a 1 where it does not.
+        """
+        objects = self.objects(detections, metadata.get("tag"))
+        matched: list[list[Detection] | None] = []
+        credits: list[float] = []
+        for clause in metadata["include"]:
+            those, count = objects[clause["class"]], clause["count"]
+            credits.append(1 - abs(len(those) - count) / count)
+            right = len(those) == count
+            if not right and {"color", "position"} & set(clause):
+                credits.append(0.0)
+            if right and "color" in clause:
+                named = self.colours(picture, those, clause["class"]).count(clause["color"])
+                credits.append(1 - abs(named - count) / count)
+                right = named == count
+            if right and "position" in clause:
+                right = self._stands(those, clause, matched)
+                credits += [1.0] if right else [0.0] if matched[clause["position"][1]] is None else [0.0, 1.0]
+            matched.append(those if right else None)
+        return sum(credits) / len(credits)
+
+    def _stands(self, those: list[Detection], clause: dict[str, Any], matched: list[list[Detection] | None]) -> bool:
+        """Return if all objects of a clause are where it says, from all those of its target."""
+        relation, target = clause["position"]
+        others = matched[target]
+        return others is not None and all(relation in relations(one.box, other.box, self.position_threshold)
+                                          for one in those for other in others)
+
     def _attributes(self, picture: np.ndarray, those: list[Detection], clause: dict[str, Any],
                     matched: list[list[Detection] | None]) -> list[bool]:
         """Return, for the colour and the position that a clause demands, if the objects have them."""
@@ -113,50 +146,48 @@ class Rules:
             names = self.colours(picture, those, clause["class"])
             right.append(all(name == clause["color"] for name in names))
         if "position" in clause:
-            relation, target = clause["position"]
-            right.append(matched[target] is not None and all(
-                relation in relations(one.box, other.box, self.position_threshold)
-                for one in those for other in matched[target]))
+            right.append(self._stands(those, clause, matched))
         return right
 
 
 @dataclass(frozen=True)
 class GenEval:
-    """Score the objects that a prompt's metadata lists, in number, colour and position, as GenEval judges.
+    """GenEval: 1 if a picture has the objects of its prompt's metadata in number, colour and position, else 0.
 
     None if the metadata has no `include`.
     detector: a function or a name (detectors.py; torchvision's are under BSD-3-Clause, as are their weights). GenEval's
     own is `mask2former`.
     colours: `pixels`, measured; `clip`, GenEval's own: classified by CLIP; or a function as in `Rules`.
     clip: arguments of `clip_colours.ClipColours`.
-    score: `strict`, 0 or 1, or `graded`, which gives credit for parts.
+    score: `strict`; `graded`, which gives credit for parts; or `flow_grpo`, the reward that Flow-GRPO trained on.
     dtype, device, batch_size: as in `LocalModel`, of the detector and of CLIP; `clip` overrides them. By default fp32;
     8 pictures for torchvision's detectors, which take fp32 alone; 4 for Mask2Former; 32 objects for CLIP.
     Other fields: as in `Rules`. A detector weaker than GenEval's needs a lower `counting_threshold`.
     Raises UserError for a clause that cannot be judged, and for common arguments that no model here takes.
     """
 
-    detector: str | Detector = "fasterrcnn_resnet50_fpn_v2"
+    detector: str | Detector = "mask2former"
     score: str = "strict"
     threshold: float = 0.3
     counting_threshold: float = 0.9
     max_objects: int = 16
     position_threshold: float = 0.1
-    colours: str | Namer = "pixels"
+    colours: str | Namer = "clip"
     clip: dict[str, Any] = field(default_factory=dict)
     dtype: str | None = None
     device: str | None = None
     batch_size: int | None = None
-    about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0, the detector's")
+    reward: ClassVar[str] = "geneval"
+    about = About(modality="image", range=(None, 1), needs="clip", licence="Apache-2.0, MIT weights")
 
     def __post_init__(self) -> None:
         if self.score not in SCORES:
-            raise UserError(f"reward 'geneval': score is {self.score!r}, expected {', '.join(SCORES)}")
-        given = passed_on("geneval", self.dtype, self.device, self.batch_size)
+            raise UserError(f"reward {self.reward!r}: score is {self.score!r}, expected {', '.join(SCORES)}")
+        given = passed_on(self.reward, self.dtype, self.device, self.batch_size)
         local = isinstance(self.detector, str) and in_process(self.detector)
         if given and not local and self.colours != "clip":
-            raise UserError(f"reward 'geneval': got {', '.join(given)}, which the detector {self.detector!r} does not "
-                            "take: leave them out, or name mask2former or one of torchvision's")
+            raise UserError(f"reward {self.reward!r}: got {', '.join(given)}, which the detector {self.detector!r} "
+                            "does not take: leave them out, or name mask2former or one of torchvision's")
         if isinstance(self.colours, str):
             object.__setattr__(self, "colours", self._namer(self.colours, given))
         if isinstance(self.detector, str):
@@ -164,7 +195,7 @@ class GenEval:
 
     def _namer(self, name: str, given: dict[str, Any]) -> Namer:
         if name not in COLOURS or self.clip and name != "clip":
-            raise UserError(f"reward 'geneval': colours is {name!r} and clip {self.clip}, expected "
+            raise UserError(f"reward {self.reward!r}: colours is {name!r} and clip {self.clip}, expected "
                             f"{' or '.join(COLOURS)}, and arguments in clip for the latter alone")
         if name == "pixels":
             return by_pixels
@@ -191,6 +222,19 @@ class GenEval:
         for i, picture, detections in zip(rows, eight_bit(images[rows]), detected):
             scores[i] = judge(picture, detections, metadata[i])
         return scores
+
+
+@dataclass(frozen=True)
+class GenEvalFast(GenEval):
+    """GenEval's rules with a fast detector and measured colours: near its numbers, not comparable with them.
+
+    Arguments: as in `GenEval`.
+    """
+
+    detector: str | Detector = "fasterrcnn_resnet50_fpn_v2"
+    colours: str | Namer = "pixels"
+    reward = "geneval_fast"
+    about = About(modality="image", range=(None, 1), needs="", licence="Apache-2.0, the detector's")
 
 
 def require_judgeable(metadata: dict[str, Any], prompt: str, labels: Sequence[str] | None = None) -> None:

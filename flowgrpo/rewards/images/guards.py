@@ -1,6 +1,6 @@
 """Guards against reward hacking: small rewards that fall when a model exploits the main one.
 
-    reward: {pick_score: 1.0, diversity: 0.1, grid_artefacts: 0.2, over_saturation: 0.2}
+    reward: {pickscore: 1.0, diversity: 0.1, grid_artefacts: 0.2, over_saturation: 0.2}
 
 The penalties are 0 for a sound picture and at least -1.
 """
@@ -31,13 +31,13 @@ def pixels(images: Tensor) -> Tensor:
 
 def extractor(features: str | dict[str, Any] | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Return a feature function, pictures [B, 3, H, W] -> [B, D]: `pixels`, CLIP's of unit length for `clip` (the model
-    of `clip_score`, or a dictionary of its arguments), a given function, or one in a file."""
+    of `clip_cosine`, or a dictionary of its arguments), a given function, or one in a file."""
     if features == "pixels":
         return pixels
     if features == "clip" or isinstance(features, dict):
-        from flowgrpo.rewards.images.clip_models import ClipScore
+        from flowgrpo.rewards.images.clip_models import ClipCosine
 
-        return ClipScore(**features if isinstance(features, dict) else {}).features
+        return ClipCosine(**features if isinstance(features, dict) else {}).features
     if callable(features):
         return features
     from flowgrpo.user_code import load
@@ -57,7 +57,7 @@ class Diversity:
     """Diversity: mean feature distance of a sample to the others of its group.
 
     features: "pixels" (miniatures of 16 by 16; a distance of 1 is black to white), "clip" (embeddings of unit length),
-    arguments of `clip_score` such as {device: "cuda:1"}, a function of pictures [B, 3, H, W] to [B, D], or
+    arguments of `clip_cosine` such as {device: "cuda:1"}, a function of pictures [B, 3, H, W] to [B, D], or
     `file.py:function`.
     """
 

@@ -54,7 +54,7 @@ class HpsV3(LocalModel):
     dtype: str = field(default="bf16", kw_only=True)
     batch_size: int = field(default=4, kw_only=True)
     text: str = field(init=False, repr=False)
-    reward, parameters = "hps_v3", 8.29e9
+    reward, parameters = "hpsv3", 8.29e9
     differentiable = True
     about = About(modality="image", range=(None, None), needs="hpsv3", licence="Apache-2.0, MIT weights")
 
@@ -65,12 +65,12 @@ class HpsV3(LocalModel):
     def _loaded(self) -> tuple[Any, nn.Module, Any]:
         from transformers import Qwen2VLConfig, Qwen2VLProcessor
 
-        state = renamed(tensors("hps_v3", self.checkpoint, self.revision, "checkpoint"))
-        config = pretrained("hps_v3", Qwen2VLConfig, self.model, None, "model")
-        processor = pretrained("hps_v3", Qwen2VLProcessor, self.model, None, "model")
+        state = renamed(tensors("hpsv3", self.checkpoint, self.revision, "checkpoint"))
+        config = pretrained("hpsv3", Qwen2VLConfig, self.model, None, "model")
+        processor = pretrained("hpsv3", Qwen2VLProcessor, self.model, None, "model")
         processor.tokenizer.padding_side = "right"
         processor.tokenizer.add_tokens([MARK], special_tokens=True)
-        with loading(f"reward 'hps_v3': {self.checkpoint}", "give the checkpoint that was made for this reward"):
+        with loading(f"reward 'hpsv3': {self.checkpoint}", "give the checkpoint that was made for this reward"):
             return *assembled(config, state, self.float_type), processor
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -116,19 +116,19 @@ def instruction(file: str | None) -> str:
     if file is None:
         spec = importlib.util.find_spec("hpsv3")
         if spec is None:
-            raise UserError("reward 'hps_v3' needs the instruction of its weights: pip install --no-deps hpsv3, or "
+            raise UserError("reward 'hpsv3' needs the instruction of its weights: pip install --no-deps hpsv3, or "
                             "give it as args: {instruction: FILE}")
         assert spec.submodule_search_locations is not None  # hpsv3 is a package
         source = Path(spec.submodule_search_locations[0], "dataset", "data_collator_qwen.py")
-        with loading(f"reward 'hps_v3': the instruction in {source}", "give it as args: {instruction: FILE}"):
+        with loading(f"reward 'hpsv3': the instruction in {source}", "give it as args: {instruction: FILE}"):
             said = {node.targets[0].id: ast.literal_eval(node.value)  # type: ignore[attr-defined]  # plain names
                     for node in ast.parse(source.read_text(encoding="utf-8")).body
                     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)}
             return said["INSTRUCTION"] + said["prompt_with_special_token"]
-    with loading(f"reward 'hps_v3': {file}", "give a text file as args: {instruction: FILE}"):
+    with loading(f"reward 'hpsv3': {file}", "give a text file as args: {instruction: FILE}"):
         text = Path(file).read_text(encoding="utf-8")
     if text.count(MARK) != 1 or PROMPT not in text:
-        raise UserError(f"reward 'hps_v3': {file} has {text.count(MARK)} times {MARK} and {text.count(PROMPT)} times "
+        raise UserError(f"reward 'hpsv3': {file} has {text.count(MARK)} times {MARK} and {text.count(PROMPT)} times "
                         f"{PROMPT}, expected one and at least one")
     return text
 
@@ -152,7 +152,7 @@ def assembled(config: Qwen2VLConfig, state: dict[str, Tensor], dtype: torch.dtyp
     config.text_config.vocab_size = rows  # the release has one row more than tokens, the base model many more
     head = Head(nn.Linear(width, 1024), nn.ReLU(), nn.Identity(), nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2))
     of_head = {key for key in state if key.startswith("rm_head.")}
-    fill("hps_v3", head, {key.removeprefix("rm_head."): state[key].float() for key in of_head}, "the head")
+    fill("hpsv3", head, {key.removeprefix("rm_head."): state[key].float() for key in of_head}, "the head")
     body = {key: value for key, value in state.items() if key not in of_head}
     loaded: Any = Qwen2VLModel.from_pretrained(None, config=config, state_dict=body, dtype=dtype,
                                                output_loading_info=True)

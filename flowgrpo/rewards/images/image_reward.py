@@ -50,7 +50,7 @@ class ImageReward(LocalModel):
     checkpoint: str = "THUDM/ImageReward/ImageReward.pt"
     revision: str | None = None
     tokenizer: str = "google-bert/bert-base-uncased"
-    reward, parameters = "image_reward", 447e6
+    reward, parameters = "imagereward", 447e6
     differentiable = True
     about = About(modality="image", range=(None, None), needs="", licence="Apache-2.0")
 
@@ -64,10 +64,10 @@ class ImageReward(LocalModel):
     def _loaded(self) -> tuple[Any, Any]:
         from transformers import AutoTokenizer
 
-        state = tensors("image_reward", self.checkpoint, self.revision, "checkpoint")
+        state = tensors("imagereward", self.checkpoint, self.revision, "checkpoint")
         parts = network()
-        fill("image_reward", parts, renamed(state), self.checkpoint)
-        return parts, pretrained("image_reward", AutoTokenizer, self.tokenizer, None, "tokenizer")
+        fill("imagereward", parts, renamed(state), self.checkpoint)
+        return parts, pretrained("imagereward", AutoTokenizer, self.tokenizer, None, "tokenizer")
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         return self.batched(self._scores, images, prompts)

@@ -2,7 +2,8 @@
 asks for.
 
 That text is the metadata's `text`, or else the first part of the prompt in double quotes. Spaces and case do not count,
-as in Flow-GRPO (2505.05470, its reward "ocr").
+as in Flow-GRPO (2505.05470, its reward "ocr"), whose formula this is. Its engine is another one, PaddleOCR's English
+model, so that numbers differ where the two read differently.
 """
 
 from __future__ import annotations

@@ -29,15 +29,17 @@ class Preparation:
     fit: the side that becomes `size`: the "shortest", with a centre crop; the "longest", centred on black padding; or
     both ("squash"). Sides and crop are torchvision's; where transformers crops an odd number of pixels, it is off by
     one.
+    antialias: False scales floats without a filter or rounding, as torchvision did with tensors before 0.17.
     """
 
     size: int = 224
     fit: str = "shortest"
     mean: Sequence[float] = MEAN
     deviation: Sequence[float] = DEVIATION
+    antialias: bool = True
 
     def __call__(self, pictures: Tensor) -> Tensor:
-        pictures = resized(pictures, self.sides(*pictures.shape[-2:]))
+        pictures = resized(pictures, self.sides(*pictures.shape[-2:]), self.antialias)
         pictures = _middle(pictures, self.size) / 255
         mean, deviation = (torch.tensor(values, device=pictures.device)[:, None, None]
                            for values in (self.mean, self.deviation))
@@ -54,14 +56,16 @@ class Preparation:
         return int(self.size * height / short), int(self.size * width / short)
 
 
-def resized(pictures: Tensor, sides: tuple[int, int]) -> Tensor:
+def resized(pictures: Tensor, sides: tuple[int, int], antialias: bool = True) -> Tensor:
     """Resize pictures [B, 3, H, W] in [0, 1] to integers 0 to 255, float32 [B, 3, *sides], as PIL's bicubic resizing of
     8-bit pictures does: first the width, rounded, then the height.
 
-    The gradient passes straight through the rounding.
+    The gradient passes straight through the rounding. antialias: False gives floats of a plain bicubic resizing.
     """
     smooth = (pictures.float() * 255).clamp(0, 255)
     levels = straight(smooth.round(), smooth)
+    if not antialias:
+        return interpolate(levels, sides, mode="bicubic") if tuple(levels.shape[-2:]) != sides else levels
     for size in ((levels.shape[-2], sides[1]), sides):
         if tuple(levels.shape[-2:]) != size:
             smooth = interpolate(levels, size, mode="bicubic", antialias=True).clamp(0, 255)

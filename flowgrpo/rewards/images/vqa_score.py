@@ -41,7 +41,7 @@ class VqaScore(LocalModel):
     answer: str = "yes"
     dtype: str = field(default="bf16", kw_only=True)
     batch_size: int = field(default=8, kw_only=True)
-    reward, parameters = "vqa_score", 4.02e9
+    reward, parameters = "vqascore", 4.02e9
     differentiable = True
     within = ""  # the argument that holds these options
     about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0, MIT weights")

@@ -54,15 +54,14 @@ class DeQA(Asking):
 
     2501.11561. The probabilities are those of the token that names the level, if the endpoint gives them; else only the
     named level counts. alternatives: number of alternatives requested, 0 if the endpoint refuses to give any.
-    begun: beginning of the answer, from which the endpoint goes on (vLLM and SGLang can). DeQA-Score was trained on the
-    template "How would you rate the quality of this image?" and an answer begun by "The quality of the image is".
+    begun: beginning of the answer, from which the endpoint goes on (vLLM and SGLang can; set "" for one that cannot).
+    Template and beginning are those that DeQA-Score was trained on. For another model name the levels in the template.
     """
 
-    template: str = ("How would you rate the quality of this image? Answer with one word: excellent, good, fair, poor "
-                     "or bad.")
+    template: str = "How would you rate the quality of this image?"
     max_tokens: int | None = 16
     alternatives: int = 20
-    begun: str = ""
+    begun: str = "The quality of the image is"
     about = About(modality="image", range=(1, 5), needs="server", licence=LICENCE)
 
     def __post_init__(self) -> None:
@@ -130,34 +129,3 @@ class EditJudge(Asking):
         if instruction is None or preservation is None or quality is None:
             return None
         return math.sqrt(min(instruction, preservation) * quality)
-
-
-_AXIS = ("These are frames of a generated video, in order. Rate its {axis} alone, from 0 (worst) to 10 (best): {means}"
-         "{of}\nEnd with a line `Score: N`.")
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class VideoQuality(Judge):
-    """Visual quality of a video (VideoAlign's axis VQ, 2501.13918), 0 to 10 by a judge."""
-
-    template: str = filled(_AXIS, axis="visual quality", of="", means="is every frame plausible, clear, rich in detail "
-                           "and pleasing?")
-    about = About(modality="video", range=(0, 10), needs="server", licence=LICENCE)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class MotionQuality(Judge):
-    """Motion quality of a video (VideoAlign's axis MQ, 2501.13918), 0 to 10 by a judge."""
-
-    template: str = filled(_AXIS, axis="motion quality", of="", means="is the motion stable, natural, smooth and "
-                           "clear? A video that hardly moves gets a low score.")
-    about = About(modality="video", range=(0, 10), needs="server", licence=LICENCE)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class TextAlignment(Judge):
-    """Alignment of a video with its prompt (VideoAlign's axis TA, 2501.13918), 0 to 10 by a judge."""
-
-    template: str = filled(_AXIS, axis="text alignment", of="\nPrompt: {prompt}", means="do subject, motion, "
-                           "surroundings, style and camera match the prompt?")
-    about = About(modality="video", range=(0, 10), needs="server", licence=LICENCE)

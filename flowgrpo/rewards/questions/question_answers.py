@@ -1,7 +1,7 @@
 """Reward by questions: a model answers questions about a picture, made from its prompt. The idea is UniRL's
 (2505.23380).
 
-Here another model answers and is not trained: InstructBLIP, as in `vqa_score`, one behind a judge's endpoint, or a
+Here another model answers and is not trained: InstructBLIP, as in `vqascore`, one behind a judge's endpoint, or a
 small pretrained network (`learned_answers.py`). In `self_answers.py` the model that draws answers, and learns both. The
 questions are the prompt's own (`questions.py`).
 """
@@ -44,7 +44,7 @@ class Answering(VqaScore):
 class QuestionAnswers:
     """Share of the prompt's questions that a model answers correctly about the picture.
 
-    by: "vqa", the model of `vqa_score`, with its arguments in `vqa`; "judge", with those of `judge.Asking` in `judge`,
+    by: "vqa", the model of `vqascore`, with its arguments in `vqa`; "judge", with those of `judge.Asking` in `judge`,
     whose template holds {question} and {choices}; or the folder of a network for `learned_answers`.
     score: "share", of questions whose right answer is chosen; or, which a judge does not give, "probability", the mean
     probability p of the right answers, or "logit", the mean of log p - log(1 - p), without bounds: of a network for

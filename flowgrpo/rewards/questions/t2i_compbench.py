@@ -46,6 +46,7 @@ class CompBenchClip(ClipScore):
 
     model: str = "ViT-B-32-quickgelu"
     score: str = "cosine"
+    prefix: str = ""
     reward, parameters = "t2i_compbench", 151e6
 
 

@@ -61,12 +61,12 @@ class VideoReward(LocalModel):
     dtype: str = field(default="bf16", kw_only=True)
     batch_size: int = field(default=2, kw_only=True)
     text: str = field(init=False, repr=False)
-    reward, parameters = "video_reward", 2.21e9
+    reward, parameters = "videoalign", 2.21e9
     about = About(modality="video", range=(None, None), needs="", licence="Apache-2.0")
 
     def __post_init__(self) -> None:
         if not self.axes or not set(self.axes) <= set(AXES) or not self.fps > 0:
-            raise UserError(f"reward 'video_reward': axes is {self.axes} and fps {self.fps}, expected weights of "
+            raise UserError(f"reward 'videoalign': axes is {self.axes} and fps {self.fps}, expected weights of "
                             f"{', '.join(AXES)} and a number above 0")
         object.__setattr__(self, "text", instruction(self.instruction))
         super().__post_init__()
@@ -74,15 +74,15 @@ class VideoReward(LocalModel):
     def _loaded(self) -> tuple[Any, nn.Module, Any, dict[str, float]]:
         from transformers import Qwen2VLConfig, Qwen2VLProcessor
 
-        with loading(f"reward 'video_reward': {self.model}", FIX, self.model):
+        with loading(f"reward 'videoalign': {self.model}", FIX, self.model):
             file, weights = files(self.model)
             released = json.loads(file.read_text(encoding="utf-8"))
-        config = pretrained("video_reward", Qwen2VLConfig, self.base, None, "base")
-        processor = pretrained("video_reward", Qwen2VLProcessor, self.base, None, "base")
+        config = pretrained("videoalign", Qwen2VLConfig, self.base, None, "base")
+        processor = pretrained("videoalign", Qwen2VLProcessor, self.base, None, "base")
         processor.tokenizer.padding_side = "right"
         processor.tokenizer.add_tokens(list(MARKS), special_tokens=True)
-        state = tensors("video_reward", str(weights), None, "model")
-        with loading(f"reward 'video_reward': {weights}", FIX):
+        state = tensors("videoalign", str(weights), None, "model")
+        with loading(f"reward 'videoalign': {weights}", FIX):
             model, head = assembled(config, renamed(merged(state, released["peft_lora_config"])), self.float_type)
         return model, head, processor, CONSTANTS | (released.get("inference_config") or {})
 
@@ -142,7 +142,7 @@ def looked_at(count: int, fps: float) -> list[int]:
     """Return the frames of a clip of `count` frames that are seen: 2 a second, evenly spread, an even number.
     Raises UserError for fewer than two frames."""
     if count < 2:
-        raise UserError("reward 'video_reward': got clips of one frame, expected at least two")
+        raise UserError("reward 'videoalign': got clips of one frame, expected at least two")
     most = min(LONGEST, count) // 2 * 2
     number = 2 * round(min(max(2 * count / fps, FEWEST), most) / 2)
     return torch.linspace(0, count - 1, number).round().long().tolist()
@@ -196,14 +196,14 @@ def assembled(config: Any, state: dict[str, Tensor], dtype: torch.dtype) -> tupl
 def instruction(file: str | None) -> str:
     """Return the instruction in a file: a text, or the release's source, which is read and not run."""
     if file is None:
-        raise UserError("reward 'video_reward' needs the instruction of its weights: get prompt_template.py of "
+        raise UserError("reward 'videoalign' needs the instruction of its weights: get prompt_template.py of "
                         "KwaiVGI/VideoAlign, and give it as args: {instruction: prompt_template.py}")
-    with loading(f"reward 'video_reward': {file}", "give prompt_template.py of KwaiVGI/VideoAlign or a text file"):
+    with loading(f"reward 'videoalign': {file}", "give prompt_template.py of KwaiVGI/VideoAlign or a text file"):
         text = Path(file).read_text(encoding="utf-8")
         if file.endswith(".py"):
             [text] = [ast.literal_eval(node.value) for node in ast.parse(text).body if isinstance(node, ast.Assign)
                       and isinstance(node.targets[0], ast.Name) and node.targets[0].id == NAME]
     if [mark for mark in re.findall(r"<\|\w+_reward\|>", text)] != list(MARKS) or PROMPT not in text:
-        raise UserError(f"reward 'video_reward': {file} has not {PROMPT} and {', '.join(MARKS)} once each, in "
+        raise UserError(f"reward 'videoalign': {file} has not {PROMPT} and {', '.join(MARKS)} once each, in "
                         "this order")
     return text

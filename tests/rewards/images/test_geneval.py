@@ -20,7 +20,7 @@ from flowgrpo import rewards
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.images import colours, detectors
 from flowgrpo.rewards.images.detectors import OBJECTS, Detection, decoded
-from flowgrpo.rewards.images.geneval import GenEval, Rules, relations
+from flowgrpo.rewards.images.geneval import GenEvalFast, Rules, relations
 
 PROMPT = "a photo"
 
@@ -32,7 +32,7 @@ def seen(label: str, score: float = 0.95, box=(0, 0, 10, 10)) -> Detection:
 def judged(found: list[Detection], wanted: dict, score: str = "strict", picture: torch.Tensor | None = None,
            **rules) -> float:
     picture = torch.zeros(3, 64, 64) if picture is None else picture
-    reward = GenEval(detector=lambda images: [found for _ in images], score=score, **rules)
+    reward = GenEvalFast(detector=lambda images: [found for _ in images], score=score, **rules)
     return rewards.score({"geneval": reward}, picture[None], [PROMPT], [wanted])[0, 0].item()
 
 
@@ -194,7 +194,7 @@ def test_prompts_without_metadata_of_geneval_are_left_out():
         asked.append(len(images))
         return [[seen("dog")] for _ in images]
 
-    found = rewards.score({"geneval": GenEval(detector=detector)}, torch.zeros(3, 3, 8, 8), [PROMPT] * 3,
+    found = rewards.score({"geneval": GenEvalFast(detector=detector)}, torch.zeros(3, 3, 8, 8), [PROMPT] * 3,
                           [ONE, {}, TWO])[:, 0].tolist()
     assert found[0] == 1 and math.isnan(found[1]) and found[2] == 0 and asked == [2]
 
@@ -216,7 +216,7 @@ def test_a_class_that_the_detector_does_not_know_is_refused():
         return [[Detection((0, 0, 4, 4), "dog", 0.95)] for _ in images]
 
     def scored(*names: str) -> list:
-        return GenEval(detector=dogs)(torch.zeros(1, 3, 8, 8), [PROMPT], [{
+        return GenEvalFast(detector=dogs)(torch.zeros(1, 3, 8, 8), [PROMPT], [{
             "include": [{"class": name, "count": 1} for name in names]}])
 
     assert scored("dog") == [1] and scored("unicorn") == [0]  # nothing is known of what it can find
@@ -231,21 +231,21 @@ def test_a_class_that_the_detector_does_not_know_is_refused():
 
 def test_other_scores_and_detectors_are_refused(tmp_path):
     with pytest.raises(UserError, match="score is 'loose', expected strict, graded"):
-        rewards.find("geneval", {"score": "loose"})
+        rewards.find("geneval_fast", {"score": "loose"})
     with pytest.raises(UserError, match="no detector 'fasterrcnn': expected one of torchvision's"):
-        rewards.find("geneval", {"detector": "fasterrcnn"})
+        rewards.find("geneval_fast", {"detector": "fasterrcnn"})
     with pytest.raises(UserError, match="no detector at .*gone.onnx: expected FastestDet's .onnx file"):
-        rewards.find("geneval", {"detector": str(tmp_path / "gone.onnx")})
+        rewards.find("geneval_fast", {"detector": str(tmp_path / "gone.onnx")})
 
 
 def test_a_detector_from_a_file(tmp_path):
     (tmp_path / "mine.py").write_text("def dogs(images):\n    return [[((0, 0, 4, 4), 'dog', 0.95)] for _ in images]\n")
-    reward = rewards.find("geneval", {"detector": f"{tmp_path}/mine.py:dogs"})
+    reward = rewards.find("geneval_fast", {"detector": f"{tmp_path}/mine.py:dogs"})
     assert reward(torch.zeros(2, 3, 8, 8), [PROMPT] * 2, [ONE, TWO]) == [1, 0]
 
 
 def test_rules_are_the_defaults_of_the_reward():
-    mine, rules = GenEval(detector=len), Rules()
+    mine, rules = GenEvalFast(detector=len), Rules()
     assert [getattr(mine, name) for name in vars(rules)] == list(vars(rules).values())
 
 

@@ -4,6 +4,7 @@ of their own; verdicts of all six tasks by a table worked by hand."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
@@ -223,6 +224,37 @@ def test_verdicts_of_the_six_tasks(wanted, objects, right):
     assert rewards.score({"geneval": reward}, PAINTED[None], ["a photo"], [wanted])[0, 0] == right
 
 
+def test_the_published_detector_and_colours_are_the_defaults():
+    given = {entry.name: entry.default for entry in dataclasses.fields(GenEval)}
+    assert (given["detector"], given["colours"], given["score"]) == ("mask2former", "clip", "strict")
+    assert isinstance(rewards.find("geneval", {"clip": {"parts": (ByHand(), Same), "device": "cpu"}, "detector":
+                                               "http://127.0.0.1:1/"}).colours, ClipColours)
+
+
+DOGS = {"tag": "single_object", "include": [{"class": "dog", "count": 1}]}
+
+
+@pytest.mark.parametrize("wanted, objects, score", [
+    (DOGS, [seen("dog", A)], 1), (DOGS, [], 0),
+    (DOGS, [seen("dog", A)] * 5, -3),  # too many have no floor
+    (COUNT, [seen("dog", A)], 0.5), (COUNT, [seen("dog", A)] * 7, 1 - 5 / 2),
+    # 1 of 3 red: (1 + 1 / 3) / 2; 2 of 3: (1 + 2 / 3) / 2. A wrong number: its credit and one 0.
+    ({"tag": "colors", "include": [{"class": "dog", "count": 3, "color": "red"}]},
+     [seen("dog", A), seen("dog", B), seen("dog", B)], 2 / 3),
+    ({"tag": "colors", "include": [{"class": "dog", "count": 3, "color": "red"}]},
+     [seen("dog", A), seen("dog", A), seen("dog", B)], 5 / 6),
+    (RED, [], 0), (RED, [seen("dog", A)] * 2, 0),
+    # Two numbers, and the position: 1, or a 0 and a 1, or without its target one 0.
+    (ABOVE, [seen("dog", C), seen("cat", B)], 1), (ABOVE, [seen("dog", B), seen("cat", C)], 3 / 4),
+    (ABOVE, [seen("dog", C)], 1 / 3), (ABOVE, [seen("cat", C)], 1 / 3),
+])
+def test_the_training_reward_of_flow_grpo_by_hand(wanted, objects, score):
+    reward = GenEval(detector=lambda images: [objects for _ in images], score="flow_grpo",
+                     clip={"parts": (ByHand(), Same), "device": "cpu"})
+    found = rewards.score({"geneval": reward}, PAINTED[None], ["a photo"], [wanted])[0, 0].item()
+    assert found == pytest.approx(score, abs=1e-6)
+
+
 def test_the_mask_decides_the_colour():
     """A thin dog: most of its box is the blue wall, which is painted grey."""
     picture = painted(((0, 0, 64, 64), "blue"), ((20, 0, 24, 64), "red"))
@@ -250,12 +282,12 @@ def test_common_arguments_go_to_the_detector_and_to_clip(parts, tmp_path):
 
 @pytest.mark.parametrize("args, message", [
     ({"detector": "http://127.0.0.1:1/", "device": "cpu", "batch_size": 2},
-     "reward 'geneval': got device, batch_size, which the detector 'http://127.0.0.1:1/' does not take: leave them"),
+     "reward 'geneval_fast': got device, batch_size, which the detector 'http://127.0.0.1:1/' does not take: leave"),
     ({"dtype": "bf16"}, "detector 'fasterrcnn_resnet50_fpn_v2': dtype is 'bf16', expected fp32: leave it out"),
 ])
 def test_common_arguments_that_no_model_takes_are_refused(args, message):
     with pytest.raises(UserError, match=message):
-        rewards.find("geneval", args)
+        rewards.find("geneval_fast", args)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -271,4 +303,4 @@ def test_other_names_of_colours_are_refused():
     with pytest.raises(UserError, match="colours is 'hue' and clip {}, expected pixels or clip"):
         GenEval(detector=len, colours="hue")
     with pytest.raises(UserError, match="arguments in clip for the latter alone"):
-        GenEval(detector=len, clip={"model": "ViT-B-32"})
+        GenEval(detector=len, colours="pixels", clip={"model": "ViT-B-32"})

@@ -19,7 +19,7 @@ from tests.rewards.images.test_model_rewards_blip import bert, released, tiny_ne
 from tests.rewards.images.test_model_rewards_hps_v3 import release  # noqa: F401
 
 PROMPTS = ["a red cube", "two dogs", "a cat on a mat"]
-KINDS = ("pick", "hps", "clip", "image_reward", "aesthetic")
+KINDS = ("pick", "hps", "clip", "imagereward", "aesthetic")
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def made(tiny, pick, encoder, bert):  # noqa: F811
     return {"pick": PickScore(device="cpu", parts=pick[:2], batch_size=2),
             "hps": HpsV2(device="cpu", parts=tiny[:2], batch_size=2),
             "clip": ClipScore(device="cpu", parts=tiny[:2], score="cosine"),
-            "image_reward": ImageReward(device="cpu", parts=(tiny_network(released()), bert)),
+            "imagereward": ImageReward(device="cpu", parts=(tiny_network(released()), bert)),
             "aesthetic": Aesthetic(device="cpu", parts=(encoder, vision.perceptron(8)))}
 
 

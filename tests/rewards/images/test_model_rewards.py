@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import logging
 import sys
@@ -20,8 +21,9 @@ from flowgrpo.log import unlogged
 from flowgrpo.rewards.find import find
 from flowgrpo.rewards.images import vision
 from flowgrpo.rewards.images.aesthetic import Aesthetic
-from flowgrpo.rewards.images.clip_models import ClipScore, HpsV2, PickScore
+from flowgrpo.rewards.images.clip_models import ClipCosine, ClipScore, HpsV2, PickScore
 from flowgrpo.rewards.images.guards import Diversity
+from flowgrpo.rewards.laziness import lazily
 from flowgrpo.rewards.score import score
 
 PROMPTS = ["a red cube", "two dogs", "a cat on a mat , sleeping", "two dogs", "a blue ball"]
@@ -143,9 +145,9 @@ def test_clip_score_is_the_scaled_cosine(tiny, batch):
     model, tokenizer, file = tiny
     images = pictures(5, 32, 32)
     expected = one_by_one(model, tokenizer, [by_pil(image, 32) for image in images], PROMPTS)
-    cosine = ClipScore("tiny-clip-of-tests", file, score="cosine", device="cpu", batch_size=batch)
+    cosine = ClipCosine("tiny-clip-of-tests", file, device="cpu", batch_size=batch)
     assert torch.allclose(cosine(images, PROMPTS).double(), expected, atol=1e-5) and expected.std() > 0.01
-    clipped = ClipScore(score="clipscore", device="cpu", batch_size=batch, parts=(model, tokenizer))
+    clipped = ClipScore(prefix="", device="cpu", batch_size=batch, parts=(model, tokenizer))
     assert torch.allclose(clipped(images, PROMPTS).double(), 2.5 * expected.clamp(min=0), atol=1e-5)
     assert (expected < 0).any() and (expected > 0).any()  # both sides of the clip are seen
 
@@ -166,8 +168,8 @@ def test_diversity_of_clips_features_is_the_distance_of_its_embeddings(tiny, bat
 def test_clip_score_puts_its_prefix_first(tiny):
     model, tokenizer, _ = tiny
     images = pictures(2, 32, 32)
-    prefixed = ClipScore(prefix="A photo depicts ", score="cosine", device="cpu", parts=(model, tokenizer))
-    plain = ClipScore(score="cosine", device="cpu", parts=(model, tokenizer))
+    prefixed = ClipScore(score="cosine", device="cpu", parts=(model, tokenizer))
+    plain = ClipCosine(device="cpu", parts=(model, tokenizer))
     there = plain(images, ["A photo depicts a cat", "A photo depicts two dogs"])
     assert torch.equal(prefixed(images, ["a cat", "two dogs"]), there)
 
@@ -192,6 +194,39 @@ def test_hps_v2_is_the_cosine_of_the_whole_picture(tiny):
     assert expected.std() > 0.01
     ready = HpsV2(device="cpu", parts=(model, tokenizer))
     assert torch.allclose(ready(images, PROMPTS), reward(images, PROMPTS), atol=1e-6)
+
+
+def test_the_published_model_and_prefix_of_clip_score_are_the_defaults():
+    given = {entry.name: entry.default for entry in dataclasses.fields(ClipScore)}
+    assert [given[key] for key in ("model", "pretrained", "score", "prefix")] == [
+        "ViT-B-32-quickgelu", "openai", "clipscore", "A photo depicts "]
+    cosine = {entry.name: entry.default for entry in dataclasses.fields(ClipCosine)}
+    assert [cosine[key] for key in ("model", "score", "prefix")] == ["ViT-L-14-quickgelu", "cosine", ""]
+
+
+def test_both_versions_of_hps_v2_have_their_names(tiny):
+    model, tokenizer, file = tiny
+    images, options = pictures(2, 44, 90), {"model": "tiny-clip-of-tests", "device": "cpu"}
+    one, two = (find(name, {"checkpoint": file, **options}) for name in ("hpsv2.0", "hpsv2.1"))
+    assert torch.equal(one(images, PROMPTS[:2]), two(images, PROMPTS[:2]))
+    with lazily():
+        assert [find(name).checkpoint for name in ("hpsv2.0", "hpsv2.1")] == [
+            "xswu/HPSv2/HPS_v2_compressed.pt", "xswu/HPSv2/HPS_v2.1_compressed.pt"]
+
+
+@pytest.mark.parametrize("height, width", [(44, 90), (90, 64)])
+def test_the_scaling_of_old_tables_has_no_filter(tiny, height, width):
+    """The release's transform on a float tensor, as torchvision before 0.17 ran it."""
+    images = pictures(2, height, width)
+    scale = 32 / max(height, width)
+    sides = [round(height * scale), round(width * scale)]
+    small = transforms.functional.resize(images, sides, transforms.InterpolationMode.BICUBIC, antialias=False)
+    left, top = 32 - sides[1], 32 - sides[0]
+    square = torch.nn.functional.pad(small, (left // 2, left - left // 2, top // 2, top - top // 2))
+    expected = transforms.functional.normalize(square, vision.MEAN, vision.DEVIATION)
+    reward = HpsV2(device="cpu", parts=tiny[:2], antialias=False)
+    torch.testing.assert_close(reward.prepare(images), expected, atol=1e-5, rtol=0)
+    assert (expected - HpsV2(device="cpu", parts=tiny[:2]).prepare(images)).abs().max() > 20 * LEVEL
 
 
 # --- PickScore -------------------------------------------------------------------------------------------------------
@@ -317,8 +352,8 @@ def test_a_long_reason_is_cut_between_words():
 
 
 @pytest.mark.parametrize("name, arguments", [
-    ("clip_score", {}), ("pick_score", {"model": "owner/name"}), ("safety", {"model": "owner/name"}),
-    ("image_reward", {"checkpoint": "owner/name/file.pt"})])
+    ("clip_score", {}), ("pickscore", {"model": "owner/name"}), ("safety", {"model": "owner/name"}),
+    ("imagereward", {"checkpoint": "owner/name/file.pt"})])
 def test_a_hub_that_does_not_answer_is_asked_once(name, arguments, monkeypatch, tmp_path, caplog):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -333,11 +368,11 @@ def test_a_hub_that_does_not_answer_is_asked_once(name, arguments, monkeypatch, 
 @pytest.mark.parametrize("name, arguments, line", [
     ("clip_score", {"pretrained": "/no/weights.pt"}, "fetch|open_clip.list_pretrained"),
     ("clip_score", {"score": "cos"}, "score is 'cos', expected clipscore or cosine"),
-    ("hps_v2", {"checkpoint": "/no/HPS.pt"}, "/no/HPS.pt cannot be loaded .no such file.: fetch it and give its path"),
-    ("pick_score", {"model": "/no/folder"}, "/no/folder cannot be loaded .*: fetch it and give its folder as args"),
-    ("pick_score", {"divide": 0}, "divide is 0, expected a number above 0"),
+    ("hpsv2.1", {"checkpoint": "/no/HPS.pt"}, "/no/HPS.pt cannot be loaded .no such file.: fetch it and give its path"),
+    ("pickscore", {"model": "/no/folder"}, "/no/folder cannot be loaded .*: fetch it and give its folder as args"),
+    ("pickscore", {"divide": 0}, "divide is 0, expected a number above 0"),
     ("aesthetic", {"head": "/no/head.pth"}, "/no/head.pth cannot be loaded .*: fetch it and give its path"),
-    ("hps_v2", {"chekpoint": "x"}, "takes no argument 'chekpoint': did you mean 'checkpoint'?"),
+    ("hpsv2.1", {"chekpoint": "x"}, "takes no argument 'chekpoint': did you mean 'checkpoint'?"),
 ])
 def test_mistakes_are_told_in_one_line(name, arguments, line, caplog):
     with pytest.raises(UserError, match=line) as error:
@@ -352,7 +387,7 @@ def test_errors_of_another_program_are_logged_while_a_model_is_loaded(caplog):
     assert caplog.messages == ["of another program"]
 
 
-@pytest.mark.parametrize("name", ["clip_score", "hps_v2"])
+@pytest.mark.parametrize("name", ["clip_score", "hpsv2.1"])
 def test_a_missing_package_is_named_with_its_extra(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "open_clip", None)
     with pytest.raises(UserError, match=rf"reward '{name}' needs open_clip .*pip install 'flowgrpo\[clip\]'"):
@@ -370,7 +405,7 @@ def test_scores_in_bf16_are_near_those_in_fp32(tiny, pick, encoder):
 def test_they_are_rewards_like_others(tiny, pick):
     images, metadata = pictures(5, 40, 40), [{}] * 5
     both = {"clip_score": ClipScore(device="cpu", parts=tiny[:2]),
-            "pick_score": PickScore(device="cpu", parts=pick[:2])}
+            "pickscore": PickScore(device="cpu", parts=pick[:2])}
     columns = score(both, images, PROMPTS, metadata)
     assert columns.shape == (5, 2) and not columns.isnan().any()
-    assert torch.equal(columns[:, 1], both["pick_score"](images, PROMPTS))
+    assert torch.equal(columns[:, 1], both["pickscore"](images, PROMPTS))

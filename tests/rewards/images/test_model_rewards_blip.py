@@ -193,7 +193,7 @@ def test_another_checkpoint_is_refused(tmp_path):
     state = released()
     state["mlp.layers.7.weight"] = torch.zeros(2, 16)
     with pytest.raises(UserError, match="x.pt cannot be loaded .*give the checkpoint that was made for this reward"):
-        vision.fill("image_reward", image_reward.network(TINY_VISION, TINY_TEXT), image_reward.renamed(state), "x.pt")
+        vision.fill("imagereward", image_reward.network(TINY_VISION, TINY_TEXT), image_reward.renamed(state), "x.pt")
 
 
 # --- VQAScore --------------------------------------------------------------------------------------------------------
@@ -262,10 +262,10 @@ def test_a_prompt_with_braces_is_asked_as_it_is(answering):
 
 
 @pytest.mark.parametrize("name, arguments, told", [
-    ("image_reward", {"checkpoint": "/no/ImageReward.pt"}, "/no/ImageReward.pt cannot be loaded .*: fetch it and give"),
-    ("vqa_score", {"model": "/no/folder"}, "/no/folder cannot be loaded .*: fetch it and give its folder as args"),
-    ("vqa_score", {"question": "Is it so?"}, "question is 'Is it so.', expected one with {} for the prompt"),
-    ("vqa_score", {"dtype": "int8"}, "dtype is 'int8', expected fp32, bf16, fp16"),
+    ("imagereward", {"checkpoint": "/no/ImageReward.pt"}, "/no/ImageReward.pt cannot be loaded .*: fetch it and give"),
+    ("vqascore", {"model": "/no/folder"}, "/no/folder cannot be loaded .*: fetch it and give its folder as args"),
+    ("vqascore", {"question": "Is it so?"}, "question is 'Is it so.', expected one with {} for the prompt"),
+    ("vqascore", {"dtype": "int8"}, "dtype is 'int8', expected fp32, bf16, fp16"),
 ])
 def test_mistakes_are_told_in_one_line(name, arguments, told):
     with pytest.raises(UserError, match=told) as error:

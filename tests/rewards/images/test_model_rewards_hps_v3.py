@@ -159,8 +159,8 @@ def test_the_package_is_named_where_it_is_missing(monkeypatch):
 ])
 def test_mistakes_are_told_in_one_line(release, change, told):
     with pytest.raises(UserError, match=told) as error:
-        find("hps_v3", {**release[0], **change})
-    assert "\n" not in str(error.value) and "hps_v3" in str(error.value)
+        find("hpsv3", {**release[0], **change})
+    assert "\n" not in str(error.value) and "hpsv3" in str(error.value)
 
 
 @pytest.mark.parametrize("text, told", [("rate {text_prompt}", "0 times <.Reward.>"), ("<|Reward|>", "0 times {text")])

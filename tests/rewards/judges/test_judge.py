@@ -330,12 +330,12 @@ def test_settings_and_the_key_arrive(monkeypatch, tmp_path):
 def test_frames_of_a_video_are_shown_in_order():
     videos = torch.linspace(0, 1, 9)[None, :, None, None, None].expand(1, 9, 3, 4, 4)
     with endpoint([said("Score: 7")]) as server:
-        found = rewards.find("videoalign_mq", {"url": server.url, "frames": 3, **QUICK})(videos, ["p"])
+        found = Judge(url=server.url, template="How is the motion?", frames=3, **QUICK)(videos, ["p"])
         assert found == [7]
         shown = [opened(part["url"]).getpixel((0, 0))[0] for part in parts(server.seen[0][2], "image_url")]
         assert shown == [0, 128, 255]
-        assert rewards.score({"ta": rewards.find("videoalign_ta", {"url": server.url, **QUICK})}, videos, ["a cat"],
-                             [{}]).tolist() == [[7]]
+        shown_too = Judge(url=server.url, template="Does it show {prompt}?", **QUICK)
+        assert rewards.score({"ta": shown_too}, videos, ["a cat"], [{}]).tolist() == [[7]]
         assert "a cat" in parts(server.seen[1][2], "text")[0] and "a cat" not in parts(server.seen[0][2], "text")[0]
 
 
@@ -585,8 +585,13 @@ def test_deqa_takes_probabilities_where_there_are_any():
         found = answered(reward(shades(1, 2, 3, 4, 5), ["p"] * 5))
         assert found == [pytest.approx(3.75, abs=1e-12), 4, 4, "failed", "failed"]
         DeQA(url=server.url, alternatives=0, **QUICK)(ONE, ["p"])
-        assert "logprobs" not in server.seen[-1][2] and len(server.seen[-1][2]["messages"]) == 1
+        assert "logprobs" not in server.seen[-1][2] and len(server.seen[-1][2]["messages"]) == 2
+        DeQA(url=server.url, begun="", **QUICK)(ONE, ["p"])
+        assert len(server.seen[-1][2]["messages"]) == 1 and "continue_final_message" not in server.seen[-1][2]
         DeQA(url=server.url, template="How is it?", begun="The quality is", **QUICK)(ONE, ["p"])
+    first = server.seen[0][2]  # the question and the beginning that its weights were trained on
+    assert first["messages"][0]["content"][-1]["text"] == "How would you rate the quality of this image?"
+    assert first["messages"][1] == {"role": "assistant", "content": "The quality of the image is"}
     assert server.seen[0][2]["logprobs"] is True and server.seen[0][2]["top_logprobs"] == 20
     begun = server.seen[-1][2]  # the answer goes on from the words that it is given
     assert begun["messages"][1:] == [{"role": "assistant", "content": "The quality is"}]

@@ -84,7 +84,7 @@ def as_released(model, head: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("video_reward")
+    folder = tmp_path_factory.mktemp("videoalign")
     words, model = saved_base(folder / "base")
     head = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
     (folder / "checkpoint-12").mkdir()
@@ -135,14 +135,14 @@ def test_scores_are_the_head_on_the_three_marks(release):
     values = torch.tensor([expected(release, clip, prompt) for clip, prompt in zip(CLIPS, PROMPTS)])
     assert values.std(0).min() > 1e-3
     for axes, wanted in (({"VQ": 1.0}, values[:, 0]), ({"MQ": 2.0, "TA": 0.5}, 2 * values[:, 1] + values[:, 2] / 2)):
-        reward = find("video_reward", {**release[0], "axes": axes})
+        reward = find("videoalign", {**release[0], "axes": axes})
         assert reward(CLIPS, PROMPTS).tolist() == pytest.approx(wanted.tolist(), abs=2e-3)
-    marked = find("video_reward", release[0])(CLIPS[1:2], ["two <|VQ_reward|>dogs<|video_pad|>"])
+    marked = find("videoalign", release[0])(CLIPS[1:2], ["two <|VQ_reward|>dogs<|video_pad|>"])
     assert marked.tolist() == pytest.approx([values[1].sum().item()], abs=5e-3)
 
 
 def test_weights_in_half_precision_keep_the_head_in_fp32(release):
-    half, full = (find("video_reward", {**release[0], "dtype": dtype, "batch_size": 2}) for dtype in ("bf16", "fp32"))
+    half, full = (find("videoalign", {**release[0], "dtype": dtype, "batch_size": 2}) for dtype in ("bf16", "fp32"))
     model, head, *_ = half.models
     assert model.dtype == torch.bfloat16 and head[0].weight.dtype == torch.float32
     assert {buffer.dtype for name, buffer in model.named_buffers() if "inv_freq" in name} == {torch.float32}
@@ -184,10 +184,10 @@ def test_weights_run_nothing_and_safetensors_come_first(release, tmp_path):
     (tmp_path / "model_config.json").write_text(json.dumps({"peft_lora_config": LORA}))
     torch.save({"a": Command(f"touch {tmp_path}/ran")}, tmp_path / "checkpoint-2" / "model.pth")
     with pytest.raises(UserError, match="checkpoint-2/model.pth cannot be loaded"):
-        find("video_reward", {**arguments, "model": str(tmp_path)})
+        find("videoalign", {**arguments, "model": str(tmp_path)})
     assert not (tmp_path / "ran").exists()
     save_file(as_released(model, head), tmp_path / "checkpoint-1" / "model.safetensors")
-    assert find("video_reward", {**arguments, "model": str(tmp_path)}).parts[-1]["TA_mean"] == 2.8105
+    assert find("videoalign", {**arguments, "model": str(tmp_path)}).parts[-1]["TA_mean"] == 2.8105
 
 
 @pytest.mark.parametrize("change, told", [
@@ -199,8 +199,8 @@ def test_weights_run_nothing_and_safetensors_come_first(release, tmp_path):
 ])
 def test_mistakes_are_told_in_one_line(release, change, told):
     with pytest.raises(UserError, match=told) as error:
-        find("video_reward", {**release[0], **change})
-    assert "\n" not in str(error.value) and "video_reward" in str(error.value)
+        find("videoalign", {**release[0], **change})
+    assert "\n" not in str(error.value) and "videoalign" in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["{text_prompt}", " ".join(MARKS), " ".join([*MARKS[::-1], "{text_prompt}"])])
