@@ -32,7 +32,6 @@ UNKNOWN = About()
 # Optional fields of a batch that a reward reads; all but the latents are passed on by name.
 LATENTS, BASE, POLICY, MEMORY, EPOCH = "latents", "base", "policy", "memory", "epoch"
 PASSED = (BASE, POLICY, MEMORY, EPOCH)
-POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +148,8 @@ class Function(Reward):
             self.signature: inspect.Signature | None = inspect.signature(_signed(function))
         except (ValueError, TypeError):  # compiled functions may have none
             self.signature = None
-        names = list(self.signature.parameters) if self.signature else []
+        names = [name for name, parameter in (self.signature.parameters if self.signature else {}).items()
+                 if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)]
 
         def says(fact: str, otherwise: Any = None) -> Any:
             value = getattr(function, fact, otherwise)

@@ -70,6 +70,13 @@ def test_the_names_of_the_parameters_are_its_facts(thing, unit, reads):
     assert as_reward(made) is made and made.origin is thing
 
 
+def test_collected_arguments_ask_for_nothing():
+    def any_of(images, prompts, *group, **base):
+        return [float(len(group) + len(base))] * len(prompts)
+
+    assert as_reward(any_of).unit == "sample" and not as_reward(any_of).reads and score(any_of) == [1] * 4
+
+
 def test_what_its_names_ask_for_is_what_it_gets():
     mean = PICTURES.mean((1, 2, 3))
     assert score(three) == [0, 1, 2, 3] and score(two) == score(Level()) == score(Network()) == mean.tolist()
