@@ -156,8 +156,8 @@ def test_a_picture_of_the_metadata_goes_first(tmp_path):
 
 def test_rewards_of_rewards_hand_it_on():
     both = combine.Tiered([guards.BaseSimilarity(), lambda images, prompts: [1.0, 1.0]], [0.7])
-    assert both.base is True and ask(both, BASE) == pytest.approx([1.9, 0.6])
-    assert combine.Corrected([lambda images, prompts: [1.0, 1.0]]).base is False
+    assert both.reads == {"base"} and ask(both, BASE) == pytest.approx([1.9, 0.6])
+    assert not combine.Corrected([lambda images, prompts: [1.0, 1.0]]).reads
 
 
 def test_groups_see_it_too():

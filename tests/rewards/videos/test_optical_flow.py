@@ -141,7 +141,7 @@ def lit(*values: float) -> torch.Tensor:
 def test_the_mean_or_the_worst_frame_counts(args, expected):
     clips = torch.stack([lit(0.2, 0.4, 0.6), lit(0.25, 0.5, 0.75), lit(0, 0.5, 0), lit(0, 0, 0)])
     reward = Frames(level, **args)
-    found = reward(clips, ["", "bold", "", ""], [{}, {}, {"more": 3}, {}])
+    found = reward(rewards.Batch(clips, ["", "bold", "", ""], [{}, {}, {"more": 3}, {}]))
     assert [None if value is None else pytest.approx(value) for value in expected] == found
 
 
