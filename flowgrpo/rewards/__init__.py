@@ -11,12 +11,11 @@ that sample. A name is one of
 - `http://host:port/NAME`, of a server (rewards/remote/client.py, server.py),
 - an entry point in the group `flowgrpo.rewards`.
 
-A class is instantiated once, when the reward is found, with the `args` of its rule; the instance is the reward. A
-reward's facts (`about`) are in about.py; a recipe's rule for it (weights, prompts, failures, time-outs, cached scores)
-in flowgrpo/config/reward_rules.py. Rewards that compare the samples of a group are in pairwise.py, those that compare
-with the base model's samples in beside_base.py. Models that run in this process are in local_model.py, the place of
-their weights in placement.py. With the attribute `scores = "latents"` a reward is given clean latents in place of
-pictures.
+A class is instantiated once, when the reward is found, with the `args` of its rule; the instance is the reward.
+
+reward.py has the type that all of these become, with its facts and its one argument, a batch; wrap.py the rules of a
+recipe (config/reward_rules.py) around one, in their order; combine.py rewards made of rewards; pairwise.py judges of
+pairs. Models that run in this process are in local_model.py, the place of their weights in placement.py.
 """
 
 from __future__ import annotations

@@ -156,7 +156,8 @@ class Function(Reward):
             return otherwise if isinstance(value, property) else value  # of a class that is not made yet
 
         self.pairing: Pairing | bool | None = says("pairwise", names[:2] == ["first", "second"]) or None
-        self.unit = "pair" if self.pairing else "group" if says("group", "group" in names) else "sample"
+        self.named_group = "group" in names
+        self.unit = "pair" if self.pairing else "group" if says("group", self.named_group) else "sample"
         facts = says("about")
         self.about = facts if isinstance(facts, About) else UNKNOWN
         self.judges = self.about.modality.split("/") if self.about.modality else MODALITIES
@@ -175,10 +176,12 @@ class Function(Reward):
 
     def __call__(self, batch: Batch) -> Any:
         further = {field: getattr(batch, field) for field in PASSED if field in self.reads}
+        if self.unit == "group" and self.named_group:
+            further["group"] = batch.group
         if self.unit == "pair":
             first, second = batch.samples
             return self.function(*(first, second, batch.prompts, batch.metadata)[:self._takes(4, "(first, second, ")])
-        if self.unit == "group":
+        if self.unit == "group" and not self.named_group:  # an attribute says so: the fourth by position
             return self.function(batch.samples, batch.prompts, batch.metadata, batch.group, **further)
         given = batch.samples, batch.prompts, batch.metadata
         return self.function(*given[:self._takes(3, "(images, ", **further)], **further)

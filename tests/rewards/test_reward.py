@@ -81,6 +81,7 @@ def test_what_its_names_ask_for_is_what_it_gets():
     mean = PICTURES.mean((1, 2, 3))
     assert score(three) == [0, 1, 2, 3] and score(two) == score(Level()) == score(Network()) == mean.tolist()
     assert score(of_groups, group=2) == pytest.approx(mean.view(2, 2).mean(1).repeat_interleave(2).tolist())
+    assert score(lambda images, prompts, group: [float(group)] * len(prompts), group=2) == [2] * 4
     assert score(beside, base=PICTURES) == [0] * 4
     assert score(of_latents, latents=torch.full((4, 2), 3.0)) == [3] * 4
     assert score(better, group=2) == (mean > mean.view(2, 2).flip(1).flatten()).float().tolist()
