@@ -3,7 +3,7 @@
     python scripts/bench_pages.py runs/bench runs/bench_text    # takes the results of finished benches first
     python scripts/bench_pages.py                               # of docs/bench_results.json, after an edit of notes
 
-A FOLDER is that of a `flowgrpo bench`, one for each model. Results of a model replace its earlier ones in
+A FOLDER is that of a `flowgrpo compare methods`, one for each model. Results of a model replace its earlier ones in
 docs/bench_results.json; those of other models stay. Notes on rows are in bench_notes.py. Hand-written text that follows
 the written part under `## Result on the bench` of a method's page stays. tests/test_bench_pages.py reports pages that
 are not current.
@@ -45,10 +45,10 @@ HEAD = """# Benchmark
 
 Written by `scripts/bench_pages.py` from `docs/bench_results.json`: do not edit.
 
-Methods of alignment on the packaged models, from the same budget each, by [`flowgrpo bench`](bench.md). That page
-says what is counted and measured, and [how it is tested](bench.md#statistical-test). Models and worlds are small: the
-order may be another one on large models. A difference is to the reference, with an interval that is not corrected for
-the number of pairs; p-values and verdicts are corrected (Holm).
+Methods of alignment on the packaged models, from the same budget each, by [`flowgrpo compare methods`](bench.md). That
+page says what is counted and measured, and [how it is tested](bench.md#statistical-test). Models and worlds are small:
+the order may be another one on large models. A difference is to the reference, with an interval that is not corrected
+for the number of pairs; p-values and verdicts are corrected (Holm).
 """
 TOLD = ("Parts are the published ones, unless [the benchmark](../benchmark.md) says otherwise. All methods, curves and "
         "costs are there. The interval is of this pair alone; the verdict is corrected for all pairs (Holm).")
@@ -109,8 +109,8 @@ def shown(value: Any) -> str:
 def command(model: Mapping[str, Any]) -> str:
     """Return the command that made the results."""
     name, limit = model["model"], model["limit"]
-    words = ["flowgrpo bench", f"--model {name}", f"--evaluations {model['evaluations']}", f"--seeds {model['seeds']}",
-             f"--points {model['points']}", *([f"--prompts {limit}"] if limit else []),
+    words = ["flowgrpo compare methods", f"--model {name}", f"--evaluations {model['evaluations']}",
+             f"--seeds {model['seeds']}", f"--points {model['points']}", *([f"--prompts {limit}"] if limit else []),
              *swept(model)]
     reference = next(method["given"] for method in model["methods"] if method["label"] == model["reference"])
     words += [f"--reference {reference}"] if reference != models.MODELS[name].reference else []

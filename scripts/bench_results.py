@@ -36,7 +36,7 @@ def collected(folder: Path) -> dict[str, Any]:
     """
     for name in ("results.json", BENCH):
         if not (folder / name).is_file():
-            raise UserError(f"{folder}: it has no {name}, expected the folder of a finished `flowgrpo bench`")
+            raise UserError(f"{folder}: it has no {name}, expected the folder of a finished `flowgrpo compare methods`")
     told = read_object(folder / "results.json", MEND, methods=list, differences=list, tuned_differences=list)
     runs = [run for method in told["methods"] for run in method["runs"] + method.get("tuned", {}).get("runs", [])]
     if told["reference"] is None:

@@ -46,7 +46,7 @@ out of range are errors that name the key. Every run writes its resolved configu
 recipe itself. `parts` changes fields of the method's parts, such as `parts: {plan: {size: 2}}`: see
 [methods/index.md](methods/index.md).
 
-A recipe can extend another one, whose file is relative to its own:
+A recipe can extend another one: a packaged one by its name, or a file relative to its own.
 
 ```yaml
 extends: flux_dev_24gb            # a packaged recipe, or a file such as base.yaml
@@ -153,7 +153,7 @@ the run prints it: the kernel by `FlowDDIM` with eta 1, which is DDIM here, the 
 
 **At inference** a tuned model and its base draw together with `--rlg W`: [`rlg`](rlg.md) (2508.21016), which is no
 preset. `--best-of N --by REWARD` of `sample` and `eval` draws N times and keeps the picture or text that a reward
-scores highest, such as one that `flowgrpo train-reward` learned (Gen-Drive, 2410.05582); a picture records N, the
+scores highest, such as one that `flowgrpo reward train` learned (Gen-Drive, 2410.05582); a picture records N, the
 reward and its score.
 """
 
@@ -168,7 +168,7 @@ A method of your own needs no change here: see [Methods of your own](../extendin
 4. Refuse impossible fields in `__post_init__`, in one line: what was got, what was expected.
 5. Test it on values worked by hand, in the test file of its module.
 6. Write the preset in a module of `flowgrpo/methods/presets/`, a `method.having(...)` of what defines it.
-7. Its first line is what `flowgrpo methods` shows: `Name: what it does (2501.01234).`
+7. Its first line is what `flowgrpo list methods` shows: `Name: what it does (2501.01234).`
 8. Test its defining property in `tests/methods/test_presets.py` and its defaults in `tests/methods/test_methods.py`.
 9. Write `docs/methods/<preset>.md` in the template of the others: idea and paper, formula as implemented, parameters,
    when to use it, differences from the paper, recipe, tests.
@@ -363,8 +363,12 @@ def commands() -> str:
 
     from flowgrpo.cli import app
 
-    parts = []
-    for name, command in typer.main.get_command(app).commands.items():
+    parts, every = [], dict[str, Any]()
+    root = typer.main.get_command(app)
+    for name in root.list_commands(None):
+        inner = getattr(root.commands[name], "commands", {name: root.commands[name]})
+        every |= {name if each is root.commands[name] else f"{name} {of}": each for of, each in inner.items()}
+    for name, command in every.items():
         about = " ".join((command.help or "").split())
         usage = " ".join([f"flowgrpo {name}", *(_usage(parameter) for parameter in command.params), "[OPTIONS]"])
         shown = [parameter for parameter in command.params if parameter.name != "help"]

@@ -4,8 +4,8 @@
     python scripts/demo_table.py --output runs/demo_table --recipe configs/starter_consistency.yaml --precision fp32
 
 A row per run: strict accuracy on held-out prompts before and after, per task after, KL to the base and diversity
-within a prompt as `flowgrpo bench` measures them, the watched rewards, and the whole run's seconds. Finished runs in
---output are kept. The table goes to --output/table.md, the numbers to table.json.
+within a prompt as `flowgrpo compare methods` measures them, the watched rewards, and the whole run's seconds. Finished
+runs in --output are kept. The table goes to --output/table.md, the numbers to table.json.
 """
 
 from __future__ import annotations

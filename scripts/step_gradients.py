@@ -3,8 +3,8 @@
     python scripts/step_gradients.py --methods flow_grpo,dance_grpo,mix_grpo+grpo_guard --epochs 8
 
 Epochs differ in prompts and noise, and nothing is updated between them. Two epochs agree by the cosine of their
-gradients: 1 is pure signal, 0 is pure noise. Settings are those of `flowgrpo bench`, without a KL. Methods that train
-recorded steps alone.
+gradients: 1 is pure signal, 0 is pure noise. Settings are those of `flowgrpo compare methods`, without a KL. Methods
+that train recorded steps alone.
 
     step      index of the denoising step
     std       deviation of its noise, as the kernel draws it
@@ -97,7 +97,7 @@ def lines(entry: Entry, folder: Path, epochs: int, seed: int) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", required=True, help="as of flowgrpo bench, separated by commas")
+    parser.add_argument("--methods", required=True, help="as of flowgrpo compare methods, separated by commas")
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

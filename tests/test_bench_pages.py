@@ -9,13 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 
 from flowgrpo.bench import collect
 from flowgrpo.bench.models import MODELS
 from flowgrpo.bench.plan import PUBLISHED, Plan, Request, Run, begin
-from flowgrpo.cli import app
 from flowgrpo.errors import UserError
+from tests.helpers.commands import commands
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "scripts"))
@@ -122,9 +121,9 @@ def test_the_command_of_a_section_makes_the_same_bench(folders):
     """`--points` of the benches here is 2, `--prompts` 40."""
     for folder, rates in zip(folders, (TEXT, STARTER)):
         words = shlex.split(bench_pages.command(bench_results.collected(folder)))
-        given = typer.main.get_command(app).commands["bench"].make_context("bench", words[2:]).params
+        given = commands()["compare methods"].make_context("methods", words[3:]).params
         swept = rates is TEXT
-        assert words[:2] == ["flowgrpo", "bench"] and set(given["methods"].split(",")) == rates.keys()
+        assert words[:3] == ["flowgrpo", "compare", "methods"] and set(given["methods"].split(",")) == rates.keys()
         assert given["model"] == ("starter_text" if swept else "starter") and given["sweep"] == ("all" if swept else "")
         assert [given[key] for key in ("evaluations", "seeds", "points", "prompts", "reference")] == [
             40_000, 1 if swept else 2, 2, PROMPTS, None]

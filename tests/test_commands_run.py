@@ -25,6 +25,7 @@ from flowgrpo.dry_run import published
 from flowgrpo.starter import scenes
 from tests.dry_run.test_recipes import shallow
 from tests.helpers import chat_endpoint, stand_in_hub
+from tests.helpers.commands import leaf
 from tests.helpers.shown_commands import VISITED, Typed, value, words
 from tests.test_docs import ROOT, command_lines
 
@@ -98,7 +99,7 @@ FILES = {
     "runs/starter_pairs": starter_pairs,
     "runs": (RUN[0], "runs"), "runs/starter": RUN, "runs/one": RUN, "runs/two": RUN,
     "runs/sdxl_24gb": RUN, "runs/flux_dev_24gb": RUN,
-    "runs/mine": ("flowgrpo grid runs/starter", "runs/starter"),
+    "runs/mine": ("flowgrpo compare grid runs/starter", "runs/starter"),
     "runs/starter_text": TEXT_RUN, "runs/enhancer": TEXT_RUN,
     "runs/fast": ("flowgrpo train configs/starter.yaml --method=flow_grpo_fast --parts={} --name=fast",
                   "runs/fast"),
@@ -109,11 +110,11 @@ FILES = {
     "rewritten": ("flowgrpo sample runs/enhancer1 --prompts prompts.txt --count 4 --temperature 1 --key prompt "
                   "--output rewritten", "rewritten"),
     "samples": (SAMPLES, "samples"), "samples_a": (SAMPLES, "samples"), "samples_b": (f"{SAMPLES} --seed 1", "samples"),
-    "pairs.jsonl": ("flowgrpo label samples --rewards aspects.yaml --all --tie 0.5", "pairs.jsonl", "samples"),
-    "reward": ("flowgrpo train-reward pairs.jsonl --output reward", "reward"),
+    "pairs.jsonl": ("flowgrpo reward label samples --rewards aspects.yaml --all --tie 0.5", "pairs.jsonl", "samples"),
+    "reward": ("flowgrpo reward train pairs.jsonl --output reward", "reward"),
     "soft.py": ("flowgrpo new method soft", "soft.py"), "my_loss.py": ("flowgrpo new method my_loss", "my_loss.py"),
-    "clean.jsonl": ("flowgrpo data prompts.jsonl --dedupe --near 0.7 --output clean.jsonl", "clean.jsonl"),
-    "one.jsonl": ("flowgrpo data clean.jsonl --rates runs/rates --by variance --keep 1 --output one.jsonl",
+    "clean.jsonl": ("flowgrpo prompts mix prompts.jsonl --dedupe --near 0.7 --output clean.jsonl", "clean.jsonl"),
+    "one.jsonl": ("flowgrpo prompts mix clean.jsonl --rates runs/rates --by variance --keep 1 --output one.jsonl",
                   "one.jsonl"),
     "hub:me/starter": ("flowgrpo push runs/starter me/starter",),
     "me/starter@second": ("flowgrpo push runs/starter me/starter --private --revision second --message "
@@ -122,10 +123,10 @@ FILES = {
 STAND_INS = {
     "": {"RUN": "runs/starter", "PIPELINE": "starter", "MODEL": "starter", "RECIPE": "configs/starter.yaml", "K": "1"},
     "train RECIPE --name=enhancer1": {"RECIPE": "enhancer.yaml"},
-    "(grid|eval) RUN .*rlg": {"RUN": "runs/fast"},  # which trained the denoiser alone
+    "(compare grid|eval) RUN .*rlg": {"RUN": "runs/fast"},  # which trained the denoiser alone
     "eval MODEL": {"MODEL": "starter_text"},
     "eval RUN --epoch": {"50": "1", "FILE": "scenes.jsonl", "FOLDER": "measured"},
-    "prompts FILE": {"FILE": "prompts.txt"},
+    "list prompts FILE": {"FILE": "prompts.txt"},
     "(sample|export) RUN --epoch": {"50": "1", "TEXT": "a red star"},
     "check": {"MODEL": "stabilityai/stable-diffusion-xl-base-1.0", "RECIPE": "configs/sdxl_24gb.yaml"},
 }
@@ -135,48 +136,53 @@ SMALL = ("--picture.height=128 --picture.width=128 --train.prompts=2 --train.gro
          "--train.steps=6")  # beside fewer blocks
 OPTIONS = {
     "train (configs/starter_text|enhancer)": f"{TINY} --train.updates=1",
-    "train configs/starter.yaml": f"{TINY} --eval.steps=2",
+    "(train configs/starter.yaml|demo)": f"{TINY} --eval.steps=2",
     "train configs/starter.yaml --name=painter1": "--reward=sharpness",  # rewrites of digits are no scenes
     "train configs/starter_dpo": f"{PAIRS}runs/starter_pairs/pairs.jsonl",
     "train configs/starter_rpo": f"{PAIRS}runs/starter_pairs/subjects.jsonl",
     "check .*--gpu": SMALL,
     "check .*flux_dev_8x80": "--train.updates=1",  # of two prompts on eight processes
-    "bench": "--evaluations 100",
+    "compare methods": "--evaluations 100",
     "sample (starter|hub:|runs/(sdxl|flux))(?!.*text)": "--steps 2",
-    "grid": "--count 2",
+    "compare grid": "--count 2",
     "eval runs/(starter|fast) ": "--steps 2 --suite scenes.jsonl",
     "eval starter --suite geneval": "--steps 2 --suite scenes.jsonl --rewards sharpness",  # its detector is downloaded
     "eval runs/starter_text": "--samples 2 --suite sums.jsonl",
-    "data .*--measure": "--samples 1 --low 0 --high 1",
-    "report .*--live|vote|serve-reward": "--port 0",
-    "vote starter": "--count 2",
-    "train-reward": "--epochs 1 --size 16 --batch 4 --held-out 0.5",
-    "label starter_text": "--prompts sums.jsonl",
+    "prompts mix .*--measure": "--samples 1 --low 0 --high 1",
+    "report .*--live|compare vote|reward serve": "--port 0",
+    "compare vote starter": "--count 2",
+    "reward train": "--epochs 1 --size 16 --batch 4 --held-out 0.5",
+    "reward label starter_text": "--prompts sums.jsonl",
 }
 # What a command promises: a file, or behind > what it says.
 PROMISED = {
-    "train ": "runs/{name}/summary.json", "train-reward": "{output}/*.safetensors",
+    "train ": "runs/{name}/summary.json", "reward train": "{output}/*.safetensors",
     "sample runs/enhancer1": "rewritten/prompts.jsonl", "sample starter_text": "> \\d",
-    "sample": "samples/*.png", "grid .*--columns rlg": "runs/fast/grid-rlg.html", "grid hub:": "grid.png",
-    "grid": "runs/starter/grid.png", "eval .*--rlg": "{output}/rlg.png", "eval": "{output}/table.md",
-    "data": "{output}", "write-prompts": "{output}", "label": "pairs.jsonl", "vote": "> share for",
+    "sample": "samples/*.png", "compare grid .*--columns rlg": "runs/fast/grid-rlg.html",
+    "compare grid hub:": "grid.png",
+    "compare grid": "runs/starter/grid.png", "eval .*--rlg": "{output}/rlg.png", "eval": "{output}/table.md",
+    "prompts mix": "{output}", "prompts write": "{output}", "reward label": "pairs.jsonl",
+    "compare vote": "> share for", "demo": "runs/starter/summary.json",
     "report .*--live": "> Ctrl-C ends it", "report runs/fast": "runs/fast-lr.html",
     "report": "runs/starter/report.html", "export .*card": "runs/starter/README.md",
     "export .*--epoch": "runs/starter/**/kohya*.safetensors", "export": "{first}/kohya.safetensors",
     "push .*--dry-run": "> nothing was uploaded",
-    "push": "> /me/starter/commit/", "runs": "> starter .* finished", "methods": "> mix_grpo", "rewards": "> ocr",
-    "prompts prompts.txt": "> a red star left of a ring", "prompts": "> position",
-    "new": "{last}.py", "score sharpness": "> before_after.png", "score": "> 1\\.0000",
-    "serve-reward": "> Stopping", "check .*--json": '> "measured": false', "check": "> computed, not measured",
+    "push": "> /me/starter/commit/", "list runs": "> starter .* finished", "list methods": "> mix_grpo",
+    "list rewards": "> ocr",
+    "list prompts prompts.txt": "> a red star left of a ring", "list prompts": "> position",
+    "new": "{last}.py", "reward score sharpness": "> before_after.png", "reward score": "> 1\\.0000",
+    "reward serve": "> Stopping", "check .*--json": '> "measured": false', "check": "> computed, not measured",
 }
 # Lines that do not run to their end without a network, or within seconds: the reason, and the error in which they end.
 LOADS = "weights of the hub"
 CANNOT = {
-    "serve-reward pickscore|label samples_a|train .*--reward=pickscore": (LOADS, "PickScore_v1 cannot be loaded"),
+    "reward serve pickscore|reward label samples_a|train .*--reward=pickscore": (
+        LOADS, "PickScore_v1 cannot be loaded"),
     "train configs/(sdxl_24gb|wan22).yaml|eval RUN --epoch": (LOADS, "HPS_v2.1_compressed.pt cannot be loaded"),
-    "encode configs/wan22.yaml": (LOADS, "cannot load the model 'Wan-AI/Wan2.2-T2V-A14B-Diffusers'"),
+    "prompts encode configs/wan22.yaml": (LOADS, "cannot load the model 'Wan-AI/Wan2.2-T2V-A14B-Diffusers'"),
     "check black-forest-labs/FLUX.1-dev": (LOADS, '"drivable": false'),
-    "bench": ("minutes; its methods are planned, and tests/bench runs one", "takes 1,068: expected at least as many"),
+    "compare methods": ("minutes; its methods are planned, and tests/bench runs one",
+                        "takes 1,068: expected at least as many"),
 }
 LAUNCHED = re.compile(r"(?:\w+=\S+ )*(accelerate launch|torchrun) ")  # on several GPUs
 
@@ -197,7 +203,7 @@ def typed(tmp_path_factory) -> Iterator[Typed]:
         patch.setenv("HF_TOKEN", "hf_x")
         for name, model in published.MODELS.items():
             patch.setitem(published.MODELS, name, shallow(model))
-        yield Typed(place, FILES, STAND_INS, OPTIONS | {"write-prompts": f"--url {url} --model m --count 2"})
+        yield Typed(place, FILES, STAND_INS, OPTIONS | {"prompts write": f"--url {url} --model m --count 2"})
 
 
 def cannot(line: str) -> tuple[str, str] | None:
@@ -246,8 +252,8 @@ def test_a_command_that_cannot_run_here_ends_in_one_line(line, typed, monkeypatc
     said = made.out if "--json" in arguments else made.err.splitlines()[-1]
     assert made.code == 2 and cannot(line)[1] in said
     assert "--json" in arguments or said.startswith("flowgrpo: error: ")
-    if arguments[0] in ("train", "encode"):
-        recipe, options = recipe_and_options([word for word in arguments[1:] if word != "--resume"])
+    if (command := leaf(arguments))[0] in ("train", "prompts encode"):
+        recipe, options = recipe_and_options([word for word in command[1] if word != "--resume"])
         assert load(ROOT / recipe, options).name == options.get("name", Path(recipe).stem)
 
 

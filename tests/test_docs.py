@@ -9,15 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 import yaml
 
 from flowgrpo import methods
-from flowgrpo.cli import app, train
+from flowgrpo.cli import train
 from flowgrpo.config import load
 from flowgrpo.data.prompts import load_prompts
 from flowgrpo.methods import keys_read, overlay, registry, validate
 from flowgrpo.policies import build
+from tests.helpers.commands import commands, leaf
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "scripts"))
@@ -142,25 +142,26 @@ def command_lines() -> list[str]:
     blocks = [block for text in texts for language, block in re.findall(r"^```(.*?)\n(.*?)^```$", text, re.S | re.M)
               if not language]
     plain = "\n".join(re.sub(r"^```.*?^```", "", text, flags=re.S | re.M) for text in texts[:len(first)])
-    inline = [line for line in re.findall(f"`({COMMAND})`", plain) if not re.fullmatch("flowgrpo [a-z-]+", line)]
+    inline = [line for line in re.findall(f"`({COMMAND})`", plain) if leaf(line.partition("flowgrpo ")[2].split())[1]]
     return inline + [line for block in blocks for line in re.findall(f"^{COMMAND}(?:#.*)?$", block, re.M)]
 
 
 def test_command_lines_are_found():
-    assert {line.split()[1] for line in command_lines() if line.startswith("flowgrpo ")} == {
-        "train", "sample", "grid", "eval", "bench", "report", "runs", "export", "check", "methods", "new", "prompts",
-        "rewards", "score", "train-reward", "serve-reward", "encode", "vote", "label", "push", "data", "write-prompts"}
+    assert {leaf(line.split()[1:])[0] for line in command_lines() if line.startswith("flowgrpo ")} == {
+        "demo", "train", "check", "sample", "eval", "report", "export", "push", "new", "list methods", "list rewards",
+        "list prompts", "list runs", "compare grid", "compare vote", "compare methods", "reward score", "reward train",
+        "reward serve", "reward label", "prompts encode", "prompts mix", "prompts write"}
     assert any(line.startswith("accelerate launch") for line in command_lines())
 
 
 @pytest.mark.parametrize("line", command_lines())
 def test_command_lines_that_are_shown_parse(line):
     words = shlex.split(line.partition("flowgrpo ")[2], comments=True)
-    name, *arguments = [STAND_INS.get(word, word) for word in words if STAND_INS.get(word, word)]
-    context = typer.main.get_command(app).commands[name].make_context(name, arguments)
-    if name in ("train", "encode"):
+    name, arguments = leaf([STAND_INS.get(word, word) for word in words if STAND_INS.get(word, word)])
+    context = commands()[name].make_context(name, arguments)
+    if name in ("train", "prompts encode"):
         recipe, _ = train.recipe_and_options(context.params["arguments"])
-        assert recipe is not None and load(ROOT / recipe)
+        assert recipe is not None and load(ROOT / recipe if recipe.endswith(".yaml") else recipe)
 
 
 def test_the_prompt_files_that_are_shown_hold_the_same(tmp_path):

@@ -64,7 +64,7 @@ def test_the_configuration_names_what_lies_in_files(run):
 
 
 def test_commands_of_a_run_work(run, tmp_path):
-    assert main(["grid", str(run), "--output", str(tmp_path / "grid.png")]) == 0
+    assert main(["compare", "grid", str(run), "--output", str(tmp_path / "grid.png")]) == 0
     assert main(["export", str(run), "--form", "merged", "--output", str(tmp_path / "merged")]) == 0
     assert (tmp_path / "grid.png").is_file() and (tmp_path / "merged" / "model_index.json").is_file()
 
@@ -80,10 +80,11 @@ def test_its_configuration_repeats_the_run_and_both_keep_their_prompts(run, tmp_
     assert checkpoints.run_config(earlier).prompts == str(earlier / provenance.PROMPTS)
 
 
-@pytest.mark.parametrize("command", [("grid",), ("export", "--form", "merged"), ("eval", "--suite", "starter")])
+@pytest.mark.parametrize("command", [("compare grid",), ("export", "--form", "merged"),
+                                     ("eval", "--suite", "starter")])
 def test_a_model_without_a_folder_is_told_without_asking_the_hub(nameless, command, tmp_path, capsys):
     name, *options = command
-    line = told(capsys, name, str(nameless), *options, "--trust-run", "--output", str(tmp_path / "out"))
+    line = told(capsys, *name.split(), str(nameless), *options, "--trust-run", "--output", str(tmp_path / "out"))
     assert "cannot load the model 'StableDiffusion3Pipeline': that is a class, as a run says that was made from" in line
 
 

@@ -104,7 +104,7 @@ try:
     print(metadata.version("flowgrpo"))
 except metadata.PackageNotFoundError:
     from flowgrpo.cli import main
-    sys.exit(main(["train", RECIPE]) or main(["rewards"]))
+    sys.exit(main(["train", RECIPE]) or main(["list", "rewards"]))
 """
 
 

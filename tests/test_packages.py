@@ -36,7 +36,7 @@ def test_this_environment_fits():
 
 def test_an_old_package_is_named_with_the_command(tmp_path):
     install(tmp_path / "site-packages", "peft", "0.11.0")
-    done = run(tmp_path / "site-packages", "methods")
+    done = run(tmp_path / "site-packages", "list", "methods")
     [line] = done.stderr.splitlines()
     assert done.returncode == 2
     assert line.startswith("flowgrpo: error: flowgrpo 0.1.0 does not work with peft 0.11.0") and \

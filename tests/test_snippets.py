@@ -46,7 +46,7 @@ def test_documents_are_found():
 
 @pytest.mark.parametrize("document", [*documents()])
 def test_yaml_that_is_shown_loads(document, tmp_path):
-    """A recipe, or templates of prompts, or named rewards of `flowgrpo label --rewards`."""
+    """A recipe, or templates of prompts, or named rewards of `flowgrpo reward label --rewards`."""
     content = yaml.safe_load(document)
     if "extends" in content:
         shutil.copytree(ROOT / "configs", tmp_path, dirs_exist_ok=True)

@@ -47,9 +47,9 @@ def test_there_are_presets_for_texts_and_they_are_not_for_pictures():
                             "reg_grpo", "trpa", "dcpo", "real", "pacs", "rover", "sdpo", "w_reinforce",
                             "entropy_bonus", "high_entropy", "gtpo", "llds", "kdrl", "visurf", "rl_plus", "chord",
                             "relift", "dpo", "simpo", "hypo"}
-    with pytest.raises(UserError, match="got a method of denoisers .*flowgrpo methods"):
+    with pytest.raises(UserError, match="got a method of denoisers .*flowgrpo list methods"):
         validate.resolve(tiny_text.config(method="mix_grpo"), "tokens")
-    with pytest.raises(UserError, match="got a method of language models .*flowgrpo methods"):
+    with pytest.raises(UserError, match="got a method of language models .*flowgrpo list methods"):
         validate.resolve(tiny.config(method="gspo"), "flow")
 
 

@@ -1,4 +1,4 @@
-"""`flowgrpo bench`: alignment methods compared on a packaged model, from the same budget of evaluations.
+"""`flowgrpo compare methods`: alignment methods compared on a packaged model, from the same budget of evaluations.
 
     models      settings that all methods share, by model, and the split of its prompts
     methods     methods as they are given: presets, FILE.py:NAME, recipes

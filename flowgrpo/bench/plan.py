@@ -90,7 +90,8 @@ class Plan:
     def __init__(self, request: Request):
         self.request, self.of = request, models.model(request.model)
         if not request.methods:
-            raise UserError("--methods: got none, expected names such as mix_grpo,ddpo (`flowgrpo methods` lists all)")
+            raise UserError("--methods: got none, expected names such as mix_grpo,ddpo (`flowgrpo list methods` "
+                            "lists all)")
         given = request.methods + ([] if request.reference in request.methods else [request.reference])
         self.entries = entries(given, request.model, self.of)
         self.reference = next(entry for entry in self.entries if entry.given == request.reference)

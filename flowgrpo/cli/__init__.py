@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from flowgrpo.cli.root import app, main
 
-from flowgrpo.cli import train, encode, draw, evaluate, bench, results, vote, label, push, runs, about, prompts, data  # isort: skip  (order of the help)
-from flowgrpo.cli import rewards, evolve, experience, new  # isort: skip
+# Groups show their commands in this order.
+from flowgrpo.cli import train, draw, evaluate, results, push, about, new  # isort: skip
+from flowgrpo.cli import recipe_list, prompts, data, encode, rewards, label, runs, vote, bench  # isort: skip
+from flowgrpo.cli import evolve, experience  # isort: skip
 
 __all__ = ["about", "app", "bench", "data", "draw", "encode", "evaluate", "evolve", "experience", "label", "main",
-           "new", "prompts", "push", "results", "rewards", "runs", "train", "vote"]
+           "new", "prompts", "push", "recipe_list", "results", "rewards", "runs", "train", "vote"]

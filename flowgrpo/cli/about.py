@@ -1,4 +1,4 @@
-"""`flowgrpo check` and `flowgrpo methods`: trainable models and available methods."""
+"""`flowgrpo check` and `flowgrpo list methods`: trainable models and available methods."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flowgrpo.cli.root import app
+from flowgrpo.cli.root import TRAIN, app, list_app
 from flowgrpo.cli.show import print_table
 from flowgrpo.errors import UserError
 from flowgrpo.user_code import packaged
@@ -18,12 +18,14 @@ from flowgrpo.user_code import packaged
 IN_GIB = ("weights", "memory", "memory_parts")  # keys of a `check` report that are in GiB
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
+@app.command(rich_help_panel=TRAIN, short_help="Predict memory and hours on a GPU; check that a model trains.",
+             context_settings={"ignore_unknown_options": True})
 def check(
     arguments: Annotated[list[str] | None, typer.Argument(
         metavar="MODEL|--KEY=VALUE", show_default=False, help="MODEL: starter, a local directory, a hub id, or the "
         "name of a pipeline's or language model's class, for a tiny random instance; or a packaged recipe, in place "
-        "of --recipe. With --gpu: the recipe's model unless given. Any key of the configuration, such as --train.micro_batch=2, overrides the recipe.")] = None,
+        "of --recipe. With --gpu: the recipe's model unless given. Any key of the configuration, such as "
+        "--train.micro_batch=2, overrides the recipe.")] = None,
     recipe: Annotated[str | None, typer.Option(help="A YAML recipe, or the name of a packaged one, for its adapter, "
                                                "precision and memory.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; without it cuda where it is there.")] = None,
@@ -88,7 +90,7 @@ GROUPS = {"denoising": "For pipelines: recorded steps of a rollout",
           "overlays": "Modifiers of a base method: BASE+MODIFIER, such as mix_grpo+grpo_guard"}
 
 
-@app.command()
+@list_app.command("methods", short_help="List the methods that --method takes.")
 def methods(
     word: Annotated[str | None, typer.Argument(metavar="[WORD]", show_default=False,
                                                help="List only those whose line has this word.")] = None,
@@ -99,7 +101,8 @@ def methods(
     points = [[name, point.value, f"package {point.dist.name}"] for name, point in packaged("flowgrpo.methods").items()]
     tables["From installed packages"] = [row for row in points if not word or word.lower() in " ".join(row).lower()]
     if not any(tables.values()):
-        raise UserError(f"no method's line has {word!r}: `flowgrpo methods` lists all, docs/methods/index.md the parts")
+        raise UserError(f"no method's line has {word!r}: `flowgrpo list methods` lists all, docs/methods/index.md "
+                        "the parts")
     for title, rows in tables.items():
         if rows:
             print_table(["name", title, "source"], rows)

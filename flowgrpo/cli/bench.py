@@ -1,4 +1,4 @@
-"""`flowgrpo bench`: alignment methods compared on a packaged model."""
+"""`flowgrpo compare methods`: alignment methods compared on a packaged model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from flowgrpo.cli.root import app
+from flowgrpo.cli.root import compare_app
 
 BenchModel = Literal["starter", "starter_video", "starter_consistency", "starter_text"]
 
 
-@app.command()
+@compare_app.command("methods", short_help="Compare methods on a packaged model from the same budget.")
 def bench(
     methods: Annotated[str, typer.Option(metavar="A,B", show_default=False, help="Methods to compare, separated by "
                                          "commas: presets, presets joined by +, path/to/file.py:function, or recipe "

@@ -1,4 +1,4 @@
-"""`flowgrpo data`: prompt files from prompt sets, filtered, without duplicates, mixed."""
+"""`flowgrpo prompts mix`: prompt files from prompt sets, filtered, without duplicates, mixed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from flowgrpo.cli.options import asked_rewards
-from flowgrpo.cli.root import app
+from flowgrpo.cli.root import prompts_app
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.nouns import counted
 from flowgrpo.storage import atomic
@@ -18,9 +18,9 @@ from flowgrpo.storage import atomic
 By = Literal["hardest", "variance", "middling"]
 
 
-@app.command()
+@prompts_app.command("mix", short_help="Mix, filter and deduplicate prompt files.")
 def data(
-    sets: Annotated[list[str], typer.Argument(metavar="SET[=WEIGHT]...", help="Sets that `flowgrpo prompts` lists, "
+    sets: Annotated[list[str], typer.Argument(metavar="SET[=WEIGHT]...", help="Sets of `flowgrpo list prompts`, "
                                               "prompt files or hub:OWNER/NAME; with weights a mixture.")],
     output: Annotated[Path, typer.Option(help="The .jsonl file to write; it must not exist.")],
     dedupe: Annotated[bool, typer.Option("--dedupe", help="Drop prompts whose words repeat an earlier one's.")] = False,

@@ -1,4 +1,4 @@
-"""`flowgrpo sample` and `flowgrpo grid`."""
+"""`flowgrpo sample` and `flowgrpo compare grid`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flowgrpo.cli.options import (
     opening,
     page_of,
 )
-from flowgrpo.cli.root import app
+from flowgrpo.cli.root import LOOK, app, compare_app
 from flowgrpo.errors import UserError
 from flowgrpo.storage import places
 
@@ -41,7 +41,7 @@ KEY = "With --prompts: what prompts.jsonl calls a sample in the metadata. Withou
 ColumnKind = Literal["checkpoints", "runs", "seeds", "guidance", "steps", "rlg"]
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK, short_help="Generate images, videos or texts, with or without a LoRA.")
 def sample(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="starter, a local directory, a hub id; or a "
@@ -158,7 +158,7 @@ def _writes(model: str, run: Path | None = None, weight: float | None = None) ->
     return written
 
 
-@app.command()
+@compare_app.command("grid", short_help="Show the base and a run on the same prompts and seeds.")
 def grid(
     context: typer.Context,
     run: Annotated[Path, typer.Argument(metavar="RUN", help=RUN)],

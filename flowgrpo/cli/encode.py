@@ -1,4 +1,4 @@
-"""`flowgrpo encode`."""
+"""`flowgrpo prompts encode`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
-from flowgrpo.cli.root import app
+from flowgrpo.cli.root import prompts_app
 from flowgrpo.cli.train import recipe_and_options, recipe_argument
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.nouns import named
 
 
-@app.command(context_settings={"ignore_unknown_options": True}, no_args_is_help=False)
+@prompts_app.command("encode", short_help="Encode a recipe's prompts ahead of its run.",
+                     context_settings={"ignore_unknown_options": True}, no_args_is_help=False)
 def encode(
     arguments: Annotated[list[str] | None, recipe_argument(
         "As for `flowgrpo train`: the recipe, and keys of the configuration such as --prompts=FILE.")] = None,

@@ -25,14 +25,14 @@ from flowgrpo.cli.options import (
     opening,
     weights_of,
 )
-from flowgrpo.cli.root import app
+from flowgrpo.cli.root import LOOK, app
 from flowgrpo.errors import UserError
 
-SUITE = "A set that `flowgrpo prompts` lists, a prompt file, a published suite's file or folder, a hub dataset's id, " \
-        "or one of its files (OWNER/NAME/FILE)."
+SUITE = "A set that `flowgrpo list prompts` lists, a prompt file, a published suite's file or folder, a hub " \
+        "dataset's id, or one of its files (OWNER/NAME/FILE)."
 
 
-@app.command("eval")
+@app.command("eval", rich_help_panel=LOOK, short_help="Score a model on a suite of prompts, and its base beside it.")
 def evaluate(
     context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A model, or a finished run or its checkpoint, "

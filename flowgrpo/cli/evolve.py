@@ -1,4 +1,4 @@
-"""`flowgrpo evolve`."""
+"""`flowgrpo contrib evolve`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from flowgrpo.cli.root import app
+from flowgrpo.cli.root import contrib_app
 from flowgrpo.cli.train import recipe_argument, settings_for
 from flowgrpo.errors import UserError
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
+@contrib_app.command("evolve", short_help="Evolve a LoRA's singular values without gradients.",
+                     context_settings={"ignore_unknown_options": True})
 def evolve(
     output: Annotated[Path, typer.Option(help="The folder of the evolved LoRA; it must not exist.")],
     arguments: Annotated[list[str] | None, recipe_argument(

@@ -1,4 +1,4 @@
-"""`flowgrpo learn-experience`."""
+"""`flowgrpo contrib lessons`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from flowgrpo.cli.root import app
+from flowgrpo.cli.root import contrib_app
 from flowgrpo.cli.train import recipe_argument, settings_for
 from flowgrpo.errors import UserError
 from flowgrpo.storage import atomic
 
 
-@app.command("learn-experience", context_settings={"ignore_unknown_options": True})
+@contrib_app.command("lessons", short_help="Learn lessons for the prompt in place of weights.",
+                     context_settings={"ignore_unknown_options": True})
 def learn_experience(
     output: Annotated[Path, typer.Option(help="The file of lessons to write: text.system of later commands.")],
     arguments: Annotated[list[str] | None, recipe_argument(

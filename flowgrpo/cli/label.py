@@ -1,4 +1,4 @@
-"""`flowgrpo label`: preference pairs by rewards and judges."""
+"""`flowgrpo reward label`: preference pairs by rewards and judges."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from flowgrpo import trust
 from flowgrpo.cli.options import LORA, PRECISION, TRUST, Precision, local_lora, local_source, opening
-from flowgrpo.cli.root import app
+from flowgrpo.cli.root import reward_app
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.nouns import counted
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LARGEST = 1e9
 
 
-@app.command()
+@reward_app.command("label", short_help="Label preference pairs with rewards or judges.")
 def label(
     context: typer.Context,
     places: Annotated[list[str], typer.Argument(
@@ -27,10 +27,10 @@ def label(
         "--prompts` or of pictures; or with --prompts a model or run, which draws them.")],
     rewards: Annotated[str, typer.Option(metavar="A,B|FILE.yaml", help="Rewards or judges, or a file of them with "
                                          "weights and args, as under `reward`. Several are aspects of each pair.")],
-    output: Annotated[Path, typer.Option(help="The pairs, for --preferences and `flowgrpo train-reward`. Scores are "
+    output: Annotated[Path, typer.Option(help="The pairs, for --preferences and `flowgrpo reward train`. Scores are "
                                          "kept beside them, and the same again goes on.")] = Path("pairs.jsonl"),
     prompts: Annotated[str | None, typer.Option(metavar="FILE|SET", help="Draw samples of these: a prompt file, or a "
-                                                "set that `flowgrpo prompts` lists.")] = None,
+                                                "set that `flowgrpo list prompts` lists.")] = None,
     count: Annotated[int, typer.Option(min=2, help="With --prompts: samples per prompt.")] = 4,
     lora: Annotated[str | None, typer.Option(help=f"With --prompts: {LORA}")] = None,
     seed: Annotated[int, typer.Option(min=0, help="With --prompts: seed of the drawing.")] = 0,

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from flowgrpo.cli.root import app
+from flowgrpo.cli.root import EXTEND, app
 from flowgrpo.errors import UserError
 from flowgrpo.storage import atomic, paths
 
@@ -22,7 +22,7 @@ FILES = {"method": {"method": "{}.py", "method_test": "test_{}.py"},
          "recipe": {"recipe": "{}.yaml"}}
 
 
-@app.command()
+@app.command(rich_help_panel=EXTEND, short_help="Start a method, a reward or a recipe of your own.")
 def new(
     kind: Annotated[Kind, typer.Argument(metavar="method|reward|recipe", show_default=False,
                                          help="What to write.")],

@@ -26,7 +26,7 @@ RLG = "Draw with base + W * (tuned - base): 0 the base, 1 the tuned model, above
       "run the denoiser twice as often."
 BEST_OF = "Draw N for each kept sample, and keep the one that --by scores highest."
 ENHANCER = "A language model, or a run that trained one, that rewrites the prompts that a pipeline draws from."
-BY = "The reward of --best-of: a name that `flowgrpo rewards` lists, the run's, or a file of one with its args."
+BY = "The reward of --best-of: a name that `flowgrpo list rewards` lists, the run's, or a file of one with its args."
 
 
 def best_by(text: str) -> str | dict[str, Any]:

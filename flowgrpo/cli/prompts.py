@@ -1,4 +1,4 @@
-"""`flowgrpo prompts` and `flowgrpo write-prompts`: prompt sets that training and evaluation take, and new ones."""
+"""`flowgrpo list prompts` and `flowgrpo prompts write`: prompt sets that training and evaluation take, and new ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flowgrpo.cli.root import app
+from flowgrpo.cli.root import list_app, prompts_app
 from flowgrpo.cli.show import print_table
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.evaluation.nouns import counted
@@ -18,7 +18,7 @@ AT_ONCE = 25  # prompts of one request
 EMPTY = 5  # requests without a new prompt after which a language model is taken to have no more
 
 
-@app.command()
+@list_app.command("prompts", short_help="List prompt sets, or show some prompts of one.")
 def prompts(
     name: Annotated[str | None, typer.Argument(metavar="[NAME|FILE|hub:OWNER/NAME]", help="A set, a prompt file or a "
                                                "dataset of the hub, to preview.")] = None,
@@ -55,7 +55,8 @@ def _preview(name: str, count: int) -> tuple[dict[str, Any], list[dict[str, Any]
 
     one = sets.SETS.get(name)
     if one is None and not named(name) and not Path(name).suffix:
-        raise UserError(f"prompts {name!r}: no such set{nearest(name, list(sets.SETS))}; `flowgrpo prompts` lists them")
+        raise UserError(f"prompts {name!r}: no such set{nearest(name, list(sets.SETS))}; `flowgrpo list prompts` "
+                        "lists them")
     train = sets.load(one.train if one else name)
     facts: dict[str, Any] = {"training": len(train)}
     if one:
@@ -66,7 +67,7 @@ def _preview(name: str, count: int) -> tuple[dict[str, Any], list[dict[str, Any]
     return facts, [as_line(train[(2 * place + 1) * len(train) // (2 * shown)]) for place in range(shown)]
 
 
-@app.command("write-prompts")
+@prompts_app.command("write", short_help="Write prompts from templates, or by a language model.")
 def write_prompts(
     output: Annotated[Path, typer.Option(help="The .jsonl file to write; it must not exist.")],
     templates: Annotated[Path | None, typer.Argument(metavar="[TEMPLATES.yaml]", help="`templates`, such as \"a photo "
@@ -101,7 +102,7 @@ def write_prompts(
     typer.echo(f"{output}: {counted(len(lines), 'prompt')}{fewer}")
 
 
-@app.command("proxy-prompts")
+@prompts_app.command("proxy", short_help="Write prompts whose answer is known by construction.")
 def proxy_prompts(
     kind: Annotated[str, typer.Argument(metavar="caption_error|critique|inversion",
                                          help="Task that the prompts set.")],

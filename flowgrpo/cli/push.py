@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from flowgrpo.cli.options import opening
-from flowgrpo.cli.root import app
+from flowgrpo.cli.root import SHARE, app
 from flowgrpo.errors import UserError
 from flowgrpo.storage import places
 
 
-@app.command()
+@app.command(rich_help_panel=SHARE, short_help="Upload a run and its model card to the hub.")
 def push(
     context: typer.Context,
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],

@@ -9,7 +9,7 @@ import typer
 
 from flowgrpo import trust
 from flowgrpo.cli.options import EPOCH, RUN, TRUST, local, opening, page_of
-from flowgrpo.cli.root import app
+from flowgrpo.cli.root import LOOK, SHARE, app
 from flowgrpo.errors import UserError
 from flowgrpo.policies import hub_folder
 from flowgrpo.storage import paths, places
@@ -17,7 +17,7 @@ from flowgrpo.storage import paths, places
 ExportForm = Literal["kohya", "merged", "card"]
 
 
-@app.command()
+@app.command(rich_help_panel=SHARE, short_help="Write a LoRA for ComfyUI, merged weights or a model card.")
 def export(
     context: typer.Context,
     run: Annotated[Path, typer.Argument(metavar="RUN", help=RUN)],
@@ -67,7 +67,7 @@ def _write(files: Path, run: Path, place: Path, form: ExportForm | None, output:
             typer.echo(path)
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK, short_help="Write a run's report: curves and samples; of several, side by side.")
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", show_default=False, help="The folder of a run, "
                                                "finished or not, or one of its checkpoints; several are compared.")],

@@ -1,4 +1,4 @@
-"""`flowgrpo rewards`, `score`, `train-reward` and `serve-reward`."""
+"""`flowgrpo list rewards` and `flowgrpo reward score`, `train`, `train-text` and `serve`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 
 from flowgrpo.cli.options import made_with
-from flowgrpo.cli.root import app
+from flowgrpo.cli.root import list_app, reward_app
 from flowgrpo.cli.show import print_table
 from flowgrpo.errors import UserError
 
 
-@app.command()
+@list_app.command("rewards", short_help="List the rewards that --reward takes by name.")
 def rewards(
     word: Annotated[str | None, typer.Argument(metavar="[WORD]", show_default=False,
                                                help="List only those that have this word.")] = None,
@@ -25,7 +25,7 @@ def rewards(
 
     listed = table.listed(word)
     if not listed:
-        raise UserError(f"no reward matches {word!r}: `flowgrpo rewards` lists all")
+        raise UserError(f"no reward matches {word!r}: `flowgrpo list rewards` lists all")
     if as_json:
         typer.echo(json.dumps(listed, indent=2))
         return
@@ -38,7 +38,7 @@ def rewards(
     typer.echo('Needs are installed as "flowgrpo[NAME]" or by their own name; ?: the reward does not state it.')
 
 
-@app.command()
+@reward_app.command("score", short_help="Score image, video or text files with a reward.")
 def score(
     reward: Annotated[str, typer.Argument(metavar="REWARD", help="A reward's name, or path/to/file.py:function.")],
     images: Annotated[list[Path], typer.Argument(metavar="IMAGES...", help="Pictures; or folders of frames, or .txt "
@@ -68,7 +68,7 @@ def score(
                                                  for file, entry, value in zip(images, given, known)])
 
 
-@app.command()
+@reward_app.command("train", short_help="Train a reward from preference pairs.")
 def train_reward(
     pairs: Annotated[Path, typer.Argument(metavar="PAIRS", help="A .jsonl file: in each line `prompt`, `chosen` and "
                                           "`rejected` (pictures, relative to the file, or with --model texts), and "
@@ -88,7 +88,7 @@ def train_reward(
                                               "one takes a lower --lr.")] = None,
     frozen: Annotated[bool, typer.Option("--frozen", help="With --model: train the head alone.")] = False,
     margins: Annotated[float, typer.Option(min=0, metavar="W", help="Learn scores that differ by W times the pair's "
-                                           "margins at least, which `flowgrpo label` writes.")] = 0.0,
+                                           "margins at least, which `flowgrpo reward label` writes.")] = 0.0,
     epochs: Annotated[int, typer.Option(min=1, help="Epochs at most.")] = 20,
     patience: Annotated[int, typer.Option(min=1, help="Stop after so many epochs without a better accuracy on the "
                                           "held-out pairs; the best epoch is kept.")] = 4,
@@ -122,7 +122,7 @@ def _share_or_file(text: str) -> float | str:
         return text
 
 
-@app.command()
+@reward_app.command("train-text", short_help="Train a linear reward of texts from labels or pairs.")
 def train_text_reward(
     texts: Annotated[Path, typer.Argument(metavar="TEXTS", help="A .jsonl file: in each line `text` and `labels`, an "
                                           "object of names and numbers, or `chosen` and `rejected`; maybe `prompt` and "
@@ -150,7 +150,7 @@ def train_text_reward(
     typer.echo(f"Use it as the reward text_scorer with args: {{file: {output}}}")
 
 
-@app.command()
+@reward_app.command("serve", short_help="Serve a reward to other processes or machines.")
 def serve_reward(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A reward's name, or path/to/file.py:function.")],
     host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 is every network of this machine.")] = "127.0.0.1",

@@ -1,4 +1,4 @@
-"""Typer application of all commands, and `main`, which runs it."""
+"""Typer application of all commands, in panels and groups, and `main`, which runs it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from flowgrpo import __version__
 from flowgrpo.distributed.signals import exit_code, leave
@@ -16,12 +17,66 @@ from flowgrpo.log import silence
 from flowgrpo.packages import broken, require_versions
 from flowgrpo.storage import paths
 
+TRAIN, LOOK, SHARE, EXTEND = "Train", "Look", "Share", "Extend"  # panels of the first screen
 # Base class of all errors that Typer itself raises; Typer does not export it.
 UsageError: Any = typer.BadParameter.__base__
 
-app = typer.Typer(name="flowgrpo", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-                  rich_markup_mode="rich", help="Align diffusers generators and language models to a reward by "
-                                                "group-relative RL.")
+# Commands of the first screen, in order. Of the others, `compare` and `contrib` stand below it, and all are in groups.
+ORDER = ("demo", "train", "check", "list", "sample", "eval", "report", "export", "push", "new", "reward", "prompts")
+# Names of earlier versions, which work for one more release.
+RENAMED = {"encode": "prompts encode", "data": "prompts mix", "write-prompts": "prompts write",
+           "proxy-prompts": "prompts proxy", "methods": "list methods", "rewards": "list rewards", "runs": "list runs",
+           "score": "reward score", "train-reward": "reward train", "train-text-reward": "reward train-text",
+           "serve-reward": "reward serve", "label": "reward label", "vote": "compare vote", "grid": "compare grid",
+           "bench": "compare methods", "evolve": "contrib evolve", "learn-experience": "contrib lessons"}
+
+
+class Commands(TyperGroup):
+    """Commands in the order of the first screen, with their earlier names."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:
+        """Return the names, those of the first screen first."""
+        return [*ORDER, *(name for name in self.commands if name not in ORDER)]
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:
+        """Resolve the first argument. An earlier name prints a line with the new one."""
+        if (new := renamed(args)) is not None:
+            typer.echo(f"flowgrpo: `flowgrpo {args[0]}` is now `flowgrpo {new}`; the earlier name goes with the next "
+                       "release", err=True)
+            args = [*new.split(), *args[1:]]
+        return super().resolve_command(ctx, args)
+
+
+def renamed(args: list[str]) -> str | None:
+    """Return the present name of a command line with an earlier one; None for others."""
+    if args[0] != "prompts":
+        return RENAMED.get(args[0])
+    listed = len(args) < 2 or args[1] not in {*_names(prompts_app), "--help"}
+    return "list prompts" if listed else None
+
+
+def _names(group: typer.Typer) -> list[str]:
+    return [command.name or "" for command in group.registered_commands]
+
+
+app = typer.Typer(name="flowgrpo", cls=Commands, no_args_is_help=True, add_completion=False,
+                  pretty_exceptions_enable=False, rich_markup_mode="rich", help="Align diffusers generators and "
+                  "language models to a reward by group-relative RL.", epilog="Also: [bold]flowgrpo compare[/] (grids, "
+                  "votes, methods) and [bold]flowgrpo contrib[/].")
+
+
+def _group(name: str, about: str, **shown: Any) -> typer.Typer:
+    """Return a group of commands, added to the program."""
+    group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+    app.add_typer(group, name=name, help=about, **shown)
+    return group
+
+
+list_app = _group("list", "List recipes, methods, rewards, prompt sets or runs.", rich_help_panel=LOOK)
+reward_app = _group("reward", "Score with a reward, train one from preferences, serve one.", rich_help_panel=EXTEND)
+prompts_app = _group("prompts", "Write, mix, filter and encode prompt files.", rich_help_panel=EXTEND)
+compare_app = _group("compare", "Compare images of runs, by eye or by votes, and methods.", hidden=True)
+contrib_app = _group("contrib", "Rarely used ways to train.", hidden=True)
 
 
 def _version(show: bool) -> None:

@@ -1,4 +1,4 @@
-"""`flowgrpo runs`: the runs of a folder."""
+"""`flowgrpo list runs`: the runs of a folder."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowgrpo.cli.root import app
+from flowgrpo.cli.root import list_app
 from flowgrpo.cli.show import print_table
 
 if TYPE_CHECKING:
     from flowgrpo.evaluation.runs import Run
 
 
-@app.command()
+@list_app.command("runs", short_help="List runs with their rewards before and after.")
 def runs(
     folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="The folder that holds the runs.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from flowgrpo.cli.root import app
+from flowgrpo.cli.root import TRAIN, app
 from flowgrpo.errors import UserError
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # its settings; every torch reads the first name
@@ -33,7 +33,8 @@ class Resuming(TyperCommand):
         return super().parse_args(ctx, ["--resume-auto" if word == "--resume=auto" else word for word in args])
 
 
-@app.command(cls=Resuming, context_settings={"ignore_unknown_options": True}, no_args_is_help=False)
+@app.command(cls=Resuming, rich_help_panel=TRAIN, short_help="Train a model on a reward, from a recipe and --KEY=VALUE.",
+             context_settings={"ignore_unknown_options": True}, no_args_is_help=False)
 def train(
     arguments: Annotated[list[str] | None, recipe_argument(
         "A YAML recipe, or the name of a packaged one, such as sdxl_24gb (without: the defaults), and any key of the "
@@ -61,7 +62,9 @@ def train(
          "auto" if resume_auto else resume)
 
 
-@app.command(cls=Resuming, context_settings={"ignore_unknown_options": True}, no_args_is_help=False)
+@app.command(cls=Resuming, rich_help_panel=TRAIN,
+             short_help="Train the starter: minutes on a laptop, no GPU, no download.",
+             context_settings={"ignore_unknown_options": True}, no_args_is_help=False)
 def demo(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="--KEY=VALUE", show_default=False, help="Any key of "
                          "the configuration, such as --output=FOLDER.")] = None,

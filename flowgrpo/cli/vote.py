@@ -1,4 +1,4 @@
-"""`flowgrpo vote`: collect preferences on a web page of this machine."""
+"""`flowgrpo compare vote`: collect preferences on a web page of this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowgrpo.cli.root import app
+from flowgrpo.cli.root import compare_app
 from flowgrpo.cli.show import print_table
 from flowgrpo.errors import UserError
 from flowgrpo.storage import paths
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flowgrpo.vote.ballot import Comparison
 
 
-@app.command()
+@compare_app.command("vote", short_help="Collect blind votes on pairs of images in a browser.")
 def vote(
     places: Annotated[list[Path], typer.Argument(
         metavar="RUN_OR_GRID | A B", show_default=False, help="A finished run (before and after), the PNG of `flowgrpo "
@@ -28,7 +28,7 @@ def vote(
     prompts: Annotated[Path | None, typer.Option(help="With --lora: a prompt file; without: the run's held-out "
                                                  "prompts.")] = None,
     count: Annotated[int, typer.Option(min=1, help="With --lora: number of prompts.")] = 50,
-    output: Annotated[Path, typer.Option(help="The file of pairs, for `flowgrpo train-reward` and --preferences. Votes "
+    output: Annotated[Path, typer.Option(help="The file of pairs, for `flowgrpo reward train` and --preferences. Votes "
                                          "in it are kept, and only the other pairs are shown.")] = Path("pairs.jsonl"),
     seed: Annotated[int, typer.Option(min=0, help="Seed of the order, the sides and the drawing.")] = 0,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8890,

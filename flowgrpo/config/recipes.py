@@ -24,6 +24,6 @@ def located(given: str | Path) -> Path:
     if path.exists() and not (path.is_dir() and named and path.name in names()) or not named:
         return path
     if path.name not in names():
-        raise UserError(f"no recipe {path.name!r}{nearest(path.name, names())}; `flowgrpo list recipes` has the packaged "
-                        "ones, and a file is given with its ending, such as mine.yaml")
+        raise UserError(f"no recipe {path.name!r}{nearest(path.name, names())}; `flowgrpo list recipes` has the "
+                        "packaged ones, and a file is given with its ending, such as mine.yaml")
     return FOLDER / f"{path.name}.yaml"

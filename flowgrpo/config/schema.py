@@ -35,8 +35,8 @@ class Config(Section):
     parts: dict[str, Any] = Field({}, description="fields of the method's parts, such as {plan: {size: 2}}")
     reward: str | dict[str, Weighted] = Field("scene_graded", min_length=1,
                                               description="a reward, or rewards with their weights or rules")
-    prompts: str = Field("starter", description="a set that `flowgrpo prompts` lists, a .txt, .jsonl, .csv or .parquet "
-                                              "file, or hub:OWNER/NAME")
+    prompts: str = Field("starter", description="a set that `flowgrpo list prompts` lists, a .txt, .jsonl, .csv or "
+                                              ".parquet file, or hub:OWNER/NAME")
     held_out: float | str = Field(0.1, description="share of the prompts that is never trained on, or a file of "
                                                  "them; sets with held-out prompts of their own take no share")
     train_on_test_set: bool = Field(False, description="train on `prompts` even if they are a published test set; the "

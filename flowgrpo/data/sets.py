@@ -1,7 +1,7 @@
 """Prompt sets by name: packaged files, and datasets of the hub whose licence does not allow packaging.
 
-`prompts: NAME` trains on a set, `flowgrpo eval --suite NAME` measures on its held-out side. `flowgrpo prompts` lists
-them. Packaged files are written by scripts/build_prompt_sets.py from the published ones, and those of our own by
+`prompts: NAME` trains on a set, `flowgrpo eval --suite NAME` measures on its held-out side. `flowgrpo list prompts`
+lists them. Packaged files are written by scripts/build_prompt_sets.py from the published ones, and those of our own by
 scripts/build_training_prompts.py. A set of the role `test` is a published benchmark, or has its prompts: training on
 it is an error, unless the user says so.
 """

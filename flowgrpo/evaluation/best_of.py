@@ -1,7 +1,7 @@
 """Best of N draws by a reward, at inference: `--best-of N --by REWARD` of `flowgrpo sample` and `flowgrpo eval`.
 
 Gen-Drive (2410.05582) proposes N futures and keeps the one that its learned scorer prefers. Any reward can be the
-scorer, such as one that `flowgrpo train-reward` made. Draw j of the k-th kept sample has the seed of sample k N + j.
+scorer, such as one that `flowgrpo reward train` made. Draw j of the k-th kept sample has the seed of sample k N + j.
 """
 
 from __future__ import annotations

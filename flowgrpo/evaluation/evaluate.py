@@ -143,8 +143,8 @@ def _functions(config: Config | None, names: Sequence[str] | dict[str, WatchRule
         of_trained, of_watched = run_rewards.rules(config, needed=True)
         chosen = of_trained | of_watched
     if not chosen:
-        raise UserError("--rewards: expected the names of rewards, such as --rewards scene (`flowgrpo rewards` lists "
-                        "them)")
+        raise UserError("--rewards: expected the names of rewards, such as --rewards scene (`flowgrpo list rewards` "
+                        "lists them)")
     composed = rewards.compose(chosen, config.cache if config else None)
     # The run's rewards that need groups are dropped; one requested by name raises.
     trained = {name: composed.pop(name) for name in chosen if config and not names and name in config.trained}

@@ -66,7 +66,7 @@ class Method:
     def __post_init__(self) -> None:
         if not isinstance(self.rollout, self.target.of):
             raise ValueError(f"{type(self.target).__name__} is no target of {type(self.rollout).__name__}: "
-                             "expected one that is, `flowgrpo methods` lists presets of each")
+                             "expected one that is, `flowgrpo list methods` lists presets of each")
 
     def having(self, **parts: Any) -> Method:
         """Return the method with these parts in place of its present ones, by their names; whole groups first.

@@ -50,8 +50,8 @@ def _preset(name: str) -> Callable[..., Method]:
     elif name in points:
         function = guarded(f"method {name!r} does not import", points[name].load)
     else:
-        raise UserError(f"unknown method {name!r}{nearest(name, [*PRESETS, *points])} (`flowgrpo methods` lists all; "
-                        "or path/to/file.py:function)")
+        raise UserError(f"unknown method {name!r}{nearest(name, [*PRESETS, *points])} (`flowgrpo list methods` lists "
+                        "all; or path/to/file.py:function)")
     return lambda method: _applied(name, function, method)
 
 

@@ -1,1 +1,2 @@
-"""Preferences of people: `flowgrpo vote` shows pairs of pictures or clips of one prompt, and writes the verdicts."""
+"""Preferences of people: `flowgrpo compare vote` shows pairs of pictures or clips of one prompt, and writes the
+verdicts."""

@@ -144,7 +144,7 @@ class Ballot:
         if rows == self._rows:
             return
         if self._stamped() != self._stamp:
-            raise Changed(f"another program has changed {self.output}: start `flowgrpo vote` again")
+            raise Changed(f"another program has changed {self.output}: start `flowgrpo compare vote` again")
         atomic.write_text(self.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.values()))
         self._rows, self._stamp = rows, self._stamped()
 

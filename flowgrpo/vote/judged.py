@@ -1,4 +1,4 @@
-"""Scores of samples for `flowgrpo label`: groups of the samples of a prompt, and their rewards, kept in a file.
+"""Scores of samples for `flowgrpo reward label`: groups of the samples of a prompt, and their rewards, kept in a file.
 
 A group's scores are a line of the file as soon as they are known, so a killed command goes on. A line is known again by
 the content of its samples and by the reward's name, arguments and `when`.

@@ -58,8 +58,8 @@ class Labelled:
 def require_aspects(rules: dict[str, RewardRule]) -> None:
     """Raise UserError for no reward, and for several of which one has a name that no aspect can have."""
     if not rules:
-        raise UserError("--rewards: expected the names of rewards, such as --rewards scene (`flowgrpo rewards` lists "
-                        "them)")
+        raise UserError("--rewards: expected the names of rewards, such as --rewards scene (`flowgrpo list rewards` "
+                        "lists them)")
     for name, rule in rules.items():
         if rule.limit is not None:
             raise UserError(f"--rewards: {name!r} has a limit, which a run's epochs have; give it a weight")

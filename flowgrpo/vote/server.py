@@ -1,4 +1,4 @@
-"""Web page of `flowgrpo vote`, for browsers of this machine: pairs side by side, and keys to vote.
+"""Web page of `flowgrpo compare vote`, for browsers of this machine: pairs side by side, and keys to vote.
 
 All addresses begin with a token: /TOKEN/ is the page, /TOKEN/state the present pair, /TOKEN/12/left the picture on a
 side of pair 12, /TOKEN/12/left.mp4 its video. POST /TOKEN/vote takes {"pair": 12, "choice": "left"}, /TOKEN/undo {}.
@@ -49,7 +49,7 @@ class Handler(loopback.Handler):
         """Return what follows the token. Raises Refused for another token."""
         _, token, *rest = [*self.path.split("/", 2), ""]
         if not hmac.compare_digest(token.encode(), self.token.encode()):
-            raise Refused(403, "expected the address that `flowgrpo vote` printed, with its token")
+            raise Refused(403, "expected the address that `flowgrpo compare vote` printed, with its token")
         return rest[0]
 
     def get(self) -> None:

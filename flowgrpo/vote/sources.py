@@ -37,7 +37,8 @@ def pairs(places: Sequence[Path]) -> tuple[list[Comparison], Sides]:
         return of_page(place / PAGE)
     if place.suffix.lower() == ".png" and place.is_file():
         return of_page(place)
-    raise UserError(f"{place}: expected a finished run, the PNG that `flowgrpo grid` wrote, or two folders of pictures")
+    raise UserError(f"{place}: expected a finished run, the PNG that `flowgrpo compare grid` wrote, or two folders of "
+                    "pictures")
 
 
 def of_page(page: Path) -> tuple[list[Comparison], Sides]:
@@ -50,10 +51,10 @@ def of_page(page: Path) -> tuple[list[Comparison], Sides]:
     tasks = _texts(facts.get("tasks"), str, NoneType)
     if len(folders) < 2 or not names:
         raise UserError(f"{page} names no two folders of pictures: expected the page of an image or video run, drawn "
-                        "by this version; `flowgrpo grid RUN` draws one")
+                        "by this version; `flowgrpo compare grid RUN` draws one")
     sides = [page.parent / folders[at] for at in (0, -1)]
     if not all(side.resolve().is_relative_to(page.parent.resolve()) for side in sides):
-        raise UserError(f"{page} names pictures outside its folder: expected what `flowgrpo grid` wrote")
+        raise UserError(f"{page} names pictures outside its folder: expected what `flowgrpo compare grid` wrote")
     try:
         columns = [_numbered(side) for side in sides]
     except OSError as error:
@@ -75,7 +76,8 @@ def _texts(value: Any, *kinds: type) -> list[Any]:
 def _facts(page: Path) -> dict[str, Any]:
     """Return the JSON of a page's text chunk `flowgrpo`; empty without one."""
     if not page.is_file():
-        raise UserError(f"no pictures at {page}: expected a finished run, or the PNG that `flowgrpo grid` wrote")
+        raise UserError(f"no pictures at {page}: expected a finished run, or the PNG that `flowgrpo compare grid` "
+                        "wrote")
     try:
         with opened(page, PAGE_PIXELS, "a page") as picture:  # which tells of text that is no JSON too
             facts = decoded(str(picture.info.get("flowgrpo", "{}")))

@@ -1,4 +1,4 @@
-"""`flowgrpo bench` as a user types it: an interrupted bench goes on, and ends with its tables and its page."""
+"""`flowgrpo compare methods` as a user types it: an interrupted bench goes on, and ends with its tables and page."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def test_an_interrupted_bench_goes_on_and_writes_its_results(tmp_path, capsys):
     output = tmp_path / "bench"
     arguments = [*ARGUMENTS, "--output", str(output)]
     with interrupted(output):
-        assert main(["bench", *arguments]) == 130
+        assert main(["compare", "methods", *arguments]) == 130
     assert "interrupted: runs are saved; the same command goes on" in capsys.readouterr().out
     finished = {file: file.stat().st_mtime_ns for file in output.glob("runs/*/result.json")}
-    assert main(["bench", *arguments]) == 0
+    assert main(["compare", "methods", *arguments]) == 0
     said = capsys.readouterr().out
     assert 0 < len(finished) < 4 and f"{len(finished)} more are finished), 1 at a time" in said
     assert {file: file.stat().st_mtime_ns for file in finished} == finished

@@ -218,7 +218,7 @@ def test_a_wrapped_clip_is_scaled_inside():
     (["--methods", "none.yaml"], "no recipe at none.yaml"),
 ])
 def test_what_cannot_be_run_is_one_line(arguments, error, tmp_path, capsys):
-    assert main(["bench", *arguments, "--output", str(tmp_path / "bench")]) == 2
+    assert main(["compare", "methods", *arguments, "--output", str(tmp_path / "bench")]) == 2
     assert error in capsys.readouterr().err and not (tmp_path / "bench").exists()
 
 

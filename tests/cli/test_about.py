@@ -140,19 +140,19 @@ def scores(out: str) -> list:
 
 
 def test_files_of_any_size_are_scored_in_their_order(files, capsys):
-    out = shown(capsys, "score", "mine.py:level", *files, "--prompt", "a cat", "--json")
+    out = shown(capsys, "reward", "score", "mine.py:level", *files, "--prompt", "a cat", "--json")
     assert scores(out) == pytest.approx([0, 0.2, 0.4, 0.6], abs=1e-6)
     assert [row["file"] for row in json.loads(out)["scores"]] == files
     assert {row["prompt"] for row in json.loads(out)["scores"]} == {"a cat"}
-    lines = shown(capsys, "score", "mine.py:level", *files[1:3]).splitlines()
+    lines = shown(capsys, "reward", "score", "mine.py:level", *files[1:3]).splitlines()
     assert [line.split() for line in lines if ".png" in line] == [["1.png", "0.2000"], ["2.png", "0.4000"]]
 
 
 def test_each_file_has_the_prompt_and_metadata_of_its_line(files, tmp_path, capsys):
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "metadata": {"more": 5}}\n{"prompt": "skip"}\n')
-    assert scores(shown(capsys, "score", "mine.py:level", *files[:2], "--prompts", "p.jsonl", "--json")) == [5, None]
+    assert scores(shown(capsys, "reward", "score", "mine.py:level", *files[:2], "--prompts", "p.jsonl", "--json")) == [5, None]
     assert "p.jsonl has 2 prompts for 4 files, expected one for each" in told(
-        capsys, "score", "mine.py:level", *files, "--prompts", "p.jsonl")
+        capsys, "reward", "score", "mine.py:level", *files, "--prompts", "p.jsonl")
 
 
 def test_videos_and_texts_are_scored_likewise(files, tmp_path, capsys):
@@ -163,12 +163,12 @@ def test_videos_and_texts_are_scored_likewise(files, tmp_path, capsys):
         save_image(torch.full((3, 4, 4), 0.4), f"clip/{i}.png")
     pictures = [Image.new("RGB", (4, 4), (51 * i, 0, 0)) for i in range(5)]
     pictures[0].save("moving.gif", save_all=True, append_images=pictures[1:])
-    found = scores(shown(capsys, "score", "mine.py:frames", "clip", "moving.gif", "--json"))
+    found = scores(shown(capsys, "reward", "score", "mine.py:frames", "clip", "moving.gif", "--json"))
     assert found == pytest.approx([3.4, 5.0], abs=1e-6)
     assert "reward 'mine.py:frames' judges video, but what is generated here is image" in told(
-        capsys, "score", "mine.py:frames", "0.png")
+        capsys, "reward", "score", "mine.py:frames", "0.png")
     (tmp_path / "answer.txt").write_text("four")
-    assert scores(shown(capsys, "score", "mine.py:Length", "answer.txt", "--json", "--args", "{per: 2}")) == [2]
+    assert scores(shown(capsys, "reward", "score", "mine.py:Length", "answer.txt", "--json", "--args", "{per: 2}")) == [2]
 
 
 def test_grey_of_sixteen_bits_is_read(files, capsys):
@@ -176,7 +176,7 @@ def test_grey_of_sixteen_bits_is_read(files, capsys):
     from PIL import Image
 
     Image.fromarray(np.full((4, 4), 40000, np.uint16)).save("deep.png")
-    found = scores(shown(capsys, "score", "mine.py:level", "deep.png", "--json"))
+    found = scores(shown(capsys, "reward", "score", "mine.py:level", "deep.png", "--json"))
     assert found == pytest.approx([40000 / 65535], abs=1e-6)
 
 
@@ -206,4 +206,4 @@ def png_head(width: int, height: int) -> bytes:
 def test_mistakes_are_told(files, tmp_path, arguments, line, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "huge.png").write_bytes(png_head(20_000, 20_000))
-    assert line in told(capsys, "score", *arguments)
+    assert line in told(capsys, "reward", "score", *arguments)

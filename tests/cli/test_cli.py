@@ -8,14 +8,14 @@ import subprocess
 import sys
 
 import pytest
-import typer
 
-from flowgrpo.cli import about, app, main
+from flowgrpo.cli import about, main
 from flowgrpo.cli.train import ALLOCATOR, recipe_and_options
 from flowgrpo.config import Config
 from flowgrpo.evaluation.nouns import counted
 from flowgrpo.log import NOISY
 from flowgrpo.training import announcement
+from tests.helpers.commands import commands
 
 
 def told(capsys, *arguments: object) -> str:
@@ -28,9 +28,9 @@ def told(capsys, *arguments: object) -> str:
 
 
 @pytest.mark.parametrize("arguments", [
-    ["--help"], ["--version"], ["train", "--help"], ["sample", "--help"], ["grid", "--help"], ["check", "--help"],
-    ["methods", "--help"], ["eval", "--help"], ["rewards", "--help"], ["score", "--help"],
-    ["new", "--help"], ["runs", "--help"],
+    ["--help"], ["--version"], ["train", "--help"], ["sample", "--help"], ["compare", "grid", "--help"],
+    ["check", "--help"], ["list", "methods", "--help"], ["eval", "--help"], ["list", "rewards", "--help"],
+    ["reward", "score", "--help"], ["new", "--help"], ["list", "runs", "--help"], ["reward", "--help"],
 ])
 def test_help_answers_without_torch(arguments):
     code = f"import sys, flowgrpo.cli as c; r = c.main({arguments!r}); sys.exit(r or ('torch' in sys.modules) * 7)"
@@ -104,18 +104,19 @@ def test_mistakes_in_training_are_told(arguments, line, capsys):
 
 
 # Commands that take keys of the configuration, with what they need besides.
-TAKING_KEYS = {"train": [], "encode": [], "check": [], "evolve": ["--output=out"], "learn-experience": ["--output=out"]}
+TAKING_KEYS = {"train": [], "prompts encode": [], "check": [], "contrib evolve": ["--output=out"],
+               "contrib lessons": ["--output=out"]}
 
 
 @pytest.mark.parametrize("command", TAKING_KEYS)
 def test_a_command_suggests_its_options_and_none_of_another_command(command, capsys):
     """Leave out one letter of every option of the command; `--resume` is an option of `train` alone."""
-    declared = typer.main.get_command(app).commands[command].params
+    declared = commands()[command].params
     options = [name for parameter in declared if parameter.param_type_name == "option" for name in parameter.opts]
     for option in options:
         typo = option[:3] + option[4:] if len(option) > 5 else option + "s"
-        assert f"did you mean '{option}'?" in told(capsys, command, *TAKING_KEYS[command], f"{typo}=1")
-    suggested = "did you mean '--resume'?" in told(capsys, command, *TAKING_KEYS[command], "--resum")
+        assert f"did you mean '{option}'?" in told(capsys, *command.split(), *TAKING_KEYS[command], f"{typo}=1")
+    suggested = "did you mean '--resume'?" in told(capsys, *command.split(), *TAKING_KEYS[command], "--resum")
     assert suggested == ("--resume" in options)
 
 
@@ -180,11 +181,11 @@ def test_an_interruption_exits_with_130(tmp_path):
     (["eval", "x", "--suite", "starter", "--output", "y", "--rlg", "-1"], "--rlg: got '-1', expected numbers from 0"),
     (["eval", "x", "--suite", "starter", "--output", "y", "--rlg", "1,nan"], "--rlg: got '1,nan', expected numbers"),
     (["eval", "x", "--suite", "starter", "--output", "y", "--base", "--rlg", "0,1"], "--base: several weights"),
-    (["train-reward", "no.jsonl", "--output", "y", "--held_out", "0.2"], "no.jsonl"),
-    (["train-reward", "no.jsonl", "--output", "y", "--held-out", "0.2"], "no.jsonl"),
+    (["reward", "train", "no.jsonl", "--output", "y", "--held_out", "0.2"], "no.jsonl"),
+    (["reward", "train", "no.jsonl", "--output", "y", "--held-out", "0.2"], "no.jsonl"),
     (["eval", "starter", "--suite", "starter", "--output", "y", "--rlg", "2"], "--rlg guides a result away from its"),
-    (["grid"], "RUN"),
-    (["grid", "no/run"], "no run at no/run"),
+    (["compare", "grid"], "RUN"),
+    (["compare", "grid", "no/run"], "no run at no/run"),
     (["check"], "MODEL"),
     (["sample", "startr", "--prompt", "x"], "no model 'startr', and no folder of that name: did you mean 'starter'?"),
     (["train", "--model=starter_vidoe"], "did you mean 'starter_video'?"),
@@ -204,7 +205,7 @@ def test_no_command_shows_the_help(capsys):
 def test_methods_are_listed_with_their_pages(capsys):
     from flowgrpo.methods.presets import PRESETS
 
-    assert main(["methods"]) == 0
+    assert main(["list", "methods"]) == 0
     out = capsys.readouterr().out
     assert [name for name in PRESETS if f"{name} " not in out] == []
     assert "2508.04324" in out and "docs/methods/NAME.md" in out and "docs/methods/index.md" in out
@@ -216,31 +217,31 @@ def test_methods_are_found_by_a_word_and_stand_in_one_group_each(capsys):
 
     listed = [row[0] for module in about.GROUPS for row in about._presets(module)]
     assert sorted(listed) == sorted(PRESETS)
-    assert main(["methods", "Dapo"]) == 0
+    assert main(["list", "methods", "Dapo"]) == 0
     out = capsys.readouterr().out
     assert "dynamic_sampling " in out and "high_entropy " in out and "mix_grpo " not in out
-    assert main(["methods", "nothing_like_it"]) == 2
-    line = "no method's line has 'nothing_like_it': `flowgrpo methods` lists all, docs/methods/index.md the parts"
+    assert main(["list", "methods", "nothing_like_it"]) == 2
+    line = "no method's line has 'nothing_like_it': `flowgrpo list methods` lists all, docs/methods/index.md the parts"
     assert line in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["methods", "rewards"])
+@pytest.mark.parametrize("command", ["methods", "rewards", "recipes"])
 def test_lists_load_no_torch(command):
-    code = f"import sys; from flowgrpo.cli import main; main([{command!r}]); sys.exit('torch' in sys.modules)"
+    code = f"import sys; from flowgrpo.cli import main; main(['list', {command!r}]); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
 def test_rewards_are_found_by_a_word_and_stand_in_groups(capsys):
-    assert main(["rewards"]) == 0
+    assert main(["list", "rewards"]) == 0
     out = capsys.readouterr().out
     places = [out.index(text) for text in ("rewards of images and videos", " scene ", "rewards of texts",
                                            " math_answer ", "rewards of both", " checklist ")]
     assert places == sorted(places)
-    assert main(["rewards", "warped BACK"]) == 0
+    assert main(["list", "rewards", "warped BACK"]) == 0
     out = capsys.readouterr().out
     assert " temporal_consistency " in out and " scene " not in out and "rewards of texts" not in out
-    assert main(["rewards", "nothing_like_it"]) == 2
-    assert "no reward matches 'nothing_like_it': `flowgrpo rewards` lists all" in capsys.readouterr().err
+    assert main(["list", "rewards", "nothing_like_it"]) == 2
+    assert "no reward matches 'nothing_like_it': `flowgrpo list rewards` lists all" in capsys.readouterr().err
 
 
 def test_a_run_speaks_before_torch_is_loaded():
@@ -276,6 +277,6 @@ def test_the_command_line_silences_what_libraries_say_in_every_run(caplog):
 
 
 def test_rewards_are_listed(capsys):
-    assert main(["rewards"]) == 0
+    assert main(["list", "rewards"]) == 0
     out = capsys.readouterr().out
     assert "scene_graded" in out and "licence" in out

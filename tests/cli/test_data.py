@@ -1,4 +1,4 @@
-"""`flowgrpo data`: files of prompts by rates of an evaluation, a run or a file, and by likelihoods."""
+"""`flowgrpo prompts mix`: files of prompts by rates of an evaluation, a run or a file, and by likelihoods."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ def world(tmp_path):
 
 def run(folder, *options: str) -> list[str]:
     output = folder / f"out{len(list(folder.glob('out*')))}.jsonl"
-    assert main(["data", str(folder / "p.jsonl"), "--output", str(output), *options]) == 0
+    assert main(["prompts", "mix", str(folder / "p.jsonl"), "--output", str(output), *options]) == 0
     return [prompt.text for prompt in load_prompts(output)]
 
 
 def test_rates_are_measured_once_and_read_again(world, capsys):
     reward = f"{world}/half.py:half"
     output = world / "mid.jsonl"
-    assert main(["data", str(world / "p.jsonl"), "--output", str(output), "--measure", str(world / "lm"), "--reward",
+    assert main(["prompts", "mix", str(world / "p.jsonl"), "--output", str(output), "--measure", str(world / "lm"),
+                 "--reward",
                  reward, "--samples", "4", "--low", "0.1", "--high", "0.9"]) == 0
     [kept] = load_prompts(output)
     assert kept.text == "1+2=" and kept.metadata["answer"] == "3"
     found = rates.load(world / "mid.rates" / "samples", [str(world / "mid.rates" / "prompts.jsonl")])
     assert found == {"1+2=": [0.5], "2+2=": [1.0], "7+8=": [0.0]}
     (world / "other.jsonl").write_text('{"prompt": "9-1="}\n')
-    assert main(["data", str(world / "other.jsonl"), "--output", str(world / "x.jsonl"), "--rates",
+    assert main(["prompts", "mix", str(world / "other.jsonl"), "--output", str(world / "x.jsonl"), "--rates",
                  str(world / "mid.rates" / "samples"), "--keep", "1"]) == 2
     assert "is an evaluation of other prompts" in capsys.readouterr().err
 
@@ -62,9 +63,9 @@ def test_rates_of_a_file_and_of_a_run(world):
 
 
 def test_a_file_that_is_made_of_a_test_set_is_told(world, capsys):
-    assert main(["data", "partiprompts", "--count", "5", "--output", str(world / "a.jsonl")]) == 0
+    assert main(["prompts", "mix", "partiprompts", "--count", "5", "--output", str(world / "a.jsonl")]) == 0
     assert capsys.readouterr().err.startswith("note: partiprompts is a test set: evaluate on what is made of it")
-    assert main(["data", "general", "--count", "5", "--output", str(world / "b.jsonl")]) == 0
+    assert main(["prompts", "mix", "general", "--count", "5", "--output", str(world / "b.jsonl")]) == 0
     assert capsys.readouterr().err == ""
 
 
@@ -85,13 +86,15 @@ def test_the_least_likely_answers(world):
 def test_mixtures_and_duplicates(world, capsys):
     (world / "q.jsonl").write_text('{"prompt": "1+2= "}\n{"prompt": "9-1="}\n')
     output = world / "mix.jsonl"
-    assert main(["data", f"{world}/p.jsonl=3", f"{world}/q.jsonl=1", "--dedupe", "--output", str(output)]) == 0
+    assert main(["prompts", "mix", f"{world}/p.jsonl=3", f"{world}/q.jsonl=1", "--dedupe", "--output",
+                 str(output)]) == 0
     found = load_prompts(output)
     assert [prompt.text for prompt in found] == ["1+2=", "2+2=", "7+8=", "9-1="]
     assert [prompt.weight for prompt in found] == pytest.approx([1.0] * 4)
     (world / "tried.jsonl").write_text("".join(json.dumps({"weights": list(weights), "score": score}) + "\n"
                                                for weights, score in (((1, 0), 0.1), ((0, 1), 0.5), ((1, 1), 0.3))))
-    assert main(["data", f"{world}/p.jsonl", f"{world}/q.jsonl", "--mixture", str(world / "tried.jsonl"), "--output",
+    assert main(["prompts", "mix", f"{world}/p.jsonl", f"{world}/q.jsonl", "--mixture", str(world / "tried.jsonl"),
+                 "--output",
                  str(world / "best.jsonl")]) == 0
     assert "weights: " in capsys.readouterr().out and len(load_prompts(world / "best.jsonl")) == 2
 
@@ -101,5 +104,5 @@ def test_mixtures_and_duplicates(world, capsys):
     (["--rates", "nowhere", "--measure", "lm"], "got --rates and --measure"),
     (["--measure", "lm"], "--measure: needs --reward")])
 def test_what_does_not_go_together(world, capsys, options, told):
-    assert main(["data", str(world / "p.jsonl"), "--output", str(world / "o.jsonl"), *options]) == 2
+    assert main(["prompts", "mix", str(world / "p.jsonl"), "--output", str(world / "o.jsonl"), *options]) == 2
     assert told in capsys.readouterr().err

@@ -78,12 +78,13 @@ def test_a_run_stands_for_its_model_and_weights_in_every_command(precision, fini
 
 
 @pytest.mark.parametrize("arguments, line", [
-    (["grid", "{run}", "--epoch=7"], "--epoch 7: {run} has no such checkpoint; there are: 1 (train.keep"),
+    (["compare", "grid", "{run}", "--epoch=7"], "--epoch 7: {run} has no such checkpoint; there are: 1 (train.keep"),
     (["eval", "{run}/checkpoints/epoch-00001", "--epoch=1", "--suite=starter", "--output=x"], "is a checkpoint"),
     (["sample", "starter", "--epoch=1", "--prompt=x"], "--epoch 1: goes with a run, and starter is none"),
     (["sample", "{run}", "--lora={run}", "--prompt=x"], "{run} is a run, which brings its weights: leave out --lora"),
     (["report", "{run}/pytorch_lora_weights.safetensorss"], "no run at {run}/pytorch_lora_weights.safetensorss"),
-    (["grid", "{run}/../lora.safetensors"], "lora.safetensors is in no run's folder: expected a run or its")])
+    (["compare", "grid", "{run}/../lora.safetensors"],
+     "lora.safetensors is in no run's folder: expected a run or its")])
 def test_a_place_that_is_of_no_run_or_epoch_is_refused(finished, capsys, arguments, line):
     (finished.parent / "lora.safetensors").write_bytes(b"")
     assert main([argument.format(run=finished) for argument in arguments]) == 2

@@ -71,7 +71,7 @@ def test_encode_goes_on_with_the_finished_prompts(number, model, tmp_path):
     (tmp_path / "p.txt").write_text("\n".join(tiny.PROMPTS))
     config = tiny.config(tmp_path, model=str(model), prompts=str(tmp_path / "p.txt"), cache=str(tmp_path / "cache"))
     (tmp_path / "r.yaml").write_text(config.yaml())
-    command = ["encode", str(tmp_path / "r.yaml")]
+    command = ["prompts", "encode", str(tmp_path / "r.yaml")]
     stopped(command, "replace", ".safetensors", number)
     kept = content(tmp_path / "cache", "[!.]*.safetensors")
     assert len(kept) == 2
@@ -86,7 +86,7 @@ def test_grid_leaves_the_page_before(number, tmp_path):
     settings = yaml.safe_load((run / "config.yaml").read_text())
     (run / "config.yaml").write_text(yaml.safe_dump(settings | {"reward": f"{run}/absent.py:red"}))  # left out
     (tmp_path / "p.txt").write_text("a red star")
-    command = ["grid", str(run), f"--output={tmp_path}/grid.png", f"--prompts={tmp_path}/p.txt", "--count=1"]
+    command = ["compare", "grid", str(run), f"--output={tmp_path}/grid.png", f"--prompts={tmp_path}/p.txt", "--count=1"]
     (tmp_path / "grid.png").write_bytes(b"earlier")
     stopped(command, "fsync", "grid.png.tmp", number)
     assert (tmp_path / "grid.png").read_bytes() == b"earlier"

@@ -56,8 +56,8 @@ def said(capsys, *arguments: object, code: int = 0) -> str:
 
 
 COMMANDS = {
-    "grid": ["grid", "{run}", "--count=1"],
-    "columns": ["grid", "{run}", "--count=1", "--columns=seeds", "--values=1"],
+    "grid": ["compare", "grid", "{run}", "--count=1"],
+    "columns": ["compare", "grid", "{run}", "--count=1", "--columns=seeds", "--values=1"],
     "sample": ["sample", "{run}", "--prompt=x", "--steps=1", "--output={run}/drawn"],
     "lora": ["sample", "{model}", "--lora={run}", "--prompt=x", "--steps=1", "--output={run}/drawn"],
     "export": ["export", "{run}", "--form=merged"], "report": ["report", "{run}"]}
@@ -132,7 +132,7 @@ def test_trust_remote_code_is_not_taken_from_a_run(evil, model, tmp_path, capsys
     index = json.loads((own / "model_index.json").read_text()) | {"scheduler": ["evil", "Evil"]}
     (own / "model_index.json").write_text(json.dumps(index))
     rewritten(evil, model=str(own), trust_remote_code=True)
-    for command in (["grid", evil], ["sample", evil, "--prompt=x"], ["export", evil, "--form=merged"]):
+    for command in (["compare", "grid", evil], ["sample", evil, "--prompt=x"], ["export", evil, "--form=merged"]):
         told = said(capsys, *command, code=2)
         assert "trust_remote_code is not taken from a run's folder; --trust-run takes it" in told
         assert not (tmp_path / "marker").exists()

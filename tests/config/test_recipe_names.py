@@ -42,8 +42,8 @@ def test_a_recipe_of_the_user_extends_a_packaged_one(tmp_path):
 @pytest.mark.parametrize("given, told", [
     ("sdxl_24g", "no recipe 'sdxl_24g': did you mean 'sdxl_24gb'?"),
     ("nothing_near_it", "no recipe 'nothing_near_it'"),
-    ("configs/sdxl_24gb.yaml", "no recipe at configs/sdxl_24gb.yaml: it does not exist: did you mean the packaged recipe "
-                               "sdxl_24gb?"),
+    ("configs/sdxl_24gb.yaml", "no recipe at configs/sdxl_24gb.yaml: it does not exist: did you mean the packaged "
+                               "recipe sdxl_24gb?"),
     ("no.yaml", "no recipe at no.yaml: it does not exist; expected a YAML file, or a packaged recipe such as starter")])
 def test_what_is_neither_is_one_line(given, told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

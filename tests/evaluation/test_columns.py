@@ -218,12 +218,13 @@ def test_a_run_without_checkpoints_and_one_of_another_model_are_told(runs, tmp_p
 
 def test_the_command_line_writes_both_and_knows_every_kind(runs, tmp_path, capsys):
     assert set(ColumnKind.__args__) == set(columns.KINDS)
-    code = main(["grid", str(runs[0]), "--columns", "seeds", "--values", "0,1", "--trust-run",
+    code = main(["compare", "grid", str(runs[0]), "--columns", "seeds", "--values", "0,1", "--trust-run",
                  "--count", "1", "--output",
                  str(tmp_path / "s.png")])
     assert code == 0 and capsys.readouterr().out.split() == [str(tmp_path / "s.png"), str(tmp_path / "s.html")]
-    assert main(["grid", str(runs[0]), "--values", "0,1"]) == 2 and "--columns too" in capsys.readouterr().err
-    assert main(["grid", str(runs[0]), "--output", "a.html"]) == 2 and "the PNG" in capsys.readouterr().err
+    assert main(["compare", "grid", str(runs[0]), "--values", "0,1"]) == 2
+    assert "--columns too" in capsys.readouterr().err
+    assert main(["compare", "grid", str(runs[0]), "--output", "a.html"]) == 2 and "the PNG" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("count, width, names", [(4, 4, 1), (40, 8, 7)])

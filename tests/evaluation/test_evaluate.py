@@ -218,7 +218,7 @@ def test_a_folder_of_another_evaluation_is_told(found, world, change, told):
     ({"lora": "x"}, "is a run, which brings its weights: leave out --lora"),
     ({"source": "starter", "base": True}, "--base compares with a result: give a run"),
     ({"source": "starter", "names": []}, "--rewards: expected the names of rewards"),
-    ({"suite": "nothing"}, "expected one that `flowgrpo prompts` lists"),
+    ({"suite": "nothing"}, "expected one that `flowgrpo list prompts` lists"),
     ({"names": ["diversity"]}, "'diversity' compares the samples of a group"),
 ])
 def test_mistakes_are_told_before_anything_is_drawn(world, tmp_path, options, told):

@@ -347,10 +347,10 @@ def test_every_command_draws_with_the_memory_of_the_run(tmp_path, model):
     assert (pixels(pages[0]) != pixels(pages[1])).any()
 
 
-COMMANDS = [["sample", "MODEL", "--prompt", "red", "--output", "out"], ["grid", "RUN"],
+COMMANDS = [["sample", "MODEL", "--prompt", "red", "--output", "out"], ["compare", "grid", "RUN"],
             ["sample", "MODEL", "--prompts", "RUN/prompts.txt", "--output", "out"],
-            ["grid", "RUN", "--columns", "seeds"], ["eval", "RUN", "--suite", "RUN/prompts.txt", "--output", "out",
-             "--trust-run"]]
+            ["compare", "grid", "RUN", "--columns", "seeds"],
+            ["eval", "RUN", "--suite", "RUN/prompts.txt", "--output", "out", "--trust-run"]]
 
 
 def test_a_picture_is_saved_before_the_next_is_drawn(tmp_path):

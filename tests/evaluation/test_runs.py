@@ -1,4 +1,4 @@
-"""`flowgrpo runs` and `flowgrpo report A B`: what they read of runs' folders."""
+"""`flowgrpo list runs` and `flowgrpo report A B`: what they read of runs' folders."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def test_runs_are_listed_the_newest_first_with_their_state(tmp_path, capsys):
                     Run("broken_off", "stopped", "starter", "flow_grpo", 2, 3, red, {"red": 0.5}, 300),
                     Run("odd", "damaged", changed=200),
                     Run("whole", "finished", "starter", "mix_grpo", 3, 3, {"red": 0.2}, {"red": 0.7}, 100)]
-    assert main(["runs", str(tmp_path)]) == 0
+    assert main(["list", "runs", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert re.search(r"broken_off +starter +flow_grpo +2 of 3 +red +0.2 +0.5 +stopped", out)
-    assert main(["runs", str(tmp_path / "whole"), "--json"]) == 0
+    assert main(["list", "runs", str(tmp_path / "whole"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["after"] == {"red": 0.7}
 
 
@@ -88,7 +88,7 @@ def test_a_finished_run_that_went_on_is_stopped(tmp_path):
 
 
 def test_a_folder_without_runs_is_told(tmp_path, capsys):
-    assert f"no run in {tmp_path}: expected a folder that holds runs" in told(capsys, "runs", tmp_path)
+    assert f"no run in {tmp_path}: expected a folder that holds runs" in told(capsys, "list", "runs", tmp_path)
 
 
 def test_several_runs_are_one_page(tmp_path, capsys):
@@ -138,10 +138,10 @@ def test_names_of_others_do_not_command_the_terminal(tmp_path, capsys):
             settings = text.replace("mix_grpo", r'"\x1b]0;x\x07"').replace("name: ab", r'name: "a\x1b[2Jb"')
             (folder / file).write_text(settings if file == "config.yaml" else
                                        text.replace('"red"', json.dumps(evil)))
-    assert main(["runs", str(tmp_path)]) == 0
+    assert main(["list", "runs", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert not set(out) & set("\x1b\x07\x9b\u202e") and r"\x1b[2J" in out and r"\u202eevil" in out
-    assert main(["runs", str(tmp_path / "no\x1b[2Jsuch")]) == 2
+    assert main(["list", "runs", str(tmp_path / "no\x1b[2Jsuch")]) == 2
     assert "\x1b" not in capsys.readouterr().err
 
 

@@ -80,7 +80,8 @@ def test_runs_and_seeds(run, tmp_path):
 def test_what_is_of_denoisers_is_told(run, tmp_path, capsys):
     with pytest.raises(UserError, match="--columns steps: is of denoisers"):
         columns.columns(run, "steps", ["3"], None, 2, 0, tmp_path / "page.png")
-    assert main(["grid", str(run), "--columns", "seeds", "--values", "1,2", "--count", "1", "--trust-run", "--output",
+    assert main(["compare", "grid", str(run), "--columns", "seeds", "--values", "1,2", "--count", "1", "--trust-run",
+                 "--output",
                  str(tmp_path / "one.png")]) == 0
     assert capsys.readouterr().out.split() == [str(tmp_path / "one.md"), str(tmp_path / "one.html")]
 

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import typer
 from typer import rich_utils
 
-from flowgrpo.cli import app, main
+from flowgrpo.cli import main
 from flowgrpo.config import load
 from flowgrpo.config.schema import fields
 from flowgrpo.errors import UserError
@@ -30,6 +29,7 @@ from flowgrpo.methods.validate import resolve
 from flowgrpo.policies import build
 from flowgrpo.train import Trainer
 from tests.helpers import tiny_runs
+from tests.helpers.commands import commands
 
 FOLDER = Path(__file__).parents[1] / "golden"
 RECIPES = Path(__file__).parents[2] / "configs"
@@ -104,11 +104,6 @@ def config() -> str:
     return "".join(f"{key} = {field.default!r}  # {field.description}\n" for key, field in fields().items())
 
 
-def commands() -> list[str]:
-    """The names of all commands."""
-    return sorted(typer.main.get_command(app).commands)
-
-
 def shown(*arguments: str) -> str:
     """What a command prints on a terminal of WIDTH characters, without colours."""
     taken = io.StringIO()
@@ -119,7 +114,7 @@ def shown(*arguments: str) -> str:
 
 def help_texts() -> str:
     """The help of the program and of each of its commands."""
-    asked = [[], *([name] for name in commands())]
+    asked = [[], *(name.split() for name in sorted(commands()))]
     return "\n".join(f"$ {' '.join(['flowgrpo', *each, '--help'])}\n{shown(*each, '--help')}" for each in asked)
 
 

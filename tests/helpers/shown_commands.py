@@ -20,7 +20,7 @@ from urllib.parse import urljoin
 from flowgrpo.cli import main
 
 ROOT = Path(__file__).parents[2]
-VISITED = {"vote": "", "--live": "", "serve-reward": "/health"}  # what is asked of servers
+VISITED = {"vote": "", "--live": "", "serve": "/health"}  # what is asked of servers
 ADDRESS = re.compile(r"http://[\w.]+:\d+\S*")
 
 

@@ -255,7 +255,7 @@ def test_an_installed_package_brings_methods_and_parts(package, capsys):
     assert recorded(preset("flow_grpo").having(surrogate=type(method.loss.surrogate)(2.0))) == (
         "flow_grpo", {"surrogate": {"type": "FarGate", "temperature": 2.0}})
     assert resolve(tiny.config(method="mix_grpo", parts={"surrogate": {"type": "Clip"}})).loss.surrogate == Clip()
-    assert main(["methods", "two_far"]) == 0
+    assert main(["list", "methods", "two_far"]) == 0
     assert re.search(r"two_far_steps +far_methods:two_steps +package far", capsys.readouterr().out)
 
 

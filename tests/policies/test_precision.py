@@ -97,7 +97,7 @@ def test_a_run_says_what_it_chose_and_keeps_it(recipe, capsys):
     assert out[8].startswith("loaded in ") and "StableDiffusion3Pipeline, " in out[8]
     assert load(folder / "config.yaml").precision == chosen
     assert json.loads((folder / "report" / "machine.json").read_text())["precision"] == f"{chosen} (auto: {reason})"
-    assert main(["grid", str(folder), "--output", str(folder / "grid.png")]) == 0
+    assert main(["compare", "grid", str(folder), "--output", str(folder / "grid.png")]) == 0
     assert main(["export", str(folder), "--form", "merged"]) == 0
     dtype = load_pipeline(str(folder / "merged"), chosen).transformer.dtype
     assert dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[chosen]

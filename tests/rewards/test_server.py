@@ -659,7 +659,7 @@ def test_a_server_killed_mid_batch_is_replaced_by_the_other(tmp_path):
         "    return [10 * len(prompt) for prompt in prompts]\n")
     (tmp_path / "token").write_text("word\n")
     process = subprocess.Popen(
-        [sys.executable, "-m", "flowgrpo", "serve-reward", "reward.py:slow", "--port", "0", "--token-file", "token"],
+        [sys.executable, "-m", "flowgrpo", "reward", "serve", "reward.py:slow", "--port", "0", "--token-file", "token"],
         cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
     try:
         line = process.stdout.readline()
@@ -723,7 +723,7 @@ def test_what_a_server_says_of_itself_is_read_back():
 
 
 def told(capsys, *arguments: object) -> str:
-    assert main(["serve-reward", *map(str, arguments)]) == 2
+    assert main(["reward", "serve", *map(str, arguments)]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     return captured.err

@@ -185,7 +185,7 @@ def test_the_command_makes_a_token_and_drains_on_sigterm(tmp_path):
         "    while not pathlib.Path('go').exists():\n        time.sleep(0.01)\n    return [7.0] * len(prompts)\n")
     environment = {name: value for name, value in os.environ.items() if name != TOKEN}
     process = subprocess.Popen(
-        [sys.executable, "-m", "flowgrpo", "serve-reward", "reward.py:slow", "--port", "0"], cwd=tmp_path, text=True,
+        [sys.executable, "-m", "flowgrpo", "reward", "serve", "reward.py:slow", "--port", "0"], cwd=tmp_path, text=True,
         stdout=subprocess.PIPE, env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)})
     try:
         port = int(re.search(r"127\.0\.0\.1:(\d+)/slow, asks for its token\n", process.stdout.readline())[1])

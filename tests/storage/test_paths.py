@@ -88,7 +88,7 @@ def test_folders_of_samples_are_tried_before_the_model_is_loaded(command, run, f
 @pytest.mark.parametrize("options", [[], ["--columns", "guidance", "--values", "1,2"]])
 def test_grids_are_tried_before_the_model_is_loaded(options, run, file, capsys):
     for place in (f"{file}/grid.png", file.parent):
-        assert f"{place} cannot be written" in told(capsys, "grid", run, "--output", place, *options)
+        assert f"{place} cannot be written" in told(capsys, "compare", "grid", run, "--output", place, *options)
 
 
 def test_what_the_disk_refuses_later_is_one_line_too(run, capsys):

@@ -78,7 +78,7 @@ def test_the_command_writes_a_lora_and_its_generations(tmp_path, capsys):
     tokenizer.save_pretrained(tmp_path / "model")
     tiny_text.stir(tiny_text.policy((model, tokenizer), rank=2)).weights.save(tmp_path / "lora")
     (tmp_path / "prompts.txt").write_text("\n".join(tiny_text.PROMPTS), encoding="utf-8")
-    given = ["evolve", "--output", str(tmp_path / "out"), f"--model={tmp_path / 'model'}", "--method=grpo",
+    given = ["contrib", "evolve", "--output", str(tmp_path / "out"), f"--model={tmp_path / 'model'}", "--method=grpo",
              "--reward=distinct", f"--prompts={tmp_path / 'prompts.txt'}", "--held_out=0.3", "--train.prompts=2",
              "--train.group=2", "--text.max_tokens=4", "--adapter.rank=2", "--device=cpu", "--precision=fp32",
              "--generations", "2", "--population", "4"]

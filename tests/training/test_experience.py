@@ -57,7 +57,7 @@ def test_the_command_learns_from_a_models_samples(tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("\n".join(tiny_text.PROMPTS), encoding="utf-8")
     (tmp_path / "r.py").write_text("def mine(texts, prompts): return [float(i) for i in range(len(texts))]\n")
     with endpoint(lambda body, number: said(json.dumps([{"add": f"7+{number}"}]))) as server:
-        code = main(["learn-experience", "--output", str(tmp_path / "lessons.txt"), f"--model={tmp_path / 'model'}",
+        code = main(["contrib", "lessons", "--output", str(tmp_path / "lessons.txt"), f"--model={tmp_path / 'model'}",
                      f"--reward={tmp_path / 'r.py'}:mine", f"--prompts={tmp_path / 'prompts.txt'}", "--held_out=0.3",
                      "--train.prompts=2", "--train.group=2", "--text.max_tokens=4", "--device=cpu",
                      "--precision=fp32", "--epochs", "1", "--url", server.url, "--served", "m"])

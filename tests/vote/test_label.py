@@ -1,4 +1,4 @@
-"""`flowgrpo label`: which samples become pairs, the verdicts and margins of aspects, and a command that goes on."""
+"""`flowgrpo reward label`: samples that become pairs, verdicts and margins of aspects, and a command that resumes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def rows(file: Path) -> list[dict]:
 
 
 def test_the_best_and_the_worst_by_the_sum_with_verdicts_of_aspects(place, capsys):
-    assert main(["label", "texts", "--rewards", "aspects.yaml", "--output", "out/pairs.jsonl"]) == 0
+    assert main(["reward", "label", "texts", "--rewards", "aspects.yaml", "--output", "out/pairs.jsonl"]) == 0
     assert rows(place / "out/pairs.jsonl") == [
         # Totals 4 * right - length: "2" 3, "3" -1, "222" -3; "4" 3, "4444" -4.
         {"prompt": "1+1=", "chosen": "2", "rejected": "222", "aspects": {"right": "chosen", "brief": "chosen"},
@@ -78,7 +78,7 @@ def test_the_best_and_the_worst_by_the_sum_with_verdicts_of_aspects(place, capsy
 
 
 def test_all_pairs_with_a_least_margin_and_ties(place):
-    assert main(["label", "texts", "--rewards", "aspects.yaml", "--all", "--least", "2", "--tie", "1"]) == 0
+    assert main(["reward", "label", "texts", "--rewards", "aspects.yaml", "--all", "--least", "2", "--tie", "1"]) == 0
     found = [(row["chosen"], row["rejected"], row["aspects"]) for row in rows(place / "pairs.jsonl")]
     assert found == [("2", "3", {"right": "tie", "brief": "tie"}), ("2", "222", {"right": "tie", "brief": "chosen"}),
                      ("4", "4444", {"right": "tie", "brief": "chosen"})]  # "3" and "222" differ by 2
@@ -86,21 +86,21 @@ def test_all_pairs_with_a_least_margin_and_ties(place):
 
 def test_one_reward_is_no_aspect_and_a_missing_score_counts_as_the_mean(place):
     write(place / "more", {"1+1=": ("2", "", ["?", "22"])}, "text")
-    assert main(["label", "more", "--key", "text", "--rewards", "mine.py:length"]) == 2  # "?" has no score
+    assert main(["reward", "label", "more", "--key", "text", "--rewards", "mine.py:length"]) == 2  # "?" has no score
     write(place / "third", {"1+1=": ("2", "", ["333"])})
-    assert main(["label", "texts", "third", "--rewards", "mine.py:length", "--output", "b.jsonl"]) == 0
+    assert main(["reward", "label", "texts", "third", "--rewards", "mine.py:length", "--output", "b.jsonl"]) == 0
     assert rows(place / "b.jsonl")[0] == {"prompt": "1+1=", "chosen": "222", "rejected": "3",
                                           "margins": {"overall": 2}}
 
 
 def test_a_pairwise_judge_sees_whole_groups(place):
-    assert main(["label", "texts", "--rewards", "mine.py:wins"]) == 0
+    assert main(["reward", "label", "texts", "--rewards", "mine.py:wins"]) == 0
     assert [(row["chosen"], row["rejected"], row["margins"]) for row in rows(place / "pairs.jsonl")] == [
         ("222", "3", {"overall": 1}), ("4444", "4", {"overall": 1})]
 
 
 def test_the_same_command_goes_on_and_scores_nothing_twice(place):
-    command = ["label", "texts", "--rewards", "mine.py:right"]
+    command = ["reward", "label", "texts", "--rewards", "mine.py:right"]
     assert main(command) == 0
     asked, pairs = (place / "asked.txt").read_text(), (place / "pairs.jsonl").read_text()
     assert asked == "2|3|222|4|4444|"
@@ -111,14 +111,14 @@ def test_the_same_command_goes_on_and_scores_nothing_twice(place):
     assert (place / "asked.txt").read_text() == asked + "4|4444|"
     assert main(command) == 0 and (place / "asked.txt").read_text() == asked + "4|4444|"
     (place / "heavier.yaml").write_text("other: {use: 'mine.py:right', weight: 3}")
-    assert main(["label", "texts", "--rewards", "heavier.yaml"]) == 0  # the same scores under another weight
+    assert main(["reward", "label", "texts", "--rewards", "heavier.yaml"]) == 0  # the same scores under another weight
     assert (place / "asked.txt").read_text() == asked + "4|4444|"
     assert rows(place / "pairs.jsonl")[0]["margins"] == {"overall": 3}
 
 
 def test_a_failed_group_is_reported_and_not_kept(place, capsys):
     (place / "a.yaml").write_text("length: {use: 'mine.py:length'}\nbad: {use: 'mine.py:fails', on_error: skip}\n")
-    assert main(["label", "texts", "--rewards", "a.yaml"]) == 0
+    assert main(["reward", "label", "texts", "--rewards", "a.yaml"]) == 0
     assert "left out: 5 samples that 'bad' failed on" in capsys.readouterr().err
     assert rows(place / "pairs.jsonl")[0]["margins"] == {"overall": 2, "length": 2}
     assert len(rows(place / "pairs.scores.jsonl")) == 2
@@ -130,7 +130,7 @@ def test_pictures_of_two_folders_by_their_prompts(place):
         for name in ("one", "two"):
             saved(place / folder / f"{name}.png", seed=seed + 2 * (name == "two"))
             (place / folder / f"{name}.txt").write_text(f"a {name}")
-    assert main(["label", "a", "b", "--rewards", "mine.py:bright", "--output", "out/pairs.jsonl"]) == 0
+    assert main(["reward", "label", "a", "b", "--rewards", "mine.py:bright", "--output", "out/pairs.jsonl"]) == 0
     from flowgrpo.rewards.pixels import read_tensor
 
     pairs = load_pairs(place / "out/pairs.jsonl")
@@ -155,9 +155,9 @@ def test_a_judge_behind_an_endpoint_labels_aspects_and_principles(place):
         (place / "judges.yaml").write_text(json.dumps({
             "following": {"use": "judge", "weight": 2, "args": reached | {"scale": [0, 10]}},
             "bright": {"use": "judge_rubric", "args": reached | {"criteria": ["is bright"]}}}))
-        assert main(["label", "a", "b", "--rewards", "judges.yaml"]) == 0
+        assert main(["reward", "label", "a", "b", "--rewards", "judges.yaml"]) == 0
         assert len(server.seen) == 4
-        assert main(["label", "a", "b", "--rewards", "judges.yaml"]) == 0 and len(server.seen) == 4
+        assert main(["reward", "label", "a", "b", "--rewards", "judges.yaml"]) == 0 and len(server.seen) == 4
     [row] = rows(place / "pairs.jsonl")  # 2 * 1 + 0 against 2 * 0.4 + 1
     assert (row["prompt"], row["chosen"], row["rejected"]) == ("cat", "a/cat.png", "b/cat.png")
     assert row["aspects"] == {"following": "chosen", "bright": "rejected"}
@@ -166,7 +166,7 @@ def test_a_judge_behind_an_endpoint_labels_aspects_and_principles(place):
 
 def test_samples_of_a_model_are_drawn_once(place):
     (place / "sums.jsonl").write_text(json.dumps({"prompt": "12+34=", "metadata": {"answer": "46"}}))
-    command = ["label", "starter_text", "--prompts", "sums.jsonl", "--count", "8", "--temperature", "1",
+    command = ["reward", "label", "starter_text", "--prompts", "sums.jsonl", "--count", "8", "--temperature", "1",
                "--rewards", "mine.py:right"]
     assert main(command) == 0
     before = (place / "pairs-samples" / "texts-0.jsonl").read_text()
@@ -191,7 +191,7 @@ def test_samples_of_a_model_are_drawn_once(place):
 def test_mistakes_are_one_line(place, capsys, arguments, told):
     (place / "votes.jsonl").write_text("{}\n")
     write(place / "single", {"3=": SAMPLES["3="]})
-    assert main(["label", *arguments]) == 2
+    assert main(["reward", "label", *arguments]) == 2
     error = capsys.readouterr().err
     assert told in error and error.count("\n") == 1
 

@@ -1,4 +1,4 @@
-"""`flowgrpo vote`: sources of pairs, the page over HTTP, and the file that rewards and runs read."""
+"""`flowgrpo compare vote`: sources of pairs, the page over HTTP, and the file that rewards and runs read."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_pairs_are_drawn_with_the_base_and_a_lora(tmp_path, monkeypatch, capsys)
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": text, "metadata": {"task": text[-4:]}}) + "\n"
                                               for text in ("a red star", "a blue ring")))
     monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", lambda self: None)
-    arguments = ["vote", "starter", "--lora", str(tmp_path / "lora"), "--prompts", str(tmp_path / "p.jsonl"),
+    arguments = ["compare", "vote", "starter", "--lora", str(tmp_path / "lora"), "--prompts", str(tmp_path / "p.jsonl"),
                  "--output", str(tmp_path / "pairs.jsonl"), "--port", "0"]
     assert main(arguments) == 0
     out = capsys.readouterr().out
@@ -280,7 +280,7 @@ def test_folders_without_a_common_name_or_prompt(tmp_path):
 def test_what_is_no_source_is_told(tmp_path, monkeypatch, capsys, arguments, line):
     folders(tmp_path, 1)
     monkeypatch.chdir(tmp_path)
-    assert main(["vote", *arguments]) == 2
+    assert main(["compare", "vote", *arguments]) == 2
     assert line in capsys.readouterr().err
 
 

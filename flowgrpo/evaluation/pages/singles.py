@@ -1,4 +1,4 @@
-"""Pictures of a page one by one, full-sized: what `flowgrpo vote` shows.
+"""Pictures of a page one by one, full-sized: what `flowgrpo compare vote` shows.
 
 The PNG of the page names their folders in its text chunk `flowgrpo`, relative to itself.
 """

@@ -320,7 +320,7 @@ def test_texts_from_a_finished_run_on_the_command_line(tmp_path, capsys):
     assert main([*asked, "--lora", str(settings.folder)]) == 0
     tuned = capsys.readouterr().out.splitlines()
     assert all(len(text) < 3 for text in tuned) and all(len(text) > 3 for text in base)
-    assert main(["grid", str(settings.folder), "--count", "2"]) == 0
+    assert main(["compare", "grid", str(settings.folder), "--count", "2"]) == 0
     assert (settings.folder / "grid.png").is_file()
     assert main(["sample", str(tmp_path / "lm"), "--prompt", "1+2=", "--lora", str(tmp_path)]) == 2
     assert "adapter_config.json is missing" in capsys.readouterr().err

@@ -322,7 +322,7 @@ def test_what_is_for_tokens_unmasks_and_what_unmasks_is_not_for_causal_models():
     warm = overlay.with_parts(methods.preset("remax"), {"decoding": {"temperature": 0.5, "min_p": 0.1}})
     assert warm.on("masks").rollout.decoding == Unmasking(0.5, min_p=0.1, greedy=1)
     assert methods.preset("trace_rl").on("masks") == methods.preset("trace_rl")
-    with pytest.raises(UserError, match="masked language models .it samples by Unmasking.*flowgrpo methods"):
+    with pytest.raises(UserError, match="masked language models .it samples by Unmasking.*flowgrpo list methods"):
         methods.preset("trace_rl").on("tokens")
     with pytest.raises(UserError, match="a method of denoisers"):
         methods.preset("mix_grpo").on("masks")
@@ -412,7 +412,7 @@ def test_texts_from_a_finished_run_on_the_command_line(tmp_path, capsys):
     own = policy(load_masked_lm(str(folder)), unmasking=Unmasking(per_step=3))
     own.weights.load({f"model.{key}": value for key, value in adapter(settings.folder).items()})
     assert said == own.generate(own.encode(["1+2=", "7+8="]), own.generators([0, 0]))
-    assert main(["grid", str(settings.folder), "--count", "2"]) == 0
+    assert main(["compare", "grid", str(settings.folder), "--count", "2"]) == 0
     assert (settings.folder / "grid.png").is_file()
 
 

@@ -260,7 +260,7 @@ def test_columns_of_weights_go_from_the_base_to_the_result_and_beyond(tmp_path, 
 
 
 def test_a_grid_shows_the_base_beside_the_weight(tmp_path, lora_run, capsys):
-    asked = ["grid", str(lora_run), "--count", "2", "--trust-run", "--output"]
+    asked = ["compare", "grid", str(lora_run), "--count", "2", "--trust-run", "--output"]
     for name, weight in (("0", "0"), ("1", "1"), ("2", "2")):
         assert main([*asked, str(tmp_path / f"{name}.png"), "--rlg", weight]) == 0
     images.grid(lora_run, None, 2, 0, tmp_path / "plain.png")

@@ -135,17 +135,18 @@ def test_a_file_of_pairs(folder):
 def test_a_mistake_in_a_line_is_told_with_its_place(folder, wrong, expected, capsys):
     file = folder / "pairs.jsonl"
     file.write_text(f"{line()}\n\n{wrong}\n{line()}\n")
-    assert told(capsys, "train-reward", file, "--output", folder / "r").startswith(f"pairs {file}, line 3: {expected}")
+    assert told(capsys, "reward", "train", file, "--output",
+                folder / "r").startswith(f"pairs {file}, line 3: {expected}")
 
 
 def test_mistakes_in_a_whole_file(folder, capsys):
-    file, train = folder / "pairs.jsonl", ["train-reward", folder / "pairs.jsonl", "--output", folder / "r"]
+    file, train = folder / "pairs.jsonl", ["reward", "train", folder / "pairs.jsonl", "--output", folder / "r"]
     assert "no such file" in told(capsys, *train)
     file.write_text("\n")
     assert "the file holds no pair" in told(capsys, *train)
     file.write_bytes(b"\xff\n")
     assert "not UTF-8 text" in told(capsys, *train)
-    assert "expected a .jsonl file, got '.txt'" in told(capsys, "train-reward", "a.txt", "--output", folder / "r")
+    assert "expected a .jsonl file, got '.txt'" in told(capsys, "reward", "train", "a.txt", "--output", folder / "r")
     file.write_text(f"{line()}\n{line(prompt='q')}\n")
     assert "expected a share between 0 and 1" in told(capsys, *train, "--held-out", "1.5")
     assert "holds out every pair" in told(capsys, *train, "--held-out", file)
@@ -210,7 +211,7 @@ def learned(tmp_path_factory):
     """A trained reward's folder with two aspects, made by the command, the pairs' file, and the rewards as trained."""
     folder = tmp_path_factory.mktemp("toy")
     file = squares(folder)
-    assert main(["train-reward", str(file), "--output", str(folder / "reward"), "--size", "16", "--batch", "16",
+    assert main(["reward", "train", str(file), "--output", str(folder / "reward"), "--size", "16", "--batch", "16",
                  "--epochs", "30", "--lr", "3e-3", "--patience", "10", "--device", "cpu"]) == 0
     return folder / "reward", file
 
@@ -239,10 +240,12 @@ def test_the_folder_is_a_reward(learned, monkeypatch, capsys):
     assert torch.allclose(weighted, 2 * overall - light / 2, atol=1e-9)
     assert torch.equal(rewards.find("./reward", {"weights": {"light": 1.0}})(images, prompts), light)
     assert rewards.about(rewards.find("./reward")).modality == "image"
-    assert main(["score", "./reward:overall", "0-0-0.png", "0-0-1.png", "--prompt", "a red circle", "--json"]) == 0
+    assert main(["reward", "score", "./reward:overall", "0-0-0.png", "0-0-1.png", "--prompt", "a red circle",
+                 "--json"]) == 0
     red, blue = (row["score"] for row in json.loads(capsys.readouterr().out)["scores"])
     assert red > blue
-    assert main(["score", "./reward:overall", "0-0-0.png", "0-0-1.png", "--prompt", "a blue circle", "--json"]) == 0
+    assert main(["reward", "score", "./reward:overall", "0-0-0.png", "0-0-1.png", "--prompt", "a blue circle",
+                 "--json"]) == 0
     red, blue = (row["score"] for row in json.loads(capsys.readouterr().out)["scores"])
     assert blue > red
 
@@ -251,15 +254,17 @@ def test_mistakes_with_the_folder(learned, monkeypatch, capsys, tmp_path):
     folder, file = learned
     monkeypatch.chdir(folder.parent)
     score = ["0-0-0.png", "--prompt", "a red circle"]
-    assert "has no aspect 'lihgt': did you mean 'light'?" in told(capsys, "score", "./reward:lihgt", *score)
-    assert "no reward.json in it" in told(capsys, "score", str(tmp_path), *score)
-    assert "unknown reward 'rewart:light'" in told(capsys, "score", "rewart:light", *score)
-    assert "has no aspect 'colour'" in told(capsys, "score", "./reward", *score, "--args", "{weights: {colour: 1}}")
-    assert "holds a reward already" in told(capsys, "train-reward", file, "--output", "reward")
+    assert "has no aspect 'lihgt': did you mean 'light'?" in told(capsys, "reward", "score", "./reward:lihgt", *score)
+    assert "no reward.json in it" in told(capsys, "reward", "score", str(tmp_path), *score)
+    assert "unknown reward 'rewart:light'" in told(capsys, "reward", "score", "rewart:light",
+                                                   *score)
+    assert "has no aspect 'colour'" in told(capsys, "reward", "score", "./reward", *score, "--args",
+                                            "{weights: {colour: 1}}")
+    assert "holds a reward already" in told(capsys, "reward", "train", file, "--output", "reward")
     (tmp_path / "reward.json").write_text('{"form": 9}')
-    assert "expected what `flowgrpo train-reward` wrote" in told(capsys, "score", str(tmp_path), *score)
+    assert "expected what `flowgrpo train-reward` wrote" in told(capsys, "reward", "score", str(tmp_path), *score)
     (tmp_path / "reward.json").write_text((folder / "reward.json").read_text())
-    assert "train it again, or copy its whole folder" in told(capsys, "score", str(tmp_path), *score)
+    assert "train it again, or copy its whole folder" in told(capsys, "reward", "score", str(tmp_path), *score)
 
 
 def written(network, folder: Path, kind: dict) -> tuple[Preference, torch.Tensor]:
@@ -322,7 +327,7 @@ def test_a_head_on_clip_is_trained_and_clip_is_not(clip, learned, tmp_path):
 def test_mistakes_in_options_and_pictures(folder, capsys):
     file = folder / "pairs.jsonl"
     file.write_text("\n".join(line(prompt=p) for p in ("a ring", "a star", "a ring and " + 20 * "so ")))
-    train = ["train-reward", file, "--output", folder / "r"]
+    train = ["reward", "train", file, "--output", folder / "r"]
     assert "expected clip and pretrained together" in told(capsys, *train, "--clip", "ViT-B-32")
     assert "device is 'abacus', which torch" in told(capsys, *train, "--device", "abacus")
     (folder / "b.png").write_text("no picture")
@@ -351,6 +356,7 @@ def test_help_and_mistakes_come_before_torch(folder):
     code = "import sys, flowgrpo.cli as c; r = c.main(sys.argv[1:]); print('torch' in sys.modules); sys.exit(r or 0)"
     (folder / "pairs.jsonl").write_text("{")
     for arguments, status in ((["--help"], 0), ([str(folder / "pairs.jsonl"), "--output", "r"], 2)):
-        done = subprocess.run([sys.executable, "-c", code, "train-reward", *arguments], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", code, "reward", "train", *arguments], capture_output=True,
+                              text=True)
         assert done.returncode == status, done.stderr
         assert done.stdout.splitlines()[-1] == "False"

@@ -89,6 +89,7 @@ def test_mistakes_are_one_line(tmp_path, capsys, options, told):
     file = tmp_path / "pairs.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"{n}+1=", "chosen": "7", "rejected": "1"}) + "\n"
                             for n in range(8)))
-    assert main(["train-reward", str(file), "--output", str(tmp_path / "reward"), "--held-out", "0.5", *options]) == 2
+    assert main(["reward", "train", str(file), "--output", str(tmp_path / "reward"), "--held-out", "0.5",
+                 *options]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert told in error

@@ -56,7 +56,8 @@ def texts(count: int = 60) -> list[dict]:
 
 def test_several_aspects_are_one_weighted_reward(tmp_path, capsys):
     data, file = written(tmp_path / "texts.jsonl", texts()), tmp_path / "reward.json"
-    assert main(["train-text-reward", str(data), "--output", str(file), "--penalty", "0.01", "--held-out", "0.2"]) == 0
+    assert main(["reward", "train-text", str(data), "--output", str(file), "--penalty", "0.01", "--held-out",
+                 "0.2"]) == 0
     assert "helpful" in capsys.readouterr().out
     known = json.loads(file.read_text())
     assert [row["value"] > 0.9 for row in known["measured"]["held_out"]] == [True, True]  # R2
@@ -70,7 +71,7 @@ def test_several_aspects_are_one_weighted_reward(tmp_path, capsys):
     assert helpful[0] > helpful[1] and both[0] < both[1]  # a weight turns the ranking round
     with pytest.raises(UserError, match="has no aspect 'save': did you mean 'safe'"):
         rewards.find("text_scorer", {"file": str(file), "weights": {"save": 1.0}})
-    assert main(["train-text-reward", str(data), "--output", str(file)]) == 2  # is there already
+    assert main(["reward", "train-text", str(data), "--output", str(file)]) == 2  # is there already
 
 
 def test_a_discriminator_of_simple_texts_and_its_categories(tmp_path):
