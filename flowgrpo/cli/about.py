@@ -34,6 +34,8 @@ def check(
                                             "alone.")] = None,
     processes: Annotated[int, typer.Option(min=1, help="With --gpu: processes that share an epoch's prompts.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="With --gpu: print memory and seconds by phase, and "
+                                          "what is counted.")] = False,
 ) -> None:
     """Report whether a pipeline or a language model can be trained, what it needs, and why not; exit code 2 where it
     cannot, or where that is unknown."""
@@ -41,13 +43,13 @@ def check(
     from flowgrpo.config import parse, recipes
     from flowgrpo.starter import FOLDERS
 
-    model, options = recipe_and_options(arguments or [], "model", ("recipe", "gpu", "processes", "json"))
+    model, options = recipe_and_options(arguments or [], "model", ("recipe", "gpu", "processes", "json", "verbose"))
     if recipe is None and model in recipes.names() and model not in FOLDERS and not Path(model).exists():
         model, recipe = None, model
     if gpu is not None:
         from flowgrpo.cli.dry_run import predict
 
-        predict(model, recipe, options, gpu, processes, as_json)
+        predict(model, recipe, options, gpu, processes, as_json, verbose)
         return
     config = parse.load(recipe, options) if recipe or options else None
     model = model or (config.model if config and recipe else None)

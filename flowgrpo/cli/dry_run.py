@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 def predict(model: str | None, recipe: str | None, overrides: dict[str, str], name: str, processes: int,
-            as_json: bool) -> None:
-    """Print a dry run of the recipe's epoch, and the nearest settings that fit; exit code 2 if it does not fit.
+            as_json: bool, verbose: bool) -> None:
+    """Print whether a dry run of the recipe's epoch fits, and the nearest settings that do; exit code 2 otherwise.
 
-    model: None for the recipe's own. overrides: dotted keys of the recipe. name: the GPU's.
+    model: None for the recipe's own. overrides: dotted keys of the recipe. name: the GPU's. verbose: print the phases
+    and what is counted too.
     """
     from flowgrpo.config import parse
     from flowgrpo.dry_run import estimate, fit
@@ -40,9 +41,12 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
     above = counts.above(gpu.room)
     settings, better = fit.nearest_settings(config, gpu, counts, processes) if above else ({}, counts)
     report = _report(config.model, name, gpu, counts, settings, better) | {
+        "processes": processes,
         "micro_batch": config.train.micro_batch, "checkpointing": config.train.checkpointing,
         "epochs": config.train.epochs, "hours": round(counts.seconds * config.train.epochs / 3600, 1)}
-    typer.echo(json.dumps(report, indent=2)) if as_json else _page(report)
+    typer.echo(json.dumps(report, indent=2) if as_json else summary(report))
+    if not as_json:
+        _page(report) if verbose else typer.echo("--verbose: memory and seconds by phase, and what is counted")
     if above:
         raise typer.Exit(2)
 
@@ -66,6 +70,17 @@ def _report(model: str, name: str, gpu: GPU, counts: Estimate, settings: dict[st
             "above": counts.above(gpu.room), "nearest": fits if settings else None}
 
 
+def summary(report: dict[str, Any]) -> str:
+    """Return a line that says whether the recipe fits; if it does not, a second one with the settings that do."""
+    hours, count = report["hours"], report["processes"]
+    gpus = f"one {report['gpu']}" if count == 1 else f"{count} {report['gpu']}"
+    line = (f"{'does not fit' if report['above'] else 'fits'}: {report['peak']:.1f} of {report['room']:.1f} GiB, "
+            f"{hours:,.{0 if hours >= 10 else 1}f} h on {gpus} (computed)")
+    if not report["above"]:
+        return line
+    return f"{line}\n{', '.join(report['above'])}: {_nearest(report['nearest'], report['room'])}"
+
+
 def _page(report: dict[str, Any]) -> None:
     rows = [[name, f"{phase['allocated']:.1f}", f"{phase['reserved']:.1f}", f"{phase['tflop']:,.0f}",
              f"{phase['seconds']:,.1f}", f"{phase['share']:.0%}", f"{phase['kernels']:,}"]
@@ -86,8 +101,6 @@ def _page(report: dict[str, Any]) -> None:
                            f"{_waits(report['waits_per_replay'])} per replayed micro-batch"}
     for key, text in lines.items():
         typer.echo(f"{key:<10}  {text}")
-    if report["above"]:
-        typer.echo(f"it does not fit in {', '.join(report['above'])}: {_nearest(report['nearest'], report['room'])}")
 
 
 def _waits(reasons: dict[str, float]) -> str:

@@ -32,13 +32,16 @@ RENAMED = {"encode": "prompts encode", "data": "prompts mix", "write-prompts": "
 
 
 class Commands(TyperGroup):
-    """Commands in the order of the first screen, with their earlier names."""
+    """Commands in the order of the first screen, with their earlier names.
 
-    def list_commands(self, ctx: typer.Context) -> list[str]:
+    ctx: of a class that Typer does not export.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
         """Return the names, those of the first screen first."""
         return [*ORDER, *(name for name in self.commands if name not in ORDER)]
 
-    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Resolve the first argument. An earlier name prints a line with the new one."""
         if (new := renamed(args)) is not None:
             typer.echo(f"flowgrpo: `flowgrpo {args[0]}` is now `flowgrpo {new}`; the earlier name goes with the next "

@@ -150,7 +150,8 @@ def test_files_of_any_size_are_scored_in_their_order(files, capsys):
 
 def test_each_file_has_the_prompt_and_metadata_of_its_line(files, tmp_path, capsys):
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "metadata": {"more": 5}}\n{"prompt": "skip"}\n')
-    assert scores(shown(capsys, "reward", "score", "mine.py:level", *files[:2], "--prompts", "p.jsonl", "--json")) == [5, None]
+    found = scores(shown(capsys, "reward", "score", "mine.py:level", *files[:2], "--prompts", "p.jsonl", "--json"))
+    assert found == [5, None]
     assert "p.jsonl has 2 prompts for 4 files, expected one for each" in told(
         capsys, "reward", "score", "mine.py:level", *files, "--prompts", "p.jsonl")
 
@@ -168,7 +169,8 @@ def test_videos_and_texts_are_scored_likewise(files, tmp_path, capsys):
     assert "reward 'mine.py:frames' judges video, but what is generated here is image" in told(
         capsys, "reward", "score", "mine.py:frames", "0.png")
     (tmp_path / "answer.txt").write_text("four")
-    assert scores(shown(capsys, "reward", "score", "mine.py:Length", "answer.txt", "--json", "--args", "{per: 2}")) == [2]
+    found = scores(shown(capsys, "reward", "score", "mine.py:Length", "answer.txt", "--json", "--args", "{per: 2}"))
+    assert found == [2]
 
 
 def test_grey_of_sixteen_bits_is_read(files, capsys):

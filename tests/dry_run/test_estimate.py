@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flowgrpo.cli import main
+from flowgrpo.cli.dry_run import summary
 from flowgrpo.config import load
 from flowgrpo.dry_run import estimate, fit, from_configs
 from flowgrpo.dry_run.estimate import dry_run
@@ -209,12 +210,37 @@ def recipe(model, tmp_path):
 
 
 def test_the_command_prints_phases_and_what_fits(recipe, capsys):
-    assert main(["check", "--recipe", recipe, "--gpu", "h200"]) == 0
+    assert main(["check", "--recipe", recipe, "--gpu", "h200", "--verbose"]) == 0
     page = capsys.readouterr().out
     assert "rollout" in page and "3.7 GiB of reward models" in page and "computed, not measured" in page
     assert "0 per rollout step" in page and "does not fit" not in page
     seconds = dry_run(load(recipe), GPUS["H200"]).seconds
     assert seconds > 1e-3 and f"{1000 * seconds:,.1f} of all 3,600,000 epochs" in page
+
+
+REPORT = {"peak": 16.83, "room": 22.04, "hours": 41.9, "processes": 1, "gpu": "4090", "above": [], "nearest": None}
+NEAREST = {"settings": {"train.checkpointing": True}, "peak": 19.0, "seconds": 61.4, "enough": True}
+
+
+@pytest.mark.parametrize("given, said", [
+    ({}, "fits: 16.8 of 22.0 GiB, 42 h on one 4090 (computed)"),
+    ({"hours": 1.64}, "fits: 16.8 of 22.0 GiB, 1.6 h on one 4090 (computed)"),
+    ({"hours": 1375.5, "processes": 8, "gpu": "H100"}, "fits: 16.8 of 22.0 GiB, 1,376 h on 8 H100 (computed)"),
+    ({"peak": 30.0, "above": ["rollout", "update"], "nearest": NEAREST},
+     "does not fit: 30.0 of 22.0 GiB, 42 h on one 4090 (computed)\n"
+     "rollout, update: with train.checkpointing: true it fits, in 19.0 GiB and 61 s")])
+def test_the_first_line_says_whether_it_fits(given, said):
+    assert summary(REPORT | given) == said
+
+
+def test_the_command_says_it_first_and_the_rest_on_request(recipe, capsys):
+    """Two lines, of which the first is the first of --verbose too."""
+    assert main(["check", "--recipe", recipe, "--gpu", "h200"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    peak, room = (number / 2**30 for number in (dry_run(load(recipe), GPUS["H200"]).peak, GPUS["H200"].room))
+    assert lines[0].startswith(f"fits: {peak:.1f} of {room:.1f} GiB, ")
+    assert lines[0].endswith(" h on one H200 (computed)")
+    assert lines[1:] == ["--verbose: memory and seconds by phase, and what is counted"]
 
 
 def test_the_command_as_json_names_the_nearest_settings(recipe, model, capsys, monkeypatch):
@@ -234,7 +260,8 @@ def test_the_command_refuses_what_a_sharded_run_refuses(model, tmp_path, capsys)
 
 
 def test_the_command_takes_keys_that_override_the_recipe(recipe, capsys):
-    assert main(["check", "--recipe", recipe, "--gpu", "h200", "--train.epochs=7", "--train.micro_batch", "2"]) == 0
+    assert main(["check", "--recipe", recipe, "--gpu", "h200", "--train.epochs=7", "--train.micro_batch", "2",
+                 "--verbose"]) == 0
     page = capsys.readouterr().out
     assert "of all 7 epochs" in page and "2 at once" in page
 
