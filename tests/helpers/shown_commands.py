@@ -18,6 +18,7 @@ from pathlib import Path
 from urllib.parse import urljoin
 
 from flowgrpo.cli import main
+from tests.helpers.commands import leaf
 
 ROOT = Path(__file__).parents[2]
 VISITED = {"vote": "", "--live": "", "serve": "/health"}  # what is asked of servers
@@ -87,7 +88,7 @@ class Typed:
         if key not in self.made:
             folder = self.place / f"{next(self.count):02}"
             folder.mkdir()
-            for name in dict.fromkeys(filter(None, map(self._file, named(arguments)))):
+            for name in dict.fromkeys(filter(None, map(self._file, named(leaf(arguments)[1])))):
                 self._put(name, folder)
             self.made[key] = typed_in(folder, arguments)
         return self.made[key]
