@@ -28,10 +28,10 @@ from trl import GRPOConfig, GRPOTrainer
 
 from flowgrpo.config import Config, validate
 from flowgrpo.data import prompts, splits
-from flowgrpo.policies.language.causal_lm import CausalLM
-from flowgrpo.policies.language.load import load_causal_lm
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.samplers.text.records import TokenizedPrompts
+from flowgrpo.text.policies.causal_lm import CausalLM
+from flowgrpo.text.policies.load import load_causal_lm
+from flowgrpo.text.samplers.records import TokenizedPrompts
 from flowgrpo.train import Trainer
 from flowgrpo.training import sampling
 from flowgrpo.training.epoch import Epoch

@@ -18,9 +18,9 @@ from typing import Any
 
 from build_suites import train
 
+from flowgrpo.contrib.questions.phrases import Phrases
 from flowgrpo.data.sets import FOLDER
 from flowgrpo.data.suites import load_suite
-from flowgrpo.rewards.questions.phrases import Phrases
 
 
 def write(name: str, rows: Iterable[dict[str, Any]]) -> None:

@@ -38,8 +38,8 @@ rm -rf "$folder/runs"
     --output "$folder/runs/written"
 # Earlier processors of transformers do not refuse a prompt that has the mark of an image in its text (test_vision_lm).
 "$run" -m pytest -n 2 --dist loadgroup -p no:cacheprovider "${warnings[@]}" \
-    --ignore tests/policies/language/test_vision_lm.py \
+    --ignore tests/text/policies/test_vision_lm.py \
     tests/test_borrowed_names.py tests/test_packages.py tests/test_installation.py tests/test_types.py \
     tests/test_text_train.py tests/samplers/test_rollout.py tests/samplers/test_pairing.py tests/samplers/test_kernels.py \
-    tests/policies/weights tests/policies/language tests/data tests/config tests/export tests/methods/test_texforce.py \
+    tests/policies/weights tests/text/policies tests/data tests/config tests/export tests/methods/test_texforce.py \
     tests/rewards/images/test_ocr.py tests/rewards/images/test_model_rewards.py

@@ -157,8 +157,8 @@ FAULTS = (
     fault("step with a gradient that is not finite", "training/optimizer.py",
           "self.unsteady = not torch.isfinite(norm)", "self.unsteady = False", *LOOP),
     fault("moving average that does not move", "training/optimizer.py", ", 1 - decay)", ", 0.0)", *LOOP),
-    fault("kept stale rollout", "training/extensions/staleness.py", "if drawn.epoch >= run.epoch]", "]", "training"),
-    fault("old scores of a stale epoch are not recomputed", "training/extensions/staleness.py",
+    fault("kept stale rollout", "contrib/staleness/extension.py", "if drawn.epoch >= run.epoch]", "]", "training"),
+    fault("old scores of a stale epoch are not recomputed", "contrib/staleness/extension.py",
           "if drawn.update != run.optimization.update:", "if False:", "training"),
     # prompts, processes, storage, policies
     fault("the same prompts in every epoch", "data/splits.py", "_walk(len(prompts), rest, epoch, seed)",
@@ -178,7 +178,7 @@ FAULTS = (
           "setattr(attrgetter(holder)(trainer) if holder else trainer, name, state.get(key, 0))", "pass", "training"),
     fault("optimizer's state lost on resume", "training/state.py",
           "    checkpoint.load_optimizer(trainer.optimization.optimizer, taken[\"optimizer\"])\n", "", "training"),
-    fault("temperature not applied", "samplers/text/decoding.py", "logits = logits / self.temperature",
+    fault("temperature not applied", "text/samplers/decoding.py", "logits = logits / self.temperature",
           "logits = logits * 1.0", "samplers"),
 )
 

@@ -1,6 +1,6 @@
 """Every question about a picture of the starter's world, and its right answer for the objects that are there.
 
-The questions are those of `flowgrpo.rewards.questions.questions`, of any claims, and besides "Is there a red ring in
+The questions are those of `flowgrpo.contrib.questions.questions`, of any claims, and besides "Is there a red ring in
 the picture?" and "Is the ring above the cross?". A question that supposes what is not so, such as for the colour of a
 star where there is none, or are two of different colours, has no right answer.
 """
@@ -14,9 +14,9 @@ from itertools import permutations
 
 import numpy as np
 
+from flowgrpo.contrib.questions.questions import NUMBERS, PLACES, Question, of_claims, of_clauses
 from flowgrpo.rewards.images.colours import NAMES
 from flowgrpo.rewards.images.scene import Reading
-from flowgrpo.rewards.questions.questions import NUMBERS, PLACES, Question, of_claims, of_clauses
 from flowgrpo.starter.scenes import COLOURS, COUNTS, PLURALS, RELATIONS, SHAPES, Claim, Claims
 
 COUNTED = NUMBERS[:7]  # up to two more than a prompt asks for

@@ -29,15 +29,15 @@ from starter_questions import CHOICES, KINDS, Thing, asked, read_question, thing
 from torch import Tensor
 from train_starter_reward import GROUP, drawn, rendered
 
+from flowgrpo.contrib.learned_rewards.preference import FILE, Aspect, Description, save
+from flowgrpo.contrib.learned_rewards.preference_networks import Film
+from flowgrpo.contrib.learned_rewards.training import Settings, fit, share
+from flowgrpo.contrib.questions.learned_answers import ByFolder
+from flowgrpo.contrib.questions.question_answers import QuestionAnswers
+from flowgrpo.contrib.questions.questions import Question, of_claims
 from flowgrpo.evaluation.statistics import BOOTSTRAP, interval
 from flowgrpo.rewards.images.scene import read, scene
-from flowgrpo.rewards.learned.preference import FILE, Aspect, Description, save
-from flowgrpo.rewards.learned.preference_networks import Film
-from flowgrpo.rewards.questions.learned_answers import ByFolder
-from flowgrpo.rewards.questions.question_answers import QuestionAnswers
-from flowgrpo.rewards.questions.questions import Question, of_claims
 from flowgrpo.starter import scenes
-from flowgrpo.training.reward_training import Settings, fit, share
 
 ANSWERS = tuple(dict.fromkeys(choice for choices in CHOICES.values() for choice in choices))
 # The shares of the questions.

@@ -28,11 +28,11 @@ from show_scene_reward import CHANGES, Scene, blurred, empty, half_cut, noisy
 from torchvision.transforms.functional import to_tensor
 from tqdm import tqdm
 
+from flowgrpo.contrib.learned_rewards.preference import Preference
+from flowgrpo.contrib.learned_rewards.training import Settings, accuracy, train
 from flowgrpo.data.pairs import OVERALL, load_pairs, split
 from flowgrpo.rewards.images.scene import scene
-from flowgrpo.rewards.learned.preference import Preference
 from flowgrpo.starter import CALL, EVAL_GUIDANCE, scenes
-from flowgrpo.training.reward_training import Settings, accuracy, train
 
 CHANGED, STAMPED, TIES = 0.75, 0.10, 0.15  # shares of rendered pairs; the rest of the wrong pictures is damaged
 MOST = 4  # objects that fit into a picture

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from flowgrpo.rewards import differentiable
-from flowgrpo.rewards.text.soft_texts import letters
+from flowgrpo.text.rewards.soft_texts import letters
 
 ALPHABET = "ACGT"
 TOKENS = ["<pad>", "</s>", "=", *ALPHABET, "<mask>"]  # the mask is the last
@@ -119,9 +119,9 @@ def optimum(length: int, alpha: float) -> tuple[float, float]:
 def measured(folder: Path, base: Path, length: int, count: int = 2000) -> tuple[float, float]:
     """(the mean reward, the KL to the base model) of a model's answers."""
     from flowgrpo.config.sections import Text
-    from flowgrpo.policies.language.masked_lm import MaskedLM, load_masked_lm
-    from flowgrpo.samplers.text.decoding import Unmasking
-    from flowgrpo.samplers.text.gumbel_softmax import GumbelSoftmax
+    from flowgrpo.text.policies.masked_lm import MaskedLM, load_masked_lm
+    from flowgrpo.text.samplers.decoding import Unmasking
+    from flowgrpo.text.samplers.gumbel_softmax import GumbelSoftmax
 
     policy = MaskedLM(*load_masked_lm(str(folder)), None, Text(max_tokens=length))
     held = {f"model.{key}": each for key, each in load_masked_lm(str(base))[0].named_parameters()}

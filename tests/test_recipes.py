@@ -24,7 +24,6 @@ from flowgrpo.methods import keys_read, validate
 from flowgrpo.objectives import Clip, PlainRatio
 from flowgrpo.objectives.forward_process import NegativeAware
 from flowgrpo.policies import build, options
-from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rewards.find import locate
 from flowgrpo.rewards.images.clip_models import SubjectScore
@@ -32,6 +31,7 @@ from flowgrpo.samplers.grids import make_grid, shifted
 from flowgrpo.samplers.kernels import CPS
 from flowgrpo.samplers.predictions import process
 from flowgrpo.samplers.preview import require_choice
+from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.types import Gaussian, Scored
 from tests.helpers import tiny_text
 

@@ -11,7 +11,7 @@ import torch
 from flowgrpo.errors import UserError
 from flowgrpo.methods import presets, validate
 from flowgrpo.run import run
-from flowgrpo.samplers.text.decoding import Decoding
+from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.training import sampling, state
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.optimizer import decisions

@@ -32,15 +32,16 @@ from typing import Any
 
 import torch
 
-from flowgrpo.check import language, tiny
+from flowgrpo.check import tiny
 from flowgrpo.check.pipelines import Unknown, drive
 from flowgrpo.check.tiny import texts
 from flowgrpo.config.schema import Config
 from flowgrpo.device import ran_out
 from flowgrpo.errors import UserError
 from flowgrpo.policies import sources
-from flowgrpo.rewards.text.sandbox.choose import described as boundaries
 from flowgrpo.starter import FOLDERS
+from flowgrpo.text import check as language
+from flowgrpo.text.rewards.sandbox.choose import described as boundaries
 
 # Reported fields of a pipeline; `language.FIELDS` are those of a language model.
 FIELDS = ("precision", "pipeline", "scheduler", "prediction", "weights", "denoisers", "parameters", "lora_parameters",

@@ -83,7 +83,7 @@ def sample(
         typer.echo(prompt_file.sample(model, prompts, output, lora=weights, steps=steps, guidance=guidance, rlg=weight,
                                       batch=batch, temperature=temperature, key=key, enhancer=rewriter, **drawn))
     elif _writes(model, weights, weight):
-        from flowgrpo.evaluation import texts
+        from flowgrpo.text import evaluation as texts
 
         if rewriter is not None:
             raise UserError("--enhancer: rewrites the prompts of a pipeline; leave it out for a language model")
@@ -185,7 +185,8 @@ def grid(
     if columns is None:
         if values:
             raise UserError("--values: are the values of --columns: give --columns too")
-        from flowgrpo.evaluation import images, texts
+        from flowgrpo.evaluation import images
+        from flowgrpo.text import evaluation as texts
 
         output = output or page_of(given_run, run, "grid.png")
         typer.echo(texts.grid(run, prompts, count, seed, output) if _writes("", run, weight) else

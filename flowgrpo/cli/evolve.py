@@ -31,7 +31,7 @@ def evolve(
     from flowgrpo.policies.weights.lora_files import require_lora
 
     require_lora("adapter.init", config.adapter.init)
-    from flowgrpo.training import evolution
+    from flowgrpo.contrib.evolve import evolution
 
     policy, value = _value(config)
     lines = evolution.evolve(policy.weights, value, evolution.Settings(generations, population, spread, config.seed),

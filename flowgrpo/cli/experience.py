@@ -32,8 +32,8 @@ def learn_experience(
     """Learn lessons for the prompt in place of weights: a language model compares scored samples."""
     config = settings_for(output, arguments, ("epochs", "edits", "lessons", "url", "served", "key-env"),
                           {"method": "grpo"})
+    from flowgrpo.contrib.experience import experience
     from flowgrpo.rewards.judges.judge_client import Endpoint, user
-    from flowgrpo.training import experience
 
     endpoint = Endpoint(url=url, model=served, key_env=key_env, temperature=0.0, max_tokens=2048)
     batches, sample = _sampling(config)
@@ -55,9 +55,9 @@ def _sampling(config: Any) -> tuple[Any, Any]:
     from flowgrpo.data import splits
     from flowgrpo.device import pick_device
     from flowgrpo.distributed.signals import promptly
-    from flowgrpo.evaluation import texts
     from flowgrpo.policies import build
     from flowgrpo.samplers.rollout import seeder
+    from flowgrpo.text import evaluation as texts
 
     if build.kind(config) == build.PIPELINE:
         raise UserError(f"learn-experience: got the pipeline {config.model}, expected a language model")

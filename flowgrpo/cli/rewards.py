@@ -104,7 +104,7 @@ def train_reward(
     texts = model is not None
     sides = split(load_pairs(pairs, texts), _share_or_file(held_out), texts)
     aspects(*sides)  # report mistakes before torch is loaded
-    from flowgrpo.training import reward_training as training
+    from flowgrpo.contrib.learned_rewards import training
 
     accuracies = training.train(*sides, output, training.Settings(
         text=text, size=size, clip=clip, pretrained=pretrained, model=model, frozen=frozen, margins=margins,
@@ -138,10 +138,10 @@ def train_text_reward(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the held-out share, and of --degrade.")] = 0,
 ) -> None:
     """Train a reward of texts from labels or pairs: a linear head per aspect and category."""
-    from flowgrpo.data.labelled_texts import load_labelled
+    from flowgrpo.contrib.learned_rewards.labelled_texts import load_labelled
 
     labelled = load_labelled(texts)
-    from flowgrpo.training import text_reward_training as training
+    from flowgrpo.contrib.learned_rewards import text_training as training
 
     results = training.train(labelled, output, training.Settings(encoder, penalty, held_out, degrade, seed))
     print_table(["category", "aspect", "measure", "value", "held-out texts"],
@@ -169,7 +169,7 @@ def serve_reward(
     from flowgrpo.rewards.remote.wire import Limits
 
     needed("uvicorn", "server", "serve-reward")
-    from flowgrpo.rewards.server import serve
+    from flowgrpo.serving.server import serve
 
     secret, reward = token(token_file), find(name, made_with(name, args))
     serve(name, reward, host, port, Limits(int(max_mb * 2**20), max_batch), secret, typer.echo)

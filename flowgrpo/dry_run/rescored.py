@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from flowgrpo.contrib.staleness.extension import Drawn, Staleness
 from flowgrpo.training import sampling
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Extensions
-from flowgrpo.training.extensions.staleness import Drawn, Staleness
 
 
 class Rescored(Extension):

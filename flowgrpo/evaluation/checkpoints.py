@@ -20,13 +20,13 @@ from flowgrpo.methods import overlay
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.policies import build
-from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.policies.pipelines import edit_networks, picture_reader
 from flowgrpo.policies.weights import finite
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers import learned_noise
 from flowgrpo.storage import checkpoint
 from flowgrpo.storage.places import CONFIG, is_checkpoint, run_of, weights_of
+from flowgrpo.text.policies.causal_lm import CausalLM
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,7 @@ from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt, load_prompts
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import images, picture_files, run_rewards, texts
+from flowgrpo.evaluation import images, picture_files, run_rewards
 from flowgrpo.evaluation.checkpoints import run_config
 from flowgrpo.evaluation.measured import spread
 from flowgrpo.evaluation.pages import singles
@@ -29,10 +29,11 @@ from flowgrpo.evaluation.pages.before_after import captions, means_of
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.pages.html_page import write_page, write_table
 from flowgrpo.policies import build
-from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage import paths
 from flowgrpo.storage.places import is_checkpoint, listed, run_of
+from flowgrpo.text import evaluation as texts
+from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.types import Completion
 
 SEEDS = ("0", "1", "2", "3")

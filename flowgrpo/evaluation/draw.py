@@ -17,15 +17,16 @@ from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import images, lora_fit, picture_files, texts
+from flowgrpo.evaluation import images, lora_fit, picture_files
 from flowgrpo.evaluation.batched import Together
 from flowgrpo.evaluation.ledger import Ledger, Place, TextLedger
 from flowgrpo.evaluation.plan import Medium
-from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.policies.pipelines.call import unchecked
 from flowgrpo.policies.weights.rlg import Branches
 from flowgrpo.rewards.images import guards
 from flowgrpo.samplers.rollout import seeder
+from flowgrpo.text import evaluation as texts
+from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.types import Completion
 
 if TYPE_CHECKING:

@@ -11,11 +11,12 @@ from tqdm import tqdm
 
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import checkpoints, texts
+from flowgrpo.evaluation import checkpoints
 from flowgrpo.evaluation.plan import weights_digest
 from flowgrpo.policies import build
-from flowgrpo.policies.language.causal_lm import CausalLM
-from flowgrpo.rewards.text.pictured import noise_seed, rewritten
+from flowgrpo.text import evaluation as texts
+from flowgrpo.text.policies.causal_lm import CausalLM
+from flowgrpo.text.rewards.pictured import noise_seed, rewritten
 
 TOGETHER = 8  # prompts per call of the model
 INSTRUCTION = ("Rewrite the user's prompt for a text-to-image model. Keep what it says. Add details of the scene, the "

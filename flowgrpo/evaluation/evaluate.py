@@ -29,7 +29,7 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import best_of as choice
-from flowgrpo.evaluation import checkpoints, draw, findings, held_out, images, measured, run_rewards, texts
+from flowgrpo.evaluation import checkpoints, draw, findings, held_out, images, measured, run_rewards
 from flowgrpo.evaluation import enhancer as rewriter
 from flowgrpo.evaluation.ledger import BaseLedger, Place
 from flowgrpo.evaluation.pages import rlg_sweep
@@ -43,6 +43,7 @@ from flowgrpo.rewards.remote import exchange
 from flowgrpo.rewards.score import columns
 from flowgrpo.storage import atomic, paths
 from flowgrpo.storage.json_files import finite
+from flowgrpo.text import evaluation as texts
 
 AT_ONCE = 8  # samples scored in one call
 SHOWN = 12  # prompts of the page

@@ -19,9 +19,9 @@ from flowgrpo.evaluation import draw, images
 from flowgrpo.evaluation.evaluate import make_plan
 from flowgrpo.evaluation.ledger import BaseLedger, Place
 from flowgrpo.evaluation.plan import Plan, digest
-from flowgrpo.rewards.text.pictured import rewritten
 from flowgrpo.rewards.verdicts import USER_PROMPT
 from flowgrpo.storage import atomic, paths
+from flowgrpo.text.rewards.pictured import rewritten
 
 FILE = "prompts.jsonl"
 PROMPT = "prompt"  # the key that makes a text the prompt of its line

@@ -81,8 +81,8 @@ def _of_evaluation(source: Path, sets: Sequence[str], reward: str | None) -> Rat
 def likelihoods(policy: Any, prompts: Sequence[Prompt]) -> Rates:
     """Return the likelihood of every prompt's answer under a causal language model: exp of the mean log-probability of
     its tokens and its end. Prompts without an answer are left out."""
-    from flowgrpo.samplers.text.answers import answer_of
-    from flowgrpo.samplers.text.decoding import Decoding
+    from flowgrpo.text.samplers.answers import answer_of
+    from flowgrpo.text.samplers.decoding import Decoding
 
     rates: Rates = {}
     for prompt in prompts:

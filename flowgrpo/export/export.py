@@ -168,8 +168,8 @@ def merged(run: Path, output: Path) -> Path:
 
 def _merged_language_model(config: Config, run: Path, output: Path) -> None:
     from flowgrpo.policies import build
-    from flowgrpo.policies.language.text_weights import attach
     from flowgrpo.policies.weights import adapters
+    from flowgrpo.text.policies.text_weights import attach
 
     options = {} if config.adapter.rank else {"model": str(run / "model"), "load": Load()}
     model, reader = build.load_language(config.model_copy(update={"precision": "fp32"} | options))

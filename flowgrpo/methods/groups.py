@@ -11,6 +11,7 @@ from flowgrpo.advantages.gae import OutcomeHead, Recall, ValueHead
 from flowgrpo.advantages.group import AdvantageRule
 from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.advantages.token_credit import TokenCredit
+from flowgrpo.contrib.rehearsal.parts import Rehearsal
 from flowgrpo.methods import adapted
 from flowgrpo.methods.parts import (
     GroupDraw,
@@ -26,11 +27,10 @@ from flowgrpo.methods.supervised import DataLoss
 from flowgrpo.objectives import reductions, references
 from flowgrpo.objectives.kl import Penalty
 from flowgrpo.objectives.ratios import LogRatio
-from flowgrpo.objectives.rehearsal import Rehearsal
 from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.samplers import kernels, old_policy, plans, preview, pruning, solvers
 from flowgrpo.samplers.grids import TailPoints
-from flowgrpo.samplers.text import decoding, groups
+from flowgrpo.text.samplers import decoding, groups
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from flowgrpo import objectives
+from flowgrpo.contrib.group_replay.parts import GroupReplay
 from flowgrpo.curriculum import order
 from flowgrpo.curriculum.expansion import Expansion
-from flowgrpo.curriculum.replay import GroupReplay
 from flowgrpo.errors import UserError
 from flowgrpo.methods.groups import Credit, Denoising, Loss, TextGeneration
 from flowgrpo.methods.parts import Curriculum, Redraw
@@ -24,8 +24,8 @@ from flowgrpo.objectives.best_path import LayerTuning
 from flowgrpo.samplers import kernels, noised_finals, plans, quiet_steps, solvers
 from flowgrpo.samplers.grids import compress_tail
 from flowgrpo.samplers.rollout import RolloutSpec
-from flowgrpo.samplers.text import decoding
-from flowgrpo.samplers.text.pruned import PrunedDraws
+from flowgrpo.text.samplers import decoding
+from flowgrpo.text.samplers.pruned import PrunedDraws
 
 OF_TEXT = ("tokens", "masks")  # the processes of language models: causal, masked
 # Of a flow and of a variance-preserving process.

@@ -15,8 +15,8 @@ from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.rollout import RolloutSpec
-from flowgrpo.samplers.text.decoding import Decoding
-from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
+from flowgrpo.text.samplers.decoding import Decoding
+from flowgrpo.text.samplers.records import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Context, Gaussian
 
 # --- rollouts --------------------------------------------------------------------------------------------------------

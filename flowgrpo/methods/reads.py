@@ -7,31 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 from flowgrpo import objectives
-from flowgrpo.advantages import (
-    baselines,
-    consistency,
-    expert_reward,
-    gae,
-    length_shaping,
-    shaping,
-    step_scores,
-    token_credit,
-)
-from flowgrpo.curriculum import teachers, variations
+from flowgrpo.advantages import baselines, gae, shaping, token_credit
+from flowgrpo.contrib.consistency import parts as consistency
+from flowgrpo.contrib.policy_shaping import parts as policy_shaping
+from flowgrpo.contrib.variants import parts as variations
 from flowgrpo.errors import UserError
 from flowgrpo.methods import registry, supervised, targets
 from flowgrpo.methods.method import Method
-from flowgrpo.objectives import (
-    actor_critic,
-    forward_process,
-    kl,
-    policy_shaping,
-    ratios,
-    references,
-    sequence_losses,
-    token_losses,
-)
+from flowgrpo.objectives import actor_critic, forward_process, kl, ratios, references, sequence_losses
 from flowgrpo.samplers import plans
+from flowgrpo.text import teacher_answers as teachers
+from flowgrpo.text.credit import expert_reward, length_shaping, step_scores
+from flowgrpo.text.losses import token_losses
 
 # Parts that fewer targets read than their place says.
 _TEXTS = (targets.Completions,)

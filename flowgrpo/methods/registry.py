@@ -8,40 +8,35 @@ from typing import Any
 
 from flowgrpo.advantages import (
     baselines,
-    consistency,
     correctness,
-    downsampling,
-    episodic,
-    expert_reward,
     gae,
     group,
-    length_shaping,
-    reshaped,
-    reward_weights,
-    risk,
     selection,
     shaping,
     step_credit,
-    step_scores,
     token_credit,
     trackers,
 )
 from flowgrpo.advantages.group import AdvantageRule
 from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.advantages.token_credit import TokenCredit
-from flowgrpo.curriculum import (
-    categories,
-    expansion,
-    gradient_variance,
-    hint_length,
-    history,
-    order,
-    prediction,
-    replay,
-    resampling,
-    teachers,
-    variations,
-)
+from flowgrpo.contrib.annealing import parts as annealing
+from flowgrpo.contrib.branching import parts as branching
+from flowgrpo.contrib.categories import parts as categories
+from flowgrpo.contrib.consistency import parts as consistency
+from flowgrpo.contrib.downsampling import parts as downsampling
+from flowgrpo.contrib.episodic import parts as episodic
+from flowgrpo.contrib.group_replay import parts as replay
+from flowgrpo.contrib.hint_length import parts as hint_length
+from flowgrpo.contrib.policy_shaping import parts as policy_shaping
+from flowgrpo.contrib.prediction import parts as prediction
+from flowgrpo.contrib.rehearsal import parts as rehearsal
+from flowgrpo.contrib.reshaped import parts as reshaped
+from flowgrpo.contrib.reward_weights import parts as reward_weights
+from flowgrpo.contrib.risk import parts as risk
+from flowgrpo.contrib.token_weights import parts as token_weights
+from flowgrpo.contrib.variants import parts as variations
+from flowgrpo.curriculum import expansion, gradient_variance, history, order, resampling
 from flowgrpo.methods import adapted, data_sources, supervised, targets
 from flowgrpo.methods.groups import Credit, Denoising, Loss, TextGeneration
 from flowgrpo.objectives import (
@@ -51,20 +46,14 @@ from flowgrpo.objectives import (
     forward_process,
     kl,
     pair_losses,
-    policy_shaping,
-    random_policy,
     ratios,
     reductions,
     references,
-    rehearsal,
-    reward_labels,
     schedules,
     sequence_losses,
     step_weights,
     supervised_weights,
     surrogates,
-    token_losses,
-    token_weights,
 )
 from flowgrpo.objectives.balance import Balance
 from flowgrpo.objectives.kl import Penalty
@@ -84,7 +73,10 @@ from flowgrpo.samplers import (
     reward_gradient,
     solvers,
 )
-from flowgrpo.samplers.text import annealing, branching, decoding, groups, gumbel_softmax, lookahead, pruned, trees
+from flowgrpo.text import teacher_answers as teachers
+from flowgrpo.text.credit import expert_reward, length_shaping, step_scores
+from flowgrpo.text.losses import random_policy, reward_labels, token_losses
+from flowgrpo.text.samplers import decoding, groups, gumbel_softmax, lookahead, pruned, trees
 
 # By the field of a Method, or of a part in it. A new part goes into one of these modules, or its module into a line.
 MODULES: dict[str, tuple[ModuleType, ...]] = {

@@ -1,5 +1,5 @@
 """Targets: what the loss of a method scores. One class each, with the parts that it leaves unread and those that it
-takes. `rollouts.targets` and `rollouts.text_targets` sample, record and replay them."""
+takes. `rollouts.targets` and `text.rollouts.targets` sample, record and replay them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import ClassVar
 
 from flowgrpo import objectives
 from flowgrpo.advantages.baselines import Paired
-from flowgrpo.advantages.expert_reward import ExpertReward
 from flowgrpo.methods.groups import Credit, Denoising, Loss, TextGeneration
 from flowgrpo.methods.parts import Backprop, Times
-from flowgrpo.objectives import best_path, token_losses
+from flowgrpo.objectives import best_path
 from flowgrpo.objectives.actor_critic import ActorCritic
 from flowgrpo.samplers import latent_edits, noised_finals, reward_gradient
 from flowgrpo.samplers.rollout import RolloutSpec
-from flowgrpo.samplers.text import gumbel_softmax, pruned
-from flowgrpo.samplers.text.decoding import Unmasking
+from flowgrpo.text.credit.expert_reward import ExpertReward
+from flowgrpo.text.losses import token_losses
+from flowgrpo.text.samplers import gumbel_softmax, pruned
+from flowgrpo.text.samplers.decoding import Unmasking
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,11 @@ import torch
 
 from flowgrpo import objectives
 from flowgrpo.advantages.baselines import NoBaseline
-from flowgrpo.advantages.expert_reward import ExpertReward
-from flowgrpo.advantages.reward_weights import ForwardCorrected, Hypervolume, Influence
 from flowgrpo.advantages.shaping import BradleyTerry
 from flowgrpo.advantages.trackers import PriorBlend
 from flowgrpo.config.schema import Config
+from flowgrpo.contrib.reward_weights.parts import ForwardCorrected, Hypervolume, Influence
 from flowgrpo.curriculum.resampling import AdditionalGroups
-from flowgrpo.curriculum.teachers import TeacherAnswers
 from flowgrpo.data.demonstrations import load_demonstrations
 from flowgrpo.data.pairs import load_pairs
 from flowgrpo.errors import UserError, nearest
@@ -36,6 +34,8 @@ from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.learned_noise import LearnedNoise
 from flowgrpo.samplers.preview import require_choice
 from flowgrpo.samplers.rollout import RolloutSpec
+from flowgrpo.text.credit.expert_reward import ExpertReward
+from flowgrpo.text.teacher_answers import TeacherAnswers
 from flowgrpo.types import Context
 
 

@@ -23,8 +23,8 @@ from flowgrpo.starter import FOLDERS
 if TYPE_CHECKING:
     import torch
 
-    from flowgrpo.policies.language.causal_lm import CausalLM
     from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+    from flowgrpo.text.policies.causal_lm import CausalLM
 
 PIPELINE, CAUSAL_LM, VISION_LM, MASKED_LM = "pipeline", "causal_lm", "vision_lm", "masked_lm"
 DIFFUSION = ("llada", "dream")  # families of masked language models whose classes are not called ForMaskedLM
@@ -207,10 +207,10 @@ def load_language(config: Config) -> tuple[Any, Any]:
     source = config.model, config.precision, config.trust_remote_code
     kind_of_model = kind(config)
     if kind_of_model == MASKED_LM:
-        from flowgrpo.policies.language.masked_lm import load_masked_lm
+        from flowgrpo.text.policies.masked_lm import load_masked_lm
 
         return load_masked_lm(*source, files=config.load)
-    from flowgrpo.policies.language.load import load_causal_lm
+    from flowgrpo.text.policies.load import load_causal_lm
 
     folder = Path(FOLDERS.get(config.model, config.model))
     if kind_of_model == VISION_LM or not folder.is_dir() and reads_images(_on_hub(config.model, config.load.revision)):
@@ -238,14 +238,14 @@ def language_policy(config: Config, loaded: tuple[Any, Any], adapter: Adapter | 
     settings: dict[str, Any] = dict(device=device, precision=config.precision,
                                     checkpointing=config.train.recomputed)
     if kind(config, loaded) == MASKED_LM:
-        from flowgrpo.policies.language.masked_lm import MaskedLM
+        from flowgrpo.text.policies.masked_lm import MaskedLM
 
         unmasking: Any = validate.resolve(config, "masks").rollout.decoding
         return MaskedLM(*loaded, adapter, config.text, unmasking, **settings)
     if hasattr(loaded[1], "image_processor"):
-        from flowgrpo.policies.language.vision_lm import VisionLM
+        from flowgrpo.text.policies.vision_lm import VisionLM
 
         return VisionLM(*loaded, adapter, config.text, **settings)
-    from flowgrpo.policies.language.causal_lm import CausalLM
+    from flowgrpo.text.policies.causal_lm import CausalLM
 
     return CausalLM(*loaded, adapter, config.text, **settings)

@@ -21,10 +21,10 @@ from flowgrpo.rewards.about import About
 from flowgrpo.rewards.combine import LIKE_ITS_PARTS, Combined
 from flowgrpo.rewards.failures import Failed, numbers
 from flowgrpo.rewards.reward import Batch
-from flowgrpo.rewards.text.answer_keys import LICENCE
-from flowgrpo.rewards.text.diversity import likeness
-from flowgrpo.rewards.text.numeric import NumericMatch
-from flowgrpo.rewards.text.rules import ExactMatch
+from flowgrpo.text.rewards.answer_keys import LICENCE
+from flowgrpo.text.rewards.diversity import likeness
+from flowgrpo.text.rewards.numeric import NumericMatch
+from flowgrpo.text.rewards.rules import ExactMatch
 
 # --- pure ------------------------------------------------------------------------------------------------------------
 

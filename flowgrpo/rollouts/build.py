@@ -20,21 +20,21 @@ def make_rollouts(config: Config, policy: Policy, method: Method, geometry: Batc
     """Make what samples and replays a policy. first: a prompt, with which a pipeline's own grid is read."""
     given: tuple[Any, ...] = config, policy, method, geometry, processes, clock
     if isinstance(method.target, RelaxedTraces):
-        from flowgrpo.rollouts.relaxed import RelaxedRollouts
+        from flowgrpo.text.rollouts.relaxed import RelaxedRollouts
 
         return RelaxedRollouts(*given)
     if isinstance(method.target, RecordedCompletions):
-        from flowgrpo.rollouts.recorded_text import RecordedTextRollouts
+        from flowgrpo.text.rollouts.recorded import RecordedTextRollouts
 
         return RecordedTextRollouts(*given)
     if method.for_tokens:
-        from flowgrpo.policies.language import engines
+        from flowgrpo.text.policies import engines
 
         if engines.wanted(config):
-            from flowgrpo.rollouts.engine import EngineRollouts
+            from flowgrpo.text.rollouts.engine import EngineRollouts
 
             return EngineRollouts(*given)
-        from flowgrpo.rollouts.text import TextRollouts
+        from flowgrpo.text.rollouts.completions import TextRollouts
 
         return TextRollouts(*given)
     given = (*given, first)

@@ -17,8 +17,8 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods.supervised import AlignedChains, NextToken, PreferencePairs
 from flowgrpo.objectives.pair_losses import PairLoss
 from flowgrpo.objectives.reductions import SequenceMean, reduced
-from flowgrpo.samplers.text.answers import answer_of
-from flowgrpo.samplers.text.decoding import Decoding
+from flowgrpo.text.samplers.answers import answer_of
+from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.types import CompletionBatch, GroupStatistics, Scored
 
 DRAWS = 2210_03142  # separates the draws for examples from others of a run

@@ -18,7 +18,7 @@ from flowgrpo.methods.data_sources import Explained, PassRate
 from flowgrpo.methods.supervised import DataLoss, NextToken, PicturePairs, PreferencePairs
 from flowgrpo.rollouts.data_losses import Example
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.samplers.text.answers import answer_of
+from flowgrpo.text.samplers.answers import answer_of
 from flowgrpo.training.credit import slices
 from flowgrpo.training.explanations import explained
 from flowgrpo.training.state import Run

@@ -12,7 +12,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.objectives.references import SelfTeacher
 from flowgrpo.rollouts.base import Encoded
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.samplers.text.answers import answer_of
+from flowgrpo.text.samplers.answers import answer_of
 from flowgrpo.training.kl_reference import KLReference
 from flowgrpo.types import Completions, Scored
 

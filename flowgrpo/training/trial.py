@@ -30,9 +30,9 @@ from flowgrpo.rewards import Composed
 from flowgrpo.rewards.gradient import require_graph
 from flowgrpo.rewards.pairwise import pairing, sees_groups
 from flowgrpo.rewards.remote import exchange
-from flowgrpo.rewards.text.soft_texts import SoftTexts
 from flowgrpo.rollouts.base import Outputs
 from flowgrpo.storage import paths
+from flowgrpo.text.rewards.soft_texts import SoftTexts
 from flowgrpo.training import state
 from flowgrpo.training.scoring import Functions
 

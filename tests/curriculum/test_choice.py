@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from flowgrpo.advantages.group import group_relative
-from flowgrpo.curriculum.categories import CategoryBandit
+from flowgrpo.contrib.categories.parts import CategoryBandit
+from flowgrpo.contrib.prediction.parts import PredictedDifficulty, predicted
+from flowgrpo.contrib.variants.parts import Variations
 from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.curriculum.history import InformationGain, OppositePairs, Retention, VarianceSampling
-from flowgrpo.curriculum.prediction import PredictedDifficulty, predicted
 from flowgrpo.curriculum.resampling import ExtraRollouts
-from flowgrpo.curriculum.variations import Variations
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.data.text_features import features

@@ -11,13 +11,13 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from flowgrpo.contrib.questions.questions import Question, of_list
 from flowgrpo.data import prompts
 from flowgrpo.data.suites import SHIPPED, load_suite
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.images.colours import NAMES
 from flowgrpo.rewards.images.detectors import OBJECTS
 from flowgrpo.rewards.images.geneval import require_judgeable
-from flowgrpo.rewards.questions.questions import Question, of_list
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 

@@ -12,9 +12,10 @@ from PIL import Image
 from flowgrpo.cli import main
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import best_of, images, texts
+from flowgrpo.evaluation import best_of, images
 from flowgrpo.evaluation.ledger import Ledger, Place
 from flowgrpo.samplers.rollout import seeder
+from flowgrpo.text import evaluation as texts
 from tests.evaluation.test_images import BRIGHT, pixels
 from tests.helpers import tiny, tiny_text
 

@@ -9,10 +9,10 @@ from PIL import Image
 
 from flowgrpo.cli import main
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.evaluation import texts
 from flowgrpo.evaluation.enhancer import INSTRUCTION, Enhancer
 from flowgrpo.evaluation.images import draw_one
 from flowgrpo.samplers.rollout import seeder
+from flowgrpo.text import evaluation as texts
 from tests.evaluation.test_images import pixels
 from tests.helpers import tiny
 

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 import uvicorn
 
 from flowgrpo.rewards.remote import wire
-from flowgrpo.rewards.server import Server
-from flowgrpo.rewards.serving.answers import Application
-from flowgrpo.rewards.serving.gate import Bounds
-from flowgrpo.rewards.serving.hosts import names
+from flowgrpo.serving.answers import Application
+from flowgrpo.serving.gate import Bounds
+from flowgrpo.serving.hosts import names
+from flowgrpo.serving.server import Server
 
 JSON = {"Content-Type": "application/json"}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from flowgrpo.policies.language.masked_lm import MaskedLM
-from flowgrpo.samplers.text.decoding import Unmasking
 from flowgrpo.starter.arithmetic import build_tokenizer
+from flowgrpo.text.policies.masked_lm import MaskedLM
+from flowgrpo.text.samplers.decoding import Unmasking
 from tests.helpers import tiny_text as tiny
 
 

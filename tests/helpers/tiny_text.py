@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from flowgrpo.config import Config, load
 from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.starter.arithmetic import build_tokenizer
+from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.train import Trainer
 
 PROMPTS = ["1+2=", "33+4=", "5;66=", "7+8=", "90;1=", "2+2="]

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 from flowgrpo.config.sections import Adapter, Text
-from flowgrpo.policies.language.vision_lm import VisionLM
 from flowgrpo.starter.arithmetic import CHARACTERS
+from flowgrpo.text.policies.vision_lm import VisionLM
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<image>", "<video>", "<look>", "<seen>", "<fake_token_around_image>",
            "<end_of_utterance>", "<global-img>", *(f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2))]

@@ -9,10 +9,8 @@ import torch
 
 from flowgrpo.advantages.baselines import First, NoBaseline
 from flowgrpo.advantages.correctness import Correctness, Signed
-from flowgrpo.advantages.expert_reward import ExpertReward
 from flowgrpo.advantages.gae import ValueHead
 from flowgrpo.advantages.group import Advantage
-from flowgrpo.advantages.length_shaping import ExitDecay, LengthSwitch
 from flowgrpo.advantages.selection import BestWorst, ButFirst, DropZeroVariance, Extremes
 from flowgrpo.advantages.shaping import Overlong, WinRate
 from flowgrpo.advantages.token_credit import SegmentChain, SegmentTree, StepGroups
@@ -46,11 +44,9 @@ from flowgrpo.objectives import (
 from flowgrpo.objectives.balance import WarmupCosine
 from flowgrpo.objectives.best_path import LayerTuning
 from flowgrpo.objectives.pair_losses import PairLoss
-from flowgrpo.objectives.random_policy import RandomPolicyValue
 from flowgrpo.objectives.ratios import CompletionRatio
 from flowgrpo.objectives.reductions import SequenceMean, SequenceSum, TokenMean
 from flowgrpo.objectives.references import SelfTeacher, Teacher
-from flowgrpo.objectives.reward_labels import RewardLabels
 from flowgrpo.objectives.schedules import Linear
 from flowgrpo.objectives.sequence_losses import (
     Discriminative,
@@ -60,15 +56,19 @@ from flowgrpo.objectives.sequence_losses import (
     TaperedReinforce,
 )
 from flowgrpo.objectives.supervised_weights import Uncertain
-from flowgrpo.objectives.token_losses import ConflictTokens, EntropyBonus, ExpertMixture, HighEntropy, LikelihoodFloor
 from flowgrpo.samplers.grids import TailPoints
 from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowDDIM, FlowSDE
 from flowgrpo.samplers.plans import AllSteps, Branches, EachStep, GrowingTail, RandomSubset, Single, Sliding, TreeWindow
 from flowgrpo.samplers.solvers import DPMSolver2M, Euler
-from flowgrpo.samplers.text.decoding import Decoding
-from flowgrpo.samplers.text.groups import EarlyExits
-from flowgrpo.samplers.text.lookahead import BranchingLookahead
-from flowgrpo.samplers.text.trees import Tree
+from flowgrpo.text.credit.expert_reward import ExpertReward
+from flowgrpo.text.credit.length_shaping import ExitDecay, LengthSwitch
+from flowgrpo.text.losses.random_policy import RandomPolicyValue
+from flowgrpo.text.losses.reward_labels import RewardLabels
+from flowgrpo.text.losses.token_losses import ConflictTokens, EntropyBonus, ExpertMixture, HighEntropy, LikelihoodFloor
+from flowgrpo.text.samplers.decoding import Decoding
+from flowgrpo.text.samplers.groups import EarlyExits
+from flowgrpo.text.samplers.lookahead import BranchingLookahead
+from flowgrpo.text.samplers.trees import Tree
 from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.optimizer import decisions

@@ -12,7 +12,6 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.methods.validate import resolve
-from flowgrpo.objectives.random_policy import RandomPolicyValue
 from flowgrpo.objectives.ratios import CompletionRatio
 from flowgrpo.objectives.reductions import SequenceMean, SequenceSum, reduced
 from flowgrpo.objectives.sequence_losses import (
@@ -22,6 +21,7 @@ from flowgrpo.objectives.sequence_losses import (
     Regressed,
     TaperedReinforce,
 )
+from flowgrpo.text.losses.random_policy import RandomPolicyValue
 from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.types import CompletionBatch, GroupStatistics, Scored

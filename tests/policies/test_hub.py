@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from flowgrpo.cli import main
 from flowgrpo.errors import UserError
 from flowgrpo.policies import hub
-from flowgrpo.policies.language.load import load_causal_lm
-from flowgrpo.policies.language.masked_lm import load_masked_lm
 from flowgrpo.policies.pipelines.load import load_pipeline
+from flowgrpo.text.policies.load import load_causal_lm
+from flowgrpo.text.policies.masked_lm import load_masked_lm
 
 
 @pytest.fixture

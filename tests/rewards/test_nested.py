@@ -7,9 +7,9 @@ import torch
 
 from flowgrpo import rewards
 from flowgrpo.config.reward_rules import RewardRule
+from flowgrpo.contrib.staleness import requirements as staleness
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import combine
-from flowgrpo.training import staleness
 from tests.helpers import tiny
 
 

@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from flowgrpo.config import load
 from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.data import splits
-from flowgrpo.policies.language.causal_lm import CausalLM
-from flowgrpo.policies.language.load import load_causal_lm
 from flowgrpo.rewards.find import find
 from flowgrpo.run import run
-from flowgrpo.samplers.text.decoding import Decoding
 from flowgrpo.starter import FOLDERS
 from flowgrpo.starter.arithmetic import FACTS, RATES, Problem, chosen, draw, solution
+from flowgrpo.text.policies.causal_lm import CausalLM
+from flowgrpo.text.policies.load import load_causal_lm
+from flowgrpo.text.samplers.decoding import Decoding
 from tests.helpers import tiny_text
 
 RECIPE = "configs/starter_text.yaml"

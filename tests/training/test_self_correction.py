@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flowgrpo.advantages.group import group_relative
-from flowgrpo.samplers.text.decoding import Decoding
+from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
 from tests.helpers import loop, tiny_text

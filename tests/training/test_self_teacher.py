@@ -9,7 +9,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives.references import SelfTeacher
-from flowgrpo.samplers.text.decoding import Decoding
+from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.training import sampling
 from flowgrpo.types import Scored
 from tests.helpers import loop, tiny, tiny_text

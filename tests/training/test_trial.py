@@ -22,13 +22,13 @@ from flowgrpo.config.reward_rules import Retry, RewardRule
 from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.policies.language.masked_lm import MaskedLM
 from flowgrpo.rewards import About, Failed, differentiable
 from flowgrpo.rewards.judges.judge import Judge, JudgePairs
 from flowgrpo.rewards.remote.exchange import Later, Service, Unanswered, brief
-from flowgrpo.rewards.text.soft_texts import letters
 from flowgrpo.run import run
 from flowgrpo.storage import paths
+from flowgrpo.text.policies.masked_lm import MaskedLM
+from flowgrpo.text.rewards.soft_texts import letters
 from flowgrpo.training import tracker, trial
 from tests.helpers import tiny, tiny_dna, tiny_text
 

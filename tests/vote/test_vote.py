@@ -16,6 +16,7 @@ from PIL import Image
 
 from flowgrpo.cli import main
 from flowgrpo.config.sections import Adapter
+from flowgrpo.contrib.learned_rewards import training as reward_training
 from flowgrpo.data.pairs import OVERALL, load_pairs, split
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
@@ -26,7 +27,6 @@ from flowgrpo.evaluation.pages.before_after import draw_pairs
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.run import run
-from flowgrpo.training import reward_training
 from flowgrpo.vote import drawn
 from flowgrpo.vote import server as page
 from flowgrpo.vote.ballot import Ballot, Changed, counted

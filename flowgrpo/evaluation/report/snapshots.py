@@ -184,7 +184,7 @@ def begin(run: Path, epoch: int, device: str | torch.device, processes: int, pre
 def machine(device: str | torch.device, processes: int, precision: str) -> dict[str, str]:
     """Describe hardware, precision, versions, and the boundary of a model's code if a reward has one, in words."""
     from flowgrpo.device import described
-    from flowgrpo.rewards.text.sandbox.choose import used
+    from flowgrpo.text.rewards.sandbox.choose import used
 
     return {"device": described(device), "precision": precision, "processes": str(processes),
             "cores": str(os.cpu_count()),

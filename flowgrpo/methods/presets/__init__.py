@@ -9,7 +9,8 @@ import inspect
 from collections.abc import Callable
 
 from flowgrpo.methods.method import Method
-from flowgrpo.methods.presets import denoising, finals, overlays, text
+from flowgrpo.methods.presets import denoising, finals, overlays
+from flowgrpo.text.presets import completions as text
 
 PRESETS: dict[str, Callable[..., Method]] = {
     name: function for module in (denoising, overlays, finals, text)

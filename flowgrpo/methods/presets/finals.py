@@ -12,7 +12,7 @@ from flowgrpo.methods.method import Method
 from flowgrpo.methods.parts import Backprop, Times
 from flowgrpo.objectives import actor_critic, forward_process, reductions, references
 from flowgrpo.samplers import kernels, latent_edits, noised_finals, old_policy, plans, reward_gradient
-from flowgrpo.samplers.text import decoding, gumbel_softmax
+from flowgrpo.text.samplers import decoding, gumbel_softmax
 
 
 def diffusion_nft(method: Method = Method()) -> Method:

@@ -9,13 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 from flowgrpo import objectives
-from flowgrpo.advantages import expert_reward, group
+from flowgrpo.advantages import group
 from flowgrpo.curriculum import order, resampling
 from flowgrpo.methods import adapted, data_sources, supervised
 from flowgrpo.methods.method import Method
-from flowgrpo.methods.presets.text import dapo, grpo
-from flowgrpo.objectives import balance, references, schedules, supervised_weights, token_losses
+from flowgrpo.objectives import balance, references, schedules, supervised_weights
 from flowgrpo.samplers import preview
+from flowgrpo.text.credit import expert_reward
+from flowgrpo.text.losses import token_losses
+from flowgrpo.text.presets.completions import dapo, grpo
 
 
 def grpo_guard(method: Method = Method()) -> Method:

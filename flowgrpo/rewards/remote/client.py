@@ -1,6 +1,6 @@
 """Reward computed by a server: `http://host:port/NAME` in a recipe, several URLs joined by commas.
 
-The protocol is in wire.py, the server in rewards/server.py.
+The protocol is in wire.py, the server in serving/server.py.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any, TypeAlias
 
 from flowgrpo.config.schema import Config
-from flowgrpo.curriculum.variations import Variations
+from flowgrpo.contrib.variants.parts import Variations
 from flowgrpo.methods.method import Method
 from flowgrpo.training.extension import Extension, Extensions
 from flowgrpo.user_code import packaged
@@ -19,19 +19,23 @@ Wanted: TypeAlias = Callable[[Config, Method], Any]
 
 # In the order in which they are called. A class is imported where it is wanted.
 TABLE: dict[str, Wanted] = {
-    "phases:Phases": lambda config, method: config.phases,
-    "staleness:Staleness": lambda config, method: config.train.staleness or config.text.over_provision,
-    "resampling:Resampling": lambda config, method: method.redraw or method.expansion,
-    "constraints:Constraints": lambda config, method: any(rule.limit for rule in config.trained.values()),
-    "hints:RewardHints": lambda config, method: True,
-    "measured_credit:MeasuredCredit": lambda config, method: method.needs or method.judges_by_reference,
-    "supervised:Supervised": lambda config, method: method.loss.data,
-    "value_model:ValueModel": lambda config, method: method.credit.value or method.has_quality_head,
-    "variants:Variants": lambda config, method: isinstance(
+    "contrib.phases.extension:Phases": lambda config, method: config.phases,
+    "contrib.staleness.extension:Staleness":
+        lambda config, method: config.train.staleness or config.text.over_provision,
+    "training.extensions.resampling:Resampling": lambda config, method: method.redraw or method.expansion,
+    "training.extensions.constraints:Constraints":
+        lambda config, method: any(rule.limit for rule in config.trained.values()),
+    "training.extensions.hints:RewardHints": lambda config, method: True,
+    "training.extensions.measured_credit:MeasuredCredit":
+        lambda config, method: method.needs or method.judges_by_reference,
+    "training.extensions.supervised:Supervised": lambda config, method: method.loss.data,
+    "training.extensions.value_model:ValueModel": lambda config, method: method.credit.value or method.has_quality_head,
+    "contrib.variants.extension:Variants": lambda config, method: isinstance(
         getattr(method.curriculum, "inner", method.curriculum), Variations),
-    "rehearsal:Rehearsal": lambda config, method: method.loss.rehearsal,
-    "group_replay:GroupReplay": lambda config, method: method.replay,
-    "extrapolation:Extrapolation": lambda config, method: config.train.extrapolate,  # last: it moves the weights
+    "contrib.rehearsal.extension:Rehearsal": lambda config, method: method.loss.rehearsal,
+    "contrib.group_replay.extension:GroupReplay": lambda config, method: method.replay,
+    "contrib.extrapolation.extension:Extrapolation":
+        lambda config, method: config.train.extrapolate,  # last: it moves the weights
 }
 
 
@@ -40,7 +44,7 @@ def wanted(config: Config, method: Method) -> Iterator[type[Extension]]:
     for place, wants in TABLE.items():
         if wants(config, method):
             module, name = place.split(":")
-            yield getattr(import_module(f"{__name__}.{module}"), name)
+            yield getattr(import_module(f"flowgrpo.{module}"), name)
     for point in packaged("flowgrpo.extensions").values():
         if (extension := point.load()).wanted(config, method):
             yield extension

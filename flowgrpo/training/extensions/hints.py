@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flowgrpo.advantages.group import Advantage, AdvantageRule
-from flowgrpo.advantages.reward_weights import Influence
+from flowgrpo.contrib.reward_weights.parts import Influence
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension
 

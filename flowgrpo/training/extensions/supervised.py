@@ -130,7 +130,7 @@ def _losses(part: DataLoss, run: Run) -> DataLosses:
     if isinstance(part, PreferencePairs):
         return PairTokenLosses(part, run)
     if isinstance(part, SelfAnswers):
-        from flowgrpo.rollouts.answer_losses import AnswerLosses
+        from flowgrpo.contrib.questions.answer_losses import AnswerLosses
 
         return AnswerLosses(part, run, [*run.prompts, *run.held_out])
     from flowgrpo.rollouts.noised_losses import NoisedLosses, PairNoisedLosses

@@ -1,4 +1,4 @@
-"""Value model of a method, or the quality head of its draws (`training.critic`)."""
+"""Value model of a method, or the quality head of its draws (`text.critic`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flowgrpo.training.critic import make_critic
+from flowgrpo.text.critic import make_critic
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
 

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.images import load_tuned
-from flowgrpo.policies.language import text_weights
 from flowgrpo.policies.weights import adapters
 from flowgrpo.policies.weights.trainable import lora_layers
+from flowgrpo.text.policies import text_weights
 from tests.helpers import tiny, tiny_text
 
 EARLIER = Path(__file__).parents[2] / "golden" / "adapters"  # written by a2c6d4e8, by the methods of transformers

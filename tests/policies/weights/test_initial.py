@@ -14,10 +14,10 @@ from flowgrpo.evaluation import checkpoints, images
 from flowgrpo.export import model_card, usage
 from flowgrpo.methods import validate as methods
 from flowgrpo.policies import build, options, sources
-from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE
+from flowgrpo.text.policies.causal_lm import CausalLM
 from tests.helpers import tiny, tiny_text
 
 

@@ -37,7 +37,7 @@ from flowgrpo.rewards.judges.judge_parse import (
 )
 from flowgrpo.rewards.judges.judge_pictures import data_url, spaced
 from flowgrpo.rewards.remote.exchange import seconds
-from flowgrpo.rewards.text.judge import TextJudgeRubric
+from flowgrpo.text.rewards.judge import TextJudgeRubric
 
 
 def message(call, *arguments, error=UserError, **keywords) -> str:

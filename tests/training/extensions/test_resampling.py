@@ -11,7 +11,7 @@ from flowgrpo.curriculum.expansion import Expansion
 from flowgrpo.data.prompts import Guidance, Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods.validate import resolve
-from flowgrpo.samplers.text.decoding import Decoding
+from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.training.extensions.measured_credit import drift
 from tests.helpers import loop, tiny, tiny_text
 

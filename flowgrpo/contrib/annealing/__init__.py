@@ -1,0 +1,1 @@
+"""Decoding whose temperature changes along a completion."""

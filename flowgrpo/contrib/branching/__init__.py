@@ -1,0 +1,1 @@
+"""Groups of completions that branch."""

@@ -1,0 +1,1 @@
+"""Bandit over categories of prompts."""

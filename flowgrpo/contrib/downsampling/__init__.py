@@ -1,0 +1,1 @@
+"""Resampling of right samples."""

@@ -1,0 +1,1 @@
+"""Rewards by episodes of earlier epochs."""

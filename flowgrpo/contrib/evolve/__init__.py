@@ -1,0 +1,1 @@
+"""`flowgrpo evolve`: an adapter moved by the user's choices."""

@@ -1,0 +1,1 @@
+"""`flowgrpo learn-experience`: advice that a judge draws from samples."""

@@ -1,0 +1,1 @@
+"""Extrapolation of the weights."""

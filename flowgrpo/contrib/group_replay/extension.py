@@ -1,0 +1,206 @@
+"""Recorded groups of a run, which replace groups that teach nothing: the state of a `GroupReplay`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.config.schema import Config
+from flowgrpo.contrib.group_replay.parts import priority
+from flowgrpo.data.prompts import Guidance, Prompt, as_line, of_records
+from flowgrpo.errors import UserError
+from flowgrpo.methods.method import Method
+from flowgrpo.rollouts.base import Encoded
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.training.epoch import Epoch
+from flowgrpo.training.extension import Extension, Metrics
+from flowgrpo.training.stored_parts import record_of, tensors_of, unrecordable
+
+SALT = 7  # of the draws' seeds
+
+
+@dataclass(eq=False)
+class Recorded:
+    """Recorded group: its prompt, the epoch that drew it, and its part, on the CPU, with advantages and step weights.
+
+    size: its mean |advantage|. logp: the mean log-probability of its decisions.
+    """
+
+    prompt: Prompt
+    epoch: int
+    part: Part
+    size: float
+    logp: float
+
+
+class GroupReplay(Extension):
+    """Buffer of a run of one process, or of one team of processes."""
+
+    name = "replay"
+
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self.part, self.processes, self.seed = trainer.method.replay, trainer.processes, trainer.config.seed
+        self.groups: list[Recorded] = []
+        self.fresh: list[Recorded] = []
+        self.ages: list[int] = []
+        self.replayed: list[Prompt] = []
+
+    @classmethod
+    def require(cls, setup: Any) -> None:
+        _require(setup.config, setup.method, setup.processes)
+
+    def on_credited(self, epoch: Epoch) -> None:
+        epoch.parts, epoch.conditioning = self.replaced(
+            epoch.parts, epoch.conditioning, [prompt.learned for prompt in epoch.own], self.trainer.epoch,
+            epoch.weights)
+        epoch.own = [*epoch.own, *self.replayed]
+
+    def on_trained(self, epoch: Epoch) -> Metrics:
+        return self.keep(self.trainer.epoch)
+
+    def replaced(self, parts: list[Part], conditioning: Encoded, prompts: Sequence[Prompt], epoch: int,
+                 weights: dict[int, float]) -> tuple[list[Part], Encoded]:
+        """Return the parts of an epoch with recorded groups in place of those without advantages, and the conditioning
+        of all their prompts.
+
+        A recorded group is drawn of those of earlier epochs.
+        prompts: of this process's groups. weights: of the epoch's steps.
+        """
+        known = [group for group in self.groups if 0 < epoch - group.epoch <= self.part.age]
+        single = {place: alone for part in parts for place in part.groups
+                  if (alone := restricted(part, [place])) is not None}
+        silent = [place for place, alone in single.items() if not size_of(alone)]
+        taken = [known[place] for place in self.part.chosen(
+            [group.size for group in known], [group.logp for group in known],
+            len(silent) + round(self.part.more * len(single)), [self.seed, epoch, self.processes.rank, SALT])]
+        dropped = {*silent[:len(taken)]}
+        fresh = {place: alone for place, alone in single.items() if place not in {*silent}}
+        now = {place: self._priority(alone) for place, alone in fresh.items()} if self.part.recompose else {}
+        self.fresh = []
+        for place, alone in fresh.items():
+            waits = alone if not now else kept(alone, ~now[place])
+            if waits is not None and size_of(waits):
+                self.fresh.append(recorded(waits, prompts[place], epoch, weights))
+        left = [self._left(part, dropped, now) for part in parts]
+        self.ages = [epoch - group.epoch for group in taken]
+        self.replayed = [group.prompt for group in taken]
+        if taken:
+            conditioning = self.trainer.rollouts.conditioning([*prompts, *self.replayed], epoch)
+        return [part for part in left if part is not None] + [
+            placed(group.part, len(prompts) + number) for number, group in enumerate(taken)], conditioning
+
+    @staticmethod
+    def _priority(part: Part) -> Tensor:
+        return priority(part.advantages[0].cpu(), part.transitions[0].old.mask.sum(1).cpu())
+
+    @staticmethod
+    def _left(part: Part, dropped: set[int], now: dict[int, Tensor]) -> Part | None:
+        """Return what of a part is trained; the part itself if that is all."""
+        if not now and not dropped & {*part.groups}:
+            return part
+        masks = []
+        for taken in part.transitions:
+            of = taken.prompts[taken.parent].cpu()
+            keep = ~torch.isin(of, torch.tensor([*dropped], dtype=torch.int64))
+            for place in {*part.groups} & now.keys():
+                keep[of == place] = now[place]
+            masks.append(keep)
+        return part.credited(part.advantages, masks, part.rewards)
+
+    def keep(self, epoch: int) -> dict[str, float]:
+        """Store the groups of an epoch that is trained; return its metrics over all processes."""
+        self.groups = [group for group in [*self.groups, *self.fresh]
+                       if epoch + 1 - group.epoch <= self.part.age][-self.part.size:]
+        self.fresh = []
+        count, ages = self.processes.total([len(self.ages), sum(self.ages)])
+        return {"replayed_groups": count} | ({"replay_age": ages / count} if count else {})
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the groups, for a checkpoint."""
+        tensors: dict[str, Tensor] = {}
+        listed = []
+        for number, group in enumerate(self.groups):
+            kinds = []
+            for k, taken in enumerate(group.part.transitions):
+                tensors |= {f"{number}.{k}.{name}": value.clone() for name, value in tensors_of(taken).items()}
+                tensors[f"{number}.{k}.advantage"] = group.part.advantages[k]
+                tensors[f"{number}.{k}.reward"] = group.part.rewards[k]
+                kinds.append([type(taken).__name__, taken.step])
+            guided = {"guided": asdict(group.prompt.guided)} if group.prompt.guided else {}
+            listed.append(guided | {"prompt": as_line(group.prompt), "epoch": group.epoch, "size": group.size,
+                           "logp": group.logp, "steps": kinds,
+                           "weights": [*map(list, (group.part.weights or {}).items())]})
+        return tensors, {"groups": listed}
+
+    def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Restore the groups of a checkpoint."""
+        self.groups = []
+        for number, entry in enumerate(values.get("groups", ())):
+            transitions, advantages, totals = [], [], []
+            for k, (kind, step) in enumerate(entry["steps"]):
+                prefix = f"{number}.{k}."
+                given = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+                advantages.append(given.pop("advantage"))
+                totals.append(given.pop("reward"))
+                transitions.append(record_of(kind, step, given))
+            specs: Any = getattr(self.trainer.rollouts, "explorations", None)
+            part = Part(range(1), torch.zeros(len(transitions[0].old.logp), dtype=torch.int64),
+                        specs(entry["epoch"])[0] if specs else None, tuple(transitions), (), tuple(advantages),
+                        rewards=tuple(totals), weights={step: weight for step, weight in entry["weights"]})
+            [prompt] = of_records([entry["prompt"]])
+            prompt = replace(prompt, guided=Guidance(**entry["guided"])) if "guided" in entry else prompt
+            self.groups.append(Recorded(prompt, entry["epoch"], part, entry["size"], entry["logp"]))
+
+
+def _require(config: Config, method: Method, processes: int) -> None:
+    """Raise UserError for a run whose groups cannot be recorded, or not exactly."""
+    wrong = unrecordable(config, method) | {
+        f"{processes} processes, of which a checkpoint holds the first one's groups": processes > 1,
+        "parts.tuning, whose goals are of one epoch": method.tuning.weight > 0,
+        "parts.replay.recompose, which reads lengths of texts": method.replay.recompose and not method.for_tokens}
+    for reason in (reason for reason, applies in wrong.items() if applies):
+        raise UserError(f"parts.replay is {type(method.replay).__name__}, which does not go with {reason}: leave one "
+                        "of them out")
+
+
+def recorded(part: Part, prompt: Prompt, epoch: int, weights: dict[int, float]) -> Recorded:
+    """Return a group with its tensors on the CPU and the weights of its steps."""
+    transitions = tuple(record_of(type(taken).__name__, taken.step, tensors_of(taken)) for taken in part.transitions)
+    old = [taken.old for taken in transitions]
+    logp = sum((each.logp * each.mask).sum().item() for each in old) / max(sum(int(each.mask.sum()) for each in old), 1)
+    steps = {taken.step: weights[taken.step] for taken in transitions}
+    kept = replace(part, transitions=transitions, finals=(), deducted=None, seeds=None, weights=steps,
+                   advantages=tuple(advantage.cpu() for advantage in part.advantages),
+                   rewards=tuple(total.cpu() for total in part.rewards))
+    return Recorded(prompt, epoch, placed(kept, 0), size_of(kept), logp)
+
+
+def restricted(part: Part, places: Sequence[int]) -> Part | None:
+    """Return the part of these groups alone; None if nothing of them is trained."""
+    at = torch.tensor([*places])
+    return part.credited(part.advantages, [torch.isin(taken.prompts[taken.parent].cpu(), at)
+                                           for taken in part.transitions], part.rewards)
+
+
+def kept(part: Part, keep: Tensor) -> Part | None:
+    """Return the part with the samples `keep` (bool [m]) alone."""
+    return part.credited(part.advantages, [keep for _ in part.transitions], part.rewards)
+
+
+def placed(part: Part, place: int) -> Part:
+    """Return a part of one group as the group `place` of an epoch, with the prompt of that place."""
+    transitions = tuple(replace(taken, prompts=torch.full_like(taken.prompts, place)) for taken in part.transitions)
+    return replace(part, groups=range(place, place + 1), prompts=torch.full_like(part.prompts, place),
+                   transitions=transitions)
+
+
+def size_of(part: Part) -> float:
+    """Return the mean |advantage| of a part's trained decisions."""
+    values = torch.cat([advantage.flatten().abs() for advantage in part.advantages])
+    return values.double().mean().item()
+

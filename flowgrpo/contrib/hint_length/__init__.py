@@ -1,0 +1,1 @@
+"""Hints whose length follows the success."""

@@ -1,0 +1,195 @@
+"""Rewards that `flowgrpo train-reward` learned from preferences, each a folder named by its path.
+
+The folder holds `reward.json` (aspects, scales, network, measurements) and `network.safetensors`. A network with its
+own text encoder adds that one's configuration and tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from flowgrpo.contrib.learned_rewards.preference_networks import TEXT, TOKENIZER, ClipHead, Film, saved_film
+from flowgrpo.contrib.learned_rewards.text_network import LANGUAGE, TextHead, on_model
+from flowgrpo.contrib.learned_rewards.text_network import saved as saved_text
+from flowgrpo.errors import UserError, nearest
+from flowgrpo.files import tensors_of
+from flowgrpo.rewards.about import TRAINED, About
+from flowgrpo.rewards.images.clip_models import ClipScore
+from flowgrpo.rewards.images.vision import fill, loading
+from flowgrpo.rewards.local_model import LocalModel
+from flowgrpo.storage import atomic, paths
+from flowgrpo.types import required
+
+FILE, WEIGHTS = TRAINED, "network.safetensors"
+FORM = 1
+Network: TypeAlias = "Film | ClipHead | TextHead"
+
+
+@dataclass(frozen=True)
+class Aspect:
+    """One aspect's term of the reward: weight * (score - mean) / deviation."""
+
+    weight: float = 1.0
+    mean: float = 0.0
+    deviation: float = 1.0
+
+
+@dataclass(frozen=True)
+class Description:
+    """Content of `reward.json`: aspects in the order of the network's outputs, the network, and its measurements.
+
+    network: {"kind": "film", "size": S}, {"kind": "clip", "model": NAME, "pretrained": TAG_OR_FILE}, or of texts
+    {"kind": "language", "model": SOURCE, "frozen": BOOL}.
+    """
+
+    aspects: dict[str, Aspect]
+    network: dict[str, Any]
+    measured: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write a folder's `reward.json`."""
+        text = json.dumps({"form": FORM, **asdict(self)}, indent=2)
+        atomic.write_text(folder / FILE, text + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Description:
+        """Read a folder's `reward.json`.
+        Raises UserError for a file not written by `flowgrpo train-reward`."""
+        with loading(f"reward {str(folder)!r}: {FILE}", "expected what `flowgrpo train-reward` wrote"):
+            record = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            if record.pop("form") != FORM:
+                raise ValueError(f"expected form {FORM}")
+            aspects = {name: Aspect(**numbers) for name, numbers in record.pop("aspects").items()}
+            return cls(aspects, **record)
+
+
+@dataclass(frozen=True)
+class Preference(LocalModel):
+    """Human or judge preference, learned from pairs of pictures by `flowgrpo train-reward`.
+
+    The sum over aspects of weight * (score - mean) / deviation. Mean and deviation are those of the held-out pictures,
+    so aspects and other rewards have similar scales. One unit is no fixed odds.
+
+    folder: written by `train-reward`. aspect: only this one, with the weight 1.
+    weights: by aspect, in place of the folder's; omitted aspects get 0.
+    dtype (fp32; the head's is always), device and batch_size (64): as in `LocalModel`.
+    Raises UserError for an unreadable folder and for an unknown aspect.
+    """
+
+    folder: str
+    aspect: str | None = None
+    weights: dict[str, float] | None = None
+    batch_size: int = field(default=64, kw_only=True)
+    chosen: dict[str, float] = field(init=False, repr=False)
+    known: Description = field(init=False, repr=False)
+    about = About(modality="image", range=(None, None), needs="", licence="Apache-2.0, weights of your own")
+
+    def __post_init__(self) -> None:
+        known = Description.read(Path(self.folder))
+        for name, value in (("known", known), ("chosen", _weights(self.folder, known, self.aspect, self.weights))):
+            object.__setattr__(self, name, value)
+        super().__post_init__()
+
+    @property
+    def reward(self) -> str:  # type: ignore[override]  # of others the class states it
+        return self.folder
+
+    def _placed(self, part: Any) -> Any:
+        return part if isinstance(part, (ClipHead, TextHead)) else super()._placed(part)
+
+    def _loaded(self) -> tuple[Any, Tensor]:
+        terms = [(self.chosen[name], term.mean, term.deviation) for name, term in self.known.aspects.items()]
+        return (read_network(Path(self.folder), self.known, required(self.device), self.dtype),
+                torch.tensor(terms, dtype=torch.float64))
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        weight, mean, deviation = self.models[1].unbind(1)
+        return ((self.scores(images, prompts).double() - mean) / deviation) @ weight
+
+    def scores(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Return the network's raw scores [B, A]; their differences between pictures of a prompt are log-odds."""
+        return self.batched(self._scores, images, prompts)
+
+    def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
+        network = self.models[0]
+        return network(**network.rows(network.prepare(images.to(self.device)), prompts))
+
+
+@dataclass(frozen=True)
+class TextPreference(Preference):
+    """Human or judge preference, learned from pairs of texts by `flowgrpo train-reward --model`.
+
+    Arguments and scores as of `Preference`.
+    """
+
+    about = About(modality="text", range=(None, None), needs="", licence="Apache-2.0, weights of your own")
+
+    def scores(self, texts: Sequence[str], prompts: Sequence[str]) -> Tensor:  # type: ignore[override]
+        """Return the network's raw scores [B, A]; their differences between texts of a prompt are log-odds."""
+        network, size = self.models[0], self.batch_size
+        with torch.no_grad():
+            return torch.cat([network(**network.rows(texts[at:at + size], prompts[at:at + size])).float().cpu()
+                              for at in range(0, len(prompts), size)])
+
+
+def named(folder: Path, aspect: str | None) -> partial[Preference]:
+    """Return the reward of a folder, or of one of its aspects, not yet instantiated.
+    Raises UserError for an unknown aspect."""
+    known = Description.read(folder)
+    _weights(str(folder), known, aspect, None)
+    options: dict[str, Any] = {} if aspect is None else {"aspect": aspect}
+    kind = TextPreference if known.network["kind"] == "language" else Preference
+    return partial(kind, str(folder), **options)
+
+
+def _weights(folder: str, known: Description, aspect: str | None, weights: dict[str, float] | None) -> dict[str, float]:
+    """Return the weight of every aspect."""
+    if aspect is not None and weights is not None:
+        raise UserError(f"reward {folder!r}: got the aspect {aspect!r} and weights, expected one of them")
+    given = weights or {} if aspect is None else {aspect: 1.0}
+    for name in given:
+        if name not in known.aspects:
+            raise UserError(f"reward {folder!r} has no aspect {name!r}{nearest(name, list(known.aspects))}")
+    others = {name: term.weight if weights is None and aspect is None else 0.0 for name, term in known.aspects.items()}
+    return others | given
+
+
+def save(folder: Path, network: Network, known: Description) -> None:
+    """Write a reward's folder; `reward.json` comes last, so a folder with one is complete."""
+    with atomic.filling(folder) as place:
+        save_file({key: value.detach().cpu().clone() for key, value in network.state_dict().items()}, place / WEIGHTS)
+        paths.readable(place / WEIGHTS)
+        if isinstance(network, Film):
+            network.text.config.save_pretrained(place / TEXT)
+            network.tokenizer.save_pretrained(place / TOKENIZER)
+        if isinstance(network, TextHead) and not network.frozen:
+            network.config.save_pretrained(place / LANGUAGE)
+            network.tokenizer.save_pretrained(place / TOKENIZER)
+    known.write(folder)
+
+
+def read_network(folder: Path, known: Description, device: str, dtype: str = "fp32") -> Network:
+    """Load the network of a folder with its weights.
+    Raises UserError if it is unreadable or does not fit."""
+    with loading(f"reward {str(folder)!r}", "train it again, or copy its whole folder"):
+        if known.network["kind"] == "film":
+            network: Network = saved_film(folder, len(known.aspects), known.network["size"])
+        elif known.network["kind"] == "language":
+            frozen = known.network["frozen"]
+            network = on_model(known.network["model"], len(known.aspects), True) if frozen else \
+                saved_text(folder, len(known.aspects))
+        else:
+            clip = ClipScore(known.network["model"], known.network["pretrained"], device=device, dtype=dtype)
+            network = ClipHead(clip, len(known.aspects))
+        state, _ = tensors_of(folder / WEIGHTS)
+    fill(str(folder), network, state, str(folder / WEIGHTS))
+    return network.eval().requires_grad_(False).to(device)

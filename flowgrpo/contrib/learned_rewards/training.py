@@ -1,0 +1,331 @@
+"""Reward training on preference pairs of images or texts (Bradley and Terry 1952), as in VisionPrefer (2404.15100) and
+Gen-Drive (2410.05582): `flowgrpo train-reward`.
+
+P(a preferred to b) = sigmoid(r_a - r_b) for each of A aspects. N pairs have margins r_chosen - r_rejected [N, A] and
+verdicts [N, A]: 1 for chosen, 0 for rejected, 1/2 for a tie, NaN if a pair has no verdict on an aspect.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+from tqdm import tqdm
+
+from flowgrpo.contrib.learned_rewards.preference import FILE, Aspect, Description, Network, save
+from flowgrpo.contrib.learned_rewards.preference_networks import ClipHead, Film, with_text
+from flowgrpo.contrib.learned_rewards.text_network import TextHead, on_model
+from flowgrpo.data.pairs import Pair, aspects
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation.statistics import Interval, interval
+from flowgrpo.rewards.images.clip_models import ClipScore
+from flowgrpo.rewards.local_model import placed
+from flowgrpo.rewards.pixels import read_tensor
+from flowgrpo.storage import paths
+from flowgrpo.types import required
+
+AT_ONCE = 64  # samples read, or scored without gradients, at once
+B = TypeVar("B")  # a batch
+Rows = dict[str, Tensor]  # of N pairs: [2, N, ...], the chosen first
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a reward's training.
+
+    text: the source of the small network's text encoder: starter, or a pipeline's folder or hub id.
+    size: the side of its images, pixels.
+    clip: a model of open_clip in place of both, frozen, with the tag or file `pretrained`.
+    model: a language model in place of all these, for pairs of texts; frozen: its head alone is trained.
+    margins: weight of the pairs' margins: the chosen one is to be that much better (Llama 2, 2307.09288).
+    patience: epochs without a better held-out accuracy after which training stops.
+    batch: pairs per step.
+    lr: peak learning rate, reached in a twentieth of the steps; it then falls to 0.
+    bf16: the forward passes in training.
+    device: None for a GPU if there is one.
+
+    Raises UserError for one of clip and pretrained alone, for clip beside model, and for frozen without model.
+    """
+
+    text: str = "starter"
+    size: int = 128
+    clip: str | None = None
+    pretrained: str | None = None
+    model: str | None = None
+    frozen: bool = False
+    margins: float = 0.0
+    epochs: int = 20
+    patience: int = 4
+    batch: int = 64
+    lr: float = 1e-3
+    seed: int = 0
+    bf16: bool = False
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.clip is None) != (self.pretrained is None):
+            raise UserError("expected clip and pretrained together: the name of a model of open_clip, and its tag or "
+                            "file of weights")
+        if self.model is not None and self.clip is not None or self.frozen and self.model is None:
+            raise UserError("expected a language model (model) without clip for pairs of texts, and frozen with it "
+                            f"alone: got model {self.model!r}, clip {self.clip!r}, frozen {self.frozen}")
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """Description of the network, as stored in `reward.json`."""
+        if self.model is not None:
+            return {"kind": "language", "model": self.model, "frozen": self.frozen}
+        if self.clip is None:
+            return {"kind": "film", "size": self.size}
+        return {"kind": "clip", "model": self.clip, "pretrained": self.pretrained}
+
+
+def bradley_terry(margins: Tensor, verdicts: Tensor) -> Tensor:
+    """Return -y log sigmoid(d) - (1 - y) log sigmoid(-d), a scalar, the mean over the verdicts that are not NaN; of
+    ties, y is 1/2.
+
+    Its gradient is (sigmoid(d) - y) / their number. margins, verdicts: [N, A].
+    """
+    there = ~verdicts.isnan()
+    d, y = margins[there], verdicts[there].to(margins)
+    return (y * softplus(-d) + (1 - y) * softplus(d)).mean()
+
+
+def right(margins: Tensor, verdicts: Tensor) -> Tensor:
+    """Return 1 if the preferred image has the higher score, 1/2 for equal scores, 0 otherwise: [N, A] -> [N, A].
+
+    NaN if no image is preferred.
+    """
+    sided = margins.sign() * (2 * verdicts - 1).sign()
+    return torch.where(verdicts.isnan() | (verdicts == 0.5), torch.nan, (sided + 1) / 2)
+
+
+def accuracy(margins: Tensor, verdicts: Tensor, prompts: Sequence[str]) -> Interval:
+    """Return the share of pairs [N] ordered right, the mean of the prompts' means, with its 95 % interval over
+    prompts."""
+    return share(right(margins, verdicts).tolist(), prompts)
+
+
+def share(marks: Sequence[float], prompts: Sequence[str]) -> Interval:
+    """Return the mean of the prompts' means of marks [N], NaN left out, with its 95 % interval over prompts."""
+    of = defaultdict(list)
+    for prompt, value in zip(prompts, marks):
+        of[prompt].append(value)
+    longest = max(map(len, of.values()))
+    return interval(np.array([values + [math.nan] * (longest - len(values)) for values in of.values()]))
+
+
+def families(pairs: Sequence[Pair]) -> list[list[int]]:
+    """Return the pairs' indices, grouped by shared samples, directly or through others."""
+    leads: dict[Hashable, Hashable] = {}
+
+    def lead(sample: Hashable) -> Hashable:
+        while leads.setdefault(sample, sample) != sample:
+            sample = leads[sample]
+        return sample
+
+    def named(pair: Pair, side: Path | str) -> Hashable:
+        return (pair.prompt, side) if isinstance(side, str) else side  # a short text may answer many prompts
+
+    for pair in pairs:
+        leads[lead(named(pair, pair.chosen))] = lead(named(pair, pair.rejected))
+    members = defaultdict(list)
+    for number, pair in enumerate(pairs):
+        members[lead(named(pair, pair.chosen))].append(number)
+    return list(members.values())
+
+
+def batches(grouped: list[list[int]], size: int, rng: np.random.Generator) -> Iterator[list[int]]:
+    """Return all pairs' indices in random order, `size` at a time or slightly more.
+
+    Pairs that share a sample are in one batch: over several batches, such a sample is memorised.
+    """
+    batch: list[int] = []
+    for at in rng.permutation(len(grouped)):
+        batch += grouped[at]
+        if len(batch) >= size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def train(trained: Sequence[Pair], held: Sequence[Pair], output: Path, settings: Settings) -> dict[str, Interval]:
+    """Train a reward on pairs, write its folder, and return its accuracy on the held-out pairs by aspect.
+
+    The kept weights are those of the epoch with the best accuracy on these same pairs, ties broken by the loss.
+    Raises UserError for an image, text encoder or model that cannot be read, as `aspects`, for a training that
+    diverges, and if `output` already holds a reward.
+    """
+    if (output / FILE).exists():
+        raise UserError(f"{output} holds a reward already: name another folder, or remove that one")
+    paths.require_folder(output)
+    names, device = aspects(trained, held), _device(settings.device)
+    apart = _apart(trained, names, settings.margins)
+    torch.manual_seed(settings.seed)
+    network = _network(settings, len(names), device)
+    _tell_cut(network, {pair.prompt for pair in (*trained, *held)})
+    sides = [(_rows(network, side, title), _verdicts(side, names)) for side, title in
+             ((trained, "reading pairs"), (held, "reading held-out pairs"))]
+    best = _fit(network, trained, (*sides[0], apart), sides[1], settings, device)
+    scores = _scores(network, sides[1][0], settings, device)
+    accuracies = {name: accuracy((scores[0] - scores[1])[:, i], sides[1][1][:, i], [pair.prompt for pair in held])
+                  for i, name in enumerate(names)}
+    save(output, network, Description(_aspects(names, scores), settings.network, {
+        "accuracy": {name: _told(result) for name, result in accuracies.items()}, "epoch": best,
+        "pairs": {"train": len(trained), "held_out": len(held)}, "settings": asdict(settings)}))
+    return accuracies
+
+
+def _device(name: str | None) -> str:
+    """Return the device of that name, None for a GPU if there is one.
+
+    Raises UserError if torch cannot use it.
+    """
+    try:
+        return str(torch.empty(0, device=placed(name)).device)
+    except (RuntimeError, AssertionError):
+        raise UserError(f"device is {name!r}, which torch {torch.__version__} cannot use here: leave it out, or take "
+                        "cpu") from None
+
+
+def _network(settings: Settings, aspects: int, device: str) -> Network:
+    if settings.model is not None:
+        return on_model(settings.model, aspects, settings.frozen).to(device)
+    if settings.clip is None:
+        return with_text(settings.text, aspects, settings.size).to(device)
+    clip = ClipScore(settings.clip, required(settings.pretrained), device=device)
+    return ClipHead(clip, aspects).to(device)
+
+
+def _tell_cut(network: Network, prompts: set[str]) -> None:
+    """Report the number of prompts that a small text encoder truncates."""
+    if isinstance(network, Film):
+        longer = sum(len(ids) > network.longest for ids in network.tokenizer(sorted(prompts)).input_ids)
+        if longer:
+            tqdm.write(f"{longer} of {len(prompts)} prompts have more than the {network.longest} tokens that the text "
+                       "encoder reads: what follows is not seen", file=sys.stderr)
+
+
+def _verdicts(pairs: Sequence[Pair], names: Sequence[str]) -> Tensor:
+    """[N, A]."""
+    return torch.tensor([[pair.verdicts.get(name, math.nan) for name in names] for pair in pairs])
+
+
+def _apart(pairs: Sequence[Pair], names: Sequence[str], weight: float) -> Tensor:
+    """Return by how much chosen is to be better than rejected, weight * margin, 0 where a pair has none: [N, A].
+
+    Raises UserError for a weight where no pair has a margin.
+    """
+    if weight and not any(pair.margins for pair in pairs):
+        raise UserError("--margins: no training pair has a margin: expected pairs of `flowgrpo label`, or leave it out")
+    return weight * torch.tensor([[pair.margins.get(name, 0.0) for name in names] for pair in pairs])
+
+
+def _rows(network: Network, pairs: Sequence[Pair], title: str) -> Rows:
+    """Return the network's inputs of the pairs' samples and prompts, on the CPU."""
+    shown = [(pair.prompt, sample) for side in ("chosen", "rejected") for pair in pairs
+             for sample in [getattr(pair, side)]]
+    parts = []
+    for at in tqdm(range(0, len(shown), AT_ONCE), desc=title, unit="batch", mininterval=1):
+        prompts, samples = zip(*shown[at:at + AT_ONCE])
+        prepared: Any = samples if isinstance(network, TextHead) else \
+            torch.cat([network.prepare(read_tensor(file)[None]) for file in samples])
+        parts.append({key: value.cpu() for key, value in network.rows(prepared, prompts).items()})
+    return {key: torch.cat([part[key] for part in parts]).unflatten(0, (2, len(pairs))) for key in parts[0]}
+
+
+def _fit(network: nn.Module, pairs: Sequence[Pair], trained: tuple[Rows, Tensor, Tensor],
+         held: tuple[Rows, Tensor], settings: Settings, device: str) -> int:
+    """Train, and load the best epoch's weights at the end; return that epoch, counted from 1."""
+    grouped, rng = families(pairs), np.random.default_rng(settings.seed)
+    epochs = [list(batches(grouped, settings.batch, rng)) for _ in range(settings.epochs)]
+    return fit(network, epochs, lambda numbers: _loss(network, trained, numbers, settings, device),
+               lambda: _measured(network, held, settings, device), settings)
+
+
+def fit(network: nn.Module, epochs: Sequence[Sequence[B]], loss_of: Callable[[B], Tensor],
+        measured: Callable[[], tuple[float, float]], settings: Settings) -> int:
+    """Train on the batches of each epoch, and load the best epoch's weights at the end; return that epoch, counted from
+    1.
+
+    loss_of: the loss of a batch.
+    measured: (accuracy, minus the loss) on held-out data.
+
+    Raises UserError if it diverges.
+    """
+    optimizer = torch.optim.AdamW(network.parameters(), lr=settings.lr, weight_decay=0.05)
+    total, step = sum(map(len, epochs)), 0
+    best: tuple[float, float, int, dict[str, Tensor]] = (-1.0, 0.0, 0, {})
+    bar = tqdm(total=total, desc="training", unit="step", mininterval=1)
+    for epoch, parts in enumerate(epochs, 1):
+        network.train()
+        for numbers in parts:
+            for group in optimizer.param_groups:
+                group["lr"] = settings.lr * min((step + 1) / max(total // 20, 1), 1 - step / total)
+            loss = loss_of(numbers)
+            if not loss.isfinite():
+                raise UserError(f"training diverged in epoch {epoch}: lower the learning rate, {settings.lr:g}")
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+            step += 1
+            bar.update()
+        score, negative = measured()
+        bar.set_postfix(epoch=epoch, held_out=f"{score:.3f}", held_out_loss=f"{-negative:.3f}")
+        if (score, negative) > best[:2]:
+            best = (score, negative, epoch, copy.deepcopy(network.state_dict()))
+        elif epoch - best[2] >= settings.patience:
+            break
+    bar.close()
+    network.load_state_dict(best[3])
+    return best[2]
+
+
+def _loss(network: nn.Module, side: tuple[Rows, Tensor, Tensor], numbers: list[int], settings: Settings,
+          device: str) -> Tensor:
+    rows = {key: value[:, numbers].flatten(0, 1).to(device) for key, value in side[0].items()}
+    with torch.autocast(device.partition(":")[0], torch.bfloat16, enabled=settings.bf16):
+        chosen, rejected = network(**rows).float().chunk(2)
+    apart = side[2][numbers].to(device)  # what the scores are to differ by
+    return bradley_terry(chosen - rejected - apart, side[1][numbers].to(device))
+
+
+def _measured(network: nn.Module, held: tuple[Rows, Tensor], settings: Settings, device: str) -> tuple[float, float]:
+    """Return the share of right verdicts on the held-out pairs, and minus the loss."""
+    scores = _scores(network, held[0], settings, device)
+    margins = scores[0] - scores[1]
+    return right(margins, held[1]).nanmean().item(), -bradley_terry(margins, held[1]).item()
+
+
+@torch.no_grad()
+def _scores(network: nn.Module, rows: Rows, settings: Settings, device: str) -> Tensor:
+    """[2, N, A] on the CPU."""
+    network.eval()
+    flat = {key: value.flatten(0, 1) for key, value in rows.items()}
+    count = len(next(iter(flat.values())))
+    scores = [network(**{key: value[at:at + AT_ONCE].to(device) for key, value in flat.items()}).float().cpu()
+              for at in range(0, count, AT_ONCE)]
+    return torch.cat(scores).unflatten(0, (2, -1))
+
+
+def _aspects(names: Sequence[str], scores: Tensor) -> dict[str, Aspect]:
+    """Return the aspects with weight 1 each, and the scale of the scores [2, N, A]."""
+    mean, deviation = (values.tolist() for values in (scores.flatten(0, 1).double().mean(0),
+                                                      scores.flatten(0, 1).double().std(0)))
+    return {name: Aspect(1.0, mean[i], deviation[i] or 1.0) for i, name in enumerate(names)}
+
+
+def _told(estimate: Interval) -> dict[str, Any]:
+    return {key: None if value != value else value for key, value in estimate.told().items()}

@@ -1,0 +1,1 @@
+"""Phases of a run: settings that change at an epoch."""

@@ -1,0 +1,1 @@
+"""Shaped probabilities of what another policy drew."""

@@ -1,0 +1,195 @@
+"""Reward by questions: a model answers questions about a picture, made from its prompt. The idea is UniRL's
+(2505.23380).
+
+Here another model answers and is not trained: InstructBLIP, as in `vqascore`, one behind a judge's endpoint, or a
+small pretrained network (`learned_answers.py`). In `self_answers.py` the model that draws answers, and learns both. The
+questions are the prompt's own (`questions.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.contrib.questions.learned_answers import ByFolder
+from flowgrpo.contrib.questions.questions import NUMBERS, Question, Writer, of_list, of_prompt
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import TRAINED, About
+from flowgrpo.rewards.failures import Failed
+from flowgrpo.rewards.images.vqa_score import VqaScore
+from flowgrpo.rewards.judges.judge import Asking, filled
+from flowgrpo.rewards.judges.judge_client import Answer
+from flowgrpo.rewards.judges.judge_parse import conclusion, refused
+from flowgrpo.rewards.judges.judge_pictures import text_part
+from flowgrpo.rewards.local_model import passed_on
+
+BY, SCORES = ("vqa", "judge"), ("share", "probability", "logit")
+LEAST = 1e-6  # of a probability whose logit is taken
+TokenizedPrompts = list[tuple[int, Question]]  # the row of a picture, and a question about it
+
+
+class Answering(VqaScore):
+    """Model in this process; its errors name the reward."""
+
+    reward, within = "question_answers", "vqa"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class QuestionAnswers:
+    """Share of the prompt's questions that a model answers correctly about the picture.
+
+    by: "vqa", the model of `vqascore`, with its arguments in `vqa`; "judge", with those of `judge.Asking` in `judge`,
+    whose template holds {question} and {choices}; or the folder of a network for `learned_answers`.
+    score: "share", of questions whose right answer is chosen; or, which a judge does not give, "probability", the mean
+    probability p of the right answers, or "logit", the mean of log p - log(1 - p), without bounds: of a network for
+    yes and no the difference of their scores.
+    principles: questions about every picture whose right answer is yes, in place of a prompt's own (RLBFF, 2509.21319).
+    key: metadata key of a prompt's own questions, {"question", "answer", "choices"}. Others are made from GenEval's
+    metadata, from prompts of the starter's world, or by `writer`.
+    writer: arguments of a language model's endpoint; its questions are cached in `file`.
+    dtype, device, batch_size: as in `LocalModel`; None: bf16 and 8 of "vqa", fp32 and 64 of a folder. Not with a judge.
+
+    A picture without any answer is Failed.
+    Raises UserError for a prompt that yields no question.
+    """
+
+    by: str = "vqa"
+    score: str = "share"
+    principles: Sequence[str] = ()
+    key: str = "questions"
+    vqa: dict[str, Any] = field(default_factory=dict)
+    judge: dict[str, Any] = field(default_factory=dict)
+    writer: dict[str, Any] | None = None
+    file: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    batch_size: int | None = None
+    _model: ByVqa | ByJudge | ByFolder = field(init=False, repr=False)
+    _writer: Writer | None = field(init=False, repr=False)
+    about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0, MIT weights")
+
+    def __post_init__(self) -> None:
+        known = self.by in BY or (Path(self.by) / TRAINED).is_file()
+        if not known or self.score not in SCORES or self.by == "judge" and self.score != "share":
+            raise UserError(f"reward 'question_answers': by is {self.by!r} and score {self.score!r}, expected "
+                            f"{', '.join(BY)} or a folder with {TRAINED}, and {', '.join(SCORES)}, the latter two not "
+                            "of a judge")
+        if isinstance(self.principles, str) or not all(isinstance(text, str) and text for text in self.principles):
+            raise UserError(f"reward 'question_answers': principles are {self.principles!r}, expected a list of "
+                            "yes-or-no questions")
+        if self.file is not None and self.writer is None:
+            raise UserError("reward 'question_answers': file keeps what a writer wrote: give writer, or leave it out")
+        writer = None if self.writer is None else Writer(self.writer, self.file)
+        for name, value in (("_model", self._answering()), ("_writer", writer)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def privileged(self) -> bool:
+        """True if a judge answers or writes, with the user's key."""
+        return self.by == "judge" or self.writer is not None
+
+    def _answering(self) -> ByVqa | ByJudge | ByFolder:
+        given = passed_on("question_answers", self.dtype, self.device, self.batch_size)
+        if self.by == "vqa":
+            options = {"question": "Question: {} Short answer:"} | given | self.vqa
+            return ByVqa(Answering(**options), self.score)
+        if self.by != "judge":
+            return ByFolder(self.by, self.score, given)
+        if given:
+            raise UserError(f"reward 'question_answers': got {', '.join(given)}, but a judge answers from elsewhere: "
+                            "leave them out, or take by: vqa")
+        return ByJudge(**self.judge)
+
+    def __call__(self, images: Tensor, prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float | Failed]:
+        questions = self._questions(prompts, metadata)
+        pairs = [(row, question) for row, listed in enumerate(questions) for question in listed]
+        values: list[list[float]] = [[] for _ in prompts]
+        for (row, _), value in zip(pairs, self._model.right(images, pairs), strict=True):
+            values[row] += [] if value is None or isinstance(value, Failed) else [value]
+        return [sum(answered) / len(answered) if answered else
+                Failed(f"question_answers: {'no answer to a question' if listed else 'no questions'} of the prompt "
+                       f"{prompt!r}") for prompt, listed, answered in zip(prompts, questions, values)]
+
+    def _questions(self, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> list[list[Question]]:
+        if self.principles:
+            return [of_list([{"question": text, "answer": "yes"} for text in self.principles])] * len(prompts)
+        derived = [of_prompt(prompt, entry, self.key) for prompt, entry in zip(prompts, metadata)]
+        left = [prompt for prompt, listed in zip(prompts, derived) if listed is None]
+        written: dict[str, list[Question]] = {}
+        if left:
+            if self._writer is None:
+                raise UserError(f"reward 'question_answers': no question can be made of the prompt {left[0]!r}: give "
+                                f"metadata with {self.key}, GenEval's metadata, or args: {{writer: {{url: ...}}}}")
+            written = self._writer(left)
+        return [written[prompt] if listed is None else listed for prompt, listed in zip(prompts, derived)]
+
+
+@dataclass(frozen=True)
+class ByVqa:
+    """Answers by a `VqaScore`: the probability of the right one, or whether it is the likeliest of the choices."""
+
+    model: VqaScore
+    score: str
+
+    def right(self, images: Tensor, questions: TokenizedPrompts) -> list[float]:
+        """Score n questions, each about the picture of its row."""
+        expected = self._probabilities(images, [(row, question, question.answer) for row, question in questions])
+        if self.score != "share":
+            return expected.tolist() if self.score == "probability" else expected.logit(LEAST).tolist()
+        others = [(at, row, question, choice) for at, (row, question) in enumerate(questions)
+                  for choice in question.choices if choice != question.answer]
+        of = torch.tensor([at for at, *_ in others])
+        wrong = self._probabilities(images, [other[1:] for other in others])
+        likeliest = torch.zeros(len(questions)).scatter_reduce(0, of, wrong, "amax")
+        return (expected > likeliest).float().tolist()
+
+    def _probabilities(self, images: Tensor, rows: list[tuple[int, Question, str]]) -> Tensor:
+        """Return the probability of each (picture's row, question, answer): [n]."""
+        probabilities = torch.empty(len(rows))
+        for answer in dict.fromkeys(answer for _, _, answer in rows):
+            at = [i for i, row in enumerate(rows) if row[2] == answer]
+            model = replace(self.model, answer=answer, parts=self.model.models)
+            probabilities[at] = model(images[[rows[i][0] for i in at]], [rows[i][1].question for i in at])
+        return probabilities
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ByJudge(Asking):
+    """Answers by a model behind an OpenAI-compatible endpoint: 1 for the right one, 0 for another, Failed for none."""
+
+    template: str = "{question}\nChoose one of: {choices}. End with a line `Answer: CHOICE`."
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if "{question}" not in self._question:
+            raise UserError("a judge's template names no {question}, expected it where the question belongs")
+
+    def right(self, images: Tensor, questions: TokenizedPrompts) -> list[float | Failed]:
+        """Score n questions, each about the picture of its row."""
+        def question(i: int) -> list[dict[str, Any]]:
+            row, entry = questions[i]
+            text = filled(self._question, question=entry.question, choices=", ".join(entry.choices))
+            return [*self._parts(images[row]), text_part(text)]
+
+        def read(answer: Answer, i: int) -> float | None:
+            chosen = None if answer.cut else chosen_in(answer.text, questions[i][1].choices)
+            return None if chosen is None else float(chosen == questions[i][1].answer)
+
+        return self._values(question, read, len(questions))
+
+
+def chosen_in(text: str, choices: Sequence[str]) -> str | None:
+    """Return the one choice that an answer names, after its last `Answer:` if it has one; digits match number words."""
+    if refused(text):
+        return None
+    said = re.split(r"\banswer\s*(?:is|:|=)", conclusion(text).lower())[-1]
+    said = re.sub(r"\b\d+\b", lambda digit: NUMBERS[int(digit[0])] if int(digit[0]) < len(NUMBERS) else digit[0], said)
+    named = [choice for choice in choices if re.search(rf"(?<!\w){re.escape(choice.lower())}(?!\w)", said)]
+    return named[0] if len(named) == 1 else None

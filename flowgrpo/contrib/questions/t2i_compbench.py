@@ -1,0 +1,230 @@
+"""T2I-CompBench (Huang et al. 2023, 2307.06350): attributes, places, numbers and actions of a prompt's objects.
+
+The dimension of a prompt is its metadata's `category`. Colour, shape and texture: BLIP-VQA is asked for each noun
+phrase ("a red book?"); the score is the product of the probabilities of "yes". Spatial: boxes of both objects.
+Numeracy: boxes of each counted object. Non-spatial: the cosine of CLIP ViT-B/32. Complex: the mean of attributes with
+places, or with actions, or with both. Boxes are OWLv2's or another detector's. The release has UniDet,
+with whose scores they are not comparable.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from flowgrpo.contrib.questions.blip_vqa import BlipVqa
+from flowgrpo.contrib.questions.phrases import Phrases, counted, related, relation
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import About
+from flowgrpo.rewards.images.clip_models import ClipScore
+from flowgrpo.rewards.images.detections import Detection, Detector
+from flowgrpo.rewards.images.detectors import detector, in_process
+from flowgrpo.rewards.images.owl import Owl
+from flowgrpo.rewards.local_model import passed_on
+
+ATTRIBUTES = ("color", "shape", "texture")
+DIMENSIONS = (*ATTRIBUTES, "spatial", "numeracy", "non_spatial", "complex")
+MODELS = dict.fromkeys(ATTRIBUTES, ("vqa",)) | {"spatial": ("detector",), "numeracy": ("detector",),
+                                                 "non_spatial": ("clip",)}  # of a dimension that needs not all
+MOST = 8  # noun phrases that get a question
+PEOPLE = dict.fromkeys(("girl", "boy", "man", "woman"), "person")
+KNOWN_AS = PEOPLE | {"ship": "boat", "television": "tv", "sofa": "couch"}  # by a detector of fixed classes
+BESIDE = ("on side of", "next to", "near")
+DIRECTIONS = {"on the right of": (-1, 0), "on the left of": (1, 0), "on the bottom of": (0, -1),
+              "on the top of": (0, 1), "on top of": (0, 1)}  # from the first box to the second: right, down
+OVERLAP, NEAR = 0.1, 150 / 480  # IoU that costs nothing; distance, in longer sides, that still is near
+SAME, HALF = 0.9, 0.5  # overlap of one object seen twice; score below which two objects in place get 0
+
+
+@dataclass(frozen=True)
+class CompBenchClip(ClipScore):
+    """CLIP model of `T2ICompBench`; its errors name the reward."""
+
+    model: str = "ViT-B-32-quickgelu"
+    score: str = "cosine"
+    prefix: str = ""
+    reward, parameters = "t2i_compbench", 151e6
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class T2ICompBench:
+    """T2I-CompBench's score of the dimension that a prompt's metadata names; None for another one, such as 3d_spatial.
+
+    dimension: one for all prompts, in place of the metadata's. key: metadata key of the dimension.
+    detector: `owl` or `owl:FOLDER`, a detector of named objects; or one of fixed classes (images/detectors.py).
+    threshold: minimum score of a detection. spacy: the model that finds noun phrases, where metadata bring none.
+    vqa, clip: arguments of `BlipVqa` and of `ClipScore`. With a dimension, only its models are loaded.
+    dtype, device, batch_size: as in `LocalModel`, of all models in this process; `vqa` and `clip` override them. By
+    default fp32; 16 questions for BLIP-VQA, 8 pictures for OWLv2, 32 for CLIP.
+    Raises UserError for another dimension, and for models and packages that are missing.
+    """
+
+    dimension: str | None = None
+    key: str = "category"
+    detector: str | Owl | Detector = "owl"
+    threshold: float = 0.2
+    spacy: str = "en_core_web_sm"
+    vqa: dict[str, Any] = field(default_factory=dict)
+    clip: dict[str, Any] = field(default_factory=dict)
+    dtype: str | None = None
+    device: str | None = None
+    batch_size: int | None = None
+    phrases: Phrases = field(init=False, repr=False)
+    _models: dict[str, Any] = field(init=False, repr=False)
+    about = About(modality="image", range=(-1, 1), needs="clip", licence="Apache-2.0, the models'")
+
+    def __post_init__(self) -> None:
+        if self.dimension not in (None, *DIMENSIONS):
+            raise UserError(f"reward 't2i_compbench': dimension is {self.dimension!r}, expected "
+                            f"{', '.join(DIMENSIONS)}")
+        given = passed_on("t2i_compbench", self.dtype, self.device, self.batch_size)
+        make: dict[str, Callable[[], Any]] = {
+            "vqa": lambda: BlipVqa(**given | self.vqa), "detector": lambda: self._detector(given),
+            "clip": lambda: CompBenchClip(**given | self.clip)}
+        models = {name: make[name]() for name in MODELS.get(self.dimension or "complex", make)}
+        for name, value in (("phrases", Phrases(self.spacy)), ("_models", models)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def made_of(self) -> list[Detector]:
+        return [self._models["detector"]] if "detector" in self._models and ".py:" in str(self.detector) else []
+
+    def __call__(self, images: Tensor, prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+        dimensions = [self.dimension or entry.get(self.key) for entry in metadata]
+        parts = [_parts(dimension, prompt, entry) for dimension, prompt, entry in zip(dimensions, prompts, metadata)]
+        values: list[list[float]] = [[] for _ in prompts]
+        judges: dict[str, Callable[..., Sequence[float]]] = {
+            "attributes": self._attributes, "spatial": self._places, "numeracy": self._numbers,
+            "actions": self._actions}
+        for name, judge in judges.items():
+            if rows := [row for row, wanted in enumerate(parts) if name in wanted]:
+                some = judge(images[rows], [prompts[row] for row in rows], [metadata[row] for row in rows],
+                             [dimensions[row] == "complex" for row in rows])
+                for row, value in zip(rows, some):
+                    values[row].append(value)
+        return [sum(some) / len(some) if some else None for some in values]
+
+    def _attributes(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]],
+                    sentences: list[bool]) -> list[float]:
+        phrases = [self.phrases.of(prompt, entry)[:MOST] for prompt, entry in zip(prompts, metadata)]
+        rows = [row for row, some in enumerate(phrases) for _ in some]
+        if not rows:
+            return [1.0] * len(prompts)
+        questions = [f"{phrase}?" for some in phrases for phrase in some]
+        yes = iter(self._models["vqa"](images[rows], questions).tolist())
+        return [math.prod(next(yes) for _ in some) for some in phrases]
+
+    def _places(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]],
+                sentences: list[bool]) -> list[float]:
+        claims = [related(prompt, self.phrases.of(prompt, entry) if sentence else None)
+                  for prompt, entry, sentence in zip(prompts, metadata, sentences)]
+        side = max(images.shape[-2:])
+        found = self._seen(images, [claim[1:] if claim else () for claim in claims])
+        scores = []
+        for claim, seen in zip(claims, found):
+            one, other = self._named(claim[1:]) if claim else ("", "")
+            scores.append(in_place(seen, one, other, claim[0], side) if claim else 0.0)
+        return scores
+
+    def _numbers(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]],
+                 sentences: list[bool]) -> list[float]:
+        claims = [counted(self.phrases.of(prompt, entry)) for prompt, entry in zip(prompts, metadata)]
+        seen = self._seen(images, [[name for name, _ in claim] for claim in claims])
+        return [in_number(some, list(zip(self._named([name for name, _ in claim]), (count for _, count in claim))))
+                for some, claim in zip(seen, claims)]
+
+    def _actions(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]],
+                 sentences: list[bool]) -> list[float]:
+        texts = [self.phrases.without_adjectives(prompt, entry) if sentence else prompt
+                 for prompt, entry, sentence in zip(prompts, metadata, sentences)]
+        return self._models["clip"](images, texts).tolist()
+
+    def _seen(self, images: Tensor, names: Sequence[Sequence[str]]) -> list[list[Detection]]:
+        """Return the detections above the threshold in each picture, highest score first."""
+        detect = self._models["detector"]
+        seen = detect(images, [self._named(some) for some in names]) if isinstance(detect, Owl) else detect(images)
+        kept = [[one for one in (Detection(*each) for each in some) if one.score > self.threshold] for some in seen]
+        return [sorted(some, key=lambda one: -one.score) for some in kept]
+
+    def _named(self, names: Sequence[str]) -> list[str]:
+        """Return the names by which the detector knows objects."""
+        table = PEOPLE if isinstance(self._models["detector"], Owl) else KNOWN_AS
+        return [table.get(name, name) for name in names]
+
+    def _detector(self, given: dict[str, Any]) -> Owl | Detector:
+        if not isinstance(self.detector, str):
+            return self.detector
+        kind, _, model = self.detector.partition(":")
+        if kind == "owl":
+            return Owl(**given | ({"model": model} if model else {}))
+        return detector(self.detector, **given if in_process(self.detector) else {})
+
+
+def _parts(dimension: str | None, prompt: str, metadata: dict[str, Any]) -> tuple[str, ...]:
+    """Return the judgements of which a prompt's score is the mean.
+
+    A complex prompt without a word of place has an action; one with a place has an action besides if its metadata's
+    `action` is true.
+    """
+    if dimension in ATTRIBUTES:
+        return ("attributes",)
+    if dimension == "complex":
+        if relation(prompt) is None:
+            return "attributes", "actions"
+        return ("attributes", "spatial", "actions") if metadata.get("action") else ("attributes", "spatial")
+    by_name = {"spatial": ("spatial",), "numeracy": ("numeracy",), "non_spatial": ("actions",)}
+    return by_name.get(dimension or "", ())
+
+
+def in_place(seen: Sequence[Detection], one: str, other: str, words: str, side: int) -> float:
+    """Return the score of two objects and their relation: a quarter of each one's detection score and half of the
+    relation's credit; 0 if that is below a half. side: the longer one of the picture, in pixels."""
+    first, second = (next((each for each in seen if each.label == name), None) for name in (one, other))
+    score = sum(0.25 * each.score for each in (first, second) if each is not None)
+    if first is not None and second is not None:
+        score += placed_as(first.box, second.box, words, side) / 2
+    return score if score >= HALF else 0.0
+
+
+def placed_as(box: Sequence[float], other: Sequence[float], words: str, side: int) -> float:
+    """Return the credit in [0, 1] of a relation between two boxes (left, top, right, bottom)."""
+    x, y = ((other[i] + other[i + 2] - box[i] - box[i + 2]) / 2 for i in (0, 1))
+    if words in BESIDE:
+        near = NEAR * side
+        return 1.0 if min(abs(x), abs(y)) < near else near / max(abs(x), abs(y))
+    right, down = DIRECTIONS[words]
+    along, across = (x * right, y) if right else (y * down, x)
+    if along <= abs(across):
+        return 0.0
+    overlap = _shared(box, other) / max(_area(box) + _area(other) - _shared(box, other), 1e-9)
+    return 1.0 if overlap < OVERLAP else OVERLAP / overlap
+
+
+def in_number(seen: Sequence[Detection], claims: Sequence[tuple[str, int]]) -> float:
+    """Return the mean over the claimed objects of 1/2 if it is there and 1/2 more if its number is right."""
+    kept: list[Detection] = []
+    for one in seen:
+        if not any(one.label == other.label and _twice(one.box, other.box) for other in kept):
+            kept.append(one)
+    counts = [(sum(one.label == name for one in kept), number) for name, number in claims]
+    return sum((count > 0) / 2 + (count == number) / 2 for count, number in counts) / max(len(claims), 1)
+
+
+def _twice(box: Sequence[float], other: Sequence[float]) -> bool:
+    """True for two boxes of one object, most of either in the other, their last pixels included."""
+    box, other = ((left - 0.5, top - 0.5, right + 0.5, bottom + 0.5) for left, top, right, bottom in (box, other))
+    return _shared(box, other) > SAME * min(_area(box), _area(other))
+
+
+def _shared(box: Sequence[float], other: Sequence[float]) -> float:
+    width, height = (max(0.0, min(box[i + 2], other[i + 2]) - max(box[i], other[i])) for i in (0, 1))
+    return width * height
+
+
+def _area(box: Sequence[float]) -> float:
+    return (box[2] - box[0]) * (box[3] - box[1])

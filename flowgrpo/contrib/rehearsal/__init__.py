@@ -1,0 +1,1 @@
+"""Rehearsal of the base model's samples."""

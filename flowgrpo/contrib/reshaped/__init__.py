@@ -1,0 +1,1 @@
+"""Advantages reshaped by difficulty, confidence or consistency."""

@@ -1,0 +1,1 @@
+"""Weights of rewards that follow the run."""

@@ -1,0 +1,1 @@
+"""Risk-averse advantages."""

@@ -1,0 +1,1 @@
+"""Smooth reward of the starter's scenes."""

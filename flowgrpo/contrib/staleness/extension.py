@@ -1,0 +1,271 @@
+"""Epochs that are drawn ahead of their update: asynchronous rewards with bounded staleness (AReaL, 2505.24298).
+
+With `train.staleness` N, epoch k + N is sampled before the update of epoch k. A thread computes the rewards of epochs k
++ 1 to k + N meanwhile. An epoch is therefore trained by weights that are at most N epochs newer than those that drew
+it, for which the loss is decoupled (`decoupled`). So is that of partial rollouts (`partial_rollouts`), whose
+groups have tokens of several epochs' weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from flowgrpo.contrib.staleness.decoupled import behaviour_weights
+from flowgrpo.contrib.staleness.partial_rollouts import make_pool, older, oldest
+from flowgrpo.data.prompts import Prompt, as_line, of_records
+from flowgrpo.objectives.ratios import LogRatio
+from flowgrpo.rollouts.base import Encoded, Outputs
+from flowgrpo.samplers.replay import rescored
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.storage.checkpoint import Tensors
+from flowgrpo.training import sampling
+from flowgrpo.training.epoch import Epoch
+from flowgrpo.training.extension import Extension, Metrics
+from flowgrpo.training.scoring import Scoring
+from flowgrpo.training.stored_parts import restored, stored, within
+from flowgrpo.types import Completion, Scored, required
+
+
+@dataclass(eq=False)
+class Drawn:
+    """Epoch that is drawn and waits for its update.
+
+    at: the epoch before whose update it was drawn; update: the optimizer updates of the oldest weights that drew it.
+    older: of partial rollouts, the number of tokens that went before those weights' updates, and of all.
+    conditioning, scoring, scorer: None until an epoch of a checkpoint is scored again.
+    pending: the futures of the scores of every part, one per granularity.
+    """
+
+    epoch: int
+    at: int
+    update: int
+    prompts: list[Prompt]
+    parts: list[Part] = field(default_factory=list)
+    outputs: list[Sequence[Outputs | None]] = field(default_factory=list)
+    older: tuple[int, int] = (0, 1)
+    conditioning: Encoded | None = None
+    scoring: Scoring | None = None
+    scorer: sampling.Scorer | None = None
+    pending: list[Future[torch.Tensor]] = field(default_factory=list)
+
+
+class Staleness(Extension):
+    """Epochs that are drawn ahead. bound: how many, 0 or more. cap: of the weights of their decisions."""
+
+    name = "ahead"
+
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        train, self.run, self.pool = trainer.config.train, trainer, make_pool(trainer)
+        self.bound, self.cap = train.staleness, train.staleness_cap
+        self.queue: list[Drawn] = []
+        self.current: Drawn | None = None
+        self.weights: list[torch.Tensor] = []  # [n] of the decisions that older weights drew, of the present epoch
+        self._before: tuple[int, list[Drawn], Any] = (-1, [], None)  # an epoch, and the queue and pool before it began
+        self._last: sampling.Scorer | None = None
+
+    @classmethod
+    def require(cls, setup: Any) -> None:
+        from flowgrpo.contrib.staleness import requirements as staleness
+
+        staleness.require(setup.config, setup.method, setup.all_processes, setup.trained)
+
+    # --- one epoch ---------------------------------------------------------------------------------------------------
+
+    def draw_epoch(self) -> Epoch:
+        """Draw epochs as far ahead as the bound allows, and wait for the rewards of the present one.
+
+        Raises the error of a reward of any epoch that is drawn.
+        """
+        run, epochs = self.run, self.run.config.train.epochs
+        self._before = run.epoch, [*self.queue], self.pool and self.pool.state()
+        self.queue = [drawn for drawn in self.queue if drawn.epoch >= run.epoch]
+        for drawn in self.queue:
+            if drawn.scoring is None:
+                self._score(drawn)
+            for future in drawn.pending:
+                if future.done():
+                    future.result()
+        last = self.queue[-1].epoch if self.queue else run.epoch - 1
+        for epoch in range(last + 1, min(run.epoch + self.bound, epochs - 1) + 1):
+            self.queue.append(self._drawn(epoch))
+        self.current = self.queue.pop(0)
+        return self._scored(self.current)
+
+    def _drawn(self, epoch: int) -> Drawn:
+        """Sample the groups of an epoch, and begin to score them."""
+        run = self.run
+        if self.pool is None:
+            batch = sampling.choose_prompts(run, epoch)
+            drawn = run.with_oom_retry(partial(self._sampled, epoch, batch))
+        else:
+            whole = run.with_oom_retry(partial(self.pool.draw, epoch))
+            drawn = Drawn(epoch, run.epoch, oldest(whole), [of.prompt for of in whole],
+                          older=older(whole, run.optimization.update))
+            for part, outputs in self.pool.parts(whole):
+                drawn.parts.append(part)
+                drawn.outputs.append(outputs)
+            self._score(drawn)
+        run.progress.sampled += len(drawn.prompts) * run.geometry.group
+        return drawn
+
+    def _sampled(self, epoch: int, batch: list[Prompt]) -> Drawn:
+        run, drawn = self.run, Drawn(epoch, self.run.epoch, self.run.optimization.update, batch)
+        run.geometry.begin()
+        with self._scoring(drawn):
+            drawn.conditioning = run.rollouts.conditioning(batch, epoch)
+            parts = sampling.sampled_parts(run, required(drawn.scoring), drawn.conditioning, batch, epoch, 0)
+            for part, outputs in parts:
+                drawn.parts.append(part)
+                drawn.outputs.append(outputs)
+                self._submit(drawn, part, outputs)
+        return drawn
+
+    def _score(self, drawn: Drawn) -> None:
+        """Begin to score an epoch that is sampled."""
+        with self._scoring(drawn):
+            drawn.conditioning = self.run.rollouts.conditioning(drawn.prompts, drawn.epoch)
+            for part, outputs in zip(drawn.parts, drawn.outputs):
+                self._submit(drawn, part, outputs)
+
+    @contextlib.contextmanager
+    def _scoring(self, drawn: Drawn) -> Iterator[None]:
+        """Context manager: a thread scores what is submitted, behind the epochs before, and goes on after the end."""
+        run = self.run
+        drawn.scoring, drawn.scorer = run.scoring.fork(), sampling.Scorer(run.stop, after=self._last).start()
+        drawn.scoring.start_epoch(drawn.epoch, run.config.train.epochs, run.memory)
+        dropped = True
+        try:
+            yield
+            dropped, self._last = False, drawn.scorer
+        finally:
+            drawn.scorer.end(drop=dropped)
+
+    def _submit(self, drawn: Drawn, part: Part, outputs: Sequence[Outputs | None]) -> None:
+        assert drawn.conditioning is not None, "prompts are encoded first"
+        drawn.pending += sampling.submit(self.run, required(drawn.scoring), required(drawn.scorer), drawn.prompts, part,
+                                        outputs, drawn.conditioning)
+
+    def _scored(self, drawn: Drawn) -> Epoch:
+        """Return an epoch with its scores, and parts whose old policy is the present one."""
+        run, every = self.run, self.run.config.eval.every
+        with run.clock("reward"):
+            scores = sampling.columns(run, required(drawn.scorer).results(drawn.pending))
+            if every and (run.epoch + 1) % every == 0:  # an evaluation calls the same rewards
+                for waiting in self.queue:
+                    required(waiting.scorer).results(waiting.pending)
+        run.scoring.adopt(required(drawn.scoring))
+        run.scoring.start_epoch(run.epoch, run.config.train.epochs, run.memory)
+        epoch_batch, count = sampling.empty_batch(run, drawn.epoch), len(run.scoring.functions)
+        epoch_batch.add(drawn.prompts, scores, run.scoring.weighted(scores[..., :count]),
+                        *sampling.group_signals(run, drawn.parts, len(drawn.prompts)))
+        parts, self.weights = drawn.parts, []
+        if drawn.update != run.optimization.update:
+            parts = run.with_oom_retry(partial(self.decoupled, drawn), "update")
+        assert drawn.conditioning is not None, "an epoch that is scored is encoded"
+        return Epoch(epoch_batch, drawn.prompts, parts, drawn.conditioning)
+
+    def decoupled(self, drawn: Drawn) -> list[Part]:
+        """Return the parts of an epoch that older weights drew, scored by the present ones."""
+        run, self.weights = self.run, []
+        with torch.no_grad(), run.clock("rescore"):
+            parts = [decoupled(part, run.rollouts.replay(part, drawn.conditioning), run.method.loss.log_ratio, self.cap)
+                     for part in drawn.parts]
+        self.weights = [required(taken.correction).cpu()[taken.old.mask.cpu()] for part in parts
+                        for taken in part.transitions]
+        return parts
+
+    def on_trained(self, epoch: Epoch) -> Metrics:
+        """Return how stale the present epoch is: by how many epochs its weights are older, and of its decisions the
+        mean weight and the share above the cap. Of partial rollouts, the share of the trained tokens that are
+        older than their epoch's draw, and the number of groups that go on."""
+        assert self.current is not None, "no epoch is drawn"
+        values = torch.cat(self.weights) if self.weights else torch.ones(1)
+        (before, every), pool = self.current.older, self.pool
+        return {"staleness/epochs": self.current.epoch - self.current.at, "staleness/weight": values.mean().item(),
+                "staleness/above": (values == 0).float().mean().item()} | (
+            {"partial/older": before / every, "partial/groups": len(pool.groups)} if pool else {})
+
+    def close(self) -> None:
+        """Drop the scores that are not computed yet."""
+        for drawn in self.queue:
+            if drawn.scorer is not None:
+                drawn.scorer.end(drop=True)
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state(self) -> tuple[Tensors, dict[str, Any]]:
+        """Return the epochs that were drawn at the end of the last whole epoch, for a checkpoint.
+
+        Their samples and outputs are stored, their scores are computed again after a resume.
+        """
+        begun, queue, pool = self._before
+        if begun != self.run.epoch:
+            queue, pool = self.queue, self.pool and self.pool.state()
+        groups, values = pool or ({}, {})
+        tensors: Tensors = {f"pool.{name}": value for name, value in groups.items()}
+        listed = []
+        for place, drawn in enumerate(queue):
+            parts = []
+            for number, (part, outputs) in enumerate(zip(drawn.parts, drawn.outputs)):
+                kept, of = stored(part)
+                shown, texts = _of_outputs(outputs)
+                tensors |= {f"{place}.{number}.{name}": value for name, value in (kept | shown).items()}
+                parts.append(of | {"outputs": texts})
+            listed.append({"epoch": drawn.epoch, "at": drawn.at, "update": drawn.update, "older": drawn.older,
+                           "parts": parts, "prompts": [as_line(prompt) for prompt in drawn.prompts]})
+        return tensors, {"drawn": listed, "pool": values}
+
+    def load_state(self, tensors: Tensors, values: dict[str, Any]) -> None:
+        """Restore the epochs of a checkpoint; the next draw scores them."""
+        self.queue = []
+        for place, entry in enumerate(values.get("drawn", ())):
+            drawn = Drawn(entry["epoch"], entry["at"], entry["update"], of_records(entry["prompts"]),
+                          older=(entry["older"][0], entry["older"][1]))
+            for number, part in enumerate(entry["parts"]):
+                own = within(tensors, f"{place}.{number}.")
+                drawn.parts.append(restored(own, part, self.run.rollouts, drawn.epoch))
+                drawn.outputs.append(_outputs_of(own, part["outputs"]))
+            self.queue.append(drawn)
+        if self.pool is not None:
+            self.pool.load_state(within(tensors, "pool."), values.get("pool", {}))
+
+
+def decoupled(part: Part, replayed: Iterator[tuple[int, slice, Scored]], log_ratio: LogRatio, cap: float) -> Part:
+    """Return a part that older weights drew, whose old scores are those of its replay, the proximal policy's.
+
+    Its decisions are weighted by `behaviour_weights`, times the correction that they have.
+    """
+    weights = [torch.ones_like(taken.old.logp, dtype=torch.float32) for taken in part.transitions]
+
+    def weighted() -> Iterator[tuple[int, slice, Scored]]:
+        for k, rows, new in replayed:
+            behaviour = part.transitions[k].old.rows(rows).to(new.logp.device)
+            of = behaviour_weights(log_ratio(new, behaviour), new.mask, cap)
+            weights[k][rows] = of.to(weights[k])
+            yield k, rows, new
+
+    proximal = rescored(part, weighted())
+    return replace(proximal, transitions=tuple(
+        replace(taken, correction=weight if before.correction is None else weight * before.correction.to(weight))
+        for taken, before, weight in zip(proximal.transitions, part.transitions, weights)))
+
+
+def _of_outputs(outputs: Sequence[Outputs | None]) -> tuple[Tensors, list[Any]]:
+    """Return the outputs of a part per granularity: pictures as tensors, texts with their numbers of tokens."""
+    pictures = {f"output.{place}": output.cpu().clone() for place, output in enumerate(outputs)
+                if isinstance(output, torch.Tensor)}
+    return pictures, [[[str(text), getattr(text, "tokens", 0)] for text in output] if isinstance(output, list) else None
+                      for output in outputs]
+
+
+def _outputs_of(tensors: Tensors, texts: list[Any]) -> list[Outputs | None]:
+    return [tensors.get(f"output.{place}") if of is None else [Completion(*text) for text in of]
+            for place, of in enumerate(texts)]

@@ -1,0 +1,108 @@
+"""Partial rollouts of a run: more groups are begun than an epoch trains, and those that are not whole go on in the next
+epoch (APRIL, 2509.18521)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from flowgrpo.data.prompts import Prompt, as_line, of_records
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.storage.checkpoint import Tensors
+from flowgrpo.text.samplers.partial import Begun, begin, completed, go_on
+from flowgrpo.training import sampling
+from flowgrpo.training.stored_parts import within
+
+
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """Group that is begun, and its prompt."""
+
+    prompt: Prompt
+    group: Begun
+
+
+class Pool:
+    """Groups of a `train.Trainer` that are begun.
+
+    They are those of the epochs of a run without over-provision, in their order, with the same seeds. asked: the number
+    of such epochs whose prompts were drawn; fresh: of their groups, those that are not begun: (prompt, seeds).
+    """
+
+    def __init__(self, run: Any):
+        self.run, text = run, run.config.text
+        self.extra, self.chunk = math.ceil(text.over_provision * run.config.train.prompts), text.chunk
+        self.groups: list[Waiting] = []
+        self.fresh: list[tuple[Prompt, list[int]]] = []
+        self.asked = 0
+
+    def draw(self, epoch: int) -> list[Waiting]:
+        """Draw tokens until an epoch's number of groups are whole, and return the oldest of these; the others wait.
+
+        Nothing changes if it raises.
+        """
+        run, train = self.run, self.run.config.train
+        fresh, asked, waiting = [*self.fresh], self.asked, [*self.groups]
+        missing = max(min(train.prompts + self.extra, train.prompts * (train.epochs - epoch)) - len(waiting), 0)
+        while len(fresh) < missing:
+            fresh += self._asked(asked)
+            asked += 1
+        waiting += [Waiting(prompt, begin(seeds, run.policy.text.max_tokens)) for prompt, seeds in fresh[:missing]]
+        tokenized, before = run.rollouts.conditioning([of.prompt for of in waiting], epoch), run.policy.evaluations
+        with run.clock("rollout"):
+            while sum(of.group.whole for of in waiting) < train.prompts:
+                run.stop.check()
+                groups = go_on(run.policy, tokenized, [of.group for of in waiting], run.method.generation.decoding,
+                               self.chunk, run.geometry.micro_batch, run.optimization.update)
+                waiting = [Waiting(of.prompt, group) for of, group in zip(waiting, groups)]
+        run.rollouts.count(run.policy.evaluations - before)
+        whole = [place for place, of in enumerate(waiting) if of.group.whole][:train.prompts]
+        self.fresh, self.asked = fresh[missing:], asked
+        self.groups = [of for place, of in enumerate(waiting) if place not in whole]
+        return [waiting[place] for place in whole]
+
+    def _asked(self, epoch: int) -> list[tuple[Prompt, list[int]]]:
+        """Return the groups of an epoch of a run without over-provision: their prompts and the seeds of samples."""
+        batch, group = sampling.choose_prompts(self.run, epoch), self.run.geometry.group
+        seed = self.run.rollouts.seeds(epoch, 0, len(batch))
+        return [(prompt, [seed(place, sample) for sample in range(group)]) for place, prompt in enumerate(batch)]
+
+    def parts(self, whole: list[Waiting]) -> Iterator[tuple[Part, list[list[str]]]]:
+        """Yield whole groups as parts, with their texts."""
+        rollouts = self.run.rollouts
+        for groups, prompts, _, _ in rollouts.whole_groups(len(whole)):
+            batch = completed(self.run.policy, [whole[place].group for place in groups])
+            yield rollouts.target.record(groups, prompts, [batch]), [list(batch.texts)]
+
+    def state(self) -> tuple[Tensors, dict[str, Any]]:
+        """Return the groups that are begun, for a checkpoint."""
+        tensors = {f"{place}.{name.name}": getattr(of.group, name.name) for place, of in enumerate(self.groups)
+                   for name in fields(Begun)}
+        return tensors, {"begun": [as_line(of.prompt) for of in self.groups], "asked": self.asked,
+                         "fresh": [[as_line(prompt), seeds] for prompt, seeds in self.fresh]}
+
+    def load_state(self, tensors: Tensors, values: dict[str, Any]) -> None:
+        """Restore the groups of a checkpoint; without any, start anew."""
+        prompts = of_records(values.get("begun", []))
+        self.groups = [Waiting(prompt, Begun(**within(tensors, f"{place}."))) for place, prompt in enumerate(prompts)]
+        fresh = values.get("fresh", [])
+        self.fresh = [*zip(of_records([line for line, _ in fresh]), [seeds for _, seeds in fresh])]
+        self.asked = values.get("asked", 0)
+
+
+def older(whole: list[Waiting], version: int) -> tuple[int, int]:
+    """Return the number of tokens of groups that older weights than `version` drew, and the number of all."""
+    drawn = [of.group.versions[of.group.drawn] for of in whole]
+    return sum(int((versions < version).sum()) for versions in drawn), sum(len(versions) for versions in drawn)
+
+
+def oldest(whole: list[Waiting]) -> int:
+    """Return the number of the oldest weights that drew a token of groups."""
+    return min(int(of.group.versions[of.group.drawn].min()) for of in whole)
+
+
+def make_pool(run: Any) -> Pool | None:
+    """Return the pool of a run; None without over-provision."""
+    return Pool(run) if run.config.text.over_provision else None

@@ -1,0 +1,1 @@
+"""Weights of tokens by their difference within a group."""

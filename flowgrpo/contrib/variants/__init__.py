@@ -1,0 +1,1 @@
+"""Variants of prompts that the policy writes."""

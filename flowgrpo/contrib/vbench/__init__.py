@@ -1,0 +1,1 @@
+"""VBench's dimensions."""

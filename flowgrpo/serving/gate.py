@@ -1,0 +1,194 @@
+"""Admission of requests to a reward server: bodies arrive in a bounded time, and one batch is scored at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from flowgrpo.rewards.remote.wire import one_line
+from flowgrpo.serving.metrics import Metrics
+
+T = TypeVar("T")
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+DRAINED = 4  # up to so many times the limit of a request is read and dropped, so that its sender sees the refusal
+LATER = 5  # seconds of a Retry-After
+GONE = "the client has gone"  # no client reads it
+
+
+class Refused(Exception):
+    """Error: a request answered with a status and one line. later: seconds after which to ask again; None for never.
+
+    unread: its body is not read yet.
+    """
+
+    def __init__(self, status: int, line: str, later: int | None = None, unread: bool = False) -> None:
+        super().__init__(one_line(line))
+        self.status, self.later, self.unread = status, later, unread
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Limits of a server for all requests together.
+
+    read: seconds for one body to arrive. readers: bodies that arrive at the same time. queue: requests that wait for
+    their turn. bodies: bytes of all bodies, in multiples of the limit of one. drain: seconds for what is being scored
+    when the server stops.
+    """
+
+    read: float = 30.0
+    readers: int = 256
+    queue: int = 256
+    bodies: int = 32
+    drain: float = 25.0
+
+
+class Gate:
+    """Readers, queue and turn of a server. size: bytes of one body at most. Used inside one event loop."""
+
+    def __init__(self, size: int, bounds: Bounds, metrics: Metrics) -> None:
+        self._size, self._bounds, self._metrics = size, bounds, metrics
+        self._readers = self._held = 0
+        self._turn = asyncio.Lock()
+        self._stopping: asyncio.Future[None] | None = None
+        self.draining = False
+
+    def drain(self) -> None:
+        """Refuse new requests and those that arrive or wait; the one that is being scored goes on."""
+        self.draining = True
+        if not self._stop().done():
+            self._stop().set_result(None)
+
+    def _stop(self) -> asyncio.Future[None]:
+        if self._stopping is None:
+            self._stopping = asyncio.get_running_loop().create_future()
+        return self._stopping
+
+    def require_running(self) -> None:
+        """Raise Refused if the server is stopping."""
+        if self.draining:
+            raise Refused(503, "the server is stopping: ask another one, or come back later", LATER)
+
+    def require_small(self, length: str) -> None:
+        """Raise Refused if the Content-Length of a request, empty where it has none, is above the limit."""
+        if length.isdecimal() and int(length[:20]) > self._size:
+            raise self._too_large(unread=True)
+
+    def _too_large(self, unread: bool = False) -> Refused:
+        return Refused(413, f"a request of more than {self._size / 2**20:g} MiB: send less at once, or start the "
+                            "server with a larger --max-mb", unread=unread)
+
+    async def drop(self, receive: Receive) -> None:
+        """Read and drop the body of a request that is refused, up to a multiple of the limit."""
+        with contextlib.suppress(Refused):
+            await self._unless_stopped(self._read(receive, bytearray(), keep=False), self._bounds.read)
+
+    @asynccontextmanager
+    async def body(self, receive: Receive) -> AsyncIterator[bytearray]:
+        """Context manager: the whole body of a request.
+
+        Raises Refused if it does not arrive in time, is too large, or finds no room.
+        """
+        if self._readers >= self._bounds.readers:
+            raise Refused(503, f"{self._readers} requests are arriving already: come back later", LATER)
+        content = bytearray()
+        self._readers += 1
+        try:
+            try:
+                await self._unless_stopped(self._read(receive, content), self._bounds.read)
+            finally:
+                self._readers -= 1
+            yield content
+        finally:
+            self._held -= len(content)
+
+    async def _read(self, receive: Receive, content: bytearray, keep: bool = True) -> None:
+        """Add a body to `content`. One that is too large, or that is not to be kept, is dropped, up to a multiple of
+        the limit."""
+        size, more = 0, True
+        while more and size <= DRAINED * self._size:
+            event = await receive()
+            if event["type"] == "http.disconnect":
+                raise Refused(499, GONE)
+            some, more = event.get("body", b""), event.get("more_body", False)
+            size += len(some)
+            if size > self._size or not keep:
+                continue
+            if self._held + len(some) > self._bounds.bodies * self._size:
+                raise Refused(503, "too many bytes are waiting already: come back later", LATER)
+            content += some
+            self._held += len(some)
+        if size > self._size:
+            raise self._too_large()
+
+    @asynccontextmanager
+    async def turn(self, receive: Receive) -> AsyncIterator[None]:
+        """Context manager: the turn of a request whose body has arrived.
+
+        Raises Refused if too many wait, the server stops, or the client has gone meanwhile.
+        """
+        if self._metrics.queue >= self._bounds.queue:
+            raise Refused(503, f"{self._metrics.queue} requests are waiting already: come back later", LATER)
+        self._metrics.queue += 1
+        acquiring, gone = asyncio.ensure_future(self._turn.acquire()), asyncio.ensure_future(_ended(receive))
+        events: set[asyncio.Future[Any]] = {acquiring, gone, self._stop()}
+        try:
+            try:
+                await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.sleep(0)  # lets a connection that has ended be seen
+            finally:
+                self._metrics.queue -= 1
+            if gone.done():
+                raise Refused(499, GONE)
+            if not acquiring.done():
+                self.require_running()
+            yield
+        finally:
+            gone.cancel()
+            if not acquiring.cancel():
+                self._turn.release()
+
+    async def _unless_stopped(self, reading: Any, seconds: float) -> None:
+        """Await `reading` for so many seconds. Raises Refused if it takes longer, or if the server stops before."""
+        task = asyncio.ensure_future(reading)
+        try:
+            await asyncio.wait({task, self._stop()}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self.require_running()
+                raise Refused(408, f"the request did not arrive within {seconds:g} s")
+            task.result()
+        finally:
+            task.cancel()
+
+
+async def _ended(receive: Receive) -> None:
+    """Return when the client has closed its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
+    """Run `call` in a thread that does not keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(set_it: Callable[[Any], None], value: Any) -> None:
+        if not future.done():
+            set_it(value)
+
+    def work() -> None:
+        settled: tuple[Callable[[Any], None], Any]
+        try:
+            settled = future.set_result, call()
+        except Exception as error:
+            settled = future.set_exception, error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped
+            loop.call_soon_threadsafe(settle, *settled)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future

@@ -1,0 +1,1 @@
+"""Credit of completions: shaping, scores of steps."""

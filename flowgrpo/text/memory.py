@@ -1,0 +1,86 @@
+"""Device memory of a language model's run per phase: weights, trained parameters, cache, measured activations."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+
+from flowgrpo.check.memory import KEPT, kept, tensor_bytes
+from flowgrpo.config.geometry import geometry
+from flowgrpo.config.schema import Config
+from flowgrpo.text.policies.causal_lm import CausalLM
+from flowgrpo.text.policies.load import cache_name
+from flowgrpo.text.policies.masked_lm import MaskedLM
+from flowgrpo.text.samplers.records import TokenizedPrompts
+
+SHORT, LONG = 4, 12  # tokens of the measured completions
+CHUNK = 1024  # tokens whose logits are held at once (tokens.score)
+
+
+def memory(policy: CausalLM, config: Config, conditioning: TokenizedPrompts, rewards: int = 0
+           ) -> dict[str, dict[str, int]]:
+    """Return bytes on the device, by phase and part, for one process of the run `config`, with prompts like the first
+    of `conditioning` and completions of `text.max_tokens`. Phases: rollout, update.
+    rewards: bytes of reward models on the device, among them a pipeline that draws for `pictured`; with
+    `memory.rewards: cpu` they are there in the rollout alone.
+
+    Cache and activations are measured on short completions and grow linearly with the length. Attention that keeps a
+    square of the length needs more; a prompt prefix shared by a group needs less. Temporary memory of kernels is not
+    counted.
+    """
+    trained_ids = {id(parameter) for parameter in policy.weights.parameters()}
+    frozen = [tensor for tensor in [*policy.model.parameters(), *policy.model.buffers()]
+              if id(tensor) not in trained_ids]
+    trained = sum(parameter.numel() for parameter in policy.weights.parameters()) * KEPT
+    held = {"model": tensor_bytes(frozen), "trained": trained}
+    rows, row = geometry(config.train).micro_batch, conditioning.rows(torch.tensor([0]))
+    evaluations = policy.evaluations
+    masked = hasattr(policy, "mask")
+    cache = {} if masked else {"cache": rows * _at(config, lambda length: _cache(policy, row, length))}
+    activations = rows * _at(config, lambda length: _activations(policy, row, length))
+    moments = {"adamw": 2 * trained, "adamw8bit": trained // 2}[config.train.optimizer]
+    update = {"gradients and optimizer": trained + moments, "activations": activations}
+    if not masked:  # a masked model's activations include its logits
+        width = policy.model.get_output_embeddings().weight.shape[0]
+        update["logits"] = 2 * 4 * width * min(rows * config.text.max_tokens, CHUNK)  # in fp32, before and after
+    policy.evaluations = evaluations
+    scoring = {"reward models": rewards} if rewards else {}
+    staying = scoring if config.memory.rewards == "keep" else {}
+    return {"rollout": held | cache | scoring, "update": held | update | staying}
+
+
+def _at(config: Config, size: Callable[[int], int]) -> int:
+    """Extrapolate a size to the run's longest completion, from a short and a longer one."""
+    short, long = size(SHORT), size(LONG)
+    return short + (long - short) * (config.text.max_tokens - SHORT) // (LONG - SHORT)
+
+
+def _tokens(policy: CausalLM, row: TokenizedPrompts, length: int) -> torch.Tensor:
+    """Return tokens [1,length] that continue the prompt with its own tokens."""
+    tokens = row.ids[0].tolist()[-1:] if not hasattr(policy, "mask") else [policy.mask]
+    return torch.tensor([list(itertools.islice(itertools.cycle(tokens), length))], device=policy.device)
+
+
+def _activations(policy: CausalLM, row: TokenizedPrompts, length: int) -> int:
+    """Return bytes that the forward of one row keeps for its backward."""
+    ids = _tokens(policy, row, length)
+    with policy._arithmetic():
+        if hasattr(policy, "mask"):
+            assert isinstance(policy, MaskedLM)
+            prompts = policy._together(row, torch.tensor([0]))
+            return kept([policy.model], lambda: policy._logits(prompts, ids))
+        return kept([policy.model], lambda: policy._whole(row, ids))
+
+
+@torch.no_grad()
+def _cache(policy: CausalLM, row: TokenizedPrompts, length: int) -> int:
+    """Return bytes of one row's keys and values; 0 for a model that stores them in another form."""
+    inputs, _ = policy._joined(row, _tokens(policy, row, length + 1))
+    with policy._arithmetic():
+        decoder = policy.model.base_model
+        outputs = decoder(input_ids=inputs, use_cache=True, **policy._beside(row, inputs.shape[1]))
+    layers = getattr(getattr(outputs, cache_name(decoder), None), "layers", ())
+    tensors = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+    return tensor_bytes(tensor for tensor in tensors if torch.is_tensor(tensor))

@@ -1,0 +1,343 @@
+"""Causal language model as a policy: prompts to completions, with the log-probability of every token.
+
+Sampling is the model's own `generate`, batched, with its cache; our logits processor draws. A replay runs the model's
+body once, and its head only for drawn tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from flowgrpo.config.sections import Adapter, Text
+from flowgrpo.device import DTYPES
+from flowgrpo.errors import UserError
+from flowgrpo.policies.weights.checkpointing import recompute
+from flowgrpo.samplers.rollout import generators
+from flowgrpo.text.policies.load import cache_name, load_causal_lm, plain_generation, special_tokens
+from flowgrpo.text.policies.teacher import Teachers
+from flowgrpo.text.policies.text_weights import TextWeights
+from flowgrpo.text.samplers.decoding import Decoding, Draw, TokenDistribution, decided, score, uniforms
+from flowgrpo.text.samplers.records import SampledCompletions, TokenizedPrompts
+from flowgrpo.types import Completion, Completions, Scored, wide
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+EXACT = 1e-4  # |log ratio|; measured: 2e-5 with 30 layers and 49,152 tokens, 5e-7 with 4 layers
+CLOSE = 1e-3  # largest difference between two computations of the same log-probabilities, in a trial
+# In a trial in half precision, relative to the logits' spread; measured: at most 0.035 with 30 layers, and 0.5 to 1.2
+# for completions that do not see their prompt.
+CLOSE_IN_HALF = 0.1
+RECOMPUTED = "gradient checkpointing recomputes whole rows"
+
+
+class CausalLM:
+    """Causal language model of transformers with trainable weights: `encode`, `sample`, `log_probs`, `generate`.
+
+    model and tokenizer: loaded; adapter: None trains nothing; precision: of frozen weights and arithmetic;
+    log-probabilities are float32.
+    exact: largest difference of replay and rollout in fp32, where `generate` sums in another order.
+    """
+
+    process, modality, unit, turns = "tokens", "text", "tokens", None
+    generators = staticmethod(generators)
+    quality: Callable[[Tensor], Tensor] | None = None  # as of a `CausalModel`
+
+    def __init__(self, model: Any, tokenizer: Any, adapter: Adapter | None, text: Text, *,
+                 device: str | torch.device = "cpu", precision: str = "fp32", checkpointing: float = 0.0):
+        self.model, self.tokenizer, self.text = model, tokenizer, text
+        self._cache = cache_name(model.base_model)
+        self.device, self.dtype = torch.device(device), DTYPES[precision]
+        self.states, self.exact = torch.device("cpu"), EXACT if precision == "fp32" else None
+        self.evaluations = 0  # tokens that went through the model, padding included
+        self.ends, self.padding = special_tokens(model, tokenizer)
+        if model.dtype != self.dtype:
+            raise UserError(f"the model is in {model.dtype}, but precision is {precision!r}, which expects "
+                            f"{self.dtype}: load it with that dtype, or set precision")
+        plain_generation(model, self.ends, self.padding)
+        model.to(self.device).eval().requires_grad_(False)
+        if adapter and adapter.targets == Adapter().targets:
+            adapter = adapter.model_copy(update={"targets": TARGETS})
+        self.weights: Any = TextWeights(tokenizer, {"model": model}, adapter) if adapter else None
+        if checkpointing:
+            recompute(model, checkpointing)
+        self.checkpointing = float(checkpointing)
+        model.base_model.register_forward_pre_hook(self._count, with_kwargs=True)
+        # Determined by a trial: logits are the head's, prefixes shareable.
+        self._head_alone: bool | None = None
+        self._apart: str | None = None  # why prefixes are not shared; "" if they are
+        self.precision, self.teacher = precision, Teachers(self)
+
+    def checkpoint(self, share: float) -> None:
+        """Recompute this share of the layers in the backward pass, from here on."""
+        recompute(self.model, share)
+        self.checkpointing, self._apart = share, None
+
+    def _count(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.evaluations += (args[0] if args else kwargs["input_ids"]).numel()
+
+    # --- prompts and samples -----------------------------------------------------------------------------------------
+
+    def encode(self, prompts: list[str], negatives: Sequence[str] = (), images: Sequence[Any] = ()) -> TokenizedPrompts:
+        """Tokenize the prompts, in the chat template if configured. Raises UserError for a reference image."""
+        if any(image is not None for image in images):
+            raise UserError(f"{type(self.model).__name__} takes no image, but a prompt brings one: leave it out")
+        return TokenizedPrompts(list(prompts), [self._tokens(prompt) for prompt in prompts])
+
+    def _tokens(self, prompt: str) -> Tensor:
+        text, has = self.text, bool(getattr(self.tokenizer, "chat_template", None))
+        if text.template and not has:
+            raise UserError("text.template is true, but the tokenizer has no chat template: set it to false")
+        if has and text.template is not False:
+            said = [{"role": "system", "content": text.system}] if text.system else []
+            try:
+                written = self.tokenizer.apply_chat_template([*said, {"role": "user", "content": prompt}],
+                                                             tokenize=False, add_generation_prompt=True)
+            except Exception as error:  # a template can raise anything, such as for a system prompt
+                raise UserError(f"the chat template of {type(self.tokenizer).__name__} fails on the prompt {prompt!r} "
+                                f"({' '.join(str(error).split())[:200]}): set text.template: false, or leave out "
+                                "what it refuses, such as text.system") from error
+            ids = self.tokenizer(written, add_special_tokens=False)["input_ids"]
+        else:
+            ids = self.tokenizer(f"{text.system}\n{prompt}" if text.system else prompt)["input_ids"]
+        if not ids:
+            raise UserError(f"the prompt {prompt!r} has no token: expected a text that the tokenizer knows")
+        return torch.tensor(ids)
+
+    def require_context(self, prompts: Sequence[str]) -> None:
+        """Raise UserError for a prompt without tokens or, with its completion, longer than the model's context; of many
+        prompts only the longest and the shortest are checked."""
+        by_length = sorted(dict.fromkeys(prompts), key=len)
+        most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        for prompt in by_length[:1] + by_length[-4:]:
+            length = len(self.encode([prompt]).ids[0])
+            if most and length + self.text.max_tokens > most:
+                raise UserError(f"the prompt {prompt[:60]!r} has {length} tokens and its completion up to "
+                                f"{self.text.max_tokens}, but the model's context is {most} tokens: lower "
+                                "text.max_tokens, or shorten the prompt")
+
+    @torch.no_grad()
+    def sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
+               greedy: Tensor) -> SampledCompletions:
+        """Sample a completion of each row from its own generator; greedy: bool [B], rows of most likely tokens.
+
+        The tokens of a row depend on its generator alone, not on other rows.
+        """
+        from transformers import LogitsProcessorList
+
+        most = self.text.max_tokens
+        draw = Draw(decoding, uniforms(generators, most).to(self.device), greedy.to(self.device), tokenized.begun)
+        ids, mask = self._left_padded(tokenized)
+        with self._arithmetic():
+            tokens = self.model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=most, do_sample=False,
+                                         logits_processor=LogitsProcessorList([draw]),
+                                         **self._beside(tokenized, ids.shape[1], before=True))[:, ids.shape[1]:]
+        mask, cut = decided(tokens, self.ends)
+        texts = self.written(tokens, mask)
+        short = 0, most - tokens.shape[1]
+        logp = draw.log_probs().masked_fill(~mask, 0.0)
+        ids, logp, mask = (pad(values, short).cpu() for values in (tokens, logp, mask))
+        return SampledCompletions(ids, logp, mask, cut.cpu(), texts)
+
+    def written(self, ids: Tensor, mask: Tensor) -> list[Completion]:
+        """Return the texts of ids [B,L] where mask is true."""
+        texts = self.tokenizer.batch_decode([row[at] for row, at in zip(ids, mask)], skip_special_tokens=True)
+        return [Completion(text, count) for text, count in zip(texts, mask.sum(1).tolist())]
+
+    def generate(self, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator], *_: Any
+                 ) -> list[Completion]:
+        """Return completions for evaluation: at `text.eval_temperature`."""
+        warm = self.text.eval_temperature
+        greedy = torch.full((len(tokenized.ids),), not warm)
+        return self.sample(tokenized, Decoding(warm or 1.0), generators, greedy).texts
+
+    def _left_padded(self, tokenized: TokenizedPrompts) -> tuple[Tensor, Tensor]:
+        """Return ids and mask, int64 [B,S] both, padded on the left, since a completion follows the prompt."""
+        longest = max(len(ids) for ids in tokenized.ids)
+        ids = torch.stack([pad(row, (longest - len(row), 0), value=self.padding) for row in tokenized.ids])
+        mask = torch.stack([pad(torch.ones_like(row), (longest - len(row), 0)) for row in tokenized.ids])
+        return ids.to(self.device), mask.to(self.device)
+
+    def _beside(self, tokenized: TokenizedPrompts, length: int, before: bool = False) -> dict[str, Tensor]:
+        """Return the model's inputs besides tokens [B,length], padded before or behind the prompts; none for texts."""
+        return {}
+
+    # --- replay ------------------------------------------------------------------------------------------------------
+
+    def log_probs(self, tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor, mask: Tensor,
+                  decoding: TokenDistribution, entropy: bool | str = False) -> Scored:
+        """Return the score [B,L] of completions ids [B,L] of the prompts [B] (indices in `tokenized`), 0 where mask is
+        false, with gradients where they are enabled; with `entropy`, the entropies too."""
+        most = ids.shape[1]
+        length = int((mask * torch.arange(1, most + 1, device=mask.device)).max().clamp(min=1))  # to the last one
+        ids, kept = ids[:, :length].to(self.device), mask[:, :length].to(self.device)
+        unique, of = prompts.unique(return_inverse=True)
+        temperatures = decoding.temperatures(ids)
+        heat = None if temperatures is None else temperatures[kept]
+        with self._arithmetic():
+            if self.text.shared_prefix and len(unique) < len(of) and self.shares(tokenized):
+                hidden = self._behind_prefixes(tokenized.rows(unique), of.to(self.device), ids)
+            else:
+                hidden = self._whole(tokenized.rows(prompts), ids)
+            if self.head_alone(tokenized):
+                head = self.model.get_output_embeddings()
+                scores = score(hidden[kept], head, ids[kept], decoding, entropy=entropy, heat=heat)
+            else:
+                scores = self._by_logits(tokenized.rows(prompts), ids, kept, decoding, entropy, heat)
+        logp, *rest = (pad(torch.zeros(kept.shape, device=self.device).masked_scatter(kept, values), (0, most - length))
+                       for values in (scores.unbind(1) if entropy else [scores]))
+        return Scored(logp, mask.to(self.device), entropy=rest[0] if rest else None)
+
+    def states_before(self, tokenized: TokenizedPrompts, ids: Tensor) -> Tensor:
+        """Return the states [B,L,H] before each token of the completions ids [B,L], the inputs of its distribution."""
+        with self._arithmetic():
+            return self._whole(tokenized, ids)
+
+    def _whole(self, tokenized: TokenizedPrompts, ids: Tensor) -> Tensor:
+        """Return the states [B,L,H] before each token of the completions ids [B,L], every row read from its start."""
+        inputs, places = self._joined(tokenized, ids)
+        states = self.model.base_model(input_ids=inputs, use_cache=False,
+                                       **self._beside(tokenized, inputs.shape[1])).last_hidden_state
+        return states.gather(1, places[..., None].expand(-1, -1, states.shape[2]))
+
+    @torch.no_grad()
+    def hidden(self, tokenized: TokenizedPrompts, taken: Completions, decoding: Decoding, together: int
+               ) -> tuple[Tensor, Tensor]:
+        """Return the last hidden states [k,H], float32 or wider, of the k counted tokens, row by row, and the steps of
+        all tokens, int64 [m,L]: every place is one."""
+        hidden = []
+        for rows in torch.arange(len(taken.ids)).split(together):
+            with self._arithmetic():
+                (states,) = wide(self._whole(tokenized.rows(taken.prompts[rows]), taken.ids[rows].to(self.device)))
+            hidden.append(states[taken.old.mask[rows].to(self.device)])
+        return torch.cat(hidden), torch.arange(taken.ids.shape[1]).expand(taken.ids.shape)
+
+    @property
+    def width(self) -> int:
+        """H, the size of a hidden state."""
+        return self.model.get_input_embeddings().weight.shape[1]
+
+    def _joined(self, tokenized: TokenizedPrompts, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return prompts and completions [B,S], padded on the right, where it has no effect, and the indices [B,L] of
+        the states that predict the completions' tokens."""
+        lengths = torch.tensor([len(prompt) for prompt in tokenized.ids], device=self.device)
+        rows = [torch.cat([prompt.to(self.device), completion[:-1]]) for prompt, completion in zip(tokenized.ids, ids)]
+        inputs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.padding)
+        return inputs, lengths[:, None] - 1 + torch.arange(ids.shape[1], device=self.device)
+
+    def _behind_prefixes(self, tokenized: TokenizedPrompts, of: Tensor, ids: Tensor) -> Tensor:
+        """`_whole` for completions [B,L] of the prompts `of` [B], each read once: a group's shared prefix is computed
+        once, and its gradient is the sum of theirs (Prefix Grouper, 2506.05433)."""
+        inputs, mask = self._left_padded(tokenized)
+        positions, next_position = self._positions(tokenized, inputs, mask)
+        body = self.model.base_model
+        read = body(input_ids=inputs, attention_mask=mask, position_ids=positions, use_cache=True,
+                    **self._beside(tokenized, inputs.shape[1], before=True))
+        first = read.last_hidden_state[:, -1:][of]
+        if ids.shape[1] == 1:
+            return first
+        cache = getattr(read, self._cache)
+        cache.batch_select_indices(of)
+        visible = torch.cat([mask[of], torch.ones_like(ids[:, :-1])], 1)
+        behind = next_position[of] + torch.arange(ids.shape[1] - 1, device=self.device)
+        states = body(input_ids=ids[:, :-1], attention_mask=visible, position_ids=behind, use_cache=True,
+                      **{self._cache: cache}).last_hidden_state
+        return torch.cat([first, states], 1)
+
+    def _positions(self, tokenized: TokenizedPrompts, inputs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return positions of the left-padded prompts' tokens [P,S], and of the first one behind each prompt [P,1]."""
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        return positions, positions[:, -1:] + 1
+
+    def _by_logits(self, tokenized: TokenizedPrompts, ids: Tensor, kept: Tensor, decoding: TokenDistribution,
+                   entropy: bool | str, heat: Tensor | None) -> Tensor:
+        """Return log p [n] from the model's own logits, all held in memory: for models that do more than their head."""
+        inputs, places = self._joined(tokenized, ids)
+        logits = self.model(input_ids=inputs, use_cache=False, **self._beside(tokenized, inputs.shape[1])).logits
+        rows = torch.arange(len(ids), device=self.device)[:, None].expand_as(places)
+        return score(logits[rows[kept], places[kept]], lambda logits: logits, ids[kept], decoding, entropy=entropy,
+                     heat=heat)
+
+    @torch.no_grad()
+    def head_alone(self, tokenized: TokenizedPrompts) -> bool:
+        """Return True if the model's logits are its head applied to its states: determined by a trial, once."""
+        if self._head_alone is None:
+            before, ids = self.evaluations, tokenized.ids[0][None].to(self.device)
+            beside = self._beside(tokenized.rows(torch.tensor([0])), ids.shape[1])
+            states = self.model.base_model(input_ids=ids, use_cache=False, **beside).last_hidden_state
+            logits = self.model(input_ids=ids, use_cache=False, **beside).logits
+            self._head_alone = torch.allclose(self.model.get_output_embeddings()(states), logits, CLOSE, CLOSE)
+            self.evaluations = before
+        return self._head_alone
+
+    def shares(self, tokenized: TokenizedPrompts) -> bool:
+        """Return True if completions can be read behind a prompt's cache: determined by a trial, once."""
+        return not self.unshared(tokenized)
+
+    @torch.no_grad()
+    def unshared(self, tokenized: TokenizedPrompts) -> str:
+        """Return the reason why a prompt is read once for each of its completions; empty if they share its cache."""
+        if self._apart is None:
+            self._apart = RECOMPUTED if self.checkpointing else self._try_prefixes(
+                tokenized.rows(torch.tensor([0])), tokenized.ids[0][:3])
+        return self._apart
+
+    def _try_prefixes(self, tokenized: TokenizedPrompts, text: Tensor) -> str:
+        """Try one prompt, and twice the tokens `text` behind it; return the reason of a failure."""
+        before, ids = self.evaluations, text.repeat(2, 1).to(self.device)
+        head = self.model.get_output_embeddings()
+        try:
+            with self._arithmetic():
+                shared = head(self._behind_prefixes(tokenized, torch.tensor([0, 0], device=self.device), ids))
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:  # another kind of cache
+            return f"its cache cannot be shared ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
+        finally:
+            self.evaluations = before
+        with self._arithmetic():
+            whole = head(self._whole(tokenized.rows(torch.tensor([0, 0])), ids))
+        self.evaluations = before
+        apart, most = relative_error(shared, whole), CLOSE if self.dtype == torch.float32 else CLOSE_IN_HALF
+        return "" if apart <= most else (f"logits behind a shared prompt differ by {apart:.1e} of their spread, "
+                                         f"expected at most {most:g}")
+
+    # --- state in a checkpoint ---------------------------------------------------------------------------------------
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the result of the trial, so that a resumed run computes as it began."""
+        return {}, {"apart": self._apart}
+
+    def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Take over the result of a trial, unless gradient checkpointing decides."""
+        if not self.checkpointing and values.get("apart") != RECOMPUTED:
+            self._apart = values.get("apart")
+
+    # --- what every policy has ---------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    @contextlib.contextmanager
+    def reference(self, held: Sequence[dict[str, Tensor]] = ()) -> Iterator[None]:
+        """Context manager: use the base model, or the average of the snapshots `held` of its trainable weights."""
+        with self.weights.reference(held), torch.no_grad():
+            yield
+
+    def another(self, model: str) -> tuple[Any, Any]:
+        """Load another model of this kind, and its tokenizer."""
+        return load_causal_lm(model, self.precision)
+
+    def _arithmetic(self) -> contextlib.AbstractContextManager[Any]:
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
+
+
+def relative_error(one: Tensor, other: Tensor) -> float:
+    """Return the distance of logits [...,V] from `other`, over the spread of these; without each row's constant, which
+    changes no probability."""
+    apart, size = (values.float() - values.float().mean(-1, keepdim=True) for values in (one - other, other))
+    return (apart.norm() / size.norm().clamp(min=torch.finfo(torch.float32).tiny)).item()

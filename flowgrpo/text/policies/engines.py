@@ -1,0 +1,174 @@
+"""Engines: samplers of completions in place of the trained model.
+
+An engine has
+`sync(policy)`: take over its present weights;
+`sample(asked, decoding, generators, greedy)`: that of `CausalLM`, tokens and the engine's own log-probabilities;
+`together`: the number of rows per call (None: all);
+`evaluations`: the number of processed tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.config.schema import Config
+from flowgrpo.device import DTYPES
+from flowgrpo.errors import UserError
+from flowgrpo.packages import needed
+from flowgrpo.policies.weights import adapters
+from flowgrpo.starter import FOLDERS
+from flowgrpo.text.policies.causal_lm import CausalLM
+from flowgrpo.text.samplers.decoding import Decoding
+from flowgrpo.text.samplers.records import SampledCompletions, TokenizedPrompts
+from flowgrpo.types import required
+
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
+
+
+def wanted(config: Config) -> bool:
+    """Return True if completions are drawn by another program, or in another precision, than is trained."""
+    return config.text.engine == "vllm" or config.text.engine_precision not in (None, config.precision)
+
+
+def make(config: Config, policy: CausalLM, processes: int = 1) -> Copy | VLLM:
+    """Create the engine of a configuration.
+
+    Raises UserError if it cannot sample for this policy, or if vLLM is missing.
+    """
+    if policy.process != "tokens":
+        raise UserError("text.engine and text.engine_precision: are for models that write one token after the other; "
+                        "leave them out for a masked language model")
+    if config.text.engine == "transformers":
+        return Copy(policy, required(config.text.engine_precision), config.train.rows)
+    return VLLM(config, policy, processes)
+
+
+class Copy:
+    """`generate` of a copy of the model in another precision, without the state of training."""
+
+    def __init__(self, policy: CausalLM, precision: str, together: int):
+        self.together, self.own = together, copy.deepcopy(policy)
+        self.own.dtype, self.own.evaluations = DTYPES[precision], 0
+        self.own.model.to(self.own.dtype).requires_grad_(False)
+
+    @property
+    def evaluations(self) -> int:
+        return self.own.evaluations
+
+    def sync(self, policy: CausalLM) -> None:
+        """Take over the weights, rounded."""
+        self.own.weights.load({key: parameter.detach() for key, parameter in policy.weights.named.items()})
+
+    def sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
+               greedy: Tensor) -> SampledCompletions:
+        """As in `CausalLM`, with the copy's log-probabilities."""
+        return self.own.sample(tokenized, decoding, generators, greedy)
+
+
+class VLLM:
+    """vLLM (0.10.2 or later) in this process, on the device of the training, asleep during training.
+
+    It reads the LoRA from a folder per epoch. Its log-probabilities are those of the distribution that it draws from,
+    after temperature and cuts. Written after its documentation: it has not been run with this program.
+    Raises UserError for unsupported settings: images, all weights, a DoRA, several processes.
+    """
+
+    together = None
+
+    def __init__(self, config: Config, policy: CausalLM, processes: int):
+        _require(config, policy, processes)
+        self.vllm = needed("vllm", "vllm", "text.engine: vllm")
+        self.policy, self.evaluations, self.number, self.request = policy, 0, 0, None
+        self.folder = TemporaryDirectory(prefix="flowgrpo-lora-")
+        precision = config.text.engine_precision or config.precision
+        self.llm = self.vllm.LLM(
+            model=str(FOLDERS.get(config.model, config.model)), dtype=str(DTYPES[precision]).removeprefix("torch."),
+            enable_lora=True, max_lora_rank=next(rank for rank in RANKS if rank >= config.adapter.rank), max_loras=1,
+            revision=config.load.revision, logprobs_mode="processed_logprobs", generation_config="vllm",
+            enable_sleep_mode=True, seed=config.seed, gpu_memory_utilization=config.text.engine_memory,
+            trust_remote_code=config.trust_remote_code)
+        self.llm.sleep(level=1)
+
+    def sync(self, policy: CausalLM) -> None:
+        """Write the LoRA and use it in every later request, under a new number, since vLLM caches by number."""
+        from vllm.lora.request import LoRARequest
+
+        self.number += 1
+        folder = Path(self.folder.name) / str(self.number)
+        adapters.save(policy.model, folder, wrapped=True)
+        shutil.rmtree(folder.parent / str(self.number - 1), ignore_errors=True)
+        self.request = LoRARequest(lora_name=f"epoch-{self.number}", lora_int_id=self.number, lora_path=str(folder))
+
+    def sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
+               greedy: Tensor) -> SampledCompletions:
+        """As in `CausalLM`, with vLLM's tokens and log-probabilities; a row is drawn from its generator's seed."""
+        prompts = [{"prompt_token_ids": ids.tolist()} for ids in tokenized.ids]
+        settings = [self._settings(decoding, generator.initial_seed(), bool(first))
+                    for generator, first in zip(generators, greedy)]
+        self.llm.wake_up()
+        try:
+            requests = self.llm.generate(prompts, settings, lora_request=self.request, use_tqdm=False)
+        finally:
+            self.llm.sleep(level=1)
+        rows = drawn(requests)
+        self.evaluations += sum(len(ids) for ids in tokenized.ids) + sum(len(ids) for ids, _ in rows)
+        return packed(self.policy, rows)
+
+    def _settings(self, decoding: Decoding, seed: int, greedy: bool) -> Any:
+        """Return vLLM's sampling parameters: temperature 0 is greedy; log-probabilities are those of drawn tokens
+        only."""
+        return self.vllm.SamplingParams(
+            temperature=0.0 if greedy else decoding.temperature, top_p=decoding.top_p, top_k=decoding.top_k or -1,
+            min_p=decoding.min_p, seed=seed % 2**63, max_tokens=self.policy.text.max_tokens, logprobs=0,
+            stop_token_ids=self.policy.ends, detokenize=False)
+
+
+def _require(config: Config, policy: CausalLM, processes: int) -> None:
+    adapter, cannot = config.adapter, None
+    if hasattr(policy, "processor"):
+        cannot = "models that read images", "leave text.engine out"
+    elif not 0 < adapter.rank <= RANKS[-1]:
+        cannot = f"adapter.rank {adapter.rank}", f"expected a LoRA of rank 1 to {RANKS[-1]}"
+    elif adapter.dora:
+        cannot = "a DoRA", "set adapter.dora to false"
+    elif config.load.variant is not None:
+        cannot = f"load.variant {config.load.variant!r}", "leave it out"
+    elif processes > 1:
+        cannot = f"{processes} processes", "launch one"
+    if cannot:
+        raise UserError(f"text.engine is vllm, which does not draw for {cannot[0]} here: {cannot[1]}")
+
+
+def drawn(requests: Sequence[Any]) -> list[tuple[list[int], list[float]]]:
+    """Return the tokens of vLLM's requests, the end included, and their log-probabilities."""
+    rows = []
+    for request in requests:
+        [output] = request.outputs
+        tokens = list(output.token_ids)
+        rows.append((tokens, [step[token].logprob for step, token in zip(output.logprobs, tokens)]))
+    return rows
+
+
+def packed(policy: CausalLM, rows: Sequence[tuple[Sequence[int], Sequence[float]]]) -> SampledCompletions:
+    """Return an engine's completions, (tokens, log-probabilities) each, as the policy's `SampledCompletions`.
+
+    Tokens behind an end are dropped.
+    """
+    most = policy.text.max_tokens
+    ids = torch.full((len(rows), most), policy.padding)
+    logp, mask = torch.zeros(ids.shape), torch.zeros(ids.shape, dtype=torch.bool)
+    cut = torch.ones(len(rows), dtype=torch.bool)
+    for row, (tokens, values) in enumerate(rows):
+        end = next((place for place, token in enumerate(tokens) if token in policy.ends), None)
+        count = min(len(tokens) if end is None else end + 1, most)
+        ids[row, :count], logp[row, :count] = torch.tensor(tokens[:count]), torch.tensor(values[:count])
+        mask[row, :count], cut[row] = True, end is None or end >= most
+    return SampledCompletions(ids, logp, mask, cut, policy.written(ids, mask))

@@ -1,0 +1,204 @@
+"""Language model that reads images, as a policy: `causal_lm` with an optional image per prompt.
+
+The processor makes tokens and pixels of a prompt through its chat template. Prompts with and without an image may be in
+one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from flowgrpo.config.sections import Adapter, Text
+from flowgrpo.data.pictures import read_picture
+from flowgrpo.errors import UserError
+from flowgrpo.text.policies.causal_lm import RECOMPUTED, TARGETS, CausalLM
+from flowgrpo.text.policies.load import load_causal_lm
+from flowgrpo.text.samplers.decoding import TokenDistribution
+from flowgrpo.text.samplers.records import TokenizedPrompts
+from flowgrpo.types import Scored
+
+# Configuration keys of the placeholder tokens of an image, a video or a sound.
+PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
+
+
+@dataclass(frozen=True, eq=False)
+class Shown(TokenizedPrompts):
+    """Prompts with their images, by the processor's names of the model's inputs.
+
+    by_token: values [S,...] of each token.
+    pictures: the others, with a first dimension of any length; empty for a prompt without an image.
+    """
+
+    by_token: list[dict[str, Tensor]]
+    pictures: list[dict[str, Tensor]]
+
+    def rows(self, index: Tensor) -> Shown:
+        """Return the rows `index` (int64 [B]); a row may be taken several times."""
+        return Shown(*([values[i] for i in index.tolist()] for values in
+                       (self.prompts, self.ids, self.by_token, self.pictures)))
+
+
+@dataclass(frozen=True, eq=False)
+class Permitted:
+    """Decoding without the tokens `barred` (int64 [n]): their logits are -inf."""
+
+    decoding: TokenDistribution
+    barred: Tensor
+
+    def __call__(self, logits: Tensor, taken: Tensor | None = None) -> Tensor:
+        return self.decoding(logits.index_fill(-1, self.barred, -torch.inf), taken)
+
+    def temperatures(self, ids: Tensor) -> Tensor | None:
+        return self.decoding.temperatures(ids)
+
+
+class VisionLM(CausalLM):
+    """Transformers model from images and text to text, with trainable weights; its arguments are those of `CausalLM`.
+
+    processor: in place of a tokenizer. Unless `adapter.targets` names others, a LoRA trains only the language model's
+    layers, not those that read images. No completion holds an image placeholder token: it is barred in the rollout and
+    in the replay.
+    """
+
+    def __init__(self, model: Any, processor: Any, adapter: Adapter | None, text: Text, **options: Any):
+        if adapter and adapter.targets == Adapter().targets:
+            adapter = adapter.model_copy(update={"targets": _language_layers(model)})
+        super().__init__(model, processor.tokenizer, adapter, text, **options)
+        self.processor = processor
+        if self.weights:
+            self.weights.pipe = processor
+        self.placeholders = sorted({token for name in PLACEHOLDERS
+                                    if isinstance(token := getattr(model.config, name, None), int)})
+        model.generation_config.suppress_tokens = self.placeholders or None
+        self._tried = False  # `unshared` has seen an image
+
+    # --- prompts -----------------------------------------------------------------------------------------------------
+
+    def encode(self, prompts: list[str], negatives: Sequence[str] = (), images: Sequence[Any] = ()) -> Shown:
+        """Return the tokens of the prompts and the model's image inputs; images: an image or its file each, or None."""
+        rows = [self._read(*row) for row in zip(prompts, images or [None] * len(prompts), strict=True)]
+        return Shown(list(prompts), *map(list, zip(*rows)))
+
+    def _read(self, prompt: str, image: Any) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Return a prompt's ids [S], its values by token, and those of its image."""
+        if self.text.template is False or not self.processor.chat_template:
+            if image is not None:
+                raise UserError("a prompt brings an image, which needs the processor's chat template: leave "
+                                "text.template out, or take a processor that has one")
+            return self._tokens(prompt), {}, {}
+        inputs = self._templated(prompt, image)
+        ids = inputs.pop("input_ids")[0]
+        by_token = {name: value[0] for name, value in inputs.items() if value.shape[:2] == (1, len(ids))}
+        return ids, by_token, {name: value for name, value in inputs.items() if name not in by_token}
+
+    def _stand_in(self, ids: Tensor) -> Tensor:
+        """Return the mask of placeholder ids, bool."""
+        return torch.isin(ids, torch.tensor(self.placeholders, dtype=torch.int64))
+
+    def _templated(self, prompt: str, image: Any) -> dict[str, Tensor]:
+        said = [{"type": "image", "image": _opened(image)}] if image is not None else []
+        turns = [{"role": "user", "content": [*said, {"type": "text", "text": prompt}]}]
+        if self.text.system:  # a list, as for the prompt: not every template takes a text
+            turns.insert(0, {"role": "system", "content": [{"type": "text", "text": self.text.system}]})
+        try:
+            inputs = self.processor.apply_chat_template(turns, add_generation_prompt=True, tokenize=True,
+                                                        return_dict=True, return_tensors="pt")
+        except Exception as error:  # a template or a processor can raise anything
+            raise UserError(f"{type(self.processor).__name__} cannot read the prompt {prompt!r} "
+                            f"({' '.join(str(error).split())[:200]})") from error
+        return {name: value for name, value in inputs.items() if torch.is_tensor(value) and name != "attention_mask"}
+
+    def _beside(self, tokenized: TokenizedPrompts, length: int, before: bool = False) -> dict[str, Tensor]:
+        assert isinstance(tokenized, Shown), type(tokenized)
+        return _by_token(tokenized, length, before, self.device) | _pictures(tokenized, self.device, self.dtype)
+
+    def another(self, model: str) -> tuple[Any, Any]:
+        body, processor = load_causal_lm(model, self.precision,
+                                         classes=("AutoModelForImageTextToText", "AutoProcessor"))
+        return body, processor.tokenizer
+
+    # --- replay ------------------------------------------------------------------------------------------------------
+
+    def log_probs(self, tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor, mask: Tensor,
+                  decoding: TokenDistribution, entropy: bool | str = False) -> Scored:
+        """As in `CausalLM`, of the tokens that are no image placeholders."""
+        barred = torch.tensor(self.placeholders, dtype=torch.int64, device=self.device)
+        return super().log_probs(tokenized, prompts, ids, mask, Permitted(decoding, barred), entropy)
+
+    def _positions(self, tokenized: TokenizedPrompts, inputs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return positions [3,P,S] for a family whose image tokens have rows and columns (M-RoPE, 2409.12191)."""
+        index = getattr(self.model.base_model, "get_rope_index", None)
+        if index is None:
+            return super()._positions(tokenized, inputs, mask)
+        positions, offset = index(inputs, attention_mask=mask, **self._beside(tokenized, inputs.shape[1], before=True))
+        return positions, mask.sum(1, keepdim=True) + offset
+
+    @torch.no_grad()
+    def unshared(self, tokenized: TokenizedPrompts) -> str:
+        """As in `CausalLM`; tried with the longest prompt, and once more with the first image, which may not be
+        shareable."""
+        assert isinstance(tokenized, Shown), type(tokenized)
+        seen = any(tokenized.pictures)
+        if self._apart is None or seen and not self._tried:
+            hardest = max(range(len(tokenized.ids)), key=lambda i: (bool(tokenized.pictures[i]), len(tokenized.ids[i])))
+            row = tokenized.rows(torch.tensor([hardest]))
+            text = row.ids[0][~self._stand_in(row.ids[0])][:3]
+            self._apart, self._tried = RECOMPUTED if self.checkpointing else self._try_prefixes(row, text), seen
+        return self._apart
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """As in `CausalLM`, with the place of the trial: with an image or without."""
+        return {}, {"apart": self._apart, "tried": self._tried}
+
+    def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """As in `CausalLM`."""
+        super().load_state(tensors, values)
+        self._tried = values.get("tried", False) and self._apart is not None
+
+
+def _opened(image: Any) -> Any:
+    return read_picture(image) if isinstance(image, (str, Path)) else image
+
+
+def _by_token(tokenized: Shown, length: int, before: bool, device: torch.device) -> dict[str, Tensor]:
+    """Return the values of tokens [B,length,...], padded with 0 as the tokens are; 0 too for completions."""
+    inputs = {}
+    for name, like in {name: value for row in tokenized.by_token for name, value in row.items()}.items():
+        rows = []
+        for ids, values in zip(tokenized.ids, tokenized.by_token):
+            value, short = values.get(name, like.new_zeros(len(ids), *like.shape[1:])), length - len(ids)
+            rows.append(pad(value, (0, 0) * (value.ndim - 1) + ((short, 0) if before else (0, short))))
+        inputs[name] = torch.stack(rows).to(device)
+    return inputs
+
+
+def _pictures(tokenized: Shown, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the image inputs, concatenated; further dimensions are padded with 0, as processors do it."""
+    inputs = {}
+    for name in sorted({name for row in tokenized.pictures for name in row}):
+        values = [row[name] for row in tokenized.pictures if name in row]
+        most = torch.tensor([value.shape[1:] for value in values]).amax(0).tolist()
+        padded = [pad(value, [size for at in range(value.ndim - 1, 0, -1)
+                              for size in (0, int(most[at - 1]) - value.shape[at])]) for value in values]
+        joined = torch.cat(padded).to(device)
+        inputs[name] = joined.to(dtype) if joined.is_floating_point() else joined
+    return inputs
+
+
+def _language_layers(model: Any) -> list[str]:
+    """Return the names of the language model's layers that get an adapter.
+
+    If it is not a separate module, these are their last names alone.
+    """
+    decoder = model.get_decoder()
+    root = next(name for name, module in model.named_modules() if module is decoder)
+    layers = [f"{root}.{name}" for name, module in decoder.named_modules()
+              if isinstance(module, torch.nn.Linear) and name.split(".")[-1] in TARGETS]
+    return layers if root and decoder is not model.base_model else TARGETS

@@ -1,0 +1,163 @@
+"""Rewards of places that a completion names: boxes of a picture, and spans of a video."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import About
+from flowgrpo.text.rewards.answer_keys import LICENCE, keys, spoken, stated
+
+Box = tuple[float, float, float, float]
+_N = r"\s*(-?\d{1,9}(?:\.\d{1,9})?)\s*"
+_BOX = re.compile(rf"[\[(]{_N},{_N},{_N},{_N}[\])]")
+_TIME = r"(\d{1,9}(?::\d\d){0,2}(?:\.\d{1,9})?)\s*(?:s\b|sec\b|seconds\b)?"
+_SPAN = re.compile(rf"{_TIME}\s*(?:-|\u2013|,|to\b|and\b)\s*{_TIME}", re.I)
+
+
+def boxes(text: str) -> list[Box]:
+    """Return the boxes [left, top, right, bottom] that a text names, in order."""
+    return [(float(a), float(b), float(c), float(d)) for a, b, c, d in _BOX.findall(text)]
+
+
+def iou(first: Box, second: Box) -> float:
+    """Return the area that two boxes share over that of their union; 0 for a box without an area."""
+    width = min(first[2], second[2]) - max(first[0], second[0])
+    height = min(first[3], second[3]) - max(first[1], second[1])
+    shared = max(0.0, width) * max(0.0, height)
+    areas = [max(0.0, box[2] - box[0]) * max(0.0, box[3] - box[1]) for box in (first, second)]
+    return shared / (sum(areas) - shared) if min(areas) > 0 else 0.0
+
+
+def matched(named: Sequence[Box], wanted: Sequence[Box]) -> float:
+    """Return the sum of the IoU of pairs of boxes over the larger number of boxes: a missed box and a superfluous one
+    both count 0. Pairs are formed from the best IoU on, each box in one."""
+    pairs = sorted(((iou(box, other), -i, -j) for i, box in enumerate(named) for j, other in enumerate(wanted)),
+                   reverse=True)
+    total, used = 0.0, (set[int](), set[int]())
+    for value, i, j in pairs:
+        if i not in used[0] and j not in used[1]:
+            used[0].add(i)
+            used[1].add(j)
+            total += value
+    return total / max(len(named), len(wanted), 1)
+
+
+def _boxes(value: object) -> list[Box]:
+    """Parse an answer key: one box, or a list of boxes.
+    Raises ValueError for anything else."""
+    entries: list[Any] = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
+    for box in entries:
+        if not (isinstance(box, list) and len(box) == 4 and all(type(side) in (int, float) for side in box)
+                and box[0] < box[2] and box[1] < box[3]):
+            raise ValueError("expected a box [left, top, right, bottom], or a list of boxes")
+    return [(float(a), float(b), float(c), float(d)) for a, b, c, d in entries]
+
+
+@dataclass(frozen=True)
+class BoxIoU:
+    """Mean IoU of the boxes that a completion's answer names with those in the metadata (Visual-RFT).
+
+    A box is [left, top, right, bottom] in the text. The boxes are those of the answer that the completion states (see
+    `answer_keys.stated`), or of the text after its thoughts. Each is matched with one of the key; missed and
+    superfluous boxes count 0.
+    key: of the metadata, a box or a list of boxes; None for a prompt without it.
+    """
+
+    key: str = "boxes"
+    about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
+    keyed = True  # nothing is scored without the key
+
+    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+        wanted = keys("box_iou", metadata, self.key, prompts, _boxes)
+        return [None if known is None else matched(boxes(stated(text) or spoken(text)), known)
+                for text, known in zip(completions, wanted)]
+
+
+@dataclass(frozen=True)
+class BoxFormat:
+    """1 if a completion, thoughts included, names a box and all its boxes are sound, otherwise 0 (GRIT).
+
+    A sound box [left, top, right, bottom] has left < right, top < bottom, and lies inside the picture.
+    key: metadata key of the picture's [width, height]; without it a box only has to start at 0 or more.
+    """
+
+    key: str = "size"
+    about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
+
+    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float]:
+        sizes = keys("box_format", metadata, self.key, prompts, _size)
+        return [float(_sound(boxes(text), size)) for text, size in zip(completions, sizes)]
+
+
+def _size(value: object) -> tuple[float, float]:
+    if isinstance(value, list) and len(value) == 2 and all(type(side) in (int, float) and side > 0 for side in value):
+        return float(value[0]), float(value[1])
+    raise ValueError("expected [width, height]")
+
+
+def _sound(named: Sequence[Box], size: tuple[float, float] | None) -> bool:
+    width, height = size or (float("inf"), float("inf"))
+    return bool(named) and all(0 <= left < right <= width and 0 <= top < bottom <= height
+                               for left, top, right, bottom in named)
+
+
+def seconds(text: str) -> float:
+    """Return a time, such as 12.5, 1:05 or 1:02:03.5, in seconds."""
+    total = 0.0
+    for part in text.split(":"):
+        total = 60 * total + float(part)
+    return total
+
+
+def span(text: str) -> tuple[float, float] | None:
+    """Return the last span of time that a text names, such as "12.5 to 20 s", "[12.5, 20]" or "0:05-0:20"."""
+    spans = _SPAN.findall(text)
+    return (seconds(spans[-1][0]), seconds(spans[-1][1])) if spans else None
+
+
+def time_iou(first: tuple[float, float], second: tuple[float, float]) -> float:
+    """Return the time that two spans share over that of their union; 0 for a span without a length."""
+    shared = max(0.0, min(first[1], second[1]) - max(first[0], second[0]))
+    lengths = [end - start for start, end in (first, second)]
+    return shared / (sum(lengths) - shared) if min(lengths) > 0 else 0.0
+
+
+def _span(value: object) -> tuple[float, float]:
+    if (isinstance(value, list) and len(value) == 2 and all(type(time) in (int, float) for time in value)
+            and 0 <= value[0] < value[1]):
+        return float(value[0]), float(value[1])
+    raise ValueError("expected [start, end] in seconds")
+
+
+@dataclass(frozen=True)
+class TimeIoU:
+    """IoU of the span of time that a completion's answer names with the one in the metadata.
+
+    The span is the last one of the answer that the completion states, or of the text after its thoughts.
+    key: of the metadata, [start, end] in seconds; None for a prompt without it. floor: an IoU below it scores 0.
+    """
+
+    key: str = "span"
+    floor: float = 0.0
+    about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
+    keyed = True  # nothing is scored without the key
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.floor < 1:
+            raise UserError(f"reward 'time_iou': floor is {self.floor}, expected from 0 to below 1")
+
+    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+        wanted = keys("time_iou", metadata, self.key, prompts, _span)
+        return [None if known is None else self._one(span(stated(text) or spoken(text)), known)
+                for text, known in zip(completions, wanted)]
+
+    def _one(self, named: tuple[float, float] | None, known: tuple[float, float]) -> float:
+        value = 0.0 if named is None else time_iou(named, known)
+        return value if value >= self.floor else 0.0

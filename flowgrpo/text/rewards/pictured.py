@@ -1,0 +1,188 @@
+"""Picture rewards of rewritten prompts: a frozen pipeline draws from a completion, and rewards score it for the prompt.
+
+    reward: {pictured: {args: {pipeline: PIPELINE, rewards: [pickscore], images: 2}}}
+
+It trains a prompt enhancer: a language model that rewrites prompts, with the pipeline as its environment (EPO).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from flowgrpo.advantages.group import weighted_sum
+from flowgrpo.config.sections import Load
+from flowgrpo.policies.pipelines.call import guidance_argument
+from flowgrpo.policies.pipelines.load import load_pipeline
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.rewards.about import About
+from flowgrpo.rewards.combine import Combined
+from flowgrpo.rewards.failures import Failed, first_failed
+from flowgrpo.rewards.local_model import LocalModel, require_arguments
+from flowgrpo.rewards.reward import EPOCH, Batch
+from flowgrpo.starter import CALLS, EVAL
+from flowgrpo.text.rewards.answer_keys import spoken, tagged
+from flowgrpo.types import Completion
+
+SHOWN = 320  # longer side of a picture that is kept for display, in pixels
+NOISES = ("epoch", "prompt")
+
+
+def rewritten(completion: str) -> str:
+    """Return the prompt that a completion states: the text in its last <answer> tags, or all text after its thoughts.
+    """
+    text = spoken(completion)
+    answer = tagged(text)
+    return (text if answer is None else answer).strip()
+
+
+def noise_seed(seed: int, epoch: int | None, prompt: str, number: int) -> int:
+    """Return the seed of a prompt's noise of that number, the same for all rewrites of the prompt.
+
+    epoch: None for noise that is the same in every epoch.
+    """
+    digest = hashlib.sha256(f"{seed}/{epoch}/{number}/{prompt}".encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:6], "big")
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenPipeline(LocalModel):
+    """Pipeline that draws and is not trained.
+
+    model: folder, hub id or name of a starter. lora: fused into it, a finished run's folder or a LoRA's file.
+    steps, guidance: None for the pipeline's defaults. call: further arguments of its calls, such as height and width.
+    parts: a `PipelinePolicy`, ready-made. dtype, device, batch_size: as in `LocalModel`.
+    """
+
+    model: str
+    lora: str | None = None
+    steps: int | None = None
+    guidance: float | None = None
+    call: dict[str, Any] = field(default_factory=dict)
+    reward = "pictured"
+
+    def _loaded(self) -> tuple[PipelinePolicy]:
+        files = Load(lora=[self.lora] if self.lora else [])
+        policy = PipelinePolicy(load_pipeline(self.model, self.dtype, files=files, checker=False), None,
+                                device=self.device or "cpu", precision=self.dtype,
+                                call=CALLS.get(self.model, {}) | self.call)
+        # The attention of trained pipelines on a CPU replaces torch's for all threads, while another one writes texts.
+        policy.driver.attention = contextlib.nullcontext  # type: ignore[method-assign]
+        return (policy,)
+
+    def draw(self, texts: Sequence[str], seeds: Sequence[int]) -> Tensor:
+        """Draw a picture of each text from noise of its seed: [B, 3, H, W] in [0, 1], of clips [B, F, 3, H, W]."""
+        [policy] = self.models
+        unique = list(dict.fromkeys(texts))
+        conditioning = policy.encode(unique).rows(torch.tensor([unique.index(text) for text in texts]))
+        return policy.generate(conditioning, policy.generators(seeds), *self._settings(policy))
+
+    def _settings(self, policy: PipelinePolicy) -> tuple[int, float]:
+        """Return steps and guidance: given, of a starter's card, or the pipeline's defaults."""
+        accepted = inspect.signature(policy.pipe.__call__).parameters
+        scale = accepted.get(guidance_argument(accepted, policy.call, policy.denoisers.values()))
+        known = {"num_inference_steps": accepted["num_inference_steps"].default,
+                 "guidance": scale.default if scale else 1.0} | EVAL.get(self.model, {})
+        return (known["num_inference_steps"] if self.steps is None else self.steps,
+                known["guidance"] if self.guidance is None else self.guidance)
+
+
+@dataclass(frozen=True, eq=False)
+class Pictured(Combined):
+    """Weighted sum of picture rewards of what a frozen pipeline draws from a completion; they judge the user's prompt.
+
+    rewards: of pictures or clips, by name or rule; weights: theirs, 1 each without.
+    pipeline, lora, steps, guidance, call, parts: of `FrozenPipeline`. images: pictures per completion, whose mean
+    counts. Completions of a prompt share their noise, so that scores differ by the text alone.
+    noise: "epoch" draws other noise in every epoch, "prompt" the same in all; held-out samples always have the latter.
+    seed: of the noise. dtype, device, batch_size (8 pictures): as in `LocalModel`.
+    Equal texts of a prompt are drawn once in a call.
+    """
+
+    weights: Sequence[float] | None = None
+    _: KW_ONLY
+    pipeline: str
+    lora: str | None = None
+    steps: int | None = None
+    guidance: float | None = None
+    call: dict[str, Any] = field(default_factory=dict)
+    images: int = 1
+    noise: str = "epoch"
+    seed: int = 0
+    dtype: str = "fp32"
+    device: str | None = None
+    batch_size: int = 8
+    parts: Any = field(default=None, repr=False)  # ready-made, then the rewards
+    painter: FrozenPipeline = field(init=False, repr=False)
+    about = About(modality="text", range=(None, None), needs="", licence="the pipeline's, the rewards'")
+
+    def __post_init__(self) -> None:
+        given = self.parts
+        super().__post_init__()
+        self._require({"image", "video"} & set(str(self.about.modality).split("/")), "rewards", "rewards of pictures")
+        self._require(self.weights is None or len(self.weights) == len(self.rewards), "weights",
+                      f"{len(self.rewards)}, one per reward")
+        self._require(self.images >= 1, "images", "1 or more")
+        self._require(self.noise in NOISES, "noise", " or ".join(NOISES))
+        require_arguments("pictured", self.dtype, self.device, self.batch_size)
+        painter = FrozenPipeline(self.pipeline, self.lora, self.steps, self.guidance, self.call, dtype=self.dtype,
+                                 device=self.device, batch_size=self.batch_size, parts=given)
+        for name, value in (("painter", painter), ("about", type(self).about), ("judges", ["text"]),
+                            ("reads", self.reads | ({EPOCH} if self.noise == "epoch" else set()))):
+            object.__setattr__(self, name, value)
+
+    def __call__(self, batch: Batch) -> list[float | None | Failed]:
+        prompts, outputs, epoch = batch.prompts, batch.samples, batch.epoch if self.noise == "epoch" else None
+        entries = [{key: value for key, value in entry.items() if key != "completion_tokens"}
+                   for entry in batch.metadata]
+        texts = [rewritten(text) for text in outputs]
+        first = first_alike(texts, prompts, entries)
+        jobs = [(row, number) for row in dict.fromkeys(first) for number in range(self.images)]
+        scores: dict[int, list[float | None | Failed]] = {row: [] for row in first}
+        shown: dict[int, Tensor] = {}
+        for at in range(0, len(jobs), self.batch_size):
+            rows, numbers = zip(*jobs[at:at + self.batch_size])
+            pictures = self.painter.draw([texts[row] for row in rows], [
+                noise_seed(self.seed, epoch, prompts[row], number) for row, number in zip(rows, numbers)])
+            values = super().__call__(Batch(pictures, [prompts[row] for row in rows], [entries[row] for row in rows]))
+            for row, picture, value in zip(rows, pictures, values):
+                scores[row].append(value)
+                shown.setdefault(row, small(picture))
+        for text, row in zip(outputs, first):
+            if isinstance(text, Completion):
+                text.picture = shown[row]
+        return [mean(scores[row]) for row in first]
+
+    def combined(self, scores: Tensor) -> Tensor:
+        return weighted_sum(scores[:, None], self.weights or [1.0] * scores.shape[1])[:, 0]
+
+
+def first_alike(*columns: Sequence[Any]) -> list[int]:
+    """Return for every row of some columns the first row that is equal in all of them."""
+    rows = list(zip(*columns))
+    return [rows.index(row) for row in rows]
+
+
+def mean(values: Sequence[float | None | Failed]) -> float | None | Failed:
+    """Return the mean of the scores, None if there is none, and the first failure if there is one."""
+    scores = [value for value in values if value is not None]
+    if failed := first_failed(scores):
+        return failed
+    return sum(map(float, scores)) / len(scores) if scores else None  # type: ignore[arg-type]  # no failure is left
+
+
+def small(picture: Tensor) -> Tensor:
+    """Return a picture [3, H, W] in [0, 1], of a clip [F, 3, H, W] the middle frame, at most SHOWN pixels long."""
+    picture = picture[len(picture) // 2] if picture.ndim == 4 else picture
+    factor = SHOWN / max(picture.shape[1:])
+    if factor >= 1:
+        return picture.clone()
+    return interpolate(picture[None], scale_factor=factor, mode="area")[0]

@@ -1,0 +1,284 @@
+"""Rules for completions: exact answers, tag formats, repetition, length."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import About
+from flowgrpo.rewards.remote.wire import one_line
+from flowgrpo.text.rewards.answer_keys import LICENCE, abstains, keys, several, spoken, stated
+
+OUTER = " \t\n\r.,;:!?\"'`*_$()[]{}\u00ab\u00bb\u2018\u2019\u201c\u201d\u3002"
+
+
+def normalised(text: str, case: bool = False) -> str:
+    """Return a text in NFKC, its spaces single, without punctuation, quotes and Markdown around it; in lower case
+    unless `case` matters. A text of only punctuation stays."""
+    text = " ".join(unicodedata.normalize("NFKC", text).split())
+    text = text.strip(OUTER) or text
+    return text if case else text.casefold()
+
+
+@dataclass(frozen=True)
+class ExactMatch:
+    """1 if a completion's answer equals the one in the metadata after normalising, otherwise 0.
+
+    key: of the metadata, a text, a number or a list of accepted ones; None for a prompt without it.
+    extract: compare the answer that the completion states (see `answer_keys.stated`), or the text after its thoughts if
+    it states none; false: always all of it.
+    case: upper and lower case differ.
+    abstain: a completion that says it does not know scores None, 0 of a `ternary` (TruthRL), in place of 0.
+    """
+
+    key: str = "answer"
+    extract: bool = True
+    case: bool = False
+    abstain: bool = False
+    about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
+    keyed = True  # nothing is scored without the key
+
+    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+        references = keys("exact_match", metadata, self.key, prompts, several)
+        return [None if accepted is None or (self.abstain and abstains(completion)) else self._one(completion, accepted)
+                for completion, accepted in zip(completions, references)]
+
+    def answer(self, completion: str) -> str:
+        """Return a completion's answer, normalised."""
+        answer = stated(completion) if self.extract else completion
+        return normalised(spoken(completion) if answer is None else answer, self.case)
+
+    def _one(self, completion: str, accepted: Sequence[str]) -> float:
+        return float(self.answer(completion) in {normalised(text, self.case) for text in accepted})
+
+
+@dataclass(frozen=True)
+class FormatTags:
+    """Share of a tag format's demands that a completion meets; 1 if it meets all.
+
+    tags: their names, in order. Demands: each opening and each closing tag exactly once, all of them in order, and text
+    inside every pair but none outside. The last two count only if all before them hold.
+    graded: false scores 1 for all demands and 0 for less.
+    begun: the prompt ends with the first opening tag, as in some chat templates; the tag then counts as met and may not
+    come again.
+    """
+
+    tags: Sequence[str] = ("think", "answer")
+    graded: bool = True
+    begun: bool = False
+    about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
+
+    def __post_init__(self) -> None:
+        fit = isinstance(self.tags, (list, tuple)) and self.tags and all(
+            isinstance(tag, str) and re.fullmatch(r"[A-Za-z][\w-]*", tag) for tag in self.tags)
+        if not fit or len(set(self.tags)) < len(self.tags):
+            raise UserError(f"reward 'format_tags': tags is {self.tags!r}, expected different names, such as "
+                            "[think, answer]")
+
+    def __call__(self, completions: Sequence[str], prompts: Sequence[str]) -> list[float]:
+        shares = [kept(f"<{self.tags[0]}>{text}" if self.begun else text, self.tags) for text in completions]
+        return shares if self.graded else [float(share == 1) for share in shares]
+
+
+def kept(text: str, tags: Sequence[str]) -> float:
+    """Return the share of 2 T + 2 demands that a text meets: T opening and T closing tags once, their order, and text
+    only inside every pair."""
+    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+    once = [text.count(mark) == 1 for mark in marks]
+    places = [text.find(mark) for mark in marks]
+    ordered = all(once) and places == sorted(places)
+    inner = r"\s*".join(rf"<{tag}>(?=\s*\S)(?!\s*</{tag}>).*?</{tag}>" for tag in tags)
+    return (sum(once) + ordered + (ordered and re.fullmatch(rf"\s*{inner}\s*", text, re.S) is not None)) / (
+        len(marks) + 2)
+
+
+NGRAM_UNITS = ("words", "characters")
+
+
+def distinct(text: str, n: int, unit: str = "words") -> float | None:
+    """Return the share of distinct n-grams of a text (Li et al. 2016, 1510.03055); None if it has none.
+
+    unit: words between spaces, in lower case, or characters without spaces.
+    """
+    parts = text.casefold().split()
+    parts = list("".join(parts)) if unit == "characters" else parts
+    count = len(parts) - n + 1
+    return len({tuple(parts[i:i + n]) for i in range(count)}) / count if count > 0 else None
+
+
+def _require_ngrams(reward: str, n: int, unit: str) -> None:
+    if type(n) is not int or n < 1 or unit not in NGRAM_UNITS:
+        raise UserError(f"reward {reward!r}: n is {n!r} and unit {unit!r}, expected 1 or more, and words or characters")
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """Minus the share of a completion's n-grams that repeat earlier ones: 0 without repetition.
+
+    unit: words, or characters, for a language without spaces.
+    """
+
+    n: int = 3
+    unit: str = "words"
+    about = About(modality="text", range=(-1, 0), needs="", licence=LICENCE)
+
+    def __post_init__(self) -> None:
+        _require_ngrams("repetition", self.n, self.unit)
+
+    def __call__(self, completions: Sequence[str], prompts: Sequence[str]) -> list[float]:
+        shares = [distinct(text, self.n, self.unit) for text in completions]
+        return [0.0 if share is None else share - 1 for share in shares]
+
+
+@dataclass(frozen=True)
+class Distinct:
+    """Share of distinct n-grams of a completion, distinct-n; 0 if it has none.
+
+    unit: as in `Repetition`. A short text has a large share by nature.
+    """
+
+    n: int = 2
+    unit: str = "words"
+    about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
+
+    def __post_init__(self) -> None:
+        _require_ngrams("distinct", self.n, self.unit)
+
+    def __call__(self, completions: Sequence[str], prompts: Sequence[str]) -> list[float]:
+        return [distinct(text, self.n, self.unit) or 0.0 for text in completions]
+
+
+UNITS = ("words", "characters", "tokens")
+TOKENS = "completion_tokens"  # metadata key
+
+
+def sizes(reward: str, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
+          unit: str) -> list[float]:
+    """Return the length of each completion: words between spaces, characters, or its metadata's `completion_tokens`.
+    Raises UserError if that is not a number from 0 up."""
+    if unit == "words":
+        return [len(text.split()) for text in completions]
+    if unit == "characters":
+        return [len(text) for text in completions]
+    for entry, prompt in zip(metadata, prompts):
+        count: Any = entry.get(TOKENS)
+        if type(count) not in (int, float) or not count >= 0:
+            raise UserError(f"reward {reward!r}: metadata.{TOKENS} is {one_line(repr(count)[:80])}, expected how many "
+                            f"tokens the completion has; or set unit: words (prompt: {one_line(prompt[:80])!r})")
+    return [entry[TOKENS] for entry in metadata]
+
+
+def window(size: float, low: float, high: float, margin: float) -> float:
+    """Return 1 within [low, high], falling linearly to 0 at a distance of `margin`; a margin of 0 is a step."""
+    beyond = max(low - size, size - high, 0)
+    return 1.0 if beyond == 0 else max(0.0, 1 - beyond / margin) if margin else 0.0
+
+
+def overlong(size: float, longest: float, buffer: float) -> float:
+    """Return 0 up to longest - buffer, falling linearly to -1 at `longest`, and -1 beyond (DAPO, 2503.14476, equation
+    13)."""
+    if size > longest:
+        return -1.0
+    return min(0.0, (longest - buffer - size) / buffer) if buffer else 0.0
+
+
+def _require(reward: str, holds: bool, unit: str, expected: str) -> None:
+    if unit not in UNITS:
+        raise UserError(f"reward {reward!r}: unit is {unit!r}, expected {', '.join(UNITS)}")
+    if not holds:
+        raise UserError(f"reward {reward!r}: expected {expected}")
+
+
+@dataclass(frozen=True)
+class Length:
+    """1 for a completion of wanted length, from `low` to `high`, falling linearly to 0 within a margin.
+
+    unit: words, characters, or tokens, whose number the metadata must hold as `completion_tokens`.
+    """
+
+    low: float
+    high: float
+    margin: float = 0.0
+    unit: str = "words"
+    about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
+
+    def __post_init__(self) -> None:
+        _require("text_length", 0 <= self.low <= self.high and self.margin >= 0, self.unit,
+                 f"0 <= low <= high and a margin of 0 or more, got {self.low}, {self.high}, {self.margin}")
+
+    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float]:
+        return [window(size, self.low, self.high, self.margin)
+                for size in sizes("text_length", completions, prompts, metadata, self.unit)]
+
+
+@dataclass(frozen=True)
+class Overlong:
+    """0 for a completion that ends in time, falling linearly to -1 over the last `buffer` before `longest` (DAPO).
+
+    Soft overlong punishment (2503.14476, equation 13; there 20480 tokens with a buffer of 4096). unit: as in `Length`.
+    """
+
+    longest: float
+    buffer: float
+    unit: str = "tokens"
+    about = About(modality="text", range=(-1, 0), needs="", licence=LICENCE)
+
+    def __post_init__(self) -> None:
+        _require("overlong", 0 <= self.buffer <= self.longest and self.longest > 0, self.unit,
+                 f"0 <= buffer <= longest, above 0, got buffer {self.buffer}, longest {self.longest}")
+
+    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float]:
+        return [overlong(size, self.longest, self.buffer)
+                for size in sizes("overlong", completions, prompts, metadata, self.unit)]
+
+
+@dataclass(frozen=True)
+class CompletionLength:
+    """Length of a completion, for a transform such as `{budget: 256}`. unit: as in `Length`."""
+
+    unit: str = "tokens"
+    about = About(modality="text", range=(0, None), needs="", licence=LICENCE)
+
+    def __post_init__(self) -> None:
+        _require("completion_length", True, self.unit, "")
+
+    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float]:
+        return sizes("completion_length", completions, prompts, metadata, self.unit)
+
+
+def turning(share: float, turn: float) -> float:
+    """Return 1 - (1 - x/p)^2 up to the turning point p, and 1 - 2 ((x - p)/(1 - p))^2 beyond it, x within [0, 1]."""
+    share = min(1.0, share)
+    return 1 - (1 - share / turn) ** 2 if share <= turn else 1 - 2 * ((share - turn) / (1 - turn)) ** 2
+
+
+@dataclass(frozen=True)
+class LengthCurve:
+    """Length reward that rises to a turning point and falls beyond it: 0 for an empty completion, -1 at `longest`.
+
+    "Surrogate Signals from Format and Length" trains on it without answers, behind a check of the format: `gated:
+    {args: {rewards: [format_tags, {use: length_curve, args: {longest: 512}}], thresholds: [1]}}`.
+    turn: the turning point as a share of `longest`. unit: as in `Length`.
+    """
+
+    longest: float
+    turn: float = 0.5
+    unit: str = "tokens"
+    about = About(modality="text", range=(-1, 1), needs="", licence=LICENCE)
+
+    def __post_init__(self) -> None:
+        _require("length_curve", self.longest > 0 and 0 < self.turn < 1, self.unit,
+                 f"a longest above 0 and a turn between 0 and 1, got {self.longest}, {self.turn}")
+
+    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float]:
+        return [turning(size / self.longest, self.turn)
+                for size in sizes("length_curve", completions, prompts, metadata, self.unit)]

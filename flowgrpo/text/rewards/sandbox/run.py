@@ -1,0 +1,241 @@
+"""Runs of a model's code within a boundary, whose verdict the code cannot write.
+
+A program's output is compared here, in the trainer's process. Tests in Python run within a boundary of their own, which
+shares nothing with that of the code but two pipes (inside/link.py); their process alone holds the report's pipe.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from flowgrpo.errors import UserError
+from flowgrpo.text.rewards.sandbox.kinds import ENVIRONMENT, MIB, Boundary
+
+START = 60.0  # seconds for a process to start within a boundary; they do not count as the code's
+LONGEST_REPORT = 2**16  # bytes
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a run.
+
+    seconds: wall-clock time, and CPU time rounded up.
+    memory: MiB of address space. files: MiB of its folder, and of its printed output.
+    """
+
+    seconds: float = 10.0
+    memory: int = 1024
+    files: int = 8
+
+
+@dataclass(frozen=True)
+class Output:
+    """Outcome of a program. status: exit status (negative: a signal), None if it exceeded time or output. text: printed
+    output. seconds: from the program's start to its end."""
+
+    status: int | None
+    text: str
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Checks:
+    """Tests of a completion: either asserts, or pairs of a program's input and its expected output."""
+
+    asserts: Sequence[str] = ()
+    pairs: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of a run. passed: one value per test, in order. seconds: wall-clock time of all tests, without the starts
+    of their processes, measured outside the boundary."""
+
+    passed: tuple[bool, ...]
+    seconds: float = 0.0
+
+
+def run(code: str, checks: Checks, limits: Limits, boundary: Boundary) -> Verdict:
+    """Return which tests the code passes within the limits, each pair in a run of its own.
+
+    Raises UserError if the boundary does not start a process.
+    """
+    if checks.asserts:
+        passed, taken = _asserted(code, checks.asserts, limits, boundary)
+        return Verdict(tuple(passed), taken)
+    outputs = [program(code, given, limits, boundary) for given, _ in checks.pairs]
+    passed = [output.status == 0 and printed(output.text) == printed(expected)
+              for output, (_, expected) in zip(outputs, checks.pairs)]
+    return Verdict(tuple(passed), sum(output.seconds for output in outputs))
+
+
+def printed(text: str) -> list[str]:
+    """Return the printed lines, without trailing spaces and trailing empty lines."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def program(code: str, given: str, limits: Limits, boundary: Boundary) -> Output:
+    """Run a program with `given` as its standard input. Raises UserError if the boundary does not start it."""
+    with _process(boundary, limits, given, mode="program", code=code) as process:
+        _started(process, boundary)
+        begun = time.monotonic()
+        end = begun + limits.seconds
+        data, complete = _read(process.stdout, limits.files * MIB, end)
+        status = None
+        if complete:
+            try:
+                status = process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                pass
+        return Output(status, data.decode("utf-8", "replace"), time.monotonic() - begun)
+
+
+def asserts(code: str, tests: Sequence[str], limits: Limits, boundary: Boundary) -> list[bool]:
+    """Return which tests in Python pass against what the code defines; all share the time.
+
+    Raises UserError if the boundary does not start a process.
+    """
+    return _asserted(code, tests, limits, boundary)[0]
+
+
+def _asserted(code: str, tests: Sequence[str], limits: Limits, boundary: Boundary) -> tuple[list[bool], float]:
+    """Return `asserts`, and the seconds that they took."""
+    with ExitStack() as stack:
+        from_tests, to_code = _pipe(stack)
+        from_code, to_tests = _pipe(stack)
+        processes = [
+            stack.enter_context(_process(boundary, limits, "", from_tests, to_tests, mode="definitions", code=code)),
+            stack.enter_context(_process(boundary, limits, "", from_code, to_code, mode="tests", tests=list(tests)))]
+        for pipe in (from_tests, to_code, from_code, to_tests):
+            pipe.close()
+        for process in processes:
+            _started(process, boundary)
+        begun = time.monotonic()
+        report, _ = _read(processes[1].stderr, LONGEST_REPORT, begun + limits.seconds)
+        taken = time.monotonic() - begun
+    passed = [mark == ord("1") for mark in report[:len(tests)]]
+    return passed + [False] * (len(tests) - len(passed)), taken
+
+
+def _pipe(stack: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
+    source, target = os.pipe()
+    return stack.enter_context(open(source, "rb", 0)), stack.enter_context(open(target, "wb", 0))
+
+
+@contextmanager
+def _process(boundary: Boundary, limits: Limits, given: str, stdin: IO[bytes] | int = subprocess.DEVNULL,
+             stdout: IO[bytes] | int = subprocess.PIPE, **job: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Context manager: a process within a boundary, with a folder that has its job; killed at the end."""
+    with tempfile.TemporaryDirectory(prefix="flowgrpo-job-") as folder, _work() as work:
+        Path(folder, "in").write_text(given, encoding="utf-8", errors="replace")
+        Path(folder, "job.json").write_text(json.dumps(job | {
+            "cpu": math.ceil(limits.seconds), "memory": limits.memory * MIB, "files": limits.files * MIB,
+            "filter": boundary.kind != "none"}), encoding="utf-8")
+        process = subprocess.Popen(
+            boundary.wrap(Path(folder), limits.files), stdin=stdin, stdout=stdout, stderr=subprocess.PIPE, cwd=work,
+            env=ENVIRONMENT | {"HOME": work, "TMPDIR": work}, start_new_session=True)
+        try:
+            yield process
+        finally:
+            _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that has not been waited for, with its group; a boundary's first process takes all others along.
+    """
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()
+
+
+@contextmanager
+def _work() -> Iterator[str]:
+    """Context manager: an empty working folder, which the code reaches only without a boundary."""
+    folder = tempfile.mkdtemp(prefix="flowgrpo-work-")
+    try:
+        yield folder
+    finally:
+        remove(folder)
+
+
+def remove(folder: str) -> None:
+    """Delete a folder of any depth, without recursion and without paths that grow with it."""
+    here, above = os.open(folder, os.O_RDONLY | os.O_DIRECTORY), list[tuple[str, list[str]]]()
+    name, folders = "", _without_files(here)
+    while True:
+        if folders:
+            above.append((name, folders))
+            name = folders.pop()
+            os.chmod(name, 0o700, dir_fd=here)
+            here = _enter(here, name)
+            folders = _without_files(here)
+        elif above:
+            here = _enter(here, "..")
+            os.rmdir(name, dir_fd=here)
+            name, folders = above.pop()
+        else:
+            os.close(here)
+            os.rmdir(folder)
+            return
+
+
+def _enter(here: int, name: str) -> int:
+    """Return a descriptor of a folder in the folder `here`, which is closed."""
+    try:
+        return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=here)
+    finally:
+        os.close(here)
+
+
+def _without_files(here: int) -> list[str]:
+    """Delete the files of a folder, and return the names of its folders."""
+    os.fchmod(here, 0o700)
+    with os.scandir(here) as entries:
+        kinds = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_folder in kinds:
+        if not is_folder:
+            os.unlink(name, dir_fd=here)
+    return [name for name, is_folder in kinds if is_folder]
+
+
+def _started(process: subprocess.Popen[bytes], boundary: Boundary) -> None:
+    """Wait until a process has confined itself; raise UserError with the boundary's own message if it does not."""
+    line, complete = _read(process.stderr, 1000, time.monotonic() + START, until=b"\n")
+    if line != b"started\n":
+        reason = " ".join(line.decode("utf-8", "replace").split()) or (
+            "it ended without a message" if complete else f"nothing started within {START:.0f} s")
+        raise UserError(f"the boundary {boundary.kind} does not start a process ({reason}): check its installation")
+
+
+def _read(pipe: IO[bytes] | None, longest: int, end: float, until: bytes = b"") -> tuple[bytes, bool]:
+    """Return what a pipe gives, at most `longest` bytes, and whether it came to its end (or to `until`) by the time
+    `end`."""
+    assert pipe is not None
+    data = bytearray()
+    poll = select.poll()  # any number of open files, unlike select
+    poll.register(pipe, select.POLLIN | select.POLLHUP)
+    while True:
+        remaining = end - time.monotonic()
+        if remaining <= 0 or not poll.poll(math.ceil(remaining * 1000)):
+            return bytes(data), False
+        part = os.read(pipe.fileno(), 1 if until else min(2**16, longest + 1 - len(data)))
+        data += part
+        if len(data) > longest:
+            return bytes(data[:longest]), False
+        if not part or (until and data.endswith(until)):
+            return bytes(data), True

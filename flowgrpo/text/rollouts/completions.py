@@ -1,0 +1,208 @@
+"""Rollouts of language models, causal and masked: sample completions, and replay them with gradients."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flowgrpo.advantages.segments import starts_of
+from flowgrpo.config.geometry import BatchShape
+from flowgrpo.config.schema import Config
+from flowgrpo.data.pictures import noised_picture
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.distributed.processes import Processes
+from flowgrpo.log import PhaseTimer
+from flowgrpo.methods.method import Method
+from flowgrpo.rollouts.base import GroupSampler, RewardValue, TotalReward
+from flowgrpo.rollouts.loss_inputs import LossInputs
+from flowgrpo.samplers.rollout import Part, Seed
+from flowgrpo.storage.checkpoint import Stateful
+from flowgrpo.text.credit.step_scores import StepScores
+from flowgrpo.text.policies.causal_lm import CausalLM
+from flowgrpo.text.rollouts.steps import scored_steps
+from flowgrpo.text.rollouts.targets import TARGETS, Replayed
+from flowgrpo.text.samplers.answers import answer_of, ranked, with_answers
+from flowgrpo.text.samplers.continuations import segmented
+from flowgrpo.text.samplers.decoding import WithAnswers
+from flowgrpo.text.samplers.importance import Mismatch
+from flowgrpo.text.samplers.records import SampledCompletions, TokenizedPrompts
+from flowgrpo.text.teacher_answers import TeacherAnswers, solutions_of
+from flowgrpo.types import Scored
+
+
+class TextRollouts(GroupSampler[TokenizedPrompts]):
+    """Prompts, completions and replays of a language model under a method. target: what the loss scores.
+
+    Where `generate` computes other log-probabilities than the replay, as in half precision, the old ones are the
+    replay's, and what they differ by becomes a weight of every token (`Mismatch`).
+    source: what draws, in the names of metrics.
+    """
+
+    policy: Any  # a `CausalLM` or a `MaskedLM`
+    source = "sampler"
+
+    def __init__(self, config: Config, policy: CausalLM, method: Method, geometry: BatchShape, processes: Processes,
+                 clock: PhaseTimer):
+        super().__init__(config, policy, method, geometry, processes, clock)
+        self.encode = policy.encode
+        self.target = TARGETS[type(method.target)](self)
+        text = config.text
+        self.mismatch = Mismatch(text.correction, text.correction_cap, text.correction_level)
+        self.mismatches: list[torch.Tensor] = []  # [n,4] of drawn tokens: trainer, sampler, weight, above the cap
+
+    def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> TokenizedPrompts:
+        """Tokenise prompts."""
+        with self.clock("encode"):
+            encoded = self.encode([p.shown for p in batch], images=[brought(p) for p in batch])
+        decoding = self.method.generation.decoding
+        if not decoding.expert:
+            return encoded
+        references = [answer_of(p) for p in batch] if self.taught else []
+        return replace(encoded, answers=[self.answers(p) for p in batch], references=references)
+
+    @property
+    def taught(self) -> bool:
+        """Return True if answers are those of several teachers, in groups that failed alone."""
+        return isinstance(self.method.redraw, TeacherAnswers)
+
+    def answers(self, prompt: Prompt) -> list[str]:
+        """Return the answers that may join a prompt's group, in order."""
+        decoding = self.method.generation.decoding
+        if self.taught:
+            answers = solutions_of(prompt) if prompt.guided and prompt.guided.answers else []
+        else:
+            answer = answer_of(prompt)
+            answers = [] if answer is None else [answer] * decoding.expert
+        return [decoding.written(answer) for answer in answers] if isinstance(decoding, WithAnswers) else answers
+
+    def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
+               value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
+        """Sample a group per prompt: yield the parts as they are finished, each with its texts.
+
+        judge: the total reward, by which a method learns what states are worth. value: of methods for pictures; unused
+        here. turn: how often the epoch has drawn before.
+        """
+        before, kernel = self.policy.evaluations, self.method.generation.decoding
+        self.mismatches = self.mismatches if turn else []
+        self.target.progress = epoch / max(self.config.train.epochs - 1, 1)
+        conditioning = self.ranked(conditioning)
+        seed = self.seeds(epoch, turn, len(conditioning.prompts))
+        for groups, prompts, samples, _ in self.whole_groups(len(conditioning.prompts)):
+            generators = self.policy.generators([seed(int(p), int(k)) for p, k in zip(prompts, samples)])
+            with self.clock("rollout"):
+                batches = self.method.generation.draws(
+                    self.policy, conditioning.rows(prompts), kernel, generators, samples < kernel.greedy,
+                    self.geometry.group, self.geometry.micro_batch)
+                if kernel.expert:
+                    batches = self.answered(conditioning, prompts, samples, batches)
+            part = self.recorded(groups, prompts, samples, batches)
+            if self.method.loss.surrogate.reads_uniform:
+                with torch.no_grad(), self.clock("update"):
+                    part = self.rescored(part, conditioning)
+            part = self.valued(part, conditioning, seed, judge)
+            yield part, [[text for batch in batches for text in batch.texts]]
+        self.count(self.policy.evaluations - before)
+
+    def recorded(self, groups: range, prompts: torch.Tensor, samples: torch.Tensor,
+                 batches: list[SampledCompletions]) -> Part:
+        """Return whole groups of completions as a part; samples: int64 [B], the place of each in its group."""
+        part, greedy = self.target.record(groups, prompts, batches), self.method.generation.decoding.greedy
+        if not greedy:
+            return part
+        taken: Any
+        [taken] = part.transitions
+        return replace(part, transitions=(replace(taken, greedy=samples < greedy),))
+
+    def ranked(self, conditioning: TokenizedPrompts) -> TokenizedPrompts:
+        """Return the prompts with teachers' answers in the order in which they join a group."""
+        if not self.taught:
+            return conditioning
+        with self.clock("rollout"):
+            return ranked(self.policy, conditioning)
+
+    def answered(self, conditioning: TokenizedPrompts, prompts: torch.Tensor, samples: torch.Tensor,
+                 batches: list[SampledCompletions]) -> list[SampledCompletions]:
+        """Replace the last samples of every group, of the prompts [B], by their prompts' answers."""
+        kernel, group = self.method.generation.decoding, self.geometry.group
+        places = torch.arange(len(prompts)).split([len(batch.ids) for batch in batches])
+        return [with_answers(self.policy, conditioning, prompts[at], samples[at] - (group - kernel.expert), batch,
+                             kernel)
+                for at, batch in zip(places, batches)]
+
+    def valued(self, part: Part, conditioning: TokenizedPrompts, seed: Seed, judge: TotalReward) -> Part:
+        """Return the part in segments, where its credit needs them: with Monte-Carlo values of the states between them,
+        or with scores of its steps."""
+        taken: Any
+        [taken], spread = part.transitions, self.method.credit.spread
+        if isinstance(spread, StepScores):
+            with self.clock("reward"):
+                return replace(part, transitions=(scored_steps(self.policy, taken, spread, judge),))
+        if spread is None or not spread.samples:
+            return part
+        segments = spread.segments(taken.old.logp, taken.old.mask)
+        starts = starts_of(segments, taken.old.mask)
+        with self.clock("rollout"):
+            completions = segmented(self.policy, conditioning, taken, segments, starts, spread.samples,
+                                    self.method.generation.decoding, seed, self.geometry.group,
+                                    self.geometry.micro_batch, judge)
+        return replace(part, transitions=(completions,))
+
+    def replay(self, part: Part, conditioning: TokenizedPrompts) -> Replayed:
+        """Score a part's completions under the present weights: (0, its rows, scores)."""
+        return self.target.replay(part, conditioning)
+
+    def stateful(self) -> dict[str, Stateful]:
+        """Return the policy, whose trials are made once in a run."""
+        return {"language": self.policy}
+
+    def rescored(self, part: Part, conditioning: TokenizedPrompts) -> Part:
+        """Return the part with the old scores of its replay, and with weights of its tokens where precision is below
+        fp32."""
+        again = super().rescored(part, conditioning)
+        return again if self.policy.exact or self.policy.process != "tokens" else self.weighted(part, again)
+
+    def weighted(self, drawn: Part, trained: Part) -> Part:
+        """Return the part `trained`, with the trainer's log-probabilities, with weights of its tokens.
+
+        drawn: the same with the sampler's. The weight is 1 for completions that were not drawn.
+        """
+        sampled: Any
+        taken: Any
+        [sampled], [taken] = drawn.transitions, trained.transitions
+        given, fixed = (taken.old.logp.cpu(), sampled.old.logp.cpu(), sampled.old.mask.cpu()), sampled.given[:, None]
+        weights = self.mismatch(*given).masked_fill(fixed, 1.0)
+        self.mismatches.append(torch.stack([given[0].float(), given[1].float(), weights.float(),
+                                       self.mismatch.above(*given).float()], -1)[given[2] & ~fixed])
+        if sampled.correction is not None:
+            weights = weights * sampled.correction.to(weights)
+        return replace(trained, transitions=(replace(taken, correction=weights),))
+
+    def metrics(self) -> dict[str, float]:
+        """Return the mismatch of sampler and trainer in this epoch, over the drawn tokens of all processes; empty where
+        there is none.
+
+        Behind the name of what draws: kl, the mean difference of log-probabilities, an estimate of KL(sampler ||
+        trainer) per token; max, its largest size; weight, the mean weight; above, the share of weights above the cap.
+        """
+        values = self.processes.gather(torch.cat(self.mismatches) if self.mismatches else torch.empty(0, 4))
+        if not len(values):
+            return {}
+        trainer, sampler, weight, above = values.unbind(1)
+        found = {"kl": sampler - trainer, "max": (sampler - trainer).abs().max(), "weight": weight, "above": above}
+        return {f"{self.source}/{name}": value.mean().item() for name, value in found.items()}
+
+    def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: list[Scored]) -> LossInputs:
+        """Return what the surrogate reads in addition to ratio and advantage."""
+        return self.target.loss_inputs(part, conditioning, reference)
+
+
+def brought(prompt: Prompt) -> Any:
+    """Return what a prompt brings beside its text; its picture with noise where its guidance asks for some."""
+    guided = prompt.guided
+    if not guided or not guided.noise or prompt.image is None:
+        return prompt.brings
+    return noised_picture(prompt.image, guided.noise, zlib.crc32(prompt.text.encode()))

@@ -1,0 +1,120 @@
+"""Targets of a language model's rollouts: what the loss scores. One class each, which owns record and replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+
+from flowgrpo import objectives
+from flowgrpo.config.geometry import BatchShape
+from flowgrpo.config.schema import Config
+from flowgrpo.methods import targets
+from flowgrpo.methods.method import Method
+from flowgrpo.objectives.sequence_losses import GroupLoss
+from flowgrpo.rollouts.loss_inputs import CompletionInputs, LossInputs
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.text.samplers.decoding import Unmasking
+from flowgrpo.text.samplers.records import SampledCompletions, TokenizedPrompts
+from flowgrpo.types import Completions, Scored, Traces, required
+
+if TYPE_CHECKING:
+    from flowgrpo.text.policies.masked_lm import SampledTrace
+
+Replayed = Iterator[tuple[int, slice, Scored]]
+
+
+class Rollouts(Protocol):
+    """Rollouts of a language model as its targets read them (`text.TextRollouts`)."""
+
+    config: Config
+    policy: Any  # a `CausalLM` or a `MaskedLM`
+    method: Method
+    geometry: BatchShape
+
+
+class CompletionTokens:
+    """Tokens of completions, by their log-probability.
+
+    progress: share of the run's epochs that are over, 0 in the first and 1 in the last one.
+    """
+
+    progress = 0.0
+
+    def __init__(self, rollouts: Rollouts):
+        self.policy, self.method, self.text = rollouts.policy, rollouts.method, rollouts.config.text
+        self.rollouts = rollouts
+
+    @property
+    def micro_batch(self) -> int:
+        """Rows that go through the model at once, now."""
+        return self.rollouts.geometry.micro_batch
+
+    def record(self, groups: range, prompts: torch.Tensor, batches: Sequence[SampledCompletions]) -> Part:
+        """Return whole groups of completions as a part.
+
+        Completions that were cut off without an end are not trained, or lose the penalty, as `text.truncated` says.
+        """
+        ids, logp, mask, cut = (torch.cat([getattr(batch, name) for batch in batches]) for name in
+                                ("ids", "logp", "mask", "cut"))
+        if self.text.truncated == "mask":
+            mask = mask & ~cut[:, None]
+        deducted = self.text.penalty * cut.float() if self.text.truncated == "penalise" else None
+        old = Scored(logp.masked_fill(~mask, 0.0), mask)
+        experts = self.method.generation.decoding.expert
+        expert = torch.cat([required(batch.expert) for batch in batches]) if experts else None
+        return Part(groups, prompts, None, (Completions(ids, prompts, old, expert=expert),), (), deducted=deducted)
+
+    def replay(self, part: Part, conditioning: TokenizedPrompts) -> Replayed:
+        """Score a part's completions under the present weights: (0, its rows, scores), in micro-batches."""
+        [taken] = part.transitions
+        for start in range(0, len(taken.ids), self.micro_batch):
+            rows = slice(start, start + self.micro_batch)
+            yield 0, rows, self.policy.log_probs(conditioning, taken.prompts[rows], taken.ids[rows],
+                                                 taken.old.mask[rows], self.method.generation.decoding,
+                                                 entropy=self.method.reads_entropy)
+
+    def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: Sequence[Scored]) -> LossInputs:
+        """Return what the surrogate reads in addition to ratio and advantage."""
+        surrogate = self.method.loss.surrogate
+        if not isinstance(surrogate, GroupLoss):
+            given = cast(Completions, part.transitions[0]).expert
+            expert = None if given is None else given.to(self.policy.device)
+            return lambda batch, k, rows, new, old: objectives.surrogate_input(
+                surrogate, new, old, expert if expert is None else expert[rows])
+        return CompletionInputs(self.method, part, reference, self.policy.device,
+                                lambda: self.replay(part, conditioning), self.progress)
+
+
+class TraceTokens(CompletionTokens):
+    """Tokens of an unmasking's trace, each by its log-probability in the state of its own step.
+
+    A row of a replay is as many evaluations as its trace has states.
+    """
+
+    def record(self, groups: range, prompts: torch.Tensor, batches: Sequence[SampledCompletions]) -> Part:
+        """Return whole groups of completions, with the steps at which their tokens were drawn."""
+        part = super().record(groups, prompts, batches)
+        [taken] = part.transitions
+        steps = torch.cat([cast("SampledTrace", batch).steps for batch in batches])
+        return replace(part, transitions=(Traces(**vars(taken), steps=steps),))
+
+    def replay(self, part: Part, conditioning: TokenizedPrompts) -> Replayed:
+        """Score a part's traces: (0, its rows, scores), as many rows at once as have a micro-batch of states, one at
+        least."""
+        [taken] = part.transitions
+        most, kernel = self.micro_batch, cast(Unmasking, self.method.generation.decoding)
+        count = int(kernel.scorings(taken.steps, taken.ids.shape[1]).max()) + 1
+        for start in range(0, len(taken.ids), max(most // count, 1)):
+            rows = slice(start, start + max(most // count, 1))
+            yield 0, rows, self.policy.log_probs(conditioning, taken.prompts[rows], taken.ids[rows],
+                                                 taken.old.mask[rows], kernel, taken.steps[rows], most,
+                                                 self.method.reads_entropy)
+
+
+# By the target of a method. RelaxedTraces have rollouts of their own (`relaxed`), which replay no tokens.
+TARGETS: dict[type[targets.Target], type[CompletionTokens]] = {
+    targets.Completions: CompletionTokens, targets.Traces: TraceTokens, targets.RelaxedTraces: CompletionTokens,
+    targets.RecordedCompletions: CompletionTokens}

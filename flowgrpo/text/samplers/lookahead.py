@@ -1,0 +1,137 @@
+"""LATR: branch completions at uncertain tokens and keep the branches that diverge (2510.24302); a part of `draws`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flowgrpo.text.samplers.groups import joined, ordered
+
+if TYPE_CHECKING:
+    from flowgrpo.text.samplers.decoding import Decoding
+    from flowgrpo.text.samplers.language_model import CausalModel
+    from flowgrpo.text.samplers.records import SampledCompletions, TokenizedPrompts
+
+
+@dataclass(frozen=True)
+class BranchingLookahead:
+    """Group grown from one completion: a branch takes a token nearly as likely as the one drawn, and stays if its next
+    tokens differ enough (LATR, 2510.24302).
+
+    A branch is tried where the most likely other token has a probability above `likely` and at most `gap` below the
+    largest. It stays if the next `ahead` tokens, the other token included, differ from the ones it left by an edit
+    distance of at least `apart` of their number. Branches branch again behind their place, the earliest first. The
+    `share` of a group is grown this way; the rest is drawn in parallel. A branch's first token has the probability that
+    the model gave it. The numbers and the order are a reconstruction.
+    """
+
+    likely: float = 0.25
+    gap: float = 0.15
+    ahead: int = 20
+    apart: float = 0.4
+    share: float = 1.0
+    causal, leaves = True, 1
+
+    def __post_init__(self) -> None:
+        inside = all(0 <= getattr(self, name) <= 1 for name in ("likely", "gap", "apart", "share"))
+        if not inside or self.ahead < 1:
+            raise ValueError(f"BranchingLookahead: likely is {self.likely}, gap {self.gap}, apart {self.apart}, share "
+                             f"{self.share} and ahead {self.ahead}, expected 0 to 1 each, and 1 or more")
+
+    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
+                 generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
+                 ) -> list[SampledCompletions]:
+        def drawn(rows: Tensor) -> list[SampledCompletions]:
+            return [policy.sample(tokenized.rows(at), decoding, [generators[i] for i in at], greedy[at])
+                    for at in rows.split(micro_batch)]
+
+        rows, most = list(range(0, len(generators), group)), max(round(self.share * group), 1)
+        completions = joined(drawn(torch.tensor(rows)))
+        new = self.branches(policy, tokenized.rows(torch.tensor(rows)), completions, decoding, [0] * len(rows), 0)
+        waiting, grown = dict(zip(rows, map(deque, new))), dict.fromkeys(rows, 1)
+        while asking := [row for row in grown if waiting[row] and grown[row] < most][:micro_batch]:
+            tries = [waiting[row].popleft() for row in asking]
+            numbers = torch.tensor([row + grown[row] for row in asking])
+            tried = branched(policy, tokenized.rows(numbers), completions, decoding, [generators[i] for i in numbers],
+                             tries)
+            for number, (row, branch) in enumerate(zip(asking, tries)):
+                if not self.apart_from(completions, tried, branch, number):
+                    continue
+                at = torch.tensor([number])
+                [more] = self.branches(policy, tokenized.rows(numbers[at]), ordered(tried, at), decoding,
+                                       [branch.place + 1], len(rows))
+                completions, rows = joined([completions, ordered(tried, at)]), [*rows, int(numbers[number])]
+                grown[row] += 1
+                waiting[row] += more
+        missing = [row + number for row in grown for number in range(grown[row], group)]
+        completions = joined([completions, *drawn(torch.tensor(missing))]) if missing else completions
+        return [ordered(completions, torch.tensor(rows + missing).argsort())]
+
+    def branches(self, policy: CausalModel, tokenized: TokenizedPrompts, completions: SampledCompletions,
+                 decoding: Decoding, after: Sequence[int], first: int) -> list[list[Branch]]:
+        """Return the possible branches of each of the completions [b] from the place `after` on, numbered from
+        `first`."""
+        from flowgrpo.text.samplers.continuations import alternatives
+
+        tokens, logp, likeliest = alternatives(policy, tokenized, completions.ids, completions.mask, decoding)
+        fits = completions.mask & (logp.exp() > self.likely) & (likeliest.exp() - logp.exp() <= self.gap)
+        fits &= ~torch.isin(tokens, torch.tensor(policy.ends))
+        fits[:, -1] = False  # a branch needs room behind it
+        return [[Branch(first + row, at, int(tokens[row, at]), logp[row, at].item())
+                 for at in fits[row].nonzero().flatten().tolist() if at >= after[row]] for row in range(len(tokens))]
+
+    def apart_from(self, completions: SampledCompletions, tried: SampledCompletions, branch: Branch, number: int
+                   ) -> bool:
+        """Return True if the tried completion differs enough from the one it left."""
+        window = slice(branch.place, branch.place + self.ahead)
+        one, other = (samples.ids[at, window][samples.mask[at, window]].tolist()
+                      for samples, at in ((completions, branch.parent), (tried, number)))
+        return edit_distance(one, other) >= self.apart * max(len(one), len(other))
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Candidate branch.
+
+    parent: number of the completion that it leaves.
+    place: token index where it leaves.
+    token: the token it takes there.
+    logp: its log-probability.
+    """
+
+    parent: int
+    place: int
+    token: int
+    logp: float
+
+
+def branched(policy: CausalModel, tokenized: TokenizedPrompts, completions: SampledCompletions, decoding: Decoding,
+             generators: Sequence[torch.Generator], branches: Sequence[Branch]) -> SampledCompletions:
+    """Return the completions of these branches, drawn to their end."""
+    from flowgrpo.text.samplers.continuations import continued
+
+    prefixes = [torch.cat([completions.ids[branch.parent, :branch.place], torch.tensor([branch.token])])
+                for branch in branches]
+    drawn = continued(policy, tokenized, prefixes, decoding, generators)
+    logp = drawn.logp.clone()
+    for row, branch in enumerate(branches):
+        logp[row, :branch.place] = completions.logp[branch.parent, :branch.place]
+        logp[row, branch.place] = branch.logp
+    return replace(drawn, logp=logp)
+
+
+def edit_distance(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the Levenshtein distance: the fewest insertions, deletions and substitutions that turn one into the
+    other."""
+    before = list(range(len(other) + 1))
+    for number, token in enumerate(one, 1):
+        now = [number]
+        for place, another in enumerate(other, 1):
+            now.append(min(before[place] + 1, now[-1] + 1, before[place - 1] + (token != another)))
+        before = now
+    return before[-1]

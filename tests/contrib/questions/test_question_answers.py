@@ -1,0 +1,201 @@
+"""Questions of a prompt by hand and by a model, and a reward of their answers, by a tiny BLIP and by an HTTP server."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from flowgrpo.contrib.questions.question_answers import QuestionAnswers, chosen_in
+from flowgrpo.contrib.questions.questions import Question, of_claims, of_clauses, of_list, plural, written_in
+from flowgrpo.errors import UserError
+from flowgrpo.rewards import find, score
+from flowgrpo.rewards.failures import Failed, Tally
+from flowgrpo.rewards.judges.judge_client import Answer
+from flowgrpo.starter.scenes import parse
+from tests.rewards.images.test_model_rewards_blip import answering, normalised, pictures  # noqa: F401 a fixture
+from tests.rewards.judges.test_judge import QUICK, endpoint, level_of, parts, said, shades
+
+YES_NO, PLACES = ("yes", "no"), ("left", "right", "above", "below")
+TWO = Question("How many dogs are there?", "two", ("one", "two", "three"))
+SAID = {"question": TWO.question, "answer": TWO.answer, "choices": list(TWO.choices)}
+
+
+# --- questions -------------------------------------------------------------------------------------------------------
+
+def test_clauses_of_geneval_become_questions():
+    found = of_clauses({"include": [{"class": "bench", "count": 2}, {"class": "umbrella", "count": 1, "color": "red",
+                                                                     "position": ["left of", 0]}],
+                        "exclude": [{"class": "bench", "count": 3}, {"class": "dog", "count": 1}]})
+    colours = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
+    assert found == [
+        Question("How many benches are in the picture?", "two", ("zero", "one", "two", "three", "four")),
+        Question("Is there an umbrella in the picture?", "yes", YES_NO),
+        Question("What color is the umbrella?", "red", colours),
+        Question("Where is the umbrella, seen from the bench: left, right, above or below?", "left", PLACES),
+        Question("Is there a dog in the picture?", "no", YES_NO)]
+
+
+@pytest.mark.parametrize("prompt, number, expected, others", [
+    ("a star", "one", [("How many stars are in the picture?", "one")], "circle square triangle cross ring"),
+    ("three black rings", "three", [
+        ("How many rings are in the picture?", "three"), ("What color are the rings?", "black")],
+     "circle square triangle star cross"),
+    ("a drawing of a ring above a cross", "two", [
+        ("How many rings are in the picture?", "one"), ("How many crosses are in the picture?", "one"),
+        ("Where is the ring, seen from the cross: left, right, above or below?", "above")],
+     "circle square triangle star"),
+    ("a red star and a blue star", "two", [("How many stars are in the picture?", "two")],
+     "circle square triangle cross ring"),
+    ("two red stars and a ring", "three", [
+        ("How many stars are in the picture?", "two"), ("How many rings are in the picture?", "one"),
+        ("What color are the stars?", "red")], "circle square triangle cross")])
+def test_prompts_of_the_starters_world_become_questions(prompt, number, expected, others):
+    absent = [(f"Is there a {shape} in the picture?", "no") for shape in others.split()]
+    total = [("How many things are in the picture?", number)]
+    assert [(each.question, each.answer) for each in of_claims(parse(prompt))] == total + expected + absent
+
+
+def test_a_place_beside_a_class_that_comes_twice_is_not_asked_for():
+    found = of_clauses({"include": [{"class": "dog", "count": 1}, {"class": "dog", "count": 2, "color": "red"},
+                                    {"class": "cat", "count": 1, "position": ["left of", 0]}]})
+    assert [(each.question, each.answer) for each in found] == [
+        ("How many dogs are in the picture?", "three"), ("Is there a cat in the picture?", "yes")]
+
+
+@pytest.mark.parametrize("noun, many", [("dog", "dogs"), ("bus", "buses"), ("toothbrush", "toothbrushes"),
+                                        ("person", "people"), ("knife", "knives"), ("berry", "berries"),
+                                        ("toy", "toys"), ("sheep", "sheep")])
+def test_plurals(noun, many):
+    assert plural(noun) == many
+
+
+@pytest.mark.parametrize("entries", [
+    [], "What?", [3], [{"question": "What?"}], [{"question": "What?", "answer": "red"}],
+    [{"question": "What?", "answer": "a", "choices": ["a", "a"]}],
+    [{"question": "What?", "answer": "a", "choices": ["a", 1]}], [{"question": "What?", "answer": "a", "choices": 1}],
+    [{"question": " ", "answer": "yes"}], [{"question": "x" * 201, "answer": "yes"}]])
+def test_what_is_no_question_is_refused(entries):
+    with pytest.raises(UserError) as caught:
+        of_list(entries)
+    assert "expected" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text, count", [
+    (json.dumps([SAID]), 1), (f"```json\n{json.dumps([SAID, SAID | {'answer': 'four'}])}\n```", 1),
+    (f"<think>{{}}</think>Here: {json.dumps(SAID)} {{\"question\": 1}} {{broken", 1), ("None.", 0), ("", 0),
+    ("I'm sorry, but I can't help with that. " + json.dumps(SAID), 0)])
+def test_the_proper_questions_of_a_models_answer_are_read(text, count):
+    assert written_in(Answer(text)) == [TWO] * count
+    assert written_in(Answer(text, cut=True)) == written_in(Answer(text, refused=True)) == []
+
+
+@pytest.mark.parametrize("text, choice", [
+    ("two", "two"), ("Answer: two", "two"), ("There are 2.", "two"), ("One or two? Answer: Three.", "three"),
+    ("<think>one</think>**Two**", "two"), ("one or two", None), ("twofold", None), ("", None), ("four", None),
+    ("I cannot answer. two", None)])
+def test_the_choice_of_an_answer(text, choice):
+    assert chosen_in(text, TWO.choices) == choice
+
+
+# --- by a model here -------------------------------------------------------------------------------------------------
+
+def probability(model, texts, queries, image: torch.Tensor, question: str, answer: str) -> float:
+    """The geometric mean over the answer's tokens, by transformers' own forward, one token at a time."""
+    asked = f"Question: {question} Short answer:"
+    wanted, logarithm = texts(answer)["input_ids"], 0.0
+    for i, token in enumerate(wanted):
+        with torch.no_grad():
+            logits = model(pixel_values=normalised(image)[None].float(),
+                           input_ids=torch.tensor([[39] * 3 + texts(asked)["input_ids"]]),
+                           qformer_input_ids=torch.tensor([queries(asked)["input_ids"]]),
+                           decoder_input_ids=torch.tensor([[0, *wanted[:i]]])).logits
+        logarithm += logits[0, -1].double().log_softmax(-1)[token].item()
+    return torch.tensor(logarithm / len(wanted)).exp().item()
+
+
+def test_the_probability_and_the_share_of_right_answers(answering):  # noqa: F811
+    """Words that the tiny model knows; of each picture other questions, one of them with three choices."""
+    asked = [[{"question": "is this a cat", "answer": "yes"}, {"question": "is this red", "answer": "no"}],
+             [{"question": "a cube or a ball", "answer": "ball", "choices": ["cube", "ball", "cat"]}],
+             [{"question": "two dogs on a mat", "answer": "yes"}, {"question": "is this blue", "answer": "red",
+                                                                   "choices": ["blue", "red"]}]]
+    images, settings = pictures(3, seed=4), {"dtype": "fp32", "device": "cpu", "batch_size": 2, "parts": answering}
+    metadata = [{"questions": each} for each in asked]
+    of = [[{choice: probability(*answering, image, each["question"], choice) for choice in each.get("choices", YES_NO)}
+           for each in own] for image, own in zip(images, asked)]
+    mean = [sum(found[each["answer"]] for found, each in zip(*both)) / len(both[0]) for both in zip(of, asked)]
+    right = [sum(max(found, key=found.get) == each["answer"] for found, each in zip(*both)) / len(both[0])
+             for both in zip(of, asked)]
+    found = QuestionAnswers(score="probability", vqa=settings)(images, [""] * 3, metadata)
+    assert found == pytest.approx(mean, rel=1e-4) and len(set(found)) == 3
+    assert QuestionAnswers(vqa=settings)(images, [""] * 3, metadata) == right
+
+
+# --- by a judge ------------------------------------------------------------------------------------------------------
+
+def test_a_judge_answers_questions_of_templates():
+    """It takes the picture's level for the number of stars, and says nothing of colours."""
+    def reply(body, number):
+        [question] = parts(body, "text")
+        return said(f"Answer: {level_of(body)}" if "How many" in question else "I do not know")
+
+    with endpoint(reply) as server:
+        reward = find("question_answers", {"by": "judge", "judge": {"url": server.url, **QUICK}})
+        prompts = ["two stars", "three stars", "three red stars", "a star"]
+        tally = Tally()
+        own = {"questions": [{"question": "Is it red?", "answer": "yes"}]}
+        found = score({"qa": reward}, shades(2, 2, 3, 0), prompts, [{}, {}, {}, own], tally=tally)[:, 0]
+    assert found[:3].tolist() == [1, 0, 1] and found[3].isnan() and tally.failed == {"qa": 1}
+    assert "no answer to a question of the prompt 'a star'" in tally.said["qa"]
+    asked = [parts(body, "text")[0] for _, _, body in server.seen]
+    # Two numbers and five other shapes of three prompts, a colour, and one of its own.
+    assert len(asked) == 3 * 7 + 1 + 1 and ("How many stars are in the picture?\nChoose one of: zero, one, two, three, "
+                                            "four. End with a line `Answer: CHOICE`.") in asked
+
+
+def test_a_writer_is_asked_once_per_prompt_and_kept(tmp_path):
+    def reply(body, number):
+        [question] = parts(body, "text")
+        if "Answer with JSON alone" in question:
+            return said("no idea" if "fog" in question else json.dumps([SAID | {"question": "How many dogs in 'it'?"}]))
+        return said("two")
+
+    with endpoint(reply) as server:
+        settings = {"by": "judge", "judge": {"url": server.url, **QUICK}, "writer": {"url": server.url, **QUICK},
+                    "file": str(tmp_path / "kept" / "questions.jsonl")}
+        reward = QuestionAnswers(**settings)
+        prompts = ["two dogs run", "fog", "two dogs run"]
+        first, fog, third = reward(shades(1, 2, 3), prompts, [{}] * 3)
+        assert first == third == 1 and "no questions of the prompt 'fog'" in str(fog) and isinstance(fog, Failed)
+        assert len(server.seen) == 4  # two prompts, two pictures
+        assert reward(shades(1), prompts[:1], [{}]) == [1] and len(server.seen) == 5
+        assert QuestionAnswers(**settings)(shades(1), prompts[:1], [{}]) == [1] and len(server.seen) == 6
+        (tmp_path / "kept" / "questions.jsonl").write_text('{"prompt": "x"}\n')
+        with pytest.raises(UserError, match="line 1: .*: remove the line"):
+            QuestionAnswers(**settings)
+
+
+@pytest.mark.parametrize("arguments, told", [
+    ({"by": "me"}, "by is 'me' and score 'share', expected vqa, judge or a folder with reward.json"),
+    ({"score": "mean"}, "score 'mean', expected"),
+    ({"by": "judge", "score": "probability"}, "the latter two not of a judge"),
+    ({"by": "judge", "file": "x.jsonl"}, "give writer, or leave it out"),
+    ({"by": "judge", "judge": {"template": "Is it so?"}}, "names no {question}")])
+def test_mistakes_are_told_in_one_line(arguments, told):
+    with pytest.raises(UserError) as caught:
+        find("question_answers", arguments)
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_weights_that_cannot_be_had_are_told_of_this_reward():
+    with pytest.raises(UserError, match=r"^reward 'question_answers': /no/folder cannot be loaded .*: fetch it and "
+                                        r"give its folder as args: \{vqa: \{model: FOLDER\}\}$"):
+        QuestionAnswers(vqa={"model": "/no/folder"})
+
+
+def test_a_prompt_without_questions_is_refused():
+    reward = QuestionAnswers(by="judge")
+    with pytest.raises(UserError, match="no question can be made of the prompt 'fog': give metadata"):
+        reward(shades(1), ["fog"], [{}])

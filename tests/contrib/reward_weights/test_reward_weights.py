@@ -1,0 +1,173 @@
+"""Weights that adapt: tables by hand, and what they have to keep."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from flowgrpo import methods
+from flowgrpo.advantages.group import Advantage, group_relative
+from flowgrpo.contrib.reward_weights.parts import (
+    ForwardCorrected,
+    HardPrompts,
+    Hypervolume,
+    Influence,
+    adapted,
+    difficulty,
+    front,
+    hypervolume,
+)
+from flowgrpo.errors import UserError
+from flowgrpo.methods import overlay
+from flowgrpo.types import Context
+from tests.helpers import tiny_text
+from tests.helpers.tables import close, f64
+
+ONE, OTHER, NONE = [1, 1, -1, -1], [1, -1, 1, -1], [0, 0, 0, 0]  # advantages of a group of four: orthogonal, and silent
+
+
+def columns(*each: list[int]) -> torch.Tensor:
+    """Advantages or rewards [1, 4, R]."""
+    return f64(each).T[None]
+
+
+@pytest.mark.parametrize("each, weights, influence", [
+    ((ONE, OTHER), [1, 1], [0.5, 0.5]),  # they leave each other alone
+    ((ONE, NONE), [1, 1], [0.5, 0]),  # the second is saturated
+    ((ONE, ONE, [-a for a in ONE]), [1, 1, 1], [1 / 3, 1 / 3, -1 / 3]),  # the third pulls against the others
+    ((ONE, OTHER), [3, 1], [0.75, 0.25]), ((ONE, OTHER), [1, 0], [1, 0]),
+])
+def test_weights_move_by_their_influence(each, weights, influence):
+    moved = [w * math.exp(2 * i) for w, i in zip(weights, influence)]
+    close(adapted(columns(*each), f64(weights), 2), [sum(weights) * each / sum(moved) for each in moved])
+
+
+def test_a_reward_that_is_saturated_in_some_groups_counts_by_the_others():
+    advantages = torch.cat([columns(ONE, OTHER), columns(ONE, NONE), columns(ONE, NONE), columns(ONE, NONE)])
+    moved = [math.exp(0.5), math.exp(0.5 / 4)]
+    close(adapted(advantages, f64([1, 1]), 1), [2 * each / sum(moved) for each in moved])
+
+
+def test_the_sum_is_under_the_adapted_weights():
+    """(0, 0, 1, 1) has the deviation sqrt(1/3): advantages of +-sqrt(3)/2, whose square is 3/4, 3/8 under a half."""
+    share = math.exp(0.375) / (math.exp(0.375) + 1)
+    expected = 2 * share * math.sqrt(0.75)
+    found = Influence()(columns([0, 0, 1, 1], [5, 5, 5, 5]), [1, 1])
+    assert found[0].tolist() == pytest.approx([-expected, -expected, expected, expected], abs=1e-7)
+
+
+def test_without_a_rate_it_is_the_weighted_sum_of_advantages():
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.rand(5, 6, 3, generator=generator, dtype=torch.float64)
+    rewards[0, :2, 1] = torch.nan
+    weights = [1.0, 0.5, 2.0]
+    close(Influence(rate=0)(rewards, weights), Advantage()(rewards, weights).tolist())
+    assert not torch.allclose(Influence(rate=3)(rewards, weights), Advantage()(rewards, weights))
+    scaled = rewards * f64([10, 1, 100]) + 7  # the scale of a reward is of no consequence
+    assert torch.allclose(Influence()(scaled, weights), Influence()(rewards, weights), atol=1e-6)
+    assert Influence(clamp=0.5)(rewards, weights).abs().max() == 0.5
+
+
+def test_weights_keep_their_sum_and_stay_finite():
+    weights = adapted(columns(ONE, NONE) * 100, f64([1, 3]), 50)
+    close(weights, [4, 0])
+    assert (Influence()(columns(NONE, NONE), [1, 1]) == 0).all()
+
+
+def test_a_recipe_names_it():
+    method = overlay.with_parts(methods.preset("flow_grpo"), {"advantage": {"type": "Influence", "rate": 2}})
+    assert method.credit.advantage == Influence(2)
+
+
+@pytest.mark.parametrize("make, told", [
+    (lambda: Influence(rate=-1), "rate is -1, expected 0 or more"), (lambda: Influence(clamp=0), "clamp is 0"),
+    (lambda: Influence()(columns(ONE, OTHER), [1, -1]), "expected 0 or more, and one above"),
+    (lambda: Influence()(columns(ONE, OTHER), [0, 0]), "expected 0 or more, and one above"),
+    (lambda: Influence()(columns(ONE, OTHER), [1]), "one weight per reward"),
+])
+def test_what_cannot_be(make, told):
+    with pytest.raises(ValueError, match=told):
+        make()
+
+
+# --- over a run ------------------------------------------------------------------------------------------------------
+
+def test_influence_adds_up_from_epoch_to_epoch_and_not_within_one():
+    """The first reward's influence is 1/2 of a weight share v per unit: w_1 after k epochs, by the rule itself."""
+    rewards, memory = columns([0, 0, 1, 1], [5, 5, 5, 5]), {}
+    advantages = torch.stack([group_relative(each) for each in rewards.unbind(2)], 2)
+    weights = f64([1, 1])
+    for epoch in range(3):
+        weights = adapted(advantages, weights, 1.0)
+        for _ in range(2):  # a second call of the epoch, as for inner nodes, or after a resume
+            Influence()(rewards, [1, 1], Context(epoch=epoch, memory=memory))
+        close(f64(memory["influence"]["after"]), weights.tolist())
+    assert weights[0] > 1.5 and weights.sum() == pytest.approx(2)
+
+
+@pytest.mark.parametrize("points, volume", [
+    ([], 0), ([[2, 3]], 6), ([[2, 3], [1, 1]], 6), ([[2, 3], [3, 2]], 8), ([[2, 3], [-1, 5]], 6),
+    ([[1, 1, 1]], 1), ([[1, 1, 2], [2, 1, 1]], 3), ([[4], [2]], 4)])
+def test_the_volume_below_a_front(points, volume):
+    assert hypervolume(points) == pytest.approx(volume)
+
+
+def test_a_front_keeps_what_nothing_exceeds():
+    assert front([[1, 1], [2, 0], [1, 1], [2, 2], [0, 3]]) == [[2, 2], [0, 3]]
+
+
+def test_an_epoch_that_enlarges_the_front_counts_more():
+    """Means (1, 2), then (2, 1), which adds 1 to a volume of 2, then (1, 1), which adds none; the factors are outputs
+    of the released compute_score of dynamic-reward-weighting."""
+    def rewards(first, second):
+        return columns([0, 2 * first], [0, 2 * second])
+
+    memory, plain = {}, [-(2**0.5), 2**0.5]
+    for epoch, (means, factor) in enumerate([((1, 2), 1), ((2, 1), 1.6423912339), ((1, 1), 0.5)]):
+        for _ in range(2):
+            found = Hypervolume()(rewards(*means), [1, 1], Context(epoch=epoch, memory=memory))
+            close(found[0], [value * factor for value in plain], 1e-7)
+
+
+def test_a_hard_prompt_with_a_gap_has_longer_advantages():
+    """Means 1/4 and 3/4, gaps 3/4 and 1/4: z is 1 and -1 of both, so the product is sigmoid(1)^2 and sigmoid(-1)^2."""
+    rewards = f64([[0, 0, 0, 1], [1, 1, 1, 0]])
+    hard, easy = (1 / (1 + math.exp(-z)) for z in (1, -1))
+    expected = [2 * each**2 / (hard**2 + easy**2) for each in (hard, easy)]
+    close(difficulty(rewards), expected, 1e-6)
+    found, plain = HardPrompts()(rewards[..., None], [1]), group_relative(rewards)
+    torch.testing.assert_close(found, plain * f64(expected)[:, None], rtol=1e-6, atol=0)
+    assert torch.equal(HardPrompts(strength=0)(rewards[..., None], [1]), plain)
+    close(difficulty(f64([[1, 1], [1, 1], [math.nan] * 2])), [1, 1, 1])
+
+
+def test_forward_correction_pulls_right_samples_nowhere_in_the_mean():
+    """A verifier accepts 1 of 10 wrong samples and rejects 3 of 10 right ones."""
+    right, wrong = columns([1] * 7 + [0] * 3), columns([1] + [0] * 9)
+    correct = ForwardCorrected(misses=0.3)
+    assert correct(right, [1]).mean().item() == pytest.approx(0)
+    assert correct(wrong, [1]).mean().item() == pytest.approx(-0.6)
+    assert correct(columns([math.nan, 1, 0]), [1])[0].tolist() == pytest.approx([0, 0.3, -0.7])
+
+
+def test_the_rate_of_misses_is_estimated_over_the_run():
+    """6 accepted, 4 rejected, of which 2 are rechecked and 1 is right: 4 / 2 = 2 of 8 right ones are missed. Then with
+    10 rejected, 6 rechecked and 1 right: 10 / 6 of 10 / 6 + 6."""
+    nan, memory = math.nan, {}
+    first = columns([1] * 6 + [0] * 4, [nan] * 6 + [1, 0, nan, nan])
+    later = columns([0] * 6, [0] * 4 + [nan] * 2)
+    for epoch, (batch, rate) in enumerate([(first, 0.25), (later, 10 / 6 / (10 / 6 + 6))]):
+        for _ in range(2):
+            found = ForwardCorrected()(batch, [1, 1], Context(epoch=epoch, memory=memory))
+            close(found, (batch[..., 0] - 1 + rate).tolist())
+
+
+@pytest.mark.parametrize("part, rewards, message", [
+    ("ForwardCorrected", {"short": 1.0}, "1 rewards, expected one verdict with misses set"),
+    ("Hypervolume", {"short": -1.0}, "expected at most 4 of 0 or more"),
+    ("Influence", {"short": -1.0}, "expected 0 or more, and one above")])
+def test_rewards_that_a_part_cannot_read_are_refused_before_a_run(part, rewards, message):
+    with pytest.raises(UserError, match=message):
+        tiny_text.trainer(reward=rewards, parts__advantage__type=part)

@@ -1,0 +1,210 @@
+"""VideoReward on a tiny random Qwen2-VL, loaded from files under the release's names: against one clip at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from flowgrpo.contrib.video_reward.video_reward import MARKS, instruction, looked_at, merged
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.find import find
+from flowgrpo.rewards.images import vision
+
+PROMPTS = ["a red cube", "two dogs", "a cat on a mat"]
+TEXT = "how does it look : <|VQ_reward|> and move : <|MQ_reward|> and match {text_prompt} : <|TA_reward|> end"
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
+           "<|video_pad|>"]
+CHAT = ("{% for message in messages %}<|im_start|> {{ message.role }} {% for part in message.content %}"
+        "{% if part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% else %} {{ part.text }}{% endif %}"
+        "{% endfor %}<|im_end|> {% endfor %}{% if add_generation_prompt %}<|im_start|> assistant{% endif %}")
+CLIPS = (torch.rand(3, 5, 3, 40, 50, generator=torch.Generator().manual_seed(8)) * 255).round() / 255
+LORA = {"lora_r": 2, "lora_alpha": 8}
+
+
+def saved_base(folder):
+    """Write the base model's configuration and processor; return the words and a model with the release's tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen2VLConfig,
+        Qwen2VLForConditionalGeneration,
+        Qwen2VLImageProcessor,
+        Qwen2VLProcessor,
+        Qwen2VLVideoProcessor,
+    )
+
+    words = [*SPECIAL, "?", *sorted({word for text in (*PROMPTS, TEXT, "user assistant") for word in text.split()
+                                     if word[0] not in "<{"})]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token=SPECIAL[0], unk_token="?")
+    tokenizer.add_tokens(SPECIAL, special_tokens=True)
+    Qwen2VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor(),
+                     chat_template=CHAT).save_pretrained(folder)
+    config = Qwen2VLConfig(
+        text_config={"vocab_size": 90, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+                     "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024,
+                     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3]}},
+        vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
+        image_token_id=5, video_token_id=6, vision_start_token_id=3, vision_end_token_id=4)
+    torch.manual_seed(18)
+    model = Qwen2VLForConditionalGeneration(config).eval()
+    model.resize_token_embeddings(len(words) + 3)
+    with torch.no_grad():
+        for value in model.parameters():
+            if value.ndim > 1:
+                value.normal_(0, 0.2)
+    config.text_config.vocab_size = 90  # the base model's, not the checkpoint's
+    config.save_pretrained(folder)
+    return words, model
+
+
+def as_released(model, head: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors as PEFT saves them: every weight of the language model's layers without what its LoRA adds."""
+    state, made = {"base_model.model.rm_head.weight": head}, torch.Generator().manual_seed(3)
+    for key, value in model.state_dict().items():
+        key = key.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
+        if "_proj.weight" in key and "layers" in key:
+            down, up = torch.randn(2, value.shape[1], generator=made), torch.randn(value.shape[0], 2, generator=made)
+            part = "base_model.model." + key.removesuffix(".weight")
+            state |= {f"{part}.base_layer.weight": value - 4 * up @ down, f"{part}.lora_A.default.weight": down,
+                      f"{part}.lora_B.default.weight": up}
+        elif "_proj.bias" in key and "layers" in key:
+            state["base_model.model." + key.replace(".bias", ".base_layer.bias")] = value
+        else:
+            state[f"base_model.model.{key}"] = value
+    return {key: value.clone().contiguous() for key, value in state.items()}
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("videoalign")
+    words, model = saved_base(folder / "base")
+    head = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
+    (folder / "checkpoint-12").mkdir()
+    torch.save(as_released(model, head), folder / "checkpoint-12" / "model.pth")
+    (folder / "model_config.json").write_text(json.dumps({
+        "peft_lora_config": LORA, "inference_config": {"TA_mean": 0.5, "TA_std": 2.0}}))
+    (folder / "prompt_template.py").write_text(
+        f'import gone\nOTHER = "x"\nDETAILED_PROMPT_WITH_SPECIAL_TOKEN = """{TEXT}"""\ngone.run()\n')
+    arguments = {"model": str(folder), "base": str(folder / "base"), "dtype": "fp32", "device": "cpu",
+                 "instruction": str(folder / "prompt_template.py"), "fps": 2}
+    return arguments, words, model, head
+
+
+def patches(frames: list[torch.Tensor], height: int, width: int) -> torch.Tensor:
+    """Pairs of frames as Qwen2-VL's patches: 14 by 14, in blocks of two by two."""
+    rows, x = [], []
+    for frame in frames:
+        pil = Image.fromarray((frame * 255).round().byte().permute(1, 2, 0).numpy())
+        x.append((np.asarray(pil.resize((width, height), Image.BICUBIC)) / 255 - vision.MEAN) / vision.DEVIATION)
+    for one, other in zip(x[::2], x[1::2]):
+        for top in range(0, height, 28):
+            for left in range(0, width, 28):
+                for dy, dx in ((0, 0), (0, 14), (14, 0), (14, 14)):
+                    area = np.s_[top + dy:top + dy + 14, left + dx:left + dx + 14]
+                    rows.append(np.stack([one[area].transpose(2, 0, 1), other[area].transpose(2, 0, 1)], 1).ravel())
+    return torch.tensor(np.stack(rows), dtype=torch.float32)
+
+
+def expected(release, clip: torch.Tensor, prompt: str) -> list[float]:
+    """The three scores of one clip: its tokens put between the words', positions that count up."""
+    _, words, model, head = release
+    ids = {word: i for i, word in enumerate([*words, *MARKS])}
+    before = ["<|im_start|>", "user", "<|vision_start|>"]
+    after = ["<|vision_end|>", *TEXT.replace("{text_prompt}", prompt).split(), "<|im_end|>", "<|im_start|>",
+             "assistant"]
+    table, body, height, width = model.get_input_embeddings().weight, model.model, 308, 364
+    with torch.no_grad():
+        grid = torch.tensor([[2, height // 14, width // 14]])
+        shown = body.visual(patches([clip[i] for i in (0, 1, 3, 4)], height, width), grid_thw=grid).pooler_output
+        whole = torch.cat([table[[ids[word] for word in before]], shown, table[[ids[word] for word in after]]])
+        hidden = body.language_model(inputs_embeds=whole[None]).last_hidden_state[0]
+    raw = [(hidden[len(before) + len(shown) + after.index(mark)] @ head[0]).item() for mark in MARKS]
+    return [(raw[0] - 3.6757) / 2.2476, (raw[1] - 1.1646) / 1.3811, (raw[2] - 0.5) / 2.0]
+
+
+def test_scores_are_the_head_on_the_three_marks(release):
+    assert looked_at(5, 2) == [0, 1, 3, 4]
+    values = torch.tensor([expected(release, clip, prompt) for clip, prompt in zip(CLIPS, PROMPTS)])
+    assert values.std(0).min() > 1e-3
+    for axes, wanted in (({"VQ": 1.0}, values[:, 0]), ({"MQ": 2.0, "TA": 0.5}, 2 * values[:, 1] + values[:, 2] / 2)):
+        reward = find("videoalign", {**release[0], "axes": axes})
+        assert reward(CLIPS, PROMPTS).tolist() == pytest.approx(wanted.tolist(), abs=2e-3)
+    marked = find("videoalign", release[0])(CLIPS[1:2], ["two <|VQ_reward|>dogs<|video_pad|>"])
+    assert marked.tolist() == pytest.approx([values[1].sum().item()], abs=5e-3)
+
+
+def test_weights_in_half_precision_keep_the_head_in_fp32(release):
+    half, full = (find("videoalign", {**release[0], "dtype": dtype, "batch_size": 2}) for dtype in ("bf16", "fp32"))
+    model, head, *_ = half.models
+    assert model.dtype == torch.bfloat16 and head[0].weight.dtype == torch.float32
+    assert {buffer.dtype for name, buffer in model.named_buffers() if "inv_freq" in name} == {torch.float32}
+    assert half(CLIPS, PROMPTS).tolist() == pytest.approx(full(CLIPS, PROMPTS).tolist(), abs=0.5)
+
+
+@pytest.mark.parametrize("count, fps, frames", [
+    (81, 16, [0, 9, 18, 27, 36, 44, 53, 62, 71, 80]),  # 10.1 frames at 2 a second
+    (16, 16, [0, 5, 10, 15]), (3, 16, [0, 2]), (2, 30, [0, 1]),
+])
+def test_two_frames_a_second_are_seen_and_at_least_four(count, fps, frames):
+    assert looked_at(count, fps) == frames
+
+
+def test_lora_is_added_to_the_weights():
+    state = {"base_model.model.a.base_layer.weight": torch.zeros(2, 2),
+             "base_model.model.a.base_layer.bias": torch.ones(2),
+             "base_model.model.a.lora_A.default.weight": torch.tensor([[1.0, 2.0]]),
+             "base_model.model.a.lora_B.default.weight": torch.tensor([[1.0], [3.0]]), "b.weight": torch.ones(1)}
+    plain = merged(state, {"lora_r": 1, "lora_alpha": 2})
+    assert plain["a.weight"].tolist() == [[2, 4], [6, 12]] and set(plain) == {"a.weight", "a.bias", "b.weight"}
+    assert merged(state, {"lora_r": 4, "lora_alpha": 2, "use_rslora": True})["a.weight"].tolist() == [[1, 2], [3, 6]]
+
+
+class Command:
+    """A pickle that runs a command when it is read."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def test_weights_run_nothing_and_safetensors_come_first(release, tmp_path):
+    arguments, _, model, head = release
+    for folder in ("checkpoint-1", "checkpoint-2"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "model_config.json").write_text(json.dumps({"peft_lora_config": LORA}))
+    torch.save({"a": Command(f"touch {tmp_path}/ran")}, tmp_path / "checkpoint-2" / "model.pth")
+    with pytest.raises(UserError, match="checkpoint-2/model.pth cannot be loaded"):
+        find("videoalign", {**arguments, "model": str(tmp_path)})
+    assert not (tmp_path / "ran").exists()
+    save_file(as_released(model, head), tmp_path / "checkpoint-1" / "model.safetensors")
+    assert find("videoalign", {**arguments, "model": str(tmp_path)}).parts[-1]["TA_mean"] == 2.8105
+
+
+@pytest.mark.parametrize("change, told", [
+    ({"axes": {"XQ": 1}}, "expected weights of VQ, MQ, TA"), ({"fps": 0}, "a number above 0"),
+    ({"instruction": None}, "get prompt_template.py of KwaiVGI/VideoAlign, and give it as args"),
+    ({"instruction": "/no/file.txt"}, "/no/file.txt cannot be loaded .*: give prompt_template.py"),
+    ({"model": "/no/folder"}, "/no/folder cannot be loaded .*: give the folder of KwaiVGI/VideoReward as args"),
+    ({"base": "/no/base"}, "/no/base cannot be loaded .*: fetch it and give its folder as args: {base: FOLDER}"),
+])
+def test_mistakes_are_told_in_one_line(release, change, told):
+    with pytest.raises(UserError, match=told) as error:
+        find("videoalign", {**release[0], **change})
+    assert "\n" not in str(error.value) and "videoalign" in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["{text_prompt}", " ".join(MARKS), " ".join([*MARKS[::-1], "{text_prompt}"])])
+def test_an_instruction_without_its_marks_is_refused(tmp_path, text):
+    (tmp_path / "short.txt").write_text(text)
+    with pytest.raises(UserError, match="has not {text_prompt} and <.VQ_reward.>, .* once each, in this order"):
+        instruction(str(tmp_path / "short.txt"))

@@ -1,0 +1,326 @@
+"""A language model as a policy: completions, their densities, what a group shares, and the files of its adapter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flowgrpo.config import Config
+from flowgrpo.config.sections import Text
+from flowgrpo.errors import UserError
+from flowgrpo.policies import build
+from flowgrpo.policies.weights.checkpointing import recompute
+from flowgrpo.text.policies.causal_lm import RECOMPUTED, CausalLM, relative_error
+from flowgrpo.text.samplers.decoding import Decoding
+from flowgrpo.types import Scored
+from tests.helpers import tiny_text as tiny
+
+ASKED = ["1+2=", "90;1=", "5;66=", "1+2="]
+
+
+def sampled(own: CausalLM, prompts=ASKED, seeds=(1, 2, 3, 4), decoding=Decoding(), greedy=0):
+    asked = own.encode(list(prompts))
+    first = torch.arange(len(prompts)) < greedy
+    return asked, own.sample(asked, decoding, own.generators(seeds), first)
+
+
+def replayed(own: CausalLM, asked, found, decoding=Decoding(), prompts=None) -> Scored:
+    prompts = torch.arange(len(found.ids)) if prompts is None else prompts
+    return own.log_probs(asked, prompts, found.ids, found.mask, decoding)
+
+
+def by_hand(own: CausalLM, asked, found, temperature=1.0) -> torch.Tensor:
+    """Row by row and without padding, from the model's own logits."""
+    rows = torch.zeros(found.ids.shape)
+    for row, (prompt, ids) in enumerate(zip(asked.ids, found.ids)):
+        count = int(found.mask[row].sum())
+        logits = own.model(input_ids=torch.cat([prompt, ids[:count]])[None]).logits[0, len(prompt) - 1:-1]
+        rows[row, :count] = (logits / temperature).log_softmax(-1).gather(1, ids[:count, None])[:, 0]
+    return rows
+
+
+# --- samples ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decoding", [Decoding(), Decoding(0.7), Decoding(1.3, top_p=0.9, top_k=8, min_p=0.02)])
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_replay_gives_the_log_probabilities_of_the_rollout(decoding, shared):
+    own = tiny.stir(tiny.policy(shared_prefix=shared))
+    asked, found = sampled(own, decoding=decoding)
+    again = replayed(own, asked, found, decoding)
+    torch.testing.assert_close(again.logp, found.logp, rtol=0, atol=1e-5)
+    assert torch.equal(again.mask, found.mask) and not again.logp[~found.mask].any()
+
+
+def test_a_completion_does_not_depend_on_its_batch():
+    own = tiny.policy()
+    _, together = sampled(own)
+    for row, prompt in enumerate(ASKED):
+        _, alone = sampled(own, [prompt], [row + 1])
+        assert alone.texts[0] == together.texts[row] and torch.equal(alone.mask[0], together.mask[row])
+        torch.testing.assert_close(alone.logp[0], together.logp[row], rtol=0, atol=1e-5)
+
+
+def test_first_tokens_come_as_often_as_the_model_says():
+    own, count = tiny.policy(max_tokens=1), 4000
+    asked, found = sampled(own, ["1+2="] * count, range(count))
+    expected = own.model(input_ids=asked.ids[0][None]).logits[0, -1].softmax(-1).detach()
+    shares = torch.bincount(found.ids[:, 0], minlength=len(expected)) / count
+    assert ((shares - expected).abs() <= 4 * (expected * (1 - expected) / count).sqrt() + 1e-9).all()
+
+
+def test_greedy_rows_are_those_of_generate():
+    own = tiny.policy()
+    asked, found = sampled(own, greedy=2)
+    for row in range(2):
+        ids = asked.ids[row][None]
+        stock = own.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=6,
+                                   do_sample=False)[0, ids.shape[1]:]
+        assert torch.equal(found.ids[row][:len(stock)], stock)
+    assert own.generate(asked.rows(torch.arange(2)), own.generators([0, 0])) == found.texts[:2]
+
+
+def test_a_models_own_penalties_are_dropped():
+    loaded = tiny.model()
+    loaded[0].generation_config.repetition_penalty = 5.0
+    loaded[0].generation_config.temperature = 0.1
+    _, plain = sampled(tiny.policy())
+    _, found = sampled(tiny.policy(loaded))
+    assert torch.equal(plain.ids, found.ids)
+
+
+# --- replays ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_log_probabilities_are_the_models_own(shared):
+    own = tiny.stir(tiny.policy(shared_prefix=shared))
+    asked, found = sampled(own)
+    torch.testing.assert_close(replayed(own, asked, found, Decoding(0.7)).logp, by_hand(own, asked, found, 0.7),
+                               rtol=0, atol=1e-5)
+
+
+def test_what_a_group_shares_is_read_once_and_gives_the_same_gradient():
+    gradients, counts = [], []
+    for shared in (True, False):
+        own = tiny.stir(tiny.policy(shared_prefix=shared))
+        asked, found = sampled(own, [ASKED[0]] * 3 + [ASKED[2]] * 3, range(6))
+        asked, prompts = own.encode([ASKED[0], ASKED[2]]), torch.tensor([0, 0, 0, 1, 1, 1])
+        replayed(own, asked, found, prompts=prompts)  # the trials
+        before = own.evaluations
+        weights = torch.arange(1.0, 7.0)[:, None]  # of the rows, so that none could stand for another
+        (replayed(own, asked, found, prompts=prompts).logp * weights).sum().backward()
+        counts.append(own.evaluations - before)
+        gradients.append([parameter.grad for parameter in own.weights.parameters()])
+    for shared, whole in zip(*gradients):
+        assert (shared - whole).norm() <= 1e-5 * whole.norm()
+    length = int(found.mask.sum(1).max())
+    assert counts == [2 * 6 + 6 * (length - 1), 6 * (6 + length - 1)]  # "5;66=" has 6 tokens with its start
+
+
+def test_logits_that_are_more_than_the_heads_are_taken_whole():
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    _, tokenizer = tiny.model()
+    torch.manual_seed(0)
+    model = Gemma2ForCausalLM(Gemma2Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, initializer_range=0.3,
+        final_logit_softcapping=1.5, sliding_window=32, attn_implementation="eager",
+        pad_token_id=0, bos_token_id=1, eos_token_id=2))
+    own = tiny.policy((model, tokenizer))
+    asked, found = sampled(own)
+    assert not own.head_alone(asked)
+    torch.testing.assert_close(replayed(own, asked, found).logp, by_hand(own, asked, found), rtol=0, atol=1e-5)
+    torch.testing.assert_close(replayed(own, asked, found).logp, found.logp, rtol=0, atol=1e-5)
+
+
+def test_prompts_are_shared_in_half_precision_whatever_the_first_one_is():
+    """States of scale 45, as a published model has them, differ by more than 0.1 where a kernel rounds otherwise."""
+    model, tokenizer = tiny.model(layers=12)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(45)
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight / 45)
+    asked = ["1;" * count + "3=" for count in range(1, 24)]
+    found = [CausalLM(model.to(torch.bfloat16), tokenizer, None, Text(max_tokens=6), precision="bf16") for _ in asked]
+    assert {prompt: own.unshared(own.encode([prompt])) for prompt, own in zip(asked, found)} == dict.fromkeys(asked, "")
+
+
+def test_the_error_of_logits_by_hand():
+    """Logits [1,2,3] have the spread sqrt(2); a constant added to all changes no probability."""
+    other = torch.tensor([[1.0, 2.0, 3.0]])
+    assert relative_error(other + 7, other) == 0
+    assert relative_error(other * 1.5, other) == pytest.approx(0.5)
+    assert relative_error(other + torch.tensor([[0.1, -0.2, 0.1]]), other) == pytest.approx((0.06 / 2) ** 0.5)
+    assert relative_error(torch.zeros(1, 3), torch.zeros(1, 3)) == 0
+
+
+def test_a_trial_is_made_once_in_a_run():
+    first, last = tiny.policy(), tiny.policy()
+    assert first.unshared(first.encode(ASKED)) == ""
+    assert first.state() == ({}, {"apart": ""})
+    last.load_state({}, {"apart": "it was not so"})
+    assert last.unshared(last.encode(ASKED)) == "it was not so" and not last.shares(last.encode(ASKED))
+    last.load_state({}, {})
+    assert last.shares(last.encode(ASKED))
+    recomputing = tiny.policy(checkpointing=True)
+    recomputing.load_state({}, {"apart": ""})
+    assert recomputing.unshared(recomputing.encode(ASKED)) == RECOMPUTED
+    last.load_state({}, {"apart": RECOMPUTED})  # of a run with gradient checkpointing, which this one has not
+    assert last.shares(last.encode(ASKED))
+
+
+def test_checkpointing_reads_whole_rows_and_gives_the_same_gradient():
+    gradients, calls = [], []
+    for checkpointing in (False, True):
+        own = tiny.stir(tiny.policy(checkpointing=checkpointing))
+        asked, found = sampled(own, [ASKED[0]] * 3, range(3))
+        assert own.shares(asked) is not checkpointing
+        calls.append(0)
+        for module in own.model.modules():
+            if type(module).__name__.endswith("MLP"):
+                module.register_forward_pre_hook(lambda *_: calls.__setitem__(-1, calls[-1] + 1))
+        new = replayed(own, own.encode(ASKED[:1]), found, prompts=torch.zeros(3, dtype=torch.int64))
+        before = calls[-1]
+        new.logp.sum().backward()
+        calls[-1] -= before
+        gradients.append([parameter.grad for parameter in own.weights.parameters()])
+    assert calls[0] == 0 and calls[1] == own.model.config.num_hidden_layers  # each layer once more, in the backward
+    for one, other in zip(*gradients):
+        assert (one - other).norm() <= 1e-5 * other.norm()
+
+
+def test_a_model_without_layers_to_compute_again_is_told():
+    with pytest.raises(UserError, match="train.checkpointing is on, but Linear has no layers"):
+        recompute(torch.nn.Linear(1, 1))
+
+
+def test_the_reference_is_the_base_model():
+    own, base = tiny.stir(tiny.policy()), tiny.policy()
+    asked, found = sampled(base)
+    with own.reference():
+        without = replayed(own, asked, found).logp
+    assert torch.equal(without, replayed(base, asked, found).logp)
+    assert (replayed(own, asked, found).logp - without).abs().max() > 0.01
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_stand_in_the_chat_template_where_there_is_one():
+    own, tokenizer = tiny.policy(), tiny.model()[1]
+    ids = tokenizer("<s>1+2=", add_special_tokens=False)["input_ids"]
+    assert own.encode(["1+2="]).ids[0].tolist() == ids and ids[0] == tokenizer.bos_token_id
+    assert tiny.policy(template=False).encode(["1+2="]).ids[0].tolist() == ids[1:]
+    assert tiny.policy(system="7=").encode(["1+2="]).ids[0].tolist() == \
+        tokenizer("<s>7=1+2=", add_special_tokens=False)["input_ids"]
+
+
+def test_what_a_language_model_cannot_take_is_told_in_a_line():
+    model, tokenizer = tiny.model()
+    with pytest.raises(UserError, match="takes no image"):
+        tiny.policy().encode(["1+2="], images=["picture.png"])
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        tiny.policy((model, tokenizer), template=True).encode(["1+2="])
+    with pytest.raises(UserError, match="precision is 'bf16'"):
+        CausalLM(*tiny.model(), tiny.Adapter(rank=2), tiny.Text(), precision="bf16")
+
+
+def test_the_kind_of_a_model_is_told_by_its_files(tmp_path):
+    model, tokenizer = tiny.model()
+    model.save_pretrained(tmp_path / "lm")
+    tokenizer.save_pretrained(tmp_path / "lm")
+    (tmp_path / "pipe").mkdir()
+    (tmp_path / "pipe" / "model_index.json").write_text("{}")
+    (tmp_path / "neither").mkdir()
+    found = {name: build.kind(tiny.config(model=str(tmp_path / name))) for name in ("lm", "pipe")}
+    assert found == {"lm": build.CAUSAL_LM, "pipe": build.PIPELINE}
+    assert build.kind(tiny.config(model="starter")) == build.PIPELINE
+    with pytest.raises(UserError, match="neither a model_index.json"):
+        build.kind(tiny.config(model=str(tmp_path / "neither")))
+    # Of a hub id, which is not asked for its files, the method says it.
+    assert build.kind(tiny.config(model="some/model", method="grpo")) == build.CAUSAL_LM
+    assert build.kind(tiny.config(model="some/model", method="mix_grpo+grpo_guard")) == build.PIPELINE
+
+
+@pytest.mark.parametrize("option, told", [({"memory__weights": "int8"}, "memory.weights is set"),
+                                          ({"train__compile": True}, "train.compile is set"),
+                                          ({"picture__height": 64}, "picture.height is set")])
+def test_options_of_denoisers_are_refused(option, told):
+    with pytest.raises(UserError, match=told):
+        build.make_policy(tiny.config(**option), "cpu", tiny.model())
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_adapter_loads_in_stock_peft_and_changes_the_output_identically(tmp_path):
+    from peft import PeftModel
+
+    own = CausalLM(*tiny.model(), tiny.Adapter(rank=2, alpha=7.0), tiny.Text(max_tokens=6))
+    tiny.stir(own)
+    own.weights.save(tmp_path)
+    asked, found = sampled(own)
+    ids = asked.ids[0][None]
+    ours = own.model(input_ids=ids).logits
+    stock = PeftModel.from_pretrained(tiny.model()[0].eval(), tmp_path)(input_ids=ids).logits
+    torch.testing.assert_close(stock, ours, rtol=0, atol=1e-6)
+    assert (tiny.model()[0].eval()(input_ids=ids).logits - ours).abs().max() > 0.01
+    torch.testing.assert_close(replayed(own, asked, found).logp, found.logp, rtol=0, atol=1e-5)  # none is left behind
+
+
+def test_the_adapter_is_saved_with_the_same_bytes(tmp_path):
+    """peft writes the names of its targets in the order of a set, which is another in every process."""
+    own = CausalLM(*tiny.model(), tiny.Adapter(rank=2), tiny.Text(max_tokens=6))
+    config, saved = own.model.peft_config["default"], set()
+    names = sorted(config.target_modules)
+    for folder, order in ((tmp_path / "one", names), (tmp_path / "two", names[::-1])):
+        config.target_modules = order
+        own.weights.save(folder)
+        saved.add(tuple((folder / f"adapter_{name}").read_bytes() for name in ("config.json", "model.safetensors")))
+    assert len(names) > 1 and len(saved) == 1
+
+
+def test_all_weights_are_saved_with_what_reads_prompts(tmp_path):
+    from flowgrpo.text import evaluation as texts
+
+    own = tiny.stir(CausalLM(*tiny.model(), tiny.Adapter(rank=0), tiny.Text(max_tokens=6)))
+    own.weights.save(tmp_path)
+    again = texts.load(Config(model="of another name", precision="fp32", text=own.text), tmp_path)
+    asked, found = sampled(own)
+    assert [ids.tolist() for ids in again.encode(ASKED).ids] == [ids.tolist() for ids in asked.ids]
+    torch.testing.assert_close(replayed(again, asked, found).logp, found.logp, rtol=0, atol=1e-5)
+
+
+# --- the command line ------------------------------------------------------------------------------------------------
+
+
+def test_texts_from_a_finished_run_on_the_command_line(tmp_path, capsys):
+    from flowgrpo.cli import main
+    from flowgrpo.run import run
+    from flowgrpo.text.policies.load import load_causal_lm
+
+    model, tokenizer = tiny.model()
+    model.save_pretrained(tmp_path / "lm")
+    tokenizer.save_pretrained(tmp_path / "lm")
+    (tmp_path / "prompts.txt").write_text("\n".join(tiny.PROMPTS))
+    (tmp_path / "short.py").write_text("def short(texts, prompts):\n    return [-len(text) for text in texts]\n")
+    settings = tiny.config(tmp_path, model=str(tmp_path / "lm"), prompts=str(tmp_path / "prompts.txt"),
+                           reward=f"{tmp_path / 'short.py'}:short", train__lr=0.05, train__epochs=12,
+                           parts={"kl": {"weight": 0.0}})
+    run(settings)
+    own = CausalLM(*load_causal_lm(str(tmp_path / "lm")), None, tiny.Text(max_tokens=6))
+    capsys.readouterr()
+    base = own.generate(own.encode(["1+2=", "7+8="]), own.generators([0, 0]))
+    asked = ["sample", str(tmp_path / "lm"), "--prompt", "1+2=", "--prompt", "7+8="]
+    assert main(asked) == 0
+    said = capsys.readouterr().out.splitlines()  # up to 256 tokens, of which these are the first
+    assert len(said) == 2 and all(text.startswith(start) for text, start in zip(said, base))
+    assert main([*asked, "--lora", str(settings.folder)]) == 0
+    tuned = capsys.readouterr().out.splitlines()
+    assert all(len(text) < 3 for text in tuned) and all(len(text) > 3 for text in base)
+    assert main(["compare", "grid", str(settings.folder), "--count", "2"]) == 0
+    assert (settings.folder / "grid.png").is_file()
+    assert main(["sample", str(tmp_path / "lm"), "--prompt", "1+2=", "--lora", str(tmp_path)]) == 2
+    assert "adapter_config.json is missing" in capsys.readouterr().err

@@ -1,0 +1,298 @@
+"""Completions that another program draws than the one that is trained: their weights, by hand and in a run."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flowgrpo.config.sections import Adapter, Text
+from flowgrpo.errors import UserError
+from flowgrpo.run import run
+from flowgrpo.samplers.rollout import seeder
+from flowgrpo.text.policies import engines
+from flowgrpo.text.policies.causal_lm import CausalLM
+from flowgrpo.text.rollouts.completions import TextRollouts
+from flowgrpo.text.rollouts.engine import EngineRollouts
+from flowgrpo.text.samplers.decoding import Decoding
+from flowgrpo.text.samplers.importance import Mismatch
+from flowgrpo.training import sampling
+from flowgrpo.training.metrics import UpdateStats
+from flowgrpo.training.optimizer import decisions
+from flowgrpo.types import Completions, Segmented
+from tests.helpers import loop, tiny_masked
+from tests.helpers import tiny_text as tiny
+
+F64 = torch.float64
+# Probabilities of two completions: of the trainer, of the engine; the last token of the second one was never drawn.
+TRAINER = torch.tensor([[0.5, 0.9, 0.2], [0.3, 0.8, 0.4]], dtype=F64).log()
+ENGINE = torch.tensor([[0.25, 0.3, 0.4], [0.6, 0.5, 0.01]], dtype=F64).log()
+MASK = torch.tensor([[True, True, True], [True, True, False]])
+
+
+@pytest.mark.parametrize("how, level, cap, expected", [
+    ("tis", "token", 2.0, [[2.0, 2.0, 0.5], [0.5, 1.6, 1.0]]),  # ratios 2, 3, 1/2; 1/2, 8/5
+    ("mis", "token", 2.5, [[2.0, 0.0, 0.5], [0.5, 1.6, 1.0]]),
+    ("tis", "token", math.inf, [[2.0, 3.0, 0.5], [0.5, 1.6, 1.0]]),
+    ("tis", "sequence", 2.0, [[2.0, 2.0, 2.0], [0.8, 0.8, 1.0]]),  # products 3 and 4/5
+    ("mis", "sequence", 2.0, [[0.0, 0.0, 0.0], [0.8, 0.8, 1.0]]),
+    ("mis", "sequence", math.inf, [[3.0, 3.0, 3.0], [0.8, 0.8, 1.0]]),
+    ("none", "token", 2.0, [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])])
+def test_weights_by_hand(how, level, cap, expected):
+    found = Mismatch(how, cap, level)(TRAINER.clone().requires_grad_(), ENGINE, MASK)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=F64), rtol=0, atol=1e-10)
+    assert not found.requires_grad
+
+
+def test_what_is_above_the_cap():
+    assert Mismatch(cap=2.5).above(TRAINER, ENGINE, MASK).tolist() == [[False, True, False], [False] * 3]
+    assert Mismatch(cap=2.5, level="sequence").above(TRAINER, ENGINE, MASK).tolist() == [[True] * 3, [False] * 3]
+
+
+def test_weighted_engine_samples_are_the_trainers_up_to_the_cap():
+    """The engine's mean of w f is the sum of p f without a cap, of min(p, C q) f with one, of p f where p <= C q when
+    masked: closed forms over four tokens."""
+    p, q = (torch.tensor(row, dtype=F64) for row in ([0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]))
+    f, mask = torch.tensor([3.0, -1.0, 2.0, 5.0], dtype=F64), torch.ones(4, 1, dtype=torch.bool)
+
+    def mean(how, cap):
+        return (q * Mismatch(how, cap)(p.log()[:, None], q.log()[:, None], mask)[:, 0] * f).sum()
+
+    torch.testing.assert_close(mean("tis", math.inf), (p * f).sum(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(mean("tis", 2.0), (torch.minimum(p, 2 * q) * f).sum(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(mean("mis", 2.0), (p * f)[:3].sum(), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("options, told", [({"how": "both"}, "how is 'both'"), ({"level": "word"}, "level 'word'"),
+                                           ({"cap": 0.5}, "cap is 0.5, expected 1 or more")])
+def test_impossible_fields_are_told(options, told):
+    with pytest.raises(ValueError, match=told):
+        Mismatch(**options)
+
+
+# --- an engine that is there: the model's copy in another precision ---------------------------------------------------
+
+def trainer(**options):
+    """Engine in bf16, trainer in fp32, away from the base."""
+    own = tiny.stir(tiny.policy(), 0.3)
+    return tiny.trainer(own, {"short": many}, text__engine_precision="bf16", **options)
+
+
+def many(completions, prompts):
+    """Of several values, so that groups differ."""
+    return [len(text) + text.count("7") / 2 for text in completions]
+
+
+def parts(made):
+    batch = made.prompts[:2]
+    asked = made.rollouts.conditioning(batch)
+    return [part for part, _ in made.rollouts.sample(asked, 0, None)], asked
+
+
+def test_old_scores_are_the_trainers_and_weights_tell_them_from_the_engines():
+    made = trainer(parts={"decoding": {"temperature": 0.8}})
+    assert type(made.rollouts) is EngineRollouts
+    found, asked = parts(made)
+    lowered = copy.deepcopy(made.policy)
+    lowered.model.to(torch.bfloat16)
+    lowered.dtype, of, largest = torch.bfloat16, seeder(0, 0), 0.0
+    for part in found:
+        [taken], group = part.transitions, made.geometry.group
+        seeds = [of(int(p), i % group) for i, p in enumerate(part.prompts)]
+        again = lowered.sample(asked.rows(part.prompts), Decoding(0.8), lowered.generators(seeds),
+                               torch.zeros(len(seeds), dtype=torch.bool))
+        assert torch.equal(again.ids, taken.ids) and torch.equal(again.mask, taken.old.mask)
+        [(_, _, new)] = made.rollouts.replay(part, asked)
+        torch.testing.assert_close(new.logp.detach(), taken.old.logp, rtol=0, atol=1e-6)
+        apart = taken.old.logp - again.logp
+        expected = apart.exp().clamp(max=2.0).masked_fill(~taken.old.mask, 1.0)
+        torch.testing.assert_close(taken.correction, expected, rtol=0, atol=1e-6)
+        largest = max(largest, apart.abs().max().item())
+    assert largest > 1e-3
+    told = made.rollouts.metrics()
+    assert told["engine/max"] == pytest.approx(largest, abs=1e-6) and told["engine/above"] == 0
+    assert 0.9 < told["engine/weight"] < 1.1
+    made.rollouts.conditioning(made.prompts[:1])  # the epoch's prompts as they are learned
+    assert made.rollouts.metrics() == told
+
+
+def test_the_engine_has_the_present_weights():
+    made = trainer()
+    before = parts(made)[0][0].transitions[0]
+    tiny.stir(made.policy, 0.5)
+    after = parts(made)[0][0].transitions[0]
+    assert not torch.equal(before.ids, after.ids)
+    own = made.rollouts.engine.own.weights.named
+    for key, parameter in made.policy.weights.named.items():
+        assert torch.equal(own[key].data, parameter.data.to(torch.bfloat16)) and not own[key].requires_grad
+
+
+def test_weights_are_1_on_average():
+    """Given what stands before it, a token's ratio has the mean 1 under the engine that drew it."""
+    made = trainer(train__group=128, train__prompts=2, train__micro_batch=128, text__correction_cap=1e9)
+    found, _ = parts(made)
+    ratio = torch.cat([part.transitions[0].correction[part.transitions[0].old.mask] for part in found])
+    assert len(ratio) > 500 and ratio.std() > 1e-3
+    assert abs(ratio.mean().item() - 1) < 4 * ratio.std().item() / len(ratio) ** 0.5
+
+
+def test_greedy_completions_count_whole():
+    made = trainer(method="remax")
+    for part in parts(made)[0]:
+        [taken] = part.transitions
+        assert (taken.correction[::4] == 1).all() and (taken.correction[1::4] != 1).any()
+
+
+def test_the_loss_of_a_token_is_multiplied_by_its_weight():
+    """Weights of 2 double the gradient, weights of 0 leave none, and one row's weight is that row's alone."""
+    made = trainer(parts={"kl": {"weight": 0.0}})
+    batch = made.prompts[:2]
+    found, asked, scores = sampling.sample(made, batch)
+    credited = [part for part in loop.credit(made, found, scores, [p.text for p in batch]) if part is not None]
+    tiny.stir(made.policy, 0.05)
+
+    def gradient(weight) -> torch.Tensor:
+        made.optimization.optimizer.zero_grad()
+        made.kl_reference.start_epoch(loop.epoch(made), 0, 1)
+        for part in credited:
+            [taken] = part.transitions
+            own = Completions(taken.ids, taken.prompts, taken.old, correction=weight(taken.correction))
+            whole = type(part)(part.groups, part.prompts, None, (own,), (), part.advantages)
+            loop.backward(made, whole, asked, {0: 1.0}, decisions(credited, made.method.loss.reduction), UpdateStats())
+        return torch.cat([parameter.grad.flatten() for parameter in made.policy.weights.parameters()])
+
+    one, two, none = (gradient(lambda given, value=value: torch.full_like(given, value)) for value in (1.0, 2.0, 0.0))
+    torch.testing.assert_close(two, 2 * one, rtol=1e-5, atol=1e-8)
+    assert one.norm() > 0 and none.norm() == 0
+    first = torch.tensor([[1.0], [0.0], [0.0], [0.0]])
+    pieces = [gradient(lambda given, row=row: first.roll(row, 0).expand_as(given)) for row in range(4)]
+    torch.testing.assert_close(sum(pieces), one, rtol=1e-4, atol=1e-7)
+
+
+def test_a_run_tells_how_far_engine_and_trainer_are_apart(tmp_path):
+    given = dict(pipe=tiny.model(), functions={"short": many}, prompts=[tiny.Prompt(text) for text in tiny.PROMPTS])
+    summary = run(tiny.config(tmp_path, text__engine_precision="bf16", text__correction="mis"), **given)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 and all(0 < line["engine/max"] < 1 and line["engine/weight"] > 0 for line in lines)
+    assert summary["max_first_log_ratio"] <= 1e-6 and summary["rollout_evaluations_per_picture"] > 0
+    assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
+
+
+def test_without_another_precision_there_is_no_engine():
+    for options in ({}, {"text__engine_precision": "fp32"}):
+        made = tiny.trainer(rewards={"short": many}, **options)
+        assert type(made.rollouts) is TextRollouts
+        assert all(part.transitions[0].correction is None for part in parts(made)[0])
+
+
+# --- half precision, in which `generate` and the replay round differently ---------------------------------------------
+
+def halved(**options):
+    """A trainer of a model in bf16 without an engine, with the parts of its first epoch."""
+    model, tokenizer = tiny.model()
+    own = CausalLM(model.to(torch.bfloat16), tokenizer, Adapter(rank=2), Text(max_tokens=6), precision="bf16")
+    made = tiny.trainer(own, {"short": many}, precision="bf16", **options)
+    batch = made.prompts[:2]
+    found, asked, scores = sampling.sample(made, batch)
+    return made, [part for part in loop.credit(made, found, scores, [p.text for p in batch]) if part is not None], asked
+
+
+def shifted(part, by):
+    """The part as if `generate` had given its tokens probabilities `by` times smaller than the replay's."""
+    [taken] = part.transitions
+    old = replace(taken.old, logp=(taken.old.logp - math.log(by)).masked_fill(~taken.old.mask, 0.0))
+    return replace(part, transitions=(replace(taken, old=old),))
+
+
+@pytest.mark.parametrize("options, by, expected", [
+    ({}, 1.5, 1.5), ({}, 3.0, 2.0), ({"text__correction": "mis"}, 3.0, 0.0), ({"text__correction_cap": 4}, 3.0, 3.0),
+    ({"text__correction": "none"}, 3.0, 1.0)])
+def test_tokens_drawn_in_half_precision_are_weighted_by_what_the_replay_gives_them(options, by, expected):
+    """Old scores computed again are the trainer's: r = trainer / sampler = `by` for every drawn token."""
+    made, before, asked = halved(**options)
+    exact = [made.rollouts.rescored(part, asked) for part in before]  # the trainer's own, to the bit
+    made.rollouts.mismatches = []
+    said: list[str] = []
+    found = made.first_ratio([shifted(part, by) for part in exact], asked, said.append)
+    assert made.first_ratio.rescore and "are computed again" in said[0]
+    for part, own in zip(found, exact, strict=True):
+        [taken], [trained] = part.transitions, own.transitions
+        torch.testing.assert_close(taken.old.logp, trained.old.logp, rtol=0, atol=1e-6)
+        before_it = trained.correction  # of the rounding in `generate` itself
+        weight = torch.full_like(taken.correction, expected).masked_fill(~taken.old.mask, 1.0)
+        torch.testing.assert_close(taken.correction, weight * before_it, rtol=1e-5, atol=1e-6)
+    told = made.rollouts.metrics()
+    assert told["sampler/max"] == pytest.approx(math.log(by), abs=1e-5)
+    assert told["sampler/kl"] == pytest.approx(-math.log(by), abs=1e-5)
+    assert told["sampler/weight"] == pytest.approx(expected, abs=1e-5) and told["sampler/above"] == (expected < by)
+
+
+def test_what_was_not_drawn_in_half_precision_has_no_weight():
+    made, before, asked = halved(method="remax")
+    for part in before:
+        assert part.transitions[0].greedy is not None
+        taken = made.rollouts.rescored(shifted(part, 1.5), asked).transitions[0]
+        assert (taken.correction[taken.greedy] == 1).all() and (taken.correction[~taken.greedy] > 1).any()
+
+
+def test_a_run_in_half_precision_tells_how_far_sampling_and_training_are_apart(tmp_path):
+    given = dict(functions={"short": many}, prompts=[tiny.Prompt(text) for text in tiny.PROMPTS])
+    model, tokenizer = tiny.model(layers=4, hidden_size=128, intermediate_size=256)
+    run(tiny.config(tmp_path, precision="bf16", text__max_tokens=24, parts__surrogate={"low": 1e-4, "high": 1e-4}),
+        pipe=(model.to(torch.bfloat16), tokenizer), **given)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 and all(0 < line["sampler/max"] < 1 and line["sampler/weight"] > 0 for line in lines)
+
+
+# --- vLLM, which is not here ------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("options, told", [
+    ({}, r"text.engine: vllm needs vllm .*pip install 'flowgrpo\[vllm\]'"),
+    ({"adapter__rank": 0}, "does not draw for adapter.rank 0 here: expected a LoRA"),
+    ({"adapter__dora": True}, "does not draw for a DoRA")])
+def test_what_vllm_needs_is_told(options, told):
+    with pytest.raises(UserError, match=told):
+        tiny.trainer(rewards={"short": many}, text__engine="vllm", **options)
+
+
+def test_groups_that_no_engine_draws_are_told():
+    with pytest.raises(UserError, match="method s_grpo draws the texts of a group by EarlyExits, which no engine does"):
+        trainer(method="s_grpo")
+
+
+def test_segments_are_valued_by_the_trainer_and_keep_the_engines_weights():
+    made = trainer(method="spo_chain", parts__spread__interval=2, parts__spread__samples=2)
+    batch = made.prompts[:2]
+    asked = made.rollouts.conditioning(batch)
+    [taken] = next(made.rollouts.sample(asked, 0, partial(made.scoring.total, batch)))[0].transitions
+    assert isinstance(taken, Segmented) and taken.values.isfinite().any()
+    assert taken.correction.shape == taken.ids.shape and not (taken.correction == 1).all()
+    assert torch.equal(taken.rows(torch.tensor([1])).correction, taken.correction[1:2])
+
+
+def test_an_engine_for_a_masked_model_is_told():
+    with pytest.raises(UserError, match="one token after the other"):
+        tiny.trainer(tiny_masked.policy(), {"short": many}, text__engine_precision="bf16")
+
+
+def test_tokens_of_requests_as_completions():
+    """Two requests as vLLM answers them: a token id to its log-probability at every step."""
+    def request(*steps):
+        [own] = [SimpleNamespace(token_ids=[token for token, _ in steps],
+                                 logprobs=[{token: SimpleNamespace(logprob=value)} for token, value in steps])]
+        return SimpleNamespace(outputs=[own])
+
+    policy = tiny.policy(max_tokens=3)  # </s> is 2, the digits begin with 3
+    rows = engines.drawn([request((4, -0.5), (2, -0.25)), request((5, -1.0), (6, -2.0), (3, -3.0))])
+    assert rows == [([4, 2], [-0.5, -0.25]), ([5, 6, 3], [-1.0, -2.0, -3.0])]
+    made = engines.packed(policy, [*rows, ([2, 7], [-0.1, -9.0])])
+    assert made.ids.tolist() == [[4, 2, 0], [5, 6, 3], [2, 0, 0]] and made.texts == ["1", "230", ""]
+    assert made.logp.tolist() == [[-0.5, -0.25, 0.0], [-1.0, -2.0, -3.0], [pytest.approx(-0.1), 0.0, 0.0]]
+    assert made.mask.tolist() == [[True, True, False], [True] * 3, [True, False, False]]
+    assert made.cut.tolist() == [False, True, False] and [text.tokens for text in made.texts] == [2, 3, 1]

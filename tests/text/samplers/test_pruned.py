@@ -1,0 +1,148 @@
+"""Completions that are begun and stopped: which go on, what is drawn of them, and what the quality head learns."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
+from flowgrpo.methods.validate import resolve
+from flowgrpo.run import run
+from flowgrpo.storage import checkpoint
+from flowgrpo.text.samplers.decoding import Decoding
+from flowgrpo.text.samplers.pruned import PrunedDraws, looked
+from tests.helpers import loop, tiny_text
+
+
+def drawn(quality=None, micro_batch: int = 5, prompts: int = 2, **options):
+    own = tiny_text.policy(max_tokens=6)
+    own.quality = quality
+    asked = own.encode(["1+2=", "33+4="][:prompts]).rows(torch.arange(prompts).repeat_interleave(4))
+    greedy = torch.zeros(4 * prompts, dtype=torch.bool)
+    before = own.evaluations
+    [made] = PrunedDraws(**{"begun": 3, "tokens": 2} | options)(
+        own, asked, Decoding(), own.generators(range(4 * prompts)), greedy, 4, micro_batch)
+    return own, asked, made, own.evaluations - before
+
+
+def pool(own, asked, prompts: int = 2):
+    """All that could go on: 12 whole completions of each prompt, from the seeds of its rows."""
+    seeds = [seed for generator in own.generators(range(4 * prompts))
+             for seed in torch.randint(2**62, (3,), generator=generator).tolist()]
+    rows = torch.arange(4 * prompts).repeat_interleave(3)
+    return own.sample(asked.rows(rows), Decoding(), own.generators(seeds), torch.zeros(len(rows), dtype=torch.bool))
+
+
+@pytest.mark.parametrize("chances, kept", [
+    ([0.99, 0.95, 0.9, 0.9, 0.85, 0.6, 0.4, 0.3], [4, 5, 6, 7]),
+    ([0.1, 0.7, 0.05, 0.6, 0.3, 0.2, 0.0, 0.4], [1, 3, 4, 7]),
+    ([0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0], [1, 3, 5, 6]), ([1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0], [4, 5, 6, 7])])
+def test_the_expected_successes_of_those_that_go_on_are_nearest_to_half(chances, kept):
+    assert PrunedDraws().chosen(torch.tensor(chances), 4).tolist() == kept
+
+
+def test_survivors_are_nearer_to_half_than_those_kept_by_lot():
+    """Of chances of which nine in ten come true."""
+    generator = torch.Generator().manual_seed(0)
+    chances = torch.rand(200, 32, generator=generator) ** 0.11
+    right = (torch.rand(200, 32, generator=generator) < chances).float()
+    kept = torch.stack([PrunedDraws().chosen(row, 8) for row in chances])
+    assert right.mean() > 0.85
+    assert (right.gather(1, kept).mean() - 0.5).abs() < 0.7 * (right[:, :8].mean() - 0.5).abs()
+
+
+def test_what_goes_on_is_what_was_begun():
+    """The completions are those of whole draws, which cost more; where all are as likely, the last ones go on."""
+    own, asked, made, spent = drawn()
+    whole = pool(own, asked)
+    before = own.evaluations
+    pool(own, asked)
+    assert spent < own.evaluations - before
+    for prompt in range(2):
+        begun = [row.tolist() for row in (whole.ids * whole.mask)[12 * prompt:12 * prompt + 12]]
+        places = [begun.index(row.tolist()) for row in (made.ids * made.mask)[4 * prompt:4 * prompt + 4]]
+        assert places == [8, 9, 10, 11]
+        rows = 12 * prompt + torch.tensor(places)
+        torch.testing.assert_close(made.logp[4 * prompt:4 * prompt + 4], whole.logp[rows], atol=1e-5, rtol=0)
+        assert made.texts[4 * prompt:4 * prompt + 4] == [whole.texts[i] for i in rows.tolist()]
+
+
+def test_the_head_reads_the_state_behind_the_last_token_and_decides():
+    own, asked, *_ = drawn()
+    whole = pool(own, asked)
+    lengths = whole.mask.sum(1)
+    states = looked(own, asked, torch.arange(8).repeat_interleave(3), whole.ids, (lengths - 1).clamp(max=2), 7)
+    scores = states[:, 0].view(2, 12)
+    seen = []
+    _, _, made, _ = drawn(quality=lambda states: seen.append(states) or states[:, 0])
+    torch.testing.assert_close(seen[0], states, rtol=1e-4, atol=1e-4)
+    for prompt in range(2):
+        rows = 12 * prompt + PrunedDraws().chosen(scores[prompt].sigmoid(), 4)
+        assert made.texts[4 * prompt:4 * prompt + 4] == [whole.texts[i] for i in rows.tolist()]
+
+
+def test_the_draws_do_not_depend_on_what_goes_through_the_model_together():
+    one, other, alone = (drawn(lambda states: states[:, 0], size, count)[2]
+                         for size, count in ((1, 2), (24, 2), (5, 1)))
+    assert one.texts == other.texts and one.texts[:4] == alone.texts
+
+
+def begins(texts, prompts):
+    """1 for most first tokens."""
+    return [float(text[:1] not in ("1", "2", "3")) for text in texts]
+
+
+def test_the_head_of_a_run_learns_what_succeeds():
+    """From its own samples, whose groups become balanced; the policy hardly moves. A checkpoint holds the head."""
+    parts = {"draws": {"type": "PrunedDraws", "begun": 3, "tokens": 1, "lr": 0.03, "passes": 20}}
+    earned: list[float] = []
+    reward = lambda texts, prompts: [earned.append(score) or score for score in begins(texts, prompts)]  # noqa: E731
+    trainer = tiny_text.trainer(rewards={"begins": reward}, reward="begins", train__prompts=4, train__group=8,
+                                train__lr=1e-9, text__max_tokens=3, train__micro_batch=96, parts=parts)
+    for trainer.epoch in range(8):
+        trainer.run_epoch()
+    off = (torch.tensor(earned).view(8, 4, 8).mean(2) - 0.5).abs()  # of every group
+    assert off[-3:].mean() < 0.75 * off[:2].mean() and trainer.first_ratio.found <= 1e-5
+    own, rows = trainer.policy, torch.arange(6).repeat_interleave(24)
+    asked = own.encode(tiny_text.PROMPTS)
+    made = own.sample(asked.rows(rows), Decoding(), own.generators(range(144)), torch.zeros(144, dtype=torch.bool))
+    chances = own.quality(looked(own, asked, rows, made.ids, (made.mask.sum(1) - 1).clamp(max=1), 48)).sigmoid()
+    right = torch.tensor(begins(made.texts, [])) > 0
+    assert (chances[right][:, None] > chances[~right]).float().mean() > 0.7  # the area under its curve
+    assert torch.equal(loop.critic(trainer).state()[0]["weight"], loop.critic(trainer).head.weight)
+
+
+def test_a_resumed_run_stops_the_same_completions(tmp_path):
+    parts = {"draws": {"type": "PrunedDraws", "tokens": 1, "lr": 0.03, "passes": 20}}
+
+    def go(folder, **options):
+        settings = tiny_text.config(folder, reward="begins", train__epochs=3, train__save_every=2, train__keep=3,
+                                    parts=parts)
+        run(settings, pipe=tiny_text.model(), functions={"begins": begins},
+            prompts=[Prompt(text) for text in tiny_text.PROMPTS], **options)
+        return settings.folder
+
+    whole, part = go(tmp_path / "whole"), go(tmp_path / "parts")
+    for name in ("after.json", "last.json"):
+        (part / "report" / name).unlink()
+    shutil.rmtree(part / "checkpoints" / "epoch-00003")
+    go(tmp_path / "parts", resume=True)
+    one, two = (checkpoint.load(folder / "checkpoints" / "epoch-00003")[0] for folder in (whole, part))
+    assert one["critic/weight"].abs().max() > 0
+    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_what_does_not_go_together_is_refused():
+    def made(**options):
+        return resolve(tiny_text.config(parts={"draws": {"type": "PrunedDraws", "tokens": 2}}, **options), "tokens")
+
+    for method in ("remax", "ppo"):
+        with pytest.raises(UserError, match="draws is PrunedDraws"):
+            made(method=method)
+    with pytest.raises(UserError, match="text.max_tokens is 6, and parts.draws.tokens is 6"):
+        drawn(tokens=6)
+    with pytest.raises(ValueError, match="begun is 1"):
+        PrunedDraws(begun=1)
