@@ -249,9 +249,10 @@ def presets() -> list[str]:
     bases = ", ".join(f"`{model['model']}` {model['base']:.3f}" for model in results)
     found = {method["label"]: f"{method['accuracy']:.3f}" for model in reversed(results) for method in model["methods"]}
     lines = [BENCHED.format(bases=bases), ""]
-    for module, title in GROUPS.items():
+    for title, modules in GROUPS.items():
         rows = [f"| [`{name}`]({name}.md) | {first(preset)} | {found.get(name, '')} | `{test_of(name)}` |"
-                for name, preset in methods.PRESETS.items() if preset.__module__.endswith(f".{module}")]
+                for module in modules for name, preset in methods.PRESETS.items()
+                if preset.__module__ == f"flowgrpo.{module}"]
         lines += [f"### {title}", "", *table("preset | what it does | bench | test", rows)]
     return lines
 
@@ -303,7 +304,7 @@ def titled(things: list[Any]) -> dict[str, str]:
 def listing(key: str, about: str) -> str:
     """Parts that go to one place of a method."""
     rows = [f"| `{name}` | {values(part)} | {first(part)} | `{test_of(name)}` |"
-            for name, part in registry.TYPES.items() if registry.PLACES[part] == key]
+            for name, part in registry.TYPES.items() if registry.PLACES[name] == key]
     base = registry.BASES.get(key)
     extends = [f"A part of your own extends `{base.__module__}.{base.__name__}`.", ""] if base else []
     return "\n".join([f"### `{key}`: {about}", "", *extends, *table("part | fields | what it is | test", rows)])
@@ -338,7 +339,8 @@ def test_of(name: str, option: str = "") -> str:
             raise SystemExit(f"the preset {name} has no page: write {page.relative_to(ROOT)} with its formula, a "
                              "recipe, and the test of it, tests/FOLDER/test_FILE.py::NAME")
         return re.search(r"tests/(?:\w+/)*test_\w+\.py", page.read_text(encoding="utf-8"))[0]
-    own = f"test_{registry.TYPES[name].__module__.rpartition('.')[2]}.py"
+    folder, module = registry.TYPES[name].__module__.split(".")[-2:]
+    own = f"test_{folder if module == 'parts' else module}.py"
     every = sorted((ROOT / "tests").rglob("test_*.py"), key=lambda file: (file.name != own, file.name))
     files = [file for file in every if file.name not in ("test_methods.py", "test_docs.py")]
     used = re.compile(f'"{option}"' if option else rf"\b{name}\(")

@@ -141,7 +141,7 @@ def linked(result: dict[str, Any]) -> str:
     if (ROOT / "docs" / "methods" / f"{name}.md").is_file():
         return f"[{text}](methods/{name}.md)"
     if name in registry.TYPES:
-        place = registry.PLACES[registry.TYPES[name]]
+        place = registry.PLACES[name]
         heading = f"{place} {build_docs.PLACES[place]}".lower()
         return f"[{text}](methods/index.md#{re.sub(r'[^a-z -]', '', heading).replace(' ', '-')})"
     return f"[{text}](rewards_shipped.md)" if name in BUILT_IN else text

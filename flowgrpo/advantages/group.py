@@ -38,11 +38,16 @@ class AdvantageRule:
     needs: what it reads that is not measured for every method: "entropy", the policy's; "lengths", of completions;
         "reference", log-probabilities under the reference; "drift", how far the policy moves in an epoch.
     reads_baseline: it compares with the deterministic sample from the same initial noise (`Context.baseline`).
+    adapts_weights: it moves the weights of rewards itself, so that no limit can.
     """
 
     single = False
     needs: tuple[str, ...] = ()
     reads_baseline = False
+    adapts_weights = False
+
+    def require(self, weights: Sequence[float]) -> None:
+        """Raise ValueError for weights of a run's rewards that it cannot read."""
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         """Return the advantages [P, G]. rewards: [P, G, R], NaN where one does not apply; weights: [R]."""

@@ -85,11 +85,14 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
-# Modules of presets, which are read and not imported: that would load torch.
-GROUPS = {"denoising": "For pipelines: recorded steps of a rollout",
-          "finals": "For pipelines: final samples of a rollout; drakes is for masked language models",
-          "text": "For language models",
-          "overlays": "Modifiers of a base method: BASE+MODIFIER, such as mix_grpo+grpo_guard"}
+# Modules of presets by title, which are read and not imported: that would load torch.
+GROUPS = {
+    "For pipelines: recorded steps of a rollout": ("methods.presets.denoising",),
+    "For pipelines: final samples of a rollout; drakes is for masked language models":
+        ("methods.presets.finals", "text.presets.relaxed"),
+    "For language models": ("text.presets.completions",),
+    "Modifiers of a base method: BASE+MODIFIER, such as mix_grpo+grpo_guard":
+        ("methods.presets.overlays", "text.presets.overlays")}
 
 
 @list_app.command("methods", short_help="List the methods that --method takes.")
@@ -98,8 +101,8 @@ def methods(
                                                help="List only those whose line has this word.")] = None,
 ) -> None:
     """List the presets that --method takes."""
-    tables = {title: [row for row in _presets(module) if not word or word.lower() in " ".join(row).lower()]
-              for module, title in GROUPS.items()}
+    tables = {title: [row for module in modules for row in _presets(module)
+                      if not word or word.lower() in " ".join(row).lower()] for title, modules in GROUPS.items()}
     points = [[name, point.value, f"package {point.dist.name}"] for name, point in packaged("flowgrpo.methods").items()]
     tables["From installed packages"] = [row for row in points if not word or word.lower() in " ".join(row).lower()]
     if not any(tables.values()):
@@ -113,7 +116,7 @@ def methods(
 
 def _presets(module: str) -> list[list[str]]:
     """Return (name, summary, source) of the presets of a module."""
-    file = Path(__file__).parent.parent / "methods" / "presets" / f"{module}.py"
+    file = Path(__file__).parent.parent.joinpath(*module.split(".")).with_suffix(".py")
     tree = ast.parse(file.read_text(encoding="utf-8"))
     return [[node.name, *_summary(ast.get_docstring(node) or "")] for node in tree.body
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]

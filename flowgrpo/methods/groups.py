@@ -1,4 +1,4 @@
-"""Groups of a method's parts: the rollout of a pipeline or of a language model, the credit, and the loss."""
+"""Groups of a method's parts: the rollout of a pipeline, the credit, and the loss."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from flowgrpo.advantages.gae import OutcomeHead, Recall, ValueHead
 from flowgrpo.advantages.group import AdvantageRule
 from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.advantages.token_credit import TokenCredit
-from flowgrpo.contrib.rehearsal.parts import Rehearsal
 from flowgrpo.methods import adapted
 from flowgrpo.methods.parts import (
-    GroupDraw,
     Kernel,
     Plan,
     Reduction,
     Reference,
+    Rehearsal,
     Selection,
     Solver,
     StepWeight,
@@ -30,7 +29,6 @@ from flowgrpo.objectives.ratios import LogRatio
 from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.samplers import kernels, old_policy, plans, preview, pruning, solvers
 from flowgrpo.samplers.grids import TailPoints
-from flowgrpo.text.samplers import decoding, groups
 
 
 @dataclass(frozen=True)
@@ -60,28 +58,12 @@ class Denoising:
     lag: old_policy.Lag = old_policy.Lag()
     adapted: adapted.Adapted = adapted.Adapted()
 
+    of_text: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "strides", tuple(self.strides))  # a recipe gives a list
         if not isinstance(self.tail, TailPoints) and not 0 < self.tail <= 1:
             raise ValueError(f"tail is {self.tail}, expected above 0 and at most 1")
-
-
-@dataclass(frozen=True)
-class TextGeneration:
-    """Rollout of a language model.
-
-    decoding: temperature and cuts; of a masked model an `Unmasking`.
-    draws: how the completions of a group are drawn.
-    """
-
-    decoding: decoding.Decoding = decoding.Decoding()
-    draws: GroupDraw = groups.Independent()
-
-    # What the rollout of a pipeline alone can choose: one granularity, drawn by the present policy without previews.
-    strides: ClassVar[tuple[int, ...]] = (1,)
-    lag: ClassVar[old_policy.Lag] = old_policy.Lag()
-    preview: ClassVar[None] = None
-    pruning: ClassVar[None] = None
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ CONDITIONS = (
               "text.over_provision is 0", "set text.over_provision"),
     Condition(("text.truncated",), lambda c, m: c.preferences is None,
               "preferences is set, so that no text is drawn", "leave preferences out"),
-    Condition(("text.truncated",), lambda c, m: not isinstance(m.target, targets.RelaxedTraces),
+    Condition(("text.truncated",), lambda c, m: not (m.for_tokens and m.target.follows_reward),
               "method {0.method} trains {1.target.trains}, whose tokens are not cut off", "use another method"),
     Condition(("text.penalty",), lambda c, m: c.text.truncated == "penalise",
               "text.truncated is {0.text.truncated!r}", "set text.truncated: penalise"),

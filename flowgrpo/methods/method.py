@@ -7,25 +7,25 @@ import functools
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from flowgrpo import objectives
-from flowgrpo.contrib.group_replay.parts import GroupReplay
 from flowgrpo.curriculum import order
 from flowgrpo.curriculum.expansion import Expansion
 from flowgrpo.errors import UserError
-from flowgrpo.methods.groups import Credit, Denoising, Loss, TextGeneration
-from flowgrpo.methods.parts import Curriculum, Redraw
-from flowgrpo.methods.targets import Completions, NoisedFinals, RecordedSteps, Target, Traces
+from flowgrpo.methods.groups import Credit, Denoising, Loss
+from flowgrpo.methods.parts import Curriculum, GroupReplay, Redraw
+from flowgrpo.methods.targets import NoisedFinals, RecordedSteps, Rollout, Target
 from flowgrpo.objectives import forward_process
 from flowgrpo.objectives.best_path import LayerTuning
 from flowgrpo.samplers import kernels, noised_finals, plans, quiet_steps, solvers
 from flowgrpo.samplers.grids import compress_tail
 from flowgrpo.samplers.rollout import RolloutSpec
-from flowgrpo.text.samplers import decoding
-from flowgrpo.text.samplers.pruned import PrunedDraws
+
+if TYPE_CHECKING:
+    from flowgrpo.text.generation import TextGeneration
 
 OF_TEXT = ("tokens", "masks")  # the processes of language models: causal, masked
 # Of a flow and of a variance-preserving process.
@@ -54,7 +54,7 @@ class Method:
     Example: `Method().having(plan=plans.Sliding(size=4), roots=1)`
     """
 
-    rollout: Denoising | TextGeneration = Denoising()
+    rollout: Rollout = Denoising()
     target: Target = RecordedSteps()
     credit: Credit = Credit()
     loss: Loss = Loss()
@@ -104,13 +104,15 @@ class Method:
         """Return True if the rollout samples models of this process; an unmasking one cannot draw left to right."""
         if not self.for_tokens or process not in OF_TEXT:
             return not self.for_tokens and process not in OF_TEXT
+        from flowgrpo.text.samplers.decoding import Unmasking
+
         rollout = self.generation
         if process == "masks":  # answers have no trace
             spread = self.credit.spread
             follows = self.loss.surrogate.reads_uniform  # the state that follows a token
             causal = spread and spread.causal or rollout.draws.causal or rollout.decoding.causal
             return not (causal or follows or rollout.decoding.expert or self.loss.data)
-        return not isinstance(rollout.decoding, decoding.Unmasking)
+        return not isinstance(rollout.decoding, Unmasking)
 
     def on(self, process: str, given: Collection[str] = ()) -> Method:
         """Return the method as a process samples it: a "flow", a variance-preserving one ("vp"), "tokens" one after
@@ -129,11 +131,7 @@ class Method:
             raise UserError(f"got a method of {of} (it samples by {name}), which this model is not: `flowgrpo "
                             "methods` lists the methods of every kind")
         if process == "masks":
-            kernel = self.generation.decoding
-            unmasking = kernel if isinstance(kernel, decoding.Unmasking) \
-                else decoding.Unmasking(*dataclasses.astuple(kernel))
-            target = Traces() if isinstance(self.target, Completions) else self.target
-            return self.having(decoding=unmasking, target=target)
+            return self._unmasked()
         if process == "tokens":
             return self
         if process == "flow":
@@ -149,6 +147,16 @@ class Method:
         # A rollout that draws nothing on its way has no use for a kernel.
         silent = isinstance(self.denoising.plan, plans.NoSteps)
         return (self.having(kernel=kernels.DDIM(0.0)) if silent else self)._on_vp(given)
+
+    def _unmasked(self) -> Method:
+        """Return a method of language models on masked ones."""
+        from flowgrpo.text.samplers.decoding import Unmasking
+        from flowgrpo.text.targets import Completions, Traces
+
+        decoding = self.generation.decoding
+        unmasking = decoding if isinstance(decoding, Unmasking) else Unmasking(*dataclasses.astuple(decoding))
+        return self.having(decoding=unmasking,
+                           target=Traces() if isinstance(self.target, Completions) else self.target)
 
     def of_flows_alone(self) -> list[str]:
         """Return the names of the parts that a variance-preserving process cannot have."""
@@ -227,14 +235,19 @@ class Method:
     @property
     def generation(self) -> TextGeneration:
         """Return the rollout of a language model's method."""
-        assert isinstance(self.rollout, TextGeneration), "a pipeline's method"
-        return self.rollout
+        assert self.for_tokens, "a pipeline's method"
+        return cast("TextGeneration", self.rollout)
 
     @property
     def off_policy(self) -> bool:
         """True where samples may be answers of prompts, or be drawn under another input than is learned."""
         answers = self.for_tokens and self.generation.decoding.expert > 0
         return answers or any(not getattr(part, "learned", True) for part in (self.expansion, self.redraw))
+
+    @property
+    def writes_prompts(self) -> bool:
+        """True where the policy writes prompts for later epochs (`contrib.variants`)."""
+        return bool(getattr(getattr(self.curriculum, "inner", self.curriculum), "writes", False))
 
     @property
     def tuning(self) -> LayerTuning:
@@ -254,7 +267,11 @@ class Method:
     @property
     def has_quality_head(self) -> bool:
         """True where draws are pruned by a head that the run trains."""
-        return self.for_tokens and isinstance(self.generation.draws, PrunedDraws)
+        if not self.for_tokens:
+            return False
+        from flowgrpo.text.samplers.pruned import PrunedDraws
+
+        return isinstance(self.generation.draws, PrunedDraws)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -272,7 +289,7 @@ class Method:
     @property
     def for_tokens(self) -> bool:
         """True where it samples a language model."""
-        return isinstance(self.rollout, TextGeneration)
+        return self.rollout.of_text
 
     @property
     def scores_noise(self) -> bool:

@@ -136,7 +136,7 @@ def _overlay(part: Any, changes: dict[str, Any], path: str) -> Any:
 
 def _named(part: Any, name: Any, path: str) -> type:
     """Return the type of that name, which goes where `part` stands, or to the place that the path ends with."""
-    place = registry.PLACES.get(type(part)) or _place(path)
+    place = registry.place_of(type(part)) or _place(path)
     if name in registry.GIVEN:
         return registry.GIVEN[name]
     if str(name).startswith(registry.OBJECT):
@@ -149,7 +149,7 @@ def _named(part: Any, name: Any, path: str) -> type:
         if name in points:
             return _suited(guarded(f"part {name!r} does not import", points[name].load), name, place, path)
         raise UserError(f"{path}.type: unknown part {name!r}{nearest(str(name), sorted([*registry.TYPES, *points]))}")
-    if registry.PLACES[registry.TYPES[name]] != place:
+    if registry.PLACES[name] != place:
         known = ", ".join(registry.of_place(place))
         raise UserError(f"{path}.type: got {name}, expected {'one of ' + known if known else 'a value, not a part'}")
     return registry.TYPES[name]

@@ -7,7 +7,7 @@ G: samples per prompt; R: rewards; D: the shape of a latent; T: steps of a rollo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Generator, Tensor
 
@@ -15,9 +15,11 @@ from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.rollout import RolloutSpec
-from flowgrpo.text.samplers.decoding import Decoding
-from flowgrpo.text.samplers.records import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Context, Gaussian
+
+if TYPE_CHECKING:
+    from flowgrpo.text.samplers.decoding import Decoding
+    from flowgrpo.text.samplers.records import SampledCompletions, TokenizedPrompts
 
 # --- rollouts --------------------------------------------------------------------------------------------------------
 
@@ -121,6 +123,13 @@ class Reference(Protocol):
         """Return the snapshots of weights to hold, for the epoch that begins; none: the base model."""
 
 
+class Rehearsal(Protocol):
+    """Divergence from the base model on samples that it drew (`contrib.rehearsal`)."""
+
+    def __call__(self, logp: Tensor, base: Tensor) -> Tensor:
+        """Return the weighted divergence [B, N] of log-probabilities [B, N] of the policy and of the base model."""
+
+
 # --- prompts ---------------------------------------------------------------------------------------------------------
 
 
@@ -144,3 +153,14 @@ class Redraw(Protocol):
 
     def __call__(self, drawn: EpochBatch) -> Sequence[tuple[int | None, Prompt]]:
         """Return pairs (index of a group, the prompt that replaces it); of an additional group the index is None."""
+
+
+class GroupReplay(Protocol):
+    """Choice of the recorded groups that are trained again (`contrib.group_replay`)."""
+
+    @property
+    def recompose(self) -> bool:
+        """Return True if it trains a part of a group now and the other part later."""
+
+    def chosen(self, sizes: Sequence[float], logps: Sequence[float], count: int, seed: Sequence[int]) -> list[int]:
+        """Return the places of `count` groups. sizes: their mean |advantages|; logps: their mean log-probabilities."""

@@ -4,46 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from flowgrpo import objectives
-from flowgrpo.advantages import baselines, gae, shaping, token_credit
-from flowgrpo.contrib.consistency import parts as consistency
-from flowgrpo.contrib.policy_shaping import parts as policy_shaping
-from flowgrpo.contrib.variants import parts as variations
 from flowgrpo.errors import UserError
-from flowgrpo.methods import registry, supervised, targets
+from flowgrpo.methods import registry, targets
 from flowgrpo.methods.method import Method
-from flowgrpo.objectives import actor_critic, forward_process, kl, ratios, references, sequence_losses
+from flowgrpo.objectives import actor_critic
 from flowgrpo.samplers import plans
-from flowgrpo.text import teacher_answers as teachers
-from flowgrpo.text.credit import expert_reward, length_shaping, step_scores
-from flowgrpo.text.losses import token_losses
 
-# Parts that fewer targets read than their place says.
-_TEXTS = (targets.Completions,)
-TYPES: dict[type, tuple[type[targets.Target], ...]] = {
-    **dict.fromkeys((ratios.SequenceRatio, ratios.CompletionRatio, objectives.DynamicClip, gae.ValueHead,
-                     gae.OutcomeHead, variations.Variations,
-                     sequence_losses.GroupLoss, token_losses.LikelihoodFloor, shaping.Overlong,
-                     length_shaping.LengthSwitch, length_shaping.ExitDecay, consistency.LikelihoodConsistency,
-                     token_credit.SegmentChain, token_credit.SegmentTree, token_credit.StepGroups,
-                     token_credit.MergedSteps, token_credit.Exploring, step_scores.StepScores, supervised.NextToken,
-                     supervised.PreferencePairs,
-                     expert_reward.ExpertReward, teachers.TeacherAnswers, kl.SpanKL), _TEXTS),
-    policy_shaping.PolicyShaping: (targets.Completions, targets.RecordedSteps, targets.JointDensity),
-    sequence_losses.SampleLoss: (targets.Completions, targets.RecordedSteps, targets.NoisedFinals),
-    **dict.fromkeys((references.Teacher, references.SelfTeacher, references.Soup), (
-        targets.Completions, targets.RecordedSteps, targets.JointDensity, targets.NoisedFinals)),
-    **dict.fromkeys((forward_process.OfNoised, ratios.Matching), (targets.NoisedFinals,)),
-    **dict.fromkeys((actor_critic.ActorCritic, baselines.Paired, gae.Recall), (targets.LatentEdits,)),
-    **dict.fromkeys((supervised.NoisedData, supervised.SelfAnswers), (
-        targets.RecordedSteps, targets.JointDensity, targets.NoisedFinals, targets.RewardGradient)),
-    baselines.SameNoise: (targets.RecordedSteps, targets.JointDensity),
-    objectives.Guard: (targets.RecordedSteps, targets.LatentEdits),
-    **dict.fromkeys((objectives.SquaredErrorRatio, objectives.InverseDelta, objectives.NoiseLevel),
-                    (targets.RecordedSteps,)),
-    objectives.RewardAscent: (targets.RewardGradient, targets.RelaxedTraces)}
+# Parts that fewer targets read than their place says: names of their classes, and of their targets.
+_TEXTS = ("Completions",)
+TYPES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("SequenceRatio", "CompletionRatio", "DynamicClip", "ValueHead", "OutcomeHead", "Variations",
+                     "GroupLoss", "LikelihoodFloor", "Overlong", "LengthSwitch", "ExitDecay", "LikelihoodConsistency",
+                     "SegmentChain", "SegmentTree", "StepGroups", "MergedSteps", "Exploring", "StepScores",
+                     "NextToken", "PreferencePairs", "ExpertReward", "TeacherAnswers", "SpanKL"), _TEXTS),
+    "PolicyShaping": ("Completions", "RecordedSteps", "JointDensity"),
+    "SampleLoss": ("Completions", "RecordedSteps", "NoisedFinals"),
+    **dict.fromkeys(("Teacher", "SelfTeacher", "Soup"), ("Completions", "RecordedSteps", "JointDensity",
+                                                         "NoisedFinals")),
+    **dict.fromkeys(("OfNoised", "Matching"), ("NoisedFinals",)),
+    **dict.fromkeys(("ActorCritic", "Paired", "Recall"), ("LatentEdits",)),
+    **dict.fromkeys(("NoisedData", "SelfAnswers"), ("RecordedSteps", "JointDensity", "NoisedFinals",
+                                                    "RewardGradient")),
+    "SameNoise": ("RecordedSteps", "JointDensity"),
+    "Guard": ("RecordedSteps", "LatentEdits"),
+    **dict.fromkeys(("SquaredErrorRatio", "InverseDelta", "NoiseLevel"), ("RecordedSteps",)),
+    "RewardAscent": ("RewardGradient", "RelaxedTraces")}
 
 # Plans by which every step draws noise, all of them or all but the last; a single step is Euler's of any solver.
 _NOISY = {plans.AllSteps, plans.RandomSubset, plans.Branches, plans.GrowingTail, plans.LastSteps, plans.RandomLast,
@@ -110,21 +98,28 @@ def require_types(method: Method) -> None:
         part = parts[name]
         if part is not None and not _reads(type(part), name, method.target):
             fitting = [other for other in registry.of_place(name) if _reads(registry.TYPES[other], name, method.target)]
-            by = next((f", which reads {' or '.join(sorted(_kinds(TYPES[kind])))}" for kind in type(part).__mro__
-                       if kind in TYPES), "")
+            said = _said(type(part))
+            by = f", which reads {' or '.join(sorted(_kinds(said)))}" if said else ""
             raise UserError(f"parts.{name}: got {type(part).__name__}{by}, but the method trains "
                             f"{method.target.trains}: expected one of {', '.join(fitting)}")
 
 
-def _kinds(by: tuple[type[targets.Target], ...]) -> set[str]:
+def _kinds(by: tuple[str, ...]) -> set[str]:
     """Return the names of what these targets, and those made of them, train."""
-    return {target.trains for kind in by for target in (kind, *kind.__subclasses__())}
+    kinds = [cast("type[targets.Target]", registry.TYPES[name]) for name in by]
+    return {target.trains for kind in kinds for target in (kind, *kind.__subclasses__())}
+
+
+def _said(part: type) -> tuple[str, ...]:
+    """Return the targets that the part's nearest listed kind is for; none: any."""
+    return next((TYPES[kind.__name__] for kind in part.__mro__ if kind.__name__ in TYPES
+                 and kind.__module__.startswith("flowgrpo.")), ())
 
 
 def _reads(part: type, name: str, target: targets.Target) -> bool:
-    by = next((TYPES[kind] for kind in part.__mro__ if kind in TYPES), (object,))  # what its nearest kind says
-    return (isinstance(target, by)
-            and issubclass(part, target.takes.get(name, object)))
+    said = _said(part)
+    return (not said or any(kind.__name__ in said for kind in type(target).__mro__)) \
+        and issubclass(part, target.takes.get(name, object))
 
 
 def _changed(before: Method, after: Method) -> list[str]:

@@ -1,24 +1,25 @@
 """Targets: what the loss of a method scores. One class each, with the parts that it leaves unread and those that it
-takes. `rollouts.targets` and `text.rollouts.targets` sample, record and replay them."""
+takes. `rollouts.targets` samples, records and replays them; `text.targets` has those of language models."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from flowgrpo import objectives
 from flowgrpo.advantages.baselines import Paired
-from flowgrpo.methods.groups import Credit, Denoising, Loss, TextGeneration
+from flowgrpo.methods.groups import Credit, Denoising, Loss
 from flowgrpo.methods.parts import Backprop, Times
 from flowgrpo.objectives import best_path
 from flowgrpo.objectives.actor_critic import ActorCritic
 from flowgrpo.samplers import latent_edits, noised_finals, reward_gradient
 from flowgrpo.samplers.rollout import RolloutSpec
-from flowgrpo.text.credit.expert_reward import ExpertReward
-from flowgrpo.text.losses import token_losses
-from flowgrpo.text.samplers import gumbel_softmax, pruned
-from flowgrpo.text.samplers.decoding import Unmasking
+
+if TYPE_CHECKING:
+    from flowgrpo.text.generation import TextGeneration
+
+Rollout: TypeAlias = "Denoising | TextGeneration"
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Target:
     packs: True if `train.pack` can put its decisions into one call.
     follows_reward: True if it is the reward's gradient.
     scores_sampling: True if old scores are those of sampling; False: a score of finished samples.
+    has_logp: True if its decisions have a log-probability, under the reference as well.
     """
 
     trains: ClassVar[str]
@@ -43,9 +45,10 @@ class Target:
     packs: ClassVar[bool] = False
     follows_reward: ClassVar[bool] = False
     scores_sampling: ClassVar[bool] = True
+    has_logp: ClassVar[bool] = False
 
-    def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
-                 explorations: Sequence[RolloutSpec], group: int) -> None:
+    def validate(self, rollout: Rollout, credit: Credit, loss: Loss, explorations: Sequence[RolloutSpec],
+                 group: int) -> None:
         """Raise ValueError for parts that do not go together.
 
         explorations: an epoch's of a pipeline, none of a language model. group: samples per prompt.
@@ -66,11 +69,12 @@ class RecordedSteps(Target):
 
     trains: ClassVar[str] = "recorded steps"
     trains_steps: ClassVar[bool] = True
+    has_logp: ClassVar[bool] = True
     unread: ClassVar[frozenset[str]] = frozenset({"reduction", "value"})
     packs: ClassVar[bool] = True
 
-    def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
-                 explorations: Sequence[RolloutSpec], group: int) -> None:
+    def validate(self, rollout: Rollout, credit: Credit, loss: Loss, explorations: Sequence[RolloutSpec],
+                 group: int) -> None:
         if credit.progress is not None and len(rollout.strides) > 1:
             raise ValueError("progress is measured along one grid, and strides finish samples on several: set "
                              "parts.strides: [1], or progress: null")
@@ -85,8 +89,8 @@ class JointDensity(Target):
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "progress", "strides", "step_weight",
                                                    "rehearsal", "replay"}
 
-    def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
-                 explorations: Sequence[RolloutSpec], group: int) -> None:
+    def validate(self, rollout: Rollout, credit: Credit, loss: Loss, explorations: Sequence[RolloutSpec],
+                 group: int) -> None:
         if any(spec.splits for spec in explorations):
             raise ValueError("a joint density takes samples that share no state: set parts: {roots: null} and a plan "
                              "without splits")
@@ -135,8 +139,8 @@ class RewardGradient(Target):
                                                    "replay"}
     takes: ClassVar[dict[str, type]] = {"surrogate": objectives.RewardAscent, "log_ratio": objectives.PlainRatio}
 
-    def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
-                 explorations: Sequence[RolloutSpec], group: int) -> None:
+    def validate(self, rollout: Rollout, credit: Credit, loss: Loss, explorations: Sequence[RolloutSpec],
+                 group: int) -> None:
         if len(explorations) > 1 or len(explorations[0].schedule.trained) > 1 or explorations[0].splits:
             raise ValueError("a reward's gradient takes a plan with one trained step, where its graph begins, and "
                              "samples that share no noise: set parts: {plan: {type: LastSteps}, roots: null}")
@@ -157,8 +161,8 @@ class LatentEdits(Target):
                                                    "step_weight", "rehearsal", "data", "replay"}
     takes: ClassVar[dict[str, type]] = {"surrogate": ActorCritic}
 
-    def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
-                 explorations: Sequence[RolloutSpec], group: int) -> None:
+    def validate(self, rollout: Rollout, credit: Credit, loss: Loss, explorations: Sequence[RolloutSpec],
+                 group: int) -> None:
         assert isinstance(loss.surrogate, ActorCritic), "the only kind that fits"
         if loss.surrogate.ratio and self.edit.acting != "pairs":
             raise ValueError(f"surrogate.ratio is {loss.surrogate.ratio:g}, but samples are chosen by the critic: set "
@@ -172,96 +176,3 @@ class LatentEdits(Target):
         if group % 2 and self.edit.acting == "pairs":
             raise ValueError(f"train.group is {group}: half of the samples are bases, the others their edits: use an "
                              "even number")
-
-
-@dataclass(frozen=True)
-class Completions(Target):
-    """Tokens of completions, by their log-probability."""
-
-    trains: ClassVar[str] = "completions"
-    of: ClassVar[type] = TextGeneration
-    unread: ClassVar[frozenset[str]] = frozenset({"step_weight", "progress"})
-
-    def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
-                 explorations: Sequence[RolloutSpec], group: int) -> None:
-        _require_samples(rollout, loss, group)
-        if credit.value is not None and credit.spread is not None:
-            raise ValueError(f"value and spread ({type(credit.spread).__name__}) both make advantages of tokens: set "
-                             "parts.spread: null, or leave the value model out")
-        if group % rollout.draws.leaves:
-            raise ValueError(f"draws is {type(rollout.draws).__name__} with {rollout.draws.leaves} leaves: expected a "
-                             "train.group that is a multiple of them")
-        if isinstance(rollout.draws, pruned.PrunedDraws) and (rollout.decoding.greedy or credit.value is not None):
-            raise ValueError("draws is PrunedDraws, whose samples are all drawn by lot and whose head is the run's "
-                             "only one: set parts.decoding.greedy: 0 and parts.value: null, or leave it out")
-        mixed = isinstance(loss.surrogate, (token_losses.ExpertMixture, token_losses.Calibrated))
-        of_experts = {f"surrogate {type(loss.surrogate).__name__}": mixed,
-                      "shaping ExpertReward": isinstance(credit.shaping, ExpertReward)}
-        for part in (part for part, is_set in of_experts.items() if is_set and not rollout.decoding.expert):
-            raise ValueError(f"the {part} is about answers that join their group: set parts.decoding.expert: 1")
-        spreads = credit.spread or credit.value
-        if loss.surrogate.reads_advantages and spreads is not None:
-            raise ValueError(f"the surrogate {type(loss.surrogate).__name__} reads one advantage per completion, but "
-                             f"{type(spreads).__name__} spreads it: set parts.{'spread' if credit.spread else 'value'}"
-                             ": null")
-
-
-@dataclass(frozen=True)
-class RecordedCompletions(Completions):
-    """Tokens of recorded pairs of texts, without sampling: the target of a run with `preferences`.
-    """
-
-    trains: ClassVar[str] = "recorded pairs of texts"
-    unread: ClassVar[frozenset[str]] = Completions.unread | {"draws", "spread", "value", "redraw", "replay",
-                                                             "rehearsal"}
-
-
-@dataclass(frozen=True)
-class Traces(Completions):
-    """Tokens of an unmasking's trace: what completions are of a masked language model."""
-
-    trains: ClassVar[str] = "traces of an unmasking"
-
-
-@dataclass(frozen=True)
-class RelaxedTraces(Target):
-    """Reward gradient, followed back through the unmasking of an answer (DRAKES, 2410.13643).
-
-    relaxation: what stands for drawn tokens.
-    """
-
-    relaxation: gumbel_softmax.GumbelSoftmax = gumbel_softmax.GumbelSoftmax()
-
-    trains: ClassVar[str] = "a relaxed unmasking"
-    follows_reward: ClassVar[bool] = True
-    of: ClassVar[type] = TextGeneration
-    unread: ClassVar[frozenset[str]] = frozenset({"step_weight", "reduction", "kl", "reference", "draws", "spread",
-                                                  "redraw", "expansion", "value", "progress", "rehearsal",
-                                                  "data", "replay"})
-    takes: ClassVar[dict[str, type]] = {"surrogate": objectives.RewardAscent, "log_ratio": objectives.PlainRatio,
-                                        "decoding": Unmasking}
-
-    def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
-                 explorations: Sequence[RolloutSpec], group: int) -> None:
-        _require_samples(rollout, loss, group)
-        decoding = rollout.decoding
-        assert isinstance(decoding, Unmasking), "the only kind that fits"
-        fits = {"order: random": decoding.order == "random", "shrink: 1": decoding.shrink == 1,
-                "greedy: 0": not decoding.greedy,
-                "top_p: 1, top_k: 0, min_p: 0": (decoding.top_p, decoding.top_k, decoding.min_p) == (1, 0, 0)}
-        if wrong := [cure for cure, fit in fits.items() if not fit]:
-            raise ValueError("a process whose KL is known chooses places by lot and cuts no token: set parts.decoding: "
-                             f"{{{', '.join(wrong)}}}")
-
-
-# Targets whose decisions have a log-probability, under the reference as well.
-WITH_LOGP = (RecordedSteps, Completions)
-
-
-def _require_samples(rollout: Denoising | TextGeneration, loss: Loss, group: int) -> None:
-    if loss.reads_means:
-        raise ValueError("a part reads means of transitions, which tokens have none of: use SampledKL and Clip")
-    if rollout.decoding.greedy + rollout.decoding.expert >= group:
-        given = {"greedy samples": rollout.decoding.greedy, "answers": rollout.decoding.expert}
-        reserved = " and ".join(f"{count} {what}" for what, count in given.items() if count)
-        raise ValueError(f"{reserved} leave none of the group to train")

@@ -9,7 +9,6 @@ from flowgrpo.advantages.baselines import NoBaseline
 from flowgrpo.advantages.shaping import BradleyTerry
 from flowgrpo.advantages.trackers import PriorBlend
 from flowgrpo.config.schema import Config
-from flowgrpo.contrib.reward_weights.parts import ForwardCorrected, Hypervolume, Influence
 from flowgrpo.curriculum.resampling import AdditionalGroups
 from flowgrpo.data.demonstrations import load_demonstrations
 from flowgrpo.data.pairs import load_pairs
@@ -21,10 +20,7 @@ from flowgrpo.methods.method import OF_TEXT, Method
 from flowgrpo.methods.overlay import overlays, preset, with_parts
 from flowgrpo.methods.supervised import PicturePairs, PreferencePairs
 from flowgrpo.methods.targets import (
-    WITH_LOGP,
-    Completions,
     NoisedFinals,
-    RecordedCompletions,
     RecordedPairs,
     RewardGradient,
 )
@@ -34,8 +30,6 @@ from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.learned_noise import LearnedNoise
 from flowgrpo.samplers.preview import require_choice
 from flowgrpo.samplers.rollout import RolloutSpec
-from flowgrpo.text.credit.expert_reward import ExpertReward
-from flowgrpo.text.teacher_answers import TeacherAnswers
 from flowgrpo.types import Context
 
 
@@ -55,8 +49,7 @@ def resolve(config: Config, process: str = "flow") -> Method:
     _require_names(config, method)
     try:
         _require_credit(method, train.group)
-        if isinstance(method.credit.advantage, (ForwardCorrected, Hypervolume, Influence)):
-            method.credit.advantage.require(list(config.rewards.values()) * len(method.rollout.strides))
+        method.credit.advantage.require(list(config.rewards.values()) * len(method.rollout.strides))
         explorations = [] if process in OF_TEXT else _explorations(method, config, process)
         if method.credit.selection is not None:
             splits = explorations[0].listed if explorations else ()
@@ -74,6 +67,10 @@ def _on_pairs(method: Method) -> Method:
     """Return a method of noised finals or of completions on recorded pairs; another one as it is."""
     if isinstance(method.target, NoisedFinals):
         return method.having(target=RecordedPairs(method.target.times))
+    if not method.for_tokens:
+        return method
+    from flowgrpo.text.targets import Completions, RecordedCompletions
+
     return method.having(target=RecordedCompletions()) if type(method.target) is Completions else method
 
 
@@ -92,7 +89,7 @@ def _require_credit(method: Method, group: int) -> None:
     if measures and not method.for_tokens:
         raise ValueError(f"the credit reads {' and '.join(measures)} of completions: the steps of a denoiser all have "
                          "the same")
-    if "reference" in method.needs and not isinstance(target, WITH_LOGP):
+    if "reference" in method.needs and not target.has_logp:
         raise ValueError(f"the credit reads log-probabilities under the reference, and {target.trains} have none")
 
 
@@ -102,9 +99,9 @@ def _require_limits(config: Config, method: Method) -> None:
     if limited and len(limited) == len(config.trained):
         raise UserError(f"reward: {', '.join(limited)} has a limit, but nothing else is trained on: add a reward "
                         "with a weight")
-    if limited and isinstance(method.credit.advantage, Influence):
-        raise UserError(f"reward.{next(iter(limited))}.limit and parts.advantage Influence both set the "
-                        "weights of rewards: leave one out")
+    if limited and method.credit.advantage.adapts_weights:
+        raise UserError(f"reward.{next(iter(limited))}.limit and parts.advantage "
+                        f"{type(method.credit.advantage).__name__} both set the weights of rewards: leave one out")
 
 
 def _require_names(config: Config, method: Method) -> None:
@@ -137,6 +134,8 @@ def _require_loss(config: Config, method: Method) -> None:
     if method.expansion is not None and not method.expansion.changes:
         raise ValueError("parts.expansion changes nothing: set its text, key or scale")
     if method.for_tokens:
+        from flowgrpo.text.teacher_answers import TeacherAnswers
+
         if isinstance(method.redraw, TeacherAnswers) and not method.generation.decoding.expert:
             raise ValueError("TeacherAnswers puts answers into groups that fail: set parts.decoding.expert to their "
                              "number")
@@ -256,6 +255,8 @@ def _require_recorded(config: Config, method: Method) -> None:
     if not method.for_tokens:
         raise UserError(f"preferences is set, so no picture is drawn, but method {config.method} trains steps of "
                         "drawing one, or edits of drawn ones: use a method of noised finals, such as diffusion_dpo")
+    from flowgrpo.text.targets import RecordedCompletions
+
     if not isinstance(method.target, RecordedCompletions):
         raise UserError(f"preferences is set, but method {config.method} on this model trains {method.target.trains}, "
                         "which recorded texts have none of: expected a causal language model and a method such as dpo")
@@ -271,6 +272,10 @@ def _require_recorded(config: Config, method: Method) -> None:
 
 def require_expert_reward(config: Config, method: Method) -> None:
     """Raise UserError for a name of `parts.shaping.without` that is no reward of the run."""
+    if not method.for_tokens:
+        return
+    from flowgrpo.text.credit.expert_reward import ExpertReward
+
     shaping = method.credit.shaping
     for name in shaping.without if isinstance(shaping, ExpertReward) else ():
         if name not in config.rewards:

@@ -77,7 +77,7 @@ BUILT_IN = {
     "scaled": "flowgrpo.rewards.verdicts:Scaled",
     "user_prompt": "flowgrpo.rewards.verdicts:UserPrompt",
     "progress": "flowgrpo.rewards.groups:Progress",
-    "majority": "flowgrpo.rewards.groups:Majority",
+    "majority": "flowgrpo.text.rewards.majority:Majority",
     "pseudo_labels": "flowgrpo.text.rewards.pseudo_labels:PseudoLabels",
     "refined_labels": "flowgrpo.text.rewards.pseudo_labels:RefinedLabels",
     "preferred": "flowgrpo.rewards.images.preferred:preferred",
@@ -117,6 +117,7 @@ BUILT_IN = {
     "text_scorer": "flowgrpo.text.rewards.text_scorer:TextScorer",
     "reward_model": "flowgrpo.text.rewards.reward_model:RewardModel",
 }
+LEARNED = "flowgrpo.contrib.learned_rewards.preference:named"  # of a folder of `flowgrpo reward train`
 # Names of earlier releases.
 ALIASES = {"pick_score": "pickscore", "hps_v2": "hpsv2.1", "hps_v3": "hpsv3", "image_reward": "imagereward",
            "video_reward": "videoalign", "vqa_score": "vqascore"}
@@ -182,8 +183,7 @@ def locate(name: str) -> Any:
         return _registered[name]
     name = present(name)
     if name in BUILT_IN:
-        module, _, attribute = BUILT_IN[name].partition(":")
-        return getattr(guarded(f"reward {name!r} does not import", importlib.import_module, module), attribute)
+        return guarded(f"reward {name!r} does not import", _by_place, BUILT_IN[name])
     if client.is_address(name):
         client.addresses(name)
         return functools.partial(client.Remote, name)
@@ -205,6 +205,12 @@ def present(name: str) -> str:
         _told.add(name)
         print(f"the reward {name!r} is now called {ALIASES[name]!r}", file=sys.stderr)
     return ALIASES[name]
+
+
+def _by_place(place: str) -> Any:
+    """Return the object of MODULE:NAME."""
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def _in_file(path: Path) -> dict[str, Any]:
@@ -239,9 +245,7 @@ def _from_folder(name: str) -> Any:
     """Load `folder` or `folder:aspect`, written by `flowgrpo train-reward`."""
     for folder, aspect in ((name, None), name.rpartition(":")[::2]):
         if folder and (Path(folder) / TRAINED).is_file():
-            from flowgrpo.contrib.learned_rewards import preference
-
-            return preference.named(Path(folder), aspect)
+            return _by_place(LEARNED)(Path(folder), aspect)
     if Path(name).is_dir():
         raise UserError(f"reward {name!r}: no {TRAINED} in it: expected one of `flowgrpo train-reward`")
     raise UserError(f"unknown reward {name!r}{_near(name)} (`flowgrpo rewards` lists all; or path/to/file.py:function; "

@@ -10,7 +10,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
-from flowgrpo.methods.targets import RecordedCompletions, RecordedPairs, RelaxedTraces
+from flowgrpo.methods.targets import RecordedPairs
 from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.base import GroupSampler
 
@@ -19,24 +19,10 @@ def make_rollouts(config: Config, policy: Policy, method: Method, geometry: Batc
                   clock: PhaseTimer, first: Prompt) -> GroupSampler[Any]:
     """Make what samples and replays a policy. first: a prompt, with which a pipeline's own grid is read."""
     given: tuple[Any, ...] = config, policy, method, geometry, processes, clock
-    if isinstance(method.target, RelaxedTraces):
-        from flowgrpo.text.rollouts.relaxed import RelaxedRollouts
-
-        return RelaxedRollouts(*given)
-    if isinstance(method.target, RecordedCompletions):
-        from flowgrpo.text.rollouts.recorded import RecordedTextRollouts
-
-        return RecordedTextRollouts(*given)
     if method.for_tokens:
-        from flowgrpo.text.policies import engines
+        from flowgrpo.text.rollouts import build
 
-        if engines.wanted(config):
-            from flowgrpo.text.rollouts.engine import EngineRollouts
-
-            return EngineRollouts(*given)
-        from flowgrpo.text.rollouts.completions import TextRollouts
-
-        return TextRollouts(*given)
+        return build.make_rollouts(*given)
     given = (*given, first)
     if isinstance(method.target, RecordedPairs):
         from flowgrpo.rollouts.recorded import RecordedRollouts

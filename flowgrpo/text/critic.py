@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from flowgrpo.advantages.gae import OutcomeHead, Recall, ValueHead, outcome_weights, over_traces, value_loss
+from flowgrpo.advantages.gae import OutcomeHead, ValueHead, outcome_weights, over_traces, value_loss
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.distributed.processes import Processes
-from flowgrpo.methods.groups import TextGeneration
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.base import Encoded
@@ -25,11 +24,9 @@ from flowgrpo.samplers.rollout import Part
 from flowgrpo.storage import checkpoint
 from flowgrpo.text.samplers.decoding import Decoding, decided
 from flowgrpo.text.samplers.pruned import PrunedDraws, looked
-from flowgrpo.training.replay_buffer import Recalling
 from flowgrpo.types import Completions
 
 if TYPE_CHECKING:
-    from flowgrpo.policies.pipelines.edit_policy import EditPolicy
     from flowgrpo.text.policies.causal_lm import CausalLM
     from flowgrpo.text.samplers.records import TokenizedPrompts
 
@@ -164,17 +161,12 @@ class QualityCritic(Critic):
         return loss.item()
 
 
-def make_critic(method: Method, policy: Policy, geometry: BatchShape, processes: Processes
-                ) -> Critic | Recalling | None:
-    """Create the value model of a method, or the quality head of its draws; None if it has neither."""
-    if isinstance(method.rollout, TextGeneration) and isinstance(method.rollout.draws, PrunedDraws):
-        return QualityCritic(method.rollout.draws, cast("CausalLM", policy), method.rollout.decoding, geometry,
-                             processes)
-    if method.credit.value is None:
-        return None
-    if isinstance(method.credit.value, Recall):
-        return Recalling(method.credit.value, cast("EditPolicy", policy).editor, processes)
+def make_critic(method: Method, policy: Policy, geometry: BatchShape, processes: Processes) -> Critic:
+    """Create the value model of a method, or the quality head of its draws."""
+    rollout, language = method.generation, cast("CausalLM", policy)
+    if isinstance(rollout.draws, PrunedDraws):
+        return QualityCritic(rollout.draws, language, rollout.decoding, geometry, processes)
     if isinstance(method.credit.value, OutcomeHead):
-        return OutcomeCritic(method.credit.value, cast("CausalLM", policy), method.rollout.decoding, geometry,
-                             processes)
-    return Critic(method.credit.value, cast("CausalLM", policy), method.rollout.decoding, geometry, processes)
+        return OutcomeCritic(method.credit.value, language, rollout.decoding, geometry, processes)
+    assert isinstance(method.credit.value, ValueHead), "a method without a value model"
+    return Critic(method.credit.value, language, rollout.decoding, geometry, processes)

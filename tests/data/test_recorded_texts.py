@@ -13,12 +13,12 @@ from flowgrpo.config import load
 from flowgrpo.data.pairs import Pair, load_pairs
 from flowgrpo.data.recorded_pairs import in_place
 from flowgrpo.errors import UserError
-from flowgrpo.methods.targets import RecordedCompletions
 from flowgrpo.methods.validate import require_recorded_pairs, resolve
 from flowgrpo.objectives.pair_losses import PairLoss
 from flowgrpo.rewards.images.preferred import preferred
 from flowgrpo.run import run
 from flowgrpo.text.policies.causal_lm import CausalLM
+from flowgrpo.text.targets import RecordedCompletions
 from flowgrpo.train import Trainer
 from flowgrpo.training import sampling
 from tests.helpers import tiny_text

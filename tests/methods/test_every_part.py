@@ -84,7 +84,7 @@ def laid(name: str, part: dict[str, Any]) -> dict[str, Any]:
 
 
 def place_of(name: str) -> str:
-    return registry.PLACES[registry.TYPES[name]] if name in registry.TYPES else name
+    return registry.PLACES.get(name, name)
 
 
 def recipe(name: str) -> dict[str, Any]:

@@ -6,24 +6,22 @@ import pytest
 
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
-from flowgrpo.methods.groups import Denoising, TextGeneration
+from flowgrpo.methods.groups import Denoising
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.methods.targets import (
-    Completions,
     JointDensity,
     LatentEdits,
     NoisedFinals,
-    RecordedCompletions,
     RecordedPairs,
     RecordedSteps,
-    RelaxedTraces,
     RewardGradient,
-    Traces,
 )
 from flowgrpo.methods.validate import resolve
 from flowgrpo.rollouts.targets import TARGETS
 from flowgrpo.samplers.noised_finals import GridTimes, Stratified
+from flowgrpo.text.generation import TextGeneration
+from flowgrpo.text.targets import Completions, RecordedCompletions, RelaxedTraces, Traces
 from tests.helpers import tiny
 
 OF_PIPELINES = RecordedSteps(), JointDensity(), NoisedFinals(), RecordedPairs(), RewardGradient(), LatentEdits()

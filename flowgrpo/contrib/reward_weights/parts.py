@@ -33,6 +33,7 @@ class Influence(AdvantageRule):
 
     rate: float = 1.0
     clamp: float = 5.0
+    adapts_weights = True
 
     def __post_init__(self) -> None:
         require_clamp(self.clamp)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
-from flowgrpo.methods import targets
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import references
 from flowgrpo.rewards.reward import EPOCH, MEMORY, POLICY, inside
@@ -27,7 +26,7 @@ def require(config: Config, method: Method, processes: int, trained: Mapping[str
     parts = [(name, part) for name, reward in trained.items() for part in inside(reward)]
     wrong = unrecordable(config, method) | {
         f"{processes} processes": processes > 1,
-        f"a method that trains {method.target.trains}": not isinstance(method.target, targets.WITH_LOGP),
+        f"a method that trains {method.target.trains}": not method.target.has_logp,
         f"the surrogate {type(method.loss.surrogate).__name__}, which compares samples":
             method.loss.surrogate.reads_groups,
         "parts.redraw, which waits for the rewards": method.redraw is not None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt, of_records
@@ -27,6 +27,8 @@ class Variations:
 
     share: of the epoch's prompts. right: total reward from which a sample is right. kept: variants at most.
     """
+
+    writes: ClassVar[bool] = True
 
     share: float = 0.25
     right: float = 0.5

@@ -7,12 +7,10 @@ from typing import Any
 from flowgrpo import objectives
 from flowgrpo.advantages import gae, group, selection, shaping
 from flowgrpo.methods import targets
-from flowgrpo.methods.groups import TextGeneration
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.parts import Backprop, Times
-from flowgrpo.objectives import actor_critic, forward_process, reductions, references
+from flowgrpo.objectives import actor_critic, forward_process
 from flowgrpo.samplers import kernels, latent_edits, noised_finals, old_policy, plans, reward_gradient
-from flowgrpo.text.samplers import decoding, gumbel_softmax
 
 
 def diffusion_nft(method: Method = Method()) -> Method:
@@ -108,18 +106,6 @@ def _backprop(method: Method, ending: Backprop) -> Method:
                          advantage=group.Advantage(scale="group", order="rewards"), log_ratio=objectives.PlainRatio(),
                          surrogate=objectives.RewardAscent(), step_weight=objectives.Uniform(),
                          kl=objectives.GaussianKL(0.0))
-
-
-def drakes(method: Method = Method()) -> Method:
-    """DRAKES: a differentiable reward's gradient through the unmasking of an answer, by Gumbel-softmax (2410.13643).
-
-    Less the KL of the process to the base model's.
-    """
-    return method.having(rollout=TextGeneration(decoding.Unmasking(order="random")),
-                         target=targets.RelaxedTraces(gumbel_softmax.GumbelSoftmax()), shaping=None,
-                         advantage=group.Advantage(scale="group", order="rewards"), selection=None,
-                         log_ratio=objectives.PlainRatio(), surrogate=objectives.RewardAscent(),
-                         reduction=reductions.TokenMean(), kl=objectives.SampledKL(0.0), reference=references.Base())
 
 
 def expo(method: Method = Method()) -> Method:

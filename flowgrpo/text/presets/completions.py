@@ -6,11 +6,12 @@ import math
 
 from flowgrpo import objectives
 from flowgrpo.advantages import baselines, correctness, gae, group, selection, shaping, token_credit, trackers
-from flowgrpo.methods import supervised, targets
-from flowgrpo.methods.groups import TextGeneration
+from flowgrpo.methods import supervised
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import pair_losses, reductions, references, sequence_losses
+from flowgrpo.text import targets
 from flowgrpo.text.credit import length_shaping
+from flowgrpo.text.generation import TextGeneration
 from flowgrpo.text.losses import random_policy, reward_labels, token_losses
 from flowgrpo.text.samplers import decoding, groups, lookahead, trees
 

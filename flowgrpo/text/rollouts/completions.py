@@ -13,7 +13,7 @@ from flowgrpo.advantages.segments import starts_of
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
 from flowgrpo.data.pictures import noised_picture
-from flowgrpo.data.prompts import Prompt
+from flowgrpo.data.prompts import Prompt, answer_of
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
@@ -25,7 +25,7 @@ from flowgrpo.text.credit.step_scores import StepScores
 from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.rollouts.steps import scored_steps
 from flowgrpo.text.rollouts.targets import TARGETS, Replayed
-from flowgrpo.text.samplers.answers import answer_of, ranked, with_answers
+from flowgrpo.text.samplers.answers import ranked, with_answers
 from flowgrpo.text.samplers.continuations import segmented
 from flowgrpo.text.samplers.decoding import WithAnswers
 from flowgrpo.text.samplers.importance import Mismatch

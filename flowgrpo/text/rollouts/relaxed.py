@@ -15,7 +15,6 @@ from flowgrpo.config.schema import Config
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
-from flowgrpo.methods.targets import RelaxedTraces
 from flowgrpo.rollouts.base import RewardValue, TotalReward
 from flowgrpo.rollouts.loss_inputs import LossInputs
 from flowgrpo.samplers.rollout import Part
@@ -25,6 +24,7 @@ from flowgrpo.text.rollouts.completions import TextRollouts
 from flowgrpo.text.samplers.decoding import decided
 from flowgrpo.text.samplers.gumbel_softmax import GumbelSoftmax
 from flowgrpo.text.samplers.records import TokenizedPrompts
+from flowgrpo.text.targets import RelaxedTraces
 from flowgrpo.types import Scored, required
 
 

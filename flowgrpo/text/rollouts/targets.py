@@ -11,11 +11,11 @@ import torch
 from flowgrpo import objectives
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
-from flowgrpo.methods import targets
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives.sequence_losses import GroupLoss
 from flowgrpo.rollouts.loss_inputs import CompletionInputs, LossInputs
 from flowgrpo.samplers.rollout import Part
+from flowgrpo.text import targets
 from flowgrpo.text.samplers.decoding import Unmasking
 from flowgrpo.text.samplers.records import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completions, Scored, Traces, required

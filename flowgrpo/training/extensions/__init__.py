@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import Any, TypeAlias
 
 from flowgrpo.config.schema import Config
-from flowgrpo.contrib.variants.parts import Variations
 from flowgrpo.methods.method import Method
 from flowgrpo.training.extension import Extension, Extensions
 from flowgrpo.user_code import packaged
@@ -30,8 +29,7 @@ TABLE: dict[str, Wanted] = {
         lambda config, method: method.needs or method.judges_by_reference,
     "training.extensions.supervised:Supervised": lambda config, method: method.loss.data,
     "training.extensions.value_model:ValueModel": lambda config, method: method.credit.value or method.has_quality_head,
-    "contrib.variants.extension:Variants": lambda config, method: isinstance(
-        getattr(method.curriculum, "inner", method.curriculum), Variations),
+    "contrib.variants.extension:Variants": lambda config, method: method.writes_prompts,
     "contrib.rehearsal.extension:Rehearsal": lambda config, method: method.loss.rehearsal,
     "contrib.group_replay.extension:GroupReplay": lambda config, method: method.replay,
     "contrib.extrapolation.extension:Extrapolation":

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from flowgrpo.advantages.group import Advantage, AdvantageRule
-from flowgrpo.contrib.reward_weights.parts import Influence
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension
 
@@ -53,4 +52,4 @@ def adds(advantage: AdvantageRule) -> bool:
     """Return True for a rule that adds weighted rewards of any scale, and does not scale each of them first."""
     if isinstance(advantage, Advantage):
         return advantage.order == "rewards" or advantage.scale in ("none", "leave_one_out")
-    return not isinstance(advantage, Influence)
+    return not advantage.adapts_weights

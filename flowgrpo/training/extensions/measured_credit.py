@@ -14,7 +14,6 @@ import torch
 
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.methods.method import Method
-from flowgrpo.methods.targets import WITH_LOGP
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
@@ -72,7 +71,7 @@ def _with_entropies(part: Part, replayed: Iterator[tuple[int, slice, Scored]]) -
 
 def drifted(method: Method, memory: dict[str, Any], parts: list[Part], replay: Replay, processes: Processes) -> None:
     """Add an epoch's `drift` to memory["drift"], where decisions have a log-probability."""
-    if isinstance(method.target, WITH_LOGP):
+    if method.target.has_logp:
         memory["drift"] = memory.get("drift", 0.0) + drift(parts, replay, processes)
 
 

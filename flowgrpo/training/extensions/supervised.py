@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from flowgrpo.training.examples import Examples
 from flowgrpo.training.extension import Extension, Metrics, Step
 from flowgrpo.training.state import Run
 
+OF_ANSWERS = "flowgrpo.contrib.questions.answer_losses"  # of `SelfAnswers`
 MEMORY = "data"  # signals of earlier epochs, in the memory of the method's parts
 
 
@@ -130,9 +132,7 @@ def _losses(part: DataLoss, run: Run) -> DataLosses:
     if isinstance(part, PreferencePairs):
         return PairTokenLosses(part, run)
     if isinstance(part, SelfAnswers):
-        from flowgrpo.contrib.questions.answer_losses import AnswerLosses
-
-        return AnswerLosses(part, run, [*run.prompts, *run.held_out])
+        return import_module(OF_ANSWERS).AnswerLosses(part, run, [*run.prompts, *run.held_out])
     from flowgrpo.rollouts.noised_losses import NoisedLosses, PairNoisedLosses
 
     if isinstance(part, PicturePairs):

@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from flowgrpo.text.critic import make_critic
+from flowgrpo.advantages.gae import Recall
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
+from flowgrpo.training.replay_buffer import Recalling
 
 
 class ValueModel(Extension):
@@ -19,7 +20,7 @@ class ValueModel(Extension):
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self.critic: Any = make_critic(trainer.method, trainer.policy, trainer.geometry, trainer.processes)
+        self.critic: Any = _critic(trainer)
 
     def on_credited(self, epoch: Epoch) -> None:
         self.critic.geometry = self.trainer.geometry
@@ -34,3 +35,13 @@ class ValueModel(Extension):
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         self.critic.load_state(tensors, values)
+
+
+def _critic(trainer: Any) -> Any:
+    """Return the value model of edits, or of a language model, or the quality head of its draws."""
+    part = trainer.method.credit.value
+    if isinstance(part, Recall):
+        return Recalling(part, trainer.policy.editor, trainer.processes)
+    from flowgrpo.text.critic import make_critic
+
+    return make_critic(trainer.method, trainer.policy, trainer.geometry, trainer.processes)

@@ -12,7 +12,6 @@ from torch.nn.functional import one_hot
 from flowgrpo import methods
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
-from flowgrpo.methods.targets import RelaxedTraces
 from flowgrpo.objectives import RewardAscent
 from flowgrpo.objectives.schedules import Adaptive, Linear
 from flowgrpo.run import run
@@ -20,6 +19,7 @@ from flowgrpo.text.policies.masked_lm import MaskedLM
 from flowgrpo.text.rewards.soft_texts import SoftTexts, letters
 from flowgrpo.text.samplers.decoding import Unmasking
 from flowgrpo.text.samplers.gumbel_softmax import GumbelSoftmax, divergence, straight_through, walk
+from flowgrpo.text.targets import RelaxedTraces
 from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.optimizer import decisions

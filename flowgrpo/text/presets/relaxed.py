@@ -1,0 +1,23 @@
+"""Presets of masked language models that follow the gradient of a reward."""
+
+from __future__ import annotations
+
+from flowgrpo import objectives
+from flowgrpo.advantages import group
+from flowgrpo.methods.method import Method
+from flowgrpo.objectives import reductions, references
+from flowgrpo.text import targets
+from flowgrpo.text.generation import TextGeneration
+from flowgrpo.text.samplers import decoding, gumbel_softmax
+
+
+def drakes(method: Method = Method()) -> Method:
+    """DRAKES: a differentiable reward's gradient through the unmasking of an answer, by Gumbel-softmax (2410.13643).
+
+    Less the KL of the process to the base model's.
+    """
+    return method.having(rollout=TextGeneration(decoding.Unmasking(order="random")),
+                         target=targets.RelaxedTraces(gumbel_softmax.GumbelSoftmax()), shaping=None,
+                         advantage=group.Advantage(scale="group", order="rewards"), selection=None,
+                         log_ratio=objectives.PlainRatio(), surrogate=objectives.RewardAscent(),
+                         reduction=reductions.TokenMean(), kl=objectives.SampledKL(0.0), reference=references.Base())

@@ -1,0 +1,107 @@
+"""Targets of language models: what the loss of a method scores. `text.rollouts.targets` samples and replays them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flowgrpo import objectives
+from flowgrpo.methods.groups import Credit, Loss
+from flowgrpo.methods.targets import Rollout, Target
+from flowgrpo.samplers.rollout import RolloutSpec
+from flowgrpo.text.credit.expert_reward import ExpertReward
+from flowgrpo.text.generation import TextGeneration
+from flowgrpo.text.losses import token_losses
+from flowgrpo.text.samplers import gumbel_softmax, pruned
+from flowgrpo.text.samplers.decoding import Unmasking
+
+
+@dataclass(frozen=True)
+class Completions(Target):
+    """Tokens of completions, by their log-probability."""
+
+    trains: ClassVar[str] = "completions"
+    of: ClassVar[type] = TextGeneration
+    has_logp: ClassVar[bool] = True
+    unread: ClassVar[frozenset[str]] = frozenset({"step_weight", "progress"})
+
+    def validate(self, rollout: Rollout, credit: Credit, loss: Loss, explorations: Sequence[RolloutSpec],
+                 group: int) -> None:
+        _require_samples(rollout, loss, group)
+        if credit.value is not None and credit.spread is not None:
+            raise ValueError(f"value and spread ({type(credit.spread).__name__}) both make advantages of tokens: set "
+                             "parts.spread: null, or leave the value model out")
+        if group % rollout.draws.leaves:
+            raise ValueError(f"draws is {type(rollout.draws).__name__} with {rollout.draws.leaves} leaves: expected a "
+                             "train.group that is a multiple of them")
+        if isinstance(rollout.draws, pruned.PrunedDraws) and (rollout.decoding.greedy or credit.value is not None):
+            raise ValueError("draws is PrunedDraws, whose samples are all drawn by lot and whose head is the run's "
+                             "only one: set parts.decoding.greedy: 0 and parts.value: null, or leave it out")
+        mixed = isinstance(loss.surrogate, (token_losses.ExpertMixture, token_losses.Calibrated))
+        of_experts = {f"surrogate {type(loss.surrogate).__name__}": mixed,
+                      "shaping ExpertReward": isinstance(credit.shaping, ExpertReward)}
+        for part in (part for part, is_set in of_experts.items() if is_set and not rollout.decoding.expert):
+            raise ValueError(f"the {part} is about answers that join their group: set parts.decoding.expert: 1")
+        spreads = credit.spread or credit.value
+        if loss.surrogate.reads_advantages and spreads is not None:
+            raise ValueError(f"the surrogate {type(loss.surrogate).__name__} reads one advantage per completion, but "
+                             f"{type(spreads).__name__} spreads it: set parts.{'spread' if credit.spread else 'value'}"
+                             ": null")
+
+
+@dataclass(frozen=True)
+class RecordedCompletions(Completions):
+    """Tokens of recorded pairs of texts, without sampling: the target of a run with `preferences`.
+    """
+
+    trains: ClassVar[str] = "recorded pairs of texts"
+    unread: ClassVar[frozenset[str]] = Completions.unread | {"draws", "spread", "value", "redraw", "replay",
+                                                             "rehearsal"}
+
+
+@dataclass(frozen=True)
+class Traces(Completions):
+    """Tokens of an unmasking's trace: what completions are of a masked language model."""
+
+    trains: ClassVar[str] = "traces of an unmasking"
+
+
+@dataclass(frozen=True)
+class RelaxedTraces(Target):
+    """Reward gradient, followed back through the unmasking of an answer (DRAKES, 2410.13643).
+
+    relaxation: what stands for drawn tokens.
+    """
+
+    relaxation: gumbel_softmax.GumbelSoftmax = gumbel_softmax.GumbelSoftmax()
+
+    trains: ClassVar[str] = "a relaxed unmasking"
+    follows_reward: ClassVar[bool] = True
+    of: ClassVar[type] = TextGeneration
+    unread: ClassVar[frozenset[str]] = frozenset({"step_weight", "reduction", "kl", "reference", "draws", "spread",
+                                                  "redraw", "expansion", "value", "progress", "rehearsal",
+                                                  "data", "replay"})
+    takes: ClassVar[dict[str, type]] = {"surrogate": objectives.RewardAscent, "log_ratio": objectives.PlainRatio,
+                                        "decoding": Unmasking}
+
+    def validate(self, rollout: Rollout, credit: Credit, loss: Loss, explorations: Sequence[RolloutSpec],
+                 group: int) -> None:
+        _require_samples(rollout, loss, group)
+        decoding = rollout.decoding
+        assert isinstance(decoding, Unmasking), "the only kind that fits"
+        fits = {"order: random": decoding.order == "random", "shrink: 1": decoding.shrink == 1,
+                "greedy: 0": not decoding.greedy,
+                "top_p: 1, top_k: 0, min_p: 0": (decoding.top_p, decoding.top_k, decoding.min_p) == (1, 0, 0)}
+        if wrong := [cure for cure, fit in fits.items() if not fit]:
+            raise ValueError("a process whose KL is known chooses places by lot and cuts no token: set parts.decoding: "
+                             f"{{{', '.join(wrong)}}}")
+
+
+def _require_samples(rollout: Rollout, loss: Loss, group: int) -> None:
+    if loss.reads_means:
+        raise ValueError("a part reads means of transitions, which tokens have none of: use SampledKL and Clip")
+    if rollout.decoding.greedy + rollout.decoding.expert >= group:
+        given = {"greedy samples": rollout.decoding.greedy, "answers": rollout.decoding.expert}
+        reserved = " and ".join(f"{count} {what}" for what, count in given.items() if count)
+        raise ValueError(f"{reserved} leave none of the group to train")
