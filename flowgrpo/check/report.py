@@ -38,12 +38,10 @@ from flowgrpo.check.tiny import texts
 from flowgrpo.config.schema import Config
 from flowgrpo.device import ran_out
 from flowgrpo.errors import UserError
-from flowgrpo.policies import sources
+from flowgrpo.policies import build, sources
 from flowgrpo.starter import FOLDERS
-from flowgrpo.text import check as language
-from flowgrpo.text.rewards.sandbox.choose import described as boundaries
 
-# Reported fields of a pipeline; `language.FIELDS` are those of a language model.
+# Reported fields of a pipeline; `text.check.FIELDS` are those of a language model.
 FIELDS = ("precision", "pipeline", "scheduler", "prediction", "weights", "denoisers", "parameters", "lora_parameters",
           "lora_targets", "lora_loader", "conditioning", "prompts_per_call", "guidance", "timesteps_per_call",
           "picture_shape", "latent_shape", "replay_error", "first_log_ratio", "lora_grad", "gradient_error", "memory",
@@ -68,7 +66,10 @@ def report(model: str | tuple[Any, Any], config: Config | None = None, device: s
     device = _device(device)
     try:
         with torch.random.fork_rng():
-            if language.is_text(model):
+            if is_text(model):
+                from flowgrpo.text import check as language
+                from flowgrpo.text.rewards.sandbox.choose import described as boundaries
+
                 fields = language.FIELDS
                 result["code_boundary"] = boundaries()
                 language.drive(model, config, device, result)
@@ -84,6 +85,14 @@ def report(model: str | tuple[Any, Any], config: Config | None = None, device: s
         else:
             result["reason"] = message if isinstance(error, UserError) else f"{type(error).__name__}: {message}"
     return dict.fromkeys((*result, *fields)) | result
+
+
+def is_text(model: Any) -> bool:
+    """Return True for a language model: a loaded one, the name of a transformers class or family, a folder or a hub id.
+    """
+    if not isinstance(model, str):
+        return hasattr(model[0], "get_input_embeddings")
+    return not model.endswith("Pipeline") and (texts.knows(model) or build.writes(model))
 
 
 def of_class(model: str) -> bool:

@@ -32,6 +32,7 @@ from flowgrpo.data.inputs import Inputs
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.files import decoded, require_size, unfit, unsafe
 
+ANSWERS = ("solution", "answer")  # of a prompt's metadata: the first that it has
 KEYS = ("prompt", "negative_prompt", "metadata", "weight", *files.KEYS)
 GSM8K, GENEVAL = {"question", "answer"}, {"prompt", "tag", "include"}
 LARGEST = 2**28  # bytes of a file
@@ -345,3 +346,8 @@ def _weight(value: Any, path: Path, line: int) -> float:
 
 def _wrong(path: Path, line: int, what: str) -> UserError:
     return UserError(f"prompts {path}, line {line}: {what}")
+
+
+def answer_of(prompt: Prompt) -> str | None:
+    """Return the answer in a prompt's metadata, or None without one."""
+    return next((str(prompt.metadata[key]) for key in ANSWERS if prompt.metadata.get(key) is not None), None)

@@ -26,10 +26,11 @@ from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers import learned_noise
 from flowgrpo.storage import checkpoint
 from flowgrpo.storage.places import CONFIG, is_checkpoint, run_of, weights_of
-from flowgrpo.text.policies.causal_lm import CausalLM
 
 if TYPE_CHECKING:
     import torch
+
+    from flowgrpo.text.policies.causal_lm import CausalLM
 
 
 def run_config(path: Path) -> Config:

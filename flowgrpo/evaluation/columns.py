@@ -11,7 +11,7 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,9 +32,10 @@ from flowgrpo.policies import build
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage import paths
 from flowgrpo.storage.places import is_checkpoint, listed, run_of
-from flowgrpo.text import evaluation as texts
-from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.types import Completion
+
+if TYPE_CHECKING:
+    from flowgrpo.text.policies.causal_lm import CausalLM
 
 SEEDS = ("0", "1", "2", "3")
 RLG = ("0", "0.5", "1", "1.5", "2")
@@ -76,8 +77,12 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
     if written and kind not in OF_TEXTS:
         raise UserError(f"--columns {kind}: is of denoisers, and {run} trained a language model; expected one of "
                         f"{', '.join(OF_TEXTS)}")
-    arguments = texts.asked(config, 2 if kind == "seeds" else 1, None) if written else \
-        images.call_arguments(config.model, run)
+    if written:
+        from flowgrpo.text import evaluation as texts
+
+        arguments = texts.asked(config, 2 if kind == "seeds" else 1, None)
+    else:
+        arguments = images.call_arguments(config.model, run)
     chosen = KINDS[kind](Column("tuned", run, seed, arguments), list(values))
     shown = spread(load_prompts(prompts) if prompts else splits.resolve(config)[1], count)
     functions = run_rewards.measured(config)
@@ -201,6 +206,8 @@ def _drawn(config: Config, run: Path, chosen: Sequence[Column], prompts: Sequenc
 def _written(config: Config, run: Path, chosen: Sequence[Column], prompts: Sequence[Prompt]
              ) -> list[list[Completion]]:
     """Write the texts of each column."""
+    from flowgrpo.text import evaluation as texts
+
     completions: list[list[Completion]] = []
     policy: CausalLM | None = None
     loaded: Path | None = run / "nothing yet"

@@ -25,12 +25,11 @@ from flowgrpo.policies.pipelines.call import unchecked
 from flowgrpo.policies.weights.rlg import Branches
 from flowgrpo.rewards.images import guards
 from flowgrpo.samplers.rollout import seeder
-from flowgrpo.text import evaluation as texts
-from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.types import Completion
 
 if TYPE_CHECKING:
     from flowgrpo.evaluation.plan import Plan
+    from flowgrpo.text.policies.causal_lm import CausalLM
 
 
 class Painter:
@@ -98,6 +97,8 @@ class Writer:
     def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[Completion]:
         """Write one completion per place, each sampled only from the seed of its place."""
         if arm != self.arm:
+            from flowgrpo.text import evaluation as texts
+
             self.policy = None  # two models at once may not fit
             config = texts.settings(self.plan.model, self.plan.config, self.plan.asked, self.device,
                                     self.plan.precision)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
@@ -14,9 +14,9 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation import checkpoints
 from flowgrpo.evaluation.plan import weights_digest
 from flowgrpo.policies import build
-from flowgrpo.text import evaluation as texts
-from flowgrpo.text.policies.causal_lm import CausalLM
-from flowgrpo.text.rewards.pictured import noise_seed, rewritten
+
+if TYPE_CHECKING:
+    from flowgrpo.text.policies.causal_lm import CausalLM
 
 TOGETHER = 8  # prompts per call of the model
 INSTRUCTION = ("Rewrite the user's prompt for a text-to-image model. Keep what it says. Add details of the scene, the "
@@ -33,6 +33,8 @@ class Enhancer:
     """
 
     def __init__(self, source: str, seed: int = 0):
+        from flowgrpo.text import evaluation as texts
+
         self.source, self.seed = source, seed
         model, self.weights = checkpoints.source(source)
         run = checkpoints.config_of(self.weights)
@@ -49,12 +51,16 @@ class Enhancer:
         """Return the prompts with rewritten texts."""
         missing = [text for text in dict.fromkeys(prompt.text for prompt in prompts) if text not in self.known]
         if missing and self.policy is None:
+            from flowgrpo.text import evaluation as texts
+
             self.policy = texts.load(self.config, self.weights, self.device)
         for at in tqdm(range(0, len(missing), TOGETHER), desc="rewriting", leave=False):
             self._rewrite(missing[at:at + TOGETHER])
         return [replace(prompt, text=self.known[prompt.text]) for prompt in prompts]
 
     def _rewrite(self, some: Sequence[str]) -> None:
+        from flowgrpo.text.rewards.pictured import noise_seed, rewritten
+
         assert self.policy is not None  # it is loaded before the first text
         seeds = self.policy.generators(noise_seed(self.seed, None, text, 0) for text in some)
         written = self.policy.generate(self.policy.encode(list(some)), seeds)

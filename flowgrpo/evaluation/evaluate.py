@@ -43,7 +43,6 @@ from flowgrpo.rewards.remote import exchange
 from flowgrpo.rewards.score import columns
 from flowgrpo.storage import atomic, paths
 from flowgrpo.storage.json_files import finite
-from flowgrpo.text import evaluation as texts
 
 AT_ONCE = 8  # samples scored in one call
 SHOWN = 12  # prompts of the page
@@ -117,6 +116,8 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
     _require_fitting(medium, {"steps": steps, "guidance": guidance, "rlg": rlg or None, "enhancer": enhancer},
                      {"temperature": temperature, "max-tokens": max_tokens})
     if medium is draw.TEXTS:
+        from flowgrpo.text import evaluation as texts
+
         arguments = texts.asked(config, samples * best_of, temperature, max_tokens)
     else:
         arguments = images.call_arguments(model, tuned, steps, guidance)

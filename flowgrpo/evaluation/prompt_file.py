@@ -21,7 +21,6 @@ from flowgrpo.evaluation.ledger import BaseLedger, Place
 from flowgrpo.evaluation.plan import Plan, digest
 from flowgrpo.rewards.verdicts import USER_PROMPT
 from flowgrpo.storage import atomic, paths
-from flowgrpo.text.rewards.pictured import rewritten
 
 FILE = "prompts.jsonl"
 PROMPT = "prompt"  # the key that makes a text the prompt of its line
@@ -68,6 +67,8 @@ def _named(prompt: Prompt, key: str, sample: str) -> Prompt:
     text in its metadata; a sample without a text changes nothing."""
     if key != PROMPT:
         return replace(prompt, metadata=prompt.metadata | {key: sample})
+    from flowgrpo.text.rewards.pictured import rewritten
+
     text = rewritten(sample) or prompt.text
     return replace(prompt, text=text, metadata={USER_PROMPT: prompt.text} | prompt.metadata)
 

@@ -11,7 +11,7 @@ import torch
 
 from flowgrpo.curriculum.history import RATES
 from flowgrpo.curriculum.order import KEY
-from flowgrpo.data.prompts import Prompt
+from flowgrpo.data.prompts import Prompt, answer_of
 from flowgrpo.data.suites import load_suite
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.ledger import SETTINGS, entries
@@ -81,7 +81,6 @@ def _of_evaluation(source: Path, sets: Sequence[str], reward: str | None) -> Rat
 def likelihoods(policy: Any, prompts: Sequence[Prompt]) -> Rates:
     """Return the likelihood of every prompt's answer under a causal language model: exp of the mean log-probability of
     its tokens and its end. Prompts without an answer are left out."""
-    from flowgrpo.text.samplers.answers import answer_of
     from flowgrpo.text.samplers.decoding import Decoding
 
     rates: Rates = {}

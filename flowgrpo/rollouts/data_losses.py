@@ -12,13 +12,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 from torch.nn.utils.rnn import pad_sequence
 
-from flowgrpo.data.prompts import Prompt
+from flowgrpo.data.prompts import Prompt, answer_of
 from flowgrpo.errors import UserError
 from flowgrpo.methods.supervised import AlignedChains, NextToken, PreferencePairs
 from flowgrpo.objectives.pair_losses import PairLoss
 from flowgrpo.objectives.reductions import SequenceMean, reduced
-from flowgrpo.text.samplers.answers import answer_of
-from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.types import CompletionBatch, GroupStatistics, Scored
 
 DRAWS = 2210_03142  # separates the draws for examples from others of a run
@@ -144,6 +142,8 @@ class TokenLosses(TextExamples):
         return sum(len(self.tokens(example)) for example in examples)
 
     def __call__(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
+        from flowgrpo.text.samplers.decoding import Decoding
+
         rows = [self.tokens(example) for example in examples]
         ids, mask = self.padded(rows)
         encoded = self.rollouts.conditioning([conditioned(self.part.condition, example) for example in examples])

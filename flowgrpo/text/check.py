@@ -41,14 +41,6 @@ FIELDS = ("precision", "kind", "class", "weights", "tokenizer", "vocabulary", "c
           "memory", "memory_parts", "rewards", "leaves_device", "code_boundary", "notes")
 
 
-def is_text(model: str | tuple[Any, Any]) -> bool:
-    """Return True if `report.report` was given a language model: a loaded one, the name of a transformers class or
-    family, a folder or a hub id."""
-    if not isinstance(model, str):
-        return hasattr(model[0], "get_input_embeddings")
-    return not model.endswith("Pipeline") and (tiny.knows(model) or build.writes(model))
-
-
 def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, result: dict[str, Any]) -> None:
     """Fill `result` step by step (fields: `report.report`). Raises the error that stops the model."""
     from flowgrpo.check.gradients import RANK, gradient_error, gradient_norm, require_exact

@@ -23,7 +23,6 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines import encoded_prompts
 from flowgrpo.policies.weights.compiled import blocks
-from flowgrpo.text import memory as text_memory
 
 SHARES = (0.0, 0.5, 1.0)  # of blocks that recompute, in the order in which they are tried
 MOST = 0.9  # share of the memory that an estimate may fill: kernels have temporary memory
@@ -120,7 +119,9 @@ def measured(config: Config, policy: Any, prompt: Prompt) -> tuple[Estimate, Seq
     conditioning, before = encode([prompt.text], [negative], [prompt.brings]), policy.evaluations
     if config.picture.sizes:
         conditioning = replace(conditioning, sizes=[max(config.picture.sizes, key=math.prod)])
-    of_kind: Any = text_memory if text else memory
+    of_kind: Any = memory
+    if text:
+        from flowgrpo.text import memory as of_kind
 
     def phases(rows: int) -> dict[str, dict[str, int]]:
         train = config.train.model_copy(update={"micro_batch": rows})

@@ -12,13 +12,12 @@ from torch import Tensor
 from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.data.demonstrations import load_demonstrations
 from flowgrpo.data.pairs import OVERALL, decided, load_pairs
-from flowgrpo.data.prompts import Prompt, as_line, of_records
+from flowgrpo.data.prompts import Prompt, answer_of, as_line, of_records
 from flowgrpo.errors import UserError
 from flowgrpo.methods.data_sources import Explained, PassRate
 from flowgrpo.methods.supervised import DataLoss, NextToken, PicturePairs, PreferencePairs
 from flowgrpo.rollouts.data_losses import Example
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.text.samplers.answers import answer_of
 from flowgrpo.training.credit import slices
 from flowgrpo.training.explanations import explained
 from flowgrpo.training.state import Run

@@ -8,11 +8,10 @@ from typing import Any, cast
 
 import torch
 
-from flowgrpo.data.prompts import Prompt
+from flowgrpo.data.prompts import Prompt, answer_of
 from flowgrpo.objectives.references import SelfTeacher
 from flowgrpo.rollouts.base import Encoded
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.text.samplers.answers import answer_of
 from flowgrpo.training.kl_reference import KLReference
 from flowgrpo.types import Completions, Scored
 

@@ -14,7 +14,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -32,9 +32,11 @@ from flowgrpo.rewards.pairwise import pairing, sees_groups
 from flowgrpo.rewards.remote import exchange
 from flowgrpo.rollouts.base import Outputs
 from flowgrpo.storage import paths
-from flowgrpo.text.rewards.soft_texts import SoftTexts
 from flowgrpo.training import state
 from flowgrpo.training.scoring import Functions
+
+if TYPE_CHECKING:
+    from flowgrpo.text.rewards.soft_texts import SoftTexts
 
 SAMPLES = 2  # per batch: one alone would not reveal a reward that always returns one number
 TOKENS = 8  # of a completion, at most
@@ -212,6 +214,8 @@ class Samples:
         if self.policy.modality != "text":
             assert isinstance(batch.outputs, torch.Tensor)
             return batch.outputs.to(self.policy.device).clone().requires_grad_()
+        from flowgrpo.text.rewards.soft_texts import SoftTexts
+
         tokens = self.rollouts.tokens
         [ids] = self.policy.encode([batch.prompts[0].text]).ids
         weights = torch.nn.functional.one_hot(ids, len(tokens)).float().to(self.policy.device)

@@ -11,6 +11,7 @@ from flowgrpo import rewards
 from flowgrpo.advantages.group import group_relative
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import groups
+from flowgrpo.text.rewards import majority
 from tests.helpers.tables import close, f64
 
 A, B, C = "answer: a", "answer: b", "answer: c"
@@ -25,12 +26,12 @@ def scored(name, args, texts, group) -> list[float]:
     ("aabac", [1, 1, 0, 1, 0], [0.6, 0.6, 0.2, 0.6, 0.2]), ("ba", [1, 0], [0.5, 0.5]), ("aa", [1, 1], [1, 1]),
     ([None, None, "a"], [0, 0, 1], [0, 0, 1 / 3]), ([None, None], [0, 0], [0, 0])])
 def test_the_majority_of_a_group(answers, agree, share):
-    assert groups.agreement(list(answers)) == agree and groups.frequencies(list(answers)) == pytest.approx(share)
+    assert majority.agreement(list(answers)) == agree and majority.frequencies(list(answers)) == pytest.approx(share)
 
 
 def test_the_certainty_of_a_group():
     half = math.log(2)
-    assert [groups.certainty(answers) for answers in ("aaaa", "abcd", "aabb", "a")] == pytest.approx(
+    assert [majority.certainty(answers) for answers in ("aaaa", "abcd", "aabb", "a")] == pytest.approx(
         [1, 0, 1 - half / math.log(4), 1])
 
 

@@ -17,6 +17,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -184,12 +185,13 @@ def begin(run: Path, epoch: int, device: str | torch.device, processes: int, pre
 def machine(device: str | torch.device, processes: int, precision: str) -> dict[str, str]:
     """Describe hardware, precision, versions, and the boundary of a model's code if a reward has one, in words."""
     from flowgrpo.device import described
-    from flowgrpo.text.rewards.sandbox.choose import used
 
+    sandbox = sys.modules.get("flowgrpo.text.rewards.sandbox.choose")  # loaded by a reward that runs a model's code
+    boundary = sandbox.used() if sandbox else None
     return {"device": described(device), "precision": precision, "processes": str(processes),
             "cores": str(os.cpu_count()),
             "system": f"{platform.system()} {platform.machine()}", "Python": platform.python_version(),
-            **({"code boundary": boundary} if (boundary := used()) else {}),
+            **({"code boundary": boundary} if boundary else {}),
             **{package: version(package) for package in PACKAGES}, **commit()}
 
 

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.groups import mode, reader
 from flowgrpo.text.rewards.answer_keys import LICENCE, keys, several
+from flowgrpo.text.rewards.majority import mode, reader
 
 # --- pure ------------------------------------------------------------------------------------------------------------
 

@@ -8,18 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flowgrpo.data.prompts import Prompt
 from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.text.samplers.language_model import CausalModel
 from flowgrpo.text.samplers.records import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completion
-
-KEYS = ("solution", "answer")  # of a prompt's metadata: the first that it has
-
-
-def answer_of(prompt: Prompt) -> str | None:
-    """Return the answer in a prompt's metadata, or None without one."""
-    return next((str(prompt.metadata[key]) for key in KEYS if prompt.metadata.get(key) is not None), None)
 
 
 @torch.no_grad()

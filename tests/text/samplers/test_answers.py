@@ -9,7 +9,7 @@ import torch
 
 from flowgrpo.advantages.group import Advantage
 from flowgrpo.curriculum.epoch_batch import EpochBatch
-from flowgrpo.data.prompts import Prompt
+from flowgrpo.data.prompts import Prompt, answer_of
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
@@ -17,7 +17,6 @@ from flowgrpo.methods.validate import require_expert_reward, resolve
 from flowgrpo.objectives import Clip, Reinforce
 from flowgrpo.text.credit.expert_reward import ExpertReward
 from flowgrpo.text.losses.token_losses import Calibrated, ExpertMixture
-from flowgrpo.text.samplers.answers import answer_of
 from flowgrpo.text.samplers.decoding import Decoding, WithAnswers
 from flowgrpo.text.teacher_answers import TeacherAnswers, solutions_of
 from flowgrpo.training.credit import context_of
