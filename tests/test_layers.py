@@ -7,7 +7,7 @@ All imports count: at the top of a module, inside functions, and those for type 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -15,7 +15,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "flowgrpo"
 
-# Bottom first. A room is a file or folder of the package; rooms of one line import each other's in no direction.
+# Bottom first. A room is a file or folder of the package; rooms of one line import each other in no direction. The
+# rooms of `text` stand on the floors of the core's: TEXT says on which.
 LAYERS = [
     ("errors", "ranges", "version"),
     ("escaped", "trust"),
@@ -33,17 +34,23 @@ LAYERS = [
     ("rewards",),
     ("rollouts",),
     ("check", "evaluation"),
-    ("export", "vote"),
+    ("export",),
     ("training",),
     ("train",),
-    ("dry_run",),
     ("run",),
-    ("bench",),
+    ("contrib",),
+    ("bench", "dry_run", "serving", "vote"),
     ("__init__",),
     ("cli",),
     ("__main__",),
 ]
 HEIGHT = {room: height for height, rooms in enumerate(LAYERS) for room in rooms}
+TEXT = {"__init__": "errors", "check": "check", "credit": "advantages", "critic": "training",
+        "evaluation": "evaluation", "generation": "methods", "losses": "objectives", "memory": "check",
+        "policies": "policies", "presets": "methods", "rewards": "rewards", "rollouts": "rollouts",
+        "samplers": "samplers", "targets": "methods", "teacher_answers": "curriculum"}
+# What stands above the core: the core imports none of it, and names it in tables alone.
+ABOVE = {"contrib", "bench", "dry_run", "serving", "vote", "__init__", "cli", "__main__"}
 
 
 def name_of(file: Path) -> str:
@@ -56,7 +63,11 @@ MODULES = {name_of(file): file for file in sorted(PACKAGE.rglob("*.py"))}
 
 def imported(file: Path) -> Iterator[str]:
     """Modules of the package that a file imports, wherever in it."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    return imported_by(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+
+
+def imported_by(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
         elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
@@ -68,7 +79,10 @@ IMPORTS = {name: set(imported(file)) - {name} for name, file in MODULES.items()}
 
 
 def room(module: str) -> str:
-    return module.split(".")[1] if "." in module else "__init__"
+    _, *inner = module.split(".")
+    if inner[:1] == ["text"]:
+        return TEXT[inner[1] if len(inner) > 1 else "__init__"]
+    return inner[0] if inner else "__init__"
 
 
 def circle(graph: dict[str, set[str]]) -> str | None:
@@ -79,8 +93,37 @@ def circle(graph: dict[str, set[str]]) -> str | None:
     return None
 
 
+def at_import(file: Path) -> set[str]:
+    """Modules of the package that are imported with a file: not inside a function, nor for type checkers alone."""
+    def statements(node: ast.AST) -> Iterator[ast.stmt]:
+        for inner in ast.iter_child_nodes(node):
+            if isinstance(inner, (ast.Import, ast.ImportFrom)):
+                yield inner
+            elif isinstance(inner, ast.If) and ast.unparse(inner.test) == "TYPE_CHECKING":
+                continue
+            elif not isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+                yield from statements(inner)
+
+    return set(imported_by(statements(ast.parse(file.read_text(encoding="utf-8")))))
+
+
 def test_every_room_has_a_layer():
     assert {room(module) for module in MODULES} == set(HEIGHT)
+
+
+def test_the_core_imports_nothing_that_stands_above_it():
+    """Neither inside a function nor for a type checker."""
+    wrong = [f"{module} imports {other}" for module, others in IMPORTS.items() for other in others
+             if room(module) not in ABOVE and room(other) in ABOVE - {"__init__"}]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_core_imports_text_only_where_it_is_needed():
+    """A module outside `text` and above imports it inside a function, so that an image run loads none of it."""
+    wrong = [f"{module} imports {other}" for module, file in MODULES.items() for other in sorted(at_import(file))
+             if room(module) not in ABOVE and not module.startswith("flowgrpo.text")
+             and other.startswith("flowgrpo.text")]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_imports_point_to_lower_layers():
@@ -97,7 +140,8 @@ def test_no_modules_import_each_other():
 def test_no_rooms_of_a_folder_import_each_other(folder):
     """A folder's files and folders, each with all that is in it. Its `__init__` stands above them."""
     depth = folder.count(".") + 1
-    inside = {module: module.split(".")[depth] for module in MODULES if module.startswith(f"{folder}.")}
+    inside = {module: room(module) if depth == 1 else module.split(".")[depth] for module in MODULES
+              if module.startswith(f"{folder}.")}
     graph: dict[str, set[str]] = {}
     for module, place in inside.items():
         graph.setdefault(place, set()).update(inside[other] for other in IMPORTS[module]

@@ -1,0 +1,87 @@
+"""Rooms that are named in tables and loaded where they are used: `text` and `contrib`."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from flowgrpo import rewards
+from flowgrpo.methods import PRESETS, presets, registry
+from flowgrpo.training import extensions
+
+ROOT = Path(__file__).parents[1]
+# Dataclasses beside parts, in the modules of parts: what a run makes of a target, and what parts hold.
+RECORDS = {"RecordedCompletions", "Traces", "Branch", "_Downsampled"}
+LOADED = "print(*(name for name in sys.modules if name.startswith(('flowgrpo.text', 'flowgrpo.contrib'))))"
+
+
+def loaded(code: str) -> list[str]:
+    """Modules of the two rooms that a process has loaded after some code."""
+    done = subprocess.run([sys.executable, "-c", f"import sys\n{code}\n{LOADED}"], cwd=ROOT, capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1].split()
+
+
+def test_an_image_run_loads_no_module_of_language_models_and_none_of_contrib(tmp_path):
+    options = ["train", "configs/starter.yaml", "--train.epochs=1", "--train.prompts=2", "--train.updates=1",
+               "--eval.prompts=2", "--eval.every=0", "--device=cpu", f"--output={tmp_path / 'run'}"]
+    assert loaded(f"from flowgrpo.cli import main\nassert main({options!r}) == 0") == []
+
+
+def test_the_presets_of_images_load_neither_room():
+    of_images = [name for name in PRESETS if name not in presets.OF_TEXT and not PRESETS[name]().for_tokens]
+    assert len(of_images) > 30
+    code = f"""from flowgrpo.config import Config
+from flowgrpo.methods import naming, preset, reads
+from flowgrpo.training.extensions import wanted
+for name in {of_images!r}:
+    method = preset(name).on("flow")
+    reads.require_types(method)
+    list(wanted(Config(method=name, reward="scene"), method))
+    naming.recorded(method)"""
+    assert loaded(code) == []
+
+
+def test_the_table_of_text_presets_is_that_of_their_modules():
+    for module, names in presets.TEXT.items():
+        assert [*presets.of_module(import_module(f"flowgrpo.{module}"))] == names.split(), module
+    found = {file.stem for file in (ROOT / "flowgrpo" / "text" / "presets").glob("*.py")} - {"__init__"}
+    assert {module.rpartition(".")[2] for module in presets.TEXT} == found
+
+
+@pytest.mark.parametrize("place", registry.LATER)
+def test_the_table_of_parts_is_that_of_their_modules(place):
+    for name, names in registry.LATER[place].items():
+        module = import_module(f"flowgrpo.{name}")
+        made = [cls.__name__ for cls in vars(module).values() if dataclasses.is_dataclass(cls)
+                and isinstance(cls, type) and cls.__module__ == module.__name__ and cls.__name__ not in RECORDS]
+        assert made == names.split(), name
+
+
+def test_all_modules_of_parts_in_contrib_are_in_the_table():
+    listed = {module for modules in registry.LATER.values() for module in modules}
+    found = {f"contrib.{file.parent.name}.parts" for file in (ROOT / "flowgrpo" / "contrib").glob("*/parts.py")}
+    assert found == {module for module in listed if module.startswith("contrib.")}
+
+
+def test_the_fields_of_language_models_are_names_of_parts():
+    from flowgrpo.text import generation, targets
+
+    classes = [generation.TextGeneration, *vars(targets).values()]
+    fields = {field.name for cls in classes if dataclasses.is_dataclass(cls) for field in dataclasses.fields(cls)}
+    assert {"decoding", "draws", "relaxation"} <= fields <= registry.NAMES
+
+
+def test_tables_of_extensions_and_rewards_name_what_is_there():
+    for place in extensions.TABLE:
+        module, name = place.split(":")
+        assert isinstance(getattr(import_module(f"flowgrpo.{module}"), name), type)
+    for place in rewards.BUILT_IN.values():
+        module, name = place.split(":")
+        assert callable(getattr(import_module(module), name))
