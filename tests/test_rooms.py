@@ -53,6 +53,8 @@ def test_the_table_of_text_presets_is_that_of_their_modules():
         assert [*presets.of_module(import_module(f"flowgrpo.{module}"))] == names.split(), module
     found = {file.stem for file in (ROOT / "flowgrpo" / "text" / "presets").glob("*.py")} - {"__init__"}
     assert {module.rpartition(".")[2] for module in presets.TEXT} == found
+    texts = {name for name in PRESETS if PRESETS[name]().for_tokens}
+    assert texts == {*presets.OF_TEXT} | presets.TEXT_ALONE
 
 
 @pytest.mark.parametrize("place", registry.LATER)
@@ -73,8 +75,9 @@ def test_all_modules_of_parts_in_contrib_are_in_the_table():
 def test_the_fields_of_language_models_are_names_of_parts():
     from flowgrpo.text import generation, targets
 
-    classes = [generation.TextGeneration, *vars(targets).values()]
-    fields = {field.name for cls in classes if dataclasses.is_dataclass(cls) for field in dataclasses.fields(cls)}
+    classes = [generation.TextGeneration, *(cls for cls in vars(targets).values() if dataclasses.is_dataclass(cls)
+                                            and cls.__module__ == targets.__name__)]
+    fields = {field.name for cls in classes for field in dataclasses.fields(cls)}
     assert {"decoding", "draws", "relaxation"} <= fields <= registry.NAMES
 
 

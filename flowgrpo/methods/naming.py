@@ -10,7 +10,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import registry
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.overlay import with_parts
-from flowgrpo.methods.presets import OF_TEXT, PRESETS
+from flowgrpo.methods.presets import OF_TEXT, PRESETS, TEXT_ALONE
 from flowgrpo.user_code import packaged
 
 
@@ -32,7 +32,7 @@ def recorded(method: Method) -> tuple[str, dict[str, Any]]:
 
 def _candidates(method: Method) -> dict[str, Method]:
     """Return the presets with the method's rollout, and with its target where there are any."""
-    made = {name: PRESETS[name]() for name in PRESETS if method.for_tokens or name not in OF_TEXT}
+    made = {name: PRESETS[name]() for name in PRESETS if method.for_tokens or name not in {*OF_TEXT, *TEXT_ALONE}}
     alike = {name: preset for name, preset in made.items() if type(preset.rollout) is type(method.rollout)}
     return {name: preset for name, preset in alike.items() if type(preset.target) is type(method.target)} or alike
 

@@ -38,6 +38,8 @@ PRESETS: ByName[Callable[..., Method]] = ByName(
 BASE_METHODS = {*of_module(denoising), *of_module(finals), *TEXT["text.presets.relaxed"].split()}
 OVERLAYS = {*of_module(overlays), *TEXT["text.presets.overlays"].split()}
 
+TEXT_ALONE = {"kdrl"}  # modifiers of any base method that make one of language models without it
+
 
 def suited(process: str) -> list[str]:
     """Return the presets for a process, such as "tokens"."""
