@@ -163,11 +163,14 @@ A method of your own needs no change here: see [Methods of your own](../extendin
 
 1. Is it a change of one thing? Find the place above whose parts are called as it would be.
 2. If no part does it, write one beside them: a frozen dataclass whose fields are its configuration, with `__call__`.
+   A part that no preset of images names goes into a folder of `flowgrpo/contrib/`, with its name in `LATER` of
+   `flowgrpo/methods/registry.py`.
    It extends the base class of its place where there is one; `flowgrpo/methods/parts.py` has the others.
 3. Its docstring says what, with shapes and source: `(Name, 2501.01234)` puts it into the table of papers.
 4. Refuse impossible fields in `__post_init__`, in one line: what was got, what was expected.
 5. Test it on values worked by hand, in the test file of its module.
-6. Write the preset in a module of `flowgrpo/methods/presets/`, a `method.having(...)` of what defines it.
+6. Write the preset in a module of `flowgrpo/methods/presets/`, a `method.having(...)` of what defines it. One of
+   language models goes into `flowgrpo/text/presets/`, its name into `TEXT` of `flowgrpo/methods/presets/__init__.py`.
 7. Its first line is what `flowgrpo list methods` shows: `Name: what it does (2501.01234).`
 8. Test its defining property in `tests/methods/test_presets.py` and its defaults in `tests/methods/test_methods.py`.
 9. Write `docs/methods/<preset>.md` in the template of the others: idea and paper, formula as implemented, parameters,
