@@ -33,7 +33,8 @@ class Resuming(TyperCommand):
         return super().parse_args(ctx, ["--resume-auto" if word == "--resume=auto" else word for word in args])
 
 
-@app.command(cls=Resuming, rich_help_panel=TRAIN, short_help="Train a model on a reward, from a recipe and --KEY=VALUE.",
+@app.command(cls=Resuming, rich_help_panel=TRAIN,
+             short_help="Train a model on a reward, from a recipe and --KEY=VALUE.",
              context_settings={"ignore_unknown_options": True}, no_args_is_help=False)
 def train(
     arguments: Annotated[list[str] | None, recipe_argument(

@@ -37,5 +37,5 @@ def cut(pipe: Any, call: dict[str, Any], prompts: Iterable[str]) -> str | None:
     if not longer:
         return None
     largest = max(longer.values())
-    return (f"{largest} of {len(texts)} prompts {'is' if largest == 1 else 'are'} longer than an encoder reads: cut are "
-            f"{', '.join(longer)}")
+    verb = "is" if largest == 1 else "are"
+    return f"{largest} of {len(texts)} prompts {verb} longer than an encoder reads: cut are {', '.join(longer)}"
