@@ -51,7 +51,7 @@ def forced(name: str) -> dict[str, str]:
 
     config, keys = load(ROOT / "configs" / f"{name}.yaml"), dict(FORCED)
     keys |= {f"picture.{side}": "128" for side in ("height", "width") if getattr(config.picture, side)}
-    if config.train.group > 4 and "preview" not in config.parts:  # whose pool has the group's size
+    if config.train.group > 4 and "preview" not in config.parts:  # a pool has the group's size
         keys["train.group"] = "4"
     if config.picture.frames:
         keys["picture.frames"] = "5"
