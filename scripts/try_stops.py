@@ -204,8 +204,9 @@ def with_servers(case: Case) -> Result:
         server = None
         os.environ["FLOWGRPO_REWARD_TOKEN"] = "token"  # of a server that runs a file's code, and of its client
         if "{server}" in case.reward:
-            server = subprocess.Popen([sys.executable, "-m", "flowgrpo", "serve-reward", f"{name}/reward.py:stubborn",
-                                       "--port", str(port)], stdout=subprocess.PIPE, start_new_session=True)
+            server = subprocess.Popen([sys.executable, "-m", "flowgrpo", "reward", "serve",
+                                       f"{name}/reward.py:stubborn", "--port", str(port)],
+                                      stdout=subprocess.PIPE, start_new_session=True)
             assert server.stdout is not None
             server.stdout.readline()
             time.sleep(3)
