@@ -102,7 +102,8 @@ class Scoring:
         self._diversities: dict[int, list[float]] = {}  # by turn, the diversity of every group
         self.extremes, self._tally = Extremes(list(functions)), rewards.Tally()
         self._before = {0: (self.extremes, self._tally)}  # by the present turn: samples of the turns before it
-        self._read: dict[str, Any] = {"policy": policy, "memory": None, "epoch": None}  # what rewards read of the run
+        self._read: dict[str, Any] = {"policy": policy, "epoch": None}  # what rewards read of the run
+        self._read |= {"memory": None} if rewards.remembers(functions) else {}
         self._unscored = False  # an epoch without any score was reported
 
     @property
@@ -118,9 +119,10 @@ class Scoring:
     def start_epoch(self, epoch: int, epochs: int, memory: dict[str, Any]) -> None:
         """Start an epoch for rewards and transforms that move over the run. memory: of the run."""
         self.progress = epoch / max(1, epochs - 1)
-        rewards.require_memory(self.functions, self.processes.count)
-        own = memory.setdefault("rewards", {}) if rewards.remembers(self.functions) else None
-        self._read |= {"memory": own, "epoch": epoch}
+        if "memory" in self._read:
+            rewards.require_memory(self.functions, self.processes.count)
+            self._read["memory"] = memory.setdefault("rewards", {})
+        self._read["epoch"] = epoch
 
     def leave_epoch(self) -> None:
         """End an epoch's rollouts: what rewards score from here on is of no epoch, and they do not remember it."""
