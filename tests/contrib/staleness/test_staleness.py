@@ -258,10 +258,10 @@ def test_what_cannot_be_drawn_ahead_is_refused(options, named):
         require(settings, resolve(settings), 1, {})
 
 
-@pytest.mark.parametrize("attribute", ["begin", "reads_policy"])
-def test_rewards_that_follow_the_run_and_several_processes_are_refused(attribute):
+@pytest.mark.parametrize("reward", [lambda images, prompts, metadata, memory: [], lambda images, prompts, epoch: [],
+                                    lambda images, prompts, policy: []])
+def test_rewards_that_follow_the_run_and_several_processes_are_refused(reward):
     settings = tiny.config(train__staleness=1)
-    reward = type("Memory", (), {attribute: lambda *_: None})()
     with pytest.raises(UserError, match="the reward 'memory', which re"):
         require(settings, resolve(settings), 1, {"memory": reward})
     with pytest.raises(UserError, match="2 processes"):
