@@ -7,7 +7,7 @@ that sample. A name is one of
 - a name registered by `@flowgrpo.reward("name")`,
 - a built-in reward,
 - `path/to/file.py:function`,
-- a folder that `flowgrpo train-reward` wrote, or `folder:aspect` (contrib/learned_rewards/preference.py),
+- a folder that `flowgrpo reward train` wrote, or `folder:aspect` (contrib/learned_rewards/preference.py),
 - `http://host:port/NAME`, of a server (rewards/remote/client.py, server.py),
 - an entry point in the group `flowgrpo.rewards`.
 

@@ -1,4 +1,4 @@
-"""Facts that a reward states about itself, for the table of `flowgrpo rewards` and the checks before a run."""
+"""Facts that a reward states about itself, for the table of `flowgrpo list rewards` and the checks before a run."""
 
 from __future__ import annotations
 

@@ -235,21 +235,21 @@ def _require_arguments(name: str, thing: Any, arguments: dict[str, Any]) -> None
                    and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)]
         wrong = next((key for key in arguments if key not in taken), None)
         raise UserError(f"reward {name!r} needs args: {{{', '.join(f'{key}: ...' for key in lacking)}}}: give them in "
-                        "its rule, or to `flowgrpo score` by --args" if wrong is None else
+                        "its rule, or to `flowgrpo reward score` by --args" if wrong is None else
                         f"reward {name!r} takes no argument {wrong!r}{nearest(wrong, list(taken))}") from None
     except ValueError:  # compiled classes may have no signature
         pass
 
 
 def _from_folder(name: str) -> Any:
-    """Load `folder` or `folder:aspect`, written by `flowgrpo train-reward`."""
+    """Load `folder` or `folder:aspect`, written by `flowgrpo reward train`."""
     for folder, aspect in ((name, None), name.rpartition(":")[::2]):
         if folder and (Path(folder) / TRAINED).is_file():
             return _by_place(LEARNED)(Path(folder), aspect)
     if Path(name).is_dir():
-        raise UserError(f"reward {name!r}: no {TRAINED} in it: expected one of `flowgrpo train-reward`")
-    raise UserError(f"unknown reward {name!r}{_near(name)} (`flowgrpo rewards` lists all; or path/to/file.py:function; "
-                    "what a run was given from Python in no file is not found again)")
+        raise UserError(f"reward {name!r}: no {TRAINED} in it: expected one of `flowgrpo reward train`")
+    raise UserError(f"unknown reward {name!r}{_near(name)} (`flowgrpo list rewards` lists all; or "
+                    "path/to/file.py:function; what a run was given from Python in no file is not found again)")
 
 
 def _near(name: str) -> str:

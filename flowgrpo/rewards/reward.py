@@ -288,7 +288,7 @@ def require_modality(rewards: Mapping[str, Any], modality: str) -> None:
             cure = f", or score its frames: {{use: frames, args: {{reward: {name}}}}}" \
                 if modality == "video" and "image" in made.judges else ""
             raise UserError(f"reward {name!r} judges {'/'.join(made.judges)}, but what is generated here is "
-                            f"{modality}: choose a reward for {modality} (`flowgrpo rewards` lists them){cure}")
+                            f"{modality}: choose a reward for {modality} (`flowgrpo list rewards` lists them){cure}")
 
 
 class Wrapped(Reward):

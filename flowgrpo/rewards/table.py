@@ -1,4 +1,4 @@
-"""Table of `flowgrpo rewards`, and scores of files for `flowgrpo score`."""
+"""Table of `flowgrpo list rewards`, and scores of files for `flowgrpo reward score`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""`flowgrpo evolve`: an adapter moved by the user's choices."""
+"""`flowgrpo contrib evolve`: an adapter moved by the user's choices."""

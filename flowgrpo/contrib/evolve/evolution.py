@@ -1,4 +1,4 @@
-"""Evolution of a LoRA's singular values by forward passes alone (ESSA): `flowgrpo evolve`.
+"""Evolution of a LoRA's singular values by forward passes alone (ESSA): `flowgrpo contrib evolve`.
 
 No gradient and no log-probability is computed, so that any reward fits. The search is separable CMA-ES (Ros and Hansen
 2008); the paper's is CMA-ES with a full covariance.

@@ -1,1 +1,1 @@
-"""`flowgrpo learn-experience`: advice that a judge draws from samples."""
+"""`flowgrpo contrib lessons`: advice that a judge draws from samples."""

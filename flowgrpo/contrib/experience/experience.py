@@ -1,5 +1,5 @@
 """Learning without updates (Training-Free GRPO, 2510.08191): a library of experience in the prompt, edited by a
-language model that compares the samples of a group: `flowgrpo learn-experience`.
+language model that compares the samples of a group: `flowgrpo contrib lessons`.
 """
 
 from __future__ import annotations

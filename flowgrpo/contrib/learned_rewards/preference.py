@@ -1,4 +1,4 @@
-"""Rewards that `flowgrpo train-reward` learned from preferences, each a folder named by its path.
+"""Rewards that `flowgrpo reward train` learned from preferences, each a folder named by its path.
 
 The folder holds `reward.json` (aspects, scales, network, measurements) and `network.safetensors`. A network with its
 own text encoder adds that one's configuration and tokenizer.
@@ -63,8 +63,8 @@ class Description:
     @classmethod
     def read(cls, folder: Path) -> Description:
         """Read a folder's `reward.json`.
-        Raises UserError for a file not written by `flowgrpo train-reward`."""
-        with loading(f"reward {str(folder)!r}: {FILE}", "expected what `flowgrpo train-reward` wrote"):
+        Raises UserError for a file not written by `flowgrpo reward train`."""
+        with loading(f"reward {str(folder)!r}: {FILE}", "expected what `flowgrpo reward train` wrote"):
             record = json.loads((folder / FILE).read_text(encoding="utf-8"))
             if record.pop("form") != FORM:
                 raise ValueError(f"expected form {FORM}")
@@ -74,7 +74,7 @@ class Description:
 
 @dataclass(frozen=True)
 class Preference(LocalModel):
-    """Human or judge preference, learned from pairs of pictures by `flowgrpo train-reward`.
+    """Human or judge preference, learned from pairs of pictures by `flowgrpo reward train`.
 
     The sum over aspects of weight * (score - mean) / deviation. Mean and deviation are those of the held-out pictures,
     so aspects and other rewards have similar scales. One unit is no fixed odds.
@@ -126,7 +126,7 @@ class Preference(LocalModel):
 
 @dataclass(frozen=True)
 class TextPreference(Preference):
-    """Human or judge preference, learned from pairs of texts by `flowgrpo train-reward --model`.
+    """Human or judge preference, learned from pairs of texts by `flowgrpo reward train --model`.
 
     Arguments and scores as of `Preference`.
     """

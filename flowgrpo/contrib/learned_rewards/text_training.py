@@ -1,4 +1,4 @@
-"""Training of a text reward on labelled texts: `flowgrpo train-text-reward`.
+"""Training of a text reward on labelled texts: `flowgrpo reward train-text`.
 
 Each aspect of each category has a linear head on frozen features. Labels that are all 0 or 1 are learned by logistic
 regression (a discriminator), others by ridge regression, and pairs by logistic regression on differences of features.

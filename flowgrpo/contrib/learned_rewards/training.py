@@ -1,5 +1,5 @@
 """Reward training on preference pairs of images or texts (Bradley and Terry 1952), as in VisionPrefer (2404.15100) and
-Gen-Drive (2410.05582): `flowgrpo train-reward`.
+Gen-Drive (2410.05582): `flowgrpo reward train`.
 
 P(a preferred to b) = sigmoid(r_a - r_b) for each of A aspects. N pairs have margins r_chosen - r_rejected [N, A] and
 verdicts [N, A]: 1 for chosen, 0 for rejected, 1/2 for a tie, NaN if a pair has no verdict on an aspect.
@@ -228,7 +228,8 @@ def _apart(pairs: Sequence[Pair], names: Sequence[str], weight: float) -> Tensor
     Raises UserError for a weight where no pair has a margin.
     """
     if weight and not any(pair.margins for pair in pairs):
-        raise UserError("--margins: no training pair has a margin: expected pairs of `flowgrpo label`, or leave it out")
+        raise UserError("--margins: no training pair has a margin: expected pairs of `flowgrpo reward label`, or leave "
+                        "it out")
     return weight * torch.tensor([[pair.margins.get(name, 0.0) for name in names] for pair in pairs])
 
 

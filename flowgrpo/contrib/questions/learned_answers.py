@@ -1,4 +1,4 @@
-"""Answers by a small network in a folder of the form that `flowgrpo train-reward` writes.
+"""Answers by a small network in a folder of the form that `flowgrpo reward train` writes.
 
 Its aspects are the answers that it knows, and its text input is the question. P(answer) is the softmax of its scores
 over the choices; for yes and no it is sigmoid(yes - no). `scripts/train_starter_answers.py` trains one.

@@ -243,7 +243,7 @@ class PromptCache:
     def _require_encoders(self, prompt: str) -> None:
         if self.name is not None:
             raise UserError(f"the prompt {prompt[:60]!r} is not in {self.folder}, and the run began without text "
-                            "encoders, since all of its prompts were there: run `flowgrpo encode` again")
+                            "encoders, since all of its prompts were there: run `flowgrpo prompts encode` again")
 
     def _one(self, prompt: str, negative: str, image: Brought) -> Conditioning:
         """Return the cached or computed conditioning of one prompt, on the CPU."""

@@ -112,7 +112,7 @@ def fill(config: Config, prompts: Iterable[Prompt], device: torch.device, bar: A
     files = [entry(folder, *row) for row in wanted]
     if missing := next((path for path in files if not path.is_file()), None):
         raise UserError(f"encode_prompt of {type(pipe).__name__} returns more than tensors, which is not kept on disk "
-                        f"({missing.name} is missing): leave out `flowgrpo encode`, runs encode by themselves")
+                        f"({missing.name} is missing): leave out `flowgrpo prompts encode`, runs encode by themselves")
     _write(kept / f"encoders-{identity(config)}.json", {"model": config.model, "folder": folder.name})
     return Filled(folder, len(files), sum(path.stat().st_size for path in files),
                   len({path.name for path in files} - before))

@@ -84,7 +84,7 @@ class Remote:
                 info = self._service.asked(lambda url: self._service.request(
                     "GET", f"{url.rpartition('/')[0]}/info", None, wire.Info.read, self._refused))
         except TimedOut as error:
-            raise UserError(f"{error}: is `flowgrpo serve-reward` running there?") from None
+            raise UserError(f"{error}: is `flowgrpo reward serve` running there?") from None
         for url in self._urls:
             if unquote(url.rpartition("/")[2]) != info.name:
                 raise UserError(f"reward {self.name!r}: the server has the reward {info.name!r}, and {url} names "

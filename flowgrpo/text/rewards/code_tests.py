@@ -91,7 +91,7 @@ class CodeRun:
             raise UserError("reward 'code_run': outcomes is true, beside strict or pace: expected one of them")
         if importlib.util.find_spec("resource") is None:
             raise UserError("reward 'code_run' needs the limits of a Unix system: run it there, behind "
-                            "`flowgrpo serve-reward code_run`")
+                            "`flowgrpo reward serve code_run`")
         object.__setattr__(self, "boundary", choose(self.accept_risk))
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],

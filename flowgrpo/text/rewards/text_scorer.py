@@ -1,4 +1,4 @@
-"""Text reward that `flowgrpo train-text-reward` learned: a linear head per aspect, on hashed words or an encoder."""
+"""Text reward that `flowgrpo reward train-text` learned: a linear head per aspect, on hashed words or an encoder."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class LearnedHeads:
 
     @classmethod
     def read(cls, file: Path) -> LearnedHeads:
-        """Read the file of a reward. Raises UserError for one not written by `flowgrpo train-text-reward`."""
-        with loading(f"reward 'text_scorer': {file}", "expected what `flowgrpo train-text-reward` wrote"):
+        """Read the file of a reward. Raises UserError for one not written by `flowgrpo reward train-text`."""
+        with loading(f"reward 'text_scorer': {file}", "expected what `flowgrpo reward train-text` wrote"):
             record = json.loads(file.read_text(encoding="utf-8"))
             if record.pop("form") != FORM:
                 raise ValueError(f"expected form {FORM}")
@@ -62,7 +62,7 @@ def hashed(texts: Sequence[str]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class TextScorer(TextEncoder):
-    """Weighted sum of the aspects that `flowgrpo train-text-reward` learned from labelled texts.
+    """Weighted sum of the aspects that `flowgrpo reward train-text` learned from labelled texts.
 
     file: what it wrote. weights: of aspects; omitted ones get 0, and without weights all get 1.
     category: key of the metadata that names a text's category, of a reward with a head for each; a category without a

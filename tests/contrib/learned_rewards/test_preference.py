@@ -262,7 +262,7 @@ def test_mistakes_with_the_folder(learned, monkeypatch, capsys, tmp_path):
                                             "{weights: {colour: 1}}")
     assert "holds a reward already" in told(capsys, "reward", "train", file, "--output", "reward")
     (tmp_path / "reward.json").write_text('{"form": 9}')
-    assert "expected what `flowgrpo train-reward` wrote" in told(capsys, "reward", "score", str(tmp_path), *score)
+    assert "expected what `flowgrpo reward train` wrote" in told(capsys, "reward", "score", str(tmp_path), *score)
     (tmp_path / "reward.json").write_text((folder / "reward.json").read_text())
     assert "train it again, or copy its whole folder" in told(capsys, "reward", "score", str(tmp_path), *score)
 

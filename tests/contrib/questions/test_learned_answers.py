@@ -113,7 +113,7 @@ def test_a_wrong_folder_is_told_in_one_line(answering, tmp_path):
     assert "expected vqa, judge or a folder with reward.json" in told({"by": str(tmp_path / "none")})
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "reward.json").write_text("{}")
-    assert "expected what `flowgrpo train-reward` wrote" in told({"by": str(tmp_path / "broken")})
+    assert "expected what `flowgrpo reward train` wrote" in told({"by": str(tmp_path / "broken")})
     save(tmp_path / "liked", with_text("starter", 1, 64),
          Description({"overall": Aspect()}, {"kind": "film", "size": 64}))
     assert "scores overall, expected a network whose aspects are answers" in told({"by": str(tmp_path / "liked")})
