@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from flowgrpo.config.reward_rules import RewardRule, WatchRule
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import RewardFunction
-from flowgrpo.rewards.combine import Combined
 from flowgrpo.rewards.compose import Composed
 from flowgrpo.rewards.reward import Batch, Reward, as_reward, named, scores_latents, sees_base
 from flowgrpo.user_code import guarded
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from flowgrpo.rewards.combine import Combined
 
 
 def require_gradient(rewards: Mapping[str, RewardFunction | Reward]) -> None:
@@ -68,6 +69,8 @@ def value(rewards: Mapping[str, RewardFunction | Reward], weights: Mapping[str, 
 def _scored(name: str, reward: RewardFunction | Reward, pictures: Tensor, prompts: Sequence[str],
             metadata: Sequence[dict[str, Any]]) -> tuple[list[int], Tensor]:
     """Return the rows that a reward applies to, and its scores of them in the pictures' graph."""
+    from flowgrpo.rewards.combine import Combined  # loads torch
+
     rule = reward.rule if isinstance(reward, Composed) else WatchRule()
     rows = [i for i, entry in enumerate(metadata) if rule.applies(entry)]
     if not rows:

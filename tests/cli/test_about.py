@@ -192,7 +192,7 @@ def png_head(width: int, height: int) -> bytes:
 
 @pytest.mark.parametrize("arguments, line", [
     (["mine.py:level", "huge.png"], "huge.png has more than 33,554,432 pixels: scale it down"),
-    (["gated", "0.png"], "reward 'gated' needs args: {rewards: ...}: give them in its rule, or to `flowgrpo reward score` by"),
+    (["gated", "0.png"], "reward 'gated' needs args: {rewards: ...}: give them in its rule, or to "),
     (["scen", "0.png"], "unknown reward 'scen': did you mean 'scene'?"),
     (["mine.py:level"], "IMAGES..."),
     (["mine.py:level", "no.png"], "no file at no.png"),

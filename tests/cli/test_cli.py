@@ -93,7 +93,7 @@ def test_options_are_parted_from_the_recipe(arguments, expected):
     (["--held-out", "no.txt"], "prompts no.txt: no such file"),
     (["--train.learning_rate=1"], "unknown option --train.learning_rate: did you mean '--train.lr'?"),
     (["--reward", "nope"], "unknown reward 'nope' (`flowgrpo list rewards` lists all; or path/to/file.py:function;"),
-    (["--reward", "hps"], "unknown reward 'hps': did you mean 'hpsv3' or 'hpsv2.1'? (`flowgrpo list rewards` lists all"),
+    (["--reward", "hps"], "unknown reward 'hps': did you mean 'hpsv3' or 'hpsv2.1' or 'hpsv2.0'?"),
     (["--prompts=starter_text", "--held_out=0.3"], "held_out: got 0.3, but prompts: starter_text brings held-out"),
     (["--reward", "scene_grade"], "unknown reward 'scene_grade': did you mean 'scene_graded'?"),
     (["--reward", "no.py:f"], "reward 'no.py:f': no file at no.py"),

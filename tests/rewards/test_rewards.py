@@ -148,7 +148,7 @@ def test_every_built_in_reward_is_found():
 def test_unknown_names_tell_the_nearest():
     assert "unknown reward 'scen_graded': did you mean 'scene_graded'?" in message(rewards.find, "scen_graded")
     told = message(rewards.find, "zzzzzzzzz")
-    assert told.startswith("unknown reward 'zzzzzzzzz' (`flowgrpo list rewards` lists all; or path/to/file.py:function;")
+    assert told.startswith("unknown reward 'zzzzzzzzz' (`flowgrpo list rewards` lists all; or path/to/file.py:")
     assert message(rewards.find, "score").count("'") == 2 * (1 + 5)  # itself, and five names at most
 
 
