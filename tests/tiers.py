@@ -1,7 +1,7 @@
 """Two tiers of the tests: `--tier fast` leaves out slow cases, `--tier full` runs all.
 
-`tests/durations.json` has the CPU seconds of every test function and module fixture, as `--save-durations FILE`
-measures them in a full run. The fast tier gives each test function SHARE seconds: as many of its cases as fit are
+`tests/durations.json` has the seconds of every test function and module fixture, as `--save-durations FILE` measures
+them in a full run on an idle machine. The fast tier gives each test function SHARE seconds: as many of its cases as fit are
 kept, spread over its parameters; a case that takes longer than LIMIT is left out. `@pytest.mark.fast` keeps a case,
 and tests of what changed since the merge base with the main branch are kept whole: those whose file changed, mirrors
 a changed file, or imports a changed module by name.
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import subprocess
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,13 +21,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DURATIONS = ROOT / "tests" / "durations.json"
-SHARE, LIMIT = 0.6, 2.5  # CPU seconds: of a test function, of one case with the module fixtures of its file
+SHARE, LIMIT = 0.6, 2.5  # seconds: of a test function, of one case with the module fixtures of its file
 BASES = ("origin/HEAD", "origin/main", "main")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tier", choices=("fast", "full"), default="full", help="fast: leave out the slow tests")
-    parser.addoption("--save-durations", type=Path, metavar="FILE", help="write the CPU seconds of all tests that ran")
+    parser.addoption("--save-durations", type=Path, metavar="FILE", help="write the seconds of all tests that ran")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -154,8 +154,7 @@ def imported(file: Path) -> Iterator[str]:
 
 
 class Stopwatch:
-    """CPU seconds of this process and of the children that it waited for: by test function (the mean of its cases),
-    and by file for module fixtures."""
+    """Seconds by test function, the mean of its cases, and by file for module fixtures."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -167,18 +166,18 @@ class Stopwatch:
     def pytest_fixture_setup(self, fixturedef, request):
         if fixturedef.scope == "function":
             return (yield)
-        start = cpu()
+        start = time.perf_counter()
         result = yield
-        self.seconds[request.node.nodeid.split("::")[0]] += cpu() - start
-        self.fixtures += cpu() - start
+        self.seconds[request.node.nodeid.split("::")[0]] += time.perf_counter() - start
+        self.fixtures += time.perf_counter() - start
         return result
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
-        self.fixtures, start = 0.0, cpu()
+        self.fixtures, start = 0.0, time.perf_counter()
         result = yield
         name = function_of(item.nodeid)
-        self.seconds[name] += cpu() - start - self.fixtures
+        self.seconds[name] += time.perf_counter() - start - self.fixtures
         self.count[name] += 1
         return result
 
@@ -200,8 +199,3 @@ class Stopwatch:
         """Write the slow ones: below .05 s a test is kept in any case."""
         means = {name: round(value / max(1, self.count[name]), 2) for name, value in sorted(self.seconds.items())}
         self.file.write_text(json.dumps({name: value for name, value in means.items() if value > 0.05}, indent=1))
-
-
-def cpu() -> float:
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
