@@ -74,8 +74,8 @@ def load_suite(name: str) -> Suite:
     if not path.exists():
         match = HUB.fullmatch(name)
         if not match or (path.suffix in ENDINGS) != bool(match[2]):
-            raise UserError(f"no suite {name!r}: expected one that `flowgrpo "
-                            f"prompts` lists, a file ({', '.join(ENDINGS)}), a folder of such files, or a hub "
+            raise UserError(f"no suite {name!r}: expected one that `flowgrpo list prompts` lists, a file "
+                            f"({', '.join(ENDINGS)}), a folder of such files, or a hub "
                             "dataset's id, alone or with one of its files behind it")
         path = _download(name, match[1], match[2])
     form, cases = _folder(path) if path.is_dir() else _file(path)

@@ -32,7 +32,7 @@ def saved(trainer: Run, folder: Path) -> Iterator[None]:
         yield
     except (MemoryError, RuntimeError) as error:
         if not ran_out(error):
-            trainer.progress.saving.leave()
+            trainer.progress.saving.finish_writing()
             raise
         save_whole(trainer, folder, trainer.processes.parted)
         if isinstance(error, OutOfMemoryElsewhere):

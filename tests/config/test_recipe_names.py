@@ -36,7 +36,7 @@ def test_a_recipe_of_the_user_extends_a_packaged_one(tmp_path):
     (tmp_path / "mine.yaml").write_text("extends: sdxl_24gb\nreward: pick_score\n")
     found = load(tmp_path / "mine.yaml")
     assert found.reward == "pick_score" and found.name == "mine"
-    assert found.model_copy(update={"reward": "hps_v2", "name": "sdxl_24gb"}) == load("sdxl_24gb")
+    assert found.model_copy(update={"reward": "hpsv2.1", "name": "sdxl_24gb"}) == load("sdxl_24gb")
 
 
 @pytest.mark.parametrize("given, told", [

@@ -207,12 +207,12 @@ def test_texts_of_others_are_neither_yaml_nor_markdown_nor_commands(tmp_path, pr
 
 
 def with_cards(folder, prompt: str):
-    """A run's folder with one held-out prompt, whose name and reward are that text too."""
+    """A run's folder with one held-out prompt, whose name and reward are that text too, a name without its controls."""
     picture = {"prompt": prompt, "scores": {}, "picture": data_url(torch.rand(3, 8, 8))}
     for name in ("before", "after"):
         write(folder / "report" / f"{name}.json", {"name": name, "epoch": 0, "scores": {}, "cards": [picture]})
-    label = " ".join(prompt.split())
-    config = validate({"model": "starter", "reward": {label: {"use": "scene"}}, "name": prompt.replace("/", "")})
+    label, name = " ".join(prompt.split()), "".join(filter(str.isprintable, prompt)).replace("/", "")
+    config = validate({"model": "starter", "reward": {label: {"use": "scene"}}, "name": name})
     (folder / "config.yaml").write_text(config.yaml())
     told = SUMMARY | {"before": {label: 0.25}, "after": {label: 0.5}}
     (folder / "summary.json").write_text(json.dumps(told))

@@ -55,6 +55,8 @@ class TrainableWeights:
     Sharded weights have snapshots, averages and a reference of this process's rows only.
     """
 
+    sharded = False  # each process holds only some rows of the weights
+
     def __init__(self, pipe: Any, modules: dict[str, torch.nn.Module], adapter: Adapter, unsharded: bool = True):
         self.pipe, self.modules, self.adapter = pipe, modules, adapter
         for name, module in modules.items():
@@ -63,7 +65,6 @@ class TrainableWeights:
             else:
                 (module.float() if unsharded else module).requires_grad_(True)
         self.named: dict[str, torch.nn.Parameter] = {}
-        self.sharded = False  # each process holds only some rows of the weights
         self.added: dict[str, torch.nn.Module] = {}
         self._first: dict[str, torch.Tensor] = {}
         if adapter.rank or unsharded:
