@@ -1,10 +1,10 @@
 """Two tiers of the tests: `--tier fast` leaves out slow cases, `--tier full` runs all.
 
 `tests/durations.json` has the seconds of every test function and module fixture, as `--save-durations FILE` measures
-them in a full run on an idle machine. The fast tier gives each test function SHARE seconds: as many of its cases as fit are
-kept, spread over its parameters; a case that takes longer than LIMIT is left out. `@pytest.mark.fast` keeps a case,
-and tests of what changed since the merge base with the main branch are kept whole: those whose file changed, mirrors
-a changed file, or imports a changed module by name.
+them in a full run on an idle machine. The fast tier gives each test function SHARE seconds: as many of its cases as fit
+are kept, spread over its parameters; a case that takes longer than LIMIT is left out. `@pytest.mark.fast` keeps a case,
+and tests of what changed since the merge base with the main branch are kept whole: those whose file changed, mirrors a
+changed file, or imports a changed module by name.
 """
 
 from __future__ import annotations

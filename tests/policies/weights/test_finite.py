@@ -104,7 +104,7 @@ def broken(file) -> None:
 @pytest.mark.parametrize("command", [
     ["sample", "MODEL", "--prompt", "a", "--steps", "2", "--lora", "RUN"],
     ["sample", "MODEL", "--prompt", "a", "--steps", "2", "--lora", f"RUN/{LORA_FILE}"],
-    ["grid", "RUN", "--count", "1", "--trust-run"], ["export", "RUN", "--output", "OUT/lora.safetensors"],
+    ["compare", "grid", "RUN", "--count", "1", "--trust-run"], ["export", "RUN", "--output", "OUT/lora.safetensors"],
     ["export", "RUN", "--form", "merged", "--output", "OUT/merged"],
     ["train", "RUN/config.yaml", "--name=next", "--output=OUT", "--adapter.init=RUN"],
 ], ids=["sample", "file", "grid", "export", "merged", "init"])
