@@ -142,7 +142,7 @@ def test_what_the_rewards_of_a_recipe_need_is_nothing_or_an_extra(name):
 def test_the_modules_of_extras_are_those_of_the_project():
     extras = re.findall(r"^(\w+) = \[", PROJECT.partition("[project.optional-dependencies]")[2].partition("\n[")[0],
                         re.M)
-    assert set(extras) - {"docs", "test", "lint"} == set(EXTRAS)
+    assert set(extras) - {"docs", "test", "browser", "lint"} == set(EXTRAS)
     modules = {name: {canonical(each) for each in of_it} for name, of_it in metadata.packages_distributions().items()}
     for extra, known in EXTRAS.items():
         needs = {canonical(need.name) for need in declared(extra)}

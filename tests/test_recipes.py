@@ -15,9 +15,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from flowgrpo.check import report, tiny
 from flowgrpo.config import load
 from flowgrpo.config.geometry import geometry
-from flowgrpo.data import splits
+from flowgrpo.data import sets, splits
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.data.sets import SETS, test_set
+from flowgrpo.data.sets import SETS
 from flowgrpo.gaussian import log_prob
 from flowgrpo.gpus import GPUS
 from flowgrpo.methods import keys_read, validate
@@ -84,7 +84,7 @@ def test_a_run_reads_all_keys_of_a_recipe(path):
 def test_no_recipe_trains_on_a_test_set(path):
     if path.parent.name != "accelerate":
         config = load(path)
-        assert test_set(config.prompts) is None and not config.train_on_test_set
+        assert sets.test_set(config.prompts) is None and not config.train_on_test_set
         splits.require_suited(config)
 
 

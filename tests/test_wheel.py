@@ -61,8 +61,8 @@ def test_the_demo_runs_without_a_clone(installed, tmp_path):
 
 def test_a_recipe_by_name_is_read_and_a_wrong_one_is_one_line(installed, tmp_path):
     """The reward is looked for after the recipe is read and before a model is loaded."""
-    done = run(installed, tmp_path, "train", "sdxl_24gb", "--reward=pick_scor")
-    assert done.returncode == 2 and "did you mean 'pick_score'" in done.stderr
+    done = run(installed, tmp_path, "train", "sdxl_24gb", "--reward=pickscor")
+    assert done.returncode == 2 and "did you mean 'pickscore'" in done.stderr
     done = run(installed, tmp_path, "train", "sdxl_24g")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("flowgrpo: error: no recipe 'sdxl_24g': did you mean 'sdxl_24gb'?")

@@ -118,7 +118,7 @@ class Prompt:
     def brings(self) -> str | Inputs | None:
         """Input that a policy encodes beside the text: nothing, one reference picture's path, or all inputs."""
         if self.inputs == NOTHING:
-            return None
+            return self.image  # None, or a picture that was given as an object
         return self.image if self.inputs.given().keys() <= {"image"} else self.inputs
 
 

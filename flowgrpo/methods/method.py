@@ -128,7 +128,7 @@ class Method:
             other = {"tokens": "masked language models", "masks": "causal language models"}
             of = other.get(process, "language models") if self.for_tokens else "denoisers"
             name = type(self.generation.decoding if self.for_tokens else self.denoising.kernel).__name__
-            raise UserError(f"got a method of {of} (it samples by {name}), which this model is not: `flowgrpo "
+            raise UserError(f"got a method of {of} (it samples by {name}), which this model is not: `flowgrpo list "
                             "methods` lists the methods of every kind")
         if process == "masks":
             return self._unmasked()

@@ -102,8 +102,8 @@ class Scoring:
         self._diversities: dict[int, list[float]] = {}  # by turn, the diversity of every group
         self.extremes, self._tally = Extremes(list(functions)), rewards.Tally()
         self._before = {0: (self.extremes, self._tally)}  # by the present turn: samples of the turns before it
-        self._read: dict[str, Any] = {"policy": policy, "epoch": None}  # what rewards read of the run
-        self._read |= {"memory": None} if rewards.remembers(functions) else {}
+        memories = {"memory": None} if rewards.remembers(functions) else {}
+        self._read: dict[str, Any] = {"policy": policy, "epoch": None} | memories  # what rewards read of the run
         self._unscored = False  # an epoch without any score was reported
 
     @property

@@ -112,7 +112,8 @@ TAKING_KEYS = {"train": [], "prompts encode": [], "check": [], "contrib evolve":
 def test_a_command_suggests_its_options_and_none_of_another_command(command, capsys):
     """Leave out one letter of every option of the command; `--resume` is an option of `train` alone."""
     declared = commands()[command].params
-    options = [name for parameter in declared if parameter.param_type_name == "option" for name in parameter.opts]
+    options = [name for parameter in declared if parameter.param_type_name == "option" and not parameter.hidden
+               for name in parameter.opts]
     for option in options:
         typo = option[:3] + option[4:] if len(option) > 5 else option + "s"
         assert f"did you mean '{option}'?" in told(capsys, *command.split(), *TAKING_KEYS[command], f"{typo}=1")

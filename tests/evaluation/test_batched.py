@@ -135,6 +135,8 @@ def test_prompts_with_a_picture_are_drawn_alone(tmp_path):
 
 def test_too_little_memory_is_told():
     class Large:
+        scheduler = None
+
         def __call__(self, prompt, generator, return_dict):
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
 

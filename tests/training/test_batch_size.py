@@ -100,7 +100,7 @@ def test_a_run_chooses_tells_writes_and_keeps_it(tmp_path, monkeypatch, capsys):
 
 
 def test_a_run_without_room_for_one_row_says_so(tmp_path, monkeypatch):
-    leave(monkeypatch, 1000)
+    leave(monkeypatch, 100_000)  # for the generators of eight samples
     with pytest.raises(UserError, match="^train.micro_batch 1 with train.checkpointing True takes .* GiB, and 90% of "):
         trained(tiny.config(tmp_path, train__micro_batch="auto", train__checkpointing="auto"))
 

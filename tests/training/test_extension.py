@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import sys
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ def listed() -> list[type[Extension]]:
     found = []
     for place in extensions.TABLE:
         module, name = place.split(":")
-        found.append(getattr(__import__(f"{extensions.__name__}.{module}", fromlist=[name]), name))
+        found.append(getattr(importlib.import_module(f"flowgrpo.{module}"), name))
     return found
 
 
@@ -64,7 +65,7 @@ def test_the_moments_are_those_of_an_epoch_in_its_order():
 def test_an_extension_overrides_a_moment_with_its_own_parameters_alone(place):
     [cls] = [each for each, of in zip(listed(), extensions.TABLE) if of == place]
     assert issubclass(cls, Extension) and cls is not Extension
-    assert cls.__module__ == f"{extensions.__name__}.{place.split(':')[0]}"
+    assert cls.__module__ == f"flowgrpo.{place.split(':')[0]}"
     for ancestor in cls.__mro__[:cls.__mro__.index(Extension)]:
         for name, value in vars(ancestor).items():
             if name not in PUBLIC:
@@ -172,7 +173,7 @@ class Toy(Extension):
 @pytest.fixture
 def table(monkeypatch):
     """The table with the toy in it."""
-    module: Any = ModuleType(f"{extensions.__name__}.toy")
+    module: Any = ModuleType("flowgrpo.toy")
     module.Toy = Toy
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(extensions.TABLE, "toy:Toy", lambda config, method: config.train.updates == 2)

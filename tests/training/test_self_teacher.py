@@ -114,9 +114,9 @@ def test_prompts_of_later_turns_follow_those_of_the_first_and_a_repeated_turn_is
     trainer.rollouts.sample = failing
     sampling.draw_groups(trainer, drawn, [c])
     assert trainer.geometry.micro_batch < trainer.config.train.micro_batch and drawn.groups.turn == 2
-    teacher.begin(drawn, 0, 2)
+    teacher.start_epoch(drawn, 0, 2)
     assert teacher.prompts == [a, c]
-    teacher.begin(loop.epoch(trainer, own=[b]), 1, 2)
+    teacher.start_epoch(loop.epoch(trainer, own=[b]), 1, 2)
     assert teacher.prompts == [b]
 
 

@@ -82,9 +82,21 @@ def arguments(model, folder) -> list[str]:
     return ["train", str(folder / "recipe.yaml")]
 
 
+def heard(command: list[str]) -> int:
+    """Run a command that hears a hangup, whatever started the tests."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    return main(command)
+
+
+def on_a_terminal() -> None:
+    """Take the terminal of a new session, and hear its hangup."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def signalled(command, folder, *numbers, timeout=60) -> tuple[int, tuple[str, str]]:
     """The exit code and the streams of a run that gets signals, one every second, once the file `hanging` is there."""
-    process = Forked(main, command)
+    process = Forked(heard, command)
     until = time.monotonic() + timeout
     try:
         while not (folder / "hanging").exists():
@@ -174,7 +186,7 @@ def test_a_terminal_that_is_closed_leaves_a_checkpoint(model, tmp_path):
     (tmp_path / "plan").write_text("9")
     master, slave = pty.openpty()
     process = subprocess.Popen([sys.executable, "-m", "flowgrpo", *command], stdin=slave, stdout=slave, stderr=slave,
-                               start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
+                               start_new_session=True, preexec_fn=on_a_terminal)
     os.close(slave)
     until, drained = time.monotonic() + 120, 0
     os.set_blocking(master, False)
