@@ -136,7 +136,7 @@ SMALL = ("--picture.height=128 --picture.width=128 --train.prompts=2 --train.gro
          "--train.steps=6")  # beside fewer blocks
 OPTIONS = {
     "train (configs/starter_text|enhancer)": f"{TINY} --train.updates=1",
-    "(train configs/starter.yaml|demo)": f"{TINY} --eval.steps=2",
+    "(train (configs/starter.yaml|starter$)|demo)": f"{TINY} --eval.steps=2",
     "train configs/starter.yaml --name=painter1": "--reward=sharpness",  # rewrites of digits are no scenes
     "train configs/starter_dpo": f"{PAIRS}runs/starter_pairs/pairs.jsonl",
     "train configs/starter_rpo": f"{PAIRS}runs/starter_pairs/subjects.jsonl",
@@ -230,7 +230,7 @@ def promised(arguments: list[str]) -> str:
 
 RUN_LINES = [line for line in SHOWN if line not in LAUNCHES + LEFT]
 # The fast tier runs one line of every command, the shortest.
-FIRST = {words(line)[0]: line for line in sorted(RUN_LINES, key=len, reverse=True)}
+FIRST = {leaf(words(line))[0]: line for line in sorted(RUN_LINES, key=len, reverse=True)}
 
 
 @pytest.mark.parametrize("line", [pytest.param(line, marks=[pytest.mark.fast] if line in FIRST.values() else [])

@@ -124,7 +124,7 @@ def git(*arguments: str) -> list[str]:
 def changed_tests(changed: set[Path]) -> set[Path]:
     """Test files that changed, mirror a changed file of the package, or import a changed module by name."""
     modules = {module_of(file) for file in changed if file.suffix == ".py" and file.is_relative_to(ROOT / "flowgrpo")}
-    mirrors = {test_of(file) for file in changed if file.is_relative_to(ROOT / "flowgrpo")}
+    mirrors = {mirror_of(file) for file in changed if file.is_relative_to(ROOT / "flowgrpo")}
     if not modules:
         return changed
     return changed | {file for file in (ROOT / "tests").rglob("test_*.py")
@@ -135,12 +135,10 @@ def module_of(file: Path) -> str:
     return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def test_of(file: Path) -> Path:
+def mirror_of(file: Path) -> Path:
     within = file.relative_to(ROOT / "flowgrpo")
     return ROOT / "tests" / within.with_name(f"test_{within.name}")
 
-
-test_of.__test__ = False  # type: ignore[attr-defined]  # pytest collects nothing here
 
 
 def imported(file: Path) -> Iterator[str]:

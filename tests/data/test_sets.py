@@ -117,4 +117,6 @@ def test_other_prompts_are_trained_on(prompts):
 
 
 def test_recorded_pairs_are_trained_on_in_place_of_a_test_set():
+    with pytest.raises(UserError, match="partiprompts"):
+        splits.require_suited(parse.validate({"prompts": "partiprompts"}))
     splits.require_suited(parse.validate({"prompts": "partiprompts", "preferences": "pairs.jsonl"}))

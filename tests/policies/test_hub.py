@@ -51,7 +51,7 @@ def test_a_cached_model_is_loaded_from_the_cache_then(silent, capsys):
     assert "owner/name is loaded from the hub's cache" in capsys.readouterr().err
 
 
-def test_any_answer_is_one():
+def test_any_answer_is_one(monkeypatch):
     """A server that refuses the request is there."""
     class Refusing(BaseHTTPRequestHandler):
         def do_HEAD(self):
@@ -60,6 +60,7 @@ def test_any_answer_is_one():
         def log_message(self, *arguments):
             """Print nothing."""
 
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # an earlier test may have found no hub
     server = HTTPServer(("127.0.0.1", 0), Refusing)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
