@@ -5,6 +5,8 @@
 # They install the tested versions of constraints.txt. `make demo CONSTRAINTS=` takes the newest of the day, in an
 # environment of its own. `make lock` renews constraints.txt; `make ends` tries the lowest and the newest versions.
 PYTHON ?= python3
+# Without bytecode every process of a test compiles the package anew, and some images forbid it.
+unexport PYTHONDONTWRITEBYTECODE
 CONSTRAINTS ?= constraints.txt
 VENV := $(if $(CONSTRAINTS),.venv,.venv-newest)
 BIN := $(VENV)/bin

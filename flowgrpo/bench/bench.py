@@ -75,7 +75,7 @@ def _announce(plan: Plan, runs: list[Run], cost: dict[str, float], jobs: int, th
     expected = duration(seconds(runs, cost, request.evaluations, 2 * PROMPTS * SAMPLES, jobs))
     kept = len(runs) - len(left)
     print(f"{request.model}: {len(plan.entries)} methods, {len(left)} runs of {request.evaluations:,} evaluations"
-          f"{f' ({kept} more are finished)' if kept else ''}, {jobs} at a time with {threads} threads each: {expected}",
+          f"{f' ({kept} more finished)' if kept else ''}, {jobs} at a time with {threads} threads each: {expected}",
           flush=True)
 
 

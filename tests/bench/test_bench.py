@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flowgrpo.cli import main
 
-ARGUMENTS = ["--model", "starter_text", "--methods", "grpo,rloo", "--evaluations", "60000", "--seeds", "2",
+ARGUMENTS = ["--model", "starter_text", "--methods", "grpo,rloo", "--evaluations", "40000", "--seeds", "1",
              "--points", "1", "--prompts", "8", "--jobs", "1"]
 
 
@@ -62,15 +62,15 @@ def test_an_interrupted_bench_goes_on_and_writes_its_results(tmp_path, capsys):
     finished = {file: file.stat().st_mtime_ns for file in output.glob("runs/*/result.json")}
     assert main(["compare", "methods", *arguments]) == 0
     said = capsys.readouterr().out
-    assert 0 < len(finished) < 4 and f"{len(finished)} more are finished), 1 at a time" in said
+    assert len(finished) == 1 and "1 more finished), 1 at a time" in said
     assert {file: file.stat().st_mtime_ns for file in finished} == finished
     results = json.loads((output / "results.json").read_text())
     assert [method["label"] for method in results["methods"]] == ["grpo", "rloo"] and results["unit"] == "tokens"
     for method in results["methods"]:
-        assert [run["seed"] for run in method["runs"]] == [0, 1]
-        assert all(run["evaluations"] > 50_000 and len(run["scores"]) == 8 for run in method["runs"])
+        assert [run["seed"] for run in method["runs"]] == [0]
+        assert all(run["evaluations"] > 37_000 and len(run["scores"]) == 8 for run in method["runs"])
         assert method["kl"] > 0 and method["diversity"] > 0 and method["accuracy"] == sum(
-            sum(run["scores"]) for run in method["runs"]) / 16
+            sum(run["scores"]) for run in method["runs"]) / 8
     assert results["methods"][0]["seconds_ratio"] == 1
     [pair] = results["differences"]
     assert (pair["one"], pair["other"]) == ("grpo", "rloo") and pair["low"] <= pair["mean"] <= pair["high"]
