@@ -1,10 +1,13 @@
 """Cut the power of short runs, kill others, resume them all, and compare each with the uninterrupted run.
 
     python scripts/try_power_cuts.py [--cuts 100] [--kills 100] [--seconds S] [--threads] [--json FILE]
+    python scripts/try_power_cuts.py --features staleness,phases_of_prompts,group_replay
 
 A cut is simulated (power_cuts.py): the run's files are those that had been forced to the disk at a random call, and
 every second time a random part of the others too. A kill is SIGKILL to a process at a random moment. The model is tiny
 and random, on the CPU. A resumed run is equal if its weights, its whole last checkpoint, its curves and its scores are.
+With --features the cuts and kills are shared out over runs with these features of the loop, by their names in
+tests/helpers/features.py; "plain" has none.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
@@ -35,22 +39,23 @@ from flowgrpo.cli import main as command  # noqa: E402
 from flowgrpo.storage import checkpoint  # noqa: E402
 from flowgrpo.storage.places import epoch_of  # noqa: E402
 from flowgrpo.training import saving  # noqa: E402
-from tests.helpers import tiny  # noqa: E402
+from tests.helpers import features, tiny  # noqa: E402
 
 EPOCHS = 4
 REWARD = "def red(images, prompts):\n    return images[:, 0].mean((1, 2))\n"
 APART = ("second", "evaluations", "memory")  # of metrics: times, and counts since the process began
 
 
-def prepare(folder: Path) -> list[str]:
+def prepare(folder: Path, feature: str) -> list[str]:
     """Write the model, the reward, the prompts and the recipe; return the arguments of a run, but its output."""
-    model = tiny.save(tiny.sd3(), folder / "model")
+    own = features.options("image", *([] if feature == "plain" else [feature]))
+    prompts = [{"prompt": prompt.text, "metadata": prompt.metadata} for prompt in features.prompts("image")]
     (folder / "reward.py").write_text(REWARD)
-    (folder / "prompts.txt").write_text("\n".join(tiny.PROMPTS))
-    settings = tiny.config(folder, model=str(model), reward=f"{folder}/reward.py:red",
-                           prompts=str(folder / "prompts.txt"), train__epochs=EPOCHS, train__save_every=1,
-                           train__keep=2, train__ema=0.9, train__steps=4, parts__plan__size=2, train__lr=0.02,
-                           eval__every=2, eval__weights="ema")
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    settings = tiny.config(folder, **own | dict(
+        model=str(tiny.save(tiny.flux(), folder / "model")), reward=f"{folder}/reward.py:red",
+        prompts=str(folder / "prompts.jsonl"), train__epochs=EPOCHS, train__save_every=1, train__keep=2,
+        train__ema=0.9, train__lr=0.02, eval__every=2, eval__weights="ema"))
     (folder / "recipe.yaml").write_text(settings.yaml())
     return ["train", str(folder / "recipe.yaml")]
 
@@ -124,11 +129,36 @@ def kill(arguments: list[str], folder: Path, whole: Path, delay: float) -> str:
     return finish(arguments, folder) or difference(folder / "run", whole)
 
 
+def tried(base: Path, feature: str, kinds: list[str], chance: random.Random, until: float) -> list[dict[str, Any]]:
+    """Cut or kill runs with a feature, as `kinds` says; return the results. until: of time.monotonic()."""
+    arguments, results = prepare(base, feature), []
+    recorder, root = recorded(arguments, base / "whole")
+    start = time.monotonic()
+    run(arguments, base / "second")
+    length, calls = time.monotonic() - start, len(recorder.moments)
+    shutil.rmtree(base / "second")
+    for number, kind in enumerate(tqdm(kinds, desc=feature, unit="run")):
+        if time.monotonic() > until:
+            break
+        folder, whole = base / f"{number}", base / "whole" / "run"
+        if kind == "cut":
+            at, part = chance.randrange(calls), chance if number % 2 else None
+            wrong = cut(recorder, root, at, arguments, folder, whole, part)
+        else:
+            at = round(chance.uniform(0, length), 3)
+            wrong = kill(arguments, folder, whole, at)
+        results.append({"feature": feature, "kind": kind, "at": at, "wrong": wrong})
+        if not wrong:
+            shutil.rmtree(folder)
+    return results
+
+
 def main() -> int:
     """Try all cuts and kills, or as many as there is time for; return 1 if one was not resumed equal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cuts", type=int, default=100)
     parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--features", default="plain", help="names, parted by commas")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further one after so many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write all results to this file")
@@ -138,38 +168,20 @@ def main() -> int:
         saving.LARGE = 0
     torch.set_num_threads(1)
     began, chance, results = time.monotonic(), random.Random(args.seed), []
-    with tempfile.TemporaryDirectory() as name:
-        base = Path(name)
-        arguments = prepare(base)
-        recorder, root = recorded(arguments, base / "whole")
-        start = time.monotonic()
-        run(arguments, base / "second")
-        length, calls = time.monotonic() - start, len(recorder.moments)
-        shutil.rmtree(base / "second")
-        kinds = ["cut"] * args.cuts + ["kill"] * args.kills
-        chance.shuffle(kinds)
-        for number, kind in enumerate(tqdm(kinds, desc="cuts and kills", unit="run")):
-            if time.monotonic() - began > args.seconds:
-                break
-            folder, whole = base / f"{number}", base / "whole" / "run"
-            if kind == "cut":
-                at, part = chance.randrange(calls), chance if number % 2 else None
-                wrong = cut(recorder, root, at, arguments, folder, whole, part)
-            else:
-                at = round(chance.uniform(0, length), 3)
-                wrong = kill(arguments, folder, whole, at)
-            results.append({"kind": kind, "at": at, "wrong": wrong})
-            if not wrong:
-                shutil.rmtree(folder)
-        counts = {kind: [sum(each["kind"] == kind and not each["wrong"] for each in results),
-                         sum(each["kind"] == kind for each in results)] for kind in ("cut", "kill")}
-    print(f"resumed equal: {counts['cut'][0]} of {counts['cut'][1]} power cuts (over {calls} calls), "
+    kinds, names = ["cut"] * args.cuts + ["kill"] * args.kills, args.features.split(",")
+    chance.shuffle(kinds)
+    for place, feature in enumerate(names):
+        with tempfile.TemporaryDirectory() as name:
+            results += tried(Path(name), feature, kinds[place::len(names)], chance, began + args.seconds)
+    counts = {kind: [sum(each["kind"] == kind and not each["wrong"] for each in results),
+                     sum(each["kind"] == kind for each in results)] for kind in ("cut", "kill")}
+    print(f"resumed equal: {counts['cut'][0]} of {counts['cut'][1]} power cuts, "
           f"{counts['kill'][0]} of {counts['kill'][1]} kills; {time.monotonic() - began:.0f} s")
     wrong = [each for each in results if each["wrong"]]
     for each in wrong:
-        print(f"{each['kind']} at {each['at']}: {each['wrong']}")
+        print(f"{each['feature']}, {each['kind']} at {each['at']}: {each['wrong']}")
     if args.json:
-        args.json.write_text(json.dumps({"counts": counts, "calls": calls, "results": results}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"counts": counts, "results": results}, indent=1) + "\n")
     return 1 if wrong else 0
 
 

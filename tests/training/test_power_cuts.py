@@ -50,7 +50,7 @@ def test_a_cut_loses_what_was_not_forced_to_the_disk(tmp_path):
 def whole(tmp_path_factory):
     """A recorded run: (its recorder, the inode of its output, the arguments, the output)."""
     base = tmp_path_factory.mktemp("whole")
-    arguments = prepare(base)
+    arguments = prepare(base, "plain")
     return *recorded(arguments, base / "output"), arguments, base / "output"
 
 
@@ -58,7 +58,7 @@ def whole(tmp_path_factory):
 def by_threads(tmp_path_factory):
     """A recorded run whose checkpoints are written by a thread."""
     base = tmp_path_factory.mktemp("threads")
-    arguments = prepare(base)
+    arguments = prepare(base, "plain")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saving, "LARGE", 0)
         return *recorded(arguments, base / "output"), arguments, base / "output"
