@@ -379,6 +379,15 @@ def test_the_replay_of_a_tree_gives_exactly_the_old_log_probabilities(policy, co
     assert largest_log_ratio(policy, conditioning, sampled(tree)[0], 24) == 0
 
 
+@each_tree
+def test_the_density_of_a_tree_in_bf16_is_that_of_the_state_that_the_network_sees(tree):
+    policy = tiny.stir(PipelinePolicy(tiny.sd3().to(torch.bfloat16), Adapter(rank=2), call=tiny.CALL, precision="bf16"))
+    conditioning = policy.encode(PROMPTS)
+    parts = sample(policy, conditioning, *TREES[tree][0])
+    assert {step.x_next.dtype for part in parts for step in part.transitions} == {torch.bfloat16}
+    assert largest_log_ratio(policy, conditioning, parts, 24) == 0
+
+
 @pytest.mark.parametrize("before, now", [(1, 1), (5, 1), (24, 5), (24, 1)])
 @each_tree
 def test_a_replay_in_other_batches_gives_the_old_log_probabilities(policy, conditioning, sampled, tree, before, now):
