@@ -57,6 +57,7 @@ BUILT_IN = {
     "background_consistency": "flowgrpo.contrib.vbench.dimensions:BackgroundConsistency",
     "vbench": "flowgrpo.contrib.vbench.package:VBench",
     "videoalign": "flowgrpo.contrib.video_reward.video_reward:VideoReward",
+    "http": "flowgrpo.rewards.http:Http",
     "judge": "flowgrpo.rewards.judges.judge:Judge",
     "judge_pairs": "flowgrpo.rewards.judges.judge:JudgePairs",
     "judge_rubric": "flowgrpo.rewards.judges.judge:JudgeRubric",

@@ -1,0 +1,241 @@
+"""Reward behind a JSON API of anybody's: a request per sample, made by a template, and one number of its answer.
+
+    reward:
+      brand:
+        use: http
+        args:
+          url: https://api.example.com/v2/score
+          request: {text: "{prompt}", image: "{image}", options: {strict: true}}
+          answer: result.scores.0
+          key_env: BRAND_KEY
+        on_error: skip
+
+Retries, deadlines and the limits of an answer are those of `Service`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import parse_qsl, urlsplit
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import About
+from flowgrpo.rewards.failures import Failed, TimedOut
+from flowgrpo.rewards.json_template import Template, reached
+from flowgrpo.rewards.judges.judge_pictures import ENCODINGS
+from flowgrpo.rewards.remote.exchange import Later, Service, Unanswered, seconds, side_by_side
+from flowgrpo.rewards.remote.wire import one_line
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WHO = "reward 'http'"
+REQUEST = {"prompt": "{prompt}", "image": "{image}"}
+SECRET = re.compile("auth|key|token|secret|password|signature|cookie", re.I)  # in the name of a header or of a query
+VARIABLE = re.compile("[A-Z_][A-Z0-9_]*")
+PASSING = (408, 409, 425, 429)  # statuses below 500 after which another attempt may succeed
+MASK = "[key]"
+LARGEST = 1e38  # absolute score, as of float32
+
+
+class Meter:
+    """Count of this process's requests, their cost and the rate at which they begin.
+
+    cost: of one request, in any currency. budget: that all may cost together, None for no limit. rate: requests a
+    second, None for no limit.
+    """
+
+    def __init__(self, cost: float, budget: float | None, rate: float | None) -> None:
+        self.cost, self.budget, self.rate = cost, budget, rate
+        self.requests, self._free, self._lock = 0, -math.inf, threading.Lock()
+
+    @property
+    def spent(self) -> float:
+        return self.requests * self.cost
+
+    def begin(self, now: float) -> float:
+        """Count a request; return the seconds after `now`, a time in seconds, at which it may begin.
+        Raises UserError if it would exceed the budget."""
+        with self._lock:
+            if self.budget is not None and self.spent + self.cost > self.budget * (1 + 1e-9):
+                raise UserError(f"{WHO}: {self.requests} requests of this process have cost {self.spent:.10g}, and the "
+                                f"next would exceed its budget of {self.budget:.10g}: raise budget in its args, or "
+                                "score fewer samples")
+            self.requests += 1
+            begins = max(now, self._free)
+            self._free = begins + (1 / self.rate if self.rate else 0.0)
+            return begins - now
+
+    def tell(self) -> None:
+        """Print the requests and their cost, if there were any."""
+        if self.requests:
+            print(f"{WHO}: {self.requests} requests cost {self.spent:.10g}", file=sys.stderr)
+
+
+class Http:
+    """Score of a JSON API: a request per sample, and one number of the answer.
+
+    url: of the API, several joined by commas.
+    request: the JSON body. In its strings, {prompt} is replaced by the prompt, {image} by the picture in base64,
+    {frames} by a list of a video's frames in base64, {text} by a completion, {metadata.KEY} by an entry of the prompt's
+    metadata. A string of one slot alone takes the value with its type.
+    answer: path to the number in the answer, such as `result.scores.0`; "" for an answer that is the number. True and
+    false count as 1 and 0, null as not applicable.
+    key_env: the NAME of the environment variable that holds the key. key_header: carries it, after "Bearer " in
+    Authorization. headers: further ones.
+    concurrency: simultaneous requests of a process. timeout: seconds for one request. retries: further attempts.
+    wait: seconds before the first retry, doubled for each next, or the time the API asks for, 60 at most.
+    rate: requests a second of all processes together.
+    cost: of one request in any currency, retries count too; the sum is printed at the end. budget: that a run may cost,
+    until it ends or is resumed.
+    longest: pixels of a picture's longer side; larger ones are shrunk. encoding: png, or webp, which is slightly lossy.
+    frames: sent frames of a video, evenly spaced.
+
+    A call raises `TimedOut` if no URL gives a proper answer to a sample. A sample whose request is rejected, or whose
+    answer has no number, is `Failed`. Raises UserError for invalid settings, and in a call for the user's mistake (the
+    key, the URL, a slot that the samples cannot fill, the budget).
+    """
+
+    privileged = True  # spends the user's key
+    about = About(modality="image/video/text", range=(None, None), needs="server", licence="Apache-2.0, the service's")
+
+    def __init__(self, url: str, request: Any = REQUEST, answer: str = "score", key_env: str | None = None,
+                 key_header: str = "Authorization", headers: Mapping[str, str] = {}, concurrency: int = 16,
+                 timeout: float = 60.0, retries: int = 4, wait: float = 1.0, rate: float | None = None,
+                 cost: float = 0.0, budget: float | None = None, longest: int = 1024, encoding: str = "png",
+                 frames: int = 8) -> None:
+        _require("1 or more", concurrency=(concurrency, concurrency >= 1), longest=(longest, longest >= 1),
+                 frames=(frames, frames >= 1))
+        _require("0 or more", retries=(retries, retries >= 0), wait=(wait, wait >= 0), cost=(cost, cost >= 0))
+        _require("above 0", timeout=(timeout, timeout > 0), rate=(rate, rate is None or rate > 0))
+        _require("above 0, with a cost above 0", budget=(budget, budget is None or budget > 0 and cost > 0))
+        _require(" or ".join(ENCODINGS), encoding=(encoding, encoding in ENCODINGS))
+        self.answer, self.concurrency = answer, concurrency
+        self._template = Template(WHO, request, longest, encoding, frames)
+        self._key_env, self._key = key_env, _key(key_env)
+        bearer = "Bearer " if key_header.lower() == "authorization" else ""
+        own = {key_header: bearer + self._key} if self._key else {}
+        self._service = Service(WHO, _urls(url), timeout, retries, wait, _public(headers) | own, concurrency)
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        self.meter = Meter(cost, *(None if limit is None else limit / processes for limit in (budget, rate)))
+        if cost:
+            atexit.register(self.meter.tell)
+
+    def __call__(self, outputs: Tensor | Sequence[Tensor] | Sequence[str], prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None | Failed]:
+        """Return B scores, None where the API answers null, Failed where it rejects a sample. outputs: as for any
+        reward."""
+        def one(part: range) -> float | None | Failed:
+            row = part.start
+            try:
+                body = json.dumps(self._template.filled(outputs[row], prompts[row], metadata[row])).encode()
+                answer = self._service.asked(lambda url: self._attempt(url, body))
+                return _number(reached(answer, self.answer, f"{WHO}: its answer"))
+            except TimedOut:
+                raise
+            except Failed as failed:
+                return failed
+
+        return side_by_side(one, [range(row, row + 1) for row in range(len(prompts))], self.concurrency)
+
+    def _attempt(self, url: str, body: bytes) -> Any:
+        """Return the JSON of one answer."""
+        time.sleep(self.meter.begin(time.monotonic()))
+        return self._service.request("POST", url, body, _json, self._refused)
+
+    def _refused(self, url: str, status: int, headers: Mapping[str, str], body: bytes) -> NoReturn:
+        """Raise the error for a status: the user's, this sample's, or a transient one."""
+        said = one_line(body.decode("utf-8", "replace"))
+        said = said.replace(self._key, MASK) if self._key else said
+        message = f"{url} answered {status}" + (f": {said}" if said else "")
+        if status in (401, 403):
+            how = f"the key in {self._key_env} is not accepted" if self._key_env else \
+                "set key_env to the name of the environment variable that holds your key"
+            raise UserError(f"{WHO}: {url} answered {status}: {how}")
+        if status in (404, 405):
+            raise UserError(f"{WHO}: {message}: expected an address that takes POST requests")
+        if status == 413:
+            raise UserError(f"{WHO}: {message}: make longest smaller")
+        if status < 500 and status not in PASSING:
+            raise Failed(f"{WHO}: {message}")
+        after = headers.get("retry-after")
+        raise Later(message, seconds(after)) if after else Unanswered(message)
+
+
+def _number(value: Any) -> float | None:
+    """Return a score; an answer's own text is in no message, since it may hold what was sent."""
+    if value is None:
+        return None
+    if not isinstance(value, (bool, int, float)) or not abs(value) <= LARGEST:
+        raise Failed(f"{WHO}: its answer has a value of type {type(value).__name__} for a score: expected a finite "
+                     "number, true, false or null")
+    return float(value)
+
+
+def _json(body: bytes) -> Any:
+    """Return the JSON of an answer.
+    Raises ValueError for anything else."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise ValueError(f"expected JSON, got {len(body)} other bytes") from None
+
+
+def _require(expected: str, **settings: tuple[object, bool]) -> None:
+    """Raise UserError for the first setting, a value and True if it fits, that does not."""
+    for name, (value, fits) in settings.items():
+        if not fits:
+            raise UserError(f"{WHO}: {name} is {value!r}, expected {expected}: change it in its args")
+
+
+def _public(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return headers as texts.
+    Raises UserError for one that may hold a secret."""
+    for name in headers:
+        if SECRET.search(name):
+            raise UserError(f"{WHO}: the header {name!r} may hold a secret, and args are written into a run's files: "
+                            f"use key_env: NAME_OF_A_VARIABLE and key_header: {name}")
+    return {name: str(value) for name, value in headers.items()}
+
+
+def _urls(urls: str) -> list[str]:
+    """Split URLs joined by commas.
+    Raises UserError, which shows no query, for one that is not http(s)://host[:port]/... or holds a secret."""
+    split = [url.strip() for url in urls.split(",")]
+    for url in split:
+        shown = url.partition("?")[0].rpartition("@")[2]
+        try:
+            parts = urlsplit(url)
+            proper = parts.port != 0 and parts.scheme in ("http", "https") and parts.hostname and not parts.fragment
+        except ValueError:
+            proper = False
+        if not proper:
+            raise UserError(f"{WHO}: url is {shown!r}, expected https://host/path, several joined by commas")
+        if parts.username is not None or any(SECRET.search(name) for name, _ in parse_qsl(parts.query, True)):
+            raise UserError(f"{WHO}: the url of {shown} holds a name or a key, and args are written into a run's "
+                            "files: use key_env: NAME_OF_A_VARIABLE")
+    return split
+
+
+def _key(key_env: str | None) -> str:
+    """Return the key in an environment variable, "" for no variable.
+    Raises UserError, which never contains the key, if there is none."""
+    if key_env is None:
+        return ""
+    if not VARIABLE.fullmatch(key_env):
+        raise UserError(f"{WHO}: key_env is no name of an environment variable: set a variable to the key, and key_env "
+                        "to its NAME")
+    key = os.environ.get(key_env, "").strip()
+    if not key or not all("!" <= character <= "~" for character in key):
+        raise UserError(f"{WHO}: key_env is {key_env!r}: expected an environment variable of that name, with a key of "
+                        "printable ASCII without spaces")
+    return key
