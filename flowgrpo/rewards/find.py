@@ -125,6 +125,7 @@ ALIASES = {"pick_score": "pickscore", "hps_v2": "hpsv2.1", "hps_v3": "hpsv3", "i
 REMOVED = {name: "it asked any model a question of ours: choose videoalign, VideoAlign's own weights, with args: "
                  f"{{axes: {{{axis}: 1}}}}, or judge with a template of yours"
            for name, axis in (("videoalign_vq", "VQ"), ("videoalign_mq", "MQ"), ("videoalign_ta", "TA"))}
+ADAPTED = ("imscore", "pyiqa", "torchmetrics")  # packages of PACKAGE:NAME
 _told: set[str] = set()  # aliases whose new names were printed
 _registered: dict[str, Any] = {}
 _files: dict[str, str] = {}  # those of Python in which rewards were registered
@@ -190,6 +191,8 @@ def locate(name: str) -> Any:
         return functools.partial(client.Remote, name)
     if ".py" in name:
         return from_file(name, "reward", _in_file)
+    if name.partition(":")[0] in ADAPTED and (made := guarded(f"reward {name!r} does not import", _adapted, name)):
+        return made
     if point := packaged(GROUP).get(name):
         return guarded(f"reward {name!r} does not import", point.load)
     return _from_folder(name)
@@ -212,6 +215,13 @@ def _by_place(place: str) -> Any:
     """Return the object of MODULE:NAME."""
     module, _, attribute = place.partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def _adapted(name: str) -> Any:
+    """Return the metric of another package, not yet made."""
+    from flowgrpo.rewards.adapters import adapted
+
+    return adapted(name)
 
 
 def _in_file(path: Path) -> dict[str, Any]:

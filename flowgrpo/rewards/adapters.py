@@ -1,0 +1,244 @@
+"""Metrics of other packages as rewards: `imscore:NAME`, `pyiqa:NAME` and `torchmetrics:NAME`.
+
+Higher is better in all of them: a metric of which lower is better is negated. A metric with a reference compares with
+the base model's picture of the same noise.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from flowgrpo.errors import UserError, nearest
+from flowgrpo.packages import broken
+from flowgrpo.rewards.about import About
+from flowgrpo.rewards.local_model import LocalModel
+
+# Scorers of imscore: module, class, default weights.
+IMSCORE = {
+    "aesthetic": ("aesthetic", "LAIONAestheticScorer", "RE-N-Y/laion-aesthetic"),
+    "aesthetic_shadow": ("aesthetic", "ShadowAesthetic", "RE-N-Y/aesthetic-shadow-v2"),
+    "clipscore": ("preference", "CLIPScore", "RE-N-Y/clipscore-vit-large-patch14"),
+    "cyclereward": ("cyclereward", "CycleReward", "NagaSaiAbhinay/CycleReward-Combo"),
+    "evalmuse": ("evalmuse", "EvalMuse", "RE-N-Y/evalmuse"),
+    "hpsv2.1": ("hps", "HPSv2", "RE-N-Y/hpsv21"),
+    "imagereward": ("imreward", "ImageReward", "RE-N-Y/ImageReward"),
+    "mps": ("mps", "MPS", "RE-N-Y/mpsv1"),
+    "pickscore": ("pickscore", "PickScorer", "RE-N-Y/pickscore"),
+    "pickscore_siglip": ("preference", "SiglipPreferenceScorer", "RE-N-Y/pickscore-siglip"),
+    "vqascore": ("vqascore", "VQAScore", "RE-N-Y/clip-t5-xxl"),
+}
+# Metrics of a set of pictures, which no single picture has.
+OF_SETS = ("InceptionScore", "PerceptualPathLength", "inception_score", "fid", "fid_dinov2", "sfid", "fid_clip")
+# Arguments by which torchmetrics takes pictures in [0, 1].
+UNIT_RANGE: dict[str, dict[str, object]] = {
+    "LearnedPerceptualImagePatchSimilarity": {"normalize": True},
+    "PeakSignalNoiseRatio": {"data_range": 1.0}, "StructuralSimilarityIndexMeasure": {"data_range": 1.0},
+    "MultiScaleStructuralSimilarityIndexMeasure": {"data_range": 1.0}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapted(LocalModel):
+    """Base of the adapters.
+
+    metric: its name in the package. options: further arguments of its constructor.
+    sign: 1 where higher is better, -1 where lower is. base: the metric compares with the base's pictures.
+    Raises UserError for a missing package, with the command that installs it, and for an unknown metric.
+    """
+
+    metric: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    sign: int = field(init=False, default=1)
+    base: bool = field(init=False, default=False)
+    licence: ClassVar[str]
+
+    @property
+    def about(self) -> About:
+        return About(modality="image", range=(None, None), needs=self.reward, licence=self.licence)
+
+    @property
+    def who(self) -> str:
+        return f"reward '{self.reward}:{self.metric}'"
+
+    def _set(self, **values: object) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _module(self, name: str) -> ModuleType:
+        return package(name, self.who)
+
+    def __call__(self, images: Tensor, prompts: Sequence[str], base: Tensor | None = None) -> Tensor | list[None]:
+        """Return B scores, None without the base's pictures that it compares with."""
+        if self.base and base is None:
+            return [None] * len(prompts)
+        scores = []
+        with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
+            for at in range(0, len(prompts), self.batch_size):
+                rows = slice(at, at + self.batch_size)
+                pictures = images[rows].to(self.device, self.float_type)
+                reference = None if base is None or not self.base else base[rows].to(self.device, self.float_type)
+                scores.append(self._scores(pictures, list(prompts[rows]), reference).float().cpu())
+        return self.sign * torch.cat(scores)
+
+    def _scores(self, images: Tensor, prompts: list[str], reference: Tensor | None) -> Tensor:
+        """Return the metric's own values [B] of pictures [B, 3, H, W] in [0, 1]. reference: the base's, where `base`.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imscore(Adapted):
+    """Scorer of imscore. All are differentiable, and higher is better.
+
+    model: other weights, a hub id or a folder.
+    """
+
+    model: str | None = None
+    reward: ClassVar[str] = "imscore"
+    licence: ClassVar[str] = "MIT, the weights' own"
+    differentiable: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.metric not in IMSCORE:
+            raise UserError(f"{self.who}: imscore has no scorer {self.metric!r}{nearest(self.metric, list(IMSCORE))}")
+        self._module("imscore")
+        super().__post_init__()
+
+    def _loaded(self) -> tuple[Any, ...]:
+        module, name, weights = IMSCORE[self.metric]
+        scorer = getattr(self._module(f"imscore.{module}.model"), name)
+        return (scorer.from_pretrained(self.model or weights, **self.options),)
+
+    def _scores(self, images: Tensor, prompts: list[str], reference: Tensor | None) -> Tensor:
+        [scorer] = self.models
+        values: Tensor = scorer.score(images, prompts)
+        return values.reshape(len(prompts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pyiqa(Adapted):
+    """Metric of pyiqa, by the name in its list of models. Its licence forbids commercial use.
+
+    pyiqa says of which lower is better. Whether a metric has a gradient, a run's trial finds out.
+    """
+
+    reward: ClassVar[str] = "pyiqa"
+    licence: ClassVar[str] = "PolyForm-Noncommercial-1.0.0: not for commercial use; the weights' own"
+    differentiable: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self._module("pyiqa")
+        known = self._module("pyiqa.default_model_configs").DEFAULT_CONFIGS
+        if self.metric not in known:
+            raise UserError(f"{self.who}: pyiqa has no metric {self.metric!r}{_near(self.metric, list(known))}")
+        _require_of_one(self.who, self.metric)
+        self._set(sign=-1 if known[self.metric].get("lower_better") else 1,
+                  base=known[self.metric].get("metric_mode") == "FR")
+        super().__post_init__()
+
+    def _loaded(self) -> tuple[Any, ...]:
+        made = self._module("pyiqa").create_metric(self.metric, as_loss=True, loss_reduction="none",
+                                                   device=torch.device(self.device or "cpu"), **self.options)
+        return (made,)
+
+    def _scores(self, images: Tensor, prompts: list[str], reference: Tensor | None) -> Tensor:
+        [metric] = self.models
+        values: Tensor = metric(images, reference) if reference is not None else metric(images)
+        return values.reshape(len(prompts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Torchmetrics(Adapted):
+    """Metric of torchmetrics: a class of `torchmetrics.image` or `torchmetrics.multimodal`.
+
+    The class says whether higher is better and whether it is differentiable. higher_is_better: says it where the class
+    does not. It scores one picture at a time.
+    """
+
+    higher_is_better: bool | None = None
+    reward: ClassVar[str] = "torchmetrics"
+    licence: ClassVar[str] = "Apache-2.0, the weights' own"
+
+    def __post_init__(self) -> None:
+        metric = self._class()
+        _require_of_one(self.who, self.metric)
+        takes = list(inspect.signature(metric.update).parameters)[1:]
+        if "real" in takes or not 1 <= len(takes) <= 2:
+            raise UserError(f"{self.who} measures sets of pictures, and a reward scores one: choose another metric")
+        higher = metric.higher_is_better if self.higher_is_better is None else self.higher_is_better
+        if higher is None:
+            raise UserError(f"{self.who}: torchmetrics does not say whether higher is better: add args: "
+                            "{higher_is_better: true} or false")
+        self._set(sign=1 if higher else -1, base=takes == ["preds", "target"],
+                  differentiable=bool(metric.is_differentiable), _prompted=len(takes) == 2 and takes[0] != "preds")
+        super().__post_init__()
+
+    def _class(self) -> Any:
+        """Return the class of the metric."""
+        homes = [self._module("torchmetrics.image"), self._module("torchmetrics.multimodal")]
+        found = next((getattr(home, self.metric) for home in homes if hasattr(home, self.metric)), None)
+        if found is None or not inspect.isclass(found):
+            known = [name for home in homes for name in dir(home) if inspect.isclass(getattr(home, name))]
+            raise UserError(f"{self.who}: torchmetrics has no image metric {self.metric!r}{_near(self.metric, known)}")
+        return found
+
+    def _loaded(self) -> tuple[Any, ...]:
+        return (self._class()(**UNIT_RANGE.get(self.metric, {}) | dict(self.options)),)
+
+    def _scores(self, images: Tensor, prompts: list[str], reference: Tensor | None) -> Tensor:
+        [metric] = self.models
+        return torch.stack([self._one(metric, images[row:row + 1], prompts[row],
+                                      None if reference is None else reference[row:row + 1])
+                            for row in range(len(prompts))])
+
+    def _one(self, metric: Callable[..., Tensor], image: Tensor, prompt: str, reference: Tensor | None) -> Tensor:
+        """Return the value of one picture [1, 3, H, W]."""
+        if vars(self)["_prompted"]:
+            value = metric((image * 255).round().to(torch.uint8), [prompt])
+        else:
+            value = metric(image) if reference is None else metric(image, reference)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise UserError(f"{self.who} has several values for a picture: choose options that leave one")
+        return value.reshape(())
+
+
+ADAPTERS: dict[str, type[Adapted]] = {"imscore": Imscore, "pyiqa": Pyiqa, "torchmetrics": Torchmetrics}
+
+
+def adapted(name: str) -> functools.partial[Adapted] | None:
+    """Return the adapter of PACKAGE:NAME, to be made; None for any other name."""
+    origin, _, metric = name.partition(":")
+    return functools.partial(ADAPTERS[origin], metric=metric) if metric and origin in ADAPTERS else None
+
+
+def package(name: str, who: str) -> ModuleType:
+    """Import a module of another package and return it.
+    Raises UserError, which begins with `who`, with the command that installs it."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # a package that does not fit raises anything
+        if told := broken(error):
+            raise UserError(f"{who}: {told}") from error
+        if not isinstance(error, ImportError):
+            raise
+        lacking = (error.name or name).partition(".")[0]
+        raise UserError(f"{who} needs {lacking} ({' '.join(str(error).split())}): pip install {lacking}") from None
+
+
+def _require_of_one(who: str, metric: str) -> None:
+    if metric in OF_SETS:
+        raise UserError(f"{who} measures sets of pictures, and a reward scores one: choose another metric")
+
+
+def _near(name: str, known: list[str]) -> str:
+    """Return `nearest`, or where all are listed."""
+    told = nearest(name, known)
+    return told if told.startswith(":") else f", but {len(known)} others"
