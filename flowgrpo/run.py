@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 
 from flowgrpo import rewards
+from flowgrpo.config import extends
 from flowgrpo.config.geometry import geometry, teams
-from flowgrpo.config.parse import validate
+from flowgrpo.config.parse import read_recipe, validate
 from flowgrpo.config.schema import Config
 from flowgrpo.data import provenance, recorded_pairs, splits
 from flowgrpo.data.prompts import Prompt, of_records
@@ -64,6 +66,18 @@ if TYPE_CHECKING:
 Reward: TypeAlias = str | Callable[..., Any]
 Rewards: TypeAlias = Reward | dict[str, Any] | dict[Reward, Any]
 Prompts: TypeAlias = str | Path | Sequence[str | dict[str, Any] | Prompt]
+
+
+class Omitted(enum.Enum):
+    """Argument of `align` that is not given: it is the recipe's, or has its default."""
+
+    OMITTED = "..."
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+OMITTED = Omitted.OMITTED
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,8 +306,9 @@ def prepare(config: Config, epoch: int, resumed: bool, changes: list[str], stack
     run_folder.keep_lines(folder / "metrics.jsonl", epoch)
 
 
-def align(model: Any, rewards: Rewards = "scene_graded", prompts: Prompts = "starter",
-          method: str | Method = "mix_grpo", resume: bool | Literal["auto"] = False, **options: Any) -> dict[str, Any]:
+def align(model: Any = OMITTED, rewards: Rewards | Omitted = OMITTED, prompts: Prompts | Omitted = OMITTED,
+          method: str | Method | Omitted = OMITTED, resume: bool | Literal["auto"] = False, *,
+          recipe: str | Path | None = None, **options: Any) -> dict[str, Any]:
     """Align `model` to `rewards` on `prompts`: `flowgrpo train` from Python.
 
     model: `starter`, a directory, a hub id, a loaded diffusers pipeline, or a loaded language model with its tokenizer
@@ -304,6 +319,8 @@ def align(model: Any, rewards: Rewards = "scene_graded", prompts: Prompts = "sta
         {"prompt": "a red star", "metadata": {"count": 1}}.
     method: presets joined by +, FILE.py:NAME, or a `flowgrpo.methods.Method`, whose parts config.yaml records: the
         nearest preset and what differs. A class that is in no file has to be given again, as for `resume`.
+    recipe: a YAML file or a packaged name, such as "starter": the base, of which all other arguments change keys.
+        Without it a model is needed, and the others are `scene_graded`, `starter` and `mix_grpo`.
     resume: resume from the last checkpoint of the run of that `name`; the other arguments are given again. "auto":
         begin if there is no such run.
     options: configuration keys, sections as dictionaries, such as `train={"epochs": 50}`.
@@ -319,40 +336,61 @@ def align(model: Any, rewards: Rewards = "scene_graded", prompts: Prompts = "sta
     if files := reading():
         raise UserError(f"{files[-1]} calls align while it is read for a reward: put that call below "
                         "if __name__ == '__main__':")
-    weighted = [*rewards.items()] if isinstance(rewards, dict) else [(rewards, 1.0)]
+    config, functions = configured(model, rewards, prompts, method, recipe, options)
+    pipe = None if model is OMITTED or isinstance(model, (str, Path)) else model
+    records = None if prompts is OMITTED or isinstance(prompts, (str, Path)) else of_records(prompts)
+    silence()
+    announcement.announce(config, pipe is not None)
+    return run(config, resume, pipe=pipe, functions=functions, prompts=records)
+
+
+def configured(model: Any, rewards: Rewards | Omitted, prompts: Prompts | Omitted, method: str | Method | Omitted,
+               recipe: str | Path | None, options: dict[str, Any]) -> tuple[Config, dict[str, Callable[..., Any]]]:
+    """Return the configuration of arguments of `align`, and the rewards among them that are functions, by name."""
+    if recipe is None:
+        if model is OMITTED:
+            raise UserError("align: got no model and no recipe: expected one of them, such as recipe='starter'")
+        rewards = "scene_graded" if rewards is OMITTED else rewards
+        prompts = "starter" if prompts is OMITTED else prompts
+        method = "mix_grpo" if method is OMITTED else method
+    weighted = [*rewards.items()] if isinstance(rewards, dict) else [] if rewards is OMITTED else [(rewards, 1.0)]
     _require_types(model, [reward for reward, _ in weighted], prompts)
     names = [key if isinstance(key, str) else getattr(key, "__name__", type(key).__name__) for key, _ in weighted]
     if len(set(names)) < len(names):
         raise UserError(f"rewards {', '.join(names)}: two have the same name, expected functions of different names")
     functions = {name: key for name, (key, _) in zip(names, weighted) if callable(key)}
-    loaded = not isinstance(model, (str, Path))
-    listed = not isinstance(prompts, (str, Path))
     rules = {name: provenance.rule(place(reward) if isinstance(reward, str) else provenance.place(reward), rule)
              for name, (reward, rule) in zip(names, weighted)}
     if isinstance(method, Method):
         if "parts" in options:
             raise UserError("parts: the method is an object, which has its parts: method.having(NAME=PART) changes one")
-        method, options["parts"] = naming.recorded(method)
-    config = validate({"method": method, "reward": rules, "model": provenance.model(model) if loaded else str(model),
-                       **({} if listed else {"prompts": str(prompts)}), **options})
+        method, parts = naming.recorded(method)
+        options = options | {"parts": parts}
+    listed = prompts is not OMITTED and not isinstance(prompts, (str, Path))
+    given = {"method": method, "reward": OMITTED if rewards is OMITTED else rules,
+             "model": model if model is OMITTED else
+             str(model) if isinstance(model, (str, Path)) else provenance.model(model),
+             "prompts": OMITTED if listed or prompts is OMITTED else str(prompts)}
+    raw = {key: value for key, value in given.items() if value is not OMITTED} | options
+    if recipe is not None:
+        base = read_recipe(recipe)
+        raw = extends.merged(base, {"name": base["name"], **raw})
+    config = validate(raw)
     if listed:
         config = config.model_copy(update={"prompts": str(config.folder / provenance.PROMPTS)})
-    silence()
-    announcement.announce(config, loaded)
-    return run(config, resume, pipe=model if loaded else None, functions=functions,
-               prompts=None if isinstance(prompts, (str, Path)) else of_records(prompts))
+    return config, functions
 
 
 def _require_types(model: Any, named: list[Any], prompts: Any) -> None:
     """Raise UserError for arguments of `align` of an unsupported type; named: the rewards."""
     pair = isinstance(model, tuple) and len(model) == 2 and hasattr(model[0], "config")
-    if not (isinstance(model, (str, Path)) or pair or hasattr(model, "components")):
+    if not (model is OMITTED or isinstance(model, (str, Path)) or pair or hasattr(model, "components")):
         raise UserError(f"model: got {_short(model)}, expected a name, a folder, a loaded pipeline, or a tuple of a "
                         "loaded language model and its tokenizer or processor")
     if wrong := [reward for reward in named if not (isinstance(reward, str) or callable(reward))]:
         raise UserError(f"rewards: got {_short(wrong[0])}, expected a name, a function, or a dictionary of these to "
                         "weights, such as {'scene': 1.0}")
-    if isinstance(prompts, (str, Path)):
+    if prompts is OMITTED or isinstance(prompts, (str, Path)):
         return
     wrong = [prompts]
     if isinstance(prompts, (list, tuple)):

@@ -19,8 +19,8 @@ from flowgrpo.data.prompt_writer import load_templates
 
 ROOT = Path(__file__).parent.parent
 # One epoch of one prompt, measured on two.
-SHORT = {'{"epochs": 20}': '{"epochs": 1, "prompts": 1, "group": 4, "micro_batch": 4, "steps": 6}',
-         '{"guidance": 1.0,': '{"guidance": 1.0, "prompts": 2, "steps": 2,', '"runs/starter"': '"runs/first"'}
+SHORT = {'recipe="starter"': 'recipe="starter", name="first", eval={"prompts": 2, "steps": 2}, '
+         'train={"epochs": 1, "prompts": 1, "group": 4, "micro_batch": 4}', '"runs/starter"': '"runs/first"'}
 
 
 def blocks(language: str, page: Path) -> Iterator[str]:

@@ -19,7 +19,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import EVAL_SEED
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE
-from flowgrpo.run import run
+from flowgrpo.run import OMITTED, configured, run
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import seeder
@@ -587,6 +587,22 @@ def test_arguments_of_another_type_are_told(given, told, tmp_path):
         flowgrpo.align(**{"model": "starter", "output": str(tmp_path)} | given)
     assert str(caught.value).startswith(told) and "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_recipe_is_the_base_of_the_arguments():
+    def of(*given, recipe="starter", **options):
+        arguments = [*given, *[OMITTED] * (4 - len(given))]
+        return configured(*arguments, recipe, options)[0]
+
+    assert of() == load("starter")
+    assert of(name="mine", train={"epochs": 3}) == load("starter", {"name": "mine", "train.epochs": 3})
+    other = of("model", {bluish: 0.5}, ["red"], "flow_grpo")
+    assert (other.model, other.method, other.parts, other.name) == ("model", "flow_grpo", {}, "starter")
+    assert other.rewards == {"bluish": 0.5} and other.train == load("starter").train
+    with pytest.raises(UserError, match="align: got no model and no recipe: expected one of them"):
+        of(recipe=None)
+    with pytest.raises(UserError, match="no recipe 'startr': did you mean 'starter'"):
+        of(recipe="startr")
 
 
 @pytest.mark.parametrize("wrong, told", [

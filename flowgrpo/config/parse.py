@@ -26,14 +26,22 @@ def load(recipe: str | Path | None, overrides: dict[str, Any] | None = None) -> 
     UserError, in one line, for a missing or broken file, an unknown key, a wrong type or range; the error names the
     recipe, or the option of an override.
     """
-    recipe = recipes.located(recipe) if recipe else None
-    raw = _read_recipe(recipe) if recipe else {}
-    if recipe:
-        raw.setdefault("name", recipe.stem)
-        validate(raw, where=str(recipe))
+    raw = read_recipe(recipe) if recipe else {}
     for path, given in (overrides or {}).items():
         _assign(raw, path, parse_value(path, given) if isinstance(given, str) else given)
     return validate(raw)
+
+
+def read_recipe(recipe: str | Path) -> dict[str, Any]:
+    """Return the keys of a recipe, a file or a packaged name, with those of recipes that it extends and its name.
+
+    Raises UserError as `load`.
+    """
+    path = recipes.located(recipe)
+    raw = _read_recipe(path)
+    raw.setdefault("name", path.stem)
+    validate(raw, where=str(path))
+    return raw
 
 
 def _read_recipe(path: Path, below: Sequence[Path] = ()) -> dict[str, Any]:
