@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from flowgrpo.rewards.find import reward
     from flowgrpo.rewards.pairwise import judge
     from flowgrpo.run import align
+    from flowgrpo.trl import FlowGRPOConfig, FlowGRPOTrainer
 
-__all__ = ["UserError", "__version__", "align", "judge", "reward"]
+__all__ = ["FlowGRPOConfig", "FlowGRPOTrainer", "UserError", "__version__", "align", "judge", "reward"]
 
 _HOMES = {"align": "flowgrpo.run", "judge": "flowgrpo.rewards.pairwise",
+          "FlowGRPOConfig": "flowgrpo.trl", "FlowGRPOTrainer": "flowgrpo.trl",
           "reward": "flowgrpo.rewards.find", "UserError": "flowgrpo.errors"}
 
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from flowgrpo import rewards
-from flowgrpo.config import extends
+from flowgrpo.arguments import OMITTED, Omitted, Prompts, Rewards, configured
 from flowgrpo.config.geometry import geometry, teams
-from flowgrpo.config.parse import read_recipe, validate
 from flowgrpo.config.schema import Config
 from flowgrpo.data import provenance, recorded_pairs, splits
 from flowgrpo.data.prompts import Prompt, of_records
@@ -28,7 +26,7 @@ from flowgrpo.evaluation import held_out
 from flowgrpo.evaluation.nouns import SAMPLE
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.log import silence
-from flowgrpo.methods import keys_read, naming, split_groups
+from flowgrpo.methods import keys_read, split_groups
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.validate import resolve, substituted
 from flowgrpo.packages import require_versions
@@ -39,7 +37,6 @@ from flowgrpo.policies.weights import sharding
 from flowgrpo.policies.weights.low_precision import notice
 from flowgrpo.policies.weights.restore import as_before
 from flowgrpo.rewards import pairwise
-from flowgrpo.rewards.find import place
 from flowgrpo.storage import atomic, lock, paths
 from flowgrpo.storage.places import CRASH
 from flowgrpo.train import Trainer
@@ -62,23 +59,6 @@ from flowgrpo.user_code import reading
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-Reward: TypeAlias = str | Callable[..., Any]
-Rewards: TypeAlias = Reward | dict[str, Any] | dict[Reward, Any]
-Prompts: TypeAlias = str | Path | Sequence[str | dict[str, Any] | Prompt]
-
-
-class Omitted(enum.Enum):
-    """Argument of `align` that is not given: it is the recipe's, or has its default."""
-
-    OMITTED = "..."
-
-    def __repr__(self) -> str:
-        return self.value
-
-
-OMITTED = Omitted.OMITTED
-
 
 @dataclass(frozen=True, eq=False)
 class Ready:
@@ -342,63 +322,3 @@ def align(model: Any = OMITTED, rewards: Rewards | Omitted = OMITTED, prompts: P
     silence()
     announcement.announce(config, pipe is not None)
     return run(config, resume, pipe=pipe, functions=functions, prompts=records)
-
-
-def configured(model: Any, rewards: Rewards | Omitted, prompts: Prompts | Omitted, method: str | Method | Omitted,
-               recipe: str | Path | None, options: dict[str, Any]) -> tuple[Config, dict[str, Callable[..., Any]]]:
-    """Return the configuration of arguments of `align`, and the rewards among them that are functions, by name."""
-    if recipe is None:
-        if model is OMITTED:
-            raise UserError("align: got no model and no recipe: expected one of them, such as recipe='starter'")
-        rewards = "scene_graded" if rewards is OMITTED else rewards
-        prompts = "starter" if prompts is OMITTED else prompts
-        method = "mix_grpo" if method is OMITTED else method
-    weighted = [*rewards.items()] if isinstance(rewards, dict) else [] if rewards is OMITTED else [(rewards, 1.0)]
-    _require_types(model, [reward for reward, _ in weighted], prompts)
-    names = [key if isinstance(key, str) else getattr(key, "__name__", type(key).__name__) for key, _ in weighted]
-    if len(set(names)) < len(names):
-        raise UserError(f"rewards {', '.join(names)}: two have the same name, expected functions of different names")
-    functions = {name: key for name, (key, _) in zip(names, weighted) if callable(key)}
-    rules = {name: provenance.rule(place(reward) if isinstance(reward, str) else provenance.place(reward), rule)
-             for name, (reward, rule) in zip(names, weighted)}
-    if isinstance(method, Method):
-        if "parts" in options:
-            raise UserError("parts: the method is an object, which has its parts: method.having(NAME=PART) changes one")
-        method, parts = naming.recorded(method)
-        options = options | {"parts": parts}
-    listed = prompts is not OMITTED and not isinstance(prompts, (str, Path))
-    given = {"method": method, "reward": OMITTED if rewards is OMITTED else rules,
-             "model": model if model is OMITTED else
-             str(model) if isinstance(model, (str, Path)) else provenance.model(model),
-             "prompts": OMITTED if listed or prompts is OMITTED else str(prompts)}
-    raw = {key: value for key, value in given.items() if value is not OMITTED} | options
-    if recipe is not None:
-        base = read_recipe(recipe)
-        raw = extends.merged(base, {"name": base["name"], **raw})
-    config = validate(raw)
-    if listed:
-        config = config.model_copy(update={"prompts": str(config.folder / provenance.PROMPTS)})
-    return config, functions
-
-
-def _require_types(model: Any, named: list[Any], prompts: Any) -> None:
-    """Raise UserError for arguments of `align` of an unsupported type; named: the rewards."""
-    pair = isinstance(model, tuple) and len(model) == 2 and hasattr(model[0], "config")
-    if not (model is OMITTED or isinstance(model, (str, Path)) or pair or hasattr(model, "components")):
-        raise UserError(f"model: got {_short(model)}, expected a name, a folder, a loaded pipeline, or a tuple of a "
-                        "loaded language model and its tokenizer or processor")
-    if wrong := [reward for reward in named if not (isinstance(reward, str) or callable(reward))]:
-        raise UserError(f"rewards: got {_short(wrong[0])}, expected a name, a function, or a dictionary of these to "
-                        "weights, such as {'scene': 1.0}")
-    if prompts is OMITTED or isinstance(prompts, (str, Path)):
-        return
-    wrong = [prompts]
-    if isinstance(prompts, (list, tuple)):
-        wrong = [prompt for prompt in prompts if not isinstance(prompt, (str, dict, Prompt))]
-    if wrong:
-        raise UserError(f"prompts: got {_short(wrong[0])}, expected a file, or a list of texts or dictionaries")
-
-
-def _short(value: Any) -> str:
-    """Return a one-line description of a value: its type, and the beginning of its text."""
-    return f"{type(value).__name__} {' '.join(repr(value).split())[:60]}"

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import flowgrpo
+from flowgrpo.arguments import OMITTED, configured
 from flowgrpo.config import load
 from flowgrpo.config.sections import Adapter
 from flowgrpo.data.prompts import Prompt, load_prompts
@@ -19,7 +20,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import EVAL_SEED
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE
-from flowgrpo.run import OMITTED, configured, run
+from flowgrpo.run import run
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import seeder

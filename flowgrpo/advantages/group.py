@@ -81,6 +81,7 @@ class Advantage(AdvantageRule):
             raise ValueError(f"trim is {self.trim}, expected 0 (none) or more, and below 0.5, the share of each tail")
         if not 1 <= self.least <= self.buffer:
             raise ValueError(f"least is {self.least} and buffer {self.buffer}, expected 1 <= least <= buffer")
+        object.__setattr__(self, "single", self.scale == "running")  # it compares with a history, or the whole batch
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         return combine(rewards, weights, self.scale, self.order, self.clamp, self.trim, context, self.buffer,
