@@ -1,0 +1,113 @@
+"""Tables of published settings beside our recipes' in docs/get_started/papers.md.
+
+    python scripts/paper_tables.py
+
+Published settings with their sources are typed in scripts/papers.json, as read in a repository at the commit that it
+names. Ours are read from the recipes in configs/papers/: none is typed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from flowgrpo.config import load
+from flowgrpo.config.schema import Config
+from flowgrpo.methods import validate
+from flowgrpo.methods.method import Method
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "get_started" / "papers.md"
+FOLDER = ROOT / "configs" / "papers"
+GPUS = 8  # of the recipes
+HEAD = """# Three papers, setting by setting
+
+Written by `scripts/paper_tables.py` from `scripts/papers.json` and the recipes in `configs/papers/`: do not edit. A
+published setting is that of the released code at the named commit, which may differ from the paper's text. **None of
+these recipes has been run at full size**, so there is no result of ours beside the published one.
+
+Run one in a clone, on eight GPUs of 80 GB:
+
+```
+flowgrpo check --recipe configs/papers/flow_grpo_geneval.yaml --gpu A100 --processes 8
+accelerate launch --multi_gpu --num_processes 8 -m flowgrpo train configs/papers/flow_grpo_geneval.yaml
+```
+
+`check` computes memory and hours. The held-out numbers of a run are on its own held-out prompts. For the published test
+sets use `flowgrpo eval` with a [suite](../prompts.md) after training.
+"""
+
+
+def papers() -> dict[str, Any]:
+    """Return the published settings by paper."""
+    content: dict[str, Any] = json.loads((ROOT / "scripts" / "papers.json").read_text(encoding="utf-8"))
+    return content
+
+
+def recipe(paper: str, task: str) -> tuple[Config, Method]:
+    """Return a recipe with its resolved method."""
+    config = load(FOLDER / f"{paper}_{task}.yaml")
+    return config, validate.resolve(config, "flow")
+
+
+def value(key: str, config: Config, method: Method) -> Any:
+    """Return our value under a dotted key; `parts.PART` and `parts.PART.FIELD` are of the resolved method."""
+    if key == "gpus":
+        return GPUS
+    head, *path = key.split(".")
+    if head == "parts":
+        part = method.parts()[path[0]]
+        return getattr(part, path[1]) if len(path) > 1 else part
+    if key == "reward":
+        return ", ".join(config.trained)
+    found: Any = getattr(config, head)
+    for name in path:
+        found = getattr(found, name)
+    return found
+
+
+def shown(setting: Any) -> str:
+    """Return a value as a cell."""
+    if isinstance(setting, float):
+        return f"{setting:g}"
+    return str(setting) if isinstance(setting, (str, int)) else f"`{setting}`"
+
+
+def of(task: str, given: Any) -> Any:
+    """Return what a published setting or a note says of a task."""
+    return given[task] if isinstance(given, dict) else given
+
+
+def same(published: Any, ours: Any) -> bool:
+    """True if a published setting is ours; a model counts by its name."""
+    return published == ours or isinstance(ours, str) and str(published) == ours.split("/")[-1]
+
+
+def rows(paper: str, task: str) -> list[str]:
+    """Return the rows of a recipe. Raises ValueError for a difference without a reason."""
+    config, method = recipe(paper, task)
+    lines = []
+    for name, key, published, note in papers()[paper]["rows"]:
+        theirs, ours, why = of(task, published), value(key, config, method), of(task, note)
+        equal = same(theirs, ours)
+        if not equal and not why:
+            raise ValueError(f"{paper}_{task}: {name} is {theirs} there and {ours} here: write why into papers.json")
+        lines.append(f"| {name} | {shown(theirs)} | {shown(ours)} | {why or 'equal'} |")
+    return lines
+
+
+def page() -> str:
+    """Return docs/get_started/papers.md."""
+    text = [HEAD]
+    for paper, facts in papers().items():
+        text.append(f"## {facts['title']}\n\nSettings: {facts['source']}.\n\nPublished result: {facts['result']}\n")
+        for task, name in facts["recipes"].items():
+            text.append(f"### `configs/papers/{paper}_{task}.yaml`\n\n| setting | `{name}` | ours | equal, or why not |"
+                        "\n|---|---|---|---|\n" + "\n".join(rows(paper, task)) + "\n")
+    return "\n".join(text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"{PAGE} written")
