@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import recipe_downloads
+import verify_recipe
 
 from flowgrpo.config import load
 from flowgrpo.config.schema import Config
@@ -34,7 +35,9 @@ HEAD = """# Recipes of full-size models
 
 Written by `scripts/recipe_table.py` from the recipes: do not edit. Memory and time are **computed, not measured**, by
 `flowgrpo check --recipe RECIPE --gpu GPU --processes N`, for the GPUs of the memory class that the recipe's comment
-names ([what is counted](dry_run.md)). No recipe has been run at full size yet. Hours are those of all
+names ([what is counted](dry_run.md)). The column *verified* says what was run on a GPU: `never`, `loads` (the model, the
+rewards and a measurement of the base), a number of epochs, or `curve` (all epochs, after which each trained reward has
+risen on held-out prompts, 95 %). `scripts/verify_recipe.py` fills it from a run's files. Hours are those of all
 epochs' rollouts, decoding and updates, without rewards, evaluation and the exchange of gradients; N GPUs share the
 pictures of an epoch, and the peak is that of each. A run can end earlier: `eval.best` keeps the best weights, and
 `eval.stop` ends it. Check a licence on the model's page before you publish weights; a gated model is downloaded after
@@ -52,8 +55,8 @@ in any folder, and a recipe of your own extends one by `extends: sdxl_24gb`. A l
 The column of extras names what `pip install 'flowgrpo[...]'` has to install, and that of downloads the GB of the model
 and of the rewards, which the [second table](#downloads) lists.
 
-| recipe | model | method | GPUs | peak, GiB | height x width (x frames) | prompts x group | epochs | seconds per epoch | hours | prompts | rewards | measured only | extras | downloads, GB in bf16 | licence |
-|---|---|---|---|---:|---|---|---:|---:|---:|---|---|---|---|---:|---|
+| recipe | verified | model | method | GPUs | peak, GiB | height x width (x frames) | prompts x group | epochs | seconds per epoch | hours | prompts | rewards | measured only | extras | downloads, GB in bf16 | licence |
+|---|---|---|---|---|---:|---|---|---:|---:|---:|---|---|---|---|---:|---|
 """  # noqa: E501
 
 
@@ -130,7 +133,8 @@ def row(name: str) -> str:
     gpus = f"{line['gpu']} ({line['memory']} GB)"
     named = [*rewards(config.trained | config.watched)]
     downloads = 2 * recipe_downloads.billions(config, named)
-    cells = [f"[`{name}`](../configs/{name}.yaml)", config.model.split("/")[-1], f"`{config.method}`",
+    cells = [f"[`{name}`](../configs/{name}.yaml)", verify_recipe.verified(name),
+             config.model.split("/")[-1], f"`{config.method}`",
              gpus if line["count"] == "One" else f"{line['count']} x {gpus}", peak, size(config),
              f"{config.train.prompts} x {config.train.group}", epochs, seconds, hours,
              prompts, listed(rewards(config.trained)), listed(rewards(config.watched)),
