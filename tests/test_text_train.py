@@ -143,7 +143,7 @@ def test_rewards_are_told_how_many_tokens_a_completion_has():
 
     trainer = tiny_text.trainer(rewards={"short": counted})
     parts, _, scores = sampling.sample(trainer, trainer.prompts[:2])
-    lengths = torch.cat([part.leaves() for part in parts])[:, 1]
+    lengths = torch.cat([part.leaves()["lengths"] for part in parts])
     assert torch.equal(scores.flatten(), lengths.float()) and len(set(lengths.tolist())) > 1
     assert all(entry["completion_tokens"] >= len(text) for text, entry in told)  # a token is a character, or special
 

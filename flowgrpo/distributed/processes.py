@@ -100,6 +100,14 @@ class Processes:
         0."""
         return self.of_team(self._gathered(values))
 
+    def gather_named(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the rows [n,...] of all processes by name, gathered at once: every process has the same names, in any
+        order, and each value n rows of one dtype and at most one further dimension."""
+        order = sorted(values)
+        columns = [value if value.ndim > 1 else value[:, None] for value in map(values.__getitem__, order)]
+        parts = self.gather(torch.cat(columns, 1)).split([column.shape[1] for column in columns], 1)
+        return {name: part if values[name].ndim > 1 else part[:, 0] for name, part in zip(order, parts)}
+
     def of_team(self, values: Tensor) -> Tensor:
         """Return the values of the team's first member."""
         if self.members == 1 or not values.numel():

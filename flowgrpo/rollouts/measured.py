@@ -72,7 +72,7 @@ def predicted(rollouts: Rollouts, part: Part, conditioning: Conditioning, judge:
         totals = scored(rollouts, required(taken.clean), taken.prompts, conditioning, judge, together, progress.rewards)
         values.append(totals.flatten().repeat_interleave(leaves // len(taken.x)))
     let_go = tuple(replace(taken, clean=None) for taken in transitions)
-    return replace(part, transitions=let_go, predicted=torch.stack(values, 1))
+    return replace(part, transitions=let_go).with_measured(predicted=torch.stack(values, 1))
 
 
 def baselined(rollouts: Rollouts, part: Part, conditioning: Conditioning, judge: TotalReward) -> Part:
@@ -81,7 +81,7 @@ def baselined(rollouts: Rollouts, part: Part, conditioning: Conditioning, judge:
     with rollouts.clock("rollout"), rollouts.old_policy.drawing():
         finals, prompts, at = deterministic(rollouts.policy, conditioning, part, rollouts.geometry.micro_batch)
     rollouts.count(rollouts.policy.evaluations - before)
-    return replace(part, baseline=scored(rollouts, finals, prompts, conditioning, judge, 1).flatten()[at])
+    return part.with_measured(baseline=scored(rollouts, finals, prompts, conditioning, judge, 1).flatten()[at])
 
 
 def scored(rollouts: Rollouts, finals: torch.Tensor, prompts: torch.Tensor, conditioning: Conditioning,

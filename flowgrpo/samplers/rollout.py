@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -131,12 +131,13 @@ class Part:
     finals: [b,*D] per granularity.
     advantages: [m] per trained step, or [m,N], of every decision, once they are known.
     rewards: [m] per trained step, the total reward of each transition's samples, once they are known.
-    deducted: [b], subtracted from every reward of a leaf before rewards are compared (None: nothing).
     seeds: int64 [b], of the initial noise of each leaf (None: no initial noise).
-    reference: [b], log-probability of each leaf under the reference, the mean over its recorded steps (None: unread).
-    predicted: [b, K], rewards of the clean predictions before a leaf's trained steps (None: not scored).
-    baseline: [b], reward of the deterministic sample from a leaf's initial noise (None: none is drawn).
     weights: of its steps in the loss, of a part of an earlier epoch (None: those of the present one).
+    measured: [b, ...] by name, what was measured of each leaf:
+        deducted [b], subtracted from every reward of a leaf before rewards are compared;
+        reference [b], log-probability under the reference, the mean over the recorded steps;
+        predicted [b, K], rewards of the clean predictions before the K trained steps;
+        baseline [b], reward of the deterministic sample from the leaf's initial noise.
     """
 
     groups: range
@@ -145,38 +146,40 @@ class Part:
     transitions: tuple[Transitions | Completions, ...]
     finals: tuple[torch.Tensor, ...]
     advantages: tuple[torch.Tensor, ...] = ()
-    deducted: torch.Tensor | None = None
     seeds: torch.Tensor | None = None
-    reference: torch.Tensor | None = None
-    predicted: torch.Tensor | None = None
-    baseline: torch.Tensor | None = None
     rewards: tuple[torch.Tensor, ...] = ()
     weights: dict[int, float] | None = None
+    measured: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for credit in filter(None, (self.advantages, self.rewards)):
             sizes = [(len(taken.parent), len(each)) for taken, each in zip(self.transitions, credit, strict=True)]
             assert all(one == other for one, other in sizes), f"transitions and credit of unequal length: {sizes}"
-        for each in (*self.finals, self.deducted, self.seeds, self.reference, self.predicted, self.baseline):
+        for each in (*self.finals, self.seeds, *self.measured.values()):
             assert each is None or len(each) == len(self.prompts), (each.shape, self.prompts.shape)
 
-    def leaves(self) -> torch.Tensor:
-        """Return of each leaf, float64 [b, 7 + K]: its log-probability under the policy that drew it, the mean over its
-        recorded steps; the number of its decisions; the amount subtracted from its rewards; its mean entropy; its
-        log-probability under the reference; 1 for an answer that came with its prompt; its baseline; and the rewards of
-        its K predictions. NaN stands for what was not measured."""
-        logp = torch.stack(self._per_leaf(lambda old: _mean(old.logp, old.mask)))
-        lengths = torch.stack(self._per_leaf(lambda old: old.mask.sum(1)))
-        zero, unknown = torch.zeros(len(self.prompts)), torch.full((len(self.prompts),), torch.nan)
-        measured = all(taken.old.entropy is not None for taken in self.transitions)
-        entropy = torch.stack(self._per_leaf(lambda old: _mean(required(old.entropy), old.mask))).mean(0) \
-            if measured else unknown
+    def with_measured(self, **values: torch.Tensor) -> Part:
+        """Return the part with further measurements of each leaf."""
+        return replace(self, measured=self.measured | values)
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """Return what is known of each leaf by name, float64 [b, ...] on the CPU: what was measured, and of its
+        decisions
+
+            logp [b], log-probability under the policy that drew it, the mean over the recorded steps
+            lengths [b], their number
+            entropy [b], their mean entropy, if each step has one
+            expert [b], 1 for an answer that came with its prompt, if the part records answers
+        """
+        found = {"logp": torch.stack(self._per_leaf(lambda old: _mean(old.logp, old.mask))).mean(0),
+                 "lengths": torch.stack(self._per_leaf(lambda old: old.mask.sum(1))).sum(0)} | self.measured
+        if all(taken.old.entropy is not None for taken in self.transitions):
+            found["entropy"] = torch.stack(
+                self._per_leaf(lambda old: _mean(required(old.entropy), old.mask))).mean(0)
         expert = getattr(self.transitions[-1], "expert", None)  # of texts alone
-        columns = (logp.mean(0), lengths.sum(0), zero if self.deducted is None else self.deducted, entropy,
-                   unknown if self.reference is None else self.reference, zero if expert is None else expert,
-                   unknown if self.baseline is None else self.baseline,
-                   *(() if self.predicted is None else self.predicted.unbind(1)))
-        return torch.stack([column.cpu().double() for column in columns], 1)
+        if expert is not None:
+            found["expert"] = expert
+        return {name: value.cpu().double() for name, value in found.items()}
 
     def advantage(self, k: int, rows: slice | torch.Tensor) -> torch.Tensor:
         """Return the advantage of rows of the k-th trained step: [b, 1], or one per decision, [b, N]."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -44,23 +44,27 @@ def context_of(trainer: Any, epoch: Any, keys: list[str]) -> Context:
     places = [int(place) for part in parts for place in part.prompts[::shape.group]]
     share = len(of) // trainer.processes.count
     groups = [of[first + place] for first in range(0, len(of), share) for place in places][::shape.slices]
-    columns = trainer.processes.gather(torch.cat([part.leaves() for part in parts]))
-    logp, lengths, deducted, entropy, reference, expert, baseline, *predicted = columns.view(
-        -1, trainer.config.train.group, columns.shape[1]).unbind(2)
+    leaves = trainer.processes.gather_named(joined([part.leaves() for part in parts]))
+    measured = {name: value.unflatten(0, (-1, trainer.config.train.group)).float() for name, value in leaves.items()}
     metadata = {prompt.key: prompt.metadata for prompt in epoch.groups.prompts}
     strides = len(method.rollout.strides)
     return Context(
-        groups, logp.float(), lengths.long(), epoch=trainer.epoch, epochs=trainer.config.train.epochs,
+        groups, measured["logp"], measured["lengths"].long(), epoch=trainer.epoch, epochs=trainer.config.train.epochs,
         memory=trainer.memory, longest=sum(taken.old.logp.shape[1] for taken in parts[0].transitions),
-        win_rates=scoring.paired * strides, deducted=deducted.float(),
+        win_rates=scoring.paired * strides, deducted=measured.get("deducted"),
         weights=list(scoring.weights.values()) * strides, names=list(scoring.weights) * strides,
-        splits=trainer.rollouts.splits(trainer.epoch), expert=expert.bool(),
+        splits=trainer.rollouts.splits(trainer.epoch),
+        expert=measured["expert"].bool() if "expert" in measured else None,
         likelihood=trainer.kl_reference.likelihood,
-        entropy=entropy.float() if "entropy" in method.needs else None,
-        reference=reference.float() if "reference" in method.needs else None,
+        entropy=measured["entropy"] if "entropy" in method.needs else None,
+        reference=measured["reference"] if "reference" in method.needs else None,
         metadata=[metadata.get(key, {}) for key in groups],
-        predicted=torch.stack(predicted, 2).float() if predicted else None,
-        baseline=baseline.float() if parts[0].baseline is not None else None)
+        predicted=measured.get("predicted"), baseline=measured.get("baseline"))
+
+
+def joined(leaves: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the leaves of parts, one behind the other, by name."""
+    return {name: torch.cat([each[name] for each in leaves]) for name in leaves[0]}
 
 
 def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[float], context: Context,

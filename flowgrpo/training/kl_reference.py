@@ -91,7 +91,7 @@ class KLReference:
     def leaves(self, part: Part, replay: Replay) -> torch.Tensor:
         """Return the reference's mean log-probability of each leaf of a part: float64 [b]."""
         with self._in_place():
-            return rescored(part, replay(part)).leaves()[:, 0]
+            return rescored(part, replay(part)).leaves()["logp"]
 
     @property
     def _teacher(self) -> str:

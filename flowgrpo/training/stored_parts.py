@@ -15,7 +15,6 @@ from flowgrpo.samplers.rollout import Part
 from flowgrpo.storage.checkpoint import Tensors
 
 KINDS = {kind.__name__: kind for kind in (types.Transitions, types.Completions, types.Traces, types.Segmented)}
-SINGLE = ("prompts", "deducted", "seeds", "reference", "predicted", "baseline")  # a part's tensors
 
 
 def unrecordable(config: Config, method: Method) -> dict[str, bool]:
@@ -48,7 +47,8 @@ def record_of(kind: str, step: int, given: Tensors) -> Any:
 
 def stored(part: Part) -> tuple[Tensors, dict[str, Any]]:
     """Return the (tensors, values) of a sampled part, which has no advantages yet."""
-    tensors = {name: value.cpu().clone() for name in SINGLE if (value := getattr(part, name)) is not None}
+    single = {"prompts": part.prompts} | ({} if part.seeds is None else {"seeds": part.seeds}) | part.measured
+    tensors = {name: value.cpu().clone() for name, value in single.items()}
     tensors |= {f"final.{place}": final.cpu().clone() for place, final in enumerate(part.finals)}
     for place, taken in enumerate(part.transitions):
         tensors |= {f"{place}.{name}": value.clone() for name, value in tensors_of(taken).items()}
@@ -61,10 +61,10 @@ def restored(tensors: Tensors, values: dict[str, Any], rollouts: GroupSampler[An
     transitions = tuple(record_of(kind, step, within(tensors, f"{place}."))
                         for place, (kind, step) in enumerate(values["steps"]))
     specs: Any = getattr(rollouts, "explorations", None)
-    single: dict[str, Any] = {name: tensors[name] for name in SINGLE if name in tensors}
-    return Part(range(*values["groups"]), exploration=specs(epoch)[0] if specs else None, transitions=transitions,
-                finals=tuple(tensors[f"final.{place}"] for place in range(values["finals"])),
-                **single)
+    measured = {name: value for name, value in tensors.items() if "." not in name}  # others are of a step or a final
+    return Part(range(*values["groups"]), measured.pop("prompts"), specs(epoch)[0] if specs else None, transitions,
+                tuple(tensors[f"final.{place}"] for place in range(values["finals"])),
+                seeds=measured.pop("seeds", None), measured=measured)
 
 
 def within(tensors: Tensors, prefix: str) -> Tensors:

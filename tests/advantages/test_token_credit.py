@@ -300,7 +300,7 @@ def test_the_entropies_of_a_run_are_those_of_the_policy_that_drew():
     for part in seen:
         [taken] = part.transitions
         assert taken.old.entropy.shape == taken.ids.shape and (taken.old.entropy[taken.old.mask] > 0).all()
-        assert part.leaves()[:, 3].isfinite().all() and part.leaves()[:, 4].isnan().all()
+        assert part.leaves()["entropy"].isfinite().all() and "reference" not in part.leaves()
 
 
 def test_of_two_right_paths_from_one_state_the_shorter_has_the_larger_advantage():

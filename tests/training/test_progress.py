@@ -34,7 +34,7 @@ def test_predictions_are_scored_before_every_trained_step(kind, host, parts):
     trainer = made(host, kind, **PROGRESS, **parts)
     made_parts, conditioning, _ = sampling.sample(trainer, trainer.prompts[:2])
     for part in made_parts:
-        assert part.predicted.shape == (len(part.prompts), len(part.transitions))
+        assert part.measured["predicted"].shape == (len(part.prompts), len(part.transitions))
         for k, taken in enumerate(part.transitions):
             v = outputs(trainer, taken, conditioning, part.exploration.grid)
             clean = (predict_x0 if kind == "flow" else denoised)(taken.x, v, part.exploration.grid[taken.step])
@@ -42,14 +42,14 @@ def test_predictions_are_scored_before_every_trained_step(kind, host, parts):
             pictures = trainer.rollouts.decode(clean, rows)
             expected = tiny_runs.score(pictures, rows.prompts)
             leaves = expected.repeat_interleave(len(part.prompts) // len(taken.x))
-            torch.testing.assert_close(part.predicted[:, k], leaves, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(part.measured["predicted"][:, k], leaves, rtol=1e-4, atol=1e-4)
             assert taken.clean is None
 
 
 def test_a_steps_advantage_compares_the_reward_and_its_progress():
     trainer = made(advantage={"scale": "none", "order": "rewards", "clamp": 100.0}, roots=None, **PROGRESS)
     parts, conditioning, scores = sampling.sample(trainer, trainer.prompts[1:3])
-    predicted = torch.cat([part.predicted for part in parts]).unflatten(0, (2, 4)).float()
+    predicted = torch.cat([part.measured["predicted"] for part in parts]).unflatten(0, (2, 4)).float()
     credited = loop.credit(trainer, parts, scores, conditioning.prompts)
     values = torch.cat([predicted, scores], 2)
     for k in range(3):
@@ -92,9 +92,10 @@ def test_the_baseline_is_the_odes_sample_from_the_same_noise(roots):
         rows = conditioning.rows(part.prompts)
         expected = tiny_runs.score(trainer.rollouts.decode(euler(trainer, starts, rows, part.exploration.grid), rows),
                                    rows.prompts)
-        torch.testing.assert_close(part.baseline, expected.to(part.baseline), rtol=1e-4, atol=1e-5)
+        baseline = part.measured["baseline"]
+        torch.testing.assert_close(baseline, expected.to(baseline), rtol=1e-4, atol=1e-5)
     credited = loop.credit(trainer, parts, scores, conditioning.prompts)
-    gains = scores[..., 0].flatten() - torch.cat([part.baseline for part in parts])
+    gains = scores[..., 0].flatten() - torch.cat([part.measured["baseline"] for part in parts])
     torch.testing.assert_close(torch.cat([part.advantages[-1] for part in credited]), gains, rtol=1e-4, atol=1e-5)
 
 

@@ -174,7 +174,7 @@ def recorded(part: Part, prompt: Prompt, epoch: int, weights: dict[int, float]) 
     old = [taken.old for taken in transitions]
     logp = sum((each.logp * each.mask).sum().item() for each in old) / max(sum(int(each.mask.sum()) for each in old), 1)
     steps = {taken.step: weights[taken.step] for taken in transitions}
-    kept = replace(part, transitions=transitions, finals=(), deducted=None, seeds=None, weights=steps,
+    kept = replace(part, transitions=transitions, finals=(), seeds=None, weights=steps, measured={},
                    advantages=tuple(advantage.cpu() for advantage in part.advantages),
                    rewards=tuple(total.cpu() for total in part.rewards))
     return Recorded(prompt, epoch, placed(kept, 0), size_of(kept), logp)

@@ -61,11 +61,12 @@ class CompletionTokens:
                                 ("ids", "logp", "mask", "cut"))
         if self.text.truncated == "mask":
             mask = mask & ~cut[:, None]
-        deducted = self.text.penalty * cut.float() if self.text.truncated == "penalise" else None
+        measured = {"deducted": self.text.penalty * cut.float()} if self.text.truncated == "penalise" else {}
         old = Scored(logp.masked_fill(~mask, 0.0), mask)
         experts = self.method.generation.decoding.expert
         expert = torch.cat([required(batch.expert) for batch in batches]) if experts else None
-        return Part(groups, prompts, None, (Completions(ids, prompts, old, expert=expert),), (), deducted=deducted)
+        return Part(groups, prompts, None, (Completions(ids, prompts, old, expert=expert),), (),
+                    measured=measured)
 
     def replay(self, part: Part, conditioning: TokenizedPrompts) -> Replayed:
         """Score a part's completions under the present weights: (0, its rows, scores), in micro-batches."""

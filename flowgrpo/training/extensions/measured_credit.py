@@ -57,7 +57,7 @@ def measured(method: Method, parts: list[Part], replay: Replay, reference: KLRef
             parts = [_with_entropies(part, replay(part)) for part in parts]
     if "reference" in method.needs:
         with processes.together():
-            parts = [replace(part, reference=reference.leaves(part, replay)) for part in parts]
+            parts = [part.with_measured(reference=reference.leaves(part, replay)) for part in parts]
     return parts
 
 

@@ -180,5 +180,5 @@ def test_the_reference_of_a_sample_is_its_log_probability_under_the_base(make, o
     batch = [prompt for key in found.prompts for prompt in trainer.prompts if prompt.key == key]
     conditioning = trainer.rollouts.conditioning(batch)
     with trainer.policy.reference([]), torch.no_grad():
-        expected = [rescored(part, trainer.rollouts.replay(part, conditioning)).leaves()[:, 0] for part in parts]
+        expected = [rescored(part, trainer.rollouts.replay(part, conditioning)).leaves()["logp"] for part in parts]
     torch.testing.assert_close(found.reference.flatten(), torch.cat(expected).float(), rtol=0, atol=1e-5)
