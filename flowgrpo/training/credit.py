@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from flowgrpo.methods.method import Method
 from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.objectives.best_path import LayerTuning
 from flowgrpo.samplers.latent_edits import rewarded
-from flowgrpo.samplers.rollout import Part
+from flowgrpo.samplers.rollout import Part, leaves_of
 from flowgrpo.types import Completions, Context, RegressionTarget, Transitions
 
 
@@ -44,7 +44,7 @@ def context_of(trainer: Any, epoch: Any, keys: list[str]) -> Context:
     places = [int(place) for part in parts for place in part.prompts[::shape.group]]
     share = len(of) // trainer.processes.count
     groups = [of[first + place] for first in range(0, len(of), share) for place in places][::shape.slices]
-    leaves = trainer.processes.gather_named(joined([part.leaves() for part in parts]))
+    leaves = trainer.processes.gather_named(leaves_of(parts))
     measured = {name: value.unflatten(0, (-1, trainer.config.train.group)).float() for name, value in leaves.items()}
     metadata = {prompt.key: prompt.metadata for prompt in epoch.groups.prompts}
     strides = len(method.rollout.strides)
@@ -60,11 +60,6 @@ def context_of(trainer: Any, epoch: Any, keys: list[str]) -> Context:
         reference=measured["reference"] if "reference" in method.needs else None,
         metadata=[metadata.get(key, {}) for key in groups],
         predicted=measured.get("predicted"), baseline=measured.get("baseline"))
-
-
-def joined(leaves: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the leaves of parts, one behind the other, by name."""
-    return {name: torch.cat([each[name] for each in leaves]) for name in leaves[0]}
 
 
 def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[float], context: Context,
