@@ -8,7 +8,6 @@ that most runs lack is an `Extension`, called at the moments that `training/exte
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ from flowgrpo.rollouts.build import make_rollouts
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training import credit, epochs, extensions, out_of_memory, sampling
 from flowgrpo.training.epoch import Epoch
-from flowgrpo.training.first_ratio import ROUNDED, FirstRatio
+from flowgrpo.training.first_ratio import FirstRatio
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.optimizer import Optimization, shares
 from flowgrpo.training.scoring import Functions, Scoring
@@ -70,8 +69,7 @@ class Trainer:
         self.processes.agree(policy.weights.parameters())
         self.optimization = Optimization(config, policy)
         self.kl_reference = make_reference(self)
-        self.first_ratio = FirstRatio(self.rollouts, self.method.loss.surrogate, policy.exact,
-                                      math.inf if policy.modality == "text" else ROUNDED, self.method.loss.log_ratio)
+        self.first_ratio = FirstRatio.of(self)
         self.epoch = 0
         self.progress = epochs.Progress(self)
 
@@ -177,9 +175,6 @@ class Trainer:
                 raise Stopped
 
     def with_oom_retry(self, work: Callable[[], T], phase: str = "") -> T:
-        """Return work(), repeated with half the micro-batch each time that memory runs out.
-
-        phase: its name; without one the clock's.
-        """
+        """Return work(), repeated with half the micro-batch while memory runs out. phase: its name, or the clock's."""
         return out_of_memory.fitted(work, self.geometry, self.processes, lambda: phase or self.clock.phase,
                                     partial(out_of_memory.report, self))

@@ -327,24 +327,35 @@ class CompletionBatch:
 
 @dataclass(eq=False)
 class Context:
-    """Inputs of a method's parts besides rewards.
+    """Inputs of a method's parts besides rewards, of P groups of G samples, R rewards and K trained steps.
 
-    prompts: the text of each group, P of them.
-    logp: [P, G], a sample's old log-probability, the mean over its trained decisions; None if a method has none.
-    lengths: int64 [P, G], the number of trained decisions of a sample, for a text its tokens; longest: the largest.
-    epoch, epochs: counted from 0, and the number of the run.
-    memory: the parts' state from epoch to epoch, JSON-able and kept in the checkpoint; each uses one key.
-    win_rates: for each of the R rewards, whether it is already a win rate within its group, as a judge's (empty: none).
-    deducted: [P, G], subtracted from every reward of a sample before all else (None: nothing).
-    names, weights: of the R rewards (no weights: 1 each).
+    Of the run:
+    epoch: of the run, from 0.
+    epochs: their number in the run.
+    memory: the parts' state from epoch to epoch, JSON-able and kept in the checkpoint; each part uses one key.
+    metrics: numbers that parts report of the epoch, by names of their own, for its line of metrics.jsonl.
+
+    Of the rewards:
+    names: R names, one per reward.
+    weights: R weights, one per reward (empty: 1 each).
+    win_rates: R flags, true for a reward that is already a win rate within its group, as a judge's (empty: none).
+
+    Of the groups:
+    prompts: P texts, one per group.
+    metadata: P dictionaries, of the prompts of the groups (empty: none).
     splits: children of a state at each split of the plan's tree, in order (empty: the plan lists no split).
-    entropy: [P, G], the mean entropy of a completion's tokens, in nats (None: unread).
-    reference, likelihood: [P, G], a sample's log-probability under the reference, in the unit of logp (None: unread).
-    metadata: of the prompts of the groups, P of them (empty: none).
-    predicted: [P, G, K], rewards of the clean predictions before the K trained steps (None: not scored).
-    baseline: [P, G], reward of the deterministic sample from the same initial noise (None: none is drawn).
-    expert: bool [P, G], the answers that came with their prompts (None: none).
-    metrics: what parts report of the epoch, by names of their own, for its line of metrics.jsonl.
+
+    Of the samples, None where nothing is measured:
+    logp: [P, G], old log-probability, the mean over the trained decisions.
+    reference: [P, G], log-probability under the reference, in the unit of logp.
+    likelihood: [P, G], of a completion's answer under the reference, in the unit of logp.
+    lengths: int64 [P, G], number of trained decisions, for a text its tokens.
+    longest: largest possible length.
+    entropy: [P, G], mean entropy of a completion's tokens, in nats.
+    expert: bool [P, G], true for an answer that came with its prompt.
+    deducted: [P, G], subtracted from each reward first.
+    predicted: [P, G, K], rewards of the clean predictions before the trained steps.
+    baseline: [P, G], reward of the deterministic sample from the same initial noise.
     """
 
     prompts: Sequence[str] = ()
