@@ -98,8 +98,13 @@ def group_relative(rewards: Tensor, scale: str = "group") -> Tensor:
       "leave_one_out"  less the mean of the others, n/(n-1) times the rewards less the mean of the group's n, no
                        division (RLOO, 2402.14740; LOOP, 2502.01600).
     """
-    _require_one_of("scale", scale, SCALES)
     (rewards,) = wide(rewards)
+    return _relative(rewards, scale)
+
+
+def _relative(rewards: Tensor, scale: str) -> Tensor:
+    """Return `group_relative` of rewards that are float32 or wider."""
+    _require_one_of("scale", scale, SCALES)
     if rewards.ndim != 2:
         raise ValueError(f"rewards have shape {tuple(rewards.shape)}, expected [prompts, samples per prompt]")
     advantages = centred(rewards)
@@ -111,7 +116,7 @@ def group_relative(rewards: Tensor, scale: str = "group") -> Tensor:
     if scale == "leave_one_out":
         count = (~rewards.isnan()).sum(dim=1, keepdim=True)
         advantages = advantages * count / (count - 1).clamp(min=1)
-    return advantages.masked_fill(zero_variance(rewards)[:, None], 0)
+    return advantages.masked_fill(_without_variance(rewards)[:, None], 0)
 
 
 def running(rewards: Tensor, context: Context, column: int = 0, buffer: int = 32, least: int = 16) -> Tensor:
@@ -163,7 +168,7 @@ def combine(
 
     def compare(reward: Tensor, column: int) -> Tensor:
         if scale != "running":
-            return group_relative(reward, scale)
+            return _relative(reward, scale)
         assert context is not None, "scale 'running' compares with earlier epochs: it needs a context"
         return running(reward, context, column, buffer, least)
 
@@ -221,7 +226,10 @@ def below(rewards: Tensor, width: int) -> Tensor:
 
 def zero_variance(rewards: Tensor) -> Tensor:
     """Return the groups of rewards [P, G] without variance or with fewer than two applicable rewards: bool [P]."""
-    (rewards,) = wide(rewards)
+    return _without_variance(*wide(rewards))
+
+
+def _without_variance(rewards: Tensor) -> Tensor:
     largest = rewards.abs().nan_to_num(0).amax(dim=1)
     return group_std(rewards) <= RELATIVE_NOISE * largest
 

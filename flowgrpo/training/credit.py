@@ -44,9 +44,11 @@ def context_of(trainer: Any, epoch: Any, keys: list[str]) -> Context:
     places = [int(place) for part in parts for place in part.prompts[::shape.group]]
     share = len(of) // trainer.processes.count
     groups = [of[first + place] for first in range(0, len(of), share) for place in places][::shape.slices]
-    leaves = trainer.processes.gather_named(leaves_of(parts))
-    measured = {name: value.unflatten(0, (-1, trainer.config.train.group)).float() for name, value in leaves.items()}
     metadata = {prompt.key: prompt.metadata for prompt in epoch.groups.prompts}
+    leaves = trainer.processes.gather_named(leaves_of(parts))
+    measured = {}
+    for name, value in leaves.items():
+        measured[name] = value.unflatten(0, (-1, trainer.config.train.group)).float()
     strides = len(method.rollout.strides)
     return Context(
         groups, measured["logp"], measured["lengths"].long(), epoch=trainer.epoch, epochs=trainer.config.train.epochs,
