@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
 from flowgrpo.methods import validate
+from flowgrpo.methods.method import Method
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.mid_loop_check import few_steps
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
@@ -34,7 +35,8 @@ def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning, r
     The whole pipeline stays on the device, so its weights are in every phase. Offloaded text encoders count only in
     encode; a denoiser that makes room for them does not; offloaded recorded states count in none. Of offloaded blocks
     the largest counts.
-    With `train.staleness` the recorded states of that many epochs more are in all phases.
+    With `train.staleness` the recorded states of that many epochs more are in all phases. With `train.one_pass: true`
+    the activations of all trained states are kept from the rollout to the update.
     Activations are those one row's forward keeps for the backward, with the policy's guidance and checkpointing, times
     the micro-batch. Not counted: temporary memory of kernels, and the one block that checkpointing recomputes at a
     time. Decoding is the peak of a micro-batch.
@@ -47,6 +49,9 @@ def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning, r
     waiting = {"epochs drawn ahead": recorded * config.train.staleness} if config.train.staleness else {}
     held, states = held | waiting, {"recorded states": recorded}
     rows = geometry(config.train).micro_batch
+    if config.train.one_pass is True:
+        states["graphs of the rollout"] = activations * _evaluated(policy, config, conditioning)
+        activations = 0
     moments = {"adamw": 2 * trained, "adamw8bit": trained // 2}[config.train.optimizer]
     update = {"gradients and optimizer": trained + moments, "activations": activations * rows}
     prompt = tensor_bytes(tensor for tensor in tree_leaves(conditioning.calls) if torch.is_tensor(tensor))
@@ -163,11 +168,7 @@ class Peak(TorchDispatchMode):
 def _recorded(policy: PipelinePolicy, config: Config, conditioning: Conditioning, x: torch.Tensor) -> int:
     """Return bytes of what an epoch's rollout keeps: the states around every trained step and at the end, each in the
     dtype of x, one state, and fp32 means of the old policy if the loss reads them."""
-    train = config.train
-    method = validate.resolve(config, policy.process)
-    grid, timesteps = make_grid(train.grid, train.steps, train.shift, policy.stock, policy.strength,
-                                partial(policy.stock_grid, conditioning))
-    explorations = method.explorations(grid, train.group, train.own_shift, 0, config.seed, timesteps)
+    train, (method, grid, explorations) = config.train, _planned(policy, config, conditioning)
     noised = method.noised(grid, train.group, 0, config.seed)
     if noised is not None:  # states, targets, old velocities, and finals of the sampled part
         times = len(noised.schedule.trained)
@@ -175,6 +176,30 @@ def _recorded(policy: PipelinePolicy, config: Config, conditioning: Conditioning
     else:
         counts = [_per_group(exploration) for exploration in explorations]
     return train.prompts * sum(states * tensor_bytes([x]) + means * 4 * x.numel() for states, means in counts)
+
+
+def _planned(policy: PipelinePolicy, config: Config, conditioning: Conditioning
+             ) -> tuple[Method, torch.Tensor, list[RolloutSpec]]:
+    """Return the method of a run, its grid, and its explorations in the first epoch."""
+    train, method = config.train, validate.resolve(config, policy.process)
+    grid, timesteps = make_grid(train.grid, train.steps, train.shift, policy.stock, policy.strength,
+                                partial(policy.stock_grid, conditioning))
+    return method, grid, method.explorations(grid, train.group, train.own_shift, 0, config.seed, timesteps)
+
+
+def _evaluated(policy: PipelinePolicy, config: Config, conditioning: Conditioning) -> int:
+    """Return the number of an epoch's states that a trained step leaves, each of which is evaluated once."""
+    _, _, explorations = _planned(policy, config, conditioning)
+    return config.train.prompts * sum(left(exploration) for exploration in explorations)
+
+
+def left(exploration: RolloutSpec) -> int:
+    """Return the number of states of one prompt that a trained step leaves."""
+    nodes, count = exploration.roots, 0
+    for step in range(exploration.steps):
+        count += nodes * (step in exploration.schedule.trained)
+        nodes *= exploration.splits.get(step, 1)
+    return count
 
 
 def _per_group(exploration: RolloutSpec) -> tuple[int, int]:

@@ -136,6 +136,9 @@ class Train(Section):
                                           "denoiser; see docs/performance.md")
     updates: int = Field(1, ge=1, description="optimizer steps per pass over an epoch's samples")
     inner_epochs: int = Field(1, ge=1, description="passes over an epoch's samples")
+    one_pass: bool | Literal["auto"] = Field(False, description="the update reads the graphs of the rollout's own "
+                                             "steps, without a replay, where every sample is trained once; `auto`: "
+                                             "where they fit; see docs/performance.md")
     steps: int = Field(10, ge=2, le=STEPS, description="denoising steps of a rollout")
     guidance: float = Field(1.0, ge=0, description="guidance scale of the rollout and of its replay")
     grid: Literal["shifted", "stock"] = Field("shifted", description="shift(linspace(1, 0)), or what the pipeline's "

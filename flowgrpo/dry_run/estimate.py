@@ -23,7 +23,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.data.sets import SETS
 from flowgrpo.device import AUTO, DTYPES
-from flowgrpo.dry_run import from_configs, rescored, weights
+from flowgrpo.dry_run import from_configs, one_pass, rescored, weights
 from flowgrpo.dry_run.meta_gpu import META, MetaGPU, Phase
 from flowgrpo.dry_run.repeats import Repeats
 from flowgrpo.dry_run.reward_models import reward_bytes
@@ -96,6 +96,7 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
     """
     config = _covered(config)
     shape = geometry(config.train, processes)
+    one_pass.require(config, shape.slices)
     few = min(shape.prompts, prompts_per_part(shape.group, shape.micro_batch) * config.train.updates)
     meta = MetaGPU(gpu)
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
@@ -111,7 +112,10 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
             clock = trainer.clock = trainer.rollouts.clock = _Phases(meta, encoders)
             replay_waits = _counted_replays(trainer, meta)
             trainer.run_epoch()
-    return Estimate(_extrapolated(meta, clock, shape.prompts, few, config.train.staleness), reward_bytes(config),
+    phases = _extrapolated(meta, clock, shape.prompts, few, config.train.staleness)
+    if config.train.one_pass is True:
+        one_pass.hold(phases, calls, shape.prompts / few)
+    return Estimate(phases, reward_bytes(config),
                     _each(calls.step_waits, calls.steps), _each(replay_waits, calls.replays))
 
 
@@ -136,7 +140,7 @@ def _covered(config: Config) -> Config:
 
 def _short(config: Config, prompts: int) -> Config:
     """Return the recipe as it is run, with fewer prompts and without what needs values or several processes."""
-    train = {"prompts": prompts, "compile": False, "optimizer": "adamw"}
+    train = {"prompts": prompts, "compile": False, "optimizer": "adamw", "one_pass": False}
     parts = config.parts
     if "preview" in parts:  # its quantised copies need values
         parts = parts | {"preview": parts["preview"] | {"precision": "full"}}

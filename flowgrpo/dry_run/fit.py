@@ -9,6 +9,7 @@ from typing import Any
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
 from flowgrpo.device import AUTO
+from flowgrpo.dry_run import one_pass
 from flowgrpo.dry_run.estimate import Estimate, dry_run
 from flowgrpo.errors import UserError
 from flowgrpo.gpus import GPU, GPUS
@@ -17,6 +18,7 @@ from flowgrpo.gpus import GPU, GPUS
 LOOP = frozenset(("preview", "rollout", "decode", "base", "rescore", "update"))
 LATER = LOOP | {"reward"}
 OPTIONS: list[tuple[str, Any, Any, frozenset[str]]] = [
+    ("train.one_pass", True, False, LATER),
     ("memory.encoders", "keep", "cpu", LATER),
     ("memory.vae", "whole", "sliced", frozenset(("decode", "preview", "base"))),
     ("train.checkpointing", False, True, frozenset(("update",))),
@@ -107,7 +109,12 @@ def batch_settings(config: Config, room: float, pipe: Any = None, processes: int
 
 
 def settle(config: Config, gpu: GPU, processes: int = 1) -> Config:
-    """Return a recipe with numbers in place of `auto`: those that fit the GPU, or else that take the least memory."""
+    """Return a recipe with values in place of `auto`: those that fit the GPU, or else that take the least memory."""
+    config = _batch(config, gpu, processes)
+    return one_pass.settle(config, processes, lambda held: not dry_run(held, gpu, processes).above(gpu.room))
+
+
+def _batch(config: Config, gpu: GPU, processes: int) -> Config:
     train = config.train
     if AUTO not in (train.micro_batch, train.checkpointing):
         return config

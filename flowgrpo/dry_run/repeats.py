@@ -36,12 +36,15 @@ class Repeats:
     """Calls of a policy on a pretended GPU.
 
     steps: of its rollouts. replays: with a backward. step_waits: reasons for the host to wait in the steps.
+    forwards: of the replays, whose graphs keep `kept` bytes together, and one of them `graph` bytes at most.
     """
 
     def __init__(self, gpu: MetaGPU, policy: Any):
         self.gpu, self.policy = gpu, policy
         self.steps = self.replays = 0
         self.step_waits: Counter[str] = Counter()
+        self.forwards, self.kept, self.graph = Phase(), 0, 0
+        self._graphs: dict[Any, int] = {}  # bytes of the graph of a replay
         self._calls: dict[Any, tuple[Phase, Any]] = {}
         self._backwards: dict[Any, tuple[Phase, list[torch.nn.Parameter]]] = {}
         self._replayed: tuple[Any, int] = None, 0  # key of the last replay, and bytes in use before it
@@ -116,8 +119,14 @@ class Repeats:
             if not self.policy.weights.adapter.rank:  # the first replay of an update is to stand for the others
                 self._hold_gradients(self.policy.weights.parameters())
             key = "replay", _key(conditioning.calls, x), self._expert(grid, step)
-            self._replayed = key, self.gpu.memory.in_use
-            return self._once(key, call)
+            before = self.gpu.memory.in_use
+            self._replayed = key, before
+            with self.gpu.measured() as work:
+                output = self._once(key, call)
+            self.forwards.add(work)
+            graph = self._graphs.setdefault(key, self.gpu.memory.in_use - before)  # a first call alone keeps it
+            self.kept, self.graph = self.kept + graph, max(self.graph, graph)
+            return output
         return answer
 
     def _backward(self, backward: Callable) -> Callable:

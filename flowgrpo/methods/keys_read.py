@@ -20,8 +20,8 @@ _OF_DENOISERS = (
     "load.config", "load.denoiser", "load.lora", "load.controlnet", "load.ip_adapter",
     *(f"memory.{name}" for name in Memory.model_fields if name != "rewards"),
     "picture", "negative_prompt", "adapter.encoder_targets",
-    "train.compile", "train.pack", "train.steps", "train.guidance", "train.grid", "train.shift", "eval.steps",
-    "eval.guidance")
+    "train.compile", "train.pack", "train.one_pass", "train.steps", "train.guidance", "train.grid", "train.shift",
+    "eval.steps", "eval.guidance")
 _OF_PAIRS = ("preferences", "labels")
 _OF_PARTIAL = ("text.over_provision", "text.chunk")
 _OF_ENGINES = ("text.correction", "text.correction_cap", "text.correction_level")

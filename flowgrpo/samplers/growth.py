@@ -146,34 +146,41 @@ class Grower(Generic[C]):
 
     def _split(self, nodes: Nodes, step: int, children: int) -> Nodes:
         """Draw `children` transitions from each state, with one evaluation per state."""
-        grid = self.exploration.grid
+        group = self.exploration.group
         width = math.prod(n for later, n in self.exploration.splits.items() if later > step)  # leaves below a child
-        assert nodes.x is not None, "a split before the first noise"
-        drawn, records, at = [], [], nodes.x
+        return self._draw(nodes, step, children, self._generators([
+            (int(prompt), (row * children + child) * width % group)
+            for row, prompt in enumerate(nodes.prompts) for child in range(children)]))
+
+    def _draw(self, nodes: Nodes, step: int, children: int, generators: list[torch.Generator]) -> Nodes:
+        """Draw `children` transitions from each of n states, whose noise is that of the generators, n * children."""
+        assert nodes.x is not None, "a draw before the first noise"
+        records, at = [], nodes.x
         for rows in torch.arange(len(nodes.prompts)).split(self.micro_batch):
             x = at[queued(rows, at.device)]
-            with self.policy.sampling():
-                v = self.policy.replay(self.conditioning.rows(nodes.prompts[rows]), x, grid, step,
-                                       self.exploration.timesteps).detach()
+            v = self._evaluated(nodes.prompts[rows], x, step)
             with torch.no_grad():  # a kernel may be learned
-                transition = self.exploration.transition(x, v, grid, step)
+                transition = self.exploration.transition(x, v, self.exploration.grid, step)
             of = torch.arange(len(rows), device=x.device).repeat_interleave(children)
             transition = transition.rows(of)
-            group = self.exploration.group
-            generators = self._generators([(int(nodes.prompts[row]), (row * children + child) * width % group)
-                                           for row in rows.tolist() for child in range(children)])
+            own = generators[int(rows[0]) * children:(int(rows[-1]) + 1) * children]
             # Round first: the density is that of the state that the network will see.
-            x_next = gaussian.sample(transition, noise_like(x[of], generators)).to(x.dtype)
+            x_next = gaussian.sample(transition, noise_like(x[of], own)).to(x.dtype)
             task = self.exploration.task(step, step + 1)
             record = StepRecord(x0=task.predict_x0(x, v, step)[of] if task.multistep else None)
             record.add(step, x, x_next, transition)
             records.append(record)
-            drawn += generators
         parent = torch.arange(len(nodes.prompts)).repeat_interleave(children)
         x_next = self.recorder.joined([record.x_next[step] for record in records])
         if step in self.exploration.schedule.trained:
             self.recorder.keep(step, nodes.prompts, parent, nodes.x, x_next, records)
-        return Nodes(x_next, nodes.prompts[parent], drawn, cat_known([record.x0 for record in records]))
+        return Nodes(x_next, nodes.prompts[parent], generators, cat_known([record.x0 for record in records]))
+
+    def _evaluated(self, prompts: torch.Tensor, x: torch.Tensor, step: int) -> torch.Tensor:
+        """Return the model's output [b,*D] at states of the prompts [b], without a graph."""
+        with self.policy.sampling():
+            return self.policy.replay(self.conditioning.rows(prompts), x, self.exploration.grid, step,
+                                      self.exploration.timesteps).detach()
 
 
 class Recorder:

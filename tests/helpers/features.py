@@ -63,6 +63,7 @@ IMAGE: dict[str, Options] = {
                            "roots": None}},
     "reference_credit": {"parts": {"advantage": {"type": "Confidence"}}},
     "inner_epochs_ema": {"train__inner_epochs": 2, "train__ema": 0.5, "eval__weights": "ema"},
+    "one_pass": {"train__one_pass": True},
 }
 
 TEXT: dict[str, Options] = {

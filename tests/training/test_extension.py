@@ -47,7 +47,8 @@ def made_of_all() -> list[Extension]:
                 tiny_text.trainer(train__staleness=1),
                 tiny_text.trainer(rewards={"short": tiny_text.short, "long": tiny_text.short},
                                   reward={"short": 1.0, "long": {"limit": {"at_least": 0.5}}}),
-                tiny_runs.trainer("tokens", tiny_runs.config("tokens", "grpo", {"value": {"type": "ValueHead"}}))]
+                tiny_runs.trainer("tokens", tiny_runs.config("tokens", "grpo", {"value": {"type": "ValueHead"}})),
+                tiny_runs.trainer("flow", tiny_runs.config("flow", "mix_grpo", train__one_pass=True))]
     return [extension for trainer in trainers for extension in trainer.extensions.present]
 
 

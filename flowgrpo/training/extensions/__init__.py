@@ -21,6 +21,7 @@ TABLE: dict[str, Wanted] = {
     "contrib.phases.extension:Phases": lambda config, method: config.phases,
     "contrib.staleness.extension:Staleness":
         lambda config, method: config.train.staleness or config.text.over_provision,
+    "contrib.one_pass.extension:OnePass": lambda config, method: config.train.one_pass,
     "training.extensions.resampling:Resampling": lambda config, method: method.redraw or method.expansion,
     "training.extensions.constraints:Constraints":
         lambda config, method: any(rule.limit for rule in config.trained.values()),

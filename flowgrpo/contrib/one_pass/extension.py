@@ -1,0 +1,101 @@
+"""One-pass updates of a run: `train.one_pass`."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from flowgrpo.check import memory, reward_models
+from flowgrpo.contrib.one_pass.held import HeldPart, HeldSteps
+from flowgrpo.contrib.one_pass.requirements import reasons, require
+from flowgrpo.device import AUTO, free_memory
+from flowgrpo.policies.pipelines import encoded_prompts
+from flowgrpo.training.batch_size import MOST
+from flowgrpo.training.epoch import Epoch
+from flowgrpo.training.extension import Extension, Metrics
+
+
+class OnePass(Extension):
+    """Rollouts that keep the graphs of their trained steps. holds: they do, which `auto` decides once.
+
+    states: of the present epoch, those whose graphs were kept.
+    """
+
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        train = trainer.config.train
+        self.holds = train.one_pass is True or train.one_pass == AUTO and _chosen(trainer)
+        self.states = 0
+
+    @classmethod
+    def require(cls, setup: Any) -> None:
+        require(setup.config, setup.method, setup.shape.slices)
+
+    @contextlib.contextmanager
+    def around_epoch(self) -> Iterator[None]:
+        """Context manager: the trainer's rollouts keep graphs."""
+        rollouts = self.trainer.rollouts
+        before = rollouts.target
+        if self.holds:
+            rollouts.target = HeldSteps(rollouts)
+        try:
+            yield
+        finally:
+            rollouts.target = before
+
+    def on_drawn(self, epoch: Epoch) -> None:
+        """Count what is held. In a run's first epoch one part is replayed for the first-ratio check.
+
+        The update reads the outputs of the rollout, whose ratio is 1, so that no old score is computed again.
+        """
+        if not self.holds:
+            return
+        held = [part.held for part in epoch.parts if isinstance(part, HeldPart) and part.held is not None]
+        self.states = sum(len(output) for each in held for outputs in each.outputs.values() for output in outputs)
+        trainer, first = self.trainer, self.trainer.first_ratio
+        if first.found is None:
+            first.rollouts = trainer.rollouts
+            trainer.with_oom_retry(partial(first, epoch.parts[:1], epoch.conditioning, lambda line: None), "update")
+        first.rescore = False
+
+    def on_trained(self, epoch: Epoch) -> Metrics:
+        return {"one_pass/states": self.trainer.processes.total([self.states])[0]}
+
+
+def _chosen(trainer: Any) -> bool:
+    """Return True if a run can keep its graphs and all processes have the memory for them; say so."""
+    config, slices = trainer.config, trainer.geometry.slices
+    fits, told = False, next(iter(reasons(config, trainer.method, slices)), "")
+    if not told:
+        needed, free = _needed(trainer), MOST * free_memory(trainer.policy.device)
+        fits = not trainer.processes.any(not needed <= free)
+        told = f"{needed / 2**30:.3g} GiB of {free / 2**30:.3g}, {MOST:.0%} of the free memory" if needed < math.inf \
+            else "the size of a reward model is not known"
+    if trainer.processes.first:
+        trainer.say(f"train.one_pass: {str(fits).lower()} (auto: {told})")
+    return fits
+
+
+def _needed(trainer: Any) -> float:
+    """Return the bytes of this process with the graphs; infinite where those of a reward model are not known."""
+    config, policy, prompt = trainer.config, trainer.policy, trainer.prompts[0]
+    sizes = reward_models.reward_weights(config)
+    if any(size is None for size in sizes.values()):
+        return math.inf
+    negative = config.negative_prompt if prompt.negative is None else prompt.negative
+    before, states = policy.evaluations, torch.get_rng_state()
+    conditioning = encoded_prompts.prompt_cache(config, policy, policy.live)([prompt.text], [negative], [prompt.brings])
+    if config.picture.sizes:
+        conditioning = replace(conditioning, sizes=[max(config.picture.sizes, key=math.prod)])
+    share = {"prompts": math.ceil(config.train.prompts / trainer.processes.count), "one_pass": True}
+    own = config.model_copy(update={"train": config.train.model_copy(update=share)})
+    phases = memory.memory(policy, own, conditioning, reward_models.on_device(sizes, policy.device))
+    policy.evaluations = before
+    torch.set_rng_state(states)
+    return float(max(sum(parts.values()) for parts in phases.values()))

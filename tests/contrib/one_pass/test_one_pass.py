@@ -1,0 +1,341 @@
+"""Updates that read the graphs of the rollout: gradients against a closed form and against a replay's, and whole runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowgrpo.check import memory
+from flowgrpo.contrib.one_pass import requirements
+from flowgrpo.contrib.one_pass.extension import OnePass
+from flowgrpo.contrib.one_pass.held import HeldGrower, HeldOutputs, HeldPart, HeldSteps
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
+from flowgrpo.methods import keys_read
+from flowgrpo.samplers import growth
+from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.kernels import FlowSDE
+from flowgrpo.samplers.plans import Schedule
+from flowgrpo.samplers.replay import replay
+from flowgrpo.samplers.rollout import RolloutSpec, seeder
+from flowgrpo.samplers.scheduler import StepRecord, noise_like
+from flowgrpo.samplers.solvers import Euler
+from flowgrpo.training import credit, sampling
+from tests.helpers import features, golden_files, loop, tiny, tiny_runs, tiny_text
+
+
+@pytest.fixture
+def policy():
+    return tiny.stir(tiny.policy())
+
+
+def spec(roots=4, trained=(1, 2), group=4, **more):
+    """Four steps, of which two are trained; fewer roots than samples split at the first of them."""
+    return RolloutSpec(shifted(4, 3.0), Schedule(trained, trained), FlowSDE(), Euler(), group, roots, **more)
+
+
+def explored(policy, exploration, micro_batch, held=True):
+    conditioning = policy.encode(["red", "blue"])
+    parts = list(growth.explore(policy, conditioning, [exploration], micro_batch, seeder(7, 0),
+                                grower=HeldGrower if held else None))
+    return conditioning, parts
+
+
+def gradient(policy, replayed, part, weights):
+    """Gradient of a weighted sum of a part's log-probabilities, as one vector."""
+    for parameter in policy.weights.parameters():
+        parameter.grad = None
+    for k, rows, new in replayed:
+        (new.logp[:, 0] * weights[k][rows]).sum().backward()
+    return torch.cat([parameter.grad.flatten() for parameter in policy.weights.parameters()])
+
+
+# Independent samples, a shared initial noise, all steps, a first step that is trained, and micro-batches that cut
+# groups.
+CASES = [(spec(), 4), (spec(roots=1), 4), (spec(trained=(0, 1, 2)), 8), (spec(roots=2), 3), (spec(), 3),
+         (spec(roots=1, keep_means=True, score_means=True), 2)]
+
+
+@pytest.mark.parametrize("exploration, micro_batch", CASES)
+@pytest.mark.parametrize("pipe", [tiny.sd3, tiny.flux])
+def test_samples_are_those_without_graphs_and_the_gradient_is_that_of_a_replay(pipe, exploration, micro_batch):
+    policy = tiny.stir(tiny.policy(pipe()))
+    conditioning, parts = explored(policy, exploration, micro_batch)
+    _, plain = explored(policy, exploration, micro_batch, held=False)
+    for part, other in zip(parts, plain, strict=True):
+        assert isinstance(part, HeldPart) and part.held is not None and part.held.covers(part)
+        assert all(torch.equal(*pair) for pair in zip(part.finals, other.finals))
+        weights = [torch.linspace(-1, 2, len(taken.parent)) for taken in part.transitions]
+        for taken, of in zip(part.transitions, other.transitions, strict=True):
+            assert all(torch.equal(getattr(taken, name), getattr(of, name)) for name in ("x", "x_next", "parent"))
+            assert torch.equal(taken.old.logp, of.old.logp) and not taken.old.logp.requires_grad
+        expected = gradient(policy, replay(policy, conditioning, other, micro_batch), other, weights)
+
+        def read(held: HeldOutputs = part.held, part=part):
+            yield from replay(held, conditioning, part, micro_batch)
+            held.backward()
+
+        before = policy.evaluations
+        found = gradient(policy, read(), part, weights)
+        assert policy.evaluations == before and not part.held.outputs and not part.held.covers(part)
+        assert expected.norm() > 0 and torch.allclose(found, expected, rtol=1e-5, atol=1e-6 * expected.abs().max())
+
+
+class Line:
+    """Model whose output is w * x; its transitions and gradients are known in closed form."""
+
+    def __init__(self):
+        self.device = self.states = torch.device("cpu")
+        self.w = torch.tensor(0.3, requires_grad=True)
+
+    def generators(self, seeds):
+        return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def sampling(self):
+        return torch.no_grad()
+
+    def replay(self, conditioning, x, grid, step, timesteps=None):
+        return self.w * x
+
+    def run(self, task, conditioning, latents, generators, x0=None):
+        x = noise_like(torch.empty(len(conditioning.prompts), 3), generators) if latents is None else latents
+        for i in task.steps:
+            assert i not in task.stochastic
+            x = task.advanced(x, self.w.detach() * x, i, None)
+        return x, StepRecord()
+
+
+class Texts(list):
+    prompts = property(lambda self: self)
+
+    def rows(self, index):
+        return Texts(self[i] for i in index.tolist())
+
+
+def test_the_gradient_of_a_line_is_that_of_the_closed_form():
+    """d log N(x'; mean, std) / d w = mean over values of (x' - mean) / std^2 * dmean/dv * x."""
+    model, exploration = Line(), spec()
+    [part] = growth.explore(model, Texts(["a"]), [exploration], 4, seeder(3, 0), grower=HeldGrower)
+    advantages = torch.tensor([1.0, -1.0, 0.5, 2.0])
+    expected = 0.0
+    for taken in part.transitions:
+        transition = exploration.transition(taken.x, 0.3 * taken.x, exploration.grid, taken.step)
+        slope = exploration.slope(taken.step)
+        score = ((taken.x_next - transition.mean) / transition.std**2 * slope * taken.x).mean(1)
+        expected += (-advantages * score).sum().item()
+    for k, rows, new in replay(part.held, Texts(["a"]), part, 4):
+        (-advantages[rows] * new.logp[:, 0]).sum().backward()
+    part.held.backward()
+    assert model.w.grad.item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("exploration, micro_batch", CASES)
+def test_a_part_without_some_samples_keeps_the_graphs_of_the_others(policy, exploration, micro_batch):
+    conditioning, [part, *_] = explored(policy, exploration, micro_batch)
+    _, [plain, *_] = explored(policy, exploration, micro_batch, held=False)
+    advantages = [torch.arange(len(taken.parent)) + 1.0 for taken in part.transitions]
+    keep = [torch.arange(len(taken.parent)) % 3 != 1 for taken in part.transitions]
+    keep[0][:] = False  # a step of which nothing is left
+    left, other = (each.credited(advantages, keep) for each in (part, plain))
+    assert [taken.step for taken in left.transitions] == [taken.step for taken in part.transitions[1:]]
+    assert {*left.held.outputs} == {taken.step for taken in left.transitions}
+    weights = [each[at] for each, at in zip(advantages, keep)][1:]
+    expected = gradient(policy, replay(policy, conditioning, other, micro_batch), other, weights)
+
+    def read():
+        yield from replay(left.held, conditioning, left, micro_batch)
+        left.held.backward()
+
+    found = gradient(policy, read(), left, weights)
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6 * expected.abs().max())
+    assert part.credited(advantages, [torch.zeros_like(at) for at in keep]) is None
+
+
+def trainer(kind="flow", method="mix_grpo", **options):
+    made = tiny_runs.config(kind, method, train__updates=1, **options)
+    return tiny_runs.trainer(kind, made)
+
+
+METHODS = ["mix_grpo", "flow_grpo", "flow_grpo_fast", "mix_grpo+grpo_guard", "branch_grpo", "tree_rpo", "dance_grpo",
+           "tempflow_grpo", "granular_grpo", "pref_grpo", "mix_grpo_flash", "flow_grpo+flow_dppo", "rlcm",
+           "mix_grpo+mopps"]
+
+
+@pytest.mark.parametrize("kind, method", [("flow", name) for name in METHODS] + [("vp", "ddpo"), ("vp", "b2_diffurl")])
+def test_golden_runs_are_equal_with_one_pass_on_and_off(kind, method):
+    found = {}
+    for one_pass in (False, True):
+        made = trainer(kind, method, train__one_pass=one_pass)
+        lines = tiny_runs.epochs(made)
+        found[one_pass] = lines, made.policy.weights.snapshot(), made.policy.evaluations
+        assert all((line.get("one_pass/states", 0) > 0) is one_pass for line in lines)
+        assert made.first_ratio.found <= 1e-5
+    (off, weights, calls), (on, others, fewer) = found[False], found[True]
+    for line, other in zip(off, on, strict=True):
+        own = golden_files.selected(method, line)
+        for key, value in golden_files.selected(method, other).items():
+            assert value == pytest.approx(own[key], rel=2e-3, abs=5e-5), key
+    assert fewer < calls
+    for key, value in weights.items():
+        assert torch.allclose(value, others[key], rtol=1e-3, atol=2e-5), key
+
+
+BESIDE = ["phases_of_prompts", "phases_of_sizes", "two_sizes", "extrapolate", "self_teacher", "supervised",
+          "supervised_apart", "limit", "base_pictures", "progress", "previews", "reference_credit"]
+
+
+@pytest.mark.parametrize("feature", BESIDE)
+def test_rare_features_of_the_loop_train_alike_beside_it(feature):
+    found = []
+    for names in ([feature], [feature, "one_pass"]):
+        made = features.trainer("image", *names, epochs=3)
+        tiny_runs.next_epochs(made, 3)
+        found.append(made.policy.weights.snapshot())
+    for key, value in found[0].items():
+        assert torch.allclose(value, found[1][key], rtol=1e-3, atol=2e-5), key
+
+
+def test_the_first_update_has_the_replays_gradient_and_a_ratio_of_exactly_one():
+    gradients = []
+    for one_pass in (False, True):
+        made = trainer(train__one_pass=one_pass)
+        seen = []
+        loop.watch(made, on_gradients=lambda update, made=made, seen=seen: seen.append(torch.cat([
+            p.grad.flatten() for p in made.policy.weights.parameters()])))
+        line = made.run_epoch()
+        assert not one_pass or line["log_ratio_max"] == 0
+        gradients += seen
+    replayed, held = gradients
+    assert torch.allclose(held, replayed, rtol=1e-5, atol=1e-6 * replayed.abs().max()) and held.norm() > 0
+
+
+def test_half_precision_has_a_ratio_of_exactly_one_and_scores_nothing_again():
+    made = tiny.trainer(method="mix_grpo", parts={"plan": {"size": 2}}, precision="bf16", train__one_pass=True,
+                        policy=tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16"))
+    lines = tiny_runs.epochs(made)
+    assert [line["log_ratio_max"] for line in lines] == [0, 0] and made.first_ratio.rescore is False
+    assert made.first_ratio.found is not None and lines[0]["grad_norm"] > 0
+
+
+def test_a_rollout_that_a_replay_does_not_repeat_stops_the_run():
+    made = trainer(train__one_pass=True)
+    generator = torch.Generator().manual_seed(1)
+    made.policy.pipe.transformer.register_forward_hook(
+        lambda module, given, output: (output[0] + 1e-2 * torch.randn(output[0].shape, generator=generator),))
+    with pytest.raises(UserError, match="replay and rollout disagree"):
+        made.run_epoch()
+
+
+def test_a_kl_with_the_base_model_is_that_of_a_replay():
+    found = []
+    for one_pass in (False, True):
+        made = trainer(train__one_pass=one_pass, parts={"kl": {"weight": 0.1}})
+        found.append([line["kl"] for line in tiny_runs.epochs(made)])
+    assert found[1] == pytest.approx(found[0], rel=1e-3) and found[0][0] > 0
+
+
+def test_an_update_that_is_repeated_replays_what_it_has_read():
+    """As behind an out-of-memory error in the middle of an update: the gradient is made anew."""
+    made = trainer(train__one_pass=True)
+    extension = loop.extension(made, "OnePass")
+    with extension.around_epoch():
+        epoch = sampling.draw(made)
+        extension.on_drawn(epoch)
+        epoch.parts = credit.compared(made, epoch)
+        epoch.weights = made.rollouts.step_weights(epoch.parts, 0)
+        made.kl_reference.start_epoch(epoch, 0, 1)
+        gradients = []
+        for _ in range(2):
+            before = made.policy.evaluations
+            made.gradient(epoch, epoch.parts, 10)
+            gradients.append((torch.cat([p.grad.flatten() for p in made.policy.weights.parameters()]),
+                              made.policy.evaluations - before))
+    (first, none), (again, some) = gradients
+    assert none == 0 < some and torch.allclose(first, again, rtol=1e-5, atol=1e-6 * first.abs().max())
+
+
+def test_outside_of_an_epoch_rollouts_keep_nothing():
+    made = trainer(train__one_pass=True)
+    before = made.rollouts.target
+    made.run_epoch()
+    assert made.rollouts.target is before and not isinstance(before, HeldSteps)
+
+
+REFUSED = [
+    ({"train.inner_epochs": 2}, "train.inner_epochs 2, which trains a sample again"),
+    ({"train.updates": 2}, "train.updates 2, which trains samples by other weights than drew them"),
+    ({"train.staleness": 1}, "train.staleness, whose samples older weights drew"),
+    ({"train.pack": True}, "train.pack, which is about replays"),
+    ({"adapter.rank": 0}, "adapter.rank: 0, whose base model takes the place of the weights"),
+    ({"memory.offload": "block_level"}, "memory.offload or memory.denoiser, whose weights come and go"),
+    ({"memory.shard": True}, "memory.shard, whose processes share every call"),
+    ({"memory.context_parallel": 2}, "memory.context_parallel, whose processes share every call"),
+    ({"method": "diffusion_nft"}, "a method that trains noised finals"),
+    ({"method": "refl"}, "a method that trains a reward's gradient"),
+    ({"parts.redraw": {"type": "DynamicSampling"}}, "parts.redraw, which drops groups"),
+    ({"parts.expansion": {"type": "Expansion", "text": "{prompt}, red"}}, "parts.expansion, whose samples are drawn "
+     "under other prompts"),
+    ({"parts.replay": {"type": "GroupReplay"}}, "parts.replay, which trains samples of earlier epochs"),
+    ({"parts.rehearsal": {"type": "Rehearsal"}}, "parts.rehearsal, which replays samples of the base model"),
+    ({"parts.adapted": {"encoders": True}}, "text encoders that are trained")]
+
+
+@pytest.mark.parametrize("options, reason", REFUSED)
+def test_what_it_does_not_go_with_is_refused_in_one_line_and_auto_is_false_there(options, reason):
+    given = {key.replace(".", "__"): value for key, value in options.items() if not key.startswith("parts.")}
+    parts = {key.removeprefix("parts."): value for key, value in options.items() if key.startswith("parts.")}
+
+    def config(one_pass):
+        return tiny.config(**dict(method="flow_grpo", train__prompts=4, parts=parts, train__one_pass=one_pass) | given)
+
+    setup = loop.setup(config(True), kind="pipeline", prompts=[Prompt("red")])
+    with pytest.raises(UserError) as error:
+        OnePass.require(setup)
+    assert str(error.value) == f"train.one_pass is true, which does not go with {reason}: leave one of them out"
+    OnePass.require(replace(setup, config=config("auto")))
+    assert reason in requirements.reasons(config("auto"), setup.method)
+
+
+def test_what_it_goes_with_is_not_refused():
+    for method in METHODS:
+        setup = loop.setup(tiny_runs.config("flow", method, train__updates=1), kind="pipeline")
+        assert requirements.reasons(setup.config, setup.method) == []
+
+
+@pytest.mark.parametrize("prompts, lines", [(2, "true"), (10**7, "false")])
+def test_auto_follows_the_memory_that_the_graphs_take(prompts, lines, capsys):
+    settings = tiny.config(method="mix_grpo", parts={"plan": {"size": 2}}, reward="scene", train__one_pass="auto")
+    settings = settings.model_copy(update={"train": settings.train.model_copy(update={"prompts": prompts})})
+    made = tiny.trainer_of(settings, {"scene": tiny.red}, [Prompt("red"), Prompt("blue")])
+    assert loop.extension(made, "OnePass").holds is (lines == "true")
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("train.one_pass")]
+    assert line.startswith(f"train.one_pass: {lines} (auto: ") and line.endswith("90% of the free memory)")
+
+
+def test_auto_is_false_in_a_run_that_it_does_not_go_with(capsys):
+    made = tiny.trainer(method="flow_grpo", train__one_pass="auto", train__inner_epochs=2)
+    assert not loop.extension(made, "OnePass").holds
+    assert "train.one_pass: false (auto: train.inner_epochs 2, which trains a sample again)" in capsys.readouterr().out
+    assert made.run_epoch()["one_pass/states"] == 0
+
+
+def test_the_estimate_counts_the_graphs_of_all_trained_states():
+    policy = tiny.policy()
+    conditioning = policy.encode(["red"])
+    plain, held = (memory.memory(policy, tiny.config(method="mix_grpo", parts={"plan": {"size": 2}},
+                                                     train__one_pass=one_pass), conditioning)
+                   for one_pass in (False, True))
+    one = plain["update"]["activations"] // 4  # of a micro-batch of 4
+    states = 2 * (1 + 4)  # two prompts, whose samples share the state before their first draw
+    for name in ("rollout", "decode", "update"):
+        assert held[name]["graphs of the rollout"] == one * states
+    assert held["update"]["activations"] == 0 and held["encode"] == plain["encode"]
+
+
+def test_a_language_model_has_none():
+    settings = tiny_text.config(train__one_pass=True)
+    with pytest.raises(UserError, match="train.one_pass is set, which is about denoisers"):
+        keys_read.require_kind(settings, "causal_lm")
