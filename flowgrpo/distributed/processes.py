@@ -249,10 +249,18 @@ def _failing(error: Exception) -> Iterator[None]:
 
 
 def require_replicated(environment: Mapping[str, str]) -> None:
-    """Raise UserError if accelerate was asked to shard the model, which a run does itself (`memory.shard`)."""
-    sharding = [kind for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM")
-                if environment.get(f"ACCELERATE_USE_{kind}", "false").lower() == "true"]
-    if sharding:
-        raise UserError(f"launched with {sharding[0]}, but accelerate only launches a run: use accelerate launch "
-                        "--multi_gpu, or configs/accelerate/one_machine.yaml, and to share weights out memory.shard: "
-                        "true")
+    """Raise UserError if accelerate was asked to share out weights or tokens, which a run does itself; the line names
+    the keys of the recipe that do so."""
+    used = [kind for kind in ("PARALLELISM_CONFIG", "FSDP", "DEEPSPEED", "MEGATRON_LM")
+            if environment.get(f"ACCELERATE_USE_{kind}", "false").lower() == "true"]
+    if not used:
+        return
+    shard, replicate, tokens, sequence, tensor = (int(environment.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) for name
+                                                  in ("DP_SHARD", "DP_REPLICATE", "CP", "SP", "TP"))
+    keys = [f"memory.context_parallel: {most}"] if (most := max(tokens, sequence)) > 1 else []
+    if shard > 1 or used != ["PARALLELISM_CONFIG"]:
+        keys = [f"memory.shard: {'nodes' if shard > 1 and replicate > 1 else 'true'}", *keys]
+    name = "a ParallelismConfig" if used[0] == "PARALLELISM_CONFIG" else used[0]
+    raise UserError(f"launched with {name}{' with tensor parallelism, which is not supported' if tensor > 1 else ''}, "
+                    "but accelerate only launches a run: use accelerate launch --multi_gpu, or "
+                    f"configs/accelerate/one_machine.yaml{', and in the recipe ' if keys else ''}{' or '.join(keys)}")

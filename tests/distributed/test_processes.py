@@ -335,6 +335,21 @@ def test_sharding_is_refused_in_one_line(kind):
         require_replicated({f"ACCELERATE_USE_{kind}": "true"})
 
 
+@pytest.mark.parametrize("sizes, told", [
+    ({"DP_SHARD": 4}, "a ParallelismConfig, but .* and in the recipe memory.shard: true$"),
+    ({"DP_SHARD": 4, "DP_REPLICATE": 2}, "and in the recipe memory.shard: nodes$"),
+    ({"CP": 2}, "and in the recipe memory.context_parallel: 2$"),
+    ({"DP_SHARD": 2, "SP": 4}, "and in the recipe memory.shard: true or memory.context_parallel: 4$"),
+    ({"TP": 2}, "a ParallelismConfig with tensor parallelism, which is not supported, but .*one_machine.yaml$"),
+    ({}, "a ParallelismConfig, but .*one_machine.yaml$")])
+def test_accelerates_own_parallelism_is_refused_with_the_keys_that_stand_for_it(sizes, told):
+    launched = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"} | {
+        f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in sizes.items()}
+    with pytest.raises(UserError, match=told):
+        require_replicated(launched)
+    require_replicated({key: value for key, value in launched.items() if not key.startswith("ACCELERATE")})
+
+
 @pytest.mark.parametrize("options", [
     {"memory.weights": "int8"}, {"adapter.dora": True}, {"train.compile": True}, {"cache": "k"}])
 def test_what_does_not_go_with_sharing_out_is_refused_in_one_line(options):
