@@ -43,6 +43,7 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
     report = _report(config.model, name, gpu, counts, settings, better) | {
         "processes": processes,
         "micro_batch": config.train.micro_batch, "checkpointing": config.train.checkpointing,
+        "one_pass": config.train.one_pass,
         "epochs": config.train.epochs, "hours": round(counts.seconds * config.train.epochs / 3600, 1)}
     typer.echo(json.dumps(report, indent=2) if as_json else summary(report))
     if not as_json:
@@ -87,7 +88,7 @@ def _page(report: dict[str, Any]) -> None:
             for name, phase in report["phases"].items()]
     print_table(["phase", "GiB", "reserved", "TFLOP", "seconds", "share", "kernels"], rows)
     lines = {"rows": f"{report['micro_batch']} at once (train.micro_batch), train.checkpointing "
-                     f"{str(report['checkpointing']).lower()}",
+                     f"{str(report['checkpointing']).lower()}, train.one_pass {str(report['one_pass']).lower()}",
              "rewards": f"{report['rewards']:.1f} GiB of reward models, beside every phase",
              "peak": f"{report['peak']:.1f} GiB of the {report['room']:.1f} that tensors can take on one "
                      f"{report['gpu']}: its memory less {report['context']:.1f} GiB of CUDA's context and 4 % between "

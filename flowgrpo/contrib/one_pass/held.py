@@ -40,6 +40,12 @@ class HeldOutputs:
         """Return True if the graphs of all steps of a part are there."""
         return all(taken.step in self.outputs for taken in part.transitions)
 
+    def scored(self, part: Part, conditioning: Any, micro_batch: int) -> Replayed:
+        """Score the transitions of the part, as a replay would, and hand their gradients on to the weights."""
+        self._read = None  # of an earlier reading that broke off
+        yield from replay.replay(self, conditioning, part, micro_batch)
+        self.backward()
+
     def replay(self, conditioning: Any, x: Tensor, grid: Tensor, step: int | Tensor, timesteps: Tensor | None = None
                ) -> Tensor:
         """Return the outputs [b,*D] at the next b states of a step, whose gradient `backward` hands on."""
@@ -144,9 +150,5 @@ class HeldSteps(RecordedSteps):
     def replay(self, part: Part, conditioning: Conditioning) -> Replayed:
         if isinstance(part, HeldPart) and part.held is not None and part.advantages and torch.is_grad_enabled() \
                 and part.held.covers(part):
-            return self._read(part, part.held, conditioning)
+            return part.held.scored(part, conditioning, self.micro_batch)
         return super().replay(part, conditioning)
-
-    def _read(self, part: Part, held: HeldOutputs, conditioning: Conditioning) -> Replayed:
-        yield from replay.replay(held, conditioning, part, self.micro_batch)
-        held.backward()

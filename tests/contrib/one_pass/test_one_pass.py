@@ -11,7 +11,7 @@ import torch
 from flowgrpo.check import memory
 from flowgrpo.contrib.one_pass import requirements
 from flowgrpo.contrib.one_pass.extension import OnePass
-from flowgrpo.contrib.one_pass.held import HeldGrower, HeldOutputs, HeldPart, HeldSteps
+from flowgrpo.contrib.one_pass.held import HeldGrower, HeldPart, HeldSteps
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods import keys_read
@@ -44,6 +44,11 @@ def explored(policy, exploration, micro_batch, held=True):
     return conditioning, parts
 
 
+def read(part, conditioning, micro_batch):
+    """A part's scores from its graphs."""
+    return part.held.scored(part, conditioning, micro_batch)
+
+
 def gradient(policy, replayed, part, weights):
     """Gradient of a weighted sum of a part's log-probabilities, as one vector."""
     for parameter in policy.weights.parameters():
@@ -74,12 +79,8 @@ def test_samples_are_those_without_graphs_and_the_gradient_is_that_of_a_replay(p
             assert torch.equal(taken.old.logp, of.old.logp) and not taken.old.logp.requires_grad
         expected = gradient(policy, replay(policy, conditioning, other, micro_batch), other, weights)
 
-        def read(held: HeldOutputs = part.held, part=part):
-            yield from replay(held, conditioning, part, micro_batch)
-            held.backward()
-
         before = policy.evaluations
-        found = gradient(policy, read(), part, weights)
+        found = gradient(policy, read(part, conditioning, micro_batch), part, weights)
         assert policy.evaluations == before and not part.held.outputs and not part.held.covers(part)
         assert expected.norm() > 0 and torch.allclose(found, expected, rtol=1e-5, atol=1e-6 * expected.abs().max())
 
@@ -126,9 +127,8 @@ def test_the_gradient_of_a_line_is_that_of_the_closed_form():
         slope = exploration.slope(taken.step)
         score = ((taken.x_next - transition.mean) / transition.std**2 * slope * taken.x).mean(1)
         expected += (-advantages * score).sum().item()
-    for k, rows, new in replay(part.held, Texts(["a"]), part, 4):
+    for k, rows, new in read(part, Texts(["a"]), 4):
         (-advantages[rows] * new.logp[:, 0]).sum().backward()
-    part.held.backward()
     assert model.w.grad.item() == pytest.approx(expected, rel=1e-5)
 
 
@@ -144,12 +144,7 @@ def test_a_part_without_some_samples_keeps_the_graphs_of_the_others(policy, expl
     assert {*left.held.outputs} == {taken.step for taken in left.transitions}
     weights = [each[at] for each, at in zip(advantages, keep)][1:]
     expected = gradient(policy, replay(policy, conditioning, other, micro_batch), other, weights)
-
-    def read():
-        yield from replay(left.held, conditioning, left, micro_batch)
-        left.held.backward()
-
-    found = gradient(policy, read(), left, weights)
+    found = gradient(policy, read(left, conditioning, micro_batch), left, weights)
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6 * expected.abs().max())
     assert part.credited(advantages, [torch.zeros_like(at) for at in keep]) is None
 
@@ -255,6 +250,29 @@ def test_an_update_that_is_repeated_replays_what_it_has_read():
                               made.policy.evaluations - before))
     (first, none), (again, some) = gradients
     assert none == 0 < some and torch.allclose(first, again, rtol=1e-5, atol=1e-6 * first.abs().max())
+
+
+def test_a_part_whose_reading_broke_off_is_read_again_from_its_beginning(policy):
+    exploration, weights = spec(), [torch.linspace(-1, 2, 8), torch.linspace(1, 3, 8)]
+    conditioning, [part] = explored(policy, exploration, 8)
+    part = replace(part, advantages=tuple(weights), rewards=tuple(weights))
+    _, [plain] = explored(policy, exploration, 8, held=False)
+    expected = gradient(policy, replay(policy, conditioning, plain, 8), plain, weights)
+    next(read(part, conditioning, 3))  # as where memory runs out behind the first rows
+    found = gradient(policy, read(part, conditioning, 2), part, weights)
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6 * expected.abs().max())
+
+
+@pytest.mark.parametrize("options", [{"train__checkpointing": True}, {"train__guidance": 3.0},
+                                     {"train__micro_batch": 3}, {"memory__states": "cpu"}], ids=str)
+def test_options_of_a_run_train_alike_beside_it(options):
+    found = []
+    for one_pass in (False, True):
+        made = trainer(train__one_pass=one_pass, **options)
+        tiny_runs.epochs(made)
+        found.append(made.policy.weights.snapshot())
+    for key, value in found[0].items():
+        assert torch.allclose(value, found[1][key], rtol=1e-3, atol=2e-5), key
 
 
 def test_outside_of_an_epoch_rollouts_keep_nothing():
