@@ -3,88 +3,49 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-import torch
-
-from flowgrpo import rewards
 from flowgrpo.arguments import OMITTED, Omitted, Prompts, Rewards, configured
-from flowgrpo.config.geometry import geometry, teams
 from flowgrpo.config.schema import Config
-from flowgrpo.data import provenance, recorded_pairs, splits
+from flowgrpo.data import provenance
 from flowgrpo.data.prompts import Prompt, of_records
-from flowgrpo.device import described, pick_device, require_generators, rounded_products
-from flowgrpo.distributed.processes import PATIENCE, Processes, require_replicated
+from flowgrpo.device import described, rounded_products
+from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.watch import Watch
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
 from flowgrpo.evaluation.nouns import SAMPLE
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.log import silence
-from flowgrpo.methods import keys_read, split_groups
 from flowgrpo.methods.method import Method
-from flowgrpo.methods.validate import resolve, substituted
+from flowgrpo.methods.setup import Setup
+from flowgrpo.methods.validate import substituted
 from flowgrpo.packages import require_versions
-from flowgrpo.policies import build, options
+from flowgrpo.policies import build
 from flowgrpo.policies.pipelines import prompt_lengths
-from flowgrpo.policies.precision import resolve_precision
-from flowgrpo.policies.weights import sharding
 from flowgrpo.policies.weights.low_precision import notice
 from flowgrpo.policies.weights.restore import as_before
-from flowgrpo.rewards import pairwise
-from flowgrpo.storage import atomic, lock, paths
+from flowgrpo.storage import atomic, lock
 from flowgrpo.storage.places import CRASH
 from flowgrpo.train import Trainer
 from flowgrpo.training import (
     announcement,
     batch_size,
-    best,
+    checks,
     endings,
-    extensions,
     hints,
     inputs,
-    reward_demands,
     run_folder,
     state,
     tracker,
     trial,
 )
-from flowgrpo.training.setup import Setup
+from flowgrpo.training.checks import Ready
 from flowgrpo.user_code import reading
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-@dataclass(frozen=True, eq=False)
-class Ready:
-    """Validated inputs of a run, without the model and its weights.
-
-    config: the configuration, with a chosen precision.
-    precision: the precision in words.
-    device: of this process.
-    accelerator: accelerate's.
-    trained, measured: rewards by name.
-    split: training and held-out prompts.
-    last: the checkpoint to resume from, or None.
-    changes: changes of the configuration since then, for the report.
-    began: time.perf_counter() of the first check.
-    """
-
-    config: Config
-    precision: str
-    device: str | torch.device
-    accelerator: Accelerator
-    trained: dict[str, Any]
-    measured: dict[str, Any]
-    split: tuple[list[Prompt], list[Prompt]]
-    last: Path | None
-    changes: list[str]
-    began: float
 
 
 def run(config: Config, resume: bool | Literal["auto"] = False, *, pipe: Any = None,
@@ -96,38 +57,34 @@ def run(config: Config, resume: bool | Literal["auto"] = False, *, pipe: Any = N
     language model the tuple of model and tokenizer or processor), functions (by name) and prompts are objects that
     replace those named in the configuration. If the run fails, such a pipe is restored.
     """
-    ready = check(config, resume, pipe, functions, prompts)
+    ready = checks.check(config, resume, pipe, functions, prompts)
     with Watch(Processes(ready.accelerator)):
-        return _checked(ready, pipe, prompts, config.precision)
+        return _checked(ready, prompts, config.precision)
 
 
-def _checked(ready: Ready, pipe: Any, prompts: list[Prompt] | None, asked: str) -> dict[str, Any]:
+def _checked(ready: Ready, prompts: list[Prompt] | None, asked: str) -> dict[str, Any]:
     """Load the model of a checked configuration, and run it. asked: the precision before `auto` was settled."""
     from accelerate.utils import set_seed
 
-    config = ready.config
-    if ready.accelerator.is_main_process:
-        print(f"device: {described(ready.device)}\nprecision: {ready.precision}", flush=True)
-        for line in hints.of_machine(asked, ready.device):
+    setup, config = ready.setup, ready.setup.config
+    if setup.first:
+        print(f"device: {described(setup.device)}\nprecision: {ready.precision}", flush=True)
+        for line in hints.of_machine(asked, setup.device):
             print(line, flush=True)
     set_seed(config.seed)
-    loaded = _load(ready) if pipe is None else pipe
-    modality = build.modality(loaded)
-    rewards.require_modality(ready.trained | ready.measured, modality)
-    rewards.require_base(ready.trained | ready.measured, modality)
-    rewards.require_latents(ready.trained | ready.measured, modality)
-    build.require_inputs(config, [*ready.split[0], *ready.split[1]], loaded)
-    listed = provenance.prompt_lines(config, prompts) if ready.accelerator.is_main_process else None
-    with as_before(pipe), rounded_products(config.precision, ready.device):
+    loaded = _load(setup) if setup.loaded is None else setup.loaded
+    checks.require(checks.OF_MODEL, replace(setup, loaded=loaded))
+    listed = provenance.prompt_lines(config, prompts) if setup.first else None
+    with as_before(setup.loaded), rounded_products(config.precision, setup.device):
         return _train(ready, loaded, listed)
 
 
-def _load(ready: Ready) -> Any:
+def _load(setup: Setup) -> Any:
     """Load the model of a run; the first process prints what and how long."""
-    config, first, start = ready.config, ready.accelerator.is_main_process, time.monotonic()
+    config, first, start = setup.config, setup.first, time.monotonic()
     if first:
         print(f"loading {config.model} ...", flush=True)
-    encoded = build.encoded(config, [prompt for side in ready.split for prompt in side])
+    encoded = build.encoded(config, setup.prompts)
     loaded = build.load(config, encoders=not encoded)
     if first and encoded:
         print(f"text encoders are not loaded: all prompts are encoded in {config.cache}", flush=True)
@@ -139,133 +96,44 @@ def _load(ready: Ready) -> Any:
 
 def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
     """Run a loaded model, after all checks that need no model; listed: the content of the run's own prompt file."""
-    config, folder = ready.config, ready.config.folder
-    policy = build.make_policy(config, ready.device, loaded)
-    config = batch_size.fit_micro_batch(config, policy, ready.split[0][0], Processes(ready.accelerator))
-    trainer = Trainer(config, ready.accelerator, policy, ready.trained, ready.split)
+    setup, resumed = ready.setup, ready.last is not None
+    folder, measured = setup.config.folder, setup.measured
+    policy = build.make_policy(setup.config, setup.device, loaded)
+    config = batch_size.fit_micro_batch(setup.config, policy, setup.split[0][0], Processes(ready.accelerator))
+    trainer = Trainer(config, ready.accelerator, policy, setup.trained, setup.split)
     if ready.last:
         state.restore(trainer, ready.last)
-    trial.require(trainer, ready.measured)
+    trial.require(trainer, measured)
     preview = trainer.method.rollout.preview
     for line in (substituted(config, trainer.method),
                  notice(preview.precision, policy.device) if preview else None) if trainer.processes.first else ():
         if line:
             print(line, flush=True)
     if policy.modality != "text" and trainer.processes.first:
-        texts = [prompt.text for side in ready.split for prompt in side]
+        texts = [prompt.text for prompt in setup.prompts]
         if line := prompt_lengths.cut(policy.pipe, config.call, texts):
             print(line, flush=True)
     with contextlib.ExitStack() as stack:
         if trainer.processes.first:
-            prepare(config, trainer.epoch, ready.last is not None, ready.changes, stack)
+            prepare(config, trainer.epoch, resumed, ready.changes, stack)
             if listed is not None:
                 atomic.write_text(folder / provenance.PROMPTS, listed)
-            inputs.write(folder, inputs.of_run(config, ready.split))
-            snapshots.begin(folder, trainer.epoch, ready.device, trainer.processes.count, ready.precision,
+            inputs.write(folder, inputs.of_run(config, setup.split))
+            snapshots.begin(folder, trainer.epoch, setup.device, trainer.processes.count, ready.precision,
                             SAMPLE[policy.modality], policy.unit)
-        tracker.start(ready.accelerator, config, trainer.epoch, resumed=ready.last is not None)
+        tracker.start(ready.accelerator, config, trainer.epoch, resumed=resumed)
         stack.callback(ready.accelerator.end_training)
         with endings.evaluating(trainer, folder, "first"):
-            before = held_out.before(trainer, ready.measured, folder, reuse=ready.last is not None)
+            before = held_out.before(trainer, measured, folder, reuse=resumed)
         if trainer.processes.first:
             snapshots.stage(folder, "before", 0, before)
-        if not ready.last:
+        if not resumed:
             tracker.show(ready.accelerator, folder, 0, "before")
-        trainer.train(folder, ready.measured)
+        trainer.train(folder, measured)
         with endings.evaluating(trainer, folder, "last"):
-            summary = held_out.finish(trainer, ready.measured, folder, before, ready.began, ready.last is not None)
+            summary = held_out.finish(trainer, measured, folder, before, ready.began, resumed)
         tracker.show(ready.accelerator, folder, trainer.epoch, "after", "best", "worst")
         return summary
-
-
-def check(config: Config, resume: bool | Literal["auto"] = False, pipe: Any = None,
-          functions: dict[str, Callable[..., Any]] | None = None, prompts: list[Prompt] | None = None) -> Ready:
-    """Validate configuration, rewards, prompts and run folder before anything is loaded or written.
-
-    Raises UserError on the first problem.
-    """
-    began, device = time.perf_counter(), pick_device(config.device)
-    kind = build.kind(config, pipe)
-    method = resolve(config, build.process(kind))
-    keys_read.require_keys(config, kind, method)
-    tracker.require(config)
-    accelerator = make_accelerator(device)  # first: it selects the GPU that rewards will use
-    if accelerator.num_processes > 1:
-        device = accelerator.device
-    resume = run_folder.resumes(config, accelerator, resume)
-    config, precision = settled(config, accelerator, device, resume, pipe)
-    processes = teams(config.memory.context_parallel, accelerator.num_processes)
-    shape = geometry(config.train, processes)
-    require_generators(shape.rows, "samples of an epoch (train.prompts x train.group)")
-    options.require_options(config, method, device, loaded=pipe is not None)
-    sharding.require(config.memory.shard, not config.adapter.rank, accelerator.num_processes, os.environ)
-    if accelerator.is_main_process:
-        run_folder.require_free(config.folder)
-        if not resume:
-            run_folder.require_outside(config)
-    away = config.memory.rewards == "cpu"
-    with rewards.lazily():  # first what costs nothing: no weights are fetched for a reward that cannot serve
-        trained = rewards.compose(config.trained, config.cache, functions, away)
-        further = rewards.compose(config.watched, config.cache, functions, away)
-    reward_demands.require(method, trained, config.train.group)
-    together = [name for name, reward in trained.items() if pairwise.sees_groups(reward)]
-    split_groups.require(config, method, shape, processes, together)
-    measured = pairwise.measured(trained, further)
-    split = recorded_pairs.in_place(config, _split(config, prompts), method.for_tokens)
-    require_generators(min(config.eval.prompts, len(split[1])) * config.eval.samples, "samples of an evaluation")
-    build.require_inputs(config, [*split[0], *split[1]], pipe)
-    if accelerator.is_main_process and (modality := build.modality_ahead(config, pipe)):
-        rewards.require_modality(trained | further, modality)
-        if modality == "video":
-            rewards.require_clips(trained | further, split[0][0].text, split[0][0].metadata)
-    extensions.require(Setup(config, kind, method, shape, processes, accelerator.num_processes, trained, measured,
-                             split))
-    if require := getattr(method.curriculum, "require", None):
-        require(split[0])
-    for routed, side in zip((trained, further), split):
-        rewards.require_routes(routed, [prompt.metadata for prompt in side])
-    if accelerator.is_main_process:  # finds mistakes, and makes the trial
-        rewards.load([*trained.values(), *further.values()])
-    last = run_folder.last_whole(config, accelerator) if resume else None
-    changes = run_folder.require_same(config, last) + inputs.changes(config.folder, inputs.of_run(config, split)) \
-        if last else []
-    if accelerator.is_main_process:
-        paths.require_folder(config.folder)
-    if config.eval.weights == "ema" and not config.train.ema:
-        raise UserError("eval.weights is 'ema', but train.ema is 0: set train.ema to a decay such as 0.9")
-    best.require(config.eval, measured)
-    return Ready(config, precision, device, accelerator, trained, measured, split, last, changes, began)
-
-
-def _split(config: Config, prompts: list[Prompt] | None) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the training and the held-out prompts. prompts: objects that replace those of the configuration."""
-    if prompts is not None:
-        return splits.split(prompts, config.held_out, splits.SPLIT_SEED)
-    splits.require_suited(config)
-    return splits.resolve(config)
-
-
-def settled(config: Config, accelerator: Accelerator, device: str | torch.device, resume: bool, pipe: Any
-            ) -> tuple[Config, str]:
-    """Return the configuration with the precision that the first process chooses for all, and its description."""
-    from accelerate.utils import broadcast_object_list
-
-    begun = run_folder.precision(config) if resume else None
-    config = run_folder.with_batch(config) if resume else config
-    chosen = [resolve_precision(config, device, pipe, begun) if accelerator.is_main_process else None]
-    return broadcast_object_list(chosen)[0]
-
-
-def make_accelerator(device: str) -> Accelerator:
-    """Return the accelerator; launch, device and collectives are accelerate's.
-
-    Raises UserError if it was configured to shard the model.
-    """
-    from accelerate import Accelerator, InitProcessGroupKwargs
-
-    require_replicated(os.environ)
-    patience = InitProcessGroupKwargs(timeout=PATIENCE)
-    return Accelerator(cpu=device == "cpu", kwargs_handlers=[patience])
 
 
 def prepare(config: Config, epoch: int, resumed: bool, changes: list[str], stack: contextlib.ExitStack) -> None:

@@ -13,9 +13,9 @@ from flowgrpo.config import Config
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import pick_device
+from flowgrpo.distributed.processes import make_accelerator
 from flowgrpo.policies.build import make_policy
 from flowgrpo.policies.precision import resolve_precision
-from flowgrpo.run import make_accelerator
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.train import Trainer
 from flowgrpo.training import credit, sampling

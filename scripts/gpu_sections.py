@@ -24,13 +24,13 @@ from flowgrpo.check.memory import memory
 from flowgrpo.config import Config, load
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import DTYPES
+from flowgrpo.distributed.processes import make_accelerator
 from flowgrpo.gaussian import log_prob, sample
 from flowgrpo.policies.build import make_policy
 from flowgrpo.policies.weights.checkpointing import checkpoint_blocks
 from flowgrpo.policies.weights.compiled import compile_blocks
 from flowgrpo.policies.weights.lora_forward import without_casts
 from flowgrpo.policies.weights.low_precision import LOWEST, capability, quantised
-from flowgrpo.run import make_accelerator
 from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.kernels import FlowSDE
 from flowgrpo.samplers.rollout import seeder

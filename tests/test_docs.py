@@ -15,8 +15,9 @@ from flowgrpo import methods
 from flowgrpo.cli import train
 from flowgrpo.config import load
 from flowgrpo.data.prompts import load_prompts
-from flowgrpo.methods import keys_read, overlay, registry, validate
+from flowgrpo.methods import keys_read, overlay, registry
 from flowgrpo.policies import build
+from tests.helpers import loop
 from tests.helpers.commands import commands, leaf
 
 ROOT = Path(__file__).parent.parent
@@ -77,7 +78,7 @@ def test_the_recipe_of_a_page_works(name, tmp_path):
     assert name in recipe.method.split("+") and recipe.parts
     drawn = process == "flow" and recipe.preferences is None
     assert ({"steps", "group"} if drawn else {"group"}) <= recipe.train.model_fields_set
-    keys_read.require_keys(recipe, KINDS[process], validate.resolve(recipe, process))
+    keys_read.check(loop.setup(recipe, KINDS[process]))
 
 
 def snippets() -> list[tuple[str, str]]:

@@ -33,7 +33,7 @@ from flowgrpo.samplers.predictions import process
 from flowgrpo.samplers.preview import require_choice
 from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.types import Gaussian, Scored
-from tests.helpers import tiny_text
+from tests.helpers import loop, tiny_text
 
 FOLDER = Path(__file__).parents[1] / "configs"
 # The pipeline class of each recipe's model, and the process of its scheduler.
@@ -77,7 +77,7 @@ def test_every_recipe_is_tried_here():
 def test_a_run_reads_all_keys_of_a_recipe(path):
     config = load(path)
     kind = build.kind(config)
-    keys_read.require_keys(config, kind, validate.resolve(config, build.process(kind)))
+    keys_read.check(loop.setup(config, kind))
 
 
 @pytest.mark.parametrize("path", sorted([*FOLDER.glob("**/*.yaml")]), ids=lambda path: path.stem)
@@ -113,7 +113,7 @@ def test_a_recipe_fits_its_pipeline(name):
     pipe, call = tiny.make(cls)
     assert process(pipe.scheduler) == kind
     method = validate.resolve(config, kind)
-    options.require_memory(config, validate.resolve(config), "cpu")
+    options.require_memory(loop.setup(config))
     further = {key: value for key, value in config.call.items() if key not in (*call, "height", "width")}
     policy = PipelinePolicy(pipe, config.adapter, call=call | further, memory=config.memory)
     assert {key.split(".")[0] for key in policy.weights.named} == set(policy.denoisers)

@@ -17,6 +17,7 @@ from flowgrpo.config import parse
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.methods import keys_read, validate
+from flowgrpo.methods.setup import Setup
 from flowgrpo.policies import build
 from flowgrpo.storage import atomic, paths
 from flowgrpo.storage.json_files import read_object
@@ -114,7 +115,8 @@ class Plan:
     def _require(self, entry: Entry) -> None:
         config = self._config(entry, entry.settings, 0)
         method = validate.resolve(config, self.of.process)
-        keys_read.require_keys(config, build.PIPELINE if self.counted else build.CAUSAL_LM, method, f"{entry.label}: ")
+        kind = build.PIPELINE if self.counted else build.CAUSAL_LM
+        keys_read.check(Setup(config, kind, method, where=f"{entry.label}: "))
         rewards.compose(config.trained | config.watched, None)
         if self.counted:
             self._afford(entry, epochs_for(config, 1, self.of.process)[1])

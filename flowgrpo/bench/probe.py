@@ -17,6 +17,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import pick_device
+from flowgrpo.distributed.processes import make_accelerator
 from flowgrpo.evaluation import draw
 from flowgrpo.evaluation.measured import EVAL_SEED, measure, spread
 from flowgrpo.methods.targets import LatentEdits
@@ -25,7 +26,6 @@ from flowgrpo.policies.build import make_policy
 from flowgrpo.policies.policy import Policy
 from flowgrpo.policies.precision import resolve_precision
 from flowgrpo.rewards import pairwise
-from flowgrpo.run import make_accelerator
 from flowgrpo.samplers.rollout import Part, seeder
 from flowgrpo.storage import checkpoint
 from flowgrpo.train import Trainer

@@ -21,7 +21,6 @@ from flowgrpo.config.sections import Adapter, Load
 from flowgrpo.data.prompts import load_prompts
 from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
-from flowgrpo.methods import keys_read, validate
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.presets.denoising import mix_grpo
 from flowgrpo.policies import build, options
@@ -57,9 +56,7 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
     config = recipe or Config(precision="fp32", adapter={"rank": RANK})  # replays and gradients are exact
     config = config.model_copy(update={"load": config.load if config.model == model else Load()})
     config, precision = resolve_precision(config, device, None if isinstance(model, str) else model[0])
-    method = validate.resolve(config)
-    keys_read.require_keys(config, build.PIPELINE, method)
-    options.require_options(config, method, device)
+    method = options.checked(config, build.PIPELINE, device)
     pipe, call = _loaded(model, config) if isinstance(model, str) else model
     result |= {"precision": precision, "pipeline": type(pipe).__name__, "scheduler": type(pipe.scheduler).__name__,
                "prediction": prediction(pipe.scheduler), "weights": memory.held(pipe.components.values())}

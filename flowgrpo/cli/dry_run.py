@@ -26,6 +26,7 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
     from flowgrpo.dry_run import estimate, fit
     from flowgrpo.gpus import gpu_named
     from flowgrpo.methods import keys_read, validate
+    from flowgrpo.methods.setup import Setup
     from flowgrpo.policies import build, options
 
     gpu = gpu_named(name)
@@ -33,9 +34,9 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
         raise UserError("--gpu predicts an epoch of a recipe: give --recipe")
     config = parse.load(recipe, overrides | ({} if model is None else {"model": model}))
     kind = build.kind(config)
-    method = validate.resolve(config, build.process(kind))
-    keys_read.require_keys(config, kind, method)
-    options.require_shardable(config, method)
+    setup = Setup(config, kind, validate.resolve(config, build.process(kind)))
+    keys_read.check(setup)
+    options.require_shardable(setup)
     config = fit.settle(config, gpu, processes)
     counts = estimate.dry_run(config, gpu, processes)
     above = counts.above(gpu.room)

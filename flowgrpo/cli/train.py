@@ -158,6 +158,6 @@ def check_inputs(settings: Any) -> None:
 
     provenance.require_no_slip(settings.model)
     splits.require_suited(settings)
-    recorded_pairs.in_place(settings, splits.resolve(settings), text=True)  # `run.check` opens the pictures
+    recorded_pairs.in_place(settings, splits.resolve(settings), text=True)  # `checks.check` opens the pictures
     for label, rule in (settings.trained | settings.watched).items():
         rewards.locate(rule.use or label)

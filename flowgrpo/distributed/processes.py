@@ -10,6 +10,7 @@ With context parallelism a team of processes runs the same rows and counts as on
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
@@ -246,6 +247,18 @@ def _failing(error: Exception) -> Iterator[None]:
         yield
     finally:
         failures.pop()
+
+
+def make_accelerator(device: str) -> Accelerator:
+    """Return the accelerator; launch, device and collectives are accelerate's.
+
+    Raises UserError if it was configured to shard the model.
+    """
+    from accelerate import Accelerator, InitProcessGroupKwargs
+
+    require_replicated(os.environ)
+    patience = InitProcessGroupKwargs(timeout=PATIENCE)
+    return Accelerator(cpu=device == "cpu", kwargs_handlers=[patience])
 
 
 def require_replicated(environment: Mapping[str, str]) -> None:

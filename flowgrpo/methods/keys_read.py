@@ -14,6 +14,7 @@ from flowgrpo.config.sections import Memory
 from flowgrpo.errors import UserError
 from flowgrpo.methods import targets
 from flowgrpo.methods.method import Method
+from flowgrpo.methods.setup import Setup
 from flowgrpo.samplers.noised_finals import Stratified
 
 _OF_DENOISERS = (
@@ -101,12 +102,10 @@ def require_kind(config: Config, kind: str, where: str = "") -> None:
                         f"{attrgetter(key)(config)!r}, expected the default, {fields()[key].default!r})")
 
 
-def require_keys(config: Config, kind: str, method: Method, where: str = "") -> None:
-    """Raise UserError for a changed key that a run of this kind of model (`policies.build`) and method does not read.
-
-    where: said before the key.
-    """
-    require_kind(config, kind, where)
+def check(setup: Setup) -> None:
+    """Raise UserError for a changed key that a run of this kind of model and method does not read."""
+    config, method, where = setup.config, setup.method, setup.where
+    require_kind(config, setup.kind, where)
     changed = {*_changed(config)}
     for condition in CONDITIONS:
         for key in (key for key in condition.keys if key in changed and not condition.read(config, method)):

@@ -6,22 +6,16 @@ import torch
 
 from flowgrpo import objectives
 from flowgrpo.advantages.baselines import NoBaseline
-from flowgrpo.advantages.shaping import BradleyTerry
 from flowgrpo.advantages.trackers import PriorBlend
 from flowgrpo.config.schema import Config
 from flowgrpo.curriculum.resampling import AdditionalGroups
-from flowgrpo.data.demonstrations import load_demonstrations
-from flowgrpo.data.pairs import load_pairs
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.gaussian import log_prob
-from flowgrpo.methods import reads, registry
-from flowgrpo.methods.data_sources import Explained, PassRate
+from flowgrpo.methods import reads, recorded_pairs, registry
 from flowgrpo.methods.method import OF_TEXT, Method
 from flowgrpo.methods.overlay import overlays, preset, with_parts
-from flowgrpo.methods.supervised import PicturePairs, PreferencePairs
+from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.targets import (
-    NoisedFinals,
-    RecordedPairs,
     RewardGradient,
 )
 from flowgrpo.objectives.references import SelfTeacher, Teacher
@@ -42,7 +36,7 @@ def resolve(config: Config, process: str = "flow") -> Method:
     requested = with_parts(base, config.parts)
     method = requested.on(process, given=config.parts)
     if config.preferences is not None:
-        method = _on_pairs(method)
+        method = recorded_pairs.of(method)
     reads.require_set(base, requested, method, overlays(config.method))
     reads.require_types(method)
     _require_limits(config, method)
@@ -61,17 +55,6 @@ def resolve(config: Config, process: str = "flow") -> Method:
         raise UserError(f"method {config.method} with {steps}train.group {train.group} and parts {config.parts}: "
                         f"{error}") from None
     return method
-
-
-def _on_pairs(method: Method) -> Method:
-    """Return a method of noised finals or of completions on recorded pairs; another one as it is."""
-    if isinstance(method.target, NoisedFinals):
-        return method.having(target=RecordedPairs(method.target.times))
-    if not method.for_tokens:
-        return method
-    from flowgrpo.text.targets import Completions, RecordedCompletions
-
-    return method.having(target=RecordedCompletions()) if type(method.target) is Completions else method
 
 
 def _require_credit(method: Method, group: int) -> None:
@@ -201,8 +184,9 @@ def _explorations(method: Method, config: Config, process: str) -> list[RolloutS
     return explorations
 
 
-def require_adapted(config: Config, method: Method) -> None:
+def require_adapted(setup: Setup) -> None:
     """Raise UserError for options that conflict with the training of text encoders."""
+    config, method = setup.config, setup.method
     if method.for_tokens or not method.denoising.adapted.encoders:
         return
     wrong = {"adapter.rank: 0, which trains all of a denoiser: set a rank": not config.adapter.rank,
@@ -214,64 +198,9 @@ def require_adapted(config: Config, method: Method) -> None:
         raise UserError(f"text encoders are trained (parts.adapted.encoders), which does not go with {option}")
 
 
-def require_recorded_pairs(config: Config, method: Method) -> None:
-    """Raise UserError if the method or configuration does not fit recorded pairs, or needs them and has none."""
-    if config.preferences is None:
-        if config.labels != "file":
-            raise UserError(f"labels is {config.labels!r}, but preferences is not set: set it to a file of pairs")
-        if getattr(method.loss.surrogate, "similarity", False):
-            raise UserError(f"method {config.method} pulls to the first picture of recorded pairs, but preferences is "
-                            "not set: set it to a file of pairs, or parts.surrogate.similarity: 0")
-        return
-    _require_recorded(config, method)
-    _require_measured(config)
-    if config.labels == "file" and isinstance(method.credit.shaping, BradleyTerry):
-        raise UserError(f"labels is 'file', but method {config.method} draws labels from rewards, and would swap some "
-                        "of the file's: set labels: rewards, or parts.shaping: null")
-    if config.labels == "rewards" and getattr(method.loss.surrogate, "similarity", False) \
-            and not isinstance(method.credit.shaping, BradleyTerry):
-        raise UserError(f"method {config.method} with parts.surrogate.similarity pulls to what the file calls chosen, "
-                        "but labels is 'rewards', which may prefer the other picture: set labels: file, or similarity: "
-                        "0")
-    if method.rollout.preview:
-        raise UserError(f"preferences is set, so no picture is drawn, but method {config.method} chooses among "
-                        "previews of drawn ones: leave sol_rl out")
-    if config.train.group != 2:
-        raise UserError(f"train.group is {config.train.group}, but preferences brings pairs: set train.group: 2")
-
-
-def _require_measured(config: Config) -> None:
-    """Raise UserError for a training key of a reward that is only measured beside labels from the file."""
-    for name, rule in config.watched.items() if config.labels == "file" else ():
-        for key in (key for key in ("limit", "transform") if getattr(rule, key, None)):
-            raise UserError(f"reward.{name}.{key} is set, but labels is 'file', so that rewards are only measured: "
-                            "leave it out, or set labels: rewards")
-
-
-def _require_recorded(config: Config, method: Method) -> None:
-    """Raise UserError for a method that does not train recorded pairs."""
-    if isinstance(method.target, RecordedPairs):
-        return
-    if not method.for_tokens:
-        raise UserError(f"preferences is set, so no picture is drawn, but method {config.method} trains steps of "
-                        "drawing one, or edits of drawn ones: use a method of noised finals, such as diffusion_dpo")
-    from flowgrpo.text.targets import RecordedCompletions
-
-    if not isinstance(method.target, RecordedCompletions):
-        raise UserError(f"preferences is set, but method {config.method} on this model trains {method.target.trains}, "
-                        "which recorded texts have none of: expected a causal language model and a method such as dpo")
-    decoding = method.generation.decoding
-    if decoding.greedy or decoding.expert:
-        raise UserError(f"preferences is set, so no text is drawn, but method {config.method} keeps "
-                        f"{decoding.greedy} greedy samples and {decoding.expert} answers per group: set "
-                        "parts.decoding: {greedy: 0, expert: 0}, or use a method such as dpo")
-    if config.text.engine != "transformers" or config.text.engine_precision is not None:
-        raise UserError("preferences is set, so no text is drawn, but text.engine or text.engine_precision is "
-                        "set too: leave them out")
-
-
-def require_expert_reward(config: Config, method: Method) -> None:
+def require_expert_reward(setup: Setup) -> None:
     """Raise UserError for a name of `parts.shaping.without` that is no reward of the run."""
+    config, method = setup.config, setup.method
     if not method.for_tokens:
         return
     from flowgrpo.text.credit.expert_reward import ExpertReward
@@ -281,31 +210,6 @@ def require_expert_reward(config: Config, method: Method) -> None:
         if name not in config.rewards:
             raise UserError(f"parts.shaping.without names {name!r}, which is no reward of the run: expected names "
                             f"among {', '.join(config.rewards)}")
-
-
-def require_data(config: Config, method: Method) -> None:
-    """Raise UserError for a supervised term that does not go with an option, has no examples, or whose file of
-    demonstrations has a mistake."""
-    part = method.loss.data
-    if part is None:
-        return
-    wrong = {"memory.shard, whose processes would meet in other steps: use false": config.memory.shard,
-             "memory.context_parallel: use 1": config.memory.context_parallel > 1,
-             "picture.sizes, where the examples of a batch differ in size: leave it out": bool(config.picture.sizes)}
-    for option in (option for option, applies in wrong.items() if applies):
-        raise UserError(f"parts.data, a supervised term, does not go with {option}")
-    if isinstance(part.source, Explained) and not method.for_tokens:
-        raise UserError("parts.data.source is Explained, whose examples a language model writes: use PassRate here")
-    if isinstance(part, (PreferencePairs, PicturePairs)):
-        if not part.source.path:
-            raise UserError(f"parts.data is {type(part).__name__}, but names no pairs: set parts.data.source.path to a "
-                            ".jsonl file of pairs")
-        load_pairs(part.source.path, text=isinstance(part, PreferencePairs))
-    elif part.source.path:
-        load_demonstrations(part.source.path)
-    elif not method.for_tokens and not (isinstance(part.source, PassRate) and part.source.collects_own):
-        raise UserError(f"parts.data.source is {type(part.source).__name__}, which takes recorded pictures, but it has "
-                        "no path: set it to a .jsonl file of demonstrations")
 
 
 def _require_learned_noise(method: Method, explorations: list[RolloutSpec]) -> None:

@@ -9,35 +9,41 @@ import torch
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Load
 from flowgrpo.errors import UserError
-from flowgrpo.methods import validate
+from flowgrpo.methods import keys_read, recorded_pairs, supervised_term, validate
 from flowgrpo.methods.method import Method
+from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.targets import JointDensity, LatentEdits, RewardGradient
 from flowgrpo.objectives import references
-from flowgrpo.policies import sources
+from flowgrpo.policies import build, sources
 from flowgrpo.policies.pipelines.attention import require_attention
 from flowgrpo.policies.weights.lora_files import require_lora
 from flowgrpo.policies.weights.memory_options import require_package, require_quantiser
 from flowgrpo.samplers.learned_noise import LearnedNoise
 
 
-def require_options(config: Config, method: Method, device: str | torch.device, loaded: bool = False) -> None:
-    """Raise UserError for options that conflict with each other or the device. loaded: the model is an object."""
-    require_load(config, loaded)
-    require_init(config, method)
-    require_memory(config, method, device, loaded)
-    require_waiting(config, method)
-    require_shardable(config, method)
-    require_context_parallel(config, method)
-    require_sizes(config, method)
-    validate.require_recorded_pairs(config, method)
-    validate.require_adapted(config, method)
-    validate.require_data(config, method)
-    validate.require_expert_reward(config, method)
+def checked(config: Config, kind: str, device: str | torch.device) -> Method:
+    """Return the method of a configuration whose keys and options go together, without a run.
+
+    kind: of the model. Raises UserError on the first problem.
+    """
+    setup = Setup(config, kind, validate.resolve(config, build.process(kind)), device=device)
+    keys_read.check(setup)
+    check(setup)
+    return setup.method
 
 
-def require_load(config: Config, loaded: bool = False) -> None:
-    """Raise UserError for settings of `load` that the model does not read. loaded: the model is an object."""
-    if not loaded:
+def check(setup: Setup) -> None:
+    """Raise UserError for options that conflict with each other, the method or the device."""
+    for each in (require_load, require_init, require_memory, require_waiting, require_shardable,
+                 require_context_parallel, require_sizes, recorded_pairs.check, validate.require_adapted,
+                 supervised_term.check, validate.require_expert_reward):
+        each(setup)
+
+
+def require_load(setup: Setup) -> None:
+    """Raise UserError for settings of `load` that the model does not read."""
+    config = setup.config
+    if setup.loaded is None:
         sources.require(config.model, config.load, config.memory.weights)
         if config.load.ip_adapter is not None and not config.adapter.rank:
             raise UserError("load.ip_adapter is set, but adapter.rank is 0, which would train the IP-Adapter's weights "
@@ -49,8 +55,9 @@ def require_load(config: Config, loaded: bool = False) -> None:
                             "out, and load the object that way")
 
 
-def require_init(config: Config, method: Method) -> None:
+def require_init(setup: Setup) -> None:
     """Raise UserError for an `adapter.init` that is not here, or that the run does not read."""
+    config, method = setup.config, setup.method
     if config.adapter.init is None:
         return
     if not config.adapter.rank or isinstance(method.target, LatentEdits):
@@ -60,15 +67,16 @@ def require_init(config: Config, method: Method) -> None:
     require_lora("adapter.init", config.adapter.init)
 
 
-def require_memory(config: Config, method: Method, device: str | torch.device, loaded: bool = False) -> None:
+def require_memory(setup: Setup) -> None:
     """Raise UserError for conflicting options of the sections `memory`, `adapter` and `train`.
 
-    Also for options that the device lacks or whose package is absent. loaded: the pipeline is given as an object.
+    Also for options that the device lacks or whose package is absent.
     """
+    config, method, device = setup.config, setup.method, torch.device(setup.device)
     weights, adapter = config.memory.weights, config.adapter
-    require_attention(config.memory.attention, torch.device(device), config.precision)
+    require_attention(config.memory.attention, device, config.precision)
     if weights != "full":
-        _require_quantisable(config, torch.device(device), loaded)
+        _require_quantisable(config, device, setup.loaded is not None)
     if setting := _quantised(config):
         _require_kept(config, method, setting)
     if not adapter.rank and (adapter.dora or adapter.rslora):
@@ -123,8 +131,9 @@ def _require_kept(config: Config, method: Method, setting: str) -> None:
         raise UserError(f"{setting}, and parts.preview.precision {preview.precision!r}: weights are quantised once")
 
 
-def require_waiting(config: Config, method: Method) -> None:
+def require_waiting(setup: Setup) -> None:
     """Raise UserError for options that conflict with `memory.denoiser` or `memory.offload`."""
+    config, method = setup.config, setup.method
     memory, offloads = config.memory, config.memory.offload != "none"
     if memory.denoiser == "keep" and not offloads:
         return
@@ -149,8 +158,9 @@ def require_waiting(config: Config, method: Method) -> None:
         raise UserError(f"{setting}, which does not go with {option}")
 
 
-def require_shardable(config: Config, method: Method) -> None:
+def require_shardable(setup: Setup) -> None:
     """Raise UserError for options that conflict with `memory.shard`."""
+    config, method = setup.config, setup.method
     if not config.memory.shard:
         return
     preview = method.rollout.preview.precision if method.rollout.preview else "full"
@@ -175,8 +185,9 @@ def require_shardable(config: Config, method: Method) -> None:
         raise UserError(f"{setting}, which does not go with {option}, or memory.shard: false")
 
 
-def require_context_parallel(config: Config, method: Method) -> None:
+def require_context_parallel(setup: Setup) -> None:
     """Raise UserError for options that conflict with `memory.context_parallel`."""
+    config, method = setup.config, setup.method
     if config.memory.context_parallel == 1:
         return
     if method.for_tokens:
@@ -196,8 +207,9 @@ def require_context_parallel(config: Config, method: Method) -> None:
                         " or memory.context_parallel: 1")
 
 
-def require_sizes(config: Config, method: Method) -> None:
+def require_sizes(setup: Setup) -> None:
     """Raise UserError for options that conflict with `picture.sizes`."""
+    config, method = setup.config, setup.method
     if not config.picture.sizes or method.for_tokens:
         return
     wrong = {f"method {config.method}, which trains more than the denoiser: use another":

@@ -20,7 +20,6 @@ from flowgrpo.device import DTYPES
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.log import PhaseTimer
-from flowgrpo.methods import keys_read, validate
 from flowgrpo.policies import build, options
 from flowgrpo.policies.precision import resolve_precision
 from flowgrpo.rollouts.base import GroupSampler
@@ -53,9 +52,7 @@ def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, resu
     kind = build.kind(config, loaded)
     result |= {"precision": precision, "kind": KINDS[kind], "class": type(loaded[0]).__name__,
                "weights": memory.held(loaded)}
-    method = validate.resolve(config, build.process(kind))
-    options.require_options(config, method, device)
-    keys_read.require_keys(config, kind, method)
+    method = options.checked(config, kind, device)
     torch.manual_seed(0)  # initial adapter weights, so that a report is repeatable
     policy = build.language_policy(_brief(config), loaded, config.adapter, device)
     result |= _reader(policy) | _sizes(policy, config)

@@ -18,9 +18,10 @@ from flowgrpo.check import memory
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.device import AUTO, free_memory
+from flowgrpo.device import AUTO, free_memory, require_generators
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
+from flowgrpo.methods.setup import Setup
 from flowgrpo.policies.pipelines import encoded_prompts
 from flowgrpo.policies.weights.compiled import blocks
 
@@ -29,6 +30,17 @@ MOST = 0.9  # share of the memory that an estimate may fill: kernels have tempor
 GIB = 2**30
 
 Estimate = Callable[[int, float], float]  # bytes of a micro-batch and a share of blocks that recompute
+
+
+def check_epoch(setup: Setup) -> None:
+    """Raise UserError for more samples of an epoch than the host's memory has room for."""
+    require_generators(setup.shape.rows, "samples of an epoch (train.prompts x train.group)")
+
+
+def check_evaluation(setup: Setup) -> None:
+    """Raise UserError for more samples of an evaluation than the host's memory has room for."""
+    held_out = setup.config.eval
+    require_generators(min(held_out.prompts, len(setup.split[1])) * held_out.samples, "samples of an evaluation")
 
 
 @dataclass(frozen=True)

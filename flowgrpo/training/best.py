@@ -6,7 +6,7 @@ names. A value that is NaN, or not larger, is no peak; of equal ones the first i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flowgrpo.config.sections import Eval
 from flowgrpo.errors import UserError
+from flowgrpo.methods.setup import Setup
 
 
 @dataclass
@@ -83,8 +84,12 @@ class BestWeights:
             self.stop = Peak(**values["stop"])
 
 
-def require(settings: Eval, measured: Iterable[str]) -> None:
-    """Raise UserError if the rewards of `eval.best` and `eval.stop` are never measured."""
+def check(setup: Setup) -> None:
+    """Raise UserError for weights that the run does not keep, or rewards of `eval.best` and `eval.stop` that are never
+    measured."""
+    settings, measured = setup.config.eval, setup.measured
+    if settings.weights == "ema" and not setup.config.train.ema:
+        raise UserError("eval.weights is 'ema', but train.ema is 0: set train.ema to a decay such as 0.9")
     names = {"best": settings.best, "stop": settings.stop.reward if settings.stop else None}
     for key, name in names.items():
         if name is None:

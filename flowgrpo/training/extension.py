@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
+from flowgrpo.methods.setup import Setup
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
 
@@ -31,8 +32,8 @@ class Extension:
     changes: ClassVar[bool] = False  # its state, before an epoch's first update: the epoch cannot be left then
 
     @classmethod
-    def require(cls, setup: Any) -> None:
-        """Raise UserError for a run that it does not go with. setup: a `training.setup.Setup`."""
+    def require(cls, setup: Setup) -> None:
+        """Raise UserError for a run that it does not go with."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer

@@ -15,6 +15,7 @@ from flowgrpo.config.schema import Config, sections
 from flowgrpo.data.provenance import PROMPTS
 from flowgrpo.device import AUTO
 from flowgrpo.errors import UserError
+from flowgrpo.methods.setup import Setup
 from flowgrpo.starter import FOLDERS
 from flowgrpo.storage import atomic, recovery
 from flowgrpo.storage.json_files import read_lines
@@ -109,6 +110,14 @@ def _flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:
         else:
             values[f"{above}{key}"] = value
     return values
+
+
+def check(setup: Setup) -> None:
+    """Raise UserError in the first process if the run's folder is another run's, or must be archived and cannot be."""
+    if setup.first:
+        require_free(setup.config.folder)
+        if not setup.resumes:
+            require_outside(setup.config)
 
 
 def require_free(folder: Path) -> None:

@@ -21,6 +21,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.evaluation.report.symptoms import Symptom
+from flowgrpo.methods.setup import Setup
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import read_object
 
@@ -162,10 +163,10 @@ class Trackio(WandB):
 TRACKERS = {made.name: made for made in (TensorBoard, WandB, Trackio)}
 
 
-def require(config: Config) -> None:
+def check(setup: Setup) -> None:
     """Raise UserError for a tracker whose package is not installed, or that would prompt for a key without a
     terminal."""
-    name = config.tracker
+    name = setup.config.tracker
     if name == "none":
         return
     if importlib.util.find_spec(name) is None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from flowgrpo.advantages.group import group_relative
+from flowgrpo.config import Config
 from flowgrpo.contrib.categories.parts import CategoryBandit
 from flowgrpo.contrib.prediction.parts import PredictedDifficulty, predicted
 from flowgrpo.contrib.variants.parts import Variations
@@ -65,7 +66,7 @@ def test_prompts_come_from_the_likeliest_category():
     assert Counter(texts)["b"] > 180 and part(POOL, 4, 3, 0, None, memory, 4) == part(POOL, 4, 3, 0, None, memory, 4)
     assert len({prompt.text for prompt in CategoryBandit(temperature=1e-3)(POOL, 4, 0, 0, None, memory, 4)}) == 4
     with pytest.raises(UserError, match="parts.curriculum.key is 'kind'.*there are: task"):
-        CategoryBandit(key="kind").require(POOL)
+        CategoryBandit(key="kind").check(loop.setup(Config(), prompts=POOL))
 
 
 def test_the_score_of_variance_sampling_by_hand():

@@ -13,7 +13,8 @@ from flowgrpo.config import load
 from flowgrpo.data.pairs import Pair, load_pairs
 from flowgrpo.data.recorded_pairs import in_place
 from flowgrpo.errors import UserError
-from flowgrpo.methods.validate import require_recorded_pairs, resolve
+from flowgrpo.methods import recorded_pairs as pairs_check
+from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives.pair_losses import PairLoss
 from flowgrpo.rewards.images.preferred import preferred
 from flowgrpo.run import run
@@ -21,7 +22,7 @@ from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.targets import RecordedCompletions
 from flowgrpo.train import Trainer
 from flowgrpo.training import sampling
-from tests.helpers import tiny_text
+from tests.helpers import loop, tiny_text
 
 RIGHT = [("1+2=", "3", "4"), ("33+4=", "37", "1"), ("5;66=", ";61", "61"), ("7+8=", "15", "78")]
 DPO = dict(method="dpo", train__group=2, train__prompts=4, train__micro_batch=8, train__updates=1)
@@ -120,13 +121,13 @@ def test_what_does_not_go_with_recorded_texts_is_refused(options, told):
     config = load(None, {"model": "starter_text", "method": "dpo", "preferences": "pairs.jsonl", "train.group": 2}
                   | options)
     with pytest.raises(UserError, match=told):
-        require_recorded_pairs(config, resolve(config, "tokens"))
+        pairs_check.check(loop.setup(config, "causal_lm"))
 
 
 def test_a_masked_model_and_a_part_that_draws_are_refused():
     config = load(None, {"method": "dpo", "preferences": "pairs.jsonl", "train.group": 2})
     with pytest.raises(UserError, match="trains traces of an unmasking, which recorded texts have none of"):
-        require_recorded_pairs(config, resolve(config, "masks"))
+        pairs_check.check(loop.setup(config, "masked_lm"))
     drawn = config.model_copy(update={"parts": {"spread": {"type": "StepGroups"}}})
     with pytest.raises(UserError, match="trains recorded pairs of texts reads no spread"):
         resolve(drawn, "tokens")

@@ -18,11 +18,10 @@ from flowgrpo.config.sections import Memory
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import measure
-from flowgrpo.methods import validate
 from flowgrpo.policies.options import require_context_parallel
 from flowgrpo.policies.weights import context_parallel
 from tests.distributed.test_split_groups import launch
-from tests.helpers import tiny
+from tests.helpers import loop, tiny
 
 SMALL = dict(train__prompts=4, train__group=4, train__micro_batch=2, train__lr=1e-3, train__steps=4, train__epochs=2)
 CASES = {
@@ -115,10 +114,10 @@ def test_a_team_trains_as_one_process(case, folder):
 def test_what_does_not_go_with_it_is_refused_in_one_line(options, told):
     chosen = load(None, {"memory.context_parallel": 2} | options)
     with pytest.raises(UserError, match=f"memory.context_parallel is 2, which does not go with {told}") as caught:
-        require_context_parallel(chosen, validate.resolve(chosen))
+        require_context_parallel(loop.setup(chosen))
     assert "\n" not in str(caught.value)
     free = load(None, options)
-    require_context_parallel(free, validate.resolve(free))
+    require_context_parallel(loop.setup(free))
 
 
 def test_teams_divide_the_processes():

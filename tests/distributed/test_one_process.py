@@ -9,7 +9,7 @@ import pytest
 
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.run import check
+from flowgrpo.training.checks import check
 from tests.distributed.test_split_groups import launch
 from tests.helpers import tiny, tiny_text
 

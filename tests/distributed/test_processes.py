@@ -27,12 +27,11 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes, require_replicated
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import UserError
-from flowgrpo.methods import validate
 from flowgrpo.policies.options import require_shardable
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.training import state, trial
 from flowgrpo.training.optimizer import chunks
-from tests.helpers import tiny
+from tests.helpers import loop, tiny
 from tests.helpers.forked import Forked
 
 # Prompts are sampled one by one, so that one process and two replay the very same batches.
@@ -355,9 +354,9 @@ def test_accelerates_own_parallelism_is_refused_with_the_keys_that_stand_for_it(
 def test_what_does_not_go_with_sharing_out_is_refused_in_one_line(options):
     chosen = load(None, {"memory.shard": True} | options)
     with pytest.raises(UserError, match=f"memory.shard is true, which does not go with {[*options][0]}"):
-        require_shardable(chosen, validate.resolve(chosen))
+        require_shardable(loop.setup(chosen))
     free = load(None, options)
-    require_shardable(free, validate.resolve(free))
+    require_shardable(loop.setup(free))
 
 
 # --- failures of one -------------------------------------------------------------------------------------------------

@@ -19,13 +19,12 @@ from flowgrpo.cli import main
 from flowgrpo.config import load
 from flowgrpo.distributed import shards
 from flowgrpo.errors import UserError
-from flowgrpo.methods import validate
 from flowgrpo.policies.options import require_shardable
 from flowgrpo.policies.weights import sharding
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import saving, state
 from tests.distributed.test_processes import REWARD, SMALL, arguments, free_ports, half_flat, held, join_anew
-from tests.helpers import tiny
+from tests.helpers import loop, tiny
 from tests.helpers.forked import Forked
 
 # AdamW divides by gradients: those that are zero but for rounding move weights by the learning rate's share of it.
@@ -312,9 +311,9 @@ def test_scalars_and_weights_of_another_precision_than_most_stay_whole():
 def test_what_does_not_go_with_shards_of_all_weights_is_refused_in_one_line(shard, option):
     chosen = load(None, {"memory.shard": shard, "adapter.rank": 0} | option)
     with pytest.raises(UserError, match=f"memory.shard is {str(shard).lower()}, which does not go with adapter.rank"):
-        require_shardable(chosen, validate.resolve(chosen))
+        require_shardable(loop.setup(chosen))
     chosen = load(None, {"memory.shard": shard, "adapter.rank": 4} | option)
-    require_shardable(chosen, validate.resolve(chosen))
+    require_shardable(loop.setup(chosen))
 
 
 @pytest.mark.parametrize(("method", "reason"), [
@@ -323,4 +322,4 @@ def test_what_does_not_go_with_shards_of_all_weights_is_refused_in_one_line(shar
 def test_methods_that_cannot_be_sharded_are_refused_in_one_line(method, reason):
     chosen = tiny.config(method=method, memory__shard="nodes")
     with pytest.raises(UserError, match=f"memory.shard is nodes, .* method {method}, {reason}"):
-        require_shardable(chosen, validate.resolve(chosen))
+        require_shardable(loop.setup(chosen))

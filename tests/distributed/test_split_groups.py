@@ -10,12 +10,12 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
 from flowgrpo.config import load
-from flowgrpo.config.geometry import geometry
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
-from flowgrpo.methods import split_groups, validate
+from flowgrpo.rewards.reward import Reward
+from flowgrpo.training import whole_groups
 from tests.distributed.test_processes import free_ports
-from tests.helpers import tiny
+from tests.helpers import loop, tiny
 from tests.helpers.forked import Forked
 
 # Micro-batches of as many rows as a slice, so that one process and several evaluate the very same batches.
@@ -113,17 +113,19 @@ def test_a_split_group_trains_as_a_whole_one(case, folder):
 ])
 def test_a_method_that_needs_whole_groups_is_refused_in_one_line(options, processes, told):
     config = load(None, {"train.prompts": 8, "train.group": 12, "train.micro_batch": 4} | options)
-    method = validate.resolve(config)
-    split_groups.require(config, method, geometry(config.train, 4), 4)
+    whole_groups.check(loop.setup(config, processes=4))
     with pytest.raises(UserError, match=told) as caught:
-        split_groups.require(config, method, geometry(config.train, processes), processes)
+        whole_groups.check(loop.setup(config, processes=processes))
     assert "\n" not in str(caught.value)
+
+
+class Compares(Reward):
+    unit = "group"
 
 
 def test_a_reward_that_compares_a_group_is_refused_in_one_line():
     config = load(None, {"method": "pref_grpo", "train.prompts": 8, "train.group": 8})
-    method, shape = validate.resolve(config), geometry(config.train, 16)
-    split_groups.require(config, method, shape, 16)
+    whole_groups.check(loop.setup(config, processes=16, rewards={"score": len}))
     with pytest.raises(UserError, match="16 processes would split the groups of 8 prompts, but the reward 'judge' "
                                         "compares the samples of a group: use train.prompts: 16, or 8 processes"):
-        split_groups.require(config, method, shape, 16, ["judge"])
+        whole_groups.check(loop.setup(config, processes=16, rewards={"score": len, "judge": Compares()}))

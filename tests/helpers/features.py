@@ -19,8 +19,8 @@ from flowgrpo import rewards
 from flowgrpo.config import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.policies import build
-from flowgrpo.run import check
 from flowgrpo.train import Trainer
+from flowgrpo.training.checks import check
 from tests.helpers import tiny, tiny_text
 from tests.helpers.threads import one_thread
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from flowgrpo.config import Config
-from flowgrpo.config.geometry import geometry
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.validate import resolve
 from flowgrpo.policies import build
 from flowgrpo.samplers.rollout import Part
@@ -19,7 +19,6 @@ from flowgrpo.training import sampling
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension
 from flowgrpo.training.metrics import UpdateStats
-from flowgrpo.training.setup import Setup
 from flowgrpo.types import Context, Scored
 
 
@@ -111,9 +110,9 @@ def watch(trainer: Trainer, **moments: Callable[..., Any]) -> None:
 
 
 def setup(config: Config, kind: str | None = None, prompts: Sequence[Prompt] = (), processes: int = 1,
-          rewards: dict[str, Any] | None = None) -> Setup:
-    """What a run is made of, for the checks of extensions. kind: of the model; without one the configuration's."""
+          rewards: dict[str, Any] | None = None, loaded: Any = None, device: str = "cpu") -> Setup:
+    """What a run is made of, for its checks. kind: of the model; without one the configuration's."""
     kind = kind or build.kind(config)
-    method, functions = resolve(config, build.process(kind)), rewards or {}
-    return Setup(config, kind, method, geometry(config.train, processes), processes, processes, functions, functions,
-                 ([*prompts], []))
+    functions = rewards or {}
+    return Setup(config, kind, resolve(config, build.process(kind)), loaded=loaded, device=device, processes=processes,
+                 all_processes=processes, trained=functions, measured=functions, split=([*prompts], []))

@@ -11,10 +11,10 @@ import pytest
 from flowgrpo.config import Config, keys, load
 from flowgrpo.config import validate as validated
 from flowgrpo.errors import UserError
-from flowgrpo.methods import keys_read, validate
+from flowgrpo.methods import keys_read, recorded_pairs
 from flowgrpo.policies import build
-from flowgrpo.run import check
-from tests.helpers import tiny, tiny_text
+from flowgrpo.training.checks import check
+from tests.helpers import loop, tiny, tiny_text
 
 KINDS = (build.PIPELINE, build.CAUSAL_LM, build.VISION_LM, build.MASKED_LM)
 # A value other than the default.
@@ -119,7 +119,7 @@ IDLE = [
 def require(key: str, value: Any, beside: dict[str, Any]) -> None:
     config = load(None, {key: value, **beside})
     kind = build.kind(config)
-    keys_read.require_keys(config, kind, validate.resolve(config, build.process(kind)))
+    keys_read.check(loop.setup(config, kind))
 
 
 @pytest.mark.parametrize("key, value, without, why, beside", IDLE)
@@ -159,4 +159,4 @@ def test_training_keys_of_a_reward_that_is_only_measured_are_refused(key, value)
 
 def measured(beside: dict[str, Any]) -> None:
     config = load(None, beside)
-    validate.require_recorded_pairs(config, validate.resolve(config))
+    recorded_pairs.check(loop.setup(config))

@@ -13,8 +13,7 @@ from flowgrpo.advantages.shaping import BradleyTerry
 from flowgrpo.config import load
 from flowgrpo.data.recorded_pairs import in_place
 from flowgrpo.errors import UserError
-from flowgrpo.methods import preset
-from flowgrpo.methods.validate import require_recorded_pairs, resolve
+from flowgrpo.methods import preset, recorded_pairs
 from flowgrpo.objectives.forward_process import Preference
 from flowgrpo.rewards.combine import Harmonic, harmonic
 from flowgrpo.samplers.noised_finals import Stratified
@@ -23,7 +22,7 @@ from flowgrpo.train import Trainer
 from flowgrpo.training.credit import credit
 from flowgrpo.types import Context, Scored, Transitions
 from tests.data.test_recorded_pairs import pairs_file
-from tests.helpers import tiny
+from tests.helpers import loop, tiny
 from tests.helpers.tables import close, f64
 from tests.objectives.test_forward_objectives import column, noised, with_error
 from tests.test_train import align, epoch, gradient, metrics
@@ -187,10 +186,10 @@ def test_published_defaults():
 def test_without_recorded_pairs_it_is_refused():
     config = load(None, {"method": "rpo", "train.group": 2})
     with pytest.raises(UserError, match="pulls to the first picture of recorded pairs, but preferences is not set"):
-        require_recorded_pairs(config, resolve(config))
+        recorded_pairs.check(loop.setup(config))
     for more in ({"parts.surrogate.similarity": 0}, {"preferences": "pairs.jsonl", "labels": "rewards"}):
         config = load(None, {"method": "rpo", "train.group": 2} | more)
-        require_recorded_pairs(config, resolve(config))
+        recorded_pairs.check(loop.setup(config))
 
 
 def test_a_run_is_chosen_and_stopped_by_its_validation_value(tmp_path):

@@ -13,7 +13,7 @@ from flowgrpo.config.sections import Load
 from flowgrpo.errors import UserError
 from flowgrpo.policies import build, options, sources
 from flowgrpo.policies.pipelines.load import load_pipeline
-from tests.helpers import tiny, tiny_text
+from tests.helpers import loop, tiny, tiny_text
 
 HERE = Path(__file__).parent
 OTHER = 7  # seed of weights that differ from a tiny model's usual ones
@@ -55,14 +55,14 @@ def test_a_variant_is_loaded_from_a_folder_that_has_one(tmp_path):
     (str(HERE), {"revision": "v2"}, " is a local folder: leave it out")])
 def test_what_a_local_model_does_not_read_is_refused(model, files, told):
     with pytest.raises(UserError) as caught:
-        options.require_load(validate({"model": model, "load": files}))
+        options.require_load(loop.setup(validate({"model": model, "load": files}), "pipeline"))
     assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_no_setting_goes_with_an_object():
     with pytest.raises(UserError, match="^load.variant is 'fp16', but the model is an object that is loaded already"):
-        options.require_load(validate({"load": {"variant": "fp16"}}), loaded=True)
-    options.require_load(validate({}), loaded=True)
+        options.require_load(loop.setup(validate({"load": {"variant": "fp16"}}), "pipeline", loaded=object()))
+    options.require_load(loop.setup(validate({}), "pipeline", loaded=object()))
     sources.require("owner/name", Load(variant="fp16", revision="v2"))
 
 

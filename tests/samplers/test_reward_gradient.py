@@ -11,7 +11,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.methods import preset, validate
+from flowgrpo.methods import preset
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives import RewardAscent
 from flowgrpo.policies.weights.checkpointing import recomputed
@@ -24,7 +24,7 @@ from flowgrpo.samplers.reward_gradient import OneStep, Unroll
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import PolicyScheduler
 from flowgrpo.samplers.solvers import Euler
-from tests.helpers import tiny
+from tests.helpers import loop, tiny
 from tests.helpers.tables import close, draw, f64, near
 
 PRESETS = ("refl", "draft", "alignprop")
@@ -277,7 +277,7 @@ def test_weights_that_are_shared_out_are_refused():
 
     config = tiny.config(method="draft", memory__shard=True)
     with pytest.raises(UserError, match="method draft, whose graph has many steps"):
-        options.require_shardable(config, validate.resolve(config))
+        options.require_shardable(loop.setup(config))
 
 
 # --- on pipelines ----------------------------------------------------------------------------------------------------

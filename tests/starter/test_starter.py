@@ -14,12 +14,12 @@ from diffusers import StableDiffusion3Pipeline
 from flowgrpo.config import validate
 from flowgrpo.config.sections import Adapter
 from flowgrpo.data import splits
+from flowgrpo.distributed.processes import make_accelerator
 from flowgrpo.methods import preset
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import STARTER, PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.rewards.images.scene import scene, scene_graded
-from flowgrpo.run import make_accelerator
 from flowgrpo.starter import CALL, EVAL_GUIDANCE, scenes
 from flowgrpo.train import Trainer
 from tests.helpers.tables import rounding

@@ -13,8 +13,9 @@ from flowgrpo.config import load
 from flowgrpo.data import splits
 from flowgrpo.data.pairs import OVERALL, Pair, load_pairs
 from flowgrpo.data.recorded_pairs import in_place
-from flowgrpo.methods.validate import require_recorded_pairs, resolve
+from flowgrpo.methods import recorded_pairs as pairs_check
 from flowgrpo.rewards.images.scene import scene
+from tests.helpers import loop
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "scripts"))
@@ -35,7 +36,7 @@ def test_pairs_are_labelled_by_scene_and_train_the_starter(tmp_path):
     for pair, one, two in zip(pairs, marks(pairs, "chosen"), marks(pairs, "rejected")):
         assert (one, two) == (1, 0) if pair.verdicts[OVERALL] == 1 else one == two
     config = load(ROOT / "configs" / "starter_dpo.yaml", {"preferences": str(file)})
-    require_recorded_pairs(config, resolve(config))
+    pairs_check.check(loop.setup(config))
     train, held = in_place(config, splits.resolve(config))
     assert len(train) == sum(pair.verdicts[OVERALL] == 1 for pair in pairs) > 4  # no prompt of theirs is held out
     assert config.rewards == {"preferred": 1.0} and list(config.watched) == ["scene", "scene_graded"] and held
@@ -45,5 +46,5 @@ def test_pairs_are_labelled_by_scene_and_train_the_starter(tmp_path):
     assert all(shown.get(picture, pair.prompt) == pair.prompt for pair in pairs
                for picture in (pair.chosen, pair.rejected))
     config = load(ROOT / "configs" / "starter_rpo.yaml", {"preferences": str(tmp_path / "subjects.jsonl")})
-    require_recorded_pairs(config, resolve(config))
+    pairs_check.check(loop.setup(config))
     assert len(in_place(config, splits.resolve(config))[0]) == len(subjects)

@@ -16,13 +16,13 @@ from flowgrpo.config import load, validate
 from flowgrpo.config.sections import Adapter
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import STARTER, Prompt, load_prompts
+from flowgrpo.distributed.processes import make_accelerator
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out, images, measured
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.rewards.videos.motion import appearance, motion
-from flowgrpo.run import make_accelerator
 from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.starter import FOLDERS, VIDEO_CALL, VIDEO_GUIDANCE, scenes

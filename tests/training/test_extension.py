@@ -15,6 +15,7 @@ import torch
 
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import UserError
+from flowgrpo.methods.setup import Setup
 from flowgrpo.training import extensions, state
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Extensions
@@ -123,7 +124,7 @@ class Toy(Extension):
         self.count = torch.zeros(1)
 
     @classmethod
-    def require(cls, setup: Any) -> None:
+    def require(cls, setup: Setup) -> None:
         if setup.config.train.group == 2:
             raise UserError("a toy needs more than 2")
 
@@ -230,11 +231,11 @@ def test_a_toy_is_closed_and_checked(table, tmp_path):
     made = tiny_text.trainer(train__updates=2, train__epochs=1)
     made.train(tmp_path, {})
     assert loop.extension(made, "Toy").calls[-1] == "close"
-    extensions.require(loop.setup(tiny_text.config(train__updates=2), "causal_lm"))
+    extensions.check(loop.setup(tiny_text.config(train__updates=2), "causal_lm"))
     small = dict(train__group=2, train__micro_batch=2)
-    extensions.require(loop.setup(tiny_text.config(**small), "causal_lm"))  # without the toy
+    extensions.check(loop.setup(tiny_text.config(**small), "causal_lm"))  # without the toy
     with pytest.raises(UserError, match="a toy needs more than 2"):
-        extensions.require(loop.setup(tiny_text.config(train__updates=2, **small), "causal_lm"))
+        extensions.check(loop.setup(tiny_text.config(train__updates=2, **small), "causal_lm"))
 
 
 @pytest.mark.parametrize("changes", [False, True])

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from flowgrpo.advantages.gae import Recall
-from flowgrpo.distributed.processes import Processes
+from flowgrpo.distributed.processes import Processes, make_accelerator
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives.actor_critic import ActorCritic
 from flowgrpo.policies.pipelines.edit_networks import Editor
-from flowgrpo.run import make_accelerator
 from flowgrpo.samplers.latent_edits import Edit
 from flowgrpo.training.credit import credit
 from flowgrpo.training.replay_buffer import Recalling

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from flowgrpo.config import load
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.methods import validate
 from flowgrpo.policies import build
 from flowgrpo.policies.options import require_sizes
 from flowgrpo.rollouts.sizes import drawn
@@ -133,7 +132,7 @@ REFUSED = [({"preferences": "pairs.jsonl", "method": "diffusion_dpo"}, "preferen
 def test_what_does_not_go_with_sizes_is_refused(options, told):
     settings = load(None, {"picture.sizes": SIZES} | options)
     with pytest.raises(UserError, match=told):
-        require_sizes(settings, validate.resolve(settings))
+        require_sizes(loop.setup(settings))
 
 
 def test_a_size_that_the_pipeline_does_not_make_is_refused_before_the_run():

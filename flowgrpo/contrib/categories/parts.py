@@ -13,6 +13,7 @@ import numpy as np
 from flowgrpo.advantages.group import group_relative
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.methods.setup import Setup
 from flowgrpo.ranges import at_least
 
 if TYPE_CHECKING:
@@ -49,8 +50,9 @@ class CategoryBandit:
                              "0, and above 0 to 1")
         at_least(self, 0, "window", "bonus")
 
-    def require(self, pool: Sequence[Prompt]) -> None:
+    def check(self, setup: Setup) -> None:
         """Raise UserError for a prompt without a category."""
+        pool = setup.split[0]
         missing = next((prompt for prompt in pool if self.key not in prompt.metadata), None)
         if missing is not None:
             known = ", ".join(sorted({key for prompt in pool for key in prompt.metadata})) or "none"

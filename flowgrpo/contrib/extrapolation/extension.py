@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.errors import UserError
+from flowgrpo.methods.setup import Setup
 from flowgrpo.storage.checkpoint import Tensors
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
@@ -58,7 +59,7 @@ class Extrapolation(Extension):
         self.reward = self.before = 0.0
 
     @classmethod
-    def require(cls, setup: Any) -> None:
+    def require(cls, setup: Setup) -> None:
         """Raise UserError for a run whose weights cannot be extrapolated."""
         config = setup.config
         wrong = {"adapter.rank: 0, whose path would be copies of all weights": not config.adapter.rank,

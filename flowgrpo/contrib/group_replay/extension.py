@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo.config.schema import Config
 from flowgrpo.contrib.group_replay.parts import priority
 from flowgrpo.data.prompts import Guidance, Prompt, as_line, of_records
 from flowgrpo.errors import UserError
-from flowgrpo.methods.method import Method
+from flowgrpo.methods.setup import Setup
 from flowgrpo.rollouts.base import Encoded
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
@@ -51,8 +50,8 @@ class GroupReplay(Extension):
         self.replayed: list[Prompt] = []
 
     @classmethod
-    def require(cls, setup: Any) -> None:
-        _require(setup.config, setup.method, setup.processes)
+    def require(cls, setup: Setup) -> None:
+        _require(setup)
 
     def on_credited(self, epoch: Epoch) -> None:
         epoch.parts, epoch.conditioning = self.replaced(
@@ -157,8 +156,9 @@ class GroupReplay(Extension):
             self.groups.append(Recorded(prompt, entry["epoch"], part, entry["size"], entry["logp"]))
 
 
-def _require(config: Config, method: Method, processes: int) -> None:
+def _require(setup: Setup) -> None:
     """Raise UserError for a run whose groups cannot be recorded, or not exactly."""
+    config, method, processes = setup.config, setup.method, setup.processes
     wrong = unrecordable(config, method) | {
         f"{processes} processes, of which a checkpoint holds the first one's groups": processes > 1,
         "parts.tuning, whose goals are of one epoch": method.tuning.weight > 0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,9 @@ from flowgrpo.contrib.phases.carried import MEAN, Carried
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import require_generators
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.methods import keys_read
-from flowgrpo.methods.validate import require_data, resolve
+from flowgrpo.methods import keys_read, supervised_term
+from flowgrpo.methods.setup import Setup
+from flowgrpo.methods.validate import resolve
 from flowgrpo.policies import build
 from flowgrpo.rollouts.build import make_rollouts
 from flowgrpo.text.policies import engines
@@ -53,9 +54,10 @@ def matches(prompt: Prompt, when: dict[str, Any]) -> bool:
                for key, value in when.items())
 
 
-def _require(config: Config, kind: str, processes: int, prompts: Sequence[Prompt]) -> None:
-    """Raise UserError for phases that do not fit the run. kind: of its model, as in `policies.build`."""
-    starts, process = begins(config), build.process(kind)
+def _require(setup: Setup) -> None:
+    """Raise UserError for phases that do not fit the run."""
+    config, process = setup.config, build.process(setup.kind)
+    starts = begins(config)
     if starts != sorted(set(starts)):
         raise UserError(f"phases begin after {starts} epochs: expected rising numbers under `at`")
     if engines.wanted(config):
@@ -63,18 +65,18 @@ def _require(config: Config, kind: str, processes: int, prompts: Sequence[Prompt
                         "text.engine and text.engine_precision out")
     for number, phase in enumerate(config.phases):
         where, changed = f"phases[{number}]", config_of(config, number)
-        require_generators(geometry(changed.train, processes).rows, "samples of an epoch of a phase")
-        method = resolve(changed, process)
-        keys_read.require_keys(changed, kind, method, f"{where}.set: ")
-        require_data(changed, method)
+        require_generators(geometry(changed.train, setup.processes).rows, "samples of an epoch of a phase")
+        inner = replace(setup, config=changed, method=resolve(changed, process), where=f"{where}.set: ")
+        keys_read.check(inner)
+        supervised_term.check(inner)
         if process == "masks" and "text.max_tokens" in phase.set:
             raise UserError(f"{where}.set: text.max_tokens is fixed for a masked language model: leave it out")
         if unknown := sorted(phase.weights.keys() - config.rewards.keys()):
             raise UserError(f"{where}.weights: no reward {unknown[0]!r}{nearest(unknown[0], list(config.rewards))}")
-        if not any(matches(prompt, phase.when) for prompt in prompts):
+        if not any(matches(prompt, phase.when) for prompt in setup.split[0]):
             raise UserError(f"{where}.when: no training prompt has {phase.when}: expected values of its metadata")
         _require_read(phase, where, first=starts[number] == 0)
-    learned = getattr(resolve(config, process).rollout, "kernel", None)
+    learned = getattr(setup.method.rollout, "kernel", None)
     if hasattr(learned, "network"):
         raise UserError("phases are set, but the kernel LearnedNoise is trained with one grid: leave one of them out")
 
@@ -98,8 +100,8 @@ class Phases(Extension):
         self.carries = any(phase.carry for phase in config.phases)
 
     @classmethod
-    def require(cls, setup: Any) -> None:
-        _require(setup.config, setup.kind, setup.processes, setup.split[0])
+    def require(cls, setup: Setup) -> None:
+        _require(setup)
 
     def of(self, memory: dict[str, Any], epoch: int) -> int:
         """Return the number of an epoch's phase: the last that has begun, or the next if its reward is reached."""

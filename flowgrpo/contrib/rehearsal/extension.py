@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.methods.setup import Setup
 from flowgrpo.objectives.reductions import reduced
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.text.policies import engines
@@ -37,7 +38,7 @@ class Rehearsal(Extension):
         self.means: list[Tensor] = []
 
     @classmethod
-    def require(cls, setup: Any) -> None:
+    def require(cls, setup: Setup) -> None:
         if setup.method.for_tokens and engines.wanted(setup.config):
             raise UserError("parts.rehearsal draws samples of the base model, and an engine has the trained one: leave "
                             "text.engine out")

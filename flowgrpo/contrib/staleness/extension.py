@@ -20,6 +20,7 @@ import torch
 from flowgrpo.contrib.staleness.decoupled import behaviour_weights
 from flowgrpo.contrib.staleness.partial_rollouts import make_pool, older, oldest
 from flowgrpo.data.prompts import Prompt, as_line, of_records
+from flowgrpo.methods.setup import Setup
 from flowgrpo.objectives.ratios import LogRatio
 from flowgrpo.rollouts.base import Encoded, Outputs
 from flowgrpo.samplers.replay import rescored
@@ -72,10 +73,10 @@ class Staleness(Extension):
         self._last: sampling.Scorer | None = None
 
     @classmethod
-    def require(cls, setup: Any) -> None:
+    def require(cls, setup: Setup) -> None:
         from flowgrpo.contrib.staleness import requirements as staleness
 
-        staleness.require(setup.config, setup.method, setup.all_processes, setup.trained)
+        staleness.check(setup)
 
     # --- one epoch ---------------------------------------------------------------------------------------------------
 

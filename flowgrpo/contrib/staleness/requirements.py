@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.methods.method import Method
+from flowgrpo.methods.setup import Setup
 from flowgrpo.objectives import references
 from flowgrpo.rewards.reward import EPOCH, MEMORY, POLICY, inside
 from flowgrpo.text.credit.step_scores import StepScores
@@ -15,15 +14,13 @@ from flowgrpo.text.samplers.groups import Independent
 from flowgrpo.training.stored_parts import unrecordable
 
 
-def require(config: Config, method: Method, processes: int, trained: Mapping[str, object]) -> None:
-    """Raise UserError for a run that cannot have staleness or partial rollouts.
-
-    processes: all of them, also those that share the tokens of a row. trained: the rewards.
-    """
+def check(setup: Setup) -> None:
+    """Raise UserError for a run that cannot have staleness or partial rollouts."""
+    config, method, processes = setup.config, setup.method, setup.all_processes
     staleness, extra = config.train.staleness, config.text.over_provision
     if not staleness and not extra:
         return
-    parts = [(name, part) for name, reward in trained.items() for part in inside(reward)]
+    parts = [(name, part) for name, reward in setup.trained.items() for part in inside(reward)]
     wrong = unrecordable(config, method) | {
         f"{processes} processes": processes > 1,
         f"a method that trains {method.target.trains}": not method.target.has_logp,

@@ -24,6 +24,7 @@ from torch import distributed
 
 from flowgrpo.distributed.shards import is_shard
 from flowgrpo.errors import UserError
+from flowgrpo.methods.setup import Setup
 from flowgrpo.policies.weights.compiled import blocks
 
 if TYPE_CHECKING:
@@ -32,6 +33,12 @@ if TYPE_CHECKING:
 NODES = "nodes"  # the value of memory.shard that shards within each node
 # First releases of torch with FSDP2's `ignored_params` and with its `set_force_sum_reduction_for_comms`.
 IGNORES, SUMS = "2.7", "2.8"
+
+
+def check(setup: Setup) -> None:
+    """Raise UserError if weights are to be sharded, but not by the run's processes or not by this torch."""
+    config = setup.config
+    require(config.memory.shard, not config.adapter.rank, setup.all_processes, os.environ)
 
 
 def require(shard: bool | str, trained: bool, count: int, environment: Mapping[str, str]) -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from flowgrpo.config.schema import Config
 from flowgrpo.methods.method import Method
+from flowgrpo.methods.setup import Setup
 from flowgrpo.training.extension import Extension, Extensions
 from flowgrpo.user_code import packaged
 
@@ -54,7 +55,7 @@ def of(trainer: Any) -> Extensions:
     return Extensions([extension(trainer) for extension in wanted(trainer.config, trainer.method)])
 
 
-def require(setup: Any) -> None:
-    """Raise UserError for an extension that does not go with the run. setup: a `training.setup.Setup`."""
+def check(setup: Setup) -> None:
+    """Raise UserError for an extension that does not go with the run."""
     for extension in wanted(setup.config, setup.method):
         extension.require(setup)

@@ -11,12 +11,11 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from flowgrpo.config import load
 from flowgrpo.config.sections import Memory
 from flowgrpo.errors import UserError
-from flowgrpo.methods import validate
 from flowgrpo.policies.options import require_memory
 from flowgrpo.policies.pipelines.attention import KERNELS, require_attention
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.scheduler import Segment
-from tests.helpers import tiny
+from tests.helpers import loop, tiny
 
 
 def backends(policy) -> set:
@@ -69,7 +68,7 @@ def test_what_a_kernel_lacks_is_told_before_a_model_loads(name, capability, prec
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     config = load(None, {"memory.attention": name, "precision": precision})
     with pytest.raises(UserError) as told:
-        require_memory(config, validate.resolve(config), "cuda" if any(capability) else "cpu")
+        require_memory(loop.setup(config, device="cuda" if any(capability) else "cpu"))
     assert str(told.value) == f"memory.attention is {name!r}, which {refusal}"
 
 

@@ -15,11 +15,10 @@ from flowgrpo.config import validate
 from flowgrpo.config.sections import Load
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import images
-from flowgrpo.methods import validate as methods
 from flowgrpo.policies import build, options
 from flowgrpo.policies.pipelines import single_file
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
-from tests.helpers import tiny
+from tests.helpers import loop, tiny
 
 OTHER = 7  # seed of weights that differ from a tiny model's usual ones
 # Names of a U-Net in checkpoints of Stable Diffusion.
@@ -70,7 +69,7 @@ def test_a_pipeline_is_loaded_from_a_file(make, tmp_path):
     folder, pipe = tiny.save(make(), tmp_path / "folder"), make(seed=OTHER)
     model = checkpoint(pipe, tmp_path / "model.safetensors")
     config = validate({"model": model, "precision": "fp32", "load": {"config": str(folder)}})
-    options.require_load(config)
+    options.require_load(loop.setup(config, "pipeline"))
     assert build.kind(config) == build.PIPELINE and not build.writes(model, config)
     loaded = build.load(config)
     assert type(loaded) is type(pipe)
@@ -110,7 +109,7 @@ def message(call, *arguments, **options) -> str:
     ({"load": {"denoiser": "a.bin"}}, "load.denoiser is 'a.bin': expected a .safetensors or .gguf file"),
     ({"load": {"denoiser": "a.gguf"}}, "load.denoiser is 'a.gguf', but there is no such file")])
 def test_files_that_are_not_here_are_refused_before_anything_is_loaded(given, told):
-    assert told in message(options.require_load, validate(given))
+    assert told in message(options.require_load, loop.setup(validate(given), "pipeline"))
 
 
 def test_files_that_do_not_fit_are_told(tmp_path, monkeypatch):
@@ -165,11 +164,11 @@ def test_what_does_not_go_with_gguf(settings, told, tmp_path, monkeypatch):
         section, _, name = key.partition(".")
         nested[section] = {name: value}
     config = validate(nested)
-    assert told in message(options.require_options, config, methods.resolve(config), "cpu")
+    assert told in message(options.check, loop.setup(config))
 
 
 def test_gguf_needs_its_package(tmp_path, monkeypatch):
     (tmp_path / "x.gguf").touch()
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
-    told = message(options.require_load, validate({"load": {"denoiser": str(tmp_path / "x.gguf")}}))
+    told = message(options.require_load, loop.setup(validate({"load": {"denoiser": str(tmp_path / "x.gguf")}}), "pipeline"))
     assert told.endswith("x.gguf', which needs gguf: pip install gguf")

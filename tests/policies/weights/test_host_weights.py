@@ -17,13 +17,12 @@ from flowgrpo.config.sections import Adapter, Memory
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import images
-from flowgrpo.methods import validate
 from flowgrpo.policies.options import require_waiting
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.host_weights import offload
 from flowgrpo.run import run
-from tests.helpers import tiny
+from tests.helpers import loop, tiny
 from tests.helpers.syncs import META, HostSyncs
 
 LEVELS = ("block_level", "leaf_level")
@@ -166,7 +165,7 @@ REFUSED = [
 def test_what_does_not_go_together_is_refused_in_one_line(options, told):
     config = load(None, options)
     with pytest.raises(UserError, match=told) as error:
-        require_waiting(config, validate.resolve(config))
+        require_waiting(loop.setup(config))
     assert "\n" not in str(error.value)
 
 

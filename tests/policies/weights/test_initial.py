@@ -12,13 +12,12 @@ from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import checkpoints, images
 from flowgrpo.export import model_card, usage
-from flowgrpo.methods import validate as methods
 from flowgrpo.policies import build, options, sources
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.text.policies.causal_lm import CausalLM
-from tests.helpers import tiny, tiny_text
+from tests.helpers import loop, tiny, tiny_text
 
 
 def saved(folder, pipe=None, **adapter):
@@ -97,7 +96,7 @@ def test_another_models_lora_is_refused(tmp_path):
 
 def check(**settings) -> None:
     config = validate(settings)
-    options.require_options(config, methods.resolve(config), "cpu")
+    options.check(loop.setup(config))
 
 
 def test_it_is_looked_for_before_anything_is_loaded(tmp_path):

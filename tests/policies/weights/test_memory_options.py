@@ -21,7 +21,6 @@ from flowgrpo.config.sections import Adapter, Memory, Train
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
-from flowgrpo.methods import validate
 from flowgrpo.policies.options import require_memory
 from flowgrpo.policies.pipelines.conditioning import PromptCache
 from flowgrpo.policies.pipelines.load import load_pipeline
@@ -189,15 +188,15 @@ REFUSED = [
 def test_what_does_not_go_together_is_refused_in_one_line(options, told):
     config = load(None, options)
     with pytest.raises(UserError, match=told) as error:
-        require_memory(config, validate.resolve(config), "cpu")
+        require_memory(loop.setup(config))
     assert "\n" not in str(error.value)
 
 
 def test_a_pipeline_that_is_loaded_already_is_not_quantised():
     config = load(None, {"memory.weights": "int8"})
-    require_memory(config, validate.resolve(config), "cpu")
+    require_memory(loop.setup(config))
     with pytest.raises(UserError, match="when you load it"):
-        require_memory(config, validate.resolve(config), "cpu", loaded=True)
+        require_memory(loop.setup(config, loaded=object()))
 
 
 # --- who waits where -----------------------------------------------------------------------------------------------

@@ -267,7 +267,7 @@ def test_the_answers_of_a_run_are_known_to_its_credit():
     assert context.expert.tolist() == [[False] * 3 + [fit] for fit in fits] and context.names == ["short"]
     with pytest.raises(UserError, match="names 'thought', which is no reward of the run: expected names among short"):
         settings = tiny_text.config(method="visurf", parts={"shaping": {"without": ["thought"]}})
-        require_expert_reward(settings, resolve(settings, "tokens"))
+        require_expert_reward(loop.setup(settings, "causal_lm"))
 
 
 # AMPO

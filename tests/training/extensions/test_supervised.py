@@ -13,11 +13,11 @@ from torch.nn.functional import cross_entropy, smooth_l1_loss
 from flowgrpo.data.demonstrations import Demonstration, load_demonstrations
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.methods import preset
+from flowgrpo.methods import preset, supervised_term
 from flowgrpo.methods.data_sources import Explained
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.methods.supervised import AlignedChains
-from flowgrpo.methods.validate import require_data, resolve
+from flowgrpo.methods.validate import resolve
 from flowgrpo.rollouts.data_losses import Example, seed_of
 from flowgrpo.samplers.noised_finals import noised_states
 from flowgrpo.samplers.scheduler import noise_like
@@ -418,7 +418,7 @@ def test_a_file_of_demonstrations(tmp_path):
 def refusal(kind: str, data, **options) -> str:
     settings = tiny_runs.config(kind, HOST[kind], {"data": data}, **options)
     with pytest.raises(UserError) as caught:
-        require_data(settings, resolve(settings, kind))
+        supervised_term.check(loop.setup(settings, "causal_lm" if kind == "tokens" else "pipeline"))
     return str(caught.value)
 
 

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.methods.method import Method
+from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.targets import LatentEdits, RecordedPairs
+from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.plans import Schedule
 
 
-def require(config: Config, method: Method, shape: BatchShape, processes: int, compared: Sequence[str] = ()) -> None:
-    """Raise UserError where groups are split over processes and the method or a reward needs them whole.
-
-    compared: names of the rewards that see a whole group.
-    """
-    if shape.slices == 1:
+def check(setup: Setup) -> None:
+    """Raise UserError where groups are split over processes and the method or a reward needs them whole."""
+    if setup.shape.slices == 1:
         return
-    prompts, reasons = config.train.prompts, _reasons(config, method, processes)
-    reasons |= {f"the reward {name!r} compares the samples of a group": True for name in compared}
+    config, processes = setup.config, setup.processes
+    prompts, reasons = config.train.prompts, _reasons(config, setup.method, processes)
+    reasons |= {f"the reward {name!r} compares the samples of a group": pairwise.sees_groups(reward)
+                for name, reward in setup.trained.items()}
     for reason in (reason for reason, applies in reasons.items() if applies):
         more = -(-prompts // processes) * processes
         fewer = max(count for count in range(1, processes) if prompts % count == 0)

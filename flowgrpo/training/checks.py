@@ -1,0 +1,159 @@
+"""Checks of a run before its model is loaded and anything is written: each is a function of the run's setup."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from flowgrpo import rewards
+from flowgrpo.config.geometry import teams
+from flowgrpo.config.schema import Config
+from flowgrpo.data import recorded_pairs, splits
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.device import pick_device
+from flowgrpo.distributed.processes import make_accelerator
+from flowgrpo.methods import keys_read
+from flowgrpo.methods.setup import Setup, check_parts
+from flowgrpo.methods.validate import resolve
+from flowgrpo.policies import build, options
+from flowgrpo.policies.precision import resolve_precision
+from flowgrpo.policies.weights import sharding
+from flowgrpo.rewards import pairwise
+from flowgrpo.storage import paths
+from flowgrpo.training import (
+    batch_size,
+    best,
+    extensions,
+    inputs,
+    reward_demands,
+    run_folder,
+    tracker,
+    whole_groups,
+)
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+Check: TypeAlias = Callable[[Setup], None]
+Functions: TypeAlias = dict[str, Callable[..., Any]]
+
+
+def check_prompts(setup: Setup) -> None:
+    """Raise UserError for the first prompt whose files the model does not take, or that lacks one."""
+    build.require_inputs(setup.config, setup.prompts, setup.loaded)
+
+
+# In the order in which they are made, by what they have to know: what costs nothing comes first.
+OF_KEYS: tuple[Check, ...] = (keys_read.check, tracker.check)
+OF_MACHINE: tuple[Check, ...] = (batch_size.check_epoch, options.check, sharding.check, run_folder.check)
+OF_REWARDS: tuple[Check, ...] = (reward_demands.check, whole_groups.check)
+OF_PROMPTS: tuple[Check, ...] = (batch_size.check_evaluation, check_prompts, reward_demands.check_modality,
+                                 reward_demands.check_clips, extensions.check, check_parts,
+                                 reward_demands.check_routes, best.check)
+OF_MODEL: tuple[Check, ...] = (reward_demands.check_modality, check_prompts)  # once it is loaded
+
+
+@dataclass(frozen=True, eq=False)
+class Ready:
+    """Checked run, without the model and its weights.
+
+    setup: its configuration has a chosen precision. precision: in words.
+    last: the checkpoint to resume from, or None. changes: of the configuration since then, for the report.
+    began: time.perf_counter() of the first check.
+    """
+
+    setup: Setup
+    precision: str
+    accelerator: Accelerator
+    last: Path | None
+    changes: list[str]
+    began: float
+
+
+def check(config: Config, resume: bool | Literal["auto"] = False, pipe: Any = None,
+          functions: Functions | None = None, prompts: list[Prompt] | None = None) -> Ready:
+    """Validate configuration, rewards, prompts and run folder before anything is loaded or written.
+
+    Raises UserError on the first problem.
+    """
+    began, device = time.perf_counter(), pick_device(config.device)
+    kind = build.kind(config, pipe)
+    setup = Setup(config, kind, resolve(config, build.process(kind)), loaded=pipe, device=device)
+    require(OF_KEYS, setup)
+    setup, accelerator, precision = _on_machine(setup, resume)
+    require(OF_MACHINE, setup)
+    setup = _with_rewards(setup, functions)
+    require(OF_REWARDS, setup)
+    setup = _with_prompts(setup, prompts)
+    require(OF_PROMPTS, setup)
+    if setup.first:  # finds mistakes, and makes the trial
+        rewards.load([*setup.trained.values(), *setup.watched.values()])
+    last, changes = _resumed(setup, accelerator)
+    if setup.first:
+        paths.require_folder(setup.config.folder)
+    return Ready(setup, precision, accelerator, last, changes, began)
+
+
+def require(checks: tuple[Check, ...], setup: Setup) -> None:
+    """Make checks in their order. Raises UserError on the first problem."""
+    for each in checks:
+        each(setup)
+
+
+def _on_machine(setup: Setup, resume: bool | Literal["auto"]) -> tuple[Setup, Accelerator, str]:
+    """Return the setup on its device and processes, accelerate's object, and the precision in words."""
+    config = setup.config
+    accelerator = make_accelerator(str(setup.device))  # before rewards: it selects the GPU that they will use
+    count, first = accelerator.num_processes, accelerator.is_main_process
+    device = accelerator.device if count > 1 else setup.device
+    resumes = run_folder.resumes(config, accelerator, resume)
+    config, precision = _settled(replace(setup, config=config, device=device, first=first, resumes=resumes))
+    return replace(setup, config=config, device=device, processes=teams(config.memory.context_parallel, count),
+                   all_processes=count, first=first, resumes=resumes), accelerator, precision
+
+
+def _settled(setup: Setup) -> tuple[Config, str]:
+    """Return the configuration with the precision that the first process chooses for all, and its description."""
+    from accelerate.utils import broadcast_object_list
+
+    begun = run_folder.precision(setup.config) if setup.resumes else None
+    config = run_folder.with_batch(setup.config) if setup.resumes else setup.config
+    chosen = [resolve_precision(config, setup.device, setup.loaded, begun) if setup.first else None]
+    return broadcast_object_list(chosen)[0]
+
+
+def _with_rewards(setup: Setup, functions: Functions | None) -> Setup:
+    """Return the setup with its rewards. No weights are fetched yet: a reward may turn out not to serve."""
+    config = setup.config
+    away = config.memory.rewards == "cpu"
+    with rewards.lazily():
+        return replace(setup, trained=rewards.compose(config.trained, config.cache, functions, away),
+                       watched=rewards.compose(config.watched, config.cache, functions, away))
+
+
+def _with_prompts(setup: Setup, prompts: list[Prompt] | None) -> Setup:
+    """Return the setup with its prompts, and with what is measured on held-out ones.
+
+    prompts: objects that replace those of the configuration.
+    """
+    config, measured = setup.config, pairwise.measured(setup.trained, setup.watched)
+    if prompts is None:
+        splits.require_suited(config)
+        split = splits.resolve(config)
+    else:
+        split = splits.split(prompts, config.held_out, splits.SPLIT_SEED)
+    return replace(setup, measured=measured,
+                   split=recorded_pairs.in_place(config, split, setup.method.for_tokens))
+
+
+def _resumed(setup: Setup, accelerator: Accelerator) -> tuple[Path | None, list[str]]:
+    """Return the checkpoint to resume from, and the changes since then; (None, []) for a run that begins."""
+    if not setup.resumes:
+        return None, []
+    config = setup.config
+    last = run_folder.last_whole(config, accelerator)
+    changed = run_folder.require_same(config, last)
+    return last, changed + inputs.changes(config.folder, inputs.of_run(config, setup.split))
