@@ -170,5 +170,6 @@ def test_what_does_not_go_with_gguf(settings, told, tmp_path, monkeypatch):
 def test_gguf_needs_its_package(tmp_path, monkeypatch):
     (tmp_path / "x.gguf").touch()
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
-    told = message(options.require_load, loop.setup(validate({"load": {"denoiser": str(tmp_path / "x.gguf")}}), "pipeline"))
+    config = validate({"load": {"denoiser": str(tmp_path / "x.gguf")}})
+    told = message(options.require_load, loop.setup(config, "pipeline"))
     assert told.endswith("x.gguf', which needs gguf: pip install gguf")
