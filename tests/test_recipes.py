@@ -25,8 +25,8 @@ from flowgrpo.objectives import Clip, PlainRatio
 from flowgrpo.objectives.forward_process import NegativeAware
 from flowgrpo.policies import build, options
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.rewards.clip import SubjectScore
 from flowgrpo.rewards.find import locate
-from flowgrpo.rewards.images.clip_models import SubjectScore
 from flowgrpo.samplers.grids import make_grid, shifted
 from flowgrpo.samplers.kernels import CPS
 from flowgrpo.samplers.predictions import process

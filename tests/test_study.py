@@ -24,7 +24,7 @@ import study_statistics  # noqa: E402
 
 from flowgrpo.data import demonstrations  # noqa: E402
 from flowgrpo.data.prompts import Prompt  # noqa: E402
-from flowgrpo.rewards import pixels  # noqa: E402
+from flowgrpo.rewards import preprocessing  # noqa: E402
 from flowgrpo.rewards.images import scene  # noqa: E402
 from flowgrpo.types import required  # noqa: E402
 
@@ -134,7 +134,7 @@ def test_a_fourth_of_the_prompts_is_not_mastered():
 def test_right_pictures_are_those_of_the_prompts(tmp_path):
     study_parts.write_pictures(tmp_path, [Prompt("a red star"), Prompt("two blue circles")])
     lines = demonstrations.load_demonstrations(tmp_path / "scenes-pictures.jsonl")
-    shown = torch.stack([pixels.read_tensor(required(line.picture)) for line in lines])
+    shown = torch.stack([preprocessing.read_tensor(required(line.picture)) for line in lines])
     assert [line.prompt for line in lines] == ["a red star", "two blue circles"]
     assert scene.scene(shown, ["a red star", "two blue circles"], [{}, {}]) == [1.0, 1.0]
 

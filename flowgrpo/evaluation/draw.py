@@ -23,7 +23,7 @@ from flowgrpo.evaluation.ledger import Ledger, Place, TextLedger
 from flowgrpo.evaluation.plan import Medium
 from flowgrpo.policies.pipelines.call import unchecked
 from flowgrpo.policies.weights.rlg import Branches
-from flowgrpo.rewards.images import guards
+from flowgrpo.rewards import guards
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.types import Completion
 

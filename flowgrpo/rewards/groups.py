@@ -78,7 +78,7 @@ class Progress(Combined):
     def _apart(self, outputs: Tensor | list[str]) -> Tensor:
         """Return the distances between the samples of a group, [G, G]."""
         if isinstance(outputs, Tensor):
-            from flowgrpo.rewards.images.guards import extractor
+            from flowgrpo.rewards.guards import extractor
 
             features = torch.as_tensor(extractor(self.features)(outputs)).double()
             return (features[:, None] - features[None]).norm(dim=-1)

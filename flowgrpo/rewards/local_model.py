@@ -1,9 +1,12 @@
-"""Models that a reward runs in this process: their common arguments `dtype`, `device` and `batch_size`."""
+"""Models that a reward runs in this process: their arguments `dtype`, `device` and `batch_size`, and their weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 
 from flowgrpo.device import DTYPES, default_device
 from flowgrpo.errors import UserError
+from flowgrpo.policies import hub
 from flowgrpo.rewards.laziness import lazy
 
 
@@ -123,3 +127,64 @@ def placed(device: str | None) -> str:
     A name without an index would be another GPU in another thread.
     """
     return device or default_device()
+
+
+@contextmanager
+def loading(what: str, fix: str, source: str = ".") -> Iterator[None]:
+    """Context manager for loading weights: any error becomes a UserError with the object, the reason and the fix.
+
+    source: their name on the hub, or a local path. A hub that does not answer is not asked again and again.
+    """
+    try:
+        hub.read_cache_alone(source)
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # a hub, a file and a library fail in many ways
+        reason = hub.unreached(error) or textwrap.shorten(str(error), 160, placeholder=" ...")
+        raise UserError(f"{what} cannot be loaded ({reason}): {fix}") from None
+
+
+def pretrained(reward: str, kind: Any, name: str, revision: str | None, option: str, within: str = "",
+               **more: Any) -> Any:
+    """Load a model or tokenizer of transformers from a folder or the hub, without running code from there.
+
+    option: the reward's argument that names it, inside the argument `within` if given.
+    Raises UserError, which names `option`, if it is unavailable.
+    """
+    given = f"{{{within}: {{{option}: FOLDER}}}}" if within else f"{{{option}: FOLDER}}"
+    with loading(f"reward {reward!r}: {name}", f"fetch it and give its folder as args: {given}", name):
+        return kind.from_pretrained(name, revision=revision, trust_remote_code=False, **more)
+
+
+def tensors(reward: str, where: str, revision: str | None, option: str) -> dict[str, Tensor]:
+    """Load the tensors of a checkpoint: a file, or `owner/name/file` on the hub. Nothing else is unpickled.
+
+    option: the reward's argument that names it.
+    Raises UserError, which names `option`, if it is unavailable.
+    """
+    with loading(f"reward {reward!r}: {where}", f"fetch it and give its path as args: {{{option}: FILE}}", where):
+        path = Path(where) if Path(where).is_file() else from_hub(where, revision)
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        return checkpoint.get("state_dict", checkpoint)
+
+
+def from_hub(where: str, revision: str | None) -> Path:
+    """Return the local path of the hub's file OWNER/NAME/FILE. Raises FileNotFoundError for another form."""
+    if where.count("/") < 2 or where.startswith(("/", ".", "~")):
+        raise FileNotFoundError("no such file")
+    from huggingface_hub import hf_hub_download
+
+    owner, name, file = where.split("/", 2)
+    return Path(hf_hub_download(f"{owner}/{name}", file, revision=revision))
+
+
+def fill(reward: str, network: torch.nn.Module, state: dict[str, Tensor], where: str) -> None:
+    """Load every tensor of a network.
+    Raises UserError for a checkpoint of another network."""
+    with loading(f"reward {reward!r}: {where}", "give the checkpoint that was made for this reward"):
+        network.load_state_dict(state)

@@ -113,7 +113,7 @@ def read_output(path: Path) -> torch.Tensor | str:
     """Read a picture [3,H,W] in [0, 1], a video [F,3,H,W], or a text. Raises UserError if it cannot be read."""
     import torch
 
-    from flowgrpo.rewards.pixels import read_tensor, read_tensors
+    from flowgrpo.rewards.preprocessing import read_tensor, read_tensors
 
     if not path.exists():
         raise UserError(f"no file at {path}")

@@ -22,7 +22,7 @@ from flowgrpo.data.prompt_writer import load_templates
 from flowgrpo.data.prompts import load_prompts
 from flowgrpo.errors import LONGEST, UserError, nearest
 from flowgrpo.files import decoded, tensors_of
-from flowgrpo.rewards.pixels import read_tensor
+from flowgrpo.rewards.preprocessing import read_tensor
 
 
 def refusal(call, *arguments) -> str:
@@ -166,7 +166,7 @@ def test_exif_orientation_is_followed(tmp_path, orientation):
 
 
 def test_a_reward_sees_a_picture_upright(tmp_path):
-    from flowgrpo.rewards.pixels import read_tensor, read_tensors
+    from flowgrpo.rewards.preprocessing import read_tensor, read_tensors
 
     exif = Image.Exif()
     exif[0x0112] = 6

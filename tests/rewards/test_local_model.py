@@ -11,12 +11,11 @@ import torch
 
 from flowgrpo.contrib.video_reward.video_reward import MARKS
 from flowgrpo.errors import UserError
-from flowgrpo.rewards import local_model
+from flowgrpo.rewards import aesthetic, local_model
 from flowgrpo.rewards.find import BUILT_IN, find, locate
-from flowgrpo.rewards.images import vision
 from flowgrpo.rewards.laziness import lazily
 from flowgrpo.rewards.local_model import LocalModel
-from tests.rewards.images.test_safety import folder  # noqa: F401  # a fixture
+from tests.rewards.test_safety import folder  # noqa: F401  # a fixture
 
 WITH_MODELS = {"safety", "clip_score", "clip_cosine", "subject_score", "aesthetic", "pickscore", "hpsv2.0", "hpsv2.1",
                "hpsv3", "imagereward",
@@ -92,7 +91,7 @@ def test_weights_are_in_the_dtype_and_scores_are_near_those_of_fp32(folder, dtyp
 def test_a_head_stays_in_fp32():
     class Headed(Mean):
         def _loaded(self):
-            return torch.nn.Linear(3, 1), vision.perceptron(4)
+            return torch.nn.Linear(3, 1), aesthetic.perceptron(4)
 
     model, head = Headed(dtype="bf16").models
     assert model.weight.dtype == torch.bfloat16 and head[0].weight.dtype == torch.float32

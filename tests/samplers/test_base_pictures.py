@@ -16,8 +16,7 @@ from flowgrpo import rewards
 from flowgrpo.config.reward_rules import RewardRule
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.evaluate import evaluate
-from flowgrpo.rewards import combine
-from flowgrpo.rewards.images import guards
+from flowgrpo.rewards import combine, guards
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.training import sampling
 from tests.helpers import tiny

@@ -14,10 +14,10 @@ from safetensors.torch import save
 from flowgrpo import rewards
 from flowgrpo.data import pictures
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.images import clip_models
-from flowgrpo.rewards.images.guards import BaseSimilarity
-from flowgrpo.rewards.images.preservation import Preservation
+from flowgrpo.rewards import clip
+from flowgrpo.rewards.guards import BaseSimilarity
 from flowgrpo.rewards.judges.judge import Judge
+from flowgrpo.rewards.preservation import Preservation
 from flowgrpo.rewards.remote import wire
 from flowgrpo.rewards.reward import privileged
 from flowgrpo.serving.answers import scored
@@ -138,7 +138,7 @@ def test_a_path_of_a_client_is_not_opened(reward, key, tmp_path):
 
 @pytest.mark.parametrize("reader", [
     pictures.read_picture, pictures.picture_size, pictures.frame_count, lambda path: pictures.Clip.of(path, 1),
-    clip_models._read,
+    clip._read,
 ], ids=["picture", "size", "frames", "clip", "subject"])
 def test_no_reader_opens_a_path_of_a_client(reader, tmp_path):
     Image.new("RGB", (4, 4)).save(tmp_path / "there.png")

@@ -131,7 +131,7 @@ def test_pictures_of_two_folders_by_their_prompts(place):
             saved(place / folder / f"{name}.png", seed=seed + 2 * (name == "two"))
             (place / folder / f"{name}.txt").write_text(f"a {name}")
     assert main(["reward", "label", "a", "b", "--rewards", "mine.py:bright", "--output", "out/pairs.jsonl"]) == 0
-    from flowgrpo.rewards.pixels import read_tensor
+    from flowgrpo.rewards.preprocessing import read_tensor
 
     pairs = load_pairs(place / "out/pairs.jsonl")
     assert [pair.prompt for pair in pairs] == ["a one", "a two"]

@@ -23,9 +23,8 @@ from flowgrpo.contrib.learned_rewards.text_network import saved as saved_text
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.files import tensors_of
 from flowgrpo.rewards.about import TRAINED, About
-from flowgrpo.rewards.images.clip_models import ClipScore
-from flowgrpo.rewards.images.vision import fill, loading
-from flowgrpo.rewards.local_model import LocalModel
+from flowgrpo.rewards.clip import ClipScore
+from flowgrpo.rewards.local_model import LocalModel, fill, loading
 from flowgrpo.storage import atomic, paths
 from flowgrpo.types import required
 

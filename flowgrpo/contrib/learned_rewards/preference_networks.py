@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.images.clip_models import ClipScore
-from flowgrpo.rewards.images.vision import Preparation, loading
+from flowgrpo.rewards.clip import ClipScore
+from flowgrpo.rewards.local_model import loading
+from flowgrpo.rewards.preprocessing import Preparation
 from flowgrpo.starter import FOLDERS
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flowgrpo.contrib.learned_rewards.preference_networks import TOKENIZER
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.images.vision import loading
+from flowgrpo.rewards.local_model import loading
 from flowgrpo.starter import FOLDERS
 
 if TYPE_CHECKING:

@@ -28,9 +28,9 @@ from flowgrpo.contrib.learned_rewards.text_network import TextHead, on_model
 from flowgrpo.data.pairs import Pair, aspects
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.statistics import Interval, interval
-from flowgrpo.rewards.images.clip_models import ClipScore
+from flowgrpo.rewards.clip import ClipScore
 from flowgrpo.rewards.local_model import placed
-from flowgrpo.rewards.pixels import read_tensor
+from flowgrpo.rewards.preprocessing import read_tensor
 from flowgrpo.storage import paths
 from flowgrpo.types import required
 

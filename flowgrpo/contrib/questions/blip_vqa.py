@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo.rewards.images.vision import Preparation, pretrained
-from flowgrpo.rewards.local_model import LocalModel
+from flowgrpo.rewards.local_model import LocalModel, pretrained
+from flowgrpo.rewards.preprocessing import Preparation
 
 LONGEST = 35  # tokens of a question
 

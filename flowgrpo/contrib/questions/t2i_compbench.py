@@ -20,7 +20,7 @@ from flowgrpo.contrib.questions.blip_vqa import BlipVqa
 from flowgrpo.contrib.questions.phrases import Phrases, counted, related, relation
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.images.clip_models import ClipScore
+from flowgrpo.rewards.clip import ClipScore
 from flowgrpo.rewards.images.detections import Detection, Detector
 from flowgrpo.rewards.images.detectors import detector, in_process
 from flowgrpo.rewards.images.owl import Owl

@@ -18,8 +18,8 @@ from torch.nn.functional import interpolate, normalize
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, described
-from flowgrpo.rewards.images.vision import DEVIATION, MEAN, pretrained
-from flowgrpo.rewards.local_model import LocalModel
+from flowgrpo.rewards.local_model import LocalModel, pretrained
+from flowgrpo.rewards.preprocessing import DEVIATION, MEAN
 
 SIZE = 224  # pixels of the shorter side
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

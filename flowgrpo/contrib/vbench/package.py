@@ -22,7 +22,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.packages import needed
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.local_model import placed, require_arguments
-from flowgrpo.rewards.pixels import eight_bit
+from flowgrpo.rewards.preprocessing import eight_bit
 
 # Dimensions for any prompt, and those that judge facts of the prompt: its objects, colours, scene or style.
 PLAIN = ("subject_consistency", "background_consistency", "temporal_flickering", "motion_smoothness", "dynamic_degree",

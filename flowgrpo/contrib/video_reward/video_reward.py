@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.images.hps_v3 import renamed
-from flowgrpo.rewards.images.vision import from_hub, loading, pretrained, resized, tensors
-from flowgrpo.rewards.local_model import Head, LocalModel
+from flowgrpo.rewards.hpsv3 import renamed
+from flowgrpo.rewards.local_model import Head, LocalModel, from_hub, loading, pretrained, tensors
+from flowgrpo.rewards.preprocessing import resized
 
 AXES = ("VQ", "MQ", "TA")
 MARKS = tuple(f"<|{axis}_reward|>" for axis in AXES)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from flowgrpo.rewards.images.clip_models import ClipCosine
+from flowgrpo.rewards.clip import ClipCosine
 from flowgrpo.rewards.images.colours import NAMES
 from flowgrpo.rewards.images.detections import Detection
 

@@ -28,7 +28,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.packages import needed
 from flowgrpo.rewards.images.detections import OBJECTS, Detection, Detector, named
 from flowgrpo.rewards.local_model import LocalModel
-from flowgrpo.rewards.pixels import eight_bit
+from flowgrpo.rewards.preprocessing import eight_bit
 
 WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torchvision's switch against unpickling anything but tensors
 OVERLAP = 0.35  # IoU threshold of FastestDet's own suppression

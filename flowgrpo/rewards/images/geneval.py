@@ -29,7 +29,7 @@ from flowgrpo.rewards.images.colours import NAMES, colour
 from flowgrpo.rewards.images.detections import Detection, Detector
 from flowgrpo.rewards.images.detectors import detector, in_process
 from flowgrpo.rewards.local_model import passed_on
-from flowgrpo.rewards.pixels import eight_bit
+from flowgrpo.rewards.preprocessing import eight_bit
 
 RELATIONS = ("left of", "right of", "above", "below")
 SCORES, COLOURS = ("strict", "graded", "flow_grpo"), ("pixels", "clip")

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from flowgrpo.rewards.images.detections import Detection, named
-from flowgrpo.rewards.images.vision import loading
-from flowgrpo.rewards.local_model import LocalModel
+from flowgrpo.rewards.local_model import LocalModel, loading
 
 MOST = 100  # detections of a picture
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.rewards.images.detections import Detection
-from flowgrpo.rewards.images.vision import loading
-from flowgrpo.rewards.local_model import LocalModel
+from flowgrpo.rewards.local_model import LocalModel, loading
 
 
 @dataclass(frozen=True)

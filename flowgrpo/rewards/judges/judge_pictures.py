@@ -31,7 +31,7 @@ def data_url(picture: Tensor, longest: int, encoding: str) -> str:
     Raises Failed for a picture that holds NaN or an infinity."""
     from PIL import Image
 
-    from flowgrpo.rewards.pixels import eight_bit
+    from flowgrpo.rewards.preprocessing import eight_bit
 
     if not picture.isfinite().all():
         raise Failed("a judge: a picture holds NaN or an infinity")
@@ -83,7 +83,7 @@ def source_parts(entry: dict[str, Any], frames: int, longest: int, encoding: str
 def _urls(path: str, modified: int, video: bool, frames: int, longest: int, encoding: str) -> tuple[str, ...]:
     """Return a source's pictures as data URLs. modified: of the file, which a changed one differs in."""
     from flowgrpo.data.pictures import Clip, frame_count, read_picture
-    from flowgrpo.rewards.pixels import tensor_of
+    from flowgrpo.rewards.preprocessing import tensor_of
 
     pictures = [read_picture(path)] if not video else []
     if video:

@@ -164,7 +164,7 @@ def _content(output: Tensor | str, exact: bool) -> dict[str, Any]:
         from safetensors.torch import save
 
         return {"safetensors": _base64(save({"output": output.detach().cpu().contiguous()}))}
-    from flowgrpo.rewards.pixels import eight_bit
+    from flowgrpo.rewards.preprocessing import eight_bit
 
     rounded = eight_bit(output)
     return {"png": _png(rounded) if rounded.ndim == 3 else [_png(frame) for frame in rounded]}

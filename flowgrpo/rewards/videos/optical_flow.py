@@ -16,7 +16,7 @@ from torch import Tensor
 from flowgrpo.errors import UserError
 from flowgrpo.packages import needed
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.pixels import eight_bit, grey
+from flowgrpo.rewards.preprocessing import eight_bit, grey
 
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 FASTEST = 0.05  # share of the fastest pixels that give a clip's speed, as in VBench's dynamic degree (2311.17982)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.images.guards import distances
+from flowgrpo.rewards.guards import distances
 from flowgrpo.text.rewards.answer_keys import LICENCE, keys, several
 from flowgrpo.text.rewards.rules import normalised
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.images.vision import pretrained
-from flowgrpo.rewards.local_model import LocalModel
+from flowgrpo.rewards.local_model import LocalModel, pretrained
 from flowgrpo.text.rewards.answer_keys import LICENCE, keys, several, spoken, stated
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.images.vision import pretrained
-from flowgrpo.rewards.local_model import LocalModel, require_arguments
+from flowgrpo.rewards.local_model import LocalModel, pretrained, require_arguments
 
 
 class PolicyModel(LocalModel):

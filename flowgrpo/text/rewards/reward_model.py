@@ -11,9 +11,8 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.images.vision import pretrained
 from flowgrpo.rewards.judges.judge import filled
-from flowgrpo.rewards.local_model import LocalModel
+from flowgrpo.rewards.local_model import LocalModel, pretrained
 from flowgrpo.text.rewards.answer_keys import LICENCE, spoken
 
 if TYPE_CHECKING:

@@ -107,7 +107,7 @@ class SvgRender:
                             "1, and 0 to below 1")
         needed("resvg_py", "svg", "reward 'svg_render'")
         if self.semantic:
-            from flowgrpo.rewards.images.guards import extractor
+            from flowgrpo.rewards.guards import extractor
 
             object.__setattr__(self, "features", extractor(self.features))
 
@@ -133,7 +133,7 @@ class SvgRender:
 def _reference(path: str, size: int) -> Tensor:
     from torchvision.transforms.functional import resize
 
-    from flowgrpo.rewards.pixels import read_tensor
+    from flowgrpo.rewards.preprocessing import read_tensor
 
     require_open()
     try:

@@ -15,7 +15,7 @@ from torch import Tensor
 from flowgrpo.data.text_features import features
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.images.vision import loading
+from flowgrpo.rewards.local_model import loading
 from flowgrpo.storage import atomic
 from flowgrpo.text.rewards.answer_keys import LICENCE, spoken
 from flowgrpo.text.rewards.embeddings import TextEncoder

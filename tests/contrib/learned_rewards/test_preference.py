@@ -23,7 +23,7 @@ from flowgrpo.contrib.learned_rewards.preference_networks import ClipHead, with_
 from flowgrpo.contrib.learned_rewards.training import Settings, accuracy, batches, bradley_terry, families, right
 from flowgrpo.contrib.learned_rewards.training import train as train_reward
 from flowgrpo.data.pairs import Pair, aspects, load_pairs, split
-from flowgrpo.rewards.images.clip_models import ClipScore
+from flowgrpo.rewards.clip import ClipScore
 from flowgrpo.rewards.images.scene import scene
 from flowgrpo.starter.scenes import PREFIXES, SHAPES, parse, reserved
 

@@ -16,10 +16,10 @@ from flowgrpo.contrib.questions.phrases import counted, related, singular
 from flowgrpo.contrib.questions.t2i_compbench import T2ICompBench, in_number, in_place, placed_as
 from flowgrpo.data import sets
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.images import vision
 from flowgrpo.rewards.images.detectors import Detection
 from flowgrpo.rewards.images.owl import Owl
-from tests.rewards.images.test_model_rewards_blip import TINY_TEXT, TINY_VISION, word_tokenizer
+from flowgrpo.rewards.preprocessing import DEVIATION, MEAN
+from tests.rewards.test_model_rewards_blip import TINY_TEXT, TINY_VISION, word_tokenizer
 
 PICTURES = (torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(5)) * 255).round() / 255
 
@@ -109,7 +109,7 @@ def blip():
 def by_hand(model, tokenizer, picture: torch.Tensor, question: str) -> float:
     """P(yes) of one picture by BLIP's own forward pass, without padding."""
     ids = torch.tensor([[39, *(tokenizer.convert_tokens_to_ids(word) for word in question.split()), 2]])
-    mean, deviation = (torch.tensor(values)[:, None, None] for values in (vision.MEAN, vision.DEVIATION))
+    mean, deviation = (torch.tensor(values)[:, None, None] for values in (MEAN, DEVIATION))
     with torch.no_grad():
         seen = model.vision_model(pixel_values=((picture - mean) / deviation)[None]).last_hidden_state
         states = model.text_encoder(input_ids=ids, attention_mask=torch.ones_like(ids), encoder_hidden_states=seen)[0]

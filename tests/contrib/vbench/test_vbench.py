@@ -13,7 +13,7 @@ from torchvision.transforms import InterpolationMode
 from flowgrpo import rewards
 from flowgrpo.contrib.vbench import dimensions
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.images import vision
+from flowgrpo.rewards.preprocessing import DEVIATION, MEAN
 
 CLIPS = (torch.rand(2, 4, 3, 30, 45, generator=torch.Generator().manual_seed(2)) * 255).round() / 255
 
@@ -77,7 +77,7 @@ def test_background_consistency_is_that_of_clips_embeddings():
     model = stirred(CLIPVisionModelWithProjection(CLIPVisionConfig(image_size=224, projection_dim=8, **TINY)))
     prepared = transforms.Compose([transforms.Resize(224, InterpolationMode.BICUBIC, antialias=False),
                                    transforms.CenterCrop(224), transforms.Lambda(lambda x: x / 255),
-                                   transforms.Normalize(vision.MEAN, vision.DEVIATION)])
+                                   transforms.Normalize(MEAN, DEVIATION)])
     hand = [expected(clip, prepared, lambda x: model(pixel_values=x).image_embeds) for clip in CLIPS]
     found = scored("background_consistency", CLIPS, parts=(model,), device="cpu", batch_size=3)
     assert found == pytest.approx(hand, abs=1e-4)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from flowgrpo.contrib.video_reward.video_reward import MARKS, instruction, looked_at, merged
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.find import find
-from flowgrpo.rewards.images import vision
+from flowgrpo.rewards.preprocessing import DEVIATION, MEAN
 
 PROMPTS = ["a red cube", "two dogs", "a cat on a mat"]
 TEXT = "how does it look : <|VQ_reward|> and move : <|MQ_reward|> and match {text_prompt} : <|TA_reward|> end"
@@ -103,7 +103,7 @@ def patches(frames: list[torch.Tensor], height: int, width: int) -> torch.Tensor
     rows, x = [], []
     for frame in frames:
         pil = Image.fromarray((frame * 255).round().byte().permute(1, 2, 0).numpy())
-        x.append((np.asarray(pil.resize((width, height), Image.BICUBIC)) / 255 - vision.MEAN) / vision.DEVIATION)
+        x.append((np.asarray(pil.resize((width, height), Image.BICUBIC)) / 255 - MEAN) / DEVIATION)
     for one, other in zip(x[::2], x[1::2]):
         for top in range(0, height, 28):
             for left in range(0, width, 28):

@@ -14,11 +14,12 @@ from torchvision import transforms
 
 from flowgrpo import rewards
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.images import clip_colours, colours, detectors, vision
+from flowgrpo.rewards.images import clip_colours, colours, detectors
 from flowgrpo.rewards.images.clip_colours import ClipColours, cut
 from flowgrpo.rewards.images.detectors import Detection
 from flowgrpo.rewards.images.geneval import GenEval
 from flowgrpo.rewards.images.mask2former import Mask2Former
+from flowgrpo.rewards.preprocessing import DEVIATION, MEAN
 
 # --- the detector ----------------------------------------------------------------------------------------------------
 
@@ -165,7 +166,7 @@ def test_a_colour_is_the_nearest_mean_of_three_texts():
     found = ClipColours(parts=(model, tokenizer), device="cpu")(picture, some, "dog")
     prepared = transforms.Compose([transforms.Resize(32, transforms.InterpolationMode.BICUBIC),
                                    transforms.CenterCrop(32), transforms.ToTensor(),
-                                   transforms.Normalize(vision.MEAN, vision.DEVIATION)])
+                                   transforms.Normalize(MEAN, DEVIATION)])
     texts = ["a photo of a {} dog", "a photo of a {}-colored dog", "a photo of a {} object"]
     with torch.no_grad():
         rows = []

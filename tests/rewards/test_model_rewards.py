@@ -18,16 +18,19 @@ from torchvision import transforms
 
 from flowgrpo.errors import UserError
 from flowgrpo.log import unlogged
+from flowgrpo.rewards import aesthetic, local_model
+from flowgrpo.rewards.aesthetic import Aesthetic
+from flowgrpo.rewards.clip import ClipCosine, ClipScore
 from flowgrpo.rewards.find import find
-from flowgrpo.rewards.images import vision
-from flowgrpo.rewards.images.aesthetic import Aesthetic
-from flowgrpo.rewards.images.clip_models import ClipCosine, ClipScore, HpsV2, PickScore
-from flowgrpo.rewards.images.guards import Diversity
+from flowgrpo.rewards.guards import Diversity
+from flowgrpo.rewards.hpsv2 import HpsV2
 from flowgrpo.rewards.laziness import lazily
+from flowgrpo.rewards.pickscore import PickScore
+from flowgrpo.rewards.preprocessing import DEVIATION, MEAN, Preparation, resized
 from flowgrpo.rewards.score import score
 
 PROMPTS = ["a red cube", "two dogs", "a cat on a mat , sleeping", "two dogs", "a blue ball"]
-LEVEL = 1.01 / 255 / min(vision.DEVIATION)  # one step of 8 bits, normalised
+LEVEL = 1.01 / 255 / min(DEVIATION)  # one step of 8 bits, normalised
 
 
 def pictures(count: int, height: int, width: int, seed: int = 0) -> torch.Tensor:
@@ -46,7 +49,7 @@ def as_pil(picture: torch.Tensor) -> Image.Image:
 def by_pil(picture: torch.Tensor, size: int, *fitted) -> torch.Tensor:
     """The published preparation: torchvision on a PIL picture."""
     fitted = fitted or (transforms.Resize(size, transforms.InterpolationMode.BICUBIC), transforms.CenterCrop(size))
-    whole = transforms.Compose([*fitted, transforms.ToTensor(), transforms.Normalize(vision.MEAN, vision.DEVIATION)])
+    whole = transforms.Compose([*fitted, transforms.ToTensor(), transforms.Normalize(MEAN, DEVIATION)])
     return whole(as_pil(picture))
 
 
@@ -70,7 +73,7 @@ SIDES = [(64, 64), (48, 80), (81, 50), (20, 20), (32, 47), (17, 30), (32, 32)]
 def test_pictures_are_prepared_as_by_pil(height, width):
     batch = pictures(3, height, width)
     expected = torch.stack([by_pil(picture, 32) for picture in batch])
-    prepared = vision.Preparation(32)(batch)
+    prepared = Preparation(32)(batch)
     assert prepared.shape == (3, 3, 32, 32)
     assert (prepared - expected).abs().max() <= LEVEL
     assert (prepared - expected).abs().mean() < LEVEL / 20
@@ -80,7 +83,7 @@ def test_pictures_are_prepared_as_by_pil(height, width):
 def test_whole_pictures_are_padded_as_by_pil(height, width):
     batch = pictures(2, height, width)
     expected = torch.stack([by_pil(picture, 32, padded(32)) for picture in batch])
-    prepared = vision.Preparation(32, "longest")(batch)
+    prepared = Preparation(32, "longest")(batch)
     assert (prepared - expected).abs().max() <= LEVEL and (prepared - expected).abs().mean() < LEVEL / 20
 
 
@@ -88,22 +91,22 @@ def test_squashed_pictures_are_scaled_as_by_pil():
     batch = pictures(2, 40, 70)
     squash = transforms.Resize((32, 32), transforms.InterpolationMode.BICUBIC)
     expected = torch.stack([by_pil(picture, 32, squash) for picture in batch])
-    assert (vision.Preparation(32, "squash")(batch) - expected).abs().max() <= LEVEL
+    assert (Preparation(32, "squash")(batch) - expected).abs().max() <= LEVEL
 
 
 def test_scaling_does_not_leave_the_range_of_colours():
-    levels = vision.resized(pictures(4, 100, 90), (30, 27))
+    levels = resized(pictures(4, 100, 90), (30, 27))
     assert levels.min() >= 0 and levels.max() <= 255 and torch.equal(levels, levels.round())
 
 
 def test_other_means_and_deviations():
     grey = torch.full((1, 3, 8, 8), 0.6)
-    prepared = vision.Preparation(8, mean=(0.5, 0.4, 0.2), deviation=(0.1, 0.2, 0.5))(grey)
+    prepared = Preparation(8, mean=(0.5, 0.4, 0.2), deviation=(0.1, 0.2, 0.5))(grey)
     assert prepared[0, :, 3, 3].tolist() == pytest.approx([1, 1, 0.8], abs=1e-6)
 
 
 def test_the_perceptron_has_no_activations_and_the_numbers_of_its_checkpoints():
-    head = vision.perceptron(6)
+    head = aesthetic.perceptron(6)
     assert list(head.state_dict()) == [f"{i}.{kind}" for i in (0, 2, 4, 6, 7) for kind in ("weight", "bias")]
     one, two = torch.randn(2, 6), torch.randn(2, 6)
     zero = head(torch.zeros(1, 6))
@@ -178,7 +181,7 @@ def test_clip_score_scales_pictures_as_its_model_wants_them(tiny, monkeypatch):
     model, tokenizer, _ = tiny
     settings = {"size": 32, "mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bicubic", "resize_mode": "squash"}
     monkeypatch.setattr(model.visual, "preprocess_cfg", settings)
-    expected = vision.Preparation(32, "squash", (0.5,) * 3, (0.5,) * 3)
+    expected = Preparation(32, "squash", (0.5,) * 3, (0.5,) * 3)
     assert ClipScore(parts=(model, tokenizer)).prepare == expected
     monkeypatch.setitem(settings, "interpolation", "bilinear")
     with pytest.raises(UserError, match="expected one that takes squares, scaled bicubic"):
@@ -223,7 +226,7 @@ def test_the_scaling_of_old_tables_has_no_filter(tiny, height, width):
     small = transforms.functional.resize(images, sides, transforms.InterpolationMode.BICUBIC, antialias=False)
     left, top = 32 - sides[1], 32 - sides[0]
     square = torch.nn.functional.pad(small, (left // 2, left - left // 2, top // 2, top - top // 2))
-    expected = transforms.functional.normalize(square, vision.MEAN, vision.DEVIATION)
+    expected = transforms.functional.normalize(square, MEAN, DEVIATION)
     reward = HpsV2(device="cpu", parts=tiny[:2], antialias=False)
     torch.testing.assert_close(reward.prepare(images), expected, atol=1e-5, rtol=0)
     assert (expected - HpsV2(device="cpu", parts=tiny[:2]).prepare(images)).abs().max() > 20 * LEVEL
@@ -305,7 +308,7 @@ def embeddings(encoder, images) -> np.ndarray:
 @pytest.mark.parametrize("batch", [2, 32])
 def test_the_perceptron_of_the_improved_predictor(pick, encoder, tmp_path, batch):
     torch.manual_seed(7)
-    state = {f"layers.{key}": value for key, value in vision.perceptron(8).state_dict().items()}
+    state = {f"layers.{key}": value for key, value in aesthetic.perceptron(8).state_dict().items()}
     state["layers.7.bias"] += 5
     torch.save(state, tmp_path / "head.pth")
     images = pictures(5, 32, 32, seed=2)
@@ -347,7 +350,7 @@ def test_nothing_but_tensors_is_unpickled(pick, tmp_path):
 
 def test_a_long_reason_is_cut_between_words():
     with pytest.raises(UserError, match=r"^weights cannot be loaded \(check your( \w+){29} \.\.\.\): fetch them$"), \
-            vision.loading("weights", "fetch them"):
+            local_model.loading("weights", "fetch them"):
         raise OSError("check your\n" + "link " * 40)
 
 
@@ -395,7 +398,7 @@ def test_a_missing_package_is_named_with_its_extra(name, monkeypatch):
 
 
 def test_scores_in_bf16_are_near_those_in_fp32(tiny, pick, encoder):
-    images, head = pictures(5, 40, 40), vision.perceptron(8)
+    images, head = pictures(5, 40, 40), aesthetic.perceptron(8)
     for kind, parts in ((ClipScore, tiny[:2]), (HpsV2, tiny[:2]), (PickScore, pick[:2]), (Aesthetic, (encoder, head))):
         half, full = (kind(dtype=dtype, device="cpu", parts=copy.deepcopy(parts))(images, PROMPTS)
                       for dtype in ("bf16", "fp32"))

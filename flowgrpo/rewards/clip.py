@@ -1,8 +1,7 @@
-"""Rewards by CLIP models of open_clip.
+"""CLIP (2103.00020) as a reward, by models of open_clip.
 
-CLIPScore (Hessel et al. 2021, 2104.08718): similarity of a picture and its prompt. PickScore (Kirstain et al. 2023,
-2305.01569) and HPSv2.1 (Wu et al. 2023, 2306.09341): human preference, by a CLIP ViT-H/14 tuned on choices or rankings.
-CLIP-I (DreamBooth, 2208.12242): similarity of a picture and the subject of another one.
+CLIPScore (Hessel et al. 2021, 2104.08718): similarity of a picture and its prompt. CLIP-I (DreamBooth, 2208.12242):
+similarity of a picture and the subject of another one.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ from flowgrpo.errors import UserError
 from flowgrpo.log import unlogged
 from flowgrpo.packages import needed
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.images.vision import Preparation, fill, loading, pretrained, straight, tensors
-from flowgrpo.rewards.local_model import LocalModel
-from flowgrpo.rewards.pixels import read_tensor
+from flowgrpo.rewards.local_model import LocalModel, loading
+from flowgrpo.rewards.preprocessing import Preparation, read_tensor, straight
 
 SCORES = ("clipscore", "cosine")
 
@@ -133,106 +131,6 @@ def wanted(model: Any, reward: str) -> Preparation:
                         f"{config.get('interpolation')}: expected one that takes squares, scaled bicubic")
     known = {"mean": config.get("mean"), "deviation": config.get("std"), "fit": config.get("resize_mode")}
     return Preparation(sizes.pop(), **{key: value for key, value in known.items() if value is not None})
-
-
-@dataclass(frozen=True)
-class PickScore(LocalModel):
-    """PickScore: the model's logit scale (100) times the cosine of picture and prompt, around 15 to 25.
-
-    This is the score of the paper and of its tables. Flow-GRPO trains with a 26th of it, so that it is near 1 like
-    other rewards: `args: {divide: 26}`.
-
-    model, revision: a CLIP model of transformers, a folder or hub id. tokenizer: the same.
-    parts: model and tokenizer, ready-made. dtype (fp32), device and batch_size (32): as in `LocalModel`.
-    Raises UserError if the weights are unavailable.
-    """
-
-    model: str = "yuvalkirstain/PickScore_v1"
-    revision: str | None = None
-    tokenizer: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
-    divide: float = 1.0
-    reward, parameters = "pickscore", 986e6
-    differentiable = True
-    about = About(modality="image", range=(None, None), needs="", licence="Apache-2.0, MIT weights")
-
-    def __post_init__(self) -> None:
-        if not self.divide > 0:
-            raise UserError(f"reward 'pickscore': divide is {self.divide}, expected a number above 0")
-        super().__post_init__()
-
-    def _loaded(self) -> tuple[Any, Any]:
-        from transformers import AutoTokenizer, CLIPModel
-
-        return (pretrained("pickscore", CLIPModel, self.model, self.revision, "model"),
-                pretrained("pickscore", AutoTokenizer, self.tokenizer, None, "tokenizer"))
-
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        return self.batched(self._scores, images, prompts) / self.divide
-
-    def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
-        model, tokenizer = self.models
-        longest, size = model.config.text_config.max_position_embeddings, model.config.vision_config.image_size
-        texts = tokenizer(prompts, padding=True, truncation=True, max_length=longest, return_tensors="pt")
-        texts, pictures = texts.to(self.device), Preparation(size)(images.to(self.device)).to(self.float_type)
-        outputs = model(input_ids=texts.input_ids, attention_mask=texts.attention_mask, pixel_values=pictures)
-        return model.logit_scale.float().exp() * (outputs.image_embeds.float() * outputs.text_embeds.float()).sum(-1)
-
-
-@dataclass(frozen=True)
-class HpsV2(LocalModel):
-    """HPSv2.1: the cosine of picture and prompt, around 0.2 to 0.35; tables print it times 100.
-
-    The whole picture is scaled to 224 pixels and padded with black, as in the release (img_score.py), which does not
-    crop it.
-
-    antialias: false scales as the release did with torchvision before 0.17, on which tables of 2023 were made: up to
-    half of the 8-bit range away at sharp edges.
-    checkpoint: a file, or `owner/name/file` on the hub. revision: of the hub.
-    model: the architecture's name in open_clip.
-    parts: model and tokenizer, ready-made. dtype (fp32), device and batch_size (32): as in `LocalModel`.
-    Raises UserError if open_clip or the checkpoint is missing.
-    """
-
-    checkpoint: str = "xswu/HPSv2/HPS_v2.1_compressed.pt"
-    revision: str | None = None
-    model: str = "ViT-H-14"
-    antialias: bool = True
-    reward, parameters = "hpsv2.1", 986e6
-    differentiable = True
-    about = About(modality="image", range=(-1, 1), needs="clip", licence="Apache-2.0")
-
-    def _require(self, parts: tuple[Any, ...]) -> None:
-        wanted(parts[0], self.reward)
-
-    @cached_property
-    def prepare(self) -> Preparation:
-        """Preprocessing of the model's pictures."""
-        return Preparation(wanted(self.models[0], self.reward).size, "longest", antialias=self.antialias)
-
-    def _loaded(self) -> tuple[Any, Any]:
-        open_clip = needed("open_clip", "clip", f"reward {self.reward!r}")
-        state = tensors(self.reward, self.checkpoint, self.revision, "checkpoint")
-        model = open_clip.create_model(self.model, pretrained=None)
-        fill(self.reward, model, state, self.checkpoint)
-        return model, open_clip.get_tokenizer(self.model)
-
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        return self.batched(self._cosines, images, prompts)
-
-    def _cosines(self, images: Tensor, prompts: list[str]) -> Tensor:
-        model, tokenizer = self.models
-        return cosines(model, tokenizer, self.prepare(images.to(self.device)).to(self.float_type), prompts)
-
-
-@dataclass(frozen=True)
-class HpsV20(HpsV2):
-    """HPSv2.0: as HPSv2.1, by the weights of the paper (2306.09341).
-
-    Arguments: as in `HpsV2`.
-    """
-
-    checkpoint: str = "xswu/HPSv2/HPS_v2_compressed.pt"
-    reward = "hpsv2.0"
 
 
 class SubjectClip(ClipCosine):

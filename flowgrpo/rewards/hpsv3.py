@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.images.vision import fill, loading, pretrained, resized, tensors
-from flowgrpo.rewards.local_model import Head, LocalModel
+from flowgrpo.rewards.local_model import Head, LocalModel, fill, loading, pretrained, tensors
+from flowgrpo.rewards.preprocessing import resized
 
 if TYPE_CHECKING:
     from transformers import Qwen2VLConfig, Qwen2VLModel

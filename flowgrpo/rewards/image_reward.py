@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.images.vision import Preparation, fill, perceptron, pretrained, tensors
-from flowgrpo.rewards.local_model import LocalModel
+from flowgrpo.rewards.aesthetic import perceptron
+from flowgrpo.rewards.local_model import LocalModel, fill, pretrained, tensors
+from flowgrpo.rewards.preprocessing import Preparation
 
 AVERAGE, SPREAD = 0.16717362830052426, 1.0333394966054072  # of the head on the release's training pairs
 LONGEST = 35  # tokens of a prompt

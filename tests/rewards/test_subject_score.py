@@ -9,9 +9,9 @@ from torchvision.transforms.functional import to_tensor
 
 from flowgrpo.data.prompts import load_prompts
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.images.clip_models import SubjectScore
+from flowgrpo.rewards.clip import SubjectScore
 from flowgrpo.rewards.score import score
-from tests.rewards.images.test_model_rewards import TINY, by_pil, pictures
+from tests.rewards.test_model_rewards import TINY, by_pil, pictures
 
 
 @pytest.fixture(scope="module")

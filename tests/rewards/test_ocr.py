@@ -13,8 +13,8 @@ from torchvision.transforms.functional import to_tensor
 
 from flowgrpo import rewards
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.images import ocr
-from flowgrpo.rewards.pixels import eight_bit
+from flowgrpo.rewards import ocr
+from flowgrpo.rewards.preprocessing import eight_bit
 
 
 def drawn(*lines: str, size: int = 256, height: int = 34) -> torch.Tensor:

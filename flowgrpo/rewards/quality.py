@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, described
-from flowgrpo.rewards.pixels import eight_bit, grey
+from flowgrpo.rewards.preprocessing import eight_bit, grey
 
 BLOCK, STRETCH = 16, 6  # pixels
 ACTIVE, FLAT = 0.1, 0.1  # minimum variance of a block that counts; standard deviation of a flat stretch

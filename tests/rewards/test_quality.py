@@ -12,8 +12,8 @@ from torchvision.utils import save_image
 
 from flowgrpo import rewards
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.images.quality import distortion, jpeg_compressibility, jpeg_incompressibility, piqe, sharpness
-from flowgrpo.rewards.pixels import eight_bit, grey
+from flowgrpo.rewards.preprocessing import eight_bit, grey
+from flowgrpo.rewards.quality import distortion, jpeg_compressibility, jpeg_incompressibility, piqe, sharpness
 
 
 def landscape(size: int = 96) -> np.ndarray:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.images.vision import Preparation, fill, perceptron, pretrained, tensors
-from flowgrpo.rewards.local_model import Head, LocalModel
+from flowgrpo.rewards.local_model import Head, LocalModel, fill, pretrained, tensors
+from flowgrpo.rewards.preprocessing import Preparation
 
 
 @dataclass(frozen=True)
@@ -71,3 +71,18 @@ def made(reward: str, state: dict[str, Tensor], where: str) -> torch.nn.Module:
         head, state = Head(torch.nn.Linear(first.shape[1], 1)), {f"0.{key}": value for key, value in state.items()}
     fill(reward, head, state, where)
     return head
+
+
+HIDDEN = (1024, 128, 64, 16)  # widths of the perceptron shared by the aesthetic predictor and ImageReward
+
+
+def perceptron(width: int) -> Head:
+    """Build the head of the aesthetic predictor and of ImageReward: linear layers in sequence, without activations.
+
+    Their trainings had dropout at 1, 3 and 5; the numbers of the layers are those of their checkpoints.
+    """
+    from torch.nn import Identity, Linear
+
+    widths = (width, *HIDDEN, 1)
+    layers = [Linear(*pair) for pair in zip(widths, widths[1:])]
+    return Head(layers[0], Identity(), layers[1], Identity(), layers[2], Identity(), *layers[3:])

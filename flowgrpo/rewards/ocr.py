@@ -20,7 +20,7 @@ from torch import Tensor
 from flowgrpo.errors import UserError
 from flowgrpo.packages import needed
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.pixels import eight_bit
+from flowgrpo.rewards.preprocessing import eight_bit
 from flowgrpo.rewards.remote.exchange import side_by_side
 
 MOST = 16  # engines of a process: each holds its own copy of the weights and its workspace

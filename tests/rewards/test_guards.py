@@ -13,7 +13,7 @@ from torchvision.utils import save_image
 
 from flowgrpo import rewards
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.images import guards
+from flowgrpo.rewards import guards
 from tests.helpers.tables import close, f64
 
 

@@ -8,8 +8,8 @@ from PIL import Image
 from torchvision.transforms.functional import to_tensor
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.images.preservation import Preservation, ssim
-from tests.rewards.images.test_subject_score import saved
+from flowgrpo.rewards.preservation import Preservation, ssim
+from tests.rewards.test_subject_score import saved
 
 
 @pytest.fixture

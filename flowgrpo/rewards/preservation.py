@@ -17,7 +17,7 @@ from torch import Tensor
 from flowgrpo.data.pictures import read_picture
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.pixels import grey, tensor_of
+from flowgrpo.rewards.preprocessing import grey, tensor_of
 
 MEASURES = ("ssim", "distance")
 SIDE, DEVIATION = 11, 1.5  # pixels of SSIM's Gaussian window

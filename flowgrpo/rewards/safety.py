@@ -15,9 +15,8 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.images.vision import pretrained
-from flowgrpo.rewards.local_model import LocalModel
-from flowgrpo.rewards.pixels import eight_bit
+from flowgrpo.rewards.local_model import LocalModel, pretrained
+from flowgrpo.rewards.preprocessing import eight_bit
 
 
 @dataclass(frozen=True, eq=False)

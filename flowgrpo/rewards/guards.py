@@ -17,7 +17,7 @@ from torch import Tensor
 from flowgrpo.data.client_files import require_open
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.pixels import grey, read_tensor
+from flowgrpo.rewards.preprocessing import grey, read_tensor
 
 LICENCE = "Apache-2.0"
 SMALL = 16  # side of the miniatures of `pixels`
@@ -35,7 +35,7 @@ def extractor(features: str | dict[str, Any] | Callable[[Tensor], Tensor]) -> Ca
     if features == "pixels":
         return pixels
     if features == "clip" or isinstance(features, dict):
-        from flowgrpo.rewards.images.clip_models import ClipCosine
+        from flowgrpo.rewards.clip import ClipCosine
 
         return ClipCosine(**features if isinstance(features, dict) else {}).features
     if callable(features):

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.images.vision import Preparation, pretrained
-from flowgrpo.rewards.local_model import LocalModel
+from flowgrpo.rewards.local_model import LocalModel, pretrained
+from flowgrpo.rewards.preprocessing import Preparation
 
 LONGEST = 128  # tokens of a question
 

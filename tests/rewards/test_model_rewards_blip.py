@@ -8,10 +8,11 @@ import torch
 from torch.nn.functional import gelu, layer_norm
 
 from flowgrpo.errors import UserError
+from flowgrpo.rewards import image_reward, local_model
 from flowgrpo.rewards.find import find
-from flowgrpo.rewards.images import image_reward, vision
-from flowgrpo.rewards.images.image_reward import ImageReward
-from flowgrpo.rewards.images.vqa_score import VqaScore
+from flowgrpo.rewards.image_reward import ImageReward
+from flowgrpo.rewards.preprocessing import DEVIATION, MEAN
+from flowgrpo.rewards.vqa_score import VqaScore
 
 PROMPTS = ["a red cube", "two dogs", "a cat on a mat , sleeping", "two dogs", "a blue ball"]
 
@@ -23,8 +24,8 @@ def pictures(count: int, seed: int = 0) -> torch.Tensor:
 
 def normalised(images: torch.Tensor) -> torch.Tensor:
     """Pictures that have the model's size already."""
-    return (images.double() - torch.tensor(vision.MEAN)[:, None, None].double()) / torch.tensor(
-        vision.DEVIATION)[:, None, None].double()
+    return (images.double() - torch.tensor(MEAN)[:, None, None].double()) / torch.tensor(
+        DEVIATION)[:, None, None].double()
 
 
 def word_tokenizer(template: str, marks: list[str], words: list[str]):
@@ -193,7 +194,8 @@ def test_another_checkpoint_is_refused(tmp_path):
     state = released()
     state["mlp.layers.7.weight"] = torch.zeros(2, 16)
     with pytest.raises(UserError, match="x.pt cannot be loaded .*give the checkpoint that was made for this reward"):
-        vision.fill("imagereward", image_reward.network(TINY_VISION, TINY_TEXT), image_reward.renamed(state), "x.pt")
+        local_model.fill("imagereward", image_reward.network(TINY_VISION, TINY_TEXT), image_reward.renamed(state),
+                         "x.pt")
 
 
 # --- VQAScore --------------------------------------------------------------------------------------------------------

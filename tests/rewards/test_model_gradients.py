@@ -8,15 +8,17 @@ import torch
 from flowgrpo import run
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.images import vision
-from flowgrpo.rewards.images.aesthetic import Aesthetic
-from flowgrpo.rewards.images.clip_models import ClipScore, HpsV2, PickScore
-from flowgrpo.rewards.images.hps_v3 import HpsV3
-from flowgrpo.rewards.images.image_reward import ImageReward
+from flowgrpo.rewards import aesthetic, preprocessing
+from flowgrpo.rewards.aesthetic import Aesthetic
+from flowgrpo.rewards.clip import ClipScore
+from flowgrpo.rewards.hpsv2 import HpsV2
+from flowgrpo.rewards.hpsv3 import HpsV3
+from flowgrpo.rewards.image_reward import ImageReward
+from flowgrpo.rewards.pickscore import PickScore
 from tests.helpers import tiny as pipelines
-from tests.rewards.images.test_model_rewards import encoder, pick, pictures, tiny  # noqa: F401 fixtures
-from tests.rewards.images.test_model_rewards_blip import bert, released, tiny_network  # noqa: F401
-from tests.rewards.images.test_model_rewards_hps_v3 import release  # noqa: F401
+from tests.rewards.test_hpsv3 import release  # noqa: F401
+from tests.rewards.test_model_rewards import encoder, pick, pictures, tiny  # noqa: F401 fixtures
+from tests.rewards.test_model_rewards_blip import bert, released, tiny_network  # noqa: F401
 
 PROMPTS = ["a red cube", "two dogs", "a cat on a mat"]
 KINDS = ("pick", "hps", "clip", "imagereward", "aesthetic")
@@ -29,7 +31,7 @@ def made(tiny, pick, encoder, bert):  # noqa: F811
             "hps": HpsV2(device="cpu", parts=tiny[:2], batch_size=2),
             "clip": ClipScore(device="cpu", parts=tiny[:2], score="cosine"),
             "imagereward": ImageReward(device="cpu", parts=(tiny_network(released()), bert)),
-            "aesthetic": Aesthetic(device="cpu", parts=(encoder, vision.perceptron(8)))}
+            "aesthetic": Aesthetic(device="cpu", parts=(encoder, aesthetic.perceptron(8)))}
 
 
 def ascended(reward, images: torch.Tensor, prompts: list[str], steps: int, rate: float) -> tuple[float, float]:
@@ -80,7 +82,7 @@ def test_the_gradient_of_resizing_is_that_of_its_unrounded_form():
     images = torch.rand(2, 3, 20, 24, generator=torch.Generator().manual_seed(2)) * 0.5 + 0.25
     leaf, plain = images.clone().requires_grad_(), images.clone().requires_grad_()
     toward = torch.randn(2, 3, 10, 12, generator=torch.Generator().manual_seed(3))
-    (vision.resized(leaf, (10, 12)) * toward).sum().backward()
+    (preprocessing.resized(leaf, (10, 12)) * toward).sum().backward()
     scaled = plain * 255
     for size in ((20, 12), (10, 12)):
         scaled = torch.nn.functional.interpolate(scaled, size, mode="bicubic", antialias=True)
@@ -97,7 +99,7 @@ def test_refl_raises_a_tiny_pick_score(made):
 
 def test_a_reward_without_a_gradient_is_refused_before_its_weights_are_fetched(tmp_path, monkeypatch):
     fetched = []
-    monkeypatch.setattr("flowgrpo.rewards.images.safety.pretrained", lambda *given, **more: fetched.append(given))
+    monkeypatch.setattr("flowgrpo.rewards.safety.pretrained", lambda *given, **more: fetched.append(given))
     with pytest.raises(UserError, match="reward 'safety' is not differentiable"):
         run.run(pipelines.config(tmp_path, method="refl", reward="safety"))
     assert not fetched

@@ -1,0 +1,129 @@
+"""Pictures as vision models take them, and as numbers and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate, pad
+
+from flowgrpo.data.open_picture import FLOATS, opened, upright
+from flowgrpo.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's training pictures, kept by BLIP's models
+DEVIATION = (0.26862954, 0.26130258, 0.27577711)
+LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Convert pictures [B, 3, H, W] in [0, 1] to [B, 3, size, size], scaled and normalised on their device.
+
+    fit: the side that becomes `size`: the "shortest", with a centre crop; the "longest", centred on black padding; or
+    both ("squash"). Sides and crop are torchvision's; where transformers crops an odd number of pixels, it is off by
+    one.
+    antialias: False scales floats without a filter or rounding, as torchvision did with tensors before 0.17.
+    """
+
+    size: int = 224
+    fit: str = "shortest"
+    mean: Sequence[float] = MEAN
+    deviation: Sequence[float] = DEVIATION
+    antialias: bool = True
+
+    def __call__(self, pictures: Tensor) -> Tensor:
+        pictures = resized(pictures, self.sides(*pictures.shape[-2:]), self.antialias)
+        pictures = _middle(pictures, self.size) / 255
+        mean, deviation = (torch.tensor(values, device=pictures.device)[:, None, None]
+                           for values in (self.mean, self.deviation))
+        return (pictures - mean) / deviation
+
+    def sides(self, height: int, width: int) -> tuple[int, int]:
+        """Return height and width of a picture before it is cropped or padded to a square."""
+        if self.fit == "squash":
+            return self.size, self.size
+        if self.fit == "longest":
+            scale = self.size / max(height, width)
+            return round(height * scale), round(width * scale)
+        short = min(height, width)
+        return int(self.size * height / short), int(self.size * width / short)
+
+
+def resized(pictures: Tensor, sides: tuple[int, int], antialias: bool = True) -> Tensor:
+    """Resize pictures [B, 3, H, W] in [0, 1] to integers 0 to 255, float32 [B, 3, *sides], as PIL's bicubic resizing of
+    8-bit pictures does: first the width, rounded, then the height.
+
+    The gradient passes straight through the rounding. antialias: False gives floats of a plain bicubic resizing.
+    """
+    smooth = (pictures.float() * 255).clamp(0, 255)
+    levels = straight(smooth.round(), smooth)
+    if not antialias:
+        return interpolate(levels, sides, mode="bicubic") if tuple(levels.shape[-2:]) != sides else levels
+    for size in ((levels.shape[-2], sides[1]), sides):
+        if tuple(levels.shape[-2:]) != size:
+            smooth = interpolate(levels, size, mode="bicubic", antialias=True).clamp(0, 255)
+            levels = straight((smooth + 0.5).floor(), smooth)  # halves round up, as in PIL
+    return levels
+
+
+def straight(exact: Tensor, smooth: Tensor) -> Tensor:
+    """Return `exact` to the bit, with the gradient of `smooth` where that carries a graph."""
+    return exact + (smooth - smooth.detach()) if smooth.requires_grad else exact
+
+
+def _middle(pictures: Tensor, size: int) -> Tensor:
+    """Return the centre of pictures, size by size; black where a picture is smaller."""
+    height, width = pictures.shape[-2:]
+    lack_h, lack_w = max(size - height, 0), max(size - width, 0)
+    pictures = pad(pictures, (lack_w // 2, lack_w - lack_w // 2, lack_h // 2, lack_h - lack_h // 2))
+    top, left = (round((side - size) / 2) for side in pictures.shape[-2:])
+    return pictures[..., top:top + size, left:left + size]
+
+
+def tensor_of(image: Image) -> Tensor:
+    """Return a picture [3, H, W] in [0, 1]. 16-bit grey keeps its levels; `convert("RGB")` would clip them at 255."""
+    from torchvision.transforms.functional import to_tensor
+
+    if not image.mode.startswith("I;16"):
+        return to_tensor(image.convert("RGB"))
+    return torch.from_numpy(np.array(image, dtype=np.float32) / 65535).expand(3, -1, -1)
+
+
+def read_tensor(path: str | Path) -> Tensor:
+    """Return the picture of a file, upright: [3, H, W] in [0, 1]. Raises UserError if it is none."""
+    with opened(path, FLOATS) as picture:
+        return tensor_of(upright(picture))
+
+
+def read_tensors(path: str | Path) -> list[Tensor]:
+    """Return the frames of an animated picture, upright, each [3, H, W] in [0, 1]; of a still picture one.
+
+    Raises UserError if it is none, and for more than FLOATS pixels in all frames.
+    """
+    from PIL import ImageSequence
+
+    frames: list[Tensor] = []
+    with opened(path, FLOATS) as picture:
+        for frame in ImageSequence.Iterator(picture):
+            if (len(frames) + 1) * frame.width * frame.height > FLOATS:
+                raise UserError(f"{path} has more than {FLOATS:,} pixels in its frames: scale it down, or cut it")
+            frames.append(tensor_of(upright(frame)))
+    return frames
+
+
+def eight_bit(pictures: Tensor) -> np.ndarray:
+    """Return pictures [..., 3, H, W] in [0, 1] as bytes [..., H, W, 3], rounded to the nearest."""
+    return (pictures.detach().cpu().float() * 255).round().clamp(0, 255).to(torch.uint8).movedim(-3, -1).numpy()
+
+
+def grey(pictures: Tensor) -> Tensor:
+    """Return the luminance [..., H, W] in [0, 1] of pictures [..., 3, H, W] in [0, 1], in float64 on the CPU."""
+    return torch.einsum("...chw,c->...hw", pictures.detach().cpu().double(), torch.tensor(LUMA, dtype=torch.float64))
