@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from flowgrpo.data.suites import SHIPPED
-from flowgrpo.rewards.images.colours import NAMES
-from flowgrpo.rewards.images.detectors import OBJECTS
-from flowgrpo.rewards.images.geneval import RELATIONS
+from flowgrpo.rewards.geneval.colours import NAMES
+from flowgrpo.rewards.geneval.detectors import OBJECTS
+from flowgrpo.rewards.geneval.rules import RELATIONS
 
 FILE = Path(SHIPPED["geneval_coco"])
 SEED, EACH = 0, 100  # prompts of a task that pairs objects

@@ -15,7 +15,7 @@ from itertools import permutations
 import numpy as np
 
 from flowgrpo.contrib.questions.questions import NUMBERS, PLACES, Question, of_claims, of_clauses
-from flowgrpo.rewards.images.colours import NAMES
+from flowgrpo.rewards.geneval.colours import NAMES
 from flowgrpo.rewards.images.scene import Reading
 from flowgrpo.starter.scenes import COLOURS, COUNTS, PLURALS, RELATIONS, SHAPES, Claim, Claims
 

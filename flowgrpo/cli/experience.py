@@ -33,7 +33,7 @@ def learn_experience(
     config = settings_for(output, arguments, ("epochs", "edits", "lessons", "url", "served", "key-env"),
                           {"method": "grpo"})
     from flowgrpo.contrib.experience import experience
-    from flowgrpo.rewards.judges.judge_client import Endpoint, user
+    from flowgrpo.rewards.vlm_judge.client import Endpoint, user
 
     endpoint = Endpoint(url=url, model=served, key_env=key_env, temperature=0.0, max_tokens=2048)
     batches, sample = _sampling(config)

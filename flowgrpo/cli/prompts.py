@@ -132,7 +132,7 @@ def _variants(file: Path, count: int, url: str, model: str | None, key_env: str 
     """Return variants of a file's prompts by a language model, as many of each as make `count`."""
     from flowgrpo.data.prompt_writer import variants
     from flowgrpo.data.prompts import load_prompts
-    from flowgrpo.rewards.judges.judge_client import Endpoint
+    from flowgrpo.rewards.vlm_judge.client import Endpoint
 
     known = load_prompts(file)
     endpoint = Endpoint(url=url, model=model, key_env=key_env, temperature=1.0, max_tokens=4096)
@@ -143,7 +143,7 @@ def _variants(file: Path, count: int, url: str, model: str | None, key_env: str 
 def _asked(about: str, count: int, url: str, model: str | None, key_env: str | None) -> list[str]:
     """Return prompts of a language model, each once. Raises UserError if the endpoint does not answer."""
     from flowgrpo.data.prompt_writer import of_answer, request
-    from flowgrpo.rewards.judges.judge_client import Endpoint
+    from flowgrpo.rewards.vlm_judge.client import Endpoint
 
     endpoint = Endpoint(url=url, model=model, key_env=key_env, temperature=1.0, max_tokens=4096)
     texts: dict[str, None] = {}

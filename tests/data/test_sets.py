@@ -14,7 +14,7 @@ from flowgrpo.data.prompts import load_prompts
 from flowgrpo.data.suites import load_suite
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.find import names
-from flowgrpo.rewards.images.geneval import require_judgeable
+from flowgrpo.rewards.geneval.rules import require_judgeable
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 

@@ -15,9 +15,9 @@ from flowgrpo.contrib.questions.questions import Question, of_list
 from flowgrpo.data import prompts
 from flowgrpo.data.suites import SHIPPED, load_suite
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.images.colours import NAMES
-from flowgrpo.rewards.images.detectors import OBJECTS
-from flowgrpo.rewards.images.geneval import require_judgeable
+from flowgrpo.rewards.geneval.colours import NAMES
+from flowgrpo.rewards.geneval.detectors import OBJECTS
+from flowgrpo.rewards.geneval.rules import require_judgeable
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 

@@ -16,10 +16,10 @@ from flowgrpo.data import pictures
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import clip
 from flowgrpo.rewards.guards import BaseSimilarity
-from flowgrpo.rewards.judges.judge import Judge
 from flowgrpo.rewards.preservation import Preservation
 from flowgrpo.rewards.remote import wire
 from flowgrpo.rewards.reward import privileged
+from flowgrpo.rewards.vlm_judge.judge import Judge
 from flowgrpo.serving.answers import scored
 from flowgrpo.serving.gate import Refused
 from tests.helpers.reward_server import lengths, raw, request, running, status_of

@@ -23,8 +23,8 @@ from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import About, Failed, differentiable
-from flowgrpo.rewards.judges.judge import Judge, JudgePairs
 from flowgrpo.rewards.remote.exchange import Later, Service, Unanswered, brief
+from flowgrpo.rewards.vlm_judge.judge import Judge, JudgePairs
 from flowgrpo.run import run
 from flowgrpo.storage import paths
 from flowgrpo.text.policies.masked_lm import MaskedLM

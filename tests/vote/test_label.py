@@ -13,7 +13,7 @@ from flowgrpo.cli import main
 from flowgrpo.data.pairs import load_pairs
 from flowgrpo.vote.labels import Choice
 from tests.policies.pipelines.test_image_latents import saved
-from tests.rewards.judges.test_judge import endpoint, level_of, parts, said
+from tests.rewards.vlm_judge.test_judge import endpoint, level_of, parts, said
 
 REWARDS = '''
 from pathlib import Path

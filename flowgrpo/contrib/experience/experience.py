@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowgrpo.rewards.judges.judge_parse import conclusion, objects
+from flowgrpo.rewards.vlm_judge.parse import conclusion, objects
 
 Sampled = tuple[list[list[str]], list[list[float]]]  # of each prompt, the texts of its group and their rewards
 SHOWN = 2000  # characters of a completion that the language model compares

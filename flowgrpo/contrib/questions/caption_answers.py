@@ -16,9 +16,9 @@ from flowgrpo.contrib.questions.questions import Question, of_list
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed
-from flowgrpo.rewards.judges.judge import LICENCE, filled
-from flowgrpo.rewards.judges.judge_client import Answer
-from flowgrpo.rewards.judges.judge_pictures import text_part
+from flowgrpo.rewards.vlm_judge.client import Answer
+from flowgrpo.rewards.vlm_judge.judge import LICENCE, filled
+from flowgrpo.rewards.vlm_judge.pictures import text_part
 from flowgrpo.text.rewards.judge import Tagged
 
 

@@ -22,11 +22,11 @@ from flowgrpo.contrib.questions.questions import NUMBERS, Question, Writer, of_l
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import TRAINED, About
 from flowgrpo.rewards.failures import Failed
-from flowgrpo.rewards.judges.judge import Asking, filled
-from flowgrpo.rewards.judges.judge_client import Answer
-from flowgrpo.rewards.judges.judge_parse import conclusion, refused
-from flowgrpo.rewards.judges.judge_pictures import text_part
 from flowgrpo.rewards.local_model import passed_on
+from flowgrpo.rewards.vlm_judge.client import Answer
+from flowgrpo.rewards.vlm_judge.judge import Asking, filled
+from flowgrpo.rewards.vlm_judge.parse import conclusion, refused
+from flowgrpo.rewards.vlm_judge.pictures import text_part
 from flowgrpo.rewards.vqa_score import VqaScore
 
 BY, SCORES = ("vqa", "judge"), ("share", "probability", "logit")

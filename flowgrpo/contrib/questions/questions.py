@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.images.colours import NAMES
-from flowgrpo.rewards.judges.judge_client import Answer
-from flowgrpo.rewards.judges.judge_parse import conclusion, objects, refused
-from flowgrpo.rewards.judges.judge_writer import CachedWriter
+from flowgrpo.rewards.geneval.colours import NAMES
 from flowgrpo.rewards.remote.wire import one_line
+from flowgrpo.rewards.vlm_judge.client import Answer
+from flowgrpo.rewards.vlm_judge.parse import conclusion, objects, refused
+from flowgrpo.rewards.vlm_judge.writer import CachedWriter
 from flowgrpo.starter.scenes import SHAPES, Claims, parse
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")

@@ -17,13 +17,13 @@ from typing import Any
 from torch import Tensor
 
 from flowgrpo.contrib.questions.blip_vqa import BlipVqa
+from flowgrpo.contrib.questions.owl import Owl
 from flowgrpo.contrib.questions.phrases import Phrases, counted, related, relation
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.clip import ClipScore
-from flowgrpo.rewards.images.detections import Detection, Detector
-from flowgrpo.rewards.images.detectors import detector, in_process
-from flowgrpo.rewards.images.owl import Owl
+from flowgrpo.rewards.geneval.detections import Detection, Detector
+from flowgrpo.rewards.geneval.detectors import detector, in_process
 from flowgrpo.rewards.local_model import passed_on
 
 ATTRIBUTES = ("color", "shape", "texture")
@@ -55,7 +55,7 @@ class T2ICompBench:
     """T2I-CompBench's score of the dimension that a prompt's metadata names; None for another one, such as 3d_spatial.
 
     dimension: one for all prompts, in place of the metadata's. key: metadata key of the dimension.
-    detector: `owl` or `owl:FOLDER`, a detector of named objects; or one of fixed classes (images/detectors.py).
+    detector: `owl` or `owl:FOLDER`, a detector of named objects; or one of fixed classes (geneval/detectors.py).
     threshold: minimum score of a detection. spacy: the model that finds noun phrases, where metadata bring none.
     vqa, clip: arguments of `BlipVqa` and of `ClipScore`. With a dimension, only its models are loaded.
     dtype, device, batch_size: as in `LocalModel`, of all models in this process; `vqa` and `clip` override them. By

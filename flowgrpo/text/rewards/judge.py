@@ -1,4 +1,4 @@
-"""Judges of completions: rewards/judges/judge.py for texts, shown between tags, so that they are judged, not obeyed.
+"""Judges of completions: rewards/vlm_judge/judge.py for texts, shown between tags, so that they are judged, not obeyed.
 
     reward:
       text_judge: {args: {url: "http://127.0.0.1:8000/v1", scale: [0, 10]}, on_error: skip}
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed
-from flowgrpo.rewards.judges.judge import LICENCE, Asking, Judge, JudgeRubric
+from flowgrpo.rewards.vlm_judge.judge import LICENCE, Asking, Judge
+from flowgrpo.rewards.vlm_judge.rubric import JudgeRubric
 from flowgrpo.text.rewards.answer_keys import keys, several, spoken
 
 if TYPE_CHECKING:

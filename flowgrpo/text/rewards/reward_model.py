@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.judges.judge import filled
 from flowgrpo.rewards.local_model import LocalModel, pretrained
+from flowgrpo.rewards.vlm_judge.judge import filled
 from flowgrpo.text.rewards.answer_keys import LICENCE, spoken
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import math
 from flowgrpo.__main__ import main
 from flowgrpo.contrib.experience.experience import Library, Settings, learn, request
 from tests.helpers import tiny_text
-from tests.rewards.judges.test_judge import endpoint, said
+from tests.rewards.vlm_judge.test_judge import endpoint, said
 
 
 def test_edits_of_a_library():

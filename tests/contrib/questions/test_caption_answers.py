@@ -9,7 +9,7 @@ import pytest
 from flowgrpo.contrib.questions.caption_answers import CaptionAnswers
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.failures import Failed
-from tests.rewards.judges.test_judge import QUICK, endpoint, parts, said
+from tests.rewards.vlm_judge.test_judge import QUICK, endpoint, parts, said
 
 QUESTIONS = [{"question": "How many dogs?", "answer": "two", "choices": ["one", "two", "three", "four"]},
              {"question": "Which colour?", "answer": "red", "choices": ["red", "blue", "green", "grey"]}]

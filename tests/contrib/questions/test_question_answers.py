@@ -12,10 +12,10 @@ from flowgrpo.contrib.questions.questions import Question, of_claims, of_clauses
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import find, score
 from flowgrpo.rewards.failures import Failed, Tally
-from flowgrpo.rewards.judges.judge_client import Answer
+from flowgrpo.rewards.vlm_judge.client import Answer
 from flowgrpo.starter.scenes import parse
-from tests.rewards.judges.test_judge import QUICK, endpoint, level_of, parts, said, shades
 from tests.rewards.test_model_rewards_blip import answering, normalised, pictures  # noqa: F401 a fixture
+from tests.rewards.vlm_judge.test_judge import QUICK, endpoint, level_of, parts, said, shades
 
 YES_NO, PLACES = ("yes", "no"), ("left", "right", "above", "below")
 TWO = Question("How many dogs are there?", "two", ("one", "two", "three"))

@@ -12,12 +12,12 @@ import torch
 from flowgrpo import rewards
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.contrib.questions.blip_vqa import BlipVqa, plain
+from flowgrpo.contrib.questions.owl import Owl
 from flowgrpo.contrib.questions.phrases import counted, related, singular
 from flowgrpo.contrib.questions.t2i_compbench import T2ICompBench, in_number, in_place, placed_as
 from flowgrpo.data import sets
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.images.detectors import Detection
-from flowgrpo.rewards.images.owl import Owl
+from flowgrpo.rewards.geneval.detectors import Detection
 from flowgrpo.rewards.preprocessing import DEVIATION, MEAN
 from tests.rewards.test_model_rewards_blip import TINY_TEXT, TINY_VISION, word_tokenizer
 

@@ -13,7 +13,7 @@ from flowgrpo import rewards
 from flowgrpo.errors import UserError
 from flowgrpo.text.rewards.judge import TextJudge, TextJudgeRubric
 from flowgrpo.text.rewards.reward_model import RewardModel, unused
-from tests.rewards.judges.test_judge import QUICK, endpoint, parts, said
+from tests.rewards.vlm_judge.test_judge import QUICK, endpoint, parts, said
 
 
 def message(call, *arguments, **keywords) -> str:

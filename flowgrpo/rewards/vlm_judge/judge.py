@@ -5,9 +5,8 @@
         args: {url: "http://127.0.0.1:8000/v1", template: "How well does this show: {prompt}? End with Score: N of 10."}
         on_error: skip
 
-Pointwise (`Judge`), two of a group against each other (`JudgePairs`) and by criteria (`JudgeRubric`). Answers are
-parsed in judge_parse.py, the endpoint is in judge_client.py, ready-made forms in judge_forms.py. An empty answer, or a
-refusal, is `Failed`: no score, and counted.
+Pointwise (`Judge`) and two of a group against each other (`JudgePairs`); by criteria in rubric.py. Answers are parsed
+in parse.py, the endpoint is in client.py. An empty answer, or a refusal, is `Failed`: no score, and counted.
 """
 
 from __future__ import annotations
@@ -21,32 +20,18 @@ from typing import TYPE_CHECKING, Any
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed
-from flowgrpo.rewards.judges.judge_client import Answer, Endpoint, user
-from flowgrpo.rewards.judges.judge_parse import (
-    Criterion,
-    answers,
-    compared,
-    conclusion,
-    objects,
-    parser,
-    refused,
-    share,
-)
-from flowgrpo.rewards.judges.judge_pictures import ENCODINGS, data_url, picture_part, source_parts, spaced, text_part
-from flowgrpo.rewards.judges.judge_writer import CachedWriter
 from flowgrpo.rewards.pairing import Pairing
 from flowgrpo.rewards.remote.wire import one_line
 from flowgrpo.rewards.reward import modality_of
+from flowgrpo.rewards.vlm_judge.client import Answer, Endpoint, user
+from flowgrpo.rewards.vlm_judge.parse import compared, parser
+from flowgrpo.rewards.vlm_judge.pictures import ENCODINGS, data_url, picture_part, source_parts, spaced, text_part
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SHOWN = ("output", "source")
 NOUNS = {"image": "Image", "video": "Video", "text": "Text"}
-CRITERIA = ("Write at most 8 criteria that tell a good answer to the request below from a bad one, specific to it: "
-            "each a short statement that an answer meets or not. Give each a weight from 1 to 5, and what a good "
-            "answer must not have a negative one.\nRequest: {prompt}\nAnswer with JSON alone: [{\"text\": \"names the "
-            "dose\", \"weight\": 3}, {\"text\": \"invents a source\", \"weight\": -2}]")
 LICENCE = "Apache-2.0, the model's"
 
 
@@ -120,7 +105,7 @@ class Asking(Endpoint):
 class Judge(Asking):
     """Score that a model behind an OpenAI-compatible endpoint gives an output; Failed if it gives none.
 
-    parse: reader of the score, see `judge_parse.parser`. scale: lowest and highest mark, mapped to 0 and 1; None for
+    parse: reader of the score, see `parse.parser`. scale: lowest and highest mark, mapped to 0 and 1; None for
     raw marks. Other fields: see `Asking` and `Endpoint`.
     """
 
@@ -145,7 +130,7 @@ class Judge(Asking):
 class JudgePairs(Asking):
     """Preference of a model between two outputs, as win rates within a group; a pair without an answer does not count.
 
-    parse: "verdict", or a regular expression as in `judge_parse.compared`. both_orders, comparisons, seed: as in
+    parse: "verdict", or a regular expression as in `parse.compared`. both_orders, comparisons, seed: as in
     `pairwise.Pairing`; here every pair is judged in both orders by default.
     """
 
@@ -175,98 +160,6 @@ class JudgePairs(Asking):
                     text_part(filled(self._question, prompt=prompts[row]))]
 
         return self._values(question, lambda answer, _: None if answer.cut else self._parser(answer.text), len(prompts))
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class JudgeRubric(Asking):
-    """Weighted share of criteria that a model finds fulfilled; undecided ones are left out.
-
-    criteria: texts, or {text: "...", weight: 2}, for every prompt, followed by those under `key` of a prompt's
-    metadata. A negative weight lowers the score of an output that meets the criterion, a flaw. `needed: true` makes one
-    a veto: an output that misses it, or that has the flaw, scores 0. None for a prompt without a positive one. In the
-    template, {criteria} stands for their numbered list.
-    writer: arguments of a language model's endpoint that writes the criteria of prompts whose metadata have none, once
-    per prompt; kept in `file` (the rubric generator of Baichuan-M2).
-    """
-
-    template: str = ("Judge the result shown here by each of these criteria.\n{criteria}\nThe request was: {prompt}\n"
-                     "Answer with JSON alone, the number of each criterion and \"yes\", \"no\" or, where it cannot be "
-                     "told, \"unsure\": {\"1\": \"yes\", \"2\": \"no\"}")
-    criteria: Sequence[Any] = ()
-    key: str = "criteria"
-    writer: dict[str, Any] | None = None
-    file: str | None = None
-    _always: list[Criterion] = field(init=False, repr=False)
-    _writer: CriteriaWriter | None = field(init=False, repr=False)
-    about = About(modality="image/video/text", range=(0, 1), needs="server", licence=LICENCE)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if "{criteria}" not in self._question:
-            raise UserError("a judge's template names no {criteria}, expected it where their list belongs")
-        if self.file is not None and self.writer is None:
-            raise UserError("a judge's file keeps the criteria of a writer: give writer, or leave it out")
-        self._set(_always=weighted(self.criteria),
-                  _writer=None if self.writer is None else CriteriaWriter(self.writer, self.file, CRITERIA))
-
-    def __call__(self, outputs: Tensor | Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
-                 ) -> list[float | None | Failed]:
-        left = [prompt for prompt, entry in zip(prompts, metadata) if self._writer and self.key not in entry]
-        written = self._writer(left) if self._writer and left else {}
-        lists = [[*self._always, *(weighted(entry[self.key]) if self.key in entry else written.get(prompt, ()))]
-                 for prompt, entry in zip(prompts, metadata)]
-        rows = [row for row, criteria in enumerate(lists) if any(each.weight > 0 for each in criteria)]
-
-        def question(place: int) -> list[dict[str, Any]]:
-            row = rows[place]
-            numbered = "\n".join(f"{i}. {each.text}" for i, each in enumerate(lists[row], 1))
-            return [*self._shown(outputs, metadata, row),
-                    text_part(filled(self._question, prompt=prompts[row], criteria=numbered))]
-
-        def read(answer: Answer, place: int) -> float | None:
-            criteria = lists[rows[place]]
-            return None if answer.cut else share(answers(answer.text, len(criteria)), criteria)
-
-        values = dict(zip(rows, self._values(question, read, len(rows))))
-        return [values.get(row) for row in range(len(prompts))]
-
-
-def weighted(criteria: object) -> list[Criterion]:
-    """Return criteria with their weights, 1 if not given.
-    Raises UserError for anything else than a list of these."""
-    result = []
-    for criterion in criteria if isinstance(criteria, (list, tuple)) else [criteria]:
-        entry: dict[str, Any] = criterion if isinstance(criterion, dict) else {"text": criterion}
-        text, weight, needed = entry.get("text"), entry.get("weight", 1), entry.get("needed", False)
-        if (not isinstance(text, str) or not text.strip() or type(weight) not in (int, float)
-                or not 0 < abs(weight) < 1e9 or type(needed) is not bool or entry.keys() - {*Criterion._fields}):
-            raise UserError(f"a judge's criterion is {one_line(repr(criterion))}, expected a text, or "
-                            "{text: ..., weight: other than 0, needed: false}, in a list of them")
-        result.append(Criterion(" ".join(text.split()), float(weight), needed))
-    return result
-
-
-class CriteriaWriter(CachedWriter[Criterion]):
-    """Language model that writes criteria for prompts, once per prompt."""
-
-    noun = "criteria"
-
-    def read(self, entries: object) -> list[Criterion]:
-        return weighted(entries)
-
-    def written_in(self, answer: Answer) -> list[Criterion]:
-        """Return the valid criteria in a model's answer, whatever surrounds them; none if it declined or was cut off.
-        """
-        written: list[Criterion] = []
-        for entry in () if answer.refused or answer.cut or refused(answer.text) else objects(conclusion(answer.text)):
-            try:
-                written += weighted([entry])
-            except UserError:  # another object
-                continue
-        return written
-
-    def plain(self, entry: Criterion) -> Any:
-        return entry._asdict()
 
 
 def filled(template: str, **texts: str) -> str:

@@ -14,11 +14,11 @@ from torchvision import transforms
 
 from flowgrpo import rewards
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.images import clip_colours, colours, detectors
-from flowgrpo.rewards.images.clip_colours import ClipColours, cut
-from flowgrpo.rewards.images.detectors import Detection
-from flowgrpo.rewards.images.geneval import GenEval
-from flowgrpo.rewards.images.mask2former import Mask2Former
+from flowgrpo.rewards.geneval import colours, detectors
+from flowgrpo.rewards.geneval.colours import ClipColours, cut
+from flowgrpo.rewards.geneval.detectors import Detection
+from flowgrpo.rewards.geneval.mask2former import Mask2Former
+from flowgrpo.rewards.geneval.rules import GenEval
 from flowgrpo.rewards.preprocessing import DEVIATION, MEAN
 
 # --- the detector ----------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def test_the_mask_decides_the_colour():
     picture = (picture * 255).byte().permute(1, 2, 0).numpy()
     assert named(picture, [Detection((10, 0, 40, 64), "dog", 1.0)], "dog") == ["blue"]
     assert named(picture, [Detection((20, 0, 24, 64), "dog", 1.0, mask)], "dog") == ["red"]
-    assert clip_colours.GREY == 0x99
+    assert colours.GREY == 0x99
 
 
 def test_common_arguments_go_to_the_detector_and_to_clip(parts, tmp_path):

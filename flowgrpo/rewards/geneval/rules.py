@@ -25,9 +25,9 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.images.colours import NAMES, colour
-from flowgrpo.rewards.images.detections import Detection, Detector
-from flowgrpo.rewards.images.detectors import detector, in_process
+from flowgrpo.rewards.geneval.colours import NAMES, ClipColours, colour
+from flowgrpo.rewards.geneval.detections import Detection, Detector
+from flowgrpo.rewards.geneval.detectors import detector, in_process
 from flowgrpo.rewards.local_model import passed_on
 from flowgrpo.rewards.preprocessing import eight_bit
 
@@ -158,7 +158,7 @@ class GenEval:
     detector: a function or a name (detectors.py; torchvision's are under BSD-3-Clause, as are their weights). GenEval's
     own is `mask2former`.
     colours: `pixels`, measured; `clip`, GenEval's own: classified by CLIP; or a function as in `Rules`.
-    clip: arguments of `clip_colours.ClipColours`.
+    clip: arguments of `colours.ClipColours`.
     score: `strict`; `graded`, which gives credit for parts; or `flow_grpo`, the reward that Flow-GRPO trained on.
     dtype, device, batch_size: as in `LocalModel`, of the detector and of CLIP; `clip` overrides them. By default fp32;
     8 pictures for torchvision's detectors, which take fp32 alone; 4 for Mask2Former; 32 objects for CLIP.
@@ -199,8 +199,6 @@ class GenEval:
                             f"{' or '.join(COLOURS)}, and arguments in clip for the latter alone")
         if name == "pixels":
             return by_pixels
-        from flowgrpo.rewards.images.clip_colours import ClipColours
-
         return ClipColours(**given | self.clip)
 
     @property

@@ -18,9 +18,9 @@ from PIL import Image, ImageColor
 
 from flowgrpo import rewards
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.images import colours, detectors
-from flowgrpo.rewards.images.detectors import OBJECTS, Detection, decoded
-from flowgrpo.rewards.images.geneval import GenEvalFast, Rules, relations
+from flowgrpo.rewards.geneval import colours, detectors
+from flowgrpo.rewards.geneval.detectors import OBJECTS, Detection, decoded
+from flowgrpo.rewards.geneval.rules import GenEvalFast, Rules, relations
 
 PROMPT = "a photo"
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo.rewards.images.detections import Detection
+from flowgrpo.rewards.geneval.detections import Detection
 from flowgrpo.rewards.local_model import LocalModel, loading
 
 

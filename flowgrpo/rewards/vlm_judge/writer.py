@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.judges.judge_client import Answer, Endpoint, user
 from flowgrpo.rewards.remote.wire import one_line
+from flowgrpo.rewards.vlm_judge.client import Answer, Endpoint, user
 from flowgrpo.storage import atomic
 
 T = TypeVar("T")
@@ -18,7 +18,7 @@ T = TypeVar("T")
 class CachedWriter(Generic[T]):
     """Language model that writes entries for prompts, once per prompt; a subclass reads them.
 
-    endpoint: arguments of `judge_client.Endpoint`.
+    endpoint: arguments of `client.Endpoint`.
     file: a .jsonl that caches the entries, None to cache them in memory only.
     template: the instruction, with {prompt}.
     noun: what the entries are, and their key in the file.

@@ -22,21 +22,14 @@ from flowgrpo import rewards
 from flowgrpo.config.reward_rules import Retry, RewardRule
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import Composed, Failed, Tally
+from flowgrpo.rewards.deqa import DeQA
 from flowgrpo.rewards.failures import TimedOut
-from flowgrpo.rewards.judges.judge import Judge, JudgePairs, JudgeRubric, filled
-from flowgrpo.rewards.judges.judge_forms import DeQA, UnifiedReward, UnifiedRewardPairs
-from flowgrpo.rewards.judges.judge_parse import (
-    Criterion,
-    answers,
-    compared,
-    expected_level,
-    level,
-    parser,
-    share,
-    verdict,
-)
-from flowgrpo.rewards.judges.judge_pictures import data_url, spaced
 from flowgrpo.rewards.remote.exchange import seconds
+from flowgrpo.rewards.vlm_judge.judge import Judge, JudgePairs, filled
+from flowgrpo.rewards.vlm_judge.parse import Criterion, answers, compared, expected_level, level, parser, share, verdict
+from flowgrpo.rewards.vlm_judge.pictures import data_url, spaced
+from flowgrpo.rewards.vlm_judge.rubric import JudgeRubric
+from flowgrpo.rewards.vlm_judge.unified_reward import UnifiedReward, UnifiedRewardPairs
 from flowgrpo.text.rewards.judge import TextJudgeRubric
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from flowgrpo.rewards.images.detections import Detection, named
+from flowgrpo.rewards.geneval.detections import Detection, named
 from flowgrpo.rewards.local_model import LocalModel, loading
 
 MOST = 100  # detections of a picture

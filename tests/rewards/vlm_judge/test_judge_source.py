@@ -9,9 +9,10 @@ import torch
 from PIL import Image
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.judges.judge import Judge, JudgePairs, JudgeRubric
-from flowgrpo.rewards.judges.judge_forms import EditJudge
-from tests.rewards.judges.test_judge import ONE, QUICK, answered, endpoint, opened, parts, said, shades
+from flowgrpo.rewards.vlm_judge.edit import EditJudge
+from flowgrpo.rewards.vlm_judge.judge import Judge, JudgePairs
+from flowgrpo.rewards.vlm_judge.rubric import JudgeRubric
+from tests.rewards.vlm_judge.test_judge import ONE, QUICK, answered, endpoint, opened, parts, said, shades
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.packages import needed
-from flowgrpo.rewards.images.detections import OBJECTS, Detection, Detector, named
+from flowgrpo.rewards.geneval.detections import OBJECTS, Detection, Detector, named
 from flowgrpo.rewards.local_model import LocalModel
 from flowgrpo.rewards.preprocessing import eight_bit
 
@@ -55,7 +55,7 @@ def detector(name: str, **arguments: Any) -> Detector:
         return load(name)
     kind, _, model = name.partition(":")
     if kind == "mask2former":
-        from flowgrpo.rewards.images.mask2former import Mask2Former
+        from flowgrpo.rewards.geneval.mask2former import Mask2Former
 
         return Mask2Former(**arguments | ({"model": model} if model else {}))
     return Torchvision(name, **arguments)

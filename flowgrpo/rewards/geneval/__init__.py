@@ -1,0 +1,1 @@
+"""GenEval: the published rules, detectors of objects, and names of their colours."""

@@ -1,0 +1,132 @@
+"""Colour of an object as one of GenEval's ten names, by its pixels or by CLIP.
+
+By pixels, without a model: hue, saturation and value in the middle of its box. Every pixel has one of the ten colours
+or none (grey, cyan); the object gets the most common one. Background visible in the middle of the box counts too: a
+thin object on a wall of one colour gets the wall's colour.
+
+By CLIP ViT-L/14, as in the published evaluation: zero-shot classification. The picture is cut to the object's box.
+Where the detector gives a mask, all outside it is painted grey, #999. Each of the ten colours is the normalised mean of
+the embeddings of three texts; the one nearest to the picture's counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from flowgrpo.rewards.clip import ClipCosine
+from flowgrpo.rewards.geneval.detections import Detection
+
+NAMES = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
+MIDDLE = 0.5  # of each side of the box
+DARK, DULL_DARK, BRIGHT = 0.2, 0.35, 0.8  # value of any black, of a black without a hue; of white
+PALE, DULL = 0.17, 0.12  # saturation, or difference of channels, below which there is no hue
+HUES = (10, 40, 70, 165, 190, 258, 305, 336)  # degrees at which red, orange, ... end; the fifth is cyan, no name
+BY_HUE = np.array(["red", "orange", "yellow", "green", "", "blue", "purple", "pink", "red"])
+DIM = 0.68  # value below which orange, and a weak red, is brown
+TENDER, STRONG = 0.55, 0.5  # saturation below which a bright red is pink; below which a dim one is brown
+GREY = 0x99  # of the background
+
+
+def colour(picture: np.ndarray, box: Sequence[float]) -> str | None:
+    """Return the colour inside a box (left, top, right, bottom) of a picture, bytes [H, W, 3]; None for none of the
+    ten, and for a box outside the picture."""
+    names, counts = np.unique(pixel_colours(_middle(picture, box)), return_counts=True)
+    return str(names[counts.argmax()]) or None if len(names) else None
+
+
+def pixel_colours(pixels: np.ndarray) -> np.ndarray:
+    """Return the colour names of bytes [..., 3], "" for none."""
+    channels = np.asarray(pixels, dtype=np.float64) / 255
+    high, spread = channels.max(-1), np.ptp(channels, -1)
+    saturation, hue = spread / np.maximum(high, 1e-9), _hue(channels, high, spread)
+    names = BY_HUE[np.searchsorted(HUES, hue, side="right")]
+    brown = (high < DIM) & ((names == "orange") | (names == "red") & (saturation < STRONG))
+    pink = (high > BRIGHT) & (names == "red") & (saturation < TENDER)
+    names = np.select([brown, pink], ["brown", "pink"], names)
+    grey = np.select([high < DULL_DARK, high > BRIGHT], ["black", "white"], "")
+    names = np.where((saturation < PALE) | (spread < DULL), grey, names)
+    return np.where(high < DARK, "black", names)
+
+
+def _hue(channels: np.ndarray, high: np.ndarray, spread: np.ndarray) -> np.ndarray:
+    """Return the hue in degrees in [0, 360), 0 for a grey."""
+    red, green, blue = np.moveaxis(channels, -1, 0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        sixth = np.select([high == red, high == green], [(green - blue) / spread % 6, (blue - red) / spread + 2],
+                          (red - green) / spread + 4)
+    return np.where(spread > 0, 60 * sixth, 0)
+
+
+def _middle(picture: np.ndarray, box: Sequence[float]) -> np.ndarray:
+    """Return the pixels [N, 3] in the middle of a box; none if it lies outside the picture."""
+    parts = []
+    for low, high, size in ((box[1], box[3], picture.shape[0]), (box[0], box[2], picture.shape[1])):
+        centre, half = (low + high) / 2, MIDDLE * (high - low) / 2
+        parts.append(slice(max(math.floor(centre - half), 0), min(max(math.ceil(centre + half), 0), size)))
+    return picture[tuple(parts)].reshape(-1, 3)
+
+
+TEXTS = ("a photo of a {colour} {label}", "a photo of a {colour}-colored {label}", "a photo of a {colour} object")
+
+
+class ColourClip(ClipCosine):
+    """CLIP model of `ClipColours`; its errors name the reward."""
+
+    reward = "geneval"
+
+
+@dataclass(frozen=True)
+class ClipColours:
+    """Colours of detections in a picture, one of GenEval's ten each, by CLIP.
+
+    model, pretrained, parts: as in `ClipScore`. dtype (fp32), device and batch_size (32 objects): as in `LocalModel`.
+    Raises UserError if open_clip or the weights are missing.
+    """
+
+    model: str = "ViT-L-14-quickgelu"
+    pretrained: str = "openai"
+    dtype: str = "fp32"
+    device: str | None = None
+    batch_size: int = 32
+    parts: Any = field(default=None, repr=False)
+    clip: ColourClip = field(init=False, repr=False)
+    _texts: dict[str, Tensor] = field(init=False, repr=False, default_factory=dict)  # by label: [10, D]
+
+    def __post_init__(self) -> None:
+        clip = ColourClip(self.model, self.pretrained, dtype=self.dtype, device=self.device,
+                          batch_size=self.batch_size, parts=self.parts)
+        object.__setattr__(self, "clip", clip)
+
+    @torch.no_grad()
+    def __call__(self, picture: np.ndarray, objects: Sequence[Detection], label: str) -> list[str | None]:
+        if label not in self._texts:
+            self._texts[label] = self._embedded(label)
+        pictures = torch.cat([self.clip.prepare(cut(picture, one).to(self.clip.device)) for one in objects])
+        shown = torch.cat([self.clip.encoded(some).float().cpu() for some in pictures.split(self.batch_size)])
+        return [NAMES[best] for best in (shown @ self._texts[label].T).argmax(1).tolist()]
+
+    def _embedded(self, label: str) -> Tensor:
+        """Return the embeddings of the ten colours of an object [10, D], of unit length, on the CPU."""
+        model, tokenizer = self.clip.models
+        texts = [text.format(colour=colour, label=label) for colour in NAMES for text in TEXTS]
+        embedded = model.encode_text(tokenizer(texts).to(self.clip.device), normalize=True).float().cpu()
+        return normalize(embedded.unflatten(0, (len(NAMES), len(TEXTS))).mean(1), dim=-1)
+
+
+def cut(picture: np.ndarray, one: Detection) -> Tensor:
+    """Return an object's part of a picture, bytes [H, W, 3], as a tensor [1, 3, h, w] in [0, 1]; grey outside its
+    mask."""
+    if one.mask is not None:
+        picture = np.where(one.mask[..., None], picture, np.uint8(GREY))
+    left, top, right, bottom = (round(side) for side in one.box)
+    left, top = (min(max(side, 0), size - 1) for side, size in ((left, picture.shape[1]), (top, picture.shape[0])))
+    part = picture[top:max(bottom, top + 1), left:max(right, left + 1)]
+    return torch.from_numpy(np.ascontiguousarray(part)).movedim(-1, 0)[None].float() / 255

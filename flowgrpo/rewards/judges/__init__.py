@@ -1,1 +1,0 @@
-"""Rewards by a vision-language model that judges samples."""

@@ -1,0 +1,1 @@
+"""Rewards by a vision-language model behind an endpoint that judges samples."""
