@@ -21,7 +21,6 @@ pairs. Models that run in this process are in local_model.py, the place of their
 from __future__ import annotations
 
 from flowgrpo.rewards.about import MODALITIES, About, differentiable
-from flowgrpo.rewards.clips import require_clips
 from flowgrpo.rewards.compose import (
     Composed,
     compose,
@@ -51,7 +50,7 @@ from flowgrpo.rewards.reward import (
     scores_latents,
     sees_base,
 )
-from flowgrpo.rewards.score import score
+from flowgrpo.rewards.score import require_clips, score
 
 __all__ = ["BUILT_IN", "GROUP", "MODALITIES", "About", "Batch", "Composed", "Failed", "Reward", "Tally", "about",
            "as_reward", "compose", "differentiable", "find", "inside", "lazily", "leave", "limits_of", "load", "locate",

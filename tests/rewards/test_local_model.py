@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from flowgrpo.contrib.video_reward.video_reward import MARKS
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import aesthetic, local_model
 from flowgrpo.rewards.find import BUILT_IN, find, locate
 from flowgrpo.rewards.laziness import lazily
 from flowgrpo.rewards.local_model import LocalModel
+from flowgrpo.rewards.videoalign import MARKS
 from tests.rewards.test_safety import folder  # noqa: F401  # a fixture
 
 WITH_MODELS = {"safety", "clip_score", "clip_cosine", "subject_score", "aesthetic", "pickscore", "hpsv2.0", "hpsv2.1",

@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from flowgrpo.contrib.video_reward.video_reward import MARKS, instruction, looked_at, merged
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.find import find
 from flowgrpo.rewards.preprocessing import DEVIATION, MEAN
+from flowgrpo.rewards.videoalign import MARKS, instruction, looked_at, merged
 
 PROMPTS = ["a red cube", "two dogs", "a cat on a mat"]
 TEXT = "how does it look : <|VQ_reward|> and move : <|MQ_reward|> and match {text_prompt} : <|TA_reward|> end"

@@ -13,8 +13,7 @@ from scipy import ndimage
 from flowgrpo import rewards
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import About
-from flowgrpo.rewards.videos.frames import Frames
-from flowgrpo.rewards.videos.optical_flow import _along
+from flowgrpo.rewards.video_motion import Frames, _along
 
 SIDE, FRAMES = 64, 5
 

@@ -1,13 +1,17 @@
-"""Amount, direction and temporal consistency of a clip's motion: dense optical flow (DIS, Kroeger et al. 2016).
+"""Rewards of clips: the motion by dense optical flow (DIS, Kroeger et al. 2016), and an image reward of every frame.
 
 Lengths are shares of the shorter side of a frame, per frame, so that clips of different sizes compare. A static clip is
 perfectly consistent: train `temporal_consistency` together with `flow_amount`, or gated by it.
+
+    reward:
+      frames: {args: {reward: sharpness, frames: min}}
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,13 +19,16 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.packages import needed
-from flowgrpo.rewards.about import About
+from flowgrpo.rewards.about import About, RewardFunction
+from flowgrpo.rewards.failures import Failed, first_failed
 from flowgrpo.rewards.preprocessing import eight_bit, grey
+from flowgrpo.rewards.reward import Batch, Reward, as_reward
 
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
-FASTEST = 0.05  # share of the fastest pixels that give a clip's speed, as in VBench's dynamic degree (2311.17982)
 STILL = 0.1  # pixels per frame, below which motion counts as none
 LICENCE = "Apache-2.0"
+LIFTS = ("mean", "min")
+FASTEST = 0.05  # share of the fastest pixels that give a clip's speed, as in VBench's dynamic degree (2311.17982)
 
 
 def flows(videos: Tensor) -> list[np.ndarray]:
@@ -120,3 +127,52 @@ def _difference(one: np.ndarray, other: np.ndarray, flow: np.ndarray) -> float:
     warped = cv2.remap(other.astype(np.float32), target, None, cv2.INTER_LINEAR)  # type: ignore[call-overload]
     inside = ((target >= 0) & (target <= [w - 1, h - 1])).all(-1)
     return float(np.abs(warped - one)[inside].mean() / 255) if inside.any() else 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Frames(Reward):
+    """Mean or minimum score of a clip's frames by a reward of pictures.
+
+    None if that reward applies to no frame, Failed if it failed on one.
+
+    reward: a name, or a function. args: arguments of a named one.
+    every: score one of so many frames, beginning with the first.
+    Raises UserError as `rewards.find` does, and if the reward does not judge pictures one by one.
+    """
+
+    reward: str | RewardFunction
+    frames: str = "mean"
+    args: dict[str, Any] = field(default_factory=dict)
+    every: int = 1
+    about = About(modality="video", range=(None, None), needs="", licence="the reward's")
+
+    def __post_init__(self) -> None:
+        from flowgrpo.rewards.find import find
+
+        if self.frames not in LIFTS or self.every < 1:
+            raise UserError(f"reward 'frames': frames is {self.frames!r} and every {self.every}, expected "
+                            f"{' or '.join(LIFTS)} and 1 or more")
+        function = find(self.reward, self.args) if isinstance(self.reward, str) else self.reward
+        made = as_reward(function, "of frames")
+        if made.unit != "sample" or "image" not in made.judges:
+            raise UserError(f"reward 'frames': {self.reward!r} is no reward of single pictures: choose one that is")
+        for name, value in (("reward", function), ("judges", ["video"]), ("parts", [made])):
+            object.__setattr__(self, name, value)
+
+    def __call__(self, batch: Batch) -> list[float | None | Failed]:
+        from flowgrpo.rewards.score import of_batch
+
+        videos = batch.samples[:, ::self.every]
+        count = videos.shape[1]
+        frames = Batch(videos.flatten(0, 1), [prompt for prompt in batch.prompts for _ in range(count)],
+                       [entry for entry in batch.metadata for _ in range(count)])
+        [scores] = of_batch({"of frames": self.parts[0]}, frames)
+        return [self._lifted(scores[at:at + count]) for at in range(0, len(scores), count)]
+
+    def _lifted(self, values: list[float | Failed]) -> float | None | Failed:
+        if failed := first_failed(values):
+            return failed
+        scores = [value for value in values if not isinstance(value, Failed) and not math.isnan(value)]
+        if not scores:
+            return None
+        return min(scores) if self.frames == "min" else sum(scores) / len(scores)
