@@ -36,7 +36,7 @@ from flowgrpo.contrib.questions.learned_answers import ByFolder
 from flowgrpo.contrib.questions.question_answers import QuestionAnswers
 from flowgrpo.contrib.questions.questions import Question, of_claims
 from flowgrpo.evaluation.statistics import BOOTSTRAP, interval
-from flowgrpo.rewards.images.scene import read, scene
+from flowgrpo.rewards.starter.scene import read, scene
 from flowgrpo.starter import scenes
 
 ANSWERS = tuple(dict.fromkeys(choice for choices in CHOICES.values() for choice in choices))

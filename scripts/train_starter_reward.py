@@ -31,7 +31,7 @@ from tqdm import tqdm
 from flowgrpo.contrib.learned_rewards.preference import Preference
 from flowgrpo.contrib.learned_rewards.training import Settings, accuracy, train
 from flowgrpo.data.pairs import OVERALL, load_pairs, split
-from flowgrpo.rewards.images.scene import scene
+from flowgrpo.rewards.starter.scene import scene
 from flowgrpo.starter import CALL, EVAL_GUIDANCE, scenes
 
 CHANGED, STAMPED, TIES = 0.75, 0.10, 0.15  # shares of rendered pairs; the rest of the wrong pictures is damaged

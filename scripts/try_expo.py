@@ -29,7 +29,6 @@ from scipy.stats import spearmanr
 
 from flowgrpo import rewards
 from flowgrpo.config import load
-from flowgrpo.contrib.scene_soft.scene_soft import scene_soft
 from flowgrpo.data import splits
 from flowgrpo.device import pick_device
 from flowgrpo.distributed.processes import make_accelerator
@@ -37,6 +36,7 @@ from flowgrpo.evaluation.measured import spread
 from flowgrpo.evaluation.statistics import BOOTSTRAP, interval
 from flowgrpo.policies.build import make_policy
 from flowgrpo.policies.precision import resolve_precision
+from flowgrpo.rewards.starter.scene_soft import scene_soft
 from flowgrpo.samplers import latent_edits
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.train import Trainer

@@ -21,12 +21,12 @@ T = TypeVar("T")
 GROUP = "flowgrpo.rewards"
 NEAR, SLIP = 5, 0.85  # names that a message lists; likeness at which it names one alone
 BUILT_IN = {
-    "scene": "flowgrpo.rewards.images.scene:scene",
-    "scene_graded": "flowgrpo.rewards.images.scene:scene_graded",
-    "scene_soft": "flowgrpo.contrib.scene_soft.scene_soft:scene_soft",
-    "motion": "flowgrpo.rewards.videos.motion:motion",
-    "motion_graded": "flowgrpo.rewards.videos.motion:motion_graded",
-    "appearance": "flowgrpo.rewards.videos.motion:appearance",
+    "scene": "flowgrpo.rewards.starter.scene:scene",
+    "scene_graded": "flowgrpo.rewards.starter.scene:scene_graded",
+    "scene_soft": "flowgrpo.rewards.starter.scene_soft:scene_soft",
+    "motion": "flowgrpo.rewards.starter.motion:motion",
+    "motion_graded": "flowgrpo.rewards.starter.motion:motion_graded",
+    "appearance": "flowgrpo.rewards.starter.motion:appearance",
     "ocr": "flowgrpo.rewards.ocr:Ocr",
     "geneval": "flowgrpo.rewards.geneval.rules:GenEval",
     "geneval_fast": "flowgrpo.rewards.geneval.rules:GenEvalFast",

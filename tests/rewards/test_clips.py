@@ -15,7 +15,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards import compose, require_clips, score
 
 WATCH = WatchRule()
-README = Path(__file__).parents[3] / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 
 
 def shown() -> str:

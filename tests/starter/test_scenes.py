@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy import ndimage
 
-from flowgrpo.rewards.images.scene import scene
+from flowgrpo.rewards.starter.scene import scene
 from flowgrpo.starter import scenes
 from flowgrpo.starter.scenes import COLOURS, HELD_PAIRS, PREFIXES, RELATIONS, SHAPES, SIZE, TASKS, Claim, Claims, parse
 

@@ -19,7 +19,7 @@ from flowgrpo.methods import preset
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import STARTER, PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE
-from flowgrpo.rewards.images.scene import scene, scene_graded
+from flowgrpo.rewards.starter.scene import scene, scene_graded
 from flowgrpo.starter import CALL, EVAL_GUIDANCE, scenes
 from flowgrpo.train import Trainer
 from tests.helpers.tables import rounding

@@ -10,8 +10,8 @@ import pytest
 import torch
 from scipy import ndimage
 
-from flowgrpo.rewards.images.scene import scene
-from flowgrpo.rewards.videos.motion import appearance, motion, motion_graded, read_clips, track
+from flowgrpo.rewards.starter.motion import appearance, motion, motion_graded, read_clips, track
+from flowgrpo.rewards.starter.scene import scene
 from flowgrpo.starter.motion import FRAMES, MOTIONS, PHRASES, STYLES, TASKS, Clip, clips, held_out, parse, render
 from flowgrpo.starter.scenes import COLOURS, SHAPES, SIZE, coverage
 

@@ -1,7 +1,7 @@
 """Rewards of the starter's clips: motion and appearance as the prompt claims, read from the frames.
 
 Every frame of a clip of the video starter's world (`flowgrpo.starter.motion`) is read as a picture by
-`flowgrpo.rewards.images.scene.read`. The largest blob's centroid and size, frame by frame, are the track. `motion`
+`flowgrpo.rewards.starter.scene.read`. The largest blob's centroid and size, frame by frame, are the track. `motion`
 compares the track with the claimed motion and ignores the shape; `appearance` checks shape and colour and ignores the
 track. As in `scene`, every criterion is a ramp from 0 (bad) to 1 (good enough), and
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.rewards.about import About, described
-from flowgrpo.rewards.images.scene import FLOOR, Reading, read
+from flowgrpo.rewards.starter.scene import FLOOR, Reading, ramp, read
 from flowgrpo.starter.motion import MOTIONS, Clip, parse
 from flowgrpo.starter.scenes import SIZE
 
@@ -38,10 +38,6 @@ PULSE = (0.25, 0.12)  # unevenness of the growth
 EXTRA = (70, 16)  # pixels of other blobs in a frame
 
 LEAST = 3  # frames: with two, an even pace is undefined
-
-
-def _ramp(x, ramp: tuple[float, float]):
-    return np.clip((x - ramp[0]) / (ramp[1] - ramp[0]), 0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,7 @@ def track(frames: Sequence[Reading]) -> Track | None:
     nearest = np.array([blob.colours.argmax() for blob in first])
     same = np.mean(nearest == nearest[0])
     return Track(np.array([blob.centre for blob in first]), 0.5 * np.log([blob.area for blob in first]),
-                 float(np.mean(whole * _ramp(extra, EXTRA)) * (FLOOR + (1 - FLOOR) * same)))
+                 float(np.mean(whole * ramp(extra, EXTRA)) * (FLOOR + (1 - FLOOR) * same)))
 
 
 def read_clips(videos: Tensor | np.ndarray) -> tuple[tuple[Reading, ...], ...]:
@@ -151,9 +147,9 @@ def _grade(trail: Track | None, claim: tuple[int, int, int]) -> float:
         return 0.0
     velocity, growth = trail.velocities.mean(0), trail.growths.mean()
     course = _course(velocity, np.array(claim[:2]))
-    size = _ramp(growth * claim[2], GROWTH) if claim[2] else _ramp(abs(growth), SWELL)
+    size = ramp(growth * claim[2], GROWTH) if claim[2] else ramp(abs(growth), SWELL)
     uneven = np.linalg.norm(trail.velocities - velocity, axis=1).max()
-    evenness = _ramp(uneven, UNEVEN) * _ramp(np.abs(trail.growths - growth).max(), PULSE)
+    evenness = ramp(uneven, UNEVEN) * ramp(np.abs(trail.growths - growth).max(), PULSE)
     return float(trail.legible * np.prod(FLOOR + (1 - FLOOR) * np.array([course, size, evenness])))
 
 
@@ -161,5 +157,5 @@ def _course(velocity: np.ndarray, claimed: np.ndarray) -> float:
     """Return the credit of a mean velocity [2] for a claimed direction [2], or for none (0, 0)."""
     speed = np.linalg.norm(velocity)
     if not claimed.any():
-        return float(_ramp(speed, DRIFT))
-    return float(_ramp(speed, PACE) * _ramp(velocity @ claimed / max(speed, 1e-6), HEADING))
+        return float(ramp(speed, DRIFT))
+    return float(ramp(speed, PACE) * ramp(velocity @ claimed / max(speed, 1e-6), HEADING))

@@ -50,7 +50,7 @@ MOST = 12  # blobs read per picture, the largest first; the others are dirt
 FLOOR = 0.25  # remaining credit for a wrong shape, a wrong colour or a wrong relation
 
 
-def _ramp(x, ramp: tuple[float, float]):
+def ramp(x, ramp: tuple[float, float]):
     return np.clip((x - ramp[0]) / (ramp[1] - ramp[0]), 0.0, 1.0)
 
 
@@ -168,8 +168,8 @@ def _read(picture: np.ndarray) -> Reading:
     pixels = picture.reshape(3, -1).compress(plain.ravel(), 1)  # contiguous, unlike picture[:, plain]
     ground = pixels.mean(1)
     dirt = np.count_nonzero(outside) - pixels.shape[1]
-    quality = (_ramp(ground.min(), LIGHT) * _ramp(np.ptp(ground), TINT) * _ramp(pixels.std(1).max(), QUIET)
-               * _ramp(pixels.shape[1] / plain.size, SHARE) * _ramp(dirt, DIRT))
+    quality = (ramp(ground.min(), LIGHT) * ramp(np.ptp(ground), TINT) * ramp(pixels.std(1).max(), QUIET)
+               * ramp(pixels.shape[1] / plain.size, SHARE) * ramp(dirt, DIRT))
     inner = labels * ndimage.binary_erosion(labels > 0)
     offset = picture - ground[:, None, None]
     objects = (_describe(offset[(slice(None), *w)], ground, labels[w] == i, around[w] == i, inner[w] == i, w)
@@ -215,10 +215,10 @@ def _describe(offset: np.ndarray, ground: np.ndarray, blob: np.ndarray, around: 
     mixture = _length(offset - towards[:, None, None] * alpha)[blob] < PAINT[1]
     area, centre, aspect = _moments(alpha, window)
     outlines, leads, width = _compare(alpha, area, centre, window)
-    unity = _ramp(mixture.mean(), PURITY) * _ramp(aspect, ASPECT) * _ramp(len(mixture), AREA)
+    unity = ramp(mixture.mean(), PURITY) * ramp(aspect, ASPECT) * ramp(len(mixture), AREA)
     return Detected(
-        (float(centre[0]), float(centre[1])), len(mixture), _ramp(outlines, OUTLINE) * _ramp(leads, LEAD),
-        _ramp(np.linalg.norm(ground + towards - _PALETTE, axis=1), PAINT), float(_ramp(width, EDGE)), float(unity))
+        (float(centre[0]), float(centre[1])), len(mixture), ramp(outlines, OUTLINE) * ramp(leads, LEAD),
+        ramp(np.linalg.norm(ground + towards - _PALETTE, axis=1), PAINT), float(ramp(width, EDGE)), float(unity))
 
 
 def _compare(alpha: np.ndarray, area: float, centre: np.ndarray,
@@ -311,7 +311,7 @@ def _grade(reading: Reading, slots: _Slots) -> float:
     # If shapes and colours leave a choice (a ring left of a ring), the relation decides.
     hint = 0.0 if slots.direction is None else 1e-4 / SIZE * np.outer(centres @ slots.direction, 2 * slots.first - 1)
     taken, slot = linear_sum_assignment(credit + hint, maximize=True)
-    extra = _ramp(np.delete([blob.area for blob in reading.objects], taken), AREA).sum()
+    extra = ramp(np.delete([blob.area for blob in reading.objects], taken), AREA).sum()
     shown = credit[taken, slot].sum() / (len(slots.shapes) + extra)
     return float(reading.ground * shown * _direction(centres[taken], slots.first[slot], slots.direction))
 
@@ -332,4 +332,4 @@ def _direction(centres: np.ndarray, first: np.ndarray, direction: np.ndarray | N
         return FLOOR
     line = (centres[first][:, None] - centres[~first][None]).reshape(-1, 2)
     cosine = line @ direction / np.maximum(np.linalg.norm(line, axis=1), 1e-6)
-    return float(_above_floor(_ramp(cosine, DIRECTION)).min())
+    return float(_above_floor(ramp(cosine, DIRECTION)).min())

@@ -1,1 +1,0 @@
-"""Smooth reward of the starter's scenes."""

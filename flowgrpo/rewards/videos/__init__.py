@@ -1,1 +1,0 @@
-"""Rewards for video clips."""
