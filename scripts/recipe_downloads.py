@@ -14,8 +14,8 @@ from flowgrpo.config.schema import Config
 from flowgrpo.data.sets import SETS
 from flowgrpo.dry_run import from_configs, published
 from flowgrpo.policies.weights.memory_options import PACKAGES
+from flowgrpo.rewards.about import lazily
 from flowgrpo.rewards.find import find
-from flowgrpo.rewards.laziness import lazily
 from flowgrpo.rewards.local_model import LocalModel
 from flowgrpo.rewards.placement import CHECKPOINTS, local_models
 from flowgrpo.rewards.reward import about

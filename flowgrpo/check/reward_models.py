@@ -10,8 +10,8 @@ import torch
 from flowgrpo.check import memory
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import lazily
 from flowgrpo.rewards.find import find
-from flowgrpo.rewards.laziness import lazily
 from flowgrpo.rewards.placement import weight_bytes
 
 

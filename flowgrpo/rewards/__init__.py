@@ -15,12 +15,14 @@ A class is instantiated once, when the reward is found, with the `args` of its r
 
 reward.py has the type that all of these become, with its facts and its one argument, a batch; wrap.py the rules of a
 recipe (config/reward_rules.py) around one, in their order; combine.py rewards made of rewards; pairwise.py judges of
-pairs. Models that run in this process are in local_model.py, the place of their weights in placement.py.
+pairs. What every model in this process shares is in local_model.py and preprocessing.py, the place of weights in
+placement.py. A published model has a file of its name (pickscore.py, hpsv2.py, clip.py ...), or a folder (geneval/,
+vlm_judge/); starter/ judges the worlds of the starters.
 """
 
 from __future__ import annotations
 
-from flowgrpo.rewards.about import MODALITIES, About, differentiable
+from flowgrpo.rewards.about import MODALITIES, About, differentiable, lazily
 from flowgrpo.rewards.compose import (
     Composed,
     compose,
@@ -35,7 +37,6 @@ from flowgrpo.rewards.compose import (
 from flowgrpo.rewards.failures import Failed, Tally
 from flowgrpo.rewards.find import BUILT_IN, GROUP, find, locate, names, reward, source
 from flowgrpo.rewards.gradient import require_gradient, value
-from flowgrpo.rewards.laziness import lazily
 from flowgrpo.rewards.placement import leave, load
 from flowgrpo.rewards.reward import (
     Batch,

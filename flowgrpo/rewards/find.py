@@ -81,7 +81,7 @@ BUILT_IN = {
     "majority": "flowgrpo.text.rewards.majority:Majority",
     "pseudo_labels": "flowgrpo.text.rewards.pseudo_labels:PseudoLabels",
     "refined_labels": "flowgrpo.text.rewards.pseudo_labels:RefinedLabels",
-    "preferred": "flowgrpo.rewards.preferred:preferred",
+    "preferred": "flowgrpo.rewards.groups:preferred",
     "diversity": "flowgrpo.rewards.guards:Diversity",
     "base_similarity": "flowgrpo.rewards.guards:BaseSimilarity",
     "grid_artefacts": "flowgrpo.rewards.guards:GridArtefacts",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from flowgrpo.device import DTYPES, default_device
 from flowgrpo.errors import UserError
 from flowgrpo.policies import hub
-from flowgrpo.rewards.laziness import lazy
+from flowgrpo.rewards.about import lazy
 
 
 @dataclass(frozen=True, kw_only=True)

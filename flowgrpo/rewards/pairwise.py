@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import Pairing
 from flowgrpo.rewards.failures import Failed
-from flowgrpo.rewards.pairing import Pairing
 from flowgrpo.rewards.reward import Batch, Function, Reward, as_reward
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from flowgrpo.rewards.pairing import Pairing
+    from flowgrpo.rewards.about import Pairing
 
 UNKNOWN = About()
 # Optional fields of a batch that a reward reads; all but the latents are passed on by name.

@@ -40,7 +40,7 @@ def score(
     group: size of the consecutive groups that the B outputs form, for rewards that compare them (pairwise.py); 1: every
     output is scored alone.
     tally: counts the failures.
-    base: the base model's outputs, for rewards that compare with them (beside_base.py); None: there are none.
+    base: the base model's outputs, for rewards that compare with them; None: there are none.
     latents: clean latents [B, ...] of the outputs, for rewards that score these; None: there are none.
     policy, memory, epoch: of the run, for rewards that read them; see `Batch`.
 

@@ -11,8 +11,8 @@ import torch
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import aesthetic, local_model
+from flowgrpo.rewards.about import lazily
 from flowgrpo.rewards.find import BUILT_IN, find, locate
-from flowgrpo.rewards.laziness import lazily
 from flowgrpo.rewards.local_model import LocalModel
 from flowgrpo.rewards.videoalign import MARKS
 from tests.rewards.test_safety import folder  # noqa: F401  # a fixture

@@ -19,12 +19,12 @@ from torchvision import transforms
 from flowgrpo.errors import UserError
 from flowgrpo.log import unlogged
 from flowgrpo.rewards import aesthetic, local_model
+from flowgrpo.rewards.about import lazily
 from flowgrpo.rewards.aesthetic import Aesthetic
 from flowgrpo.rewards.clip import ClipCosine, ClipScore
 from flowgrpo.rewards.find import find
 from flowgrpo.rewards.guards import Diversity
 from flowgrpo.rewards.hpsv2 import HpsV2
-from flowgrpo.rewards.laziness import lazily
 from flowgrpo.rewards.pickscore import PickScore
 from flowgrpo.rewards.preprocessing import DEVIATION, MEAN, Preparation, resized
 from flowgrpo.rewards.score import score

@@ -14,7 +14,7 @@ from flowgrpo import rewards
 from flowgrpo.config.reward_rules import RewardRule
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import Batch, as_reward, combine
-from flowgrpo.rewards.pairing import Pairing
+from flowgrpo.rewards.about import Pairing
 
 PICTURES = torch.rand(4, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 PROMPTS, METADATA = ["a", "a", "b", "b"], [{"n": i} for i in range(4)]
