@@ -144,7 +144,7 @@ def linked(result: dict[str, Any]) -> str:
         place = registry.PLACES[name]
         heading = f"{place} {build_docs.PLACES[place]}".lower()
         return f"[{text}](methods/index.md#{re.sub(r'[^a-z -]', '', heading).replace(' ', '-')})"
-    return f"[{text}](rewards_shipped.md)" if name in BUILT_IN else text
+    return f"[{text}](reward_catalogue.md#all-rewards)" if name in BUILT_IN else text
 
 
 def dotted(options: Options) -> Options:

@@ -220,7 +220,7 @@ def test_settings_of_a_row_are_those_that_its_runs_change():
 
 
 @pytest.mark.parametrize("name, target", [
-    ("chord", "methods/chord.md"), ("step_match", "rewards_shipped.md"),
+    ("chord", "methods/chord.md"), ("step_match", "reward_catalogue.md#all-rewards"),
     ("SampledKL", "methods/index.md#kl-the-regulariser-a-distance-to-the-reference")])
 def test_a_part_links_to_where_it_is_described(name, target):
     assert study_page.linked({"name": name, "setting": "weight 1"}) == f"[`{name}` (weight 1)]({target})"
