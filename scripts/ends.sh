@@ -42,4 +42,4 @@ rm -rf "$folder/runs"
     tests/test_borrowed_names.py tests/test_packages.py tests/test_installation.py tests/test_types.py \
     tests/test_text_train.py tests/samplers/test_rollout.py tests/samplers/test_pairing.py tests/samplers/test_kernels.py \
     tests/policies/weights tests/text/policies tests/data tests/config tests/export tests/methods/test_texforce.py \
-    tests/rewards/test_ocr.py tests/rewards/test_model_rewards.py
+    tests/rewards/test_ocr.py tests/rewards/test_{aesthetic,clip,hpsv2,model_rewards,pickscore}.py

@@ -16,16 +16,16 @@ from flowgrpo.rewards.hpsv3 import HpsV3
 from flowgrpo.rewards.image_reward import ImageReward
 from flowgrpo.rewards.pickscore import PickScore
 from tests.helpers import tiny as pipelines
+from tests.helpers.tiny_blip import released, tiny_network
+from tests.helpers.tiny_scorers import pictures
 from tests.rewards.test_hpsv3 import release  # noqa: F401
-from tests.rewards.test_model_rewards import encoder, pick, pictures, tiny  # noqa: F401 fixtures
-from tests.rewards.test_model_rewards_blip import bert, released, tiny_network  # noqa: F401
 
 PROMPTS = ["a red cube", "two dogs", "a cat on a mat"]
 KINDS = ("pick", "hps", "clip", "imagereward", "aesthetic")
 
 
 @pytest.fixture(scope="module")
-def made(tiny, pick, encoder, bert):  # noqa: F811
+def made(tiny, pick, encoder, bert):
     torch.manual_seed(11)
     return {"pick": PickScore(device="cpu", parts=pick[:2], batch_size=2),
             "hps": HpsV2(device="cpu", parts=tiny[:2], batch_size=2),

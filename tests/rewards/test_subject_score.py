@@ -11,7 +11,7 @@ from flowgrpo.data.prompts import load_prompts
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.clip import SubjectScore
 from flowgrpo.rewards.score import score
-from tests.rewards.test_model_rewards import TINY, by_pil, pictures
+from tests.helpers.tiny_scorers import TINY, by_pil, pictures
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ from flowgrpo.rewards import find, score
 from flowgrpo.rewards.failures import Failed, Tally
 from flowgrpo.rewards.vlm_judge.client import Answer
 from flowgrpo.starter.scenes import parse
-from tests.rewards.test_model_rewards_blip import answering, normalised, pictures  # noqa: F401 a fixture
+from tests.helpers.tiny_blip import normalised, pictures
+from tests.rewards.conftest import answering  # noqa: F401 a fixture
 from tests.rewards.vlm_judge.test_judge import QUICK, endpoint, level_of, parts, said, shades
 
 YES_NO, PLACES = ("yes", "no"), ("left", "right", "above", "below")

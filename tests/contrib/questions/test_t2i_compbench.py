@@ -19,7 +19,7 @@ from flowgrpo.data import sets
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.geneval.detectors import Detection
 from flowgrpo.rewards.preprocessing import DEVIATION, MEAN
-from tests.rewards.test_model_rewards_blip import TINY_TEXT, TINY_VISION, word_tokenizer
+from tests.helpers.tiny_blip import TINY_TEXT, TINY_VISION, word_tokenizer
 
 PICTURES = (torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(5)) * 255).round() / 255
 

@@ -1,0 +1,48 @@
+"""Preparation of pictures for vision models, against PIL."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torchvision import transforms
+
+from flowgrpo.rewards.preprocessing import Preparation, resized
+from tests.helpers.tiny_scorers import LEVEL, by_pil, padded, pictures
+
+SIDES = [(64, 64), (48, 80), (81, 50), (20, 20), (32, 47), (17, 30), (32, 32)]
+
+
+@pytest.mark.parametrize("height, width", SIDES)
+def test_pictures_are_prepared_as_by_pil(height, width):
+    batch = pictures(3, height, width)
+    expected = torch.stack([by_pil(picture, 32) for picture in batch])
+    prepared = Preparation(32)(batch)
+    assert prepared.shape == (3, 3, 32, 32)
+    assert (prepared - expected).abs().max() <= LEVEL
+    assert (prepared - expected).abs().mean() < LEVEL / 20
+
+
+@pytest.mark.parametrize("height, width", SIDES)
+def test_whole_pictures_are_padded_as_by_pil(height, width):
+    batch = pictures(2, height, width)
+    expected = torch.stack([by_pil(picture, 32, padded(32)) for picture in batch])
+    prepared = Preparation(32, "longest")(batch)
+    assert (prepared - expected).abs().max() <= LEVEL and (prepared - expected).abs().mean() < LEVEL / 20
+
+
+def test_squashed_pictures_are_scaled_as_by_pil():
+    batch = pictures(2, 40, 70)
+    squash = transforms.Resize((32, 32), transforms.InterpolationMode.BICUBIC)
+    expected = torch.stack([by_pil(picture, 32, squash) for picture in batch])
+    assert (Preparation(32, "squash")(batch) - expected).abs().max() <= LEVEL
+
+
+def test_scaling_does_not_leave_the_range_of_colours():
+    levels = resized(pictures(4, 100, 90), (30, 27))
+    assert levels.min() >= 0 and levels.max() <= 255 and torch.equal(levels, levels.round())
+
+
+def test_other_means_and_deviations():
+    grey = torch.full((1, 3, 8, 8), 0.6)
+    prepared = Preparation(8, mean=(0.5, 0.4, 0.2), deviation=(0.1, 0.2, 0.5))(grey)
+    assert prepared[0, :, 3, 3].tolist() == pytest.approx([1, 1, 0.8], abs=1e-6)
