@@ -13,7 +13,7 @@ from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.compose import Composed
 from flowgrpo.rewards.failures import Failed, Tally
 from flowgrpo.rewards.reward import Batch, Checked, Reward, about, as_reward, modality_of, require_modality
-from flowgrpo.rewards.wrap import ready
+from flowgrpo.rewards.wrap import by_size, ready
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,7 +75,7 @@ def of_batch(rewards: Mapping[str, RewardFunction | Reward], batch: Batch, tally
     """Return `columns` of a batch."""
     if isinstance(batch.samples, list) and batch.samples:
         if hasattr(batch.samples[0], "shape"):
-            return _by_size(rewards, batch, tally)
+            return by_size(batch, lambda alike: of_batch(rewards, alike, tally))
         batch = _with_tokens(batch)
     made = {}
     for name, reward in rewards.items():
@@ -107,26 +107,6 @@ def _with_tokens(batch: Batch) -> Batch:
     return replace(batch, metadata=[
         entry | {"completion_tokens": text.tokens} if isinstance(text, Completion) else entry
         for text, entry in zip(batch.samples, batch.metadata)])
-
-
-def _by_size(rewards: Mapping[str, RewardFunction | Reward], batch: Batch, tally: Tally | None
-             ) -> list[list[float | Failed]]:
-    """Return `columns` of pictures of several sizes: those of one size are scored together, in the order of the batch.
-
-    Raises UserError for a group whose samples differ in size.
-    """
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for row, output in enumerate(batch.samples):
-        alike.setdefault(tuple(output.shape), []).append(row)
-    if any(output.shape != batch.samples[row - row % batch.group].shape for row, output in enumerate(batch.samples)):
-        raise UserError(f"the samples of a group of {batch.group} differ in size ({', '.join(map(str, alike))}): "
-                        "expected one size in each group")
-    values: list[list[Any]] = [[None] * len(batch) for _ in rewards]
-    for rows in alike.values():
-        for column, scores in zip(values, of_batch(rewards, batch.of_size(rows), tally)):
-            for row, value in zip(rows, scores):
-                column[row] = value
-    return values
 
 
 def require_clips(rewards: Mapping[str, Composed], prompt: str, metadata: dict[str, Any]) -> None:

@@ -1,11 +1,16 @@
-"""Rules of a recipe as rewards around a reward, with the same facts; `ready` alone knows their order."""
+"""Rules of a recipe as rewards around a reward, with the same facts; `ready` alone knows their order.
+
+Before all of them a batch of several sizes is split, by `by_size`.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo.config.reward_rules import WatchRule
+from flowgrpo.errors import UserError
 from flowgrpo.rewards.failures import Failed, settled, within
 from flowgrpo.rewards.pairwise import WinRates, pairing
 from flowgrpo.rewards.reward import BASE, Batch, Checked, Reward, Wrapped
@@ -98,3 +103,18 @@ class Where(Wrapped):
         rows = [i for i, entry in enumerate(batch.metadata) if self.rule.applies(entry)]
         found = dict(zip(rows, self.reward(batch.rows(rows)))) if rows else {}
         return [found.get(i, math.nan) for i in range(len(batch))]
+
+
+def by_size(batch: Batch, columns: Callable[[Batch], list[list[float | Failed]]]) -> list[list[float | Failed]]:
+    """Return `columns` of pictures of several sizes: those of one size are scored together, in the order of the batch.
+
+    Raises UserError for a group whose samples differ in size.
+    """
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for row, output in enumerate(batch.samples):
+        alike.setdefault(tuple(output.shape), []).append(row)
+    if any(output.shape != batch.samples[row - row % batch.group].shape for row, output in enumerate(batch.samples)):
+        raise UserError(f"the samples of a group of {batch.group} differ in size ({', '.join(map(str, alike))}): "
+                        "expected one size in each group")
+    scored = {row: scores for rows in alike.values() for row, scores in zip(rows, zip(*columns(batch.of_size(rows))))}
+    return [list(column) for column in zip(*(scored.get(row, ()) for row in range(len(batch))))]

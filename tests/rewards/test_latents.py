@@ -102,6 +102,7 @@ def test_pictures_of_several_sizes_are_scored_by_size_in_their_order():
     scores = rewards.score({"mean": reward}, images, ["a"] * 5, [{}] * 5)[:, 0]
     torch.testing.assert_close(scores, torch.stack([image.mean() for image in images]))
     assert reward.calls == [(2, 4, 4), (1, 4, 4), (2, 6, 2)]
+    assert rewards.score({}, images, ["a"] * 5, [{}] * 5).shape == (5, 0)
 
 
 def test_a_group_of_several_sizes_is_refused():
