@@ -9,7 +9,7 @@ from torchvision.transforms.functional import to_tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.preservation import Preservation, ssim
-from tests.rewards.test_subject_score import saved
+from tests.rewards.test_clip import saved
 
 
 @pytest.fixture
