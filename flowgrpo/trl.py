@@ -25,7 +25,7 @@ import torch
 from flowgrpo.data import provenance
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.find import find
-from flowgrpo.rewards.pixels import eight_bit
+from flowgrpo.rewards.preprocessing import eight_bit
 from flowgrpo.rewards.reward import Batch, Reward, Wrapped, as_reward
 from flowgrpo.run import align
 from flowgrpo.storage.json_files import read_lines

@@ -31,9 +31,9 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed, TimedOut
 from flowgrpo.rewards.json_template import Template, reached
-from flowgrpo.rewards.judges.judge_pictures import ENCODINGS
 from flowgrpo.rewards.remote.exchange import Later, Service, Unanswered, seconds, side_by_side
 from flowgrpo.rewards.remote.wire import one_line
+from flowgrpo.rewards.vlm_judge.pictures import ENCODINGS
 
 if TYPE_CHECKING:
     from torch import Tensor

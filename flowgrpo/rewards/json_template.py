@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.rewards.failures import Failed
-from flowgrpo.rewards.judges.judge_pictures import data_url, spaced
 from flowgrpo.rewards.remote.wire import one_line
+from flowgrpo.rewards.vlm_judge.pictures import data_url, spaced
 
 if TYPE_CHECKING:
     from torch import Tensor

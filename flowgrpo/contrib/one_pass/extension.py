@@ -15,6 +15,7 @@ from flowgrpo.check import memory, reward_models
 from flowgrpo.contrib.one_pass.held import HeldPart, HeldSteps
 from flowgrpo.contrib.one_pass.requirements import reasons, require
 from flowgrpo.device import AUTO, free_memory
+from flowgrpo.methods.setup import Setup
 from flowgrpo.policies.pipelines import encoded_prompts
 from flowgrpo.training.batch_size import MOST
 from flowgrpo.training.epoch import Epoch
@@ -34,7 +35,7 @@ class OnePass(Extension):
         self.states = 0
 
     @classmethod
-    def require(cls, setup: Any) -> None:
+    def require(cls, setup: Setup) -> None:
         require(setup.config, setup.method, setup.shape.slices)
 
     @contextlib.contextmanager
