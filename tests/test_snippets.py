@@ -60,11 +60,11 @@ def test_yaml_that_is_shown_loads(document, tmp_path):
         assert config.load(file).model_dump(exclude_unset=True).keys() >= content.keys() - {"extends"}
 
 
-def test_the_readmes_python_trains_and_stock_diffusers_reads_it(tmp_path, monkeypatch):
-    """The call of README.md, shortened, and the pipeline of docs/reference/files.md with its LoRA."""
+def test_the_laptops_python_trains_and_stock_diffusers_reads_it(tmp_path, monkeypatch):
+    """The call of docs/get_started/laptop.md, shortened, and the pipeline of docs/reference/files.md with its LoRA."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "flowgrpo").symlink_to(ROOT / "flowgrpo")
-    call, _ = blocks("python", ROOT / "README.md")
+    [call] = blocks("python", ROOT / "docs" / "get_started" / "laptop.md")
     [loading] = blocks("python", ROOT / "docs" / "reference" / "files.md")
     names: dict[str, Any] = {}
     for block in (call, loading):
@@ -90,7 +90,7 @@ def test_rewards_that_are_shown_score():
 
 
 def test_the_readmes_reward_prefers_red():
-    _, block = blocks("python", ROOT / "README.md")
+    [block] = blocks("python", ROOT / "README.md")
     names: dict[str, Any] = {}
     exec(compile(block, "red.py", "exec"), names)
     red, grey = torch.tensor([1.0, 0.0, 0.0]).view(3, 1, 1).expand(3, 4, 4), torch.full((3, 4, 4), 0.5)
