@@ -13,8 +13,8 @@ BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable
 # The extras whose packages constraints.txt pins: all but vllm, which pins a torch of its own.
 LOCKED = test browser docs lint clip server ocr video mp4 text svg translation parquet datasets wandb trackio torchao bitsandbytes
-# Without the titles of papers and the pages of methods.
-PROSE = README.md CONTRIBUTING.md $(shell find docs -name '*.md' -not -name mechanisms.md -not -path 'docs/methods/*')
+# Without the pages of methods.
+PROSE = README.md CONTRIBUTING.md $(shell find docs -name '*.md' -not -path 'docs/methods/*')
 
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup
 # Pages are opened in a Chromium where one is installed.

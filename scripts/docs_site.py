@@ -1,21 +1,11 @@
-"""Hook of mkdocs: the methods' pages in the navigation, and links to files outside of docs/ as their text."""
+"""Hook of mkdocs: links to files outside of docs/ become their text."""
 
 from __future__ import annotations
 
 import os.path
 import re
-from pathlib import Path
 
-LINK = re.compile(r"\[([^\]\n]+)\]\((\.\./[^)#\s]+)(?:#[^)]*)?\)")
-
-
-def on_config(config):
-    """Return the configuration with one page per method behind the list of methods."""
-    pages = sorted((Path(config.docs_dir) / "methods").glob("*.md"), key=lambda page: (page.stem != "index", page.stem))
-    for entry in config.nav:
-        if entry.keys() == {"Methods"}:
-            entry["Methods"] = [f"methods/{page.name}" for page in pages]
-    return config
+LINK = re.compile(r"\[([^\]]+)\]\((\.\./[^)#\s]+)(?:#[^)]*)?\)")
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:

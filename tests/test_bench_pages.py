@@ -1,4 +1,4 @@
-"""Pages of the benches: from the folders that a bench leaves, and those of the repository."""
+"""Page of the benches: from the folders that a bench leaves, and that of the repository."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ from tests.helpers.commands import commands
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "scripts"))
 
-import bench_notes  # noqa: E402
 import bench_pages  # noqa: E402
 import bench_results  # noqa: E402
 
 PROMPTS, BASE = 40, 10  # measured prompts, and those that the base gets right
 STARTER = {"flow_grpo": 20, "mix_grpo+grpo_guard": 36, "draft": 20, "ddpo": 12}  # and those of every method
 TEXT = {"grpo": 20, "rloo": 32}
-PAGE = "# {}\n\nFormula.\n\n## When to use it\n\nAlways.\n\n## Recipe\n\n## Tests\n"
 
 
 def finish(run: Run, right: int, commit: str) -> None:
@@ -74,23 +72,14 @@ def folders(tmp_path_factory) -> list[Path]:
 
 @pytest.fixture
 def docs(tmp_path) -> Path:
-    """Folder of documents with short pages, without results."""
-    (tmp_path / "methods").mkdir()
-    for name in ("flow_grpo", "mix_grpo", "grpo_guard", "draft", "ddpo", "grpo", "rloo", "awm", "index"):
-        (tmp_path / "methods" / f"{name}.md").write_text(PAGE.format(name))
+    """Folder of documents without results."""
     (tmp_path / "benchmark.png").write_bytes(b"of an earlier page")
     return tmp_path
 
 
-def of_method(docs: Path, name: str) -> str:
-    return (docs / "methods" / f"{name}.md").read_text()
-
-
 def test_folders_of_benches_become_pages_and_the_same_ones_change_nothing(folders, docs):
     changed = bench_pages.update(docs, folders)
-    assert {file.name for file in changed} == {
-        "bench_results.json", "benchmark.md", "flow_grpo.md", "mix_grpo.md", "grpo_guard.md", "draft.md", "ddpo.md",
-        "grpo.md", "rloo.md"}
+    assert {file.name for file in changed} == {"bench_results.json", "benchmark.md"}
     assert {file.name for file in docs.glob("*.png")} == {"benchmark_starter.png", "benchmark_starter_text.png"}
     before = {file: file.read_bytes() for file in docs.rglob("*.*")}
     assert bench_pages.update(docs, folders) == bench_pages.update(docs, []) == []
@@ -101,20 +90,15 @@ def test_the_benchmark_says_what_the_benches_found(folders, docs):
     text = bench_pages.page(bench_results.merged([], [bench_results.collected(folder) for folder in folders]))
     starter, texts = re.split("^## ", text, flags=re.M)[1:]
     assert starter.startswith("starter\n") and "Commit 01234567, version 0.1.0, fp32." in " ".join(starter.split())
-    table = starter[starter.index("### Accuracy"):starter.index("### Cost")]
-    assert re.findall(r"^\| \[?`([\w+]+)`", table, re.M) == [
-        "mix_grpo+grpo_guard", "flow_grpo", "draft", "ddpo"]
-    assert "| base | 0.250 | | | | |" in table.replace("  ", " ")
-    assert re.search(r"\| `mix_grpo\+grpo_guard` \| 0\.900 \(0\.\d+ to [01]\.\d+\) \| 0\.900 to 0\.900 \| \+0\.650 \| "
-                     r"\+0\.400 \(\+0\.\d+ to \+0\.\d+\) \| (0\.0\d+|< 0\.001) \|", table)
-    assert re.search(r"\| \[`flow_grpo`\]\(methods/flow_grpo\.md\) \| 0\.500 .* \+0\.250 \| the reference \| ", table)
-    assert "5 of 6 pairs of methods differ significantly" in table and "has 3: `mix_grpo+grpo_guard`," in table
-    assert max(line.count("|") for line in text.splitlines()) <= 11
-    assert re.search(r"\| mix_grpo\+grpo_guard \| .* \| 9 \| x1\.80 \| 25% \| 1\.5 \| 50% \|", starter)
-    assert "`draft` runs with `reward: {scene_soft: 1.0}`" in starter and bench_notes.NOTES["draft"] in " ".join(
-        starter.split())
-    assert "One seed:" in texts
-    assert "| 0.900, higher | x0.333, x1 |" in texts and "| 0.600 | x3, x0.333 |" in texts
+    assert re.findall(r"^\| \[?`([\w+]+)`", starter, re.M) == ["mix_grpo+grpo_guard", "flow_grpo", "draft", "ddpo"]
+    assert "| base | 0.250 | | | | |" in starter.replace("  ", " ")
+    assert re.search(r"\| `mix_grpo\+grpo_guard` \| 0\.900 \(0\.\d+ to [01]\.\d+\) \| \+0\.650 \| "
+                     r"\+0\.400 \(\+0\.\d+ to \+0\.\d+\) \| (0\.0\d+|< 0\.001) \| [\d,]+ \|", starter)
+    assert re.search(r"\| \[`flow_grpo`\]\(methods/sde_steps\.md#flow_grpo\) \| 0\.500 .* \+0\.250 \| the reference \|",
+                     starter)
+    assert re.search(r"#ddpo\) \| 0\.300 .* \| -0\.200 .* \| not reached \|", starter)
+    assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {7}
+    assert "`draft` runs with `reward: {scene_soft: 1.0}`" in " ".join(starter.split()) and "One seed:" in texts
 
 
 def test_the_command_of_a_section_makes_the_same_bench(folders):
@@ -129,60 +113,18 @@ def test_the_command_of_a_section_makes_the_same_bench(folders):
             40_000, 1 if swept else 2, 2, PROMPTS, None]
 
 
-def test_rows_of_several_commits_are_named(folders):
-    model = bench_results.collected(folders[1])
-    assert not [*bench_pages.by_commit(model)]
-    two = model | {"commits": ["0123456789", "89abcdef01 with changes"],
-                   "methods": [method | {"commits": ["89abcdef01 with changes"] if method["label"] == "ddpo" else
-                                         ["0123456789"]} for method in model["methods"]]}
-    assert [*bench_pages.by_commit(two)] == [
-        "Commit 01234567: `mix_grpo+grpo_guard`, `flow_grpo`, `draft`.", "Commit 89abcdef with changes: `ddpo`."]
-
-
 def test_a_command_names_the_swept_methods(tmp_path):
     folder = bench(tmp_path / "some", "starter_text", TEXT, 1, {"rloo": (3.0, 1.0)})
     assert " --sweep rloo --methods " in bench_pages.command(bench_results.collected(folder))
 
 
-def test_a_methods_page_has_its_rows_alone_or_as_a_modifier(folders, docs):
+def test_new_results_of_a_model_leave_the_others(folders, docs, tmp_path_factory):
     bench_pages.update(docs, folders)
-    assert of_method(docs, "awm") == PAGE.format("awm")
-    assert of_method(docs, "index") == PAGE.format("index")
-    guard = of_method(docs, "grpo_guard")
-    base = of_method(docs, "mix_grpo")
-    assert "| `starter`, `mix_grpo+grpo_guard` | 0.250 | 0.900 |" in base
-    assert "includes that of the base method" in guard and "includes that of the base method" not in base
-    assert re.search(r"\| `starter`, `mix_grpo\+grpo_guard` \| 0\.250 \| 0\.900 \| \+0\.400 \(\+0\.\d+ to \+0\.\d+\) "
-                     r"\| higher than `flow_grpo` \|", guard) and "](../benchmark.md)" in guard
-    assert guard.index("Always.") < guard.index(bench_pages.HEADING) < guard.index("## Recipe")
-    below, beside = of_method(docs, "ddpo"), of_method(docs, "draft")
-    assert re.search(r"\| `starter` \| 0\.250 \| 0\.300 \| -0\.200 .* \| lower than `flow_grpo` \|", below)
-    assert "| 0.000 (0.000 to 0.000) | no significant difference to `flow_grpo` |" in beside
-    assert "| - | the reference |" in of_method(docs, "flow_grpo")
-    assert "| 0.900, higher | higher than `grpo` (one seed) |" in of_method(docs, "rloo")
-
-
-def test_new_results_of_a_model_leave_the_others_and_what_is_written_by_hand(folders, docs, tmp_path_factory):
-    bench_pages.update(docs, folders)
-    page = docs / "methods" / "rloo.md"
-    page.write_text(page.read_text().replace(bench_pages.END, bench_pages.END + "\n\nIts baseline is unbiased."))
+    starter = (docs / "benchmark.md").read_text().split("## starter_text")[0]
     again = bench(tmp_path_factory.mktemp("again") / "bench", "starter_text", TEXT | {"rloo": 24})
-    changed = {file.name for file in bench_pages.update(docs, [again])}
-    assert changed == {"bench_results.json", "benchmark.md", "grpo.md", "rloo.md"}
-    text = page.read_text()
-    assert "| 0.600 |" in text and "0.800" not in text and text.count(bench_pages.HEADING) == 1
-    assert f"{bench_pages.END}\n\nIts baseline is unbiased.\n\n## Recipe\n" in text
-    with pytest.raises(UserError, match="# rloo: its page explains a result that is not in .*: Its baseline is unbias"):
-        bench_pages.with_result(text, "")
-    assert bench_pages.with_result(of_method(docs, "grpo"), "") == PAGE.format("grpo")
-
-
-def test_a_row_is_a_result_of_all_presets_that_it_names():
-    rows = [{"label": label, "adjusted": {}} for label in ("mix_grpo", "mix_grpo+grpo_guard", "my_loss")]
-    rows.append({"label": "own_noise", "adjusted": {"method": "dance_grpo+grpo_guard", "parts": {"roots": None}}})
-    assert [bench_pages.presets_of(row) for row in rows] == [
-        ["mix_grpo"], ["mix_grpo", "grpo_guard"], ["my_loss"], ["dance_grpo", "grpo_guard"]]
-    assert bench_notes.NOTES.keys() <= bench_pages.PRESETS.keys()
+    assert {file.name for file in bench_pages.update(docs, [again])} == {"bench_results.json", "benchmark.md"}
+    first, second = (docs / "benchmark.md").read_text().split("## starter_text")
+    assert first == starter and "| 0.600 (" in second and "0.800" not in second
 
 
 def test_the_longest_chain_and_the_sign_of_a_difference_by_hand():
@@ -222,14 +164,8 @@ def test_kept_results_are_small_and_read_back_the_same(folders, docs):
     assert bench_results.rounded({"a": [1 / 3, 2]}) == {"a": [0.333333, 2]}
 
 
-def test_the_pages_are_current():
-    """Without docs/bench_results.json no page of a method has a result."""
+def test_the_page_is_current():
     results = bench_results.load(bench_pages.DOCS / bench_pages.DATA)
-    texts = bench_pages.pages(bench_pages.DOCS, results)
-    assert len(texts) == 75 + bool(results)
-    assert [file.name for file, text in texts.items() if file.read_text(encoding="utf-8") != text] == [], \
-        "run scripts/bench_pages.py"
-    with_part = {file.stem for file, text in texts.items() if bench_pages.HEADING in text}
-    rows = {name for model in results for method in model["methods"] for name in bench_pages.presets_of(method)}
-    assert with_part == rows & bench_pages.PRESETS.keys()
+    [(file, text)] = bench_pages.pages(bench_pages.DOCS, results).items()
+    assert file.read_text(encoding="utf-8") == text, "run scripts/bench_pages.py"
     assert all((bench_pages.DOCS / bench_pages.figure_of(model["model"])).is_file() for model in results)

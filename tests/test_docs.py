@@ -23,14 +23,17 @@ from tests.helpers.commands import commands, leaf
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "scripts"))
 
-import bench_pages  # noqa: E402
 import build_docs  # noqa: E402
 import concepts_code  # noqa: E402
 
-PAGES = {file.stem: file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs" / "methods").glob("*.md"))}
+FAMILIES = {file.name: file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs" / "methods").glob("*.md"))}
+INDEX = FAMILIES.pop("index.md")
+SECTIONS = {part.split("\n")[0]: (file, part) for file, text in FAMILIES.items()
+            for part in re.split("^## ", text, flags=re.M)[1:]}
+PAGES = {name: text for name, (_, text) in SECTIONS.items()}
 KINDS = {"flow": build.PIPELINE, "tokens": build.CAUSAL_LM, "masks": build.MASKED_LM}
 INFERENCE = {"rlg"}  # no presets: nothing is trained
-PRESETS = {name: text for name, text in PAGES.items() if name not in INFERENCE | {"index"}}
+PRESETS = {name: text for name, text in PAGES.items() if name not in INFERENCE}
 
 
 @pytest.mark.parametrize("target", build_docs.PAGES, ids=lambda path: path.name)
@@ -38,23 +41,22 @@ def test_generated_pages_are_current(target):
     assert target.read_text(encoding="utf-8") == build_docs.PAGES[target](), "run scripts/build_docs.py"
 
 
-def test_a_preset_without_a_page_is_told_in_one_line(monkeypatch):
+def test_a_preset_without_a_section_is_told_in_one_line(monkeypatch):
     monkeypatch.setattr(build_docs, "METHODS", ROOT / "docs" / "nowhere")
-    with pytest.raises(SystemExit, match="the preset mix_grpo has no page: write docs/nowhere/mix_grpo.md with its"):
-        build_docs.test_of("mix_grpo")
+    with pytest.raises(SystemExit, match="the preset mix_grpo has no section: write `## mix_grpo` with its"):
+        build_docs.page_of("mix_grpo")
 
 
 def test_every_part_has_its_place_in_the_index():
     assert registry.MODULES.keys() == build_docs.PLACES.keys()
-    assert [name for name in registry.TYPES if f"| `{name}` |" not in PAGES["index"]] == []
+    assert [name for name in registry.TYPES if f"| `{name}` |" not in INDEX] == []
 
 
-def test_every_preset_has_a_short_page_and_its_line_in_the_index():
-    assert PRESETS.keys() == methods.PRESETS.keys()
-    pages = {name: bench_pages.WRITTEN.sub("", text) for name, text in PAGES.items() if name != "index"}
-    assert all(text.startswith(f"# {name}\n") and len(text.splitlines()) <= 65 for name, text in pages.items())
-    assert [name for name in methods.PRESETS if f"| [`{name}`]({name}.md) |" not in PAGES["index"]] == []
-    assert [name for name in INFERENCE if f"[`{name}`]({name}.md)" not in PAGES["index"]] == []
+def test_every_preset_has_a_short_section_and_its_line_in_the_index():
+    assert PRESETS.keys() == methods.PRESETS.keys() and len(FAMILIES) <= 12
+    assert [name for name, text in PAGES.items() if len(text.splitlines()) > 75] == []
+    assert [name for name in methods.PRESETS if f"| [`{name}`]({SECTIONS[name][0]}#{name}) |" not in INDEX] == []
+    assert [name for name in INFERENCE if f"[`{name}`]({SECTIONS[name][0]}#{name})" not in INDEX] == []
 
 
 def test_the_readme_is_short():
@@ -62,10 +64,9 @@ def test_the_readme_is_short():
 
 
 def test_every_page_is_in_the_navigation():
-    """The methods' pages are put there by scripts/docs_site.py."""
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = [page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")]
-    assert [str(page) for page in pages if page.parts[0] != "methods" and f": {page}\n" not in site] == []
+    assert [str(page) for page in pages if f": {page}\n" not in site] == []
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -83,8 +84,7 @@ def test_the_recipe_of_a_page_works(name, tmp_path):
 
 def snippets() -> list[tuple[str, str]]:
     """(preset, its `parts: {...}`) of every page's text; those of the index are of mix_grpo."""
-    texts = [("mix_grpo" if name == "index" else name, re.sub(r"```.*?```", "", text, flags=re.S))
-             for name, text in PAGES.items()]
+    texts = [(name, re.sub(r"```.*?```", "", text, flags=re.S)) for name, text in [*PAGES.items(), ("mix_grpo", INDEX)]]
     return [(name, found) for name, text in texts for found in re.findall(r"parts: \{(?:[^{}]|\{[^{}]*\})*\}", text)]
 
 
@@ -107,27 +107,23 @@ def test_the_parts_of_a_guides_tables_can_be_set(page):
         assert overlay.with_parts(method, parts) != method, parts
 
 
-@pytest.mark.parametrize("name", [*PRESETS, *INFERENCE])
-def test_tests_that_a_page_names_exist(name):
-    named = re.findall(r"`tests/((?:\w+/)*test_\w+\.py)::(\w+)`", PAGES[name])
-    assert named and PAGES[name].count("::") == len(named)
-    for file, test in named:
-        assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file} has no {test}"
+def test_no_page_names_a_test_or_opens_with_a_note_of_its_generator():
+    texts = {str(page): page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md")}
+    assert [page for page, text in texts.items() if "::test_" in text] == []
+    noted = {Path(page).name for page, text in texts.items() if "do not edit" in text[:600]}
+    assert noted <= {"recipes.md", "rewards_shipped.md"}
 
 
-@pytest.mark.parametrize("name", ["reliability", "faults"])
-def test_tests_of_the_promises_exist(name):
-    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
-    named = re.findall(r"`tests/((?:\w+/)*test_\w+\.py)::(\w+)`", page)
-    assert len(named) > 40 and page.count("::") == len(named)
-    for file, test in named:
-        assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file} has no {test}"
-
-
-def test_every_line_of_the_faults_names_a_test_or_a_page():
-    page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
-    lines = [line for line in page.splitlines() if line.startswith("| ") and not line.endswith("| test |")]
-    assert len(lines) > 45 and [line for line in lines if not re.search(r"(::\w+`|\.md\)) \|$", line)] == []
+def test_every_promise_has_tests_that_exist():
+    """docs/promises.tsv: kind, what is promised or which fault was mended, and the tests of it."""
+    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    rows = [line.split("\t") for line in (ROOT / "docs" / "promises.tsv").read_text(encoding="utf-8").splitlines()]
+    assert [what for kind, what, _ in rows if kind == "promise" and f"- {what}" not in page] == []
+    assert page.count("\n- ") >= sum(kind == "promise" for kind, *_ in rows) > 40
+    for _, what, named in rows:
+        assert named, what
+        for file, _, test in (name.partition("::") for name in named.split(", ") if name.startswith("tests/")):
+            assert f"def {test}" in (ROOT / file).read_text(encoding="utf-8"), f"{file} has no {test}"
 
 
 # `python -m flowgrpo`, `accelerate launch -m flowgrpo` and `NAME=VALUE flowgrpo` too

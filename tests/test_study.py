@@ -196,19 +196,28 @@ def test_the_page_is_current():
     assert study_page.PAGE.read_text(encoding="utf-8") == study_page.page(results), "run scripts/study_page.py"
 
 
-def test_the_page_tells_of_images_and_tried_settings_where_there_are_any(monkeypatch):
+def test_the_page_is_short_and_names_the_parts_that_help():
+    results = json.loads(study_page.DATA.read_text(encoding="utf-8"))
+    text = study_page.page(results)
+    sure = [row for row in results["rows"] if row["verdict"] == 1 and row["holm"] < 0.05]
+    assert len(text.splitlines()) <= 20 and len(sure) == 5
+    assert all(study_page.linked(row) in " ".join(text.split()) for row in sure)
+
+
+def test_the_details_tell_of_images_and_tried_settings_where_there_are_any(monkeypatch):
     results = json.loads(study_page.DATA.read_text(encoding="utf-8"))
     texts = [row for row in results["rows"] if row["pool"] != "scenes"]
-    plain = study_page.page(results | {"rows": texts, "tried": []})
-    assert "image starter" not in plain and "**Images.**" not in plain and "Settings that were tried" not in plain
+    plain = study_page.details(results | {"rows": texts, "tried": []})
+    assert "**Images.**" not in plain and "Settings that were tried" not in plain
     row = study_candidates.CANDIDATES[-1]
     drawn = texts[0] | dict(zip(("name", "setting", "pool"), row.key)) | {"verdict": 1, "commits": ["abc"]}
     monkeypatch.setattr(study_page, "ROWS", (*study_rows.ROWS, row))
-    both = study_page.page(results | {"rows": [*texts, drawn], "tried": [drawn]})
+    both = study_page.details(results | {"rows": [*texts, drawn], "tried": [drawn]})
     told = " ".join(both.split())
-    assert "(1 of 1 on images)" in told and "**Images.** 16 epochs" in told and "abc (1 of the rows)" in told
+    assert "(1 of 1 on images)" in study_page.summary(results | {"rows": [*texts, drawn]})
+    assert "**Images.** 16 epochs" in told
     assert both.count("`Sliding` (three of six steps)") == 4, "result, settings, note and tried setting"
-    assert max(map(len, plain.splitlines()[:40])) <= 120
+    assert max(map(len, plain.splitlines()[:25])) <= 120
 
 
 def test_settings_of_a_row_are_those_that_its_runs_change():
@@ -220,7 +229,7 @@ def test_settings_of_a_row_are_those_that_its_runs_change():
 
 
 @pytest.mark.parametrize("name, target", [
-    ("chord", "methods/chord.md"), ("step_match", "reward_catalogue.md#all-rewards"),
+    ("chord", "methods/text_modifiers.md#chord"), ("step_match", "reward_catalogue.md#all-rewards"),
     ("SampledKL", "methods/index.md#kl-the-regulariser-a-distance-to-the-reference")])
 def test_a_part_links_to_where_it_is_described(name, target):
     assert study_page.linked({"name": name, "setting": "weight 1"}) == f"[`{name}` (weight 1)]({target})"

@@ -111,7 +111,7 @@ def methods(
     for title, rows in tables.items():
         if rows:
             print_table(["name", title, "source"], rows)
-    typer.echo("Formula, recipe and differences of each: docs/methods/NAME.md; papers and parts: docs/methods/index.md")
+    typer.echo("Formula, recipe and differences of each, and the parts: docs/methods/index.md")
 
 
 def _presets(module: str) -> list[list[str]]:
