@@ -337,7 +337,7 @@ def _spelling(parameter: Any) -> str:
     if parameter.param_type_name == "option":
         return "`" + "`, `".join([*parameter.opts, *parameter.secondary_opts]) + "`"
     word = parameter.metavar or parameter.name.upper()
-    return f"`{word}`".replace("|", "\\|")
+    return f"<code>{word.replace('|', '&#124;')}</code>" if "|" in word else f"`{word}`"
 
 
 def _default(parameter: Any) -> str:
