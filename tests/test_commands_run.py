@@ -35,6 +35,11 @@ def write(files: dict[str, str], folder: Path) -> None:
         (folder / name).write_text(content, encoding="utf-8")
 
 
+def where(recipe: str) -> Path | str:
+    """Return the file of a recipe, or the name of a packaged one."""
+    return ROOT / recipe if recipe.endswith(".yaml") else recipe
+
+
 def lines(rows: list[dict]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
@@ -255,7 +260,7 @@ def test_a_command_that_cannot_run_here_ends_in_one_line(line, typed, monkeypatc
     assert "--json" in arguments or said.startswith("flowgrpo: error: ")
     if (command := leaf(arguments))[0] in ("train", "prompts encode"):
         recipe, options = recipe_and_options([word for word in command[1] if word != "--resume"])
-        assert load(ROOT / recipe, options).name == options.get("name", Path(recipe).stem)
+        assert load(where(recipe), options).name == options.get("name", Path(recipe).stem)
 
 
 @pytest.mark.parametrize("line", LAUNCHES)
@@ -270,7 +275,7 @@ def test_a_launch_line_names_a_recipe_that_loads(line, typed):
     assert parsed.module and parsed.training_script == "flowgrpo"
     name, *arguments = typed.arguments(line)
     recipe, options = recipe_and_options(arguments)
-    assert name == "train" and load(ROOT / recipe, options).name == options.get("name", Path(recipe).stem)
+    assert name == "train" and load(where(recipe), options).name == options.get("name", Path(recipe).stem)
 
 
 def test_entries_are_of_lines_that_are_shown():
