@@ -3,8 +3,8 @@
 #
 # Makes an environment, aligns the starter and the text starter for two epochs, draws with the result, and runs chosen
 # tests: those of the adapters and files that stock libraries load, of models, samplers, data and storage. In the newest
-# environment a FutureWarning is an error. PYTHON: the interpreter, for `lowest` one of 3.11. FOLDER: where the
-# environment and the runs go (default .ends).
+# environment a FutureWarning is an error, but for those of a library about another one. PYTHON: the interpreter, for
+# `lowest` one of 3.11. FOLDER: where the environment and the runs go (default .ends).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 end=${1:?lowest or newest}
@@ -12,7 +12,11 @@ folder=${FOLDER:-.ends}/$end
 python=${PYTHON:-python3}
 case $end in
     lowest) resolution=lowest-direct; warnings=() ;;
-    newest) resolution=highest; warnings=(-W error::FutureWarning) ;;
+    newest) resolution=highest
+        warnings=(-W error::FutureWarning
+            -W 'ignore:`is_gradient_checkpointing`:FutureWarning'  # of transformers, which peft reads
+            -W 'ignore:`torch.jit.script`:FutureWarning'           # of torch, which diffusers' Kolors calls
+            -W 'ignore:`FluxPosEmbed`:FutureWarning') ;;           # of diffusers, which its own Chroma imports
     *) echo "got $end, expected lowest or newest" >&2; exit 2 ;;
 esac
 

@@ -123,7 +123,7 @@ def stock(run: Path, model: Path, pictures: Path) -> None:
 
     config = load(run / "config.yaml")
     dtype = DTYPES[drawing(config.precision, "cpu")]
-    pipe = DiffusionPipeline.from_pretrained(model, torch_dtype=dtype)
+    pipe = DiffusionPipeline.from_pretrained(model, dtype=dtype)
     pipe.load_lora_weights(run)
     files = [file for file in sorted(pictures.iterdir()) if file.suffix == ".png"]
     if not files:

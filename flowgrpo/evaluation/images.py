@@ -208,7 +208,7 @@ def load_tuned(pipe: Any, path: Path) -> None:
         for name in trained:
             module = getattr(pipe, name)
             with _told(path / name, pipe):
-                tuned = type(module).from_pretrained(path / name, torch_dtype=module.dtype).to(module.device)
+                tuned = type(module).from_pretrained(path / name, dtype=module.dtype).to(module.device)
                 pipe.register_modules(**{name: tuned})
     else:
         require_weights(path)

@@ -46,7 +46,7 @@ def _of_pipeline(config: Config, run: Path, place: str, prompt: str) -> list[str
     imports, source = _source(config.model)
     index, dtype = _index(config.model), DTYPE.get(config.precision, "torch.float32")
     absent = "".join(f", {name}=None" for name, value in index.items() if isinstance(value, list) and value[0] is None)
-    further = f"torch_dtype={dtype}{_at(config, 'variant', 'revision')}{absent}"
+    further = f"dtype={dtype}{_at(config, 'variant', 'revision')}{absent}"
     made = f"pipe = DiffusionPipeline.from_pretrained({source}, {further})"
     needed = ["from diffusers import DiffusionPipeline"]
     if config.model in MERGED or sources.assembled(config.model, config.load):
@@ -89,7 +89,7 @@ def _loading(run: Path, place: str) -> tuple[list[str], list[str]]:
     for file in sorted(run.glob("*/config.json")) if not lines else []:
         part = file.parent.name
         lines.append(f"pipe.{part} = type(pipe.{part}).from_pretrained({place!r}, subfolder={part!r}, "
-                     f"torch_dtype=pipe.{part}.dtype)")
+                     f"dtype=pipe.{part}.dtype)")
     return imports, lines
 
 

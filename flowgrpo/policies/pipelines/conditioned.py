@@ -55,7 +55,7 @@ def with_controlnet(pipe: Any, source: str, dtype: torch.dtype) -> Any:
         kind = diffusers.ControlNetModel.load_config(source)["_class_name"]
         if not re.search(rf"\b{kind}\b", str(parameters["controlnet"].annotation)):
             raise UserError(f"it is a {kind}, and a {cls.__name__} takes another")
-        control = getattr(diffusers, kind).from_pretrained(source, torch_dtype=dtype)
+        control = getattr(diffusers, kind).from_pretrained(source, dtype=dtype)
         _require_alike(pipe, control)
     except Exception as error:  # third-party files can raise anything
         raise UserError(f"load.controlnet is {source!r}, which does not load ({_short(error)}): expected the folder or "
