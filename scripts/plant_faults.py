@@ -71,8 +71,8 @@ FAULTS = (
           'random.Random(f"{seed}")', "samplers"),
     fault("quiet steps are trained", "samplers/quiet_steps.py", "< LEAST)", "< 0)", "samplers"),
     # rollout, record, replay
-    fault("state recorded before it is rounded", "samplers/growth.py", "noise_like(x[of], generators)).to(x.dtype)",
-          "noise_like(x[of], generators))", "samplers", "policies"),
+    fault("state recorded before it is rounded", "samplers/growth.py", "noise_like(x[of], own)).to(x.dtype)",
+          "noise_like(x[of], own))", "samplers", "policies"),
     fault("noise of all samples from the first sample's seed", "samplers/growth.py",
           "seeds = [self.seed(prompt, self.offset + leaf) for prompt, leaf in new]",
           "seeds = [self.seed(prompt, self.offset) for prompt, leaf in new]", "samplers"),
@@ -179,7 +179,7 @@ FAULTS = (
     fault("optimizer's state lost on resume", "training/state.py",
           "    checkpoint.load_optimizer(trainer.optimization.optimizer, taken[\"optimizer\"])\n", "", "training"),
     fault("temperature not applied", "text/samplers/decoding.py", "logits = logits / self.temperature",
-          "logits = logits * 1.0", "samplers"),
+          "logits = logits * 1.0", "text/samplers"),
 )
 
 

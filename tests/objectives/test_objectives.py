@@ -9,11 +9,13 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from flowgrpo.gaussian import kl, log_prob
 from flowgrpo.objectives import (
     Clip,
+    CompletionRatio,
     GaussianKL,
     Guard,
     InverseDelta,
     NoiseLevel,
     PlainRatio,
+    SequenceRatio,
     SquaredErrorRatio,
     Uniform,
 )
@@ -46,6 +48,15 @@ def test_both_log_ratios_by_hand():
     old, new = scored(0 * x_next, std, x_next), scored(0.4 * x_next, std, x_next)
     assert PlainRatio()(new, old).item() == pytest.approx(0.32, abs=1e-12)
     assert Guard()(new, old).item() == pytest.approx(0.2, abs=1e-12)
+
+
+def test_a_sequences_ratio_leaves_out_what_is_behind_its_end():
+    # Log-ratios 0.2 and 0.4 of the first row's two tokens, 0.3 of the second's only one; 9 stands behind the ends.
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]], dtype=torch.bool)
+    new = Scored(torch.tensor([[0.2, 0.4, 9.0], [0.3, 9.0, 9.0]], dtype=F64), mask)
+    old = Scored(torch.zeros(2, 3, dtype=F64), mask)
+    torch.testing.assert_close(SequenceRatio()(new, old), torch.tensor([[0.3], [0.3]], dtype=F64).expand(2, 3))
+    torch.testing.assert_close(CompletionRatio()(new, old)[:, 0], torch.tensor([0.6, 0.3], dtype=F64))
 
 
 @pytest.mark.parametrize("std", [torch.tensor([0.3, 1.7, 0.05], dtype=F64), draw(4, 3, seed=9).exp()])
