@@ -108,7 +108,7 @@ FAULTS = (
     fault("leave-one-out without its factor", "advantages/group.py", "advantages * count / (count - 1).clamp(min=1)",
           "advantages", "advantages"),
     fault("groups without variance are trained", "advantages/group.py",
-          "return advantages.masked_fill(zero_variance(rewards)[:, None], 0)", "return advantages", "advantages"),
+          "return advantages.masked_fill(_without_variance(rewards)[:, None], 0)", "return advantages", "advantages"),
     fault("missing reward counts as 0", "advantages/group.py", "torch.where(missing, means, rewards)",
           "rewards.nan_to_num(0)", "advantages"),
     fault("clamp of the advantage on one side", "advantages/group.py", ".clamp(-clamp, clamp)", ".clamp(-clamp)",
