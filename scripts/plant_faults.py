@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -193,7 +194,7 @@ def copy_of_tree(folder: Path) -> None:
 
 def fails(tree: Path, tests: tuple[str, ...], tier: str, workers: int) -> str | None:
     """Return the first failing test of a tier; None if all pass."""
-    chosen = [test for test in tests if (tree / test).exists()]
+    chosen = [test for test in tests if (tree / test.split("::")[0]).exists()]
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--tier", tier, "-n", str(workers),
                "--dist", "loadgroup", "--tb=no", "-rfE", *chosen]
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
@@ -217,9 +218,14 @@ def tried(tree: Path, fault: Fault, workers: int) -> dict[str, str | None]:
         file.write_text(text, encoding="utf-8")
 
 
+def name_of(line: str) -> str:
+    """Return the test's name in a line of pytest's summary."""
+    return re.sub("^(FAILED|ERROR) ", "", line).split(" - ")[0]
+
+
 def table(results: dict[str, dict[str, str | None]]) -> str:
     rows = [f"| {about} | {'yes' if found['fast'] else '**no**'} | {'yes' if found['full'] else '**no**'} | "
-            f"{(found['full'] or '').removeprefix('FAILED ').split(' - ')[0]} |" for about, found in results.items()]
+            f"{name_of(found['full'] or '')} |" for about, found in results.items()]
     count = len(results)
     shares = [sum(found[tier] is not None for found in results.values()) for tier in ("fast", "full")]
     return "\n".join(["| fault | fast | full | first failing test |", "|---|---|---|---|", *rows, "",
@@ -245,7 +251,10 @@ def main() -> None:
                 if fault.about in results or options.only not in fault.about:
                     continue
                 start = time.monotonic()
-                results[fault.about] = tried(tree, fault, options.workers)
+                results[fault.about] = found = tried(tree, fault, options.workers)
+                for test in {name_of(line) for line in found.values() if line}:
+                    if fails(tree, (test,), "full", 0):
+                        sys.exit(f"{test} fails without a fault")
                 options.output.write_text(json.dumps(results, indent=1))
                 print(f"{time.monotonic() - start:6.0f} s  {fault.about}: {results[fault.about]['fast']}", flush=True)
     print(table(results))
