@@ -9,6 +9,7 @@ import pytest
 
 from flowgrpo.config.geometry import geometry
 from flowgrpo.methods import keys_read
+from flowgrpo.methods.setup import Setup
 from flowgrpo.policies import build
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
@@ -30,7 +31,7 @@ def test_every_recipe_has_its_table():
 @pytest.mark.parametrize("paper, task", RECIPES)
 def test_a_recipe_has_keys_that_are_read_and_shares_its_samples_among_eight(paper, task):
     config, method = paper_tables.recipe(paper, task)
-    keys_read.require_keys(config, build.PIPELINE, method)
+    keys_read.check(Setup(config, build.PIPELINE, method))
     shape = geometry(config.train, paper_tables.GPUS)
     assert paper_tables.GPUS * shape.prompts == config.train.prompts
 

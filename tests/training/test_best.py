@@ -19,8 +19,8 @@ from flowgrpo.evaluation.report import report
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.run import run
 from flowgrpo.storage import checkpoint
-from flowgrpo.training.best import BestWeights, require
-from tests.helpers import tiny
+from flowgrpo.training.best import BestWeights, check
+from tests.helpers import loop, tiny
 
 PEAK = [0.1, 0.3, 0.9, 0.4, 0.9, 0.2, 0.1, 0.0]  # what the held-out reward says of the evaluations on the way
 
@@ -188,7 +188,7 @@ def test_what_is_of_another_reward_is_not_taken_from_a_checkpoint():
 ])
 def test_rewards_that_are_never_measured_are_told(options, told):
     with pytest.raises(UserError, match=told):
-        require(Eval(**options), ["red", "aim"])
+        check(loop.setup(tiny.config(eval=options), "pipeline", rewards=dict.fromkeys(("red", "aim"), tiny.red)))
 
 
 @pytest.mark.parametrize("raw, told", [

@@ -10,10 +10,9 @@ import torch
 
 from flowgrpo.contrib.staleness.decoupled import behaviour_weights
 from flowgrpo.contrib.staleness.extension import Staleness
-from flowgrpo.contrib.staleness.requirements import require
+from flowgrpo.contrib.staleness.requirements import check
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import UserError
-from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives import Clip
 from flowgrpo.training import state
 from tests.helpers import loop, tiny, tiny_runs, tiny_text
@@ -255,7 +254,7 @@ def test_a_stop_while_a_reward_hangs_saves_what_was_drawn(tmp_path):
 def test_what_cannot_be_drawn_ahead_is_refused(options, named):
     settings = tiny.config(train__staleness=1, **options)
     with pytest.raises(UserError, match=f"train.staleness is 1, which does not go with .*{named}"):
-        require(settings, resolve(settings), 1, {})
+        check(loop.setup(settings, "pipeline"))
 
 
 @pytest.mark.parametrize("reward", [lambda images, prompts, metadata, memory: [], lambda images, prompts, epoch: [],
@@ -263,7 +262,7 @@ def test_what_cannot_be_drawn_ahead_is_refused(options, named):
 def test_rewards_that_follow_the_run_and_several_processes_are_refused(reward):
     settings = tiny.config(train__staleness=1)
     with pytest.raises(UserError, match="the reward 'memory', which re"):
-        require(settings, resolve(settings), 1, {"memory": reward})
+        check(loop.setup(settings, "pipeline", rewards={"memory": reward}))
     with pytest.raises(UserError, match="2 processes"):
-        require(settings, resolve(settings), 2, {})
-    require(settings, resolve(settings), 1, {"red": tiny.red})
+        check(loop.setup(settings, "pipeline", processes=2))
+    check(loop.setup(settings, "pipeline", rewards={"red": tiny.red}))
