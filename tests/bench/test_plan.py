@@ -57,6 +57,7 @@ def test_settings_are_those_of_the_models_recipe(name):
     assert own.text == recipe.text and (own.adapter.targets == recipe.adapter.targets or name == "starter")
     apart = {"epochs", "steps", "micro_batch", "clip_grad"}  # the norm of a gradient is on another scale in each loss
     apart |= {"lr"} if name == "starter" else set()  # its recipe trains text encoders, the bench the denoiser
+    apart |= {"warmup"} if name == "starter_text" else set()  # the results of the bench are older than its warm-up
     assert own.train.model_dump(exclude=apart) == recipe.train.model_dump(exclude=apart)
     if card := EVAL.get(name):
         assert (own.eval.steps, own.eval.guidance) == (card["num_inference_steps"], card["guidance"])
