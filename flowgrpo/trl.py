@@ -28,6 +28,7 @@ from flowgrpo.rewards.find import find
 from flowgrpo.rewards.preprocessing import eight_bit
 from flowgrpo.rewards.reward import Batch, Reward, Wrapped, as_reward
 from flowgrpo.run import align
+from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import read_lines
 
 DRAWS = 2000  # calls of a prompt function, at most
@@ -416,7 +417,7 @@ class Log:
         for number, image in enumerate(images.values()):
             Image.fromarray(eight_bit(torch.as_tensor(image).reshape(-1, *image.shape[-3:])[0])).save(
                 folder / f"{number:03}.png")
-        (folder / "captions.json").write_text(json.dumps(list(images), ensure_ascii=False, indent=1), encoding="utf-8")
+        atomic.write_text(folder / "captions.json", json.dumps(list(images), ensure_ascii=False, indent=1))
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
         """Add a line to log.jsonl."""

@@ -146,7 +146,7 @@ OPTIONS = {
     "train configs/starter_dpo": f"{PAIRS}runs/starter_pairs/pairs.jsonl",
     "train configs/starter_rpo": f"{PAIRS}runs/starter_pairs/subjects.jsonl",
     "check .*--gpu": SMALL,
-    "check .*flux_dev_8x80": "--train.updates=1",  # of two prompts on eight processes
+    "check .*(flux_dev_8x80|papers/)": "--train.updates=1",  # of two prompts on eight processes
     "compare methods": "--evaluations 100",
     "sample (starter|hub:|runs/(sdxl|flux))(?!.*text)": "--steps 2",
     "compare grid": "--count 2",
@@ -186,6 +186,7 @@ CANNOT = {
         LOADS, "PickScore_v1 cannot be loaded"),
     "train configs/(sdxl_24gb|wan22).yaml|eval RUN --epoch": (LOADS, "HPS_v2.1_compressed.pt cannot be loaded"),
     "prompts encode configs/wan22.yaml": (LOADS, "cannot load the model 'Wan-AI/Wan2.2-T2V-A14B-Diffusers'"),
+    "reward score http": ("a service that listens", "http://127.0.0.1:8000/score gave no answer"),
     "check black-forest-labs/FLUX.1-dev": (LOADS, '"drivable": false'),
     "compare methods": ("minutes; its methods are planned, and tests/bench runs one",
                         "takes 1,068: expected at least as many"),

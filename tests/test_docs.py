@@ -111,7 +111,7 @@ def test_no_page_names_a_test_or_opens_with_a_note_of_its_generator():
     texts = {str(page): page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md")}
     assert [page for page, text in texts.items() if "::test_" in text] == []
     noted = {Path(page).name for page, text in texts.items() if "do not edit" in text[:600]}
-    assert noted <= {"recipes.md", "rewards_shipped.md"}
+    assert noted <= {"recipes.md", "papers.md"}
 
 
 def test_every_promise_has_tests_that_exist():
