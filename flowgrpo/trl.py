@@ -12,7 +12,6 @@ import inspect
 import json
 import math
 import os
-import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -494,4 +493,4 @@ def _saved(folder: Path, output_dir: str) -> None:
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     for file in files:
         if file.parent.resolve() != Path(output_dir).resolve():
-            shutil.copy2(file, output_dir)
+            atomic.write_bytes(Path(output_dir) / file.name, file.read_bytes())
