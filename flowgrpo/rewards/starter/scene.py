@@ -51,6 +51,7 @@ FLOOR = 0.25  # remaining credit for a wrong shape, a wrong colour or a wrong re
 
 
 def ramp(x, ramp: tuple[float, float]):
+    """Return 0 up to the ramp's first bound, 1 from its second on, and a line between; of every element of x."""
     return np.clip((x - ramp[0]) / (ramp[1] - ramp[0]), 0.0, 1.0)
 
 
