@@ -1,4 +1,5 @@
-"""Correction of decisions that other weights drew: a factor on the loss of each, in closed form."""
+"""Factors on the loss of a decision, in closed form: the weight of its step, and the correction of one that other
+weights drew."""
 
 from __future__ import annotations
 
@@ -29,9 +30,9 @@ def corrected(part, factors):
 
 
 @pytest.mark.parametrize("made, options", [(tiny, {"method": "mix_grpo"}), (tiny_text, {"method": "dapo"})])
-def test_each_decision_weighs_its_correction_in_loss_and_gradient(made, options):
+def test_each_decision_weighs_its_step_and_its_correction_in_loss_and_gradient(made, options):
     """Before the first update every ratio is 1: the loss of decision i is -w_i A_i, and the gradient of the whole
-    -sum_i w_i A_i grad log p_i / n."""
+    -sum_i w_i A_i grad log p_i / n, where w_i is the product of both factors."""
     trainer = made.trainer(rewards={"many": many} if made is tiny_text else None, **options)
     batch = trainer.prompts[:trainer.geometry.prompts]
     parts, conditioning, scores = sampling.sample(trainer, batch)
@@ -39,7 +40,7 @@ def test_each_decision_weighs_its_correction_in_loss_and_gradient(made, options)
     parts = [part for part in credited if part is not None]
     factors: list[torch.Tensor] = []
     parts = [corrected(part, factors) for part in parts]
-    weights = {step: 1.0 for part in parts for step in (taken.step for taken in part.transitions)}
+    weights = {taken.step: 1.5 + taken.step / 4 for part in parts for taken in part.transitions}
     count, stats, expected, summed = decisions(parts), UpdateStats(), [], torch.zeros(())
     assert trainer.kl_reference.kl.weight == 0
     trainer.optimization.zero_grad()
@@ -50,6 +51,7 @@ def test_each_decision_weighs_its_correction_in_loss_and_gradient(made, options)
     for part in parts:
         for k, rows, new in trainer.rollouts.replay(part, conditioning):
             weighed = part.transitions[k].correction[rows] * part.advantage(k, rows).expand(new.logp.shape)
+            weighed = weighed * weights[part.transitions[k].step]
             expected.append(-weighed[new.mask])
             summed = summed - (weighed * new.logp * new.mask).sum() / count
     summed.backward()
