@@ -119,6 +119,17 @@ def test_every_epoch_is_drawn_once_and_is_as_stale_as_the_bound_allows():
     assert made.progress.sampled == 5 * 8 and not loop.extension(made, "Staleness").queue
 
 
+def test_an_epoch_that_is_past_is_not_trained():
+    """A run that goes on at a later epoch than its queue drops what was drawn for those before."""
+    made = trainer("text", 1)
+    made.run_epoch()
+    assert [drawn.epoch for drawn in loop.extension(made, "Staleness").queue] == [1]
+    made.epoch = 2
+    made.run_epoch()
+    assert loop.extension(made, "Staleness").current.epoch == 2
+    assert [drawn.epoch for drawn in loop.extension(made, "Staleness").queue] == [3]
+
+
 def test_an_epoch_is_scored_while_the_next_one_is_sampled():
     begun, waited = threading.Event(), []
 
