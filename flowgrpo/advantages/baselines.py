@@ -78,6 +78,7 @@ class SameNoise(AdvantageRule):
     scale: str = "none"
     clamp: float = 5.0
     reads_baseline = True
+    reads_target = "noise"
 
     def __post_init__(self) -> None:
         if self.scale not in ("none", "batch"):
@@ -217,6 +218,8 @@ class Paired(AdvantageRule):
     """
 
     clamp: float = 5.0
+
+    reads_target = "edits"
 
     def __post_init__(self) -> None:
         require_clamp(self.clamp)

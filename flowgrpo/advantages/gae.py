@@ -27,6 +27,8 @@ class ValueHead:
     lr: float = 1e-3
     passes: int = 4
 
+    reads_target = "tokens"
+
     def __post_init__(self) -> None:
         if not 0 <= self.gamma <= 1 or not 0 <= self.decay <= 1:
             raise ValueError(f"ValueHead: gamma is {self.gamma} and decay {self.decay}, expected 0 to 1")
@@ -49,6 +51,8 @@ class OutcomeHead:
     bounds: tuple[float, ...] = (-0.8, -0.45, 0.35)
     lr: float = 1e-3
     passes: int = 4
+
+    reads_target = "tokens"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bounds", tuple(self.bounds))  # a recipe gives a list
@@ -118,6 +122,8 @@ class Recall:
     steps: int = 40
     batch: int = 96
     lr: float = 1e-3
+
+    reads_target = "edits"
 
     def __post_init__(self) -> None:
         at_least(self, 1, "kept", "steps", "batch")

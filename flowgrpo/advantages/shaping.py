@@ -87,6 +87,8 @@ class Overlong(Shaping):
 
     share: float = 0.2
 
+    reads_target = "tokens"
+
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
             raise ValueError(f"Overlong: share is {self.share}, expected above 0 to 1")

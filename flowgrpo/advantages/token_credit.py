@@ -65,6 +65,7 @@ class SegmentChain(TokenCredit):
     samples: int = 9
     masked: bool = True
     causal = True
+    reads_target = "tokens"
 
     def __post_init__(self) -> None:
         if not 0 < self.cut <= 1 or self.interval < 1 or self.samples < 1:
@@ -97,6 +98,7 @@ class SegmentTree(TokenCredit):
     every: int = 32
     cut: float = 0.9
     causal = True
+    reads_target = "tokens"
 
     def __post_init__(self) -> None:
         if self.every < 1 or not 0 < self.cut <= 1:
@@ -128,6 +130,7 @@ class StepGroups(TokenCredit):
     weight: float = 1.0
     divide: bool = True
     causal = True
+    reads_target = "tokens"
 
     def __post_init__(self) -> None:
         if self.every < 1 or not 0 < self.gamma <= 1 or not self.weight >= 0:
@@ -158,6 +161,7 @@ class MergedSteps(TokenCredit):
     ends: tuple[int, ...] = ()
     history: int = 1
     causal = True
+    reads_target = "tokens"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ends", tuple(self.ends))  # a recipe gives a list
@@ -215,6 +219,7 @@ class Exploring(TokenCredit):
     alpha: float = 0.4
     kappa: float = 2.0
     needs = ("entropy",)
+    reads_target = "tokens"
 
     def __post_init__(self) -> None:
         if not self.alpha >= 0 or not self.kappa > 1:

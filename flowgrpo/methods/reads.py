@@ -13,26 +13,6 @@ from flowgrpo.methods.method import Method
 from flowgrpo.objectives import actor_critic
 from flowgrpo.samplers import plans
 
-# Parts that fewer targets read than their place says: names of their classes, and of their targets.
-_TEXTS = ("Completions",)
-TYPES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("SequenceRatio", "CompletionRatio", "DynamicClip", "ValueHead", "OutcomeHead", "Variations",
-                     "GroupLoss", "LikelihoodFloor", "Overlong", "LengthSwitch", "ExitDecay", "LikelihoodConsistency",
-                     "SegmentChain", "SegmentTree", "StepGroups", "MergedSteps", "Exploring", "StepScores",
-                     "NextToken", "PreferencePairs", "ExpertReward", "TeacherAnswers", "SpanKL"), _TEXTS),
-    "PolicyShaping": ("Completions", "RecordedSteps", "JointDensity"),
-    "SampleLoss": ("Completions", "RecordedSteps", "NoisedFinals"),
-    **dict.fromkeys(("Teacher", "SelfTeacher", "Soup"), ("Completions", "RecordedSteps", "JointDensity",
-                                                         "NoisedFinals")),
-    **dict.fromkeys(("OfNoised", "Matching"), ("NoisedFinals",)),
-    **dict.fromkeys(("ActorCritic", "Paired", "Recall"), ("LatentEdits",)),
-    **dict.fromkeys(("NoisedData", "SelfAnswers"), ("RecordedSteps", "JointDensity", "NoisedFinals",
-                                                    "RewardGradient")),
-    "SameNoise": ("RecordedSteps", "JointDensity"),
-    "Guard": ("RecordedSteps", "LatentEdits"),
-    **dict.fromkeys(("SquaredErrorRatio", "InverseDelta", "NoiseLevel"), ("RecordedSteps",)),
-    "RewardAscent": ("RewardGradient", "RelaxedTraces")}
-
 # Plans by which every step draws noise, all of them or all but the last; a single step is Euler's of any solver.
 _NOISY = {plans.AllSteps, plans.RandomSubset, plans.Branches, plans.GrowingTail, plans.LastSteps, plans.RandomLast,
           plans.LateStep}
@@ -98,28 +78,26 @@ def require_types(method: Method) -> None:
         part = parts[name]
         if part is not None and not _reads(type(part), name, method.target):
             fitting = [other for other in registry.of_place(name) if _reads(registry.TYPES[other], name, method.target)]
-            said = _said(type(part))
-            by = f", which reads {' or '.join(sorted(_kinds(said)))}" if said else ""
+            of = _of(type(part))
+            by = f", which reads {' or '.join(sorted(_kinds(of)))}" if of else ""
             raise UserError(f"parts.{name}: got {type(part).__name__}{by}, but the method trains "
                             f"{method.target.trains}: expected one of {', '.join(fitting)}")
 
 
-def _kinds(by: tuple[str, ...]) -> set[str]:
-    """Return the names of what these targets, and those made of them, train."""
-    kinds = [cast("type[targets.Target]", registry.TYPES[name]) for name in by]
-    return {target.trains for kind in kinds for target in (kind, *kind.__subclasses__())}
+def _kinds(of: str) -> set[str]:
+    """Return the names of what is trained by the targets that offer this, and by those made of them."""
+    kinds = [cast("type[targets.Target]", registry.TYPES[name]) for name in registry.of_place("target")]
+    return {target.trains for kind in kinds if of in kind.offers for target in (kind, *kind.__subclasses__())}
 
 
-def _said(part: type) -> tuple[str, ...]:
-    """Return the targets that the part's nearest listed kind is for; none: any."""
-    return next((TYPES[kind.__name__] for kind in part.__mro__ if kind.__name__ in TYPES
-                 and kind.__module__.startswith("flowgrpo.")), ())
+def _of(part: type) -> str:
+    """Return what of a target a part is for, of `Target.offers`; empty: it goes with any."""
+    return str(getattr(part, "reads_target", ""))
 
 
 def _reads(part: type, name: str, target: targets.Target) -> bool:
-    said = _said(part)
-    return (not said or any(kind.__name__ in said for kind in type(target).__mro__)) \
-        and issubclass(part, target.takes.get(name, object))
+    of = _of(part)
+    return (not of or of in target.offers) and issubclass(part, target.takes.get(name, object))
 
 
 def _changed(before: Method, after: Method) -> list[str]:

@@ -72,6 +72,8 @@ class NextToken(DataLoss):
     source: Source = Recorded()
     token_weight: TokenWeight = EqualTokens()
 
+    reads_target = "tokens"
+
 
 @dataclass(frozen=True)
 class PreferencePairs(DataLoss):
@@ -84,6 +86,8 @@ class PreferencePairs(DataLoss):
     source: Source = Recorded()
     balance: Balance = FixedWeights(data=1.0)
     loss: PairLoss = PairLoss()
+
+    reads_target = "tokens"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,6 +129,8 @@ class NoisedData(DataLoss):
     guidance: float = 1.0
     distance: str = "squared"
     space: str = "output"
+
+    reads_target = "denoiser"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -202,6 +208,8 @@ class SelfAnswers(DataLoss):
     time: float = 0.1
     width: int = 64
     samples: int = 0
+
+    reads_target = "denoiser"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -35,6 +35,11 @@ class Target:
     follows_reward: True if it is the reward's gradient.
     scores_sampling: True if old scores are those of sampling; False: a score of finished samples.
     has_logp: True if its decisions have a log-probability, under the reference as well.
+    offers: what a part can be for, which says so by its `reads_target` (a part without one goes with any target):
+        "tokens", of completions; "steps", the transition of each step; "noise", samples by the noise that they grow
+        from; "gaussians", decisions with a mean and a deviation; "noised finals"; "edits"; "likelihood", of samples
+        as they were drawn; "decisions", several of a sample, each with a loss; "model", scores by the weights of
+        another whole model; "denoiser", its training on data; "reward gradient".
     """
 
     trains: ClassVar[str]
@@ -46,6 +51,7 @@ class Target:
     follows_reward: ClassVar[bool] = False
     scores_sampling: ClassVar[bool] = True
     has_logp: ClassVar[bool] = False
+    offers: ClassVar[frozenset[str]] = frozenset()
 
     def validate(self, rollout: Rollout, credit: Credit, loss: Loss, explorations: Sequence[RolloutSpec],
                  group: int) -> None:
@@ -68,6 +74,8 @@ class RecordedSteps(Target):
     tuning: best_path.LayerTuning = best_path.LayerTuning()
 
     trains: ClassVar[str] = "recorded steps"
+    offers: ClassVar[frozenset[str]] = frozenset({"steps", "noise", "gaussians", "likelihood", "decisions", "model",
+                                                  "denoiser"})
     trains_steps: ClassVar[bool] = True
     has_logp: ClassVar[bool] = True
     unread: ClassVar[frozenset[str]] = frozenset({"reduction", "value"})
@@ -85,6 +93,7 @@ class JointDensity(Target):
     """All recorded steps of a sample as one decision, by their joint density (ReinFlow, 2505.22094)."""
 
     trains: ClassVar[str] = "a joint density"
+    offers: ClassVar[frozenset[str]] = frozenset({"noise", "likelihood", "model", "denoiser"})
     trains_steps: ClassVar[bool] = True
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "progress", "strides", "step_weight",
                                                    "rehearsal", "replay"}
@@ -108,6 +117,7 @@ class NoisedFinals(Target):
     times: Times = noised_finals.GridTimes()
 
     trains: ClassVar[str] = "noised finals"
+    offers: ClassVar[frozenset[str]] = frozenset({"noised finals", "decisions", "model", "denoiser"})
     scores_sampling: ClassVar[bool] = False
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "progress", "strides", "replay"}
     packs: ClassVar[bool] = True
@@ -132,6 +142,7 @@ class RewardGradient(Target):
     backprop: Backprop = reward_gradient.Unroll()
 
     trains: ClassVar[str] = "a reward's gradient"
+    offers: ClassVar[frozenset[str]] = frozenset({"reward gradient", "denoiser"})
     trains_steps: ClassVar[bool] = True
     follows_reward: ClassVar[bool] = True
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "progress", "pruning", "tail", "strides", "step_weight",
@@ -156,6 +167,7 @@ class LatentEdits(Target):
     edit: latent_edits.Edit = latent_edits.Edit()
 
     trains: ClassVar[str] = "latent edits"
+    offers: ClassVar[frozenset[str]] = frozenset({"edits", "gaussians"})
     scores_sampling: ClassVar[bool] = False
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"progress", "strides", "preview", "pruning", "lag", "adapted",
                                                    "step_weight", "rehearsal", "data", "replay"}

@@ -45,6 +45,8 @@ class ActorCritic(Surrogate):
     through: float = 1.0
     ratio: float = 0.0
 
+    reads_target = "edits"
+
     def __post_init__(self) -> None:
         require_range("ActorCritic", self.low, self.high)
         if not self.critic >= 0:

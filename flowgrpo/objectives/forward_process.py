@@ -28,6 +28,8 @@ class OfNoised(Surrogate):
     The `statistic` of one that reads groups is statistic(noised) -> [b, 1].
     """
 
+    reads_target = "noised finals"
+
 
 @dataclass(frozen=True)
 class NegativeAware(OfNoised):

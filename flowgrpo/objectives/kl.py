@@ -141,6 +141,8 @@ class SpanKL(SampledKL):
 
     factors: tuple[float, ...] = (1.0, 0.0)
 
+    reads_target = "tokens"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "factors", tuple(self.factors))  # a recipe gives a list

@@ -48,6 +48,7 @@ class Guard(LogRatio):
     """
 
     reads_means = True
+    reads_target = "gaussians"
 
     def __call__(self, new: Scored, old: Scored) -> Tensor:
         return deviations(new) * (new.logp - old.logp + divergence(new, old))
@@ -62,6 +63,7 @@ class SquaredErrorRatio(LogRatio):
     """
 
     reads_deviations = True
+    reads_target = "steps"
 
     def __call__(self, new: Scored, old: Scored) -> Tensor:
         return 2 * deviations(new).square() * (new.logp - old.logp)
@@ -74,6 +76,8 @@ class SequenceRatio(LogRatio):
     All tokens of a completion have one ratio, the likelihood ratio of the whole to the power of 1 / length. They are
     clipped together.
     """
+
+    reads_target = "tokens"
 
     def __call__(self, new: Scored, old: Scored) -> Tensor:
         mean = ((new.logp - old.logp) * new.mask).sum(1, keepdim=True) / new.mask.sum(1, keepdim=True).clamp(min=1)
@@ -89,6 +93,8 @@ class CompletionRatio(LogRatio):
     by `SequenceSum`, has the gradient f' grad log p of the completion (as GSPO-token, 2507.18071, section 4.3, has for
     its mean).
     """
+
+    reads_target = "tokens"
 
     def __call__(self, new: Scored, old: Scored) -> Tensor:
         log_ratio = new.logp - old.logp
@@ -108,6 +114,8 @@ class Matching(LogRatio):
     """
 
     power: float = 1.0
+
+    reads_target = "noised finals"
 
     def __post_init__(self) -> None:
         if not 0 < self.power <= 1:

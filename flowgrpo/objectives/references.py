@@ -100,6 +100,8 @@ class Teacher:
     model: str = ""
     only_below: float | None = None
 
+    reads_target = "model"
+
     def __call__(self, held: list[Snapshot], now: Callable[[], Snapshot], epoch: int) -> list[Snapshot]:
         return []
 
@@ -116,6 +118,8 @@ class Soup:
 
     models: tuple[str, ...] = ()
     shares: tuple[float, ...] = ()
+
+    reads_target = "model"
 
     def __post_init__(self) -> None:
         if self.shares and (len(self.shares) != len(self.models) or min(self.shares) <= 0
@@ -147,6 +151,8 @@ class SelfTeacher:
     template: str = "{prompt}\n\nA correct solution:\n{right}\n\nSolve it again:"
     right: float = 0.5
     only_below: float | None = None
+
+    reads_target = "model"
 
     def __post_init__(self) -> None:
         if self.feedback not in FEEDBACK:

@@ -89,6 +89,8 @@ class GroupLoss(Surrogate):
     The `statistic` of one that reads groups is statistic(compared) -> [b, ...].
     """
 
+    reads_target = "tokens"
+
 
 class SampleLoss(GroupLoss):
     """Surrogate that compares the samples of a group by one number each: completions, transitions of one recorded step,
@@ -96,6 +98,8 @@ class SampleLoss(GroupLoss):
 
     Its `old` is a `CompletionBatch` or a `NoisedBatch`.
     """
+
+    reads_target = "decisions"
 
 
 @dataclass(frozen=True)

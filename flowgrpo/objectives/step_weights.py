@@ -25,6 +25,8 @@ class InverseDelta:
     learning rate grows with the number of steps.
     """
 
+    reads_target = "steps"
+
     def __call__(self, kernel: Callable, grid: Tensor, steps: Sequence[int]) -> Tensor:
         return 1 / (grid[:-1] - grid[1:])[list(steps)]
 
@@ -42,6 +44,8 @@ class NoiseLevel:
     """Weight std_i / mean(std), [K], std_i the deviation of step i, with a schedule's factor on its noise: mean 1 over
     the trained steps (TempFlow-GRPO, 2508.04324, whose released constants 1/mean(std) are 2.25 for SD3.5 and 1.73 for
     FLUX)."""
+
+    reads_target = "steps"
 
     def __call__(self, kernel: Callable, grid: Tensor, steps: Sequence[int]) -> Tensor:
         x = grid.new_zeros(1, 1)

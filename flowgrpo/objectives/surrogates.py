@@ -148,6 +148,8 @@ class DynamicClip(ClippedSurrogate):
     high: float = 0.2
     cap: float = 10.0
 
+    reads_target = "tokens"
+
     def __post_init__(self) -> None:
         require_range("DynamicClip", self.low, self.high)
         if not self.cap > 1:
@@ -267,6 +269,8 @@ class RewardAscent(Surrogate):
     """
 
     margin: float | None = None
+
+    reads_target = "reward gradient"
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         assert old is not None, "RewardAscent needs the old reward of every sample"

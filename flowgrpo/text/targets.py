@@ -22,6 +22,7 @@ class Completions(Target):
     """Tokens of completions, by their log-probability."""
 
     trains: ClassVar[str] = "completions"
+    offers: ClassVar[frozenset[str]] = frozenset({"tokens", "likelihood", "decisions", "model"})
     of: ClassVar[type] = TextGeneration
     has_logp: ClassVar[bool] = True
     unread: ClassVar[frozenset[str]] = frozenset({"step_weight", "progress"})
@@ -77,6 +78,7 @@ class RelaxedTraces(Target):
     relaxation: gumbel_softmax.GumbelSoftmax = gumbel_softmax.GumbelSoftmax()
 
     trains: ClassVar[str] = "a relaxed unmasking"
+    offers: ClassVar[frozenset[str]] = frozenset({"reward gradient"})
     follows_reward: ClassVar[bool] = True
     of: ClassVar[type] = TextGeneration
     unread: ClassVar[frozenset[str]] = frozenset({"step_weight", "reduction", "kl", "reference", "draws", "spread",

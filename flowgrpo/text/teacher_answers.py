@@ -25,6 +25,8 @@ class TeacherAnswers:
 
     fail: float = 0.0
 
+    reads_target = "tokens"
+
     def __call__(self, drawn: EpochBatch) -> list[tuple[int, Prompt]]:
         failed = failing(drawn, self.fail)
         prompts = [(place, drawn.prompts[place]) for place in drawn.standing() if failed[place]]

@@ -27,6 +27,7 @@ class LikelihoodConsistency(Shaping):
     right: float = 1.0
     behind: tuple[int, ...] = ()
     reads_reference = True
+    reads_target = "tokens"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "behind", tuple(self.behind))  # a recipe gives a list

@@ -26,6 +26,7 @@ class PolicyShaping(WrappedLoss):
     gamma: float = 0.1
     probability: float = 1.0
     reads_guided = True
+    reads_target = "likelihood"
 
     def __post_init__(self) -> None:
         super().__post_init__()

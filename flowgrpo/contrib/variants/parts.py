@@ -36,6 +36,8 @@ class Variations:
     template: str = ("{prompt}\n\nA solution:\n{solution}\n\nWrite another problem, worded differently, that has the "
                      "same final answer. Write the problem alone:")
 
+    reads_target = "tokens"
+
     def __post_init__(self) -> None:
         named = {name for _, name, *_ in string.Formatter().parse(self.template) if name is not None}
         if not 0 < self.share <= 1 or self.kept < 1 or named != {"prompt", "solution"}:

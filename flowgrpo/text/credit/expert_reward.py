@@ -27,6 +27,8 @@ class ExpertReward(Shaping):
     smooth: bool = True
     shaping: Shaping | None = None
 
+    reads_target = "tokens"
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "without", tuple(self.without))  # a recipe gives a list
 

@@ -28,6 +28,8 @@ class LengthSwitch(Shaping):
     alpha: float = 0.2
     right: float = 1.0
 
+    reads_target = "tokens"
+
     def __post_init__(self) -> None:
         if not 0 <= self.top <= 1 or not 0 <= self.least <= 1 or not 0 <= self.alpha <= 1:
             raise ValueError(f"LengthSwitch: top is {self.top}, least {self.least} and alpha {self.alpha}, expected 0 "
@@ -78,6 +80,8 @@ class ExitDecay(Shaping):
     """
 
     right: float = 1.0
+
+    reads_target = "tokens"
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         (rewards,) = wide(rewards)

@@ -51,6 +51,7 @@ class StepScores(TokenCredit):
     easing: bool = False
     rewards: tuple[str, ...] = ()
     causal = True
+    reads_target = "tokens"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rewards", tuple(self.rewards))  # a recipe gives a list

@@ -187,6 +187,8 @@ class LikelihoodFloor(WrappedLoss):
     surrogate: Surrogate = Clip(0.2, 0.2)
     weight: float = 0.1
 
+    reads_target = "tokens"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, 0, "weight")
