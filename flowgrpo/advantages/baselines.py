@@ -100,6 +100,7 @@ class NoBaseline(AdvantageRule):
     """Weighted sum of the rewards itself, 0 without any: for a value model (`value`), or rewards as labels."""
 
     single = True
+    compares = False
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         return weighted_sum(rewards, weights).nan_to_num(0)

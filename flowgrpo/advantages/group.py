@@ -39,12 +39,15 @@ class AdvantageRule:
         "reference", log-probabilities under the reference; "drift", how far the policy moves in an epoch.
     reads_baseline: it compares with the deterministic sample from the same initial noise (`Context.baseline`).
     adapts_weights: it moves the weights of rewards itself, so that no limit can.
+    compares: False where advantages are the rewards themselves, such as labels.
+    keeps_prior: it keeps a prior value of every prompt, which a redraw may read.
     """
 
     single = False
     needs: tuple[str, ...] = ()
     reads_baseline = False
-    adapts_weights = False
+    adapts_weights = keeps_prior = False
+    compares = True
 
     def require(self, weights: Sequence[float]) -> None:
         """Raise ValueError for weights of a run's rewards that it cannot read."""

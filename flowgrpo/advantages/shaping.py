@@ -25,9 +25,10 @@ class Shaping:
 
     merges: several rewards become one, of weight 1.
     reads_reference: it reads a likelihood of every sample under the method's reference, from the context.
+    reads_answers: it is about answers that join their group.
     """
 
-    merges = reads_reference = False
+    merges = reads_reference = reads_answers = False
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         """Return the rewards [P, G, R], [P, G, 1] if it merges them; NaN where none applies."""

@@ -166,6 +166,7 @@ class PriorBlend(Tracked):
     prior: float = 0.5
     evidence: float = 2.0
     clamp: float = 5.0
+    keeps_prior = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.keep <= 1 or not 0 <= self.prior <= 1 or not self.evidence > 0:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from flowgrpo.data.prompts import Guidance, Prompt
+from flowgrpo.errors import UserError
+
+if TYPE_CHECKING:
+    from flowgrpo.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -32,10 +37,11 @@ class Expansion:
             raise ValueError(f"Expansion: text is {self.text!r}, expected {{prompt}} in it")
         require_scale("Expansion", self.scale)
 
-    @property
-    def changes(self) -> bool:
-        """True if prompts are sampled otherwise than without it."""
-        return self.text != "{prompt}" or bool(self.key) or self.scale is not None
+    def require_config(self, config: Config, of_text: bool) -> None:
+        """Raise UserError for an expansion under which prompts are sampled as without it."""
+        if self.text == "{prompt}" and not self.key and self.scale is None:
+            raise UserError("parts.expansion changes nothing: set its text, key or scale")
+        require_no_scale("expansion", self.scale, of_text)
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts with their guidance; those that have some already stay."""
@@ -52,3 +58,10 @@ def require_scale(part: str, scale: float | None) -> None:
     """Raise ValueError unless a guidance scale of a part is 0 or more, or None."""
     if scale is not None and not scale >= 0:
         raise ValueError(f"{part}: scale is {scale}, expected 0 or more")
+
+
+def require_no_scale(place: str, scale: float | None, of_text: bool) -> None:
+    """Raise UserError for a part with a guidance scale in a run of a language model."""
+    if of_text and scale is not None:
+        raise UserError(f"parts.{place}.scale is {scale}, the guidance of pipelines, and a language model has none: "
+                        "leave it out")

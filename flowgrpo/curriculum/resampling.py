@@ -19,11 +19,12 @@ from torch import Tensor
 
 from flowgrpo.advantages.group import RELATIVE_NOISE, zero_variance
 from flowgrpo.advantages.history import mean_of
-from flowgrpo.curriculum.expansion import require_scale
+from flowgrpo.curriculum.expansion import require_no_scale, require_scale
 from flowgrpo.data.prompts import Guidance, Prompt
 from flowgrpo.ranges import above
 
 if TYPE_CHECKING:
+    from flowgrpo.config.schema import Config
     from flowgrpo.curriculum.epoch_batch import EpochBatch
 
 
@@ -60,6 +61,7 @@ class AdditionalGroups:
     """
 
     deviations: float = 2.0
+    reads_prior = True
 
     def __post_init__(self) -> None:
         above(self, 0, "deviations")
@@ -123,6 +125,10 @@ class Hints:
             raise ValueError(f"Hints: after is {self.after}, expected 0 to 1")
         require_template("Hints", self.text)
         require_scale("Hints", self.scale)
+
+    def require_config(self, config: Config, of_text: bool) -> None:
+        """Raise UserError for a guidance scale of a language model."""
+        require_no_scale("redraw", self.scale, of_text)
 
     def __call__(self, drawn: EpochBatch) -> list[tuple[int, Prompt]]:
         if drawn.epoch < self.after * drawn.epochs:

@@ -60,6 +60,16 @@ class Denoising:
 
     of_text: ClassVar[bool] = False
 
+    @property
+    def learns_noise(self) -> bool:
+        """True where the kernel has a network that is trained, which gives every latent value a deviation."""
+        return hasattr(self.kernel, "network")
+
+    @property
+    def noisy(self) -> str:
+        """Return which steps draw noise, as the plan says: "every", "none" or, where it says nothing, "some"."""
+        return str(getattr(self.plan, "noisy", "some"))
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "strides", tuple(self.strides))  # a recipe gives a list
         if not isinstance(self.tail, TailPoints) and not 0 < self.tail <= 1:

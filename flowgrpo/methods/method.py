@@ -145,7 +145,7 @@ class Method:
                                 f"noised finals of flow matching alone, expected {kind.__name__}: use diffusion_dpo as "
                                 "it is, or a method that trains recorded steps, such as ddpo")
         # A rollout that draws nothing on its way has no use for a kernel.
-        silent = isinstance(self.denoising.plan, plans.NoSteps)
+        silent = self.denoising.noisy == "none"
         return (self.having(kernel=kernels.DDIM(0.0)) if silent else self)._on_vp(given)
 
     def _unmasked(self) -> Method:
@@ -170,7 +170,7 @@ class Method:
 
     def _on_vp(self, given: Collection[str]) -> Method:
         wrong = self.of_flows_alone()
-        learned = {"kernel"} if hasattr(self.denoising.kernel, "network") else set()  # the method is about this kernel
+        learned = {"kernel"} if self.denoising.learns_noise else set()  # the method is about this kernel
         if refused := [name for name in wrong if name in learned | {*given}]:
             parts = self.parts()
             got = ", ".join(f"{name} {parts[name]}" for name in refused)
@@ -253,6 +253,11 @@ class Method:
     def tuning(self) -> LayerTuning:
         """Return the supervised term of recorded steps; weight 0 of other targets."""
         return self.target.tuning if isinstance(self.target, RecordedSteps) else _UNTUNED
+
+    @property
+    def teaches_itself(self) -> bool:
+        """True where the reference is the policy under prompts that are made of an epoch's samples."""
+        return getattr(self.loss.reference, "makes_prompts", False) is True
 
     @property
     def compares_with_reference(self) -> bool:

@@ -7,10 +7,11 @@ G: samples per prompt; R: rewards; D: the shape of a latent; T: steps of a rollo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Generator, Tensor
 
+from flowgrpo.config.schema import Config
 from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.samplers.plans import Schedule
@@ -20,6 +21,14 @@ from flowgrpo.types import Context, Gaussian
 if TYPE_CHECKING:
     from flowgrpo.text.samplers.decoding import Decoding
     from flowgrpo.text.samplers.records import SampledCompletions, TokenizedPrompts
+
+@runtime_checkable
+class ConfigChecked(Protocol):
+    """Part that does not go with every configuration, or not with every kind of model."""
+
+    def require_config(self, config: Config, of_text: bool) -> None:
+        """Raise UserError for a configuration that the part does not go with. of_text: of a language model."""
+
 
 # --- rollouts --------------------------------------------------------------------------------------------------------
 

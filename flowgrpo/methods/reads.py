@@ -11,11 +11,6 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import registry, targets
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import actor_critic
-from flowgrpo.samplers import plans
-
-# Plans by which every step draws noise, all of them or all but the last; a single step is Euler's of any solver.
-_NOISY = {plans.AllSteps, plans.RandomSubset, plans.Branches, plans.GrowingTail, plans.LastSteps, plans.RandomLast,
-          plans.LateStep}
 
 
 def _by_critic(method: Method) -> bool:
@@ -25,9 +20,9 @@ def _by_critic(method: Method) -> bool:
 
 # Of a part that is read, what leaves it without effect: a test of the method, and its cure.
 _IDLE: dict[str, tuple[Callable[[Method], bool], str]] = {
-    "kernel": (lambda m: isinstance(m.denoising.plan, plans.NoSteps), "its plan NoSteps draws no noise"),
+    "kernel": (lambda m: m.denoising.noisy == "none", "its plan draws no noise"),
     **dict.fromkeys(("solver", "tail"), (
-        lambda m: type(m.denoising.plan) in _NOISY, "its plan leaves no two deterministic steps in a row")),
+        lambda m: m.denoising.noisy == "every", "its plan leaves no two deterministic steps in a row")),
     "reference": (lambda m: not objectives.is_active(m.loss.kl) and not m.compares_with_reference,
                   "it is read by a KL alone, whose weight is 0: set parts.kl.weight"),
     "advantage": (lambda m: (isinstance(m.target, targets.RewardGradient) or _by_critic(m)) and

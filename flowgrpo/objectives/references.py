@@ -14,10 +14,15 @@ import string
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from flowgrpo.errors import UserError
 from flowgrpo.ranges import at_least
+
+if TYPE_CHECKING:
+    from flowgrpo.config.schema import Config
 
 Snapshot = dict[str, Tensor]
 
@@ -102,6 +107,12 @@ class Teacher:
 
     reads_target = "model"
 
+    def require_config(self, config: Config, of_text: bool) -> None:
+        """Raise UserError for a teacher of a pipeline whose processes share what they hold."""
+        if self.model and not of_text and (config.memory.shard or config.memory.context_parallel > 1):
+            raise UserError("parts.reference.model is a teacher, which memory.shard and memory.context_parallel do not "
+                            "share out: leave them out")
+
     def __call__(self, held: list[Snapshot], now: Callable[[], Snapshot], epoch: int) -> list[Snapshot]:
         return []
 
@@ -153,6 +164,7 @@ class SelfTeacher:
     only_below: float | None = None
 
     reads_target = "model"
+    makes_prompts = True  # of the samples of an epoch
 
     def __post_init__(self) -> None:
         if self.feedback not in FEEDBACK:
@@ -163,6 +175,12 @@ class SelfTeacher:
         if given != fits:
             raise ValueError(f"SelfTeacher: template has {', '.join(sorted(given)) or 'no field'}, expected "
                              f"{', '.join(sorted(fits))} for feedback {self.feedback}")
+
+    def require_config(self, config: Config, of_text: bool) -> None:
+        """Raise UserError for feedback that a pipeline has none of."""
+        if not of_text and self.feedback in ("sibling", "contrast"):
+            raise UserError(f"parts.reference.feedback is {self.feedback}, texts of the group, and pictures have none: "
+                            "set it to none, with a template such as '{prompt}, in sharp focus'")
 
     def __call__(self, held: list[Snapshot], now: Callable[[], Snapshot], epoch: int) -> list[Snapshot]:
         return []

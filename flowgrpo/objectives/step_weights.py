@@ -46,6 +46,7 @@ class NoiseLevel:
     FLUX)."""
 
     reads_target = "steps"
+    reads_deviations = True  # one of each step
 
     def __call__(self, kernel: Callable, grid: Tensor, steps: Sequence[int]) -> Tensor:
         x = grid.new_zeros(1, 1)

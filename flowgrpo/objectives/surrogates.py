@@ -35,11 +35,14 @@ class Surrogate:
     reads_advantages: one advantage of every completion.
     reads_labels: advantages that are rewards, not compared in their group.
     reads_guided: `Origin`, who drew a decision.
+    reads_answers: answers that join their group.
+    trains: False where it has no gradient, and leaves the training to a KL.
     low, high: the range of the ratio; infinite: it has none.
     """
 
     reads_means = reads_reference = reads_groups = reads_entropy = reads_advantages = reads_labels = False
-    reads_uniform = reads_guided = False
+    reads_uniform = reads_guided = reads_answers = False
+    trains = True
     low: float = math.inf
     high: float = math.inf
 
@@ -230,6 +233,8 @@ class Reinforce(Surrogate):
 @dataclass(frozen=True)
 class KLOnly(Surrogate):
     """0, [B, N]: the KL alone trains, as distillation from a Teacher or SelfTeacher does."""
+
+    trains = False
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         return 0.0 * log_ratio  # with a graph, for epochs in which the KL has no weight

@@ -18,7 +18,6 @@ from flowgrpo.policies import build, sources
 from flowgrpo.policies.pipelines.attention import require_attention
 from flowgrpo.policies.weights.lora_files import require_lora
 from flowgrpo.policies.weights.memory_options import require_package, require_quantiser
-from flowgrpo.samplers.learned_noise import LearnedNoise
 
 
 def checked(config: Config, kind: str, device: str | torch.device) -> Method:
@@ -35,8 +34,7 @@ def checked(config: Config, kind: str, device: str | torch.device) -> Method:
 def check(setup: Setup) -> None:
     """Raise UserError for options that conflict with each other, the method or the device."""
     for each in (require_load, require_init, require_memory, require_waiting, require_shardable,
-                 require_context_parallel, require_sizes, recorded_pairs.check, validate.require_adapted,
-                 supervised_term.check, validate.require_expert_reward):
+                 require_context_parallel, require_sizes, recorded_pairs.check, supervised_term.check):
         each(setup)
 
 
@@ -201,7 +199,7 @@ def require_context_parallel(setup: Setup) -> None:
              denoising.pruning is not None or method.credit.progress is not None,
              "text encoders that are trained: set parts.adapted.encoders: false": denoising.adapted.encoders,
              f"method {config.method}, which trains more than the denoiser: use another":
-             isinstance(method.target, (RewardGradient, LatentEdits)) or isinstance(denoising.kernel, LearnedNoise)}
+             isinstance(method.target, (RewardGradient, LatentEdits)) or denoising.learns_noise}
     for option in (option for option, conflicts in wrong.items() if conflicts):
         raise UserError(f"memory.context_parallel is {config.memory.context_parallel}, which does not go with {option},"
                         " or memory.context_parallel: 1")
@@ -213,7 +211,7 @@ def require_sizes(setup: Setup) -> None:
     if not config.picture.sizes or method.for_tokens:
         return
     wrong = {f"method {config.method}, which trains more than the denoiser: use another":
-             isinstance(method.target, LatentEdits) or isinstance(method.denoising.kernel, LearnedNoise),
+             isinstance(method.target, LatentEdits) or method.denoising.learns_noise,
              "preferences, whose pictures have sizes of their own: leave one of them out":
              config.preferences is not None,
              "parts.preview, which compares pictures of one size: leave sol_rl out":

@@ -52,7 +52,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         self.shift = config.train.own_shift
         self._base_pictures = dict[Size | None, BasePictures]()
         kernel: Any = method.denoising.kernel
-        self.network = kernel.network().to(policy.device) if hasattr(kernel, "network") else None
+        self.network = kernel.network().to(policy.device) if method.denoising.learns_noise else None
         if self.network is not None:
             policy.weights.add(learned_noise.NAME, self.network)
         if method.denoising.preview:

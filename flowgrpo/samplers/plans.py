@@ -4,6 +4,9 @@ A plan that explores a prompt in several ways in one epoch returns a tuple of sc
 its arguments, so a resumed run needs no state. Steps are grid indices 0 to T-1 (T = `steps`). No plan draws noise on
 the last step, T-1: noise added there stays in the sample as grain, and its deviation can vanish.
 Raises ValueError for settings that leave nothing to train; NoSteps is for methods that train something else.
+
+A plan may say which steps draw noise, however many there are: its `noisy` is "every" where all of them or all but the
+last do, and "none" where none does.
 """
 
 from __future__ import annotations
@@ -53,6 +56,8 @@ class Schedule:
 class AllSteps:
     """Every step but the last draws noise and is trained (Flow-GRPO, 2505.05470)."""
 
+    noisy = "every"
+
     def __call__(self, steps: int, epoch: int, seed: int) -> Schedule:
         every = tuple(range(_trainable(steps)))
         return Schedule(every, every)
@@ -64,6 +69,7 @@ class RandomSubset:
     epoch (DanceGRPO, 2505.07818, whose code draws them per sample)."""
 
     fraction: float = 0.6
+    noisy = "every"
 
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:
@@ -79,6 +85,8 @@ class RandomSubset:
 class NoSteps:
     """No step draws noise or is trained: rollouts by the solver alone, for methods that train on noised finals
     (`times`)."""
+
+    noisy = "none"
 
     def __call__(self, steps: int, epoch: int, seed: int) -> Schedule:
         return Schedule((), ())
@@ -123,6 +131,7 @@ class Branches:
     branch: int = 2
     pruned: int = 0
     every: int = 30
+    noisy = "every"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "splits", tuple(self.splits))  # a recipe gives a list
@@ -157,6 +166,7 @@ class GrowingTail:
     first: float = 0.7
     final: float = 1.0
     stages: int = 100
+    noisy = "every"
 
     def __post_init__(self) -> None:
         if not 0 < self.first <= self.final <= 1 or self.branch < 2 or self.stages < 1:
@@ -179,6 +189,7 @@ class LastSteps:
     """
 
     count: int = 1
+    noisy = "every"
 
     def __post_init__(self) -> None:
         at_least(self, 1, "count")
@@ -196,6 +207,7 @@ class RandomLast:
 
     mean: float = 0.16
     deviation: float = 0.1
+    noisy = "every"
 
     def __post_init__(self) -> None:
         if not 0 < self.mean <= 1 or not 0 <= self.deviation <= 1:
@@ -213,6 +225,7 @@ class LateStep:
     2304.05977: 30 to 39 of 40)."""
 
     first: float = 0.75
+    noisy = "every"
 
     def __post_init__(self) -> None:
         if not 0 <= self.first < 1:

@@ -10,9 +10,7 @@ from flowgrpo import objectives
 from flowgrpo.methods.groups import Credit, Loss
 from flowgrpo.methods.targets import Rollout, Target
 from flowgrpo.samplers.rollout import RolloutSpec
-from flowgrpo.text.credit.expert_reward import ExpertReward
 from flowgrpo.text.generation import TextGeneration
-from flowgrpo.text.losses import token_losses
 from flowgrpo.text.samplers import gumbel_softmax, pruned
 from flowgrpo.text.samplers.decoding import Unmasking
 
@@ -39,9 +37,9 @@ class Completions(Target):
         if isinstance(rollout.draws, pruned.PrunedDraws) and (rollout.decoding.greedy or credit.value is not None):
             raise ValueError("draws is PrunedDraws, whose samples are all drawn by lot and whose head is the run's "
                              "only one: set parts.decoding.greedy: 0 and parts.value: null, or leave it out")
-        mixed = isinstance(loss.surrogate, (token_losses.ExpertMixture, token_losses.Calibrated))
-        of_experts = {f"surrogate {type(loss.surrogate).__name__}": mixed,
-                      "shaping ExpertReward": isinstance(credit.shaping, ExpertReward)}
+        shaping = credit.shaping
+        of_experts = {f"surrogate {type(loss.surrogate).__name__}": loss.surrogate.reads_answers,
+                      f"shaping {type(shaping).__name__}": shaping is not None and shaping.reads_answers}
         for part in (part for part, is_set in of_experts.items() if is_set and not rollout.decoding.expert):
             raise ValueError(f"the {part} is about answers that join their group: set parts.decoding.expert: 1")
         spreads = credit.spread or credit.value

@@ -26,6 +26,7 @@ class TeacherAnswers:
     fail: float = 0.0
 
     reads_target = "tokens"
+    puts_answers = True
 
     def __call__(self, drawn: EpochBatch) -> list[tuple[int, Prompt]]:
         failed = failing(drawn, self.fail)

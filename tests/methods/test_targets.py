@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowgrpo.errors import UserError
-from flowgrpo.methods import preset
+from flowgrpo.methods import preset, registry
 from flowgrpo.methods.groups import Denoising
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.overlay import with_parts
@@ -75,3 +75,43 @@ def test_what_is_left_unread_is_the_name_of_a_part(target):
 
 
 OF_TEXTS_TYPES = tuple(type(target) for target in OF_TEXTS)
+
+
+def test_every_part_is_for_what_some_target_offers_and_every_offer_has_a_part():
+    offered = {word for target in (*OF_PIPELINES, *OF_TEXTS) for word in target.offers}
+    read = {getattr(registry.TYPES[name], "reads_target", "") for name in registry.TYPES}
+    assert read - {""} == offered
+
+
+@pytest.mark.parametrize("place, parts, told", [
+    ("log_ratio", {"type": "SequenceRatio"}, "got SequenceRatio, which reads completions or recorded pairs of texts or "
+     "traces of an unmasking, but the method trains recorded steps: expected one of "),
+    ("surrogate", {"type": "RewardAscent"}, "got RewardAscent, which reads a relaxed unmasking or a reward's gradient"),
+    ("log_ratio", {"type": "Matching"}, "got Matching, which reads noised finals or recorded pairs")])
+def test_a_part_for_another_target_is_refused_with_what_it_reads(place, parts, told):
+    with pytest.raises(UserError) as error:
+        resolve(tiny.config(method="flow_grpo", parts={place: parts}))
+    assert f"parts.{place}: {told}" in str(error.value)
+
+
+def test_a_part_of_a_users_own_says_what_it_is_for(tmp_path):
+    (tmp_path / "own.py").write_text("""from dataclasses import dataclass
+from flowgrpo.objectives import PlainRatio
+
+@dataclass(frozen=True)
+class Mine(PlainRatio):
+    reads_target = "noised finals"
+""")
+    mine = {"log_ratio": {"type": f"{tmp_path / 'own.py'}:Mine"}}
+    assert type(resolve(tiny.config(method="diffusion_nft", parts=mine)).loss.log_ratio).__name__ == "Mine"
+    with pytest.raises(UserError, match="got Mine, which reads noised finals or recorded pairs, but the method trains"):
+        resolve(tiny.config(method="flow_grpo", parts=mine))
+
+
+def test_a_plan_says_truly_which_steps_draw_noise():
+    for name in registry.of_place("plan"):
+        plan = registry.TYPES[name](**{"Single": {"step": 1}}.get(name, {}))
+        planned = plan(20, 0, 0)
+        for schedule in planned if isinstance(planned, tuple) else (planned,):
+            noisy = {20: "every", 19: "every", 0: "none"}.get(len(schedule.stochastic), "some")
+            assert Denoising(plan=plan).noisy == noisy, name

@@ -12,9 +12,11 @@ import numpy as np
 from flowgrpo.curriculum.order import require_rate
 from flowgrpo.curriculum.resampling import beginning, require_template
 from flowgrpo.data.prompts import Guidance, Prompt
+from flowgrpo.errors import UserError
 from flowgrpo.ranges import at_least
 
 if TYPE_CHECKING:
+    from flowgrpo.config.schema import Config
     from flowgrpo.curriculum.epoch_batch import EpochBatch
 
 KEY = "hint_length"  # of the memory: of each prompt's text, its last [share, rate, samples, epoch]
@@ -57,6 +59,12 @@ class HintLength:
         at_least(self, 1, "rounds", "keep")
         at_least(self, 0, "noise")
         require_template("HintLength", self.text)
+
+    def require_config(self, config: Config, of_text: bool) -> None:
+        """Raise UserError for noise on pictures that no language model reads."""
+        if self.noise and not of_text:
+            raise UserError("parts.redraw.noise is about pictures that language models read, and a pipeline reads its "
+                            "own: leave it out")
 
     def begin(self, prompts: Sequence[Prompt], drawn: EpochBatch) -> list[Prompt]:
         """Return the prompts of an epoch's first turn, with hints of the predicted shares."""

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from flowgrpo.advantages.group import weighted_sum
 from flowgrpo.advantages.shaping import Shaping
+from flowgrpo.errors import UserError
 from flowgrpo.types import Context, required
+
+if TYPE_CHECKING:
+    from flowgrpo.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -28,9 +33,17 @@ class ExpertReward(Shaping):
     shaping: Shaping | None = None
 
     reads_target = "tokens"
+    reads_answers = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "without", tuple(self.without))  # a recipe gives a list
+
+    def require_config(self, config: Config, of_text: bool) -> None:
+        """Raise UserError for a name that is no reward of the run."""
+        for name in self.without:
+            if name not in config.rewards:
+                raise UserError(f"parts.shaping.without names {name!r}, which is no reward of the run: expected names "
+                                f"among {', '.join(config.rewards)}")
 
     @property
     def merges(self) -> bool:  # type: ignore[override]

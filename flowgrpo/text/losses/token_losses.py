@@ -214,6 +214,7 @@ class ExpertMixture(WrappedLoss, GroupLoss):
     surrogate: Surrogate = Clip(0.2, 0.2)
     focus: float = 0.5
     probability: float | None = None
+    reads_answers = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -248,7 +249,7 @@ class Calibrated(WrappedLoss, GroupLoss):
     surrogate: Surrogate = Clip(0.2, 0.2)
     weight: float = 0.1
     slope: float = 0.5
-    reads_groups = True
+    reads_groups = reads_answers = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,7 +13,7 @@ from flowgrpo.data.prompts import Prompt, answer_of
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
-from flowgrpo.methods.validate import require_expert_reward, resolve
+from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives import Clip, Reinforce
 from flowgrpo.text.credit.expert_reward import ExpertReward
 from flowgrpo.text.losses.token_losses import Calibrated, ExpertMixture
@@ -266,8 +266,7 @@ def test_the_answers_of_a_run_are_known_to_its_credit():
     fits = [prompt.text in ("1+2=", "9+1=") for prompt in prompts]
     assert context.expert.tolist() == [[False] * 3 + [fit] for fit in fits] and context.names == ["short"]
     with pytest.raises(UserError, match="names 'thought', which is no reward of the run: expected names among short"):
-        settings = tiny_text.config(method="visurf", parts={"shaping": {"without": ["thought"]}})
-        require_expert_reward(loop.setup(settings, "causal_lm"))
+        resolve(tiny_text.config(method="visurf", parts={"shaping": {"without": ["thought"]}}), "tokens")
 
 
 # AMPO
