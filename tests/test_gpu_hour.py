@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowgrpo.contrib.one_pass import requirements
+from flowgrpo.contrib.one_pass.extension import OnePass
 from flowgrpo.dry_run import from_configs
+from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.validate import resolve
 from flowgrpo.policies import build
+from flowgrpo.training import extensions
 from tests.helpers import tiny
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
@@ -187,9 +189,10 @@ def test_a_manifest_that_cannot_be_run_is_refused(tmp_path, text, told):
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
 def test_a_job_is_a_run_and_measures_one_pass_where_it_can_have_it(job):
     config = gpu_jobs.config_of(job, "cpu")
-    method = resolve(config, build.process(build.kind(config)))
-    assert ("one_pass" in job.measures) is (requirements.reasons(config, method) == [])
-    assert ("peak" in job.measures) is not method.for_tokens  # a dry run does not cover language models
+    kind = build.kind(config)
+    setup = Setup(config, kind, resolve(config, build.process(kind)))
+    assert ("one_pass" in job.measures) is not any(extensions.obstacles(OnePass, setup))
+    assert ("peak" in job.measures) is not setup.method.for_tokens  # a dry run does not cover language models
 
 
 def test_a_pipeline_without_values_is_filled_with_some_of_the_same_shapes():

@@ -96,7 +96,7 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
     """
     config = _covered(config)
     shape = geometry(config.train, processes)
-    one_pass.require(config, shape.slices)
+    one_pass.require(config, processes)
     few = min(shape.prompts, prompts_per_part(shape.group, shape.micro_batch) * config.train.updates)
     meta = MetaGPU(gpu)
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):

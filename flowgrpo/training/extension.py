@@ -24,16 +24,33 @@ class Extension:
     """Feature of a run. Its moments, in the order of an epoch; each does nothing unless it is overridden.
 
     name: its key in a checkpoint.
+    needs: what a run must have, of `methods.capabilities`.
 
     What may change during a run, such as its rollouts, is read from the trainer when it is needed, and never kept.
     """
 
     name: ClassVar[str] = ""
+    needs: ClassVar[frozenset[str]] = frozenset()
     changes: ClassVar[bool] = False  # its state, before an epoch's first update: the epoch cannot be left then
 
     @classmethod
     def require(cls, setup: Setup) -> None:
         """Raise UserError for a run that it does not go with."""
+
+    @classmethod
+    def asked(cls, setup: Setup) -> str:
+        """Return how the run asks for it, as a refusal begins; empty: it stays off where it does not go."""
+        return f"the extension {cls.__name__} is on"
+
+    @classmethod
+    def lacks(cls, setup: Setup) -> dict[str, str]:
+        """Return which capabilities a run with it lacks, each with the reason, as a refusal of another names it."""
+        return {}
+
+    @classmethod
+    def refused(cls, setup: Setup) -> dict[str, bool]:
+        """Return what it does not go with besides the lack of what it needs, in words, and whether it applies."""
+        return {}
 
     def __init__(self, trainer: Any):
         self.trainer = trainer

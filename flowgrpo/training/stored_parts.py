@@ -8,27 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from flowgrpo import types
-from flowgrpo.config.schema import Config
-from flowgrpo.methods.method import Method
 from flowgrpo.rollouts.base import GroupSampler
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.storage.checkpoint import Tensors
 
 KINDS = {kind.__name__: kind for kind in (types.Transitions, types.Completions, types.Traces, types.Segmented)}
-
-
-def unrecordable(config: Config, method: Method) -> dict[str, bool]:
-    """Return what keeps a method's parts from being stored, in words, and whether it applies."""
-    wrong = {"picture.sizes, which changes with the epoch": bool(config.picture.sizes),
-             "phases, which change what is drawn": bool(config.phases)}
-    if method.for_tokens:
-        return wrong
-    denoising = method.denoising
-    planned = denoising.plan(config.train.steps, 0, config.seed)
-    return wrong | {
-        f"the kernel {type(denoising.kernel).__name__}, which learns": hasattr(denoising.kernel, "network"),
-        f"the plan {type(denoising.plan).__name__}, by which a prompt has several groups":
-            isinstance(planned, tuple) and len(planned) > 1}
 
 
 def tensors_of(taken: Any) -> Tensors:

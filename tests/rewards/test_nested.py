@@ -7,9 +7,9 @@ import torch
 
 from flowgrpo import rewards
 from flowgrpo.config.reward_rules import RewardRule
-from flowgrpo.contrib.staleness import requirements as staleness
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import combine
+from flowgrpo.training import extensions
 from tests.helpers import loop, tiny
 
 
@@ -88,7 +88,7 @@ def test_scores_that_change_are_not_kept_for_a_nested_reward_either(part, told, 
 def test_a_nested_reader_of_the_policy_is_refused_where_epochs_are_drawn_ahead():
     config = tiny.config(train__staleness=1)
     with pytest.raises(UserError, match="the reward 'it', which reads the policy"):
-        staleness.check(loop.setup(config, "pipeline", rewards={"it": nested(own)}))
+        extensions.check(loop.setup(config, "pipeline", rewards={"it": nested(own)}))
 
 
 @pytest.mark.parametrize("when", [{"tsk": "t"}, {"task": "u"}])

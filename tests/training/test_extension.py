@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import UserError
+from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
 from flowgrpo.training import extensions, state
 from flowgrpo.training.epoch import Epoch
@@ -236,6 +238,34 @@ def test_a_toy_is_closed_and_checked(table, tmp_path):
     extensions.check(loop.setup(tiny_text.config(**small), "causal_lm"))  # without the toy
     with pytest.raises(UserError, match="a toy needs more than 2"):
         extensions.check(loop.setup(tiny_text.config(train__updates=2, **small), "causal_lm"))
+
+
+def test_what_a_toy_needs_and_lacks_is_weighed_with_the_other_extensions_and_the_settings(table, monkeypatch):
+    def check(**options: Any) -> None:
+        settings = tiny_text.config(train__updates=2, **options)
+        extensions.check(loop.setup(settings, "causal_lm", prompts=[Prompt("1+2=")]))
+
+    check(train__staleness=1)
+    monkeypatch.setattr(Toy, "lacks", classmethod(lambda cls, setup: {capabilities.RECORDABLE: "a toy, which melts"}))
+    check()
+    with pytest.raises(UserError, match="train.staleness is 1, which does not go with a toy, which melts: leave one"):
+        check(train__staleness=1)
+    monkeypatch.setattr(Toy, "needs", frozenset({capabilities.OWN_SAMPLES, capabilities.LORA, capabilities.RECORDABLE}))
+    check()  # what it takes itself is no obstacle to it
+    with pytest.raises(UserError, match="the extension Toy is on, which does not go with adapter.rank: 0, which"):
+        check(adapter__rank=0)
+    with pytest.raises(UserError, match="parts.replay is GroupReplay, which does not go with a toy, which melts"):
+        check(parts={"replay": {"type": "GroupReplay"}})
+    monkeypatch.setattr(Toy, "lacks", classmethod(lambda cls, setup: {}))
+    with pytest.raises(UserError, match="the extension Toy is on, which does not go with parts.replay, which trains"):
+        check(parts={"replay": {"type": "GroupReplay"}})
+
+
+def test_extensions_name_capabilities_that_there_are():
+    setup = loop.setup(tiny_text.config(parts={"replay": {"type": "GroupReplay"}}), "causal_lm")
+    for cls in listed():
+        assert cls.needs <= {*capabilities.ALL} and cls.lacks(setup).keys() <= {*capabilities.ALL}, cls
+        assert not cls.needs & cls.lacks(setup).keys(), cls
 
 
 @pytest.mark.parametrize("changes", [False, True])

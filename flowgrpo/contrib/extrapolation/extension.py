@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo.errors import UserError
+from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
 from flowgrpo.storage.checkpoint import Tensors
 from flowgrpo.training.epoch import Epoch
@@ -50,6 +50,8 @@ class Extrapolation(Extension):
     """
 
     name = "trajectory"
+    # A path of all weights would be copies of them; rewards that judge a jump are of the weights behind it.
+    needs = frozenset({capabilities.LORA, capabilities.PRESENT_WEIGHTS, capabilities.WHOLE_WEIGHTS})
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
@@ -59,16 +61,8 @@ class Extrapolation(Extension):
         self.reward = self.before = 0.0
 
     @classmethod
-    def require(cls, setup: Setup) -> None:
-        """Raise UserError for a run whose weights cannot be extrapolated."""
-        config = setup.config
-        wrong = {"adapter.rank: 0, whose path would be copies of all weights": not config.adapter.rank,
-                 "train.staleness, whose rewards are of earlier weights": config.train.staleness > 0,
-                 "text.over_provision, whose rewards are of earlier weights": config.text.over_provision > 0,
-                 "memory.shard": bool(config.memory.shard)}
-        for reason in (reason for reason, applies in wrong.items() if applies):
-            raise UserError(f"train.extrapolate is {config.train.extrapolate}, which does not go with {reason}: leave "
-                            "one of them out")
+    def asked(cls, setup: Setup) -> str:
+        return f"train.extrapolate is {setup.config.train.extrapolate}"
 
     def on_drawn(self, epoch: Epoch) -> None:
         self.reward = epoch.groups.totals.nanmean().item()

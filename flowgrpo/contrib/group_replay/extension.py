@@ -11,13 +11,13 @@ from torch import Tensor
 
 from flowgrpo.contrib.group_replay.parts import priority
 from flowgrpo.data.prompts import Guidance, Prompt, as_line, of_records
-from flowgrpo.errors import UserError
+from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
 from flowgrpo.rollouts.base import Encoded
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
-from flowgrpo.training.stored_parts import record_of, tensors_of, unrecordable
+from flowgrpo.training.stored_parts import record_of, tensors_of
 
 SALT = 7  # of the draws' seeds
 
@@ -40,6 +40,7 @@ class GroupReplay(Extension):
     """Buffer of a run of one process, or of one team of processes."""
 
     name = "replay"
+    needs = frozenset({capabilities.RECORDABLE})
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
@@ -50,8 +51,21 @@ class GroupReplay(Extension):
         self.replayed: list[Prompt] = []
 
     @classmethod
-    def require(cls, setup: Setup) -> None:
-        _require(setup)
+    def asked(cls, setup: Setup) -> str:
+        return f"parts.replay is {type(setup.method.replay).__name__}"
+
+    @classmethod
+    def lacks(cls, setup: Setup) -> dict[str, str]:
+        return {capabilities.OWN_SAMPLES: "parts.replay, which trains samples of earlier epochs"}
+
+    @classmethod
+    def refused(cls, setup: Setup) -> dict[str, bool]:
+        method, processes = setup.method, setup.processes
+        assert method.replay is not None
+        return {
+            f"{processes} processes, of which a checkpoint holds the first one's groups": processes > 1,
+            "parts.tuning, whose goals are of one epoch": method.tuning.weight > 0,
+            "parts.replay.recompose, which reads lengths of texts": method.replay.recompose and not method.for_tokens}
 
     def on_credited(self, epoch: Epoch) -> None:
         epoch.parts, epoch.conditioning = self.replaced(
@@ -154,18 +168,6 @@ class GroupReplay(Extension):
             [prompt] = of_records([entry["prompt"]])
             prompt = replace(prompt, guided=Guidance(**entry["guided"])) if "guided" in entry else prompt
             self.groups.append(Recorded(prompt, entry["epoch"], part, entry["size"], entry["logp"]))
-
-
-def _require(setup: Setup) -> None:
-    """Raise UserError for a run whose groups cannot be recorded, or not exactly."""
-    config, method, processes = setup.config, setup.method, setup.processes
-    wrong = unrecordable(config, method) | {
-        f"{processes} processes, of which a checkpoint holds the first one's groups": processes > 1,
-        "parts.tuning, whose goals are of one epoch": method.tuning.weight > 0,
-        "parts.replay.recompose, which reads lengths of texts": method.replay.recompose and not method.for_tokens}
-    for reason in (reason for reason, applies in wrong.items() if applies):
-        raise UserError(f"parts.replay is {type(method.replay).__name__}, which does not go with {reason}: leave one "
-                        "of them out")
 
 
 def recorded(part: Part, prompt: Prompt, epoch: int, weights: dict[int, float]) -> Recorded:

@@ -13,10 +13,12 @@ import torch
 
 from flowgrpo.check import memory, reward_models
 from flowgrpo.contrib.one_pass.held import HeldPart, HeldSteps
-from flowgrpo.contrib.one_pass.requirements import reasons, require
 from flowgrpo.device import AUTO, free_memory
+from flowgrpo.methods import capabilities, targets
 from flowgrpo.methods.setup import Setup
+from flowgrpo.policies import build
 from flowgrpo.policies.pipelines import encoded_prompts
+from flowgrpo.training import extensions
 from flowgrpo.training.batch_size import MOST
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
@@ -28,6 +30,10 @@ class OnePass(Extension):
     states: of the present epoch, those whose graphs were kept.
     """
 
+    needs = frozenset({capabilities.PRESENT_WEIGHTS, capabilities.ONE_DRAW, capabilities.AS_LEARNED,
+                       capabilities.ONE_POLICY, capabilities.OWN_SAMPLES, capabilities.ENCODED_ONCE,
+                       capabilities.LORA, capabilities.WHOLE_WEIGHTS})
+
     def __init__(self, trainer: Any):
         super().__init__(trainer)
         train = trainer.config.train
@@ -35,8 +41,26 @@ class OnePass(Extension):
         self.states = 0
 
     @classmethod
-    def require(cls, setup: Setup) -> None:
-        require(setup.config, setup.method, setup.shape.slices)
+    def asked(cls, setup: Setup) -> str:
+        return "train.one_pass is true" if setup.config.train.one_pass is True else ""  # `auto` is false there
+
+    @classmethod
+    def refused(cls, setup: Setup) -> dict[str, bool]:
+        method, train, memory = setup.method, setup.config.train, setup.config.memory
+        if type(method.target) is not targets.RecordedSteps:
+            return {f"a method that trains {method.target.trains}": True}
+        denoising = method.denoising
+        return {
+            f"train.inner_epochs {train.inner_epochs}, which trains a sample again": train.inner_epochs > 1,
+            f"train.updates {train.updates}, which trains samples by other weights than drew them": train.updates > 1,
+            "train.pack, which is about replays": train.pack,
+            "parts.pruning, which stops samples on their way": denoising.pruning is not None,
+            f"the kernel {type(denoising.kernel).__name__}, which learns": denoising.learns_noise,
+            "memory.context_parallel, whose processes share every call": memory.context_parallel > 1,
+            "memory.offload or memory.denoiser, whose weights come and go": memory.offload != "none"
+                or memory.denoiser != "keep",
+            "groups that are split over processes and compared by the loss": method.loss.surrogate.reads_groups
+                and setup.shape.slices > 1}
 
     @contextlib.contextmanager
     def around_epoch(self) -> Iterator[None]:
@@ -71,8 +95,8 @@ class OnePass(Extension):
 
 def _chosen(trainer: Any) -> bool:
     """Return True if a run can keep its graphs and all processes have the memory for them; say so."""
-    config, slices = trainer.config, trainer.geometry.slices
-    fits, told = False, next(iter(reasons(config, trainer.method, slices)), "")
+    setup = Setup(trainer.config, build.PIPELINE, trainer.method, processes=trainer.processes.count)
+    fits, told = False, next(extensions.obstacles(OnePass, setup), "")
     if not told:
         needed, free = _needed(trainer), MOST * free_memory(trainer.policy.device)
         fits = not trainer.processes.any(not needed <= free)

@@ -15,7 +15,7 @@ from flowgrpo.contrib.phases.carried import MEAN, Carried
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import require_generators
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.methods import keys_read, supervised_term
+from flowgrpo.methods import capabilities, keys_read, supervised_term
 from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.validate import resolve
 from flowgrpo.policies import build
@@ -76,9 +76,9 @@ def _require(setup: Setup) -> None:
         if not any(matches(prompt, phase.when) for prompt in setup.split[0]):
             raise UserError(f"{where}.when: no training prompt has {phase.when}: expected values of its metadata")
         _require_read(phase, where, first=starts[number] == 0)
-    learned = getattr(setup.method.rollout, "kernel", None)
-    if hasattr(learned, "network"):
-        raise UserError("phases are set, but the kernel LearnedNoise is trained with one grid: leave one of them out")
+    if not setup.method.for_tokens and setup.method.denoising.learns_noise:
+        kernel = type(setup.method.denoising.kernel).__name__
+        raise UserError(f"phases are set, but the kernel {kernel} is trained with one grid: leave one of them out")
 
 
 def _require_read(phase: Phase, where: str, first: bool) -> None:
@@ -102,6 +102,10 @@ class Phases(Extension):
     @classmethod
     def require(cls, setup: Setup) -> None:
         _require(setup)
+
+    @classmethod
+    def lacks(cls, setup: Setup) -> dict[str, str]:
+        return {capabilities.RECORDABLE: "phases, which change what is drawn"}
 
     def of(self, memory: dict[str, Any], epoch: int) -> int:
         """Return the number of an epoch's phase: the last that has begun, or the next if its reward is reached."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
 from flowgrpo.objectives.reductions import reduced
 from flowgrpo.samplers.rollout import Part
@@ -42,6 +43,10 @@ class Rehearsal(Extension):
         if setup.method.for_tokens and engines.wanted(setup.config):
             raise UserError("parts.rehearsal draws samples of the base model, and an engine has the trained one: leave "
                             "text.engine out")
+
+    @classmethod
+    def lacks(cls, setup: Setup) -> dict[str, str]:
+        return {capabilities.ONE_POLICY: "parts.rehearsal, which replays samples of the base model"}
 
     def on_credited(self, epoch: Epoch) -> None:
         if self.parts is None:

@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 
+from flowgrpo.contrib.staleness import requirements
 from flowgrpo.contrib.staleness.decoupled import behaviour_weights
 from flowgrpo.contrib.staleness.partial_rollouts import make_pool, older, oldest
 from flowgrpo.data.prompts import Prompt, as_line, of_records
+from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
 from flowgrpo.objectives.ratios import LogRatio
 from flowgrpo.rollouts.base import Encoded, Outputs
@@ -61,6 +63,8 @@ class Staleness(Extension):
     """Epochs that are drawn ahead. bound: how many, 0 or more. cap: of the weights of their decisions."""
 
     name = "ahead"
+    needs = frozenset({capabilities.ONE_DRAW, capabilities.AS_LEARNED, capabilities.OWN_SAMPLES,
+                       capabilities.RECORDABLE, capabilities.ENCODED_ONCE})
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
@@ -73,10 +77,18 @@ class Staleness(Extension):
         self._last: sampling.Scorer | None = None
 
     @classmethod
-    def require(cls, setup: Setup) -> None:
-        from flowgrpo.contrib.staleness import requirements as staleness
+    def asked(cls, setup: Setup) -> str:
+        extra, staleness = setup.config.text.over_provision, setup.config.train.staleness
+        return f"text.over_provision is {extra:g}" if extra else f"train.staleness is {staleness}"
 
-        staleness.check(setup)
+    @classmethod
+    def lacks(cls, setup: Setup) -> dict[str, str]:
+        key = "train.staleness" if setup.config.train.staleness else "text.over_provision"
+        return {capabilities.PRESENT_WEIGHTS: f"{key}, whose samples earlier weights drew"}
+
+    @classmethod
+    def refused(cls, setup: Setup) -> dict[str, bool]:
+        return requirements.refused(setup)
 
     # --- one epoch ---------------------------------------------------------------------------------------------------
 

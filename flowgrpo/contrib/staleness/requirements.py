@@ -3,42 +3,30 @@
 from __future__ import annotations
 
 from flowgrpo.config.schema import Config
-from flowgrpo.errors import UserError
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.setup import Setup
-from flowgrpo.objectives import references
 from flowgrpo.rewards.reward import EPOCH, MEMORY, POLICY, inside
 from flowgrpo.text.credit.step_scores import StepScores
 from flowgrpo.text.policies import engines
 from flowgrpo.text.samplers.groups import Independent
-from flowgrpo.training.stored_parts import unrecordable
 
 
-def check(setup: Setup) -> None:
-    """Raise UserError for a run that cannot have staleness or partial rollouts."""
+def refused(setup: Setup) -> dict[str, bool]:
+    """Return what keeps a run from staleness or partial rollouts, besides what it lacks, in words, and whether it
+    applies."""
     config, method, processes = setup.config, setup.method, setup.all_processes
-    staleness, extra = config.train.staleness, config.text.over_provision
-    if not staleness and not extra:
-        return
-    parts = [(name, part) for name, reward in setup.trained.items() for part in inside(reward)]
-    wrong = unrecordable(config, method) | {
+    loss, parts = method.loss, [(name, part) for name, reward in setup.trained.items() for part in inside(reward)]
+    wrong = {
         f"{processes} processes": processes > 1,
         f"a method that trains {method.target.trains}": not method.target.has_logp,
-        f"the surrogate {type(method.loss.surrogate).__name__}, which compares samples":
-            method.loss.surrogate.reads_groups,
-        "parts.redraw, which waits for the rewards": method.redraw is not None,
-        "parts.expansion, whose samples are drawn under other prompts": method.expansion is not None,
-        "parts.replay, which has ratios of its own": method.replay is not None,
-        "parts.lag, whose old policy draws": bool(method.rollout.lag.most),
-        "a self-teacher, whose prompts are of one epoch": isinstance(method.loss.reference, references.SelfTeacher),
-        "text encoders that are trained": not method.for_tokens and method.denoising.adapted.encoders,
-        "memory.rewards: cpu": config.memory.rewards == "cpu"} | (_of_partial(config, method) if extra else {})
+        f"the surrogate {type(loss.surrogate).__name__}, which compares samples": loss.surrogate.reads_groups,
+        f"the reference {type(loss.reference).__name__}, whose prompts are of one epoch": method.teaches_itself,
+        "memory.rewards: cpu": config.memory.rewards == "cpu"}
+    wrong |= _of_partial(config, method) if config.text.over_provision else {}
     wrong |= {f"the reward {name!r}, which remembers earlier epochs": True for name, part in parts
               if {MEMORY, EPOCH} & part.reads}
-    wrong |= {f"the reward {name!r}, which reads the policy": True for name, part in parts if POLICY in part.reads}
-    key = f"text.over_provision is {extra:g}" if extra else f"train.staleness is {staleness}"
-    for reason in (reason for reason, applies in wrong.items() if applies):
-        raise UserError(f"{key}, which does not go with {reason}: leave one of them out")
+    return wrong | {f"the reward {name!r}, which reads the policy": True for name, part in parts
+                    if POLICY in part.reads}
 
 
 def _of_partial(config: Config, method: Method) -> dict[str, bool]:

@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import Any, TypeAlias
 
 from flowgrpo.config.schema import Config
+from flowgrpo.errors import UserError
+from flowgrpo.methods import capabilities
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.setup import Setup
 from flowgrpo.training.extension import Extension, Extensions
@@ -58,4 +60,23 @@ def of(trainer: Any) -> Extensions:
 def check(setup: Setup) -> None:
     """Raise UserError for an extension that does not go with the run."""
     for extension in wanted(setup.config, setup.method):
-        extension.require(setup)
+        require(extension, setup)
+
+
+def require(extension: type[Extension], setup: Setup) -> None:
+    """Raise UserError for a run that the extension does not go with."""
+    extension.require(setup)
+    if asked := extension.asked(setup):
+        for reason in obstacles(extension, setup):
+            raise UserError(f"{asked}, which does not go with {reason}: leave one of them out")
+
+
+def obstacles(extension: type[Extension], setup: Setup) -> Iterator[str]:
+    """Yield what the extension does not go with in a run, in words: what the run lacks for it comes last."""
+    yield from (reason for reason, applies in extension.refused(setup).items() if applies)
+    lacking = capabilities.lacking(setup)
+    for other in wanted(setup.config, setup.method):
+        for capability, reason in other.lacks(setup).items() if other is not extension else ():
+            lacking.setdefault(capability, []).append(reason)
+    for capability in (each for each in capabilities.ALL if each in extension.needs):
+        yield from lacking.get(capability, ())

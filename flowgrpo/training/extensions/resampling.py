@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.methods import capabilities
+from flowgrpo.methods.setup import Setup
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training import sampling
 from flowgrpo.training.epoch import Epoch
@@ -17,6 +19,13 @@ from flowgrpo.training.extension import Extension
 
 class Resampling(Extension):
     """Turns of an epoch's draw, by the method's expansion and redraw."""
+
+    @classmethod
+    def lacks(cls, setup: Setup) -> dict[str, str]:
+        redraw, expansion = setup.method.redraw, setup.method.expansion
+        lacks = {capabilities.ONE_DRAW: "parts.redraw, which replaces groups by their rewards"} if redraw else {}
+        return lacks | ({capabilities.AS_LEARNED: "parts.expansion, whose samples are drawn under other prompts"}
+                        if expansion else {})
 
     def draw_epoch(self) -> Epoch:
         trainer, redraw, epoch = self.trainer, self.trainer.method.redraw, sampling.begun(self.trainer)

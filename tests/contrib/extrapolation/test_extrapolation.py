@@ -10,7 +10,7 @@ import torch
 
 from flowgrpo.contrib.extrapolation import extension as extrapolation
 from flowgrpo.errors import UserError
-from flowgrpo.training import state
+from flowgrpo.training import extensions, state
 from flowgrpo.training.epoch import Epoch
 from tests.helpers import loop, tiny, tiny_text
 from tests.helpers.tiny_runs import next_epochs
@@ -121,7 +121,7 @@ def test_without_it_nothing_is_kept():
     ({"memory__shard": True}, "memory.shard")])
 def test_what_cannot_be_extrapolated_is_refused(options, named):
     with pytest.raises(UserError, match=f"train.extrapolate is 3, which does not go with {named}"):
-        extrapolation.Extrapolation.require(loop.setup(tiny.config(train__extrapolate=3, **options)))
+        extensions.require(extrapolation.Extrapolation, loop.setup(tiny.config(train__extrapolate=3, **options)))
 
 
 def test_a_jump_is_behind_all_else_of_its_epoch_and_the_next_reference_behind_it():

@@ -7,12 +7,11 @@ import math
 import pytest
 import torch
 
-from flowgrpo.contrib.group_replay import extension as group_replay
 from flowgrpo.contrib.group_replay.parts import GroupReplay, priority
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods.validate import resolve
-from flowgrpo.training import state
+from flowgrpo.training import extensions, state
 from tests.helpers import loop, tiny, tiny_text
 
 
@@ -133,7 +132,7 @@ def test_a_group_of_a_checkpoint_is_learned_under_its_own_input(learned):
 def test_what_cannot_be_recorded_is_refused(options, told):
     settings = tiny.config(**options)
     with pytest.raises(UserError, match=told):
-        group_replay.GroupReplay.require(loop.setup(settings))
+        extensions.check(loop.setup(settings))
 
 
 def test_a_target_that_cannot_be_recorded_reads_no_replay():

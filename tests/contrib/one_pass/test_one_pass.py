@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from flowgrpo.check import memory
-from flowgrpo.contrib.one_pass import requirements
 from flowgrpo.contrib.one_pass.extension import OnePass
 from flowgrpo.contrib.one_pass.held import HeldGrower, HeldPart, HeldSteps
 from flowgrpo.data.prompts import Prompt
@@ -23,7 +22,7 @@ from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import StepRecord, noise_like
 from flowgrpo.samplers.solvers import Euler
-from flowgrpo.training import credit, sampling
+from flowgrpo.training import credit, extensions, sampling
 from tests.helpers import features, golden_files, loop, tiny, tiny_runs, tiny_text
 
 
@@ -285,15 +284,15 @@ def test_outside_of_an_epoch_rollouts_keep_nothing():
 REFUSED = [
     ({"train.inner_epochs": 2}, "train.inner_epochs 2, which trains a sample again"),
     ({"train.updates": 2}, "train.updates 2, which trains samples by other weights than drew them"),
-    ({"train.staleness": 1}, "train.staleness, whose samples older weights drew"),
+    ({"train.staleness": 1}, "train.staleness, whose samples earlier weights drew"),
     ({"train.pack": True}, "train.pack, which is about replays"),
-    ({"adapter.rank": 0}, "adapter.rank: 0, whose base model takes the place of the weights"),
+    ({"adapter.rank": 0}, "adapter.rank: 0, which trains all weights in place of a LoRA"),
     ({"memory.offload": "block_level"}, "memory.offload or memory.denoiser, whose weights come and go"),
-    ({"memory.shard": True}, "memory.shard, whose processes share every call"),
+    ({"memory.shard": True}, "memory.shard, whose processes hold shares of the weights"),
     ({"memory.context_parallel": 2}, "memory.context_parallel, whose processes share every call"),
     ({"method": "diffusion_nft"}, "a method that trains noised finals"),
     ({"method": "refl"}, "a method that trains a reward's gradient"),
-    ({"parts.redraw": {"type": "DynamicSampling"}}, "parts.redraw, which drops groups"),
+    ({"parts.redraw": {"type": "DynamicSampling"}}, "parts.redraw, which replaces groups by their rewards"),
     ({"parts.expansion": {"type": "Expansion", "text": "{prompt}, red"}}, "parts.expansion, whose samples are drawn "
      "under other prompts"),
     ({"parts.replay": {"type": "GroupReplay"}}, "parts.replay, which trains samples of earlier epochs"),
@@ -311,16 +310,16 @@ def test_what_it_does_not_go_with_is_refused_in_one_line_and_auto_is_false_there
 
     setup = loop.setup(config(True), kind="pipeline", prompts=[Prompt("red")])
     with pytest.raises(UserError) as error:
-        OnePass.require(setup)
+        extensions.require(OnePass, setup)
     assert str(error.value) == f"train.one_pass is true, which does not go with {reason}: leave one of them out"
-    OnePass.require(replace(setup, config=config("auto")))
-    assert reason in requirements.reasons(config("auto"), setup.method)
+    extensions.require(OnePass, replace(setup, config=config("auto")))
+    assert reason in [*extensions.obstacles(OnePass, replace(setup, config=config("auto")))]
 
 
 def test_what_it_goes_with_is_not_refused():
     for method in METHODS:
         setup = loop.setup(tiny_runs.config("flow", method, train__updates=1), kind="pipeline")
-        assert requirements.reasons(setup.config, setup.method) == []
+        assert not [*extensions.obstacles(OnePass, setup)]
 
 
 @pytest.mark.parametrize("prompts, lines", [(2, "true"), (10**7, "false")])

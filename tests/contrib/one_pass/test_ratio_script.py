@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from flowgrpo.config import load
-from flowgrpo.contrib.one_pass import requirements
-from flowgrpo.methods.validate import resolve
-from tests.helpers import tiny_runs
+from flowgrpo.contrib.one_pass.extension import OnePass
+from flowgrpo.training import extensions
+from tests.helpers import loop, tiny_runs
 
 sys.path.append(str(Path(__file__).parents[3] / "scripts"))
 
@@ -24,7 +24,7 @@ def test_a_line_has_the_median_and_every_repetition():
 @pytest.mark.parametrize("case", one_pass_ratio.CASES)
 def test_every_case_is_a_run_with_and_without_it(case):
     config = load(one_pass_ratio.RECIPE, one_pass_ratio.SMALL | one_pass_ratio.CASES[case] | {"train.one_pass": "true"})
-    assert requirements.reasons(config, resolve(config)) == []
+    extensions.require(OnePass, loop.setup(config, "pipeline"))
 
 
 def test_every_repetition_runs_an_epoch_of_each_kind():

@@ -7,11 +7,12 @@ from collections import Counter
 import pytest
 import torch
 
-from flowgrpo.contrib.staleness.requirements import check
+from flowgrpo.contrib.staleness.extension import Staleness
 from flowgrpo.errors import UserError
 from flowgrpo.text.samplers import partial
 from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.training import sampling, state
+from flowgrpo.training.extensions import require
 from tests.helpers import loop, tiny_text
 from tests.helpers.tiny_runs import next_epochs
 
@@ -164,4 +165,4 @@ def test_a_checkpoint_amid_an_epoch_has_the_completions_of_the_one_before(tmp_pa
 def test_what_cannot_go_on_is_refused(options, named):
     settings = tiny_text.config(text__over_provision=0.5, **options)
     with pytest.raises(UserError, match=f"text.over_provision is 0.5, which does not go with .*{named}"):
-        check(loop.setup(settings, "causal_lm"))
+        require(Staleness, loop.setup(settings, "causal_lm"))

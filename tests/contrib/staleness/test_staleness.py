@@ -10,11 +10,11 @@ import torch
 
 from flowgrpo.contrib.staleness.decoupled import behaviour_weights
 from flowgrpo.contrib.staleness.extension import Staleness
-from flowgrpo.contrib.staleness.requirements import check
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import UserError
 from flowgrpo.objectives import Clip
 from flowgrpo.training import state
+from flowgrpo.training.extensions import require
 from tests.helpers import loop, tiny, tiny_runs, tiny_text
 from tests.helpers.tiny_runs import next_epochs
 
@@ -265,7 +265,7 @@ def test_a_stop_while_a_reward_hangs_saves_what_was_drawn(tmp_path):
 def test_what_cannot_be_drawn_ahead_is_refused(options, named):
     settings = tiny.config(train__staleness=1, **options)
     with pytest.raises(UserError, match=f"train.staleness is 1, which does not go with .*{named}"):
-        check(loop.setup(settings, "pipeline"))
+        require(Staleness, loop.setup(settings, "pipeline"))
 
 
 @pytest.mark.parametrize("reward", [lambda images, prompts, metadata, memory: [], lambda images, prompts, epoch: [],
@@ -273,7 +273,7 @@ def test_what_cannot_be_drawn_ahead_is_refused(options, named):
 def test_rewards_that_follow_the_run_and_several_processes_are_refused(reward):
     settings = tiny.config(train__staleness=1)
     with pytest.raises(UserError, match="the reward 'memory', which re"):
-        check(loop.setup(settings, "pipeline", rewards={"memory": reward}))
+        require(Staleness, loop.setup(settings, "pipeline", rewards={"memory": reward}))
     with pytest.raises(UserError, match="2 processes"):
-        check(loop.setup(settings, "pipeline", processes=2))
-    check(loop.setup(settings, "pipeline", rewards={"red": tiny.red}))
+        require(Staleness, loop.setup(settings, "pipeline", processes=2))
+    require(Staleness, loop.setup(settings, "pipeline", rewards={"red": tiny.red}))
