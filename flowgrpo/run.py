@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,33 +12,24 @@ from flowgrpo.arguments import OMITTED, Omitted, Prompts, Rewards, configured
 from flowgrpo.config.schema import Config
 from flowgrpo.data import provenance
 from flowgrpo.data.prompts import Prompt, of_records
-from flowgrpo.device import described, rounded_products
+from flowgrpo.device import rounded_products
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.watch import Watch
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
-from flowgrpo.evaluation.nouns import SAMPLE
-from flowgrpo.evaluation.report import snapshots
 from flowgrpo.log import silence
 from flowgrpo.methods.method import Method
-from flowgrpo.methods.setup import Setup
-from flowgrpo.methods.validate import substituted
 from flowgrpo.packages import require_versions
 from flowgrpo.policies import build
-from flowgrpo.policies.pipelines import prompt_lengths
-from flowgrpo.policies.weights.low_precision import notice
 from flowgrpo.policies.weights.restore import as_before
-from flowgrpo.storage import atomic, lock
-from flowgrpo.storage.places import CRASH
 from flowgrpo.train import Trainer
 from flowgrpo.training import (
     announcement,
     batch_size,
     checks,
     endings,
-    hints,
-    inputs,
-    run_folder,
+    loading,
+    run_files,
     state,
     tracker,
     trial,
@@ -68,30 +58,14 @@ def _checked(ready: Ready, prompts: list[Prompt] | None, asked: str) -> dict[str
 
     setup, config = ready.setup, ready.setup.config
     if setup.first:
-        print(f"device: {described(setup.device)}\nprecision: {ready.precision}", flush=True)
-        for line in hints.of_machine(asked, setup.device):
+        for line in loading.before(setup, ready.precision, asked):
             print(line, flush=True)
     set_seed(config.seed)
-    loaded = _load(setup) if setup.loaded is None else setup.loaded
+    loaded = loading.load(setup) if setup.loaded is None else setup.loaded
     checks.require(checks.OF_MODEL, replace(setup, loaded=loaded))
     listed = provenance.prompt_lines(config, prompts) if setup.first else None
     with as_before(setup.loaded), rounded_products(config.precision, setup.device):
         return _train(ready, loaded, listed)
-
-
-def _load(setup: Setup) -> Any:
-    """Load the model of a run; the first process prints what and how long."""
-    config, first, start = setup.config, setup.first, time.monotonic()
-    if first:
-        print(f"loading {config.model} ...", flush=True)
-    encoded = build.encoded(config, setup.prompts)
-    loaded = build.load(config, encoders=not encoded)
-    if first and encoded:
-        print(f"text encoders are not loaded: all prompts are encoded in {config.cache}", flush=True)
-    if first:
-        print(f"loaded in {time.monotonic() - start:.1f} s: {announcement.described(loaded)}"
-              + announcement.SAFETY * build.has_checker(config), flush=True)
-    return loaded
 
 
 def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
@@ -104,29 +78,17 @@ def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
     if ready.last:
         state.restore(trainer, ready.last)
     trial.require(trainer, measured)
-    preview = trainer.method.rollout.preview
-    for line in (substituted(config, trainer.method),
-                 notice(preview.precision, policy.device) if preview else None) if trainer.processes.first else ():
-        if line:
-            print(line, flush=True)
-    if policy.modality != "text" and trainer.processes.first:
-        texts = [prompt.text for prompt in setup.prompts]
-        if line := prompt_lengths.cut(policy.pipe, config.call, texts):
+    if trainer.processes.first:
+        for line in loading.behind(config, trainer.method, policy, setup.prompts):
             print(line, flush=True)
     with contextlib.ExitStack() as stack:
         if trainer.processes.first:
-            prepare(config, trainer.epoch, resumed, ready.changes, stack)
-            if listed is not None:
-                atomic.write_text(folder / provenance.PROMPTS, listed)
-            inputs.write(folder, inputs.of_run(config, setup.split))
-            snapshots.begin(folder, trainer.epoch, setup.device, trainer.processes.count, ready.precision,
-                            SAMPLE[policy.modality], policy.unit)
+            stack.enter_context(run_files.held(config, trainer.epoch, resumed, ready.changes))
+            run_files.write(replace(setup, config=config), trainer.epoch, policy, ready.precision, listed)
         tracker.start(ready.accelerator, config, trainer.epoch, resumed=resumed)
         stack.callback(ready.accelerator.end_training)
         with endings.evaluating(trainer, folder, "first"):
             before = held_out.before(trainer, measured, folder, reuse=resumed)
-        if trainer.processes.first:
-            snapshots.stage(folder, "before", 0, before)
         if not resumed:
             tracker.show(ready.accelerator, folder, 0, "before")
         trainer.train(folder, measured)
@@ -134,24 +96,6 @@ def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
             summary = held_out.finish(trainer, measured, folder, before, ready.began, resumed)
         tracker.show(ready.accelerator, folder, trainer.epoch, "after", "best", "worst")
         return summary
-
-
-def prepare(config: Config, epoch: int, resumed: bool, changes: list[str], stack: contextlib.ExitStack) -> None:
-    """Prepare the run's folder: archive an earlier run, or resume this one after `epoch`.
-
-    The folder is locked against other runs until `stack` is closed.
-    """
-    folder = config.folder
-    run_folder.require_free(folder)
-    if not resumed and (moved := run_folder.set_aside(folder)):
-        print(f"{folder} held an earlier run, which is now {moved}")
-    for change in changes:
-        print(f"resumed with {change}")
-    stack.enter_context(lock.held(folder))
-    (folder / CRASH).unlink(missing_ok=True)
-    stack.enter_context(run_folder.crash_kept(folder))
-    atomic.write_text(folder / "config.yaml", config.yaml())
-    run_folder.keep_lines(folder / "metrics.jsonl", epoch)
 
 
 def align(model: Any = OMITTED, rewards: Rewards | Omitted = OMITTED, prompts: Prompts | Omitted = OMITTED,

@@ -5,7 +5,6 @@ Language models: language.py.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,40 +13,29 @@ from typing import Any
 
 import torch
 
-from flowgrpo.check import memory, reward_models, tiny
-from flowgrpo.check.gradients import GROUP, RANK, gradient_error, gradient_norm, require_exact
+from flowgrpo.check import loading, memory, replays, reward_models
+from flowgrpo.check.gradients import GROUP, RANK
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Adapter, Load
 from flowgrpo.data.prompts import load_prompts
-from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.presets.denoising import mix_grpo
 from flowgrpo.policies import build, options
 from flowgrpo.policies.pipelines import conditioned, mid_loop_check
-from flowgrpo.policies.pipelines.call import unlogged
 from flowgrpo.policies.pipelines.conditioned import has_ip_adapter
 from flowgrpo.policies.pipelines.conditioning import Conditioning
-from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.pipelines.prompt_inputs import PICTURES, names
 from flowgrpo.policies.precision import resolve_precision
 from flowgrpo.policies.weights.lora_files import loader
 from flowgrpo.samplers import cost
 from flowgrpo.samplers.grids import shifted
-from flowgrpo.samplers.growth import explore
-from flowgrpo.samplers.kernels import FlowDDIM
-from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.predictions import prediction
-from flowgrpo.samplers.replay import replay
-from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import Segment
-from flowgrpo.samplers.solvers import Euler
-from flowgrpo.starter import FOLDERS
 
 PROMPT = "a red circle"
 SIDE = 512  # pixels of a stand-in picture where the call states no size
-LIKE = 0.8  # minimum similarity at which a name is a misspelt class, not a hub id
 STEPS, SAMPLES = 10, 12  # of the example whose cost is reported
 
 
@@ -57,10 +45,10 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
     config = config.model_copy(update={"load": config.load if config.model == model else Load()})
     config, precision = resolve_precision(config, device, None if isinstance(model, str) else model[0])
     method = options.checked(config, build.PIPELINE, device)
-    pipe, call = _loaded(model, config) if isinstance(model, str) else model
+    pipe, call = loading.loaded(model, config) if isinstance(model, str) else model
     result |= {"precision": precision, "pipeline": type(pipe).__name__, "scheduler": type(pipe.scheduler).__name__,
                "prediction": prediction(pipe.scheduler), "weights": memory.held(pipe.components.values())}
-    refuse(type(pipe))
+    loading.refuse(type(pipe))
     torch.manual_seed(0)  # initial adapter weights, so that a report is repeatable
     policy = PipelinePolicy(pipe, config.adapter, device=device, precision=config.precision, call=call,
                             checkpointing=config.train.recomputed, memory=config.memory,
@@ -77,11 +65,11 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
     result["guidance"] = _guidance(policy, conditioning)
     policy.guidance = config.train.guidance
     result["timesteps_per_call"] = "one per row" if policy.vector(conditioning) else "one"
-    _replayed(policy, conditioning, result, min(GROUP, config.train.rows))
+    replays.replayed(policy, conditioning, result, min(GROUP, config.train.rows))
     mid_loop_check.require(policy, conditioning, recipe is None or _goes_on(method, config))
-    _require_equal(policy, result)
+    replays.require_equal(policy, result)
     if policy.dtype == torch.float32 and not config.adapter.dora:
-        _differentiated(policy, conditioning, result)
+        replays.differentiated(policy, conditioning, result)
     with TemporaryDirectory() as folder:
         policy.weights.save(Path(folder))  # reads the file back and raises if it differs
     if recipe is None and policy.process == "vp":  # the default method is for flows only
@@ -109,40 +97,6 @@ def _brought(policy: PipelinePolicy, recipe: Config | None) -> Any:
     for name in missing:
         policy.given.setdefault(name, Image.linear_gradient("L").convert("RGB").resize(size))
     return None
-
-
-class Unknown(UserError):
-    """Error: the model is not available, so nothing can be reported."""
-
-
-def _loaded(model: str, config: Config) -> tuple[Any, dict[str, Any]]:
-    """Load the pipeline in the recipe's precision; return it with the arguments of its call."""
-    known = tiny.factories()
-    if Path(model).exists() or model in FOLDERS or not (model in known or model.isidentifier()):
-        return _read(model, config)
-    import diffusers
-
-    if model not in known and hasattr(diffusers, model):
-        refuse(getattr(diffusers, model))
-        raise Unknown(f"there is no tiny instance of {model}, so that nothing is known of it: give a directory or a "
-                      "hub id of such a pipeline")
-    close = difflib.get_close_matches(model, [*known, *FOLDERS], n=1, cutoff=LIKE)
-    if model not in known and not model.endswith("Pipeline") and not close:
-        return _read(model, config)
-    pipe, call = tiny.make(model)
-    with unlogged():  # warnings about modules that loading, unlike casting, would keep in fp32
-        return pipe.to(DTYPES[config.precision]), call
-
-
-def _read(model: str, config: Config) -> tuple[Any, dict[str, Any]]:
-    pipe = load_pipeline(model, config.precision, weights=config.memory.weights, files=config.load, checker=False)
-    return pipe, config.model_copy(update={"model": model}).call
-
-
-def refuse(cls: type) -> None:
-    """Raise UserError for a pipeline class that cannot be driven with any weights."""
-    if not hasattr(cls, "encode_prompt"):
-        raise UserError(f"{cls.__name__} has no encode_prompt: its conditioning cannot be cached")
 
 
 def _sizes(policy: PipelinePolicy, adapter: Adapter) -> dict[str, Any]:
@@ -184,53 +138,10 @@ def _counted(policy: PipelinePolicy) -> Iterator[list[int]]:
             hook.remove()
 
 
-def _replayed(policy: PipelinePolicy, conditioning: Conditioning, result: dict[str, Any], rows: int = GROUP) -> None:
-    """Roll out three steps from two noises, the first two steps stochastic, and replay these two with gradients, both
-    in batches of `rows`. The second step's states come from the pipeline's own loop, not from a replay."""
-    grid, timesteps = mid_loop_check.few_steps(policy, 3)
-    kernel, both = Method().having(kernel=FlowDDIM()).on(policy.process).rollout.kernel, Schedule((0, 1), (0, 1))
-    exploration = RolloutSpec(grid, both, kernel, Euler(), GROUP, GROUP, keep_means=True, timesteps=timesteps)
-    [part] = explore(policy, conditioning, [exploration], rows, seeder(0, 0))
-    [final], errors, ratios = part.finals, [], []
-    result["picture_shape"] = list(policy.decode(final[:1], conditioning).shape[1:])
-    result["latent_shape"] = list(final.shape[1:])
-    for k, at, new in replay(policy, conditioning, part, rows):
-        old = part.transitions[k].old
-        assert old.mean is not None  # keep_means
-        errors.append((new.mean.detach() - old.mean[at].to(new.mean)).abs().max())
-        ratios.append((new.logp.detach() - old.logp[at].to(new.logp)).abs().max())
-        new.logp.sum().backward()
-    result["replay_error"] = torch.stack(errors).max().item()
-    result["first_log_ratio"] = torch.stack(ratios).max().item()
-    modules = [module for module in policy.pipe.components.values() if isinstance(module, torch.nn.Module)]
-    result["lora_grad"] = gradient_norm(modules, policy.weights)
-
-
 def _goes_on(method: Method, config: Config) -> bool:
     train = config.train
     grid = shifted(train.steps, train.shift)
     return mid_loop_check.goes_on(method, method.explorations(grid, train.group, train.shift, 0, config.seed))
-
-
-def _require_equal(policy: PipelinePolicy, result: dict[str, Any]) -> None:
-    """Raise UserError if replay and rollout differ in fp32. In lower precision a run recomputes old log-probabilities.
-    """
-    if policy.exact and not result["first_log_ratio"] <= policy.exact:
-        raise UserError(f"replay and rollout disagree: |log ratio| {result['first_log_ratio']:.1e}, expected at most "
-                        f"{policy.exact:.0e}; look for dropout or a random module"
-                        + ", and try without train.checkpointing" * bool(policy.checkpointing))
-
-
-def _differentiated(policy: PipelinePolicy, conditioning: Conditioning, result: dict[str, Any]) -> None:
-    """Store the gradient error of a step's squared output."""
-    grid, timesteps = mid_loop_check.few_steps(policy, 3)
-    x, _ = policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
-
-    def size() -> torch.Tensor:
-        return policy.replay(conditioning, x, grid, 1, timesteps).double().square().mean()
-
-    result["gradient_error"] = gradient_error(size, policy.weights)
-    require_exact(result)
 
 
 def _cost(recipe: Config | None, method: Method) -> dict[str, float]:

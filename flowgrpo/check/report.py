@@ -33,7 +33,8 @@ from typing import Any
 import torch
 
 from flowgrpo.check import tiny
-from flowgrpo.check.pipelines import Unknown, drive
+from flowgrpo.check.loading import Unknown
+from flowgrpo.check.pipelines import drive
 from flowgrpo.check.tiny import texts
 from flowgrpo.config.schema import Config
 from flowgrpo.device import ran_out

@@ -9,7 +9,6 @@ sampling again. Under `accelerate launch` or `torchrun` every process takes an e
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -29,23 +28,17 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import best_of as choice
-from flowgrpo.evaluation import checkpoints, draw, findings, held_out, images, measured, run_rewards
+from flowgrpo.evaluation import checkpoints, draw, held_out, images, results, run_rewards
 from flowgrpo.evaluation import enhancer as rewriter
 from flowgrpo.evaluation.ledger import BaseLedger, Place
-from flowgrpo.evaluation.pages import rlg_sweep
-from flowgrpo.evaluation.pages.before_after import means_of
-from flowgrpo.evaluation.pages.grid import Row, draw_grid
-from flowgrpo.evaluation.pass_at_k import tries, verdicts
 from flowgrpo.evaluation.plan import BASE, TUNED, Medium, Plan, digest
 from flowgrpo.policies import build
 from flowgrpo.rewards import Failed, pairwise
 from flowgrpo.rewards.remote import exchange
 from flowgrpo.rewards.score import columns
-from flowgrpo.storage import atomic, paths
-from flowgrpo.storage.json_files import finite
+from flowgrpo.storage import paths
 
 AT_ONCE = 8  # samples scored in one call
-SHOWN = 12  # prompts of the page
 
 
 @images.memory_told()
@@ -96,7 +89,7 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
     failed = _make(plan, chosen, functions, ledger, known, processes, batch or plan.medium.together)
     if not processes.first:
         return {}
-    return _finish(plan, chosen, functions, ledger, failed, apart)
+    return results.write(plan, chosen, functions, ledger, failed, apart)
 
 
 def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, steps: int | None,
@@ -220,47 +213,3 @@ def _score(places: Sequence[Place], suite: Suite, functions: dict[str, Any], led
         ledger.write(place, {name: float(np.float32(value))  # as `rewards.score` returns it
                              for name, value in lacked.items() if not isinstance(value, Failed)})
     return failed
-
-
-# --- findings --------------------------------------------------------------------------------------------------------
-
-def _finish(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedger, failed: dict[str, int],
-            apart: Callable) -> dict[str, Any]:
-    known, shape = ledger.read(), (len(suite.cases), plan.samples)
-    scores = {arm: {name: np.array([[known[place].get(name, math.nan) for place in row] for row in _places(arm, shape)])
-                    for name in functions} for arm in plan.arms}
-    spread = {arm: np.array([[apart(ledger.batch(row))] for row in _places(arm, shape)]) for arm in plan.arms} \
-        if plan.samples > 1 else {}
-    trained = list(plan.config.trained) if plan.config else None
-    summary = findings.summarise(suite, scores, spread, trained, f"{plan.medium.unit}s")
-    results = {"suite": {"name": suite.name, "format": suite.form, "prompts": shape[0]}, **plan.told(),
-               "unit": plan.medium.unit, "failed": failed, **summary,
-               "tries": {arm: tries({name: scores[arm][name] for name in verdicts(functions)},
-                                    _answers(arm, shape, functions, ledger)) for arm in plan.arms}}
-    text = json.dumps(finite(results), indent=2)
-    atomic.write_text(ledger.folder / "results.json", text + "\n")
-    atomic.write_text(ledger.folder / "table.md", findings.markdown(results))
-    _page(plan, suite, scores, ledger)
-    if plan.rlg == "sweep":
-        rlg_sweep.plot(rlg_sweep.curves(plan.arms, results["arms"]), ledger.folder / "rlg.png")
-    return results
-
-
-def _places(arm: str, shape: tuple[int, int]) -> list[list[Place]]:
-    """Return the places of N prompts with S samples each."""
-    return [[Place(arm, i, k) for k in range(shape[1])] for i in range(shape[0])]
-
-
-def _answers(arm: str, shape: tuple[int, int], functions: dict[str, Any], ledger: BaseLedger) -> dict[str, list]:
-    """Return the answers of an arm's texts [N,S], by the rewards that extract an answer."""
-    reading = {name: reward.function for name, reward in functions.items() if hasattr(reward.function, "answer")}
-    return {name: [[function.answer(text) for text in ledger.batch(row)] for row in _places(arm, shape)]
-            for name, function in reading.items()}
-
-
-def _page(plan: Plan, suite: Suite, scores: dict[str, dict[str, np.ndarray]], ledger: BaseLedger) -> None:
-    """Write a page of some prompts, evenly over the suite, with the first sample of each arm."""
-    rows = [Row(suite.cases[i].prompt.text, [ledger.load(Place(arm, i, 0)) for arm in plan.arms],
-                [{name: float(values[i, 0]) for name, values in scores[arm].items()} for arm in plan.arms])
-            for i in measured.evenly(len(suite.cases), SHOWN)]
-    draw_grid(ledger.folder / "grid.png", list(plan.arms), rows, means_of([scores[arm] for arm in plan.arms]))

@@ -52,7 +52,17 @@ def _measure(trainer: Trainer, functions: dict[str, Any], title: str,
 
 
 def before(trainer: Trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Measured:
-    """Return the base's scores, measured once per run. A resumed run reads them back if it measures in the same way."""
+    """Return the base's scores, measured once per run and kept as its first stage.
+
+    A resumed run reads them back if it measures in the same way.
+    """
+    measured = _base(trainer, functions, folder, reuse)
+    if trainer.processes.first:
+        snapshots.stage(folder, "before", 0, measured)
+    return measured
+
+
+def _base(trainer: Trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Measured:
     if trainer.processes.first:
         snapshots.write(folder / snapshots.FOLDER / "ranges.json",
                         {name: rewards.about(reward).range for name, reward in functions.items()})

@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import EDMEulerScheduler
 
-from flowgrpo.check import memory, pipelines, report
+from flowgrpo.check import memory, replays, report
 from flowgrpo.cli import main
 from flowgrpo.config import Config, load
 from flowgrpo.config.sections import Adapter
@@ -143,8 +143,8 @@ def test_a_random_denoiser_is_found_out():
     policy.pipe.transformer.register_forward_hook(lambda _, args, out: (out[0] + 0.01 * torch.randn(out[0].shape),))
     found = {}
     with pytest.raises(UserError, match=r"replay and rollout disagree: \|log ratio\| "):
-        pipelines._replayed(policy, policy.encode(["a"]), found)
-        pipelines._require_equal(policy, found)
+        replays.replayed(policy, policy.encode(["a"]), found)
+        replays.require_equal(policy, found)
     assert found["first_log_ratio"] > 1e-6 and found["replay_error"] > 0
 
 
@@ -195,7 +195,7 @@ def test_a_frozen_adapter_is_found_out():
     first = policy.weights.parameters()[0]
     policy.pipe.transformer.register_forward_hook(lambda _, args, out: (out[0].detach() + 0 * first.sum(),))
     with pytest.raises(UserError, match="the gradient that reaches the adapter has the norm 0.0"):
-        pipelines._replayed(policy, policy.encode(["a"]), {})
+        replays.replayed(policy, policy.encode(["a"]), {})
 
 
 def test_of_a_class_without_a_tiny_instance_nothing_is_known(capsys):

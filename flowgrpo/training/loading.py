@@ -1,0 +1,57 @@
+"""Loading of a run's model, and the lines that tell of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from flowgrpo.config.schema import Config
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.device import described
+from flowgrpo.methods.method import Method
+from flowgrpo.methods.setup import Setup
+from flowgrpo.methods.validate import substituted
+from flowgrpo.policies import build
+from flowgrpo.policies.pipelines import prompt_lengths
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.policies.policy import Policy
+from flowgrpo.policies.weights.low_precision import notice
+from flowgrpo.training import announcement, hints
+
+
+def before(setup: Setup, precision: str, asked: str) -> Iterator[str]:
+    """Yield the lines of a run whose model is not loaded yet.
+
+    precision: in words; asked: as the recipe has it, `auto` included.
+    """
+    yield f"device: {described(setup.device)}"
+    yield f"precision: {precision}"
+    yield from hints.of_machine(asked, setup.device)
+
+
+def load(setup: Setup) -> Any:
+    """Load the model of a run; the first process prints what and how long."""
+    config, first, start = setup.config, setup.first, time.monotonic()
+    if first:
+        print(f"loading {config.model} ...", flush=True)
+    encoded = build.encoded(config, setup.prompts)
+    loaded = build.load(config, encoders=not encoded)
+    if first and encoded:
+        print(f"text encoders are not loaded: all prompts are encoded in {config.cache}", flush=True)
+    if first:
+        print(f"loaded in {time.monotonic() - start:.1f} s: {announcement.described(loaded)}"
+              + announcement.SAFETY * build.has_checker(config), flush=True)
+    return loaded
+
+
+def behind(config: Config, method: Method, policy: Policy, prompts: list[Prompt]) -> Iterator[str]:
+    """Yield the lines on what a loaded model does otherwise than the recipe says."""
+    if line := substituted(config, method):
+        yield line
+    preview = method.rollout.preview
+    if preview and (line := notice(preview.precision, policy.device)):
+        yield line
+    texts = [prompt.text for prompt in prompts]
+    if isinstance(policy, PipelinePolicy) and (line := prompt_lengths.cut(policy.pipe, config.call, texts)):
+        yield line
