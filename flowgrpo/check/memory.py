@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +25,25 @@ from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.samplers.scheduler import Segment
 
 KEPT = 4  # fp32 copies of a trained parameter: value, gradient, AdamW's two moments
+# Rare features whose `add(phases, measured)` adds what they keep, and the runs that have them.
+FEATURES: dict[str, Callable[[Config], bool]] = {
+    "contrib.staleness.memory": lambda config: config.train.staleness > 0,
+    "contrib.one_pass.memory": lambda config: config.train.one_pass is True}
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """Run whose memory is counted.
+
+    recorded: bytes of what an epoch's rollout keeps on the device. activations: bytes that the replay of one row keeps
+    for its backward.
+    """
+
+    policy: PipelinePolicy
+    config: Config
+    conditioning: Conditioning
+    recorded: int
+    activations: int
 
 
 def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning, rewards: int = 0
@@ -35,8 +56,7 @@ def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning, r
     The whole pipeline stays on the device, so its weights are in every phase. Offloaded text encoders count only in
     encode; a denoiser that makes room for them does not; offloaded recorded states count in none. Of offloaded blocks
     the largest counts.
-    With `train.staleness` the recorded states of that many epochs more are in all phases. With `train.one_pass: true`
-    the activations of all trained states are kept from the rollout to the update.
+    A rare feature adds what it keeps (`FEATURES`).
     Activations are those one row's forward keeps for the backward, with the policy's guidance and checkpointing, times
     the micro-batch. Not counted: temporary memory of kernels, and the one block that checkpointing recomputes at a
     time. Decoding is the peak of a micro-batch.
@@ -46,12 +66,8 @@ def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning, r
     x, activations = _one_row(policy, conditioning)
     kept_here = policy.states == policy.device
     recorded = _recorded(policy, config, conditioning, x) if kept_here else 0
-    waiting = {"epochs drawn ahead": recorded * config.train.staleness} if config.train.staleness else {}
-    held, states = held | waiting, {"recorded states": recorded}
+    states = {"recorded states": recorded}
     rows = geometry(config.train).micro_batch
-    if config.train.one_pass is True:
-        states["graphs of the rollout"] = activations * _evaluated(policy, config, conditioning)
-        activations = 0
     moments = {"adamw": 2 * trained, "adamw8bit": trained // 2}[config.train.optimizer]
     update = {"gradients and optimizer": trained + moments, "activations": activations * rows}
     prompt = tensor_bytes(tensor for tensor in tree_leaves(conditioning.calls) if torch.is_tensor(tensor))
@@ -60,9 +76,14 @@ def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning, r
     first = held | ({} if policy.encoders.beside is None else {"denoisers": 0})
     scoring = {"reward models": rewards} if rewards else {}
     staying = scoring if config.memory.rewards == "keep" else {}
-    return {"encode": first | staying, "rollout": later | states | scoring,
-            "decode": later | states | scoring | {"decoding": _decoding(policy, conditioning, x, rows)},
-            "update": later | states | staying | update}
+    phases = {"encode": first | staying, "rollout": later | states | scoring,
+              "decode": later | states | scoring | {"decoding": _decoding(policy, conditioning, x, rows)},
+              "update": later | states | staying | update}
+    for module, wanted in FEATURES.items():
+        if wanted(config):
+            import_module(f"flowgrpo.{module}").add(phases, Measured(policy, config, conditioning, recorded,
+                                                                     activations))
+    return phases
 
 
 def total(phase: dict[str, int]) -> float:
@@ -168,7 +189,7 @@ class Peak(TorchDispatchMode):
 def _recorded(policy: PipelinePolicy, config: Config, conditioning: Conditioning, x: torch.Tensor) -> int:
     """Return bytes of what an epoch's rollout keeps: the states around every trained step and at the end, each in the
     dtype of x, one state, and fp32 means of the old policy if the loss reads them."""
-    train, (method, grid, explorations) = config.train, _planned(policy, config, conditioning)
+    train, (method, grid, explorations) = config.train, planned(policy, config, conditioning)
     noised = method.noised(grid, train.group, 0, config.seed)
     if noised is not None:  # states, targets, old velocities, and finals of the sampled part
         times = len(noised.schedule.trained)
@@ -178,28 +199,13 @@ def _recorded(policy: PipelinePolicy, config: Config, conditioning: Conditioning
     return train.prompts * sum(states * tensor_bytes([x]) + means * 4 * x.numel() for states, means in counts)
 
 
-def _planned(policy: PipelinePolicy, config: Config, conditioning: Conditioning
+def planned(policy: PipelinePolicy, config: Config, conditioning: Conditioning
              ) -> tuple[Method, torch.Tensor, list[RolloutSpec]]:
     """Return the method of a run, its grid, and its explorations in the first epoch."""
     train, method = config.train, validate.resolve(config, policy.process)
     grid, timesteps = make_grid(train.grid, train.steps, train.shift, policy.stock, policy.strength,
                                 partial(policy.stock_grid, conditioning))
     return method, grid, method.explorations(grid, train.group, train.own_shift, 0, config.seed, timesteps)
-
-
-def _evaluated(policy: PipelinePolicy, config: Config, conditioning: Conditioning) -> int:
-    """Return the number of an epoch's states that a trained step leaves, each of which is evaluated once."""
-    _, _, explorations = _planned(policy, config, conditioning)
-    return config.train.prompts * sum(left(exploration) for exploration in explorations)
-
-
-def left(exploration: RolloutSpec) -> int:
-    """Return the number of states of one prompt that a trained step leaves."""
-    nodes, count = exploration.roots, 0
-    for step in range(exploration.steps):
-        count += nodes * (step in exploration.schedule.trained)
-        nodes *= exploration.splits.get(step, 1)
-    return count
 
 
 def _per_group(exploration: RolloutSpec) -> tuple[int, int]:

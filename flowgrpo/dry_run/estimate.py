@@ -20,6 +20,7 @@ import torch
 
 from flowgrpo.config.geometry import geometry, prompts_per_part
 from flowgrpo.config.schema import Config
+from flowgrpo.contrib.one_pass.extension import require_one_pass
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.data.sets import SETS
 from flowgrpo.device import AUTO, DTYPES
@@ -96,7 +97,7 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
     """
     config = _covered(config)
     shape = geometry(config.train, processes)
-    one_pass.require(config, processes)
+    require_one_pass(config, processes)
     few = min(shape.prompts, prompts_per_part(shape.group, shape.micro_batch) * config.train.updates)
     meta = MetaGPU(gpu)
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):

@@ -8,8 +8,8 @@ from typing import Any
 
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
+from flowgrpo.contrib.one_pass.extension import settled
 from flowgrpo.device import AUTO
-from flowgrpo.dry_run import one_pass
 from flowgrpo.dry_run.estimate import Estimate, dry_run
 from flowgrpo.errors import UserError
 from flowgrpo.gpus import GPU, GPUS
@@ -111,7 +111,7 @@ def batch_settings(config: Config, room: float, pipe: Any = None, processes: int
 def settle(config: Config, gpu: GPU, processes: int = 1) -> Config:
     """Return a recipe with values in place of `auto`: those that fit the GPU, or else that take the least memory."""
     config = _batch(config, gpu, processes)
-    return one_pass.settle(config, processes, lambda held: not dry_run(held, gpu, processes).above(gpu.room))
+    return settled(config, processes, lambda held: not dry_run(held, gpu, processes).above(gpu.room))
 
 
 def _batch(config: Config, gpu: GPU, processes: int) -> Config:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 from flowgrpo.check import memory, reward_models
+from flowgrpo.config.schema import Config
 from flowgrpo.contrib.one_pass.held import HeldPart, HeldSteps
 from flowgrpo.device import AUTO, free_memory
 from flowgrpo.methods import capabilities, targets
 from flowgrpo.methods.setup import Setup
+from flowgrpo.methods.validate import resolve
 from flowgrpo.policies import build
 from flowgrpo.policies.pipelines import encoded_prompts
 from flowgrpo.training import extensions
@@ -91,6 +93,29 @@ class OnePass(Extension):
 
     def on_trained(self, epoch: Epoch) -> Metrics:
         return {"one_pass/states": self.trainer.processes.total([self.states])[0]}
+
+
+def settled(config: Config, processes: int, fits: Callable[[Config], bool]) -> Config:
+    """Return a recipe with a value in place of `auto`: true where it goes with the run and fits. fits: a test of a
+    recipe with graphs."""
+    train = config.train
+    if train.one_pass != AUTO:
+        return config
+    held, replayed = (config.model_copy(update={"train": train.model_copy(update={"one_pass": value})})
+                      for value in (True, False))
+    goes = not any(extensions.obstacles(OnePass, setup_of(config, processes)))
+    return held if goes and fits(held) else replayed
+
+
+def require_one_pass(config: Config, processes: int) -> None:
+    """Raise UserError for a recipe with `train.one_pass: true` that cannot have it."""
+    if config.train.one_pass is True:
+        extensions.require(OnePass, setup_of(config, processes))
+
+
+def setup_of(config: Config, processes: int) -> Setup:
+    """Return what is known of a pipeline's run by its recipe alone."""
+    return Setup(config, build.PIPELINE, resolve(config), processes=processes)
 
 
 def _chosen(trainer: Any) -> bool:
