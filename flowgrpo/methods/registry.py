@@ -5,100 +5,26 @@ from __future__ import annotations
 import dataclasses
 from types import ModuleType
 
-from flowgrpo.advantages import (
-    baselines,
-    correctness,
-    gae,
-    group,
-    selection,
-    shaping,
-    step_credit,
-    token_credit,
-    trackers,
-)
-from flowgrpo.advantages.group import AdvantageRule
-from flowgrpo.advantages.shaping import Shaping
-from flowgrpo.advantages.token_credit import TokenCredit
-from flowgrpo.curriculum import expansion, gradient_variance, history, order, resampling
+from flowgrpo.advantages import places as advantages
+from flowgrpo.curriculum import places as curriculum
 from flowgrpo.methods import adapted, data_sources, supervised, targets
 from flowgrpo.methods.by_name import ByName
 from flowgrpo.methods.groups import Credit, Denoising, Loss
-from flowgrpo.objectives import (
-    actor_critic,
-    balance,
-    best_path,
-    forward_process,
-    kl,
-    pair_losses,
-    ratios,
-    reductions,
-    references,
-    schedules,
-    sequence_losses,
-    step_weights,
-    supervised_weights,
-    surrogates,
-)
-from flowgrpo.objectives.balance import Balance
-from flowgrpo.objectives.kl import Penalty
-from flowgrpo.objectives.ratios import LogRatio
-from flowgrpo.objectives.supervised_weights import TokenWeight
-from flowgrpo.objectives.surrogates import Surrogate
-from flowgrpo.samplers import (
-    grids,
-    kernels,
-    latent_edits,
-    learned_noise,
-    noised_finals,
-    old_policy,
-    plans,
-    preview,
-    pruning,
-    reward_gradient,
-    solvers,
-)
+from flowgrpo.objectives import places as objectives
+from flowgrpo.samplers import places as samplers
 
-# By the field of a Method, or of a part in it. A new part goes into one of these modules, or its module into a line;
-# one of `text` or `contrib` goes into LATER.
-MODULES: dict[str, tuple[ModuleType, ...]] = {
-    "target": (targets,),
-    "kernel": (kernels, learned_noise),
-    "decoding": (),
-    "plan": (plans,),
-    "solver": (solvers,),
-    "tail": (grids,),
-    "preview": (preview,),
-    "pruning": (pruning,),
-    "shaping": (shaping,),
-    "advantage": (group, baselines, trackers, correctness),
-    "selection": (selection,),
-    "log_ratio": (ratios,),
-    "surrogate": (surrogates, forward_process, sequence_losses, actor_critic, pair_losses),
-    "step_weight": (step_weights,),
-    "reduction": (reductions,),
-    "kl": (kl,),
-    "kl.schedule": (schedules,),
-    "reference": (references,),
-    "rehearsal": (),
-    "tuning": (best_path,),
-    "data": (supervised,),
-    "data.source": (data_sources,),
-    "data.balance": (balance,),
-    "data.token_weight": (supervised_weights,),
-    "times": (noised_finals,),
-    "lag": (old_policy,),
-    "backprop": (reward_gradient,),
-    "relaxation": (),
-    "edit": (latent_edits,),
-    "adapted": (adapted,),
-    "draws": (),
-    "spread": (token_credit,),
-    "curriculum": (order, gradient_variance, history),
-    "expansion": (expansion,),
-    "redraw": (resampling,),
-    "replay": (),
-    "value": (gae,),
-    "progress": (step_credit,)}
+# The field of a Method, or of a part in it, and the modules of its parts. A new part goes into one of these modules, or
+# its module into the table of its folder; one of `text` or `contrib` goes into LATER.
+_ORDER = ("target", "kernel", "decoding", "plan", "solver", "tail", "preview", "pruning", "shaping", "advantage",
+          "selection", "log_ratio", "surrogate", "step_weight", "reduction", "kl", "kl.schedule", "reference",
+          "rehearsal", "tuning", "data", "data.source", "data.balance", "data.token_weight", "times", "lag", "backprop",
+          "relaxation", "edit", "adapted", "draws", "spread", "curriculum", "expansion", "redraw", "replay", "value",
+          "progress")
+_OWN: dict[str, tuple[ModuleType, ...]] = {
+    "target": (targets,), "data": (supervised,), "data.source": (data_sources,), "adapted": (adapted,)}
+_ALL = advantages.MODULES | curriculum.MODULES | objectives.MODULES | samplers.MODULES | _OWN
+MODULES: dict[str, tuple[ModuleType, ...]] = {place: _ALL.get(place, ()) for place in _ORDER}
+assert _ALL.keys() <= MODULES.keys(), "a place is missing"
 # Parts of `text` and `contrib` by place and module, which are loaded when one is named; a test compares.
 LATER: dict[str, dict[str, str]] = {
     "target": {"text.targets": "Completions RelaxedTraces"},
@@ -136,10 +62,9 @@ LATER: dict[str, dict[str, str]] = {
         "contrib.variants.parts": "Variations"},
     "redraw": {"contrib.hint_length.parts": "HintLength", "text.teacher_answers": "TeacherAnswers"},
     "replay": {"contrib.group_replay.parts": "GroupReplay"}}
-# What parts return or hold, and what no recipe names.
-_RECORDS = {plans.Schedule, reward_gradient.ResumableStates, reward_gradient.RewardGradientRollout, latent_edits.Edits,
-            balance.Now, supervised_weights.Drawn, supervised.DataLoss, supervised.NoisedData, surrogates.Origin,
-            actor_critic.Seen, targets.Target, targets.RecordedPairs}  # the last is what a run makes of noised finals
+# What parts return or hold, and what no recipe names; the last is what a run makes of noised finals.
+_RECORDS = objectives.RECORDS | samplers.RECORDS | {supervised.DataLoss, supervised.NoisedData, targets.Target,
+                                                    targets.RecordedPairs}
 
 
 def _of_place(place: str) -> dict[str, type | str]:
@@ -156,10 +81,7 @@ PLACES: dict[str, str] = {name: place for place, parts in _BY_PLACE.items() for 
 TYPES: ByName[type] = ByName({name: part for parts in _BY_PLACE.values() for name, part in parts.items()})
 assert len(PLACES) == sum(map(len, _BY_PLACE.values())), "two parts have one name"
 # Classes that parts of a place extend, where they have something in common besides their call.
-BASES: dict[str, type] = {
-    "target": targets.Target, "surrogate": Surrogate, "log_ratio": LogRatio, "kl": Penalty, "advantage": AdvantageRule,
-    "shaping": Shaping, "spread": TokenCredit, "data": supervised.DataLoss, "data.balance": Balance,
-    "data.token_weight": TokenWeight}
+BASES: dict[str, type] = advantages.BASES | objectives.BASES | {"target": targets.Target, "data": supervised.DataLoss}
 # Types of objects that Python gave in this process, by the names that its runs record: FILE.py:NAME, or OBJECT + NAME.
 GIVEN: dict[str, type] = {}
 OBJECT = "object:"
