@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -325,27 +325,54 @@ class CompletionBatch:
     progress: float = 0.0
 
 
-@dataclass(eq=False)
-class Context:
-    """Inputs of a method's parts besides rewards, of P groups of G samples, R rewards and K trained steps.
+@dataclass(frozen=True, eq=False)
+class RunState:
+    """Place of an epoch in its run, and what parts keep and report.
 
-    Of the run:
     epoch: of the run, from 0.
     epochs: their number in the run.
     memory: the parts' state from epoch to epoch, JSON-able and kept in the checkpoint; each part uses one key.
     metrics: numbers that parts report of the epoch, by names of their own, for its line of metrics.jsonl.
+    """
 
-    Of the rewards:
-    names: R names, one per reward.
-    weights: R weights, one per reward (empty: 1 each).
+    epoch: int = 0
+    epochs: int = 1
+    memory: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class RewardColumns:
+    """The R columns of rewards [P, G, R].
+
+    names: R names.
+    weights: R weights (empty: 1 each).
     win_rates: R flags, true for a reward that is already a win rate within its group, as a judge's (empty: none).
+    """
 
-    Of the groups:
+    names: Sequence[str] = ()
+    weights: Sequence[float] = ()
+    win_rates: Sequence[bool] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class PromptGroups:
+    """The P groups of an epoch.
+
     prompts: P texts, one per group.
     metadata: P dictionaries, of the prompts of the groups (empty: none).
     splits: children of a state at each split of the plan's tree, in order (empty: the plan lists no split).
+    """
 
-    Of the samples, None where nothing is measured:
+    prompts: Sequence[str] = ()
+    metadata: Sequence[dict[str, Any]] = ()
+    splits: Sequence[int] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class SampleMeasures:
+    """Measurements of the G samples of P groups; None where nothing is measured.
+
     logp: [P, G], old log-probability, the mean over the trained decisions.
     reference: [P, G], log-probability under the reference, in the unit of logp.
     likelihood: [P, G], of a completion's answer under the reference, in the unit of logp.
@@ -353,28 +380,39 @@ class Context:
     longest: largest possible length.
     entropy: [P, G], mean entropy of a completion's tokens, in nats.
     expert: bool [P, G], true for an answer that came with its prompt.
-    deducted: [P, G], subtracted from each reward first.
-    predicted: [P, G, K], rewards of the clean predictions before the trained steps.
+    penalty: [P, G], subtracted from each reward first.
+    predicted: [P, G, K], rewards of the clean predictions before the K trained steps.
     baseline: [P, G], reward of the deterministic sample from the same initial noise.
     """
 
-    prompts: Sequence[str] = ()
     logp: Tensor | None = None
+    reference: Tensor | None = None
+    likelihood: Tensor | None = None
     lengths: Tensor | None = None
     longest: int = 1
-    epoch: int = 0
-    epochs: int = 1
-    memory: dict[str, Any] = field(default_factory=dict)
-    win_rates: Sequence[bool] = ()
-    deducted: Tensor | None = None
-    weights: Sequence[float] = ()
-    splits: Sequence[int] = ()
     entropy: Tensor | None = None
-    reference: Tensor | None = None
-    metadata: Sequence[dict[str, Any]] = ()
-    names: Sequence[str] = ()
+    expert: Tensor | None = None
+    penalty: Tensor | None = None
     predicted: Tensor | None = None
     baseline: Tensor | None = None
-    likelihood: Tensor | None = None
-    expert: Tensor | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """Inputs of a method's parts besides rewards: of the run, of the rewards, of the groups and of their samples."""
+
+    run: RunState = field(default_factory=RunState)
+    rewards: RewardColumns = RewardColumns()
+    groups: PromptGroups = PromptGroups()
+    samples: SampleMeasures = SampleMeasures()
+
+    if not TYPE_CHECKING:
+        def __getattr__(self, name: str) -> Any:
+            """Raise AttributeError; for a field of one of the four records, its message gives the record."""
+            for place, record in _RECORDS.items():
+                if name in record.__dataclass_fields__:
+                    raise AttributeError(f"Context has no {name!r}: expected context.{place}.{name}")
+            raise AttributeError(f"Context has no {name!r}: expected one of {', '.join(_RECORDS)}")
+
+
+_RECORDS = {"run": RunState, "rewards": RewardColumns, "groups": PromptGroups, "samples": SampleMeasures}

@@ -86,9 +86,9 @@ class SameNoise(AdvantageRule):
         require_clamp(self.clamp)
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
-        assert context is not None and context.baseline is not None, "its rollout draws the baseline"
+        assert context is not None and context.samples.baseline is not None, "its rollout draws the baseline"
         total = weighted_sum(rewards, weights)
-        baseline = context.baseline.to(total)[..., None]
+        baseline = context.samples.baseline.to(total)[..., None]
         gains = total - below(baseline, baseline.shape[1] // total.shape[1])[..., 0]
         if self.scale == "batch":
             gains = gains / ((gains - gains.nanmean()).square().nanmean().sqrt() + 1e-4)

@@ -83,7 +83,7 @@ class Decoupled(AdvantageRule):
             auxiliary = weighted_sum(rewards[..., 1:], torch.as_tensor(weights)[1:]).nan_to_num(0)
         else:
             lengths = of_samples(context, "lengths", rewards, "Decoupled")
-            auxiliary = -lengths.to(first) / context.longest  # type: ignore[union-attr]
+            auxiliary = -lengths.to(first) / context.samples.longest  # type: ignore[union-attr]
         count = right.sum(1, keepdim=True).to(first)
         share = count / applies.sum(1, keepdim=True).clamp(min=1)
         weight = (auxiliary / self.temperature).masked_fill(~right, -math.inf).softmax(1).nan_to_num(0)

@@ -37,7 +37,7 @@ class AdvantageRule:
     single: it compares no samples of one group with each other, so a group may be one sample.
     needs: what it reads that is not measured for every method: "entropy", the policy's; "lengths", of completions;
         "reference", log-probabilities under the reference; "drift", how far the policy moves in an epoch.
-    reads_baseline: it compares with the deterministic sample from the same initial noise (`Context.baseline`).
+    reads_baseline: it compares with the deterministic sample from the same initial noise (`SampleMeasures.baseline`).
     adapts_weights: it moves the weights of rewards itself, so that no limit can.
     compares: False where advantages are the rewards themselves, such as labels.
     keeps_prior: it keeps a prior value of every prompt, which a redraw may read.
@@ -133,14 +133,14 @@ def running(rewards: Tensor, context: Context, column: int = 0, buffer: int = 32
     all start from the epochs before. The first call's rewards are stored.
     """
     (rewards,) = wide(rewards)
-    assert len(context.prompts) == len(rewards), (len(context.prompts), rewards.shape)
-    seen = context.memory.setdefault("running", {}).setdefault(str(column), {})
+    assert len(context.groups.prompts) == len(rewards), (len(context.groups.prompts), rewards.shape)
+    seen = context.run.memory.setdefault("running", {}).setdefault(str(column), {})
     advantages, everything = torch.zeros_like(rewards), rewards[~rewards.isnan()]
-    for prompt, rows in rows_of(context.prompts).items():
+    for prompt, rows in rows_of(context.groups.prompts).items():
         present = rewards[rows]
         values = present[~present.isnan()]
         if len(values):
-            history = values.new_tensor(_history(seen, prompt, context.epoch, values.tolist(), buffer))
+            history = values.new_tensor(_history(seen, prompt, context.run.epoch, values.tolist(), buffer))
             advantages[rows] = _standardised(present, history if len(history) >= least else everything)
     return advantages.masked_fill(rewards.isnan(), 0)
 
@@ -270,7 +270,7 @@ def of_samples(context: Context | None, name: str, rewards: Tensor, part: str) -
     part: the name of the part that reads it, for the error.
     """
     assert context is not None, f"{part} needs a context"
-    values, what = getattr(context, name), MEASURED[name]
+    values, what = getattr(context.samples, name), MEASURED[name]
     if values is None:
         raise ValueError(f"{part} reads the samples' {what}, and this method has none: choose another part")
     if values.shape != rewards.shape[:2]:
@@ -336,9 +336,10 @@ class Pooled(AdvantageRule):
         require_clamp(self.clamp)
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
-        assert context is not None and len(context.prompts) == len(rewards), "Pooled needs a context with all prompts"
+        assert context is not None, "Pooled needs a context with all prompts"
+        assert len(context.groups.prompts) == len(rewards), (len(context.groups.prompts), rewards.shape)
         total = weighted_sum(rewards, weights)
         advantages = torch.zeros_like(total)
-        for rows in rows_of(context.prompts).values():
+        for rows in rows_of(context.groups.prompts).values():
             advantages[rows] = group_relative(total[rows].reshape(1, -1), self.scale).view(len(rows), -1)
         return advantages.clamp(-self.clamp, self.clamp)

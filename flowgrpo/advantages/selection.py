@@ -5,8 +5,8 @@ computed on the full group first; a selection only leaves rows out of the loss.
 
 In a tree a selection ranks the leaves, and an edge is trained if a leaf below it is kept. One that prunes inner edges
 too has a method `nodes(scores, siblings) -> keep` for the nodes of a depth, [P, N] to bool [P, N]. Other samples are
-neither replayed nor counted. Which samples are siblings follows from the plan alone, by `context.splits`. A part with a
-method `before` leaves samples out of the comparison too (`downsampling`).
+neither replayed nor counted. Which samples are siblings follows from the plan alone, by `context.groups.splits`. A part
+with a method `before` leaves samples out of the comparison too (`downsampling`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.advantages.group import zero_variance
-from flowgrpo.types import Context
+from flowgrpo.types import Context, RunState
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class MaxVariance:
         _require_ranked(scores)
         _require_at_most("MaxVariance", "n", self.n, scores)
         _require_at_most("MaxVariance", "last", self.last or self.n, scores)
-        return widest(scores, self._count(context))
+        return widest(scores, self._count(None if context is None else context.run))
 
-    def _count(self, context: Context | None) -> int:
-        if self.last is None or context is None or context.epochs < 2:
+    def _count(self, run: RunState | None) -> int:
+        if self.last is None or run is None or run.epochs < 2:
             return self.n
-        return round(self.n + (self.last - self.n) * context.epoch / (context.epochs - 1))
+        return round(self.n + (self.last - self.n) * run.epoch / (run.epochs - 1))
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def _siblings(scores: Tensor, context: Context | None) -> Tensor:
 
     Without a listed split the samples of a group are siblings.
     """
-    last = context.splits[-1] if context and context.splits else scores.shape[1]
+    last = context.groups.splits[-1] if context and context.groups.splits else scores.shape[1]
     return scores.unflatten(1, (-1, last))
 
 

@@ -63,8 +63,8 @@ class WinRate(Shaping):
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         done = torch.zeros(rewards.shape[2], dtype=torch.bool, device=rewards.device)
-        if context is not None and context.win_rates:
-            done = torch.as_tensor(context.win_rates, device=rewards.device)
+        if context is not None and context.rewards.win_rates:
+            done = torch.as_tensor(context.rewards.win_rates, device=rewards.device)
         before, after = wide(rewards, lifted(rewards, self.margin))
         return torch.where(done, before, after)
 
@@ -95,10 +95,10 @@ class Overlong(Shaping):
             raise ValueError(f"Overlong: share is {self.share}, expected above 0 to 1")
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
-        assert context is not None and context.lengths is not None, "Overlong needs a context with lengths"
+        assert context is not None and context.samples.lengths is not None, "Overlong needs a context with lengths"
         (rewards,) = wide(rewards)
-        free = (1 - self.share) * context.longest
-        punished = ((context.lengths.to(rewards) - free) / (context.longest - free)).clamp(min=0)
+        free = (1 - self.share) * context.samples.longest
+        punished = ((context.samples.lengths.to(rewards) - free) / (context.samples.longest - free)).clamp(min=0)
         return rewards - punished[..., None]
 
 
@@ -121,8 +121,8 @@ class BradleyTerry(Shaping):
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         context = context or Context()
-        (totals,) = wide(weighted_sum(rewards, context.weights or [1.0] * rewards.shape[2])[..., None])
-        draw = np.random.default_rng((LABELS, context.epoch))
+        (totals,) = wide(weighted_sum(rewards, context.rewards.weights or [1.0] * rewards.shape[2])[..., None])
+        draw = np.random.default_rng((LABELS, context.run.epoch))
         noise = torch.from_numpy(draw.gumbel(size=tuple(totals.shape))).to(totals)
         return lifted(self.scale * totals + noise)  # a difference of two Gumbels is logistic
 
@@ -141,10 +141,10 @@ class Balanced(Shaping):
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         context = context or Context()
         (rewards,) = wide(rewards)
-        totals = weighted_sum(rewards, context.weights or [1.0] * rewards.shape[2])
+        totals = weighted_sum(rewards, context.rewards.weights or [1.0] * rewards.shape[2])
         good = totals >= self.right
         bad = ~good & ~totals.isnan()
-        draw = np.random.default_rng((DROPS, context.epoch)).random(tuple(totals.shape))
+        draw = np.random.default_rng((DROPS, context.run.epoch)).random(tuple(totals.shape))
         rank = torch.from_numpy(draw).to(totals).masked_fill(~bad, math.inf).argsort(1).argsort(1)
         kept = good.sum(1, keepdim=True)
         return rewards.masked_fill((bad & (rank >= kept) & (kept > 0))[..., None], torch.nan)

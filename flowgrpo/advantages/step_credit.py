@@ -39,10 +39,10 @@ class Progress:
 
     def bonuses(self, rewards: Tensor, context: Context) -> Tensor:
         """Return the bonus of every trained step, [P, G, K]. rewards: [P, G, R], of the samples."""
-        weights = chosen_weights(dict(zip(context.names, context.weights)), self.rewards)
-        columns = [number for number, name in enumerate(context.names) if name in weights]
+        weights = chosen_weights(dict(zip(context.rewards.names, context.rewards.weights)), self.rewards)
+        columns = [number for number, name in enumerate(context.rewards.names) if name in weights]
         final = weighted_sum(rewards[..., columns], list(weights.values()))
-        return progress(required(context.predicted).to(final), final, self.discount)
+        return progress(required(context.samples.predicted).to(final), final, self.discount)
 
 
 def progress(values: Tensor, final: Tensor, discount: float = 0.0) -> Tensor:

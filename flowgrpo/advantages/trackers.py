@@ -23,7 +23,7 @@ from flowgrpo.advantages.group import (
     whitened,
 )
 from flowgrpo.advantages.history import mean_of, remembered, require_rates
-from flowgrpo.types import Context
+from flowgrpo.types import Context, RunState
 
 
 class Tracked(AdvantageRule):
@@ -33,15 +33,15 @@ class Tracked(AdvantageRule):
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         assert context is not None, f"{type(self).__name__} compares with earlier epochs: it needs a context"
-        assert len(context.prompts) == len(rewards), (len(context.prompts), rewards.shape)
+        assert len(context.groups.prompts) == len(rewards), (len(context.groups.prompts), rewards.shape)
         total = weighted_sum(rewards, weights)
         advantages = torch.zeros_like(total)
-        for prompt, rows in rows_of(context.prompts).items():
+        for prompt, rows in rows_of(context.groups.prompts).items():
             if not total[rows].isnan().all():
-                advantages[rows] = self.visited(prompt, total[rows], context)
+                advantages[rows] = self.visited(prompt, total[rows], context.run)
         return self.finished(advantages.masked_fill(total.isnan(), 0), ~total.isnan()).clamp(-self.clamp, self.clamp)
 
-    def visited(self, prompt: str, rewards: Tensor, context: Context) -> Tensor:
+    def visited(self, prompt: str, rewards: Tensor, run: RunState) -> Tensor:
         """Return the advantages of all groups [n, G] of a prompt, and count their rewards, NaN where none applies."""
         raise NotImplementedError
 
@@ -86,15 +86,15 @@ class ValueTracker(Tracked):
                              "above 0 and floor 0 or more")
         require_clamp(self.clamp)
 
-    def visited(self, prompt: str, rewards: Tensor, context: Context) -> Tensor:
+    def visited(self, prompt: str, rewards: Tensor, run: RunState) -> Tensor:
         require_rates("ValueTracker", rewards)
-        values, drift = rewards[~rewards.isnan()], context.memory.get("drift", 0.0)
+        values, drift = rewards[~rewards.isnan()], run.memory.get("drift", 0.0)
 
         def change(state: list[float]) -> list[float]:
             keep = min(max(2 ** (-(drift - state[2]) / self.half), self.least), self.most)
             return [keep * state[0] + len(values), keep * state[1] + values.sum().item(), drift]
 
-        before, _ = remembered(context.memory, "ValueTracker", prompt, context.epoch,
+        before, _ = remembered(run.memory, "ValueTracker", prompt, run.epoch,
                                [self.evidence, self.evidence * self.prior, 0.0], change)
         return rewards - mean_of(before)
 
@@ -130,11 +130,11 @@ class SmoothStandardised(Tracked):
     def __post_init__(self) -> None:
         require_clamp(self.clamp)
 
-    def visited(self, prompt: str, rewards: Tensor, context: Context) -> Tensor:
+    def visited(self, prompt: str, rewards: Tensor, run: RunState) -> Tensor:
         values = rewards[~rewards.isnan()].double()
         added = [1.0, float(len(values)), values.sum().item(), values.square().sum().item()]
         _, (visits, count, total, squares) = remembered(
-            context.memory, "SmoothStandardised", prompt, context.epoch, [0.0] * 4,
+            run.memory, "SmoothStandardised", prompt, run.epoch, [0.0] * 4,
             lambda state: [old + new for old, new in zip(state, added)])
         mean = total / count
         spread = (max(squares - count * mean * mean, 0.0) / max(count - 1, 1)) ** 0.5
@@ -174,11 +174,11 @@ class PriorBlend(Tracked):
                              "expected 0 to 1 each, and above 0")
         require_clamp(self.clamp)
 
-    def visited(self, prompt: str, rewards: Tensor, context: Context) -> Tensor:
+    def visited(self, prompt: str, rewards: Tensor, run: RunState) -> Tensor:
         require_rates("PriorBlend", rewards)
         values = rewards[~rewards.isnan()]
         before, _ = remembered(
-            context.memory, "PriorBlend", prompt, context.epoch, [self.evidence, self.evidence * self.prior],
+            run.memory, "PriorBlend", prompt, run.epoch, [self.evidence, self.evidence * self.prior],
             lambda state: [self.keep * state[0] + len(values), self.keep * state[1] + values.sum().item()])
         prior, mean = mean_of(before), values.mean().item()
         weight = prior_weight(prior, mean, len(values))

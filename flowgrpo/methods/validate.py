@@ -15,7 +15,7 @@ from flowgrpo.methods.parts import ConfigChecked
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.preview import require_choice
 from flowgrpo.samplers.rollout import RolloutSpec
-from flowgrpo.types import Context
+from flowgrpo.types import Context, PromptGroups
 
 
 def resolve(config: Config, process: str = "flow") -> Method:
@@ -38,7 +38,7 @@ def resolve(config: Config, process: str = "flow") -> Method:
         explorations = [] if process in OF_TEXT else _explorations(method, config, process)
         if method.credit.selection is not None:
             splits = explorations[0].listed if explorations else ()
-            method.credit.selection(torch.zeros(1, train.group), Context(splits=splits))
+            method.credit.selection(torch.zeros(1, train.group), Context(groups=PromptGroups(splits=splits)))
         method.target.validate(method.rollout, method.credit, method.loss, explorations, train.group)
         _require_loss(method)
     except (TypeError, ValueError) as error:

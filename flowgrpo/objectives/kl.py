@@ -17,7 +17,7 @@ from flowgrpo.device import queued
 from flowgrpo.gaussian import kl
 from flowgrpo.objectives.schedules import Schedule
 from flowgrpo.ranges import at_least
-from flowgrpo.types import Context, Gaussian, Scored, required
+from flowgrpo.types import Gaussian, RunState, Scored, required
 
 
 class Penalty:
@@ -168,10 +168,10 @@ def is_active(kl: Penalty) -> bool:
     return kl.weight > 0 if kl.schedule is None else not kl.schedule.silent(kl.weight)
 
 
-def at_epoch(kl: Penalty, context: Context) -> Penalty:
-    """Return the KL with its scheduled weight for the context's epoch."""
+def at_epoch(kl: Penalty, run: RunState) -> Penalty:
+    """Return the KL with its scheduled weight for the run's epoch."""
     part: Any = kl  # a dataclass
-    return kl if kl.schedule is None else replace(part, weight=kl.schedule(kl.weight, context), schedule=None)
+    return kl if kl.schedule is None else replace(part, weight=kl.schedule(kl.weight, run), schedule=None)
 
 
 def divergence(new: Scored, other: Scored) -> Tensor:

@@ -1,6 +1,6 @@
-"""Schedules of the KL weight over epochs: `schedule(weight, context) -> weight`, from the recipe's weight.
+"""Schedules of the KL weight over epochs: `schedule(weight, run) -> weight`, from the recipe's weight.
 
-memory["kl"] of the context holds the weight of the previous epoch and its measured KL, the mean over the decisions of
+memory["kl"] of the run holds the weight of the previous epoch and its measured KL, the mean over the decisions of
 its updates (None if it trained nothing). The first epoch has no such entry. Without a schedule, None, every epoch has
 the recipe's weight.
 """
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from flowgrpo.ranges import at_least
-from flowgrpo.types import Context
+from flowgrpo.types import RunState
 
 
 class Schedule(Protocol):
     """Weight of each epoch."""
 
-    def __call__(self, weight: float, context: Context) -> float:
-        """Return the weight of the context's epoch. weight: the recipe's."""
+    def __call__(self, weight: float, run: RunState) -> float:
+        """Return the weight of the run's epoch. weight: the recipe's."""
 
     def silent(self, weight: float) -> bool:
         """Return True if the weight is 0 in every epoch. Raises ValueError for one that it cannot change."""
@@ -37,8 +37,8 @@ class Linear:
     def __post_init__(self) -> None:
         at_least(self, 0, "last")
 
-    def __call__(self, weight: float, context: Context) -> float:
-        return weight + (self.last - weight) * context.epoch / max(context.epochs - 1, 1)
+    def __call__(self, weight: float, run: RunState) -> float:
+        return weight + (self.last - weight) * run.epoch / max(run.epochs - 1, 1)
 
     def silent(self, weight: float) -> bool:
         return weight == self.last == 0
@@ -61,8 +61,8 @@ class Adaptive:
             raise ValueError(f"Adaptive: target is {self.target} and factor {self.factor}, expected above 0 and "
                              "above 1")
 
-    def __call__(self, weight: float, context: Context) -> float:
-        before = context.memory.get("kl")
+    def __call__(self, weight: float, run: RunState) -> float:
+        before = run.memory.get("kl")
         if before is None:
             return weight
         weight, measured = before["weight"], before["measured"]

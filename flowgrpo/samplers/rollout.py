@@ -134,7 +134,7 @@ class Part:
     seeds: int64 [b], of the initial noise of each leaf (None: no initial noise).
     weights: of its steps in the loss, of a part of an earlier epoch (None: those of the present one).
     measured: [b, ...] by name, what was measured of each leaf:
-        deducted [b], subtracted from every reward of a leaf before rewards are compared;
+        penalty [b], subtracted from every reward of a leaf before rewards are compared;
         reference [b], log-probability under the reference, the mean over the recorded steps;
         predicted [b, K], rewards of the clean predictions before the K trained steps;
         baseline [b], reward of the deterministic sample from the leaf's initial noise.

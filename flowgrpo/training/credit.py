@@ -17,7 +17,16 @@ from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.objectives.best_path import LayerTuning
 from flowgrpo.samplers.latent_edits import rewarded
 from flowgrpo.samplers.rollout import Part, leaves_of
-from flowgrpo.types import Completions, Context, RegressionTarget, Transitions
+from flowgrpo.types import (
+    Completions,
+    Context,
+    PromptGroups,
+    RegressionTarget,
+    RewardColumns,
+    RunState,
+    SampleMeasures,
+    Transitions,
+)
 
 
 def slices(values: Tensor, count: int) -> Tensor:
@@ -33,35 +42,45 @@ def compared(trainer: Any, epoch: Any) -> list[Part]:
     context = context_of(trainer, epoch, [prompt.key for prompt in prompts])
     parts = list(credit(method, epoch.parts, scoring.shaped(scores), weights, context,
                         lambda values: processes.own(slices(values, trainer.geometry.slices))))
-    epoch.metrics |= {name: float(value) for name, value in context.metrics.items()}
+    epoch.metrics |= {name: float(value) for name, value in context.run.metrics.items()}
     return [part for part in parts if part is not None]
 
 
 def context_of(trainer: Any, epoch: Any, keys: list[str]) -> Context:
     """Return what credit reads besides rewards, of all processes in one order of prompts. keys: of all groups."""
-    shape, parts, method, scoring = trainer.geometry, epoch.parts, trainer.method, trainer.scoring
+    scoring, strides = trainer.scoring, len(trainer.method.rollout.strides)
+    groups, samples = _groups(trainer, epoch, keys), _samples(trainer, epoch.parts)
+    weights = scoring.weights
+    rewards = RewardColumns(list(weights) * strides, list(weights.values()) * strides, scoring.paired * strides)
+    return Context(RunState(trainer.epoch, trainer.config.train.epochs, trainer.memory), rewards, groups, samples)
+
+
+def _groups(trainer: Any, epoch: Any, keys: list[str]) -> PromptGroups:
+    shape, splits = trainer.geometry, trainer.rollouts.splits(trainer.epoch)
     of = shape.sliced(keys)
-    places = [int(place) for part in parts for place in part.prompts[::shape.group]]
+    places = [int(place) for part in epoch.parts for place in part.prompts[::shape.group]]
     share = len(of) // trainer.processes.count
-    groups = [of[first + place] for first in range(0, len(of), share) for place in places][::shape.slices]
+    prompts = [of[first + place] for first in range(0, len(of), share) for place in places][::shape.slices]
     metadata = {prompt.key: prompt.metadata for prompt in epoch.groups.prompts}
-    leaves = trainer.processes.gather_named(leaves_of(parts))
-    measured = {}
-    for name, value in leaves.items():
-        measured[name] = value.unflatten(0, (-1, trainer.config.train.group)).float()
-    strides = len(method.rollout.strides)
-    return Context(
-        groups, measured["logp"], measured["lengths"].long(), epoch=trainer.epoch, epochs=trainer.config.train.epochs,
-        memory=trainer.memory, longest=sum(taken.old.logp.shape[1] for taken in parts[0].transitions),
-        win_rates=scoring.paired * strides, deducted=measured.get("deducted"),
-        weights=list(scoring.weights.values()) * strides, names=list(scoring.weights) * strides,
-        splits=trainer.rollouts.splits(trainer.epoch),
-        expert=measured["expert"].bool() if "expert" in measured else None,
+    return PromptGroups(prompts, [metadata.get(key, {}) for key in prompts], splits)
+
+
+def _samples(trainer: Any, parts: list[Part]) -> SampleMeasures:
+    needs, group = trainer.method.needs, trainer.config.train.group
+    measured: dict[str, Tensor] = {}
+    for name, value in trainer.processes.gather_named(leaves_of(parts)).items():
+        measured[name] = value.unflatten(0, (-1, group)).float()
+    return SampleMeasures(
+        logp=measured["logp"],
+        reference=measured["reference"] if "reference" in needs else None,
         likelihood=trainer.kl_reference.likelihood,
-        entropy=measured["entropy"] if "entropy" in method.needs else None,
-        reference=measured["reference"] if "reference" in method.needs else None,
-        metadata=[metadata.get(key, {}) for key in groups],
-        predicted=measured.get("predicted"), baseline=measured.get("baseline"))
+        lengths=measured["lengths"].long(),
+        longest=sum(taken.old.logp.shape[1] for taken in parts[0].transitions),
+        entropy=measured["entropy"] if "entropy" in needs else None,
+        expert=measured["expert"].bool() if "expert" in measured else None,
+        penalty=measured.get("penalty"),
+        predicted=measured.get("predicted"),
+        baseline=measured.get("baseline"))
 
 
 def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[float], context: Context,
@@ -69,13 +88,14 @@ def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[flo
     """Assign every transition its advantage; None for a part of which nothing is left to train.
 
     A transition has the mean reward of the samples below it, compared with those of its depth in the group. Transitions
-    that the method does not train, and samples to which no reward applies, are left out. The context's deductions are
+    that the method does not train, and samples to which no reward applies, are left out. The samples' penalty is
     subtracted first.
     rewards: [P,G,R] of all processes, NaN where one does not apply.
     weights: of the R rewards.
     parts: those of this process; `local` selects its rows from those of all.
     """
-    less = rewards if context.deducted is None else rewards - context.deducted[..., None].to(rewards)
+    penalty = context.samples.penalty
+    less = rewards if penalty is None else rewards - penalty[..., None].to(rewards)
     shaping, selection, spread = method.credit.shaping, method.credit.selection, method.credit.spread
     if hasattr(selection, "before"):  # others are compared without the samples that it leaves out
         less = less.masked_fill(~selection.before(less, weights, context)[..., None], torch.nan)
@@ -96,7 +116,7 @@ def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[flo
                 advantage, values = _at_node(method, shaped, weights, context, width,
                                              None if bonuses is None else bonuses[..., place])
                 advantage_of[node] = local(advantage)
-                inner = leaves if width == 1 else of_nodes(selection, leaves, advantage, context.splits)
+                inner = leaves if width == 1 else of_nodes(selection, leaves, advantage, context.groups.splits)
                 kept_of[node] = local(inner & ~values.isnan().all(2))
             alike = advantage_of[node][at].flatten()
             advantages.append(spread(cast(Completions, taken), alike, totals[at]) if spread else alike)
@@ -123,12 +143,13 @@ def _at_node(method: Method, shaped: Tensor, weights: list[float], context: Cont
 
     bonus: [P,G] of the leaves at the nodes' step, one more reward.
     """
-    context, progress = copy.deepcopy(context), method.credit.progress
+    context, progress = replace(context, run=copy.deepcopy(context.run)), method.credit.progress
     if bonus is not None and progress is not None:
         bonus = bonus.to(shaped).masked_fill(shaped.isnan().all(2), torch.nan)
         shaped = torch.cat([shaped, bonus[..., None]], 2)
         weights = [*(progress.outcome * weight for weight in weights), progress.weight]
-        context = replace(context, weights=weights, win_rates=[*context.win_rates, False] if context.win_rates else ())
+        win_rates = context.rewards.win_rates and [*context.rewards.win_rates, False]
+        context = replace(context, rewards=replace(context.rewards, weights=weights, win_rates=win_rates))
     values = below(shaped, width)
     return method.credit.advantage(values, weights, context), values
 

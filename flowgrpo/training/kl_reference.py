@@ -13,7 +13,7 @@ from flowgrpo.objectives import at_epoch, is_active
 from flowgrpo.objectives.references import SelfTeacher, Soup
 from flowgrpo.samplers.replay import rescored
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.types import Context, Scored
+from flowgrpo.types import RunState, Scored
 
 Snapshot = dict[str, torch.Tensor]
 Replay = Callable[[Part], Iterator[tuple[int, slice, Scored]]]
@@ -33,7 +33,7 @@ class KLReference:
         self.kl = self.method.loss.kl
         self.active = is_active(self.kl)  # in some epoch
         if not self.active:
-            self.kl = at_epoch(self.kl, Context(epochs=trainer.config.train.epochs, memory=self.memory))
+            self.kl = at_epoch(self.kl, RunState(epochs=trainer.config.train.epochs, memory=self.memory))
         self.held: list[Snapshot] = self.next([], 0)
         self.known: dict[int, list[Scored]] = {}
         self.likelihood: torch.Tensor | None = None  # of the epoch's samples under the reference
@@ -41,7 +41,7 @@ class KLReference:
     def start_epoch(self, drawn: Any, epoch: int, epochs: int) -> None:
         """Set the KL's weight for an epoch, and drop the last one's scores. drawn: the epoch's samples."""
         if self.active:
-            self.kl = at_epoch(self.method.loss.kl, Context(epoch=epoch, epochs=epochs, memory=self.memory))
+            self.kl = at_epoch(self.method.loss.kl, RunState(epoch, epochs, self.memory))
         self.known, self.conditioning = {}, drawn.conditioning
 
     def replay(self, part: Part) -> Iterator[tuple[int, slice, Scored]]:

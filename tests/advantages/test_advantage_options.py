@@ -11,6 +11,7 @@ import torch
 from flowgrpo.advantages import group_relative
 from flowgrpo.advantages.group import Advantage, combine, running, trimmed, weighted_sum, whitened
 from flowgrpo.types import Context
+from tests.helpers.contexts import of_epoch
 from tests.helpers.tables import close, draw, f64
 
 F64 = torch.float64
@@ -19,8 +20,9 @@ NAN = math.nan
 
 def test_a_context_remembers_for_itself():
     one, other = Context(), Context()
-    one.memory["seen"] = 1
-    assert other.memory == {} and (other.logp, other.epoch, other.epochs, len(other.prompts)) == (None, 0, 1, 0)
+    one.run.memory["seen"] = 1
+    assert other.run.memory == {} and (other.run.epoch, other.run.epochs) == (0, 1)
+    assert other.samples.logp is None and not other.groups.prompts
 
 
 # Leave one out
@@ -47,15 +49,15 @@ def test_leave_one_out_of_nothing_is_zero(group):
 
 
 def test_running_by_hand():
-    part, context = Advantage(scale="running", buffer=4, least=3), Context(prompts=["a", "b"])
+    part, context = Advantage(scale="running", buffer=4, least=3), of_epoch(["a", "b"])
     # Two rewards of each prompt are too few: the batch, 1, 3, 0, 4, has mean 2 and squares 1, 1, 4, 4.
     spread = math.sqrt(2.5) + 1e-6
     close(part(f64([[[1], [3]], [[0], [4]]]), [1.0], context), [[-1 / spread, 1 / spread], [-2 / spread, 2 / spread]])
     # a: 1, 3, 5, 7 with mean 4 and squares 9, 1, 1, 9. b: 0, 4, 2, 2 with mean 2 and squares 4, 4, 0, 0.
-    context.epoch, spread = 1, math.sqrt(5) + 1e-6
+    context, spread = of_epoch(["a", "b"], 1, context.run.memory), math.sqrt(5) + 1e-6
     close(part(f64([[[5], [7]], [[2], [2]]]), [1.0], context), [[1 / spread, 3 / spread], [0, 0]])
     # Only the last four count: a has 5, 7, 6, 10 with mean 7 and squares 4, 0, 1, 9; the 1 and the 3 are gone.
-    context.epoch, context.prompts, spread = 2, ["a"], math.sqrt(3.5) + 1e-6
+    context, spread = of_epoch(["a"], 2, context.run.memory), math.sqrt(3.5) + 1e-6
     close(part(f64([[[6], [10]]]), [1.0], context), [[-1 / spread, 3 / spread]])
 
 
@@ -79,62 +81,62 @@ def test_running_is_the_tracker_of_ddpo_and_survives_a_checkpoint():
     epochs = [(names, draw(3, 4, seed=seed)) for seed, names in enumerate(prompts)]
     context = Context()
     for epoch, ((names, rewards), expected) in enumerate(zip(epochs, reference_tracker(epochs, 10, 8))):
-        context = Context(names, epoch=epoch, memory=json.loads(json.dumps(context.memory)))
+        context = of_epoch(names, epoch, json.loads(json.dumps(context.run.memory)))
         close(running(rewards, context, buffer=10, least=8), expected)
 
 
 def test_a_second_call_in_an_epoch_starts_from_the_same_past():
-    context = Context(prompts=["a"])
+    context = of_epoch(["a"])
     for epoch in range(3):
-        context.epoch, rewards = epoch, draw(1, 4, seed=epoch)
+        context, rewards = of_epoch(["a"], epoch, context.run.memory), draw(1, 4, seed=epoch)
         first = running(rewards, context, buffer=6, least=2)
         assert torch.equal(running(rewards, context, buffer=6, least=2), first)
-    memory = json.dumps(context.memory)
+    memory = json.dumps(context.run.memory)
     # The inner nodes of a tree read the same past and leave no trace.
     assert running(rewards[:, :2] * 9, context, buffer=6, least=2).shape == (1, 2)
-    assert json.dumps(context.memory) == memory
+    assert json.dumps(context.run.memory) == memory
 
 
 def test_equal_rewards_with_another_history_have_an_advantage():
-    context = Context(prompts=["a"])
+    context = of_epoch(["a"])
     running(f64([[0, 0]]), context, least=1)
-    context.epoch = 1
+    context = of_epoch(["a"], 1, context.run.memory)
     # 0, 0, 1, 1: mean 1/2, deviation 1/2.
     close(running(f64([[1, 1]]), context, least=1), [[0.5 / (0.5 + 1e-6)] * 2])
 
 
 def test_running_without_variance_or_rewards_is_zero():
     assert 0.1 + 0.2 != 0.3
-    context = Context(prompts=["a", "b"])
+    context = of_epoch(["a", "b"])
     assert (running(f64([[0.1 + 0.2, 0.3], [NAN, NAN]]), context, least=2) == 0).all()
-    assert list(context.memory["running"]["0"]) == ["a"]
-    context.epoch = 1
+    assert list(context.run.memory["running"]["0"]) == ["a"]
+    context = of_epoch(["a", "b"], 1, context.run.memory)
     close(running(f64([[1.3, NAN], [NAN, NAN]]), context, least=2), [[math.sqrt(2), 0], [0, 0]], 1e-5)
 
 
 def test_running_keeps_rewards_apart_unless_they_are_added_first():
     rewards = f64([[[0, 10], [1, 10], [2, 40]]])
-    apart, context = Advantage(scale="running", least=3), Context(prompts=["a"])
+    apart, context = Advantage(scale="running", least=3), of_epoch(["a"])
     # Means 1 and 20, deviations sqrt(2/3) and sqrt(200).
     first, second = math.sqrt(2 / 3) + 1e-6, math.sqrt(200) + 1e-6
     close(apart(rewards, [1, 2], context), [[-1 / first - 20 / second, -20 / second, 1 / first + 40 / second]])
-    assert sorted(context.memory["running"]) == ["0", "1"]
-    added, context = Advantage(scale="running", order="rewards", least=3), Context(prompts=["a"])
+    assert sorted(context.run.memory["running"]) == ["0", "1"]
+    added, context = Advantage(scale="running", order="rewards", least=3), of_epoch(["a"])
     added(rewards, [1, 2], context)
-    assert context.memory["running"] == {"0": {"a": {"epoch": 0, "past": [], "present": [20.0, 21.0, 82.0]}}}
+    assert context.run.memory["running"] == {"0": {"a": {"epoch": 0, "past": [], "present": [20.0, 21.0, 82.0]}}}
 
 
 def test_running_needs_a_context():
     with pytest.raises(AssertionError):
         Advantage(scale="running")(f64([[[1], [2]]]), [1.0])
     with pytest.raises(AssertionError):
-        running(f64([[1, 2], [3, 4]]), Context(prompts=["a"]))
+        running(f64([[1, 2], [3, 4]]), of_epoch(["a"]))
 
 
 def test_the_other_scales_read_no_context():
-    rewards, context = draw(2, 4, 3), Context(prompts=["a", "b"])
+    rewards, context = draw(2, 4, 3), of_epoch(["a", "b"])
     assert torch.equal(Advantage()(rewards, [1, 2, 3], context), Advantage()(rewards, [1, 2, 3]))
-    assert context.memory == {}
+    assert context.run.memory == {}
 
 
 # GDPO
@@ -167,9 +169,9 @@ def test_gdpo_leaves_out_what_does_not_apply():
 
 
 def test_groups_of_zeros_stay_zeros_where_the_batch_has_a_mean():
-    context = Context(prompts=["a"])
+    context = of_epoch(["a"])
     running(f64([[0, 0, 0, 0]]), context, buffer=8, least=1)
-    context.epoch, context.prompts = 1, ["a", "b"]
+    context = of_epoch(["a", "b"], 1, context.run.memory)
     part = Advantage(scale="running", order="gdpo", buffer=8, least=1)
     advantages = part(f64([[[1], [2], [3], [4]], [[7], [7], [7], [7]]]), [1.0], context)
     assert (advantages[0] > 0).any() and (advantages[1] == 0).all()

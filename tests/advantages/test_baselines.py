@@ -14,7 +14,7 @@ from flowgrpo.advantages.baselines import (
     conditional,
     virtual_best,
 )
-from flowgrpo.types import Context
+from flowgrpo.types import Context, SampleMeasures
 from tests.helpers.tables import close, draw, f64
 
 NAN = math.nan
@@ -111,18 +111,21 @@ def test_conditional_leaves_missing_rewards_out():
 def test_the_conditional_part_reads_log_probabilities():
     rewards, logp = draw(3, 6, 2), draw(3, 6, seed=1)
     total = rewards @ f64([1, 2])
-    assert torch.equal(Conditional(0.3, clamp=99)(rewards, [1, 2], Context(logp=logp)), conditional(total, logp, 0.3))
+    plain = Conditional(0.3, clamp=99)(rewards, [1, 2], Context(samples=SampleMeasures(logp)))
+    assert torch.equal(plain, conditional(total, logp, 0.3))
     lengths = f64([[3, 9, 5, 1, 2, 7]] * 3).long()
-    longer = Conditional(0.3, "length", upper=0.5, clamp=99)(rewards, [1, 2], Context(lengths=lengths))
+    measured = Context(samples=SampleMeasures(lengths=lengths))
+    longer = Conditional(0.3, "length", upper=0.5, clamp=99)(rewards, [1, 2], measured)
     assert torch.equal(longer, conditional(total, lengths, 0.3, 0.5))
-    entropic = Conditional(0.3, "entropy", clamp=99)(rewards, [1, 2], Context(logp=-logp, entropy=logp))
+    measured = Context(samples=SampleMeasures(-logp, entropy=logp))
+    entropic = Conditional(0.3, "entropy", clamp=99)(rewards, [1, 2], measured)
     assert torch.equal(entropic, conditional(total, logp, 0.3))
     with pytest.raises(ValueError, match="Conditional reads the samples' entropies, and this method has none"):
-        Conditional(metric="entropy")(rewards, [1, 2], Context(logp=logp))
+        Conditional(metric="entropy")(rewards, [1, 2], Context(samples=SampleMeasures(logp)))
     with pytest.raises(ValueError, match="Conditional reads the samples' log-probabilities, and this method has none"):
         Conditional()(rewards, [1, 2], Context())
     with pytest.raises(ValueError, match=r"of \(3, 6\) samples for rewards of \(3, 2\), expected the same"):
-        Conditional()(rewards[:, :2], [1, 2], Context(logp=logp))
+        Conditional()(rewards[:, :2], [1, 2], Context(samples=SampleMeasures(logp)))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +153,7 @@ def test_a_part_that_reads_more_than_rewards_needs_a_context():
 
 def test_same_noise_by_hand():
     rewards = torch.tensor([[[1.0, 2.0], [3.0, 0.0]], [[0.5, 1.0], [torch.nan, torch.nan]]])
-    context = Context(baseline=torch.tensor([[2.0, 2.0], [1.0, 3.0]]))
+    context = Context(samples=SampleMeasures(baseline=torch.tensor([[2.0, 2.0], [1.0, 3.0]])))
     # Weighted sums 2 and 3, 1; less what the ODE makes of the same noise.
     assert SameNoise()(rewards, [1.0, 0.5], context).tolist() == [[0, 1], [0, 0]]
     gains = torch.tensor([0.0, 1.0, 0.0])
@@ -163,7 +166,7 @@ def test_same_noise_by_hand():
 def test_same_noise_is_unbiased_and_varies_less_than_no_baseline():
     """One number drawn around its noise; the reward is the number, the score function the draw's deviation."""
     noise, drawn = torch.randn(2, 100_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    rewards, context = (noise + 0.1 * drawn)[:, None, None], Context(baseline=noise[:, None])
+    rewards, context = (noise + 0.1 * drawn)[:, None, None], Context(samples=SampleMeasures(baseline=noise[:, None]))
     with_it = SameNoise(clamp=math.inf)(rewards, [1.0], context)[:, 0] * drawn
     without = rewards[:, 0, 0] * drawn
     assert abs(with_it.mean() - 0.1) < 0.01 and abs(without.mean() - 0.1) < 0.02

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flowgrpo.advantages.correctness import Correctness, Decoupled
-from flowgrpo.types import Context
+from flowgrpo.types import Context, SampleMeasures
 from tests.helpers.tables import close, f64
 
 NAN = math.nan
@@ -28,7 +28,7 @@ def test_a_long_but_right_sample_is_still_pulled_up_by_hand():
 
 
 def test_of_one_reward_the_lengths_are_the_auxiliary():
-    context = Context(lengths=torch.tensor([[2, 8, 4]]), longest=8)
+    context = Context(samples=SampleMeasures(lengths=torch.tensor([[2, 8, 4]]), longest=8))
     found = Decoupled(temperature=1.0)(f64([[[1], [1], [0]]]), [1.0], context)[0]
     short = 1 / (1 + math.exp(-0.75))
     close(found, [2 / 3 * short, 2 / 3 * (1 - short), -2 / 3])

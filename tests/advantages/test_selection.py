@@ -17,7 +17,7 @@ from flowgrpo.advantages.selection import (
     of_nodes,
     siblings,
 )
-from flowgrpo.types import Context
+from flowgrpo.types import Context, PromptGroups, RunState
 
 SCORES = torch.tensor([[3.0, 1.0, 4.0, 1.5, 9.0, 2.0], [0.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
 
@@ -54,7 +54,7 @@ def test_scores_to_rank_by_have_no_nan(part):
 @pytest.mark.parametrize("part", [BestWorst(2), MaxVariance(2), Extremes(), Beyond(0.5), DropZeroVariance(),
                                   WidthPruning()])
 def test_every_part_takes_a_context(part):
-    keep = part(SCORES, Context(epochs=3))
+    keep = part(SCORES, Context(RunState(epochs=3)))
     assert keep.dtype == torch.bool and keep.shape == SCORES.shape and torch.equal(keep, part(SCORES))
 
 
@@ -85,9 +85,9 @@ def test_max_variance_beats_every_other_subset(n):
 
 def test_max_variance_relaxes_to_whole_groups():
     part = MaxVariance(2, last=6)
-    counts = [int(part(SCORES, Context(epoch=epoch, epochs=9))[0].sum()) for epoch in range(9)]
+    counts = [int(part(SCORES, Context(RunState(epoch, epochs=9)))[0].sum()) for epoch in range(9)]
     assert counts == [2, 2, 3, 4, 4, 4, 5, 6, 6]  # 2, 2.5, 3, ... rounded to even
-    assert part(SCORES)[0].sum() == 2 and MaxVariance(3)(SCORES, Context(epoch=8, epochs=9))[0].sum() == 3
+    assert part(SCORES)[0].sum() == 2 and MaxVariance(3)(SCORES, Context(RunState(8, epochs=9)))[0].sum() == 3
 
 
 def test_max_variance_names_mistakes():
@@ -105,9 +105,9 @@ def test_extremes_by_hand():
     whole = [[False, True, False, True, False, False], [False, False, False, True, False, False]]
     assert Extremes(-0.5, 0.5)(scores).tolist() == whole
     pairs = [[False, True, False, True, False, True], [False, False, False, True, False, False]]
-    assert Extremes(-0.5, 0.5)(scores, Context(splits=(2,))).tolist() == pairs
+    assert Extremes(-0.5, 0.5)(scores, Context(groups=PromptGroups(splits=(2,)))).tolist() == pairs
     alone = (scores >= 0.5) | (scores <= -0.5)
-    assert torch.equal(Extremes(-0.5, 0.5)(scores, Context(splits=(6, 1))), alone)
+    assert torch.equal(Extremes(-0.5, 0.5)(scores, Context(groups=PromptGroups(splits=(6, 1)))), alone)
 
 
 def test_extremes_keep_one_sample_of_a_tie():
@@ -132,7 +132,7 @@ TREE = torch.tensor([[1.0, 2, 9, 3, 4, 4, 0, 7]])
     (WidthPruning(share=1), (2, 2, 2), range(8)),
 ])
 def test_width_pruning_by_hand(part, splits, kept):
-    assert part(TREE, Context(splits=splits))[0].nonzero().flatten().tolist() == sorted(kept)
+    assert part(TREE, Context(groups=PromptGroups(splits=splits)))[0].nonzero().flatten().tolist() == sorted(kept)
 
 
 @pytest.mark.parametrize("nodes, leaves, splits, expected", [

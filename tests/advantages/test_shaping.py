@@ -7,7 +7,7 @@ import torch
 
 from flowgrpo.advantages import group_relative
 from flowgrpo.advantages.shaping import Balanced, Binary, Compressed, Unlikely, WinRate, lifted, unlikely, win_rates
-from flowgrpo.types import Context
+from flowgrpo.types import Context, RewardColumns, RunState, SampleMeasures
 
 F64 = torch.float64
 NAN = math.nan
@@ -34,12 +34,12 @@ def test_unlikely_by_hand():
 
 def test_unlikely_by_rank_alone_and_only_where_something_was_earned():
     rewards = f64([[[1, 0.5], [0, NAN], [1, 2], [1, 0]]])
-    shaped = Unlikely(0.5)(rewards, Context(logp=f64([[-7, -1, -300, -7]])))
+    shaped = Unlikely(0.5)(rewards, Context(samples=SampleMeasures(f64([[-7, -1, -300, -7]]))))
     # Ranks 1, 0, 3, 2 (the tie by position): factors 1 - .5 * 3/4, ..., 1 - .5 * 1/4.
     factors = [0.625, 0.5, 0.875, 0.75]
     close(shaped, [[[0.625, 0.3125], [0, NAN], [0.875, 1.75], [0.75, 0]]])
     close(unlikely(torch.ones(1, 4, 1, dtype=F64), f64([[-7, -1, -300, -7]]), 0.5)[..., 0], [factors])
-    close(Unlikely(0)(rewards, Context(logp=f64([[1, 2, 3, 4]]))), rewards.tolist())
+    close(Unlikely(0)(rewards, Context(samples=SampleMeasures(f64([[1, 2, 3, 4]])))), rewards.tolist())
 
 
 def test_unlikely_refuses_what_it_would_turn_round():
@@ -110,13 +110,13 @@ def test_surplus_bad_samples_are_dropped_and_the_rest_centred_anew():
     assert kept[0, [0, 4]].all() and not kept[0, 7]
     close(group_relative(found, "none")[0][kept[0]].sort()[0], [-0.5, -0.5, 0.5, 0.5])
     # The lot falls anew in every epoch, and alike in one.
-    lots = {tuple(Balanced()(rewards, Context(epoch=epoch))[0, :, 0].isnan().tolist()) for epoch in range(12)}
+    lots = {tuple(Balanced()(rewards, Context(RunState(epoch)))[0, :, 0].isnan().tolist()) for epoch in range(12)}
     assert len(lots) > 1 and torch.equal(Balanced()(rewards, Context()).isnan(), Balanced()(rewards).isnan())
 
 
 def test_balance_reads_the_weighted_sum():
     rewards = f64([[[1, 0], [0, 1], [0, 0], [0, 0]]])
-    kept = ~Balanced(right=0.9)(rewards, Context(weights=[1.0, 0.5])).isnan()
+    kept = ~Balanced(right=0.9)(rewards, Context(rewards=RewardColumns(weights=[1.0, 0.5]))).isnan()
     assert kept.all(2).sum() == 2 and kept[0, 0].all() and torch.equal(kept.all(2), kept.any(2))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flowgrpo.advantages.step_credit import Progress, chosen_weights, progress
-from flowgrpo.types import Context
+from flowgrpo.types import Context, RewardColumns, SampleMeasures
 
 # Two samples of one prompt: the values before three trained steps, and the reward at the end.
 VALUES, FINAL = torch.tensor([[[0.1, 0.4, 0.4], [0.5, 0.3, 0.2]]]), torch.tensor([[0.9, 0.6]])
@@ -34,7 +34,7 @@ def test_a_missing_value_leaves_the_two_steps_beside_it_without_progress():
 
 def test_the_rewards_that_are_named_score_the_end_too():
     rewards = torch.stack([FINAL, torch.tensor([[5.0, 7.0]])], 2)
-    context = Context(names=["red", "green"], weights=[0.0, 2.0], predicted=VALUES)
+    context = Context(rewards=RewardColumns(["red", "green"], [0.0, 2.0]), samples=SampleMeasures(predicted=VALUES))
     torch.testing.assert_close(Progress(rewards=("red",)).bonuses(rewards, context), progress(VALUES, FINAL))
     torch.testing.assert_close(Progress().bonuses(rewards, context), progress(VALUES, 2 * rewards[..., 1]))
     assert chosen_weights({"red": 0.0, "green": 2.0}, ["red"]) == {"red": 1.0}

@@ -14,8 +14,8 @@ from flowgrpo.advantages.trackers import PriorBlend, SmoothStandardised, ValueTr
 from flowgrpo.errors import UserError
 from flowgrpo.methods.validate import resolve
 from flowgrpo.training import sampling
-from flowgrpo.types import Context
 from tests.helpers import tiny, tiny_text
+from tests.helpers.contexts import of_epoch
 from tests.helpers.tables import close, f64
 
 NAN = math.nan
@@ -25,41 +25,41 @@ NAN = math.nan
 
 
 def test_value_tracker_by_hand():
-    part, context = ValueTracker(least=0.5, most=0.5), Context(prompts=["a", "b"])
+    part, context = ValueTracker(least=0.5, most=0.5), of_epoch(["a", "b"])
     # A = +-1/2, with deviation 1/2. Then a has evidence 5 of which 3 successes, b 2: rates .6 and .4.
     close(part(f64([[[1]], [[0]]]), [1.0], context), [[0.5 / 0.5001], [-0.5 / 0.5001]])
-    tracked = context.memory["ValueTracker"]
+    tracked = context.run.memory["ValueTracker"]
     assert tracked["a"]["after"] == [5, 3, 0] and tracked["b"]["after"] == [5, 2, 0]
     # A = .4 and -.4, and c from the prior: .5 - .5 = 0. Squares .16, .16, 0 over 3.
-    context = Context(["a", "b", "c"], epoch=1, memory=json.loads(json.dumps(context.memory)))
+    context = of_epoch(["a", "b", "c"], 1, json.loads(json.dumps(context.run.memory)))
     scale = math.sqrt(0.32 / 3) + 1e-4
     close(part(f64([[[1]], [[0]], [[0.5]]]), [1.0], context), [[0.4 / scale], [-0.4 / scale], [0]])
-    assert context.memory["ValueTracker"]["a"]["after"] == [3.5, 2.5, 0]
+    assert context.run.memory["ValueTracker"]["a"]["after"] == [3.5, 2.5, 0]
 
 
 def test_a_tracker_that_forgets_nothing_is_a_posterior_mean():
-    part, context = ValueTracker(least=1, most=1, prior=0.3, evidence=10, floor=0), Context(prompts=["a"])
+    part, context = ValueTracker(least=1, most=1, prior=0.3, evidence=10, floor=0), of_epoch(["a"])
     outcomes = (torch.rand(6, 5, generator=torch.Generator().manual_seed(0)) < 0.6).double()
     for epoch, rewards in enumerate(outcomes):
-        context.epoch = epoch
+        context = of_epoch(["a"], epoch, context.run.memory)
         part(rewards[None, :, None], [1.0], context)
     rate = Beta(3 + outcomes.sum(), 7 + (1 - outcomes).sum()).mean
-    torch.testing.assert_close(part.prompt_weights(context.memory, ["a"]), (rate * (1 - rate)).sqrt()[None])
+    torch.testing.assert_close(part.prompt_weights(context.run.memory, ["a"]), (rate * (1 - rate)).sqrt()[None])
 
 
 def test_the_baseline_is_the_one_before_the_batch_for_every_group_of_a_prompt():
-    part, context = ValueTracker(least=0.5, most=0.5), Context(prompts=["a", "b", "a"])
+    part, context = ValueTracker(least=0.5, most=0.5), of_epoch(["a", "b", "a"])
     rewards = f64([[[1], [0]], [[1], [1]], [[1], [NAN]]])
     first = part(rewards, [1.0], context)
-    assert context.memory["ValueTracker"]["a"]["after"] == [7, 4, 0] and first[2, 1] == 0
+    assert context.run.memory["ValueTracker"]["a"]["after"] == [7, 4, 0] and first[2, 1] == 0
     # Called again in the same epoch it says the same and counts nothing twice.
-    memory = json.dumps(context.memory)
-    assert torch.equal(part(rewards, [1.0], context), first) and json.dumps(context.memory) == memory
+    memory = json.dumps(context.run.memory)
+    assert torch.equal(part(rewards, [1.0], context), first) and json.dumps(context.run.memory) == memory
 
 
 def test_prompts_without_a_reward_keep_their_rate():
-    part, context = ValueTracker(), Context(prompts=["a"])
-    assert (part(f64([[[NAN], [NAN]]]), [1.0], context) == 0).all() and not context.memory
+    part, context = ValueTracker(), of_epoch(["a"])
+    assert (part(f64([[[NAN], [NAN]]]), [1.0], context) == 0).all() and not context.run.memory
 
 
 def test_prompt_weights_by_hand():
@@ -72,24 +72,24 @@ def test_prompt_weights_by_hand():
 @pytest.mark.parametrize("wrong", [1.5, -0.2])
 def test_rewards_that_are_no_rates_are_refused(wrong):
     with pytest.raises(ValueError, match="ValueTracker: rewards from .* expected within 0 to 1"):
-        ValueTracker()(f64([[[0.5], [wrong], [NAN]]]), [1.0], Context(prompts=["a"]))
+        ValueTracker()(f64([[[0.5], [wrong], [NAN]]]), [1.0], of_epoch(["a"]))
 
 
 def test_a_policy_that_moved_half_way_forgets_half():
-    part, context = ValueTracker(half=0.06, least=0.0, most=1.0), Context(prompts=["a"])
+    part, context = ValueTracker(half=0.06, least=0.0, most=1.0), of_epoch(["a"])
     part(f64([[[1]]]), [1.0], context)
-    assert context.memory["ValueTracker"]["a"]["after"] == [9, 5, 0]
-    context.memory["drift"], context.epoch = 0.06, 1
+    assert context.run.memory["ValueTracker"]["a"]["after"] == [9, 5, 0]
+    context = of_epoch(["a"], 1, context.run.memory | {"drift": 0.06})
     part(f64([[[1]]]), [1.0], context)
-    assert context.memory["ValueTracker"]["a"]["after"] == [5.5, 3.5, 0.06]
+    assert context.run.memory["ValueTracker"]["a"]["after"] == [5.5, 3.5, 0.06]
     # Twice as far since then: a quarter is kept. Within bounds of SPO's, 0.875 at least and 0.96 at most.
-    context.memory["drift"], context.epoch = 0.18, 2
+    context = of_epoch(["a"], 2, context.run.memory | {"drift": 0.18})
     part(f64([[[0]]]), [1.0], context)
-    assert context.memory["ValueTracker"]["a"]["after"] == pytest.approx([2.375, 0.875, 0.18])
+    assert context.run.memory["ValueTracker"]["a"]["after"] == pytest.approx([2.375, 0.875, 0.18])
     for drift, keep in ((0.0, 0.96), (0.006, 2 ** -0.1), (9.0, 0.875)):
-        context = Context(prompts=["a"], memory={"drift": drift})
+        context = of_epoch(["a"], memory={"drift": drift})
         ValueTracker()(f64([[[0]]]), [1.0], context)
-        assert context.memory["ValueTracker"]["a"]["after"][1] == pytest.approx(4 * keep)
+        assert context.run.memory["ValueTracker"]["a"]["after"][1] == pytest.approx(4 * keep)
 
 
 def test_groups_of_one_are_for_parts_that_compare_no_samples():
@@ -155,15 +155,15 @@ def test_a_run_with_a_tracker_learns_and_remembers():
 
 
 def test_smooth_standardisation_by_hand():
-    part, context = SmoothStandardised(), Context(prompts=["a"])
+    part, context = SmoothStandardised(), of_epoch(["a"])
     first = 0.5 / (math.sqrt(1 / 3) + 1e-8)
     close(part(f64([[[1], [0], [0], [1]]]), [1.0], context), [[first, -first, -first, first]])
     # The second group agrees, so N = 0. Of all eight, six are right: mean 3/4, T = (1/4) / sqrt(1.5 / 7).
-    context = Context(["a"], epoch=1, memory=json.loads(json.dumps(context.memory)))
+    context = of_epoch(["a"], 1, json.loads(json.dumps(context.run.memory)))
     later = 0.25 / (math.sqrt(1.5 / 7) + 1e-8) / 2
     close(part(f64([[[1]] * 4]), [1.0], context), [[later] * 4])
     # Third visit: 1, 0, 0, 0. N = .75 / .5 and -.25 / .5; of twelve, seven right: T by mean 7/12.
-    context.epoch = 2
+    context = of_epoch(["a"], 2, context.run.memory)
     spread = math.sqrt((7 * 25 + 5 * 49) / 144 / 11) + 1e-8
     n, t = (1.5, -0.5), ((5 / 12) / spread, (-7 / 12) / spread)
     both = [((2 * a + b) / 3, (a + 2 * b) / 3) for a, b in zip(n, t)]
@@ -172,11 +172,12 @@ def test_smooth_standardisation_by_hand():
 
 
 def test_smooth_standardisation_of_a_prompt_that_always_agreed_is_zero():
-    part, context = SmoothStandardised(), Context(prompts=["a", "b"])
-    for context.epoch in range(3):
+    part, context = SmoothStandardised(), of_epoch(["a", "b"])
+    for epoch in range(3):
+        context = of_epoch(["a", "b"], epoch, context.run.memory)
         found = part(f64([[[1], [1]], [[NAN], [NAN]]]), [1.0], context)
         assert (found == 0).all()
-    assert list(context.memory["SmoothStandardised"]) == ["a"]
+    assert list(context.run.memory["SmoothStandardised"]) == ["a"]
     with pytest.raises(ValueError, match="clamp is 0, expected above 0"):
         SmoothStandardised(clamp=0)
 
@@ -205,13 +206,13 @@ def test_a_good_prior_halves_the_error_of_the_baseline_and_a_bad_one_adds_little
 
 
 def test_a_blended_baseline_by_hand():
-    part, context = PriorBlend(keep=0.5, prior=0.5, evidence=2), Context(prompts=["a", "b"])
+    part, context = PriorBlend(keep=0.5, prior=0.5, evidence=2), of_epoch(["a", "b"])
     # a has the mean 1, two deviations of 1/4 from the prior: baseline .2 * .5 + .8 = .9. b confirms the prior.
     rewards = f64([[[1]] * 4, [[1], [0], [1], [0]]])
     close(part(rewards, [1.0], context), [[0.1] * 4, [0.5, -0.5, 0.5, -0.5]])
     # a: evidence 5, successes 4.5: prior .9.
-    assert context.memory["PriorBlend"]["a"]["after"] == [5, 4.5]
-    context.epoch, context.prompts = 1, ["a"]
+    assert context.run.memory["PriorBlend"]["a"]["after"] == [5, 4.5]
+    context = of_epoch(["a"], 1, context.run.memory)
     weight = 0.0225 / (0.0225 + 0.01)
     close(part(f64([[[1]] * 4]), [1.0], context), [[weight * 0.1] * 4])
     with pytest.raises(ValueError, match="PriorBlend: rewards from .* expected within 0 to 1"):

@@ -13,7 +13,7 @@ from flowgrpo.advantages.group import Pooled
 from flowgrpo.curriculum.gradient_variance import GradientVariance, gradient_norms, shared_out
 from flowgrpo.curriculum.order import Knapsack, allocated, value
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.types import Context
+from flowgrpo.types import Context, PromptGroups
 from tests.helpers import loop, tiny_text
 
 RATES = (0.05, 0.2, 0.5, 0.95)
@@ -50,12 +50,12 @@ def test_prompts_come_as_often_as_they_have_groups():
 
 def test_groups_of_one_prompt_are_compared_as_one():
     rewards = torch.tensor([[1.0, 1.0], [0.0, 4.0], [0.0, 0.0]], dtype=torch.float64)[..., None]
-    found = Pooled("none")(rewards, [2.0], Context(["x", "y", "x"]))
+    found = Pooled("none")(rewards, [2.0], Context(groups=PromptGroups(["x", "y", "x"])))
     assert found.tolist() == [[1, 1], [-4, 4], [-1, -1]]
-    scaled = Pooled()(rewards, [1.0], Context(["x", "y", "x"]))
+    scaled = Pooled()(rewards, [1.0], Context(groups=PromptGroups(["x", "y", "x"])))
     assert scaled[0, 0].item() == pytest.approx(0.5 / (math.sqrt(1 / 3) + 1e-8), abs=1e-10)
     missing = torch.tensor([[1.0, math.nan], [0.0, 0.0]], dtype=torch.float64)[..., None]
-    assert Pooled("none")(missing, [1.0], Context(["x", "x"])).tolist() == [
+    assert Pooled("none")(missing, [1.0], Context(groups=PromptGroups(["x", "x"]))).tolist() == [
         [pytest.approx(2 / 3), 0], [pytest.approx(-1 / 3)] * 2]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 import runpy
@@ -105,12 +106,22 @@ def test_the_rule_by_hand():
     close(part("ranks.py:Ranks")()(scores[:, :3], [1.0]), [[-1.0, 0.5, 0.5]])  # as the page says
 
 
+def test_a_context_says_where_a_field_is():
+    for old, new in (("epoch", "run.epoch"), ("weights", "rewards.weights"), ("prompts", "groups.prompts"),
+                     ("logp", "samples.logp")):
+        with pytest.raises(AttributeError, match=rf"^Context has no '{old}': expected context\.{new}$"):
+            getattr(Context(), old)
+    with pytest.raises(AttributeError, match="Context has no 'epochen': expected one of run, rewards, groups, samples"):
+        getattr(Context(), "epochen")
+    assert copy.deepcopy(Context()).run.epoch == 0
+
+
 def test_a_part_reports_a_metric_of_its_own():
     rewards, context = f64([[[0.2], [0.9], [torch.nan]]]), Context()
     capped = part("ceiling.py:Ceiling")(0.8)(rewards, context)
     assert capped[0, 2].isnan()
     close(capped[:, :2], [[[0.2], [0.8]]])
-    assert context.metrics == {"ceiling/above": 0.5}  # as the page says
+    assert context.run.metrics == {"ceiling/above": 0.5}  # as the page says
     trainer = tiny.trainer(method="flow_grpo", parts={"shaping": {"type": "ceiling.py:Ceiling", "most": -1.0}})
     assert trainer.run_epoch()["ceiling/above"] == 1.0
     trainer.method = replace(trainer.method, credit=replace(trainer.method.credit, shaping=None))

@@ -20,7 +20,7 @@ from flowgrpo.samplers.noised_finals import Stratified
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.train import Trainer
 from flowgrpo.training.credit import credit
-from flowgrpo.types import Context, Scored, Transitions
+from flowgrpo.types import Context, PromptGroups, RewardColumns, RunState, Scored, Transitions
 from tests.data.test_recorded_pairs import pairs_file
 from tests.helpers import loop, tiny
 from tests.helpers.tables import close, f64
@@ -71,7 +71,7 @@ def test_cosines_become_similarities_first():
 @pytest.mark.parametrize("one, two, scale", [(0.7, 0.2, 1.0), (0.2, 0.7, 1.0), (0.5, 0.5, 1.0), (0.3, 0.2, 10.0)])
 def test_labels_are_drawn_as_bradley_and_terry_say(one, two, scale):
     pairs = 40_000
-    labels = BradleyTerry(scale)(f64([one, two]).view(1, 2, 1).expand(pairs, 2, 1), Context(epoch=3))
+    labels = BradleyTerry(scale)(f64([one, two]).view(1, 2, 1).expand(pairs, 2, 1), Context(RunState(3)))
     assert labels.shape == (pairs, 2, 1) and torch.equal(labels.unique(), f64([0, 1]))
     assert torch.equal(labels.sum(1), torch.ones(pairs, 1, dtype=torch.float64))
     wanted = 1 / (1 + math.exp(scale * (two - one)))
@@ -81,7 +81,7 @@ def test_labels_are_drawn_as_bradley_and_terry_say(one, two, scale):
 @pytest.mark.parametrize("weights", [[1.0, 1.0], [2.0, 0.5], [1.0, -1.0]])
 def test_several_rewards_are_labelled_by_their_weighted_sum(weights):
     """Differences of 0.5 and -0.2. The label takes their place as the one reward, whatever the weights add up to."""
-    pairs, context = 40_000, Context(epoch=3, weights=weights)
+    pairs, context = 40_000, Context(RunState(3), rewards=RewardColumns(weights=weights))
     labels = BradleyTerry()(f64([[0.7, 0.1], [0.2, 0.3]]).expand(pairs, 2, 2), context)
     assert labels.shape == (pairs, 2, 1) and torch.equal(labels.unique(), f64([0, 1]))
     wanted = 1 / (1 + math.exp(-(weights[0] * 0.5 - weights[1] * 0.2)))
@@ -97,14 +97,15 @@ def test_the_label_is_the_advantages_reward(weights):
     taken = Transitions(0, torch.zeros(4, 1), torch.tensor([0, 0, 1, 1]), torch.arange(4), torch.zeros(4, 1),
                         Scored(ones, ones == 0))
     part = Part(range(2), taken.prompts, None, (taken,), ())
-    [found] = credit(method, [part], scores, weights, Context(["a", "b"], weights=weights), lambda values: values)
+    context = Context(rewards=RewardColumns(weights=weights), groups=PromptGroups(["a", "b"]))
+    [found] = credit(method, [part], scores, weights, context, lambda values: values)
     expected = combine(f64([[1, 0], [0, 1]])[..., None], [1.0], "batch", "rewards")
     close(found.advantages[0], expected.flatten().tolist())
 
 
 def test_labels_of_larger_groups_are_one_order_and_agree_with_pairs():
     rewards = f64([0.9, 0.4, 0.1]).view(1, 3, 1).expand(40_000, 3, 1)
-    labels = BradleyTerry()(rewards, Context(epoch=1))[..., 0]
+    labels = BradleyTerry()(rewards, Context(RunState(1)))[..., 0]
     assert torch.equal(labels.sort(dim=1).values.unique(dim=0), f64([[0, 0.5, 1]]))
     above = (labels[:, 0] > labels[:, 2]).double().mean().item()
     assert above == pytest.approx(1 / (1 + math.exp(-0.8)), abs=0.01)
@@ -112,12 +113,12 @@ def test_labels_of_larger_groups_are_one_order_and_agree_with_pairs():
 
 def test_labels_depend_on_the_epoch_alone():
     rewards, shape = torch.zeros(50, 2, 1), BradleyTerry()
-    assert torch.equal(shape(rewards, Context(epoch=1)), shape(rewards, Context(epoch=1)))
-    assert not torch.equal(shape(rewards, Context(epoch=1)), shape(rewards, Context(epoch=2)))
-    assert torch.equal(shape(rewards), shape(rewards, Context(epoch=0)))
+    assert torch.equal(shape(rewards, Context(RunState(1))), shape(rewards, Context(RunState(1))))
+    assert not torch.equal(shape(rewards, Context(RunState(1))), shape(rewards, Context(RunState(2))))
+    assert torch.equal(shape(rewards), shape(rewards, Context(RunState(0))))
     rewards[0, 0] = NAN
-    found = shape(rewards, Context(epoch=1))
-    assert found[0].isnan().all() and torch.equal(found[1:], shape(torch.zeros(50, 2, 1), Context(epoch=1))[1:])
+    found = shape(rewards, Context(RunState(1)))
+    assert found[0].isnan().all() and torch.equal(found[1:], shape(torch.zeros(50, 2, 1), Context(RunState(1)))[1:])
 
 
 @pytest.mark.parametrize("make, told", [(lambda: BradleyTerry(0.0), "scale is 0.0, expected above 0"),

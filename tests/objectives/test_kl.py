@@ -24,7 +24,7 @@ from flowgrpo.storage import checkpoint
 from flowgrpo.training import sampling, state
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.optimizer import decisions
-from flowgrpo.types import Context, Gaussian, Scored
+from flowgrpo.types import Gaussian, RunState, Scored
 from tests.helpers import loop, tiny, tiny_runs
 
 F64 = torch.float64
@@ -157,15 +157,15 @@ def test_the_gaussian_kl_weighs_the_output_error_by_the_step():
 # Schedules
 
 
-def context(epoch: int, epochs: int = 5, **last: float | None) -> Context:
-    return Context(epoch=epoch, epochs=epochs, memory={"kl": last} if last else {})
+def run_at(epoch: int, epochs: int = 5, **last: float | None) -> RunState:
+    return RunState(epoch, epochs, {"kl": last} if last else {})
 
 
 def test_constant_and_linear_by_hand():
-    assert [at_epoch(GaussianKL(0.3), context(epoch)).weight for epoch in range(5)] == [0.3] * 5
-    assert [Linear(0.0)(0.4, context(epoch)) for epoch in range(5)] == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.0])
-    assert [Linear(0.2)(0.1, context(epoch, 2)) for epoch in range(2)] == pytest.approx([0.1, 0.2])
-    assert Linear(0.2)(0.1, context(0, 1)) == 0.1
+    assert [at_epoch(GaussianKL(0.3), run_at(epoch)).weight for epoch in range(5)] == [0.3] * 5
+    assert [Linear(0.0)(0.4, run_at(epoch)) for epoch in range(5)] == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.0])
+    assert [Linear(0.2)(0.1, run_at(epoch, 2)) for epoch in range(2)] == pytest.approx([0.1, 0.2])
+    assert Linear(0.2)(0.1, run_at(0, 1)) == 0.1
 
 
 @pytest.mark.parametrize(("measured", "factor", "weight"), [
@@ -175,8 +175,8 @@ def test_constant_and_linear_by_hand():
 def test_adaptive_by_hand(measured, factor, weight):
     # The target is 0.2: nothing happens between 0.1333 and 0.3, nor where nothing was measured. 1 is the recipe's.
     schedule = Adaptive(0.2, factor)
-    assert schedule(1.0, context(3, weight=0.04, measured=measured)) == pytest.approx(weight)
-    assert schedule(1.0, context(0)) == 1.0
+    assert schedule(1.0, run_at(3, weight=0.04, measured=measured)) == pytest.approx(weight)
+    assert schedule(1.0, run_at(0)) == 1.0
 
 
 def test_a_kl_is_read_where_its_weight_is_ever_above_zero():
@@ -184,7 +184,7 @@ def test_a_kl_is_read_where_its_weight_is_ever_above_zero():
     read = [GaussianKL(0.1), OutputError(0.0, Linear(0.1)), SampledKL(0.1, schedule=Linear(0.0)),
             GaussianKL(0.1, Adaptive(0.2))]
     assert not any(is_active(kl) for kl in silent) and all(is_active(kl) for kl in read)
-    assert at_epoch(SampledKL(1.0, "k2", Linear(0.0)), context(1)) == SampledKL(0.75, "k2")
+    assert at_epoch(SampledKL(1.0, "k2", Linear(0.0)), run_at(1)) == SampledKL(0.75, "k2")
 
 
 # In a run
@@ -317,7 +317,7 @@ def test_each_span_has_its_factor_and_later_ones_the_last():
         found = SpanKL(0.5, "k2", factors=factors)(new, reference)
         by_hand = torch.zeros(3, 6, dtype=F64).masked_scatter(mask, torch.tensor(sum(expected, []), dtype=F64))
         torch.testing.assert_close(found[mask], (by_hand * whole)[mask])
-    assert at_epoch(SpanKL(1.0, schedule=Linear(0.0), factors=[1, 0]), context(1)) == SpanKL(0.75)
+    assert at_epoch(SpanKL(1.0, schedule=Linear(0.0), factors=[1, 0]), run_at(1)) == SpanKL(0.75)
     for wrong in ((), (0, 0), (1, -1)):
         with pytest.raises(ValueError, match="SpanKL: factors is"):
             SpanKL(1.0, factors=wrong)

@@ -17,7 +17,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards import Composed, Failed, Tally
 from flowgrpo.rewards.failures import settled
 from flowgrpo.training import sampling
-from flowgrpo.types import Context
+from flowgrpo.types import Context, PromptGroups
 from tests.helpers import loop, tiny
 
 NAN = math.nan
@@ -224,7 +224,7 @@ def test_a_sample_without_a_reward_is_as_if_it_had_not_been_drawn(scale, order):
     others = torch.randn(3, 4, 2, dtype=torch.float64)
     lost = torch.full((3, 1, 2), NAN, dtype=torch.float64)
     with_lost = torch.cat([others[:, :1], lost, others[:, 1:]], 1)
-    found, expected = (combine(each, [1.0, 0.5], scale, order, context=Context(["p", "q", "r"]))
+    found, expected = (combine(each, [1.0, 0.5], scale, order, context=Context(groups=PromptGroups(["p", "q", "r"])))
                        for each in (with_lost, others))
     torch.testing.assert_close(found[:, [0, 2, 3, 4]], expected, rtol=0, atol=1e-12)
     assert (found[:, 1] == 0).all() and expected.abs().min() > 0
@@ -234,7 +234,7 @@ def test_a_sample_without_a_reward_is_as_if_it_had_not_been_drawn(scale, order):
 @pytest.mark.parametrize("scale", [*SCALES, "running"])
 def test_where_no_sample_has_a_reward_all_advantages_are_0(scale, order):
     nothing = torch.full((2, 3, 2), NAN)
-    assert (combine(nothing, [1.0, 0.5], scale, order, context=Context(["p", "q"])) == 0).all()
+    assert (combine(nothing, [1.0, 0.5], scale, order, context=Context(groups=PromptGroups(["p", "q"]))) == 0).all()
 
 
 def missing(*places: int):

@@ -19,7 +19,7 @@ from flowgrpo.rewards import find
 from flowgrpo.rewards.pairwise import Pairing, measured, pairing, require
 from flowgrpo.run import align
 from flowgrpo.training import sampling
-from flowgrpo.types import Context
+from flowgrpo.types import Context, RewardColumns
 from tests.helpers import loop, tiny
 
 PROMPTS = ["a cat"] * 4
@@ -234,7 +234,7 @@ def redder(first, second, prompts):
 
 def test_win_rates_of_a_judge_are_not_lifted_again():
     rates = torch.tensor([[[0.5, 3], [0.6, 1], [0.4, 2]]])
-    shaped = WinRate()(rates, Context(win_rates=[True, False]))
+    shaped = WinRate()(rates, Context(rewards=RewardColumns(win_rates=[True, False])))
     torch.testing.assert_close(shaped[..., 0], rates[..., 0])
     torch.testing.assert_close(shaped[..., 1], lifted(rates)[..., 1])
     assert torch.equal(WinRate()(rates, Context()), lifted(rates)) and torch.equal(WinRate()(rates), lifted(rates))

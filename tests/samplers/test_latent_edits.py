@@ -39,7 +39,7 @@ from flowgrpo.samplers.rollout import Part, seeder
 from flowgrpo.samplers.solvers import Euler
 from flowgrpo.training import state
 from flowgrpo.training.credit import credit
-from flowgrpo.types import Context
+from flowgrpo.types import Context, PromptGroups
 from tests.evaluation.test_images import pixels
 from tests.helpers import tiny
 
@@ -79,7 +79,7 @@ def trained(editor: Editor, method, epochs: int, prompts: int = 16, group: int =
     for epoch in range(epochs):
         part = sampled(editor, method, prompts, group, 1000 + epoch)
         scores = reward(part.finals[0]).view(prompts, group, 1)
-        [part] = credit(method, [part], scores, [1.0], Context(["p"] * prompts), lambda rows: rows)
+        [part] = credit(method, [part], scores, [1.0], Context(groups=PromptGroups(["p"] * prompts)), lambda rows: rows)
         beside = loss_inputs.EditInputs(editor, asked(prompts), part, method.loss.surrogate.through > 0)
         for batch, (k, rows, new) in enumerate(replay(editor, asked(prompts), part, 512)):
             old = part.transitions[k].old.rows(rows)
@@ -247,7 +247,8 @@ def test_the_gradient_through_a_quadratic_critic_is_the_closed_form_and_reaches_
     editor.networks.double()
     stirred(editor).networks["critic"] = Quadratic()
     part = sampled(editor, method, 2, 4)
-    [part] = credit(method, [part], reward(part.finals[0]).view(2, 4, 1), [1.0], Context(["p"] * 2), lambda rows: rows)
+    context = Context(groups=PromptGroups(["p"] * 2))
+    [part] = credit(method, [part], reward(part.finals[0]).view(2, 4, 1), [1.0], context, lambda rows: rows)
     [taken] = part.transitions
     keep = torch.tensor([True, True, False, True, True, True, True, True])  # a pair may be without its base
     part = part.credited(part.advantages, [keep], part.rewards)
@@ -271,7 +272,8 @@ def test_no_gradient_of_the_critic_reaches_the_edit_and_the_other_way_round():
     method = preset("expo").having(edit=Edit(width=8, depth=1, acting="pairs"), **BY_RATIO)
     editor = stirred(Editor(method.target.edit, 2, 1))
     part = sampled(editor, method, 2, 4)
-    [part] = credit(method, [part], reward(part.finals[0]).view(2, 4, 1), [1.0], Context(["p"] * 2), lambda rows: rows)
+    context = Context(groups=PromptGroups(["p"] * 2))
+    [part] = credit(method, [part], reward(part.finals[0]).view(2, 4, 1), [1.0], context, lambda rows: rows)
     [(k, rows, new)] = replay(editor, asked(2), part, 8)
     seen = loss_inputs.EditInputs(editor, asked(2), part)(0, k, rows, new, part.transitions[0].old)
     torch.testing.assert_close(seen.reward[:, 0], reward(part.finals[0]))

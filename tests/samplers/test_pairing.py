@@ -56,7 +56,7 @@ def test_an_advantage_per_token_goes_with_its_row():
 
 
 @pytest.mark.parametrize("wrong", [
-    {"advantages": (torch.zeros(3),)}, {"rewards": (torch.zeros(5),)}, {"measured": {"deducted": torch.zeros(3)}},
+    {"advantages": (torch.zeros(3),)}, {"rewards": (torch.zeros(5),)}, {"measured": {"penalty": torch.zeros(3)}},
     {"finals": (torch.zeros(3, 2),)}, {"advantages": (torch.zeros(4), torch.zeros(4))}])
 def test_a_part_of_records_of_unequal_length_cannot_be_made(wrong):
     whole = part_of(masked([[1]] * 4), 4)

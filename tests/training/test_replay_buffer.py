@@ -17,7 +17,7 @@ from flowgrpo.policies.pipelines.edit_networks import Editor
 from flowgrpo.samplers.latent_edits import Edit
 from flowgrpo.training.credit import credit
 from flowgrpo.training.replay_buffer import Recalling
-from flowgrpo.types import Context
+from flowgrpo.types import Context, PromptGroups
 from tests.helpers import tiny
 from tests.samplers.test_latent_edits import asked, reward, sampled, stirred
 
@@ -47,7 +47,8 @@ def test_what_an_epoch_drew_is_remembered_as_it_was_scored():
     kept, method = recalling(), preset("expo")
     part = sampled(stirred(kept.editor), method, 3, 4)
     scores = reward(part.finals[0])
-    [part] = credit(method, [part], scores.view(3, 4, 1), [1.0], Context(["p"] * 3), lambda rows: rows)
+    context = Context(groups=PromptGroups(["p"] * 3))
+    [part] = credit(method, [part], scores.view(3, 4, 1), [1.0], context, lambda rows: rows)
     assert kept([part], asked(3)) == [part]
     torch.testing.assert_close(kept.states, part.finals[0], rtol=0, atol=0)
     torch.testing.assert_close(kept.rewards, scores, rtol=0, atol=1e-6)

@@ -54,7 +54,7 @@ from flowgrpo.advantages.group import Advantage
 @dataclass(frozen=True)
 class Hanging(Advantage):
     def __call__(self, rewards, weights, context=None):
-        if context.epoch == 2:
+        if context.run.epoch == 2:
             Path(__file__).with_name("hanging").touch()
             time.sleep(600)
         return super().__call__(rewards, weights, context)

@@ -34,7 +34,7 @@ class LikelihoodConsistency(Shaping):
         above(self, 0, "bonus")
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
-        likelihood = required(required(context).likelihood).to(rewards.device)
+        likelihood = required(required(context).samples.likelihood).to(rewards.device)
         (rewards,) = wide(rewards)
         right = rewards[..., 0] >= self.right
         count = right.sum(1, keepdim=True)

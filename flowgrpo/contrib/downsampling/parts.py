@@ -45,12 +45,12 @@ class _Downsampled:
 
     def before(self, rewards: Tensor, weights: Sequence[float], context: Context) -> Tensor:
         """Return the samples that are kept, bool [P, G]; one without a reward is not."""
-        named = chosen_weights(dict(zip(context.names, weights)), self.rewards)
-        columns = [number for number, name in enumerate(context.names) if name in named]
-        of = [named[context.names[number]] for number in columns]
+        named = chosen_weights(dict(zip(context.rewards.names, weights)), self.rewards)
+        columns = [number for number, name in enumerate(context.rewards.names) if name in named]
+        of = [named[context.rewards.names[number]] for number in columns]
         quality = weighted_sum(rewards[..., columns], of).nan_to_num(-torch.inf)
         total = weighted_sum(rewards, weights)
-        lots = torch.rand(total.shape, generator=torch.Generator().manual_seed(context.epoch))
+        lots = torch.rand(total.shape, generator=torch.Generator().manual_seed(context.run.epoch))
         keep = torch.zeros_like(total, dtype=torch.bool)
         for row, kept in enumerate(keep):
             wins, losses = total[row] >= self.right, total[row] < self.right

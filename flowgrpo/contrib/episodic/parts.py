@@ -44,13 +44,14 @@ class Episodic(Shaping):
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         assert context is not None, "Episodic compares with earlier epochs: it needs a context"
-        columns = [number for number, name in enumerate(context.names) if not self.rewards or name in self.rewards]
-        described, total = rewards[..., columns].float(), weighted_sum(rewards, list(context.weights))
-        memory, bonus = context.memory.setdefault("Episodic", {}), torch.zeros_like(total)
-        for prompt, rows in rows_of(context.prompts).items():
+        run, names = context.run, context.rewards.names
+        columns = [number for number, name in enumerate(names) if not self.rewards or name in self.rewards]
+        described, total = rewards[..., columns].float(), weighted_sum(rewards, list(context.rewards.weights))
+        memory, bonus = run.memory.setdefault("Episodic", {}), torch.zeros_like(total)
+        for prompt, rows in rows_of(context.groups.prompts).items():
             known = ~(described[rows].isnan().any(2) | total[rows].isnan())
             now, won = described[rows][known], total[rows][known] >= self.right
-            past = torch.tensor(self._past(memory, prompt, context.epoch, now, won)).view(-1, len(columns) + 1)
+            past = torch.tensor(self._past(memory, prompt, run.epoch, now, won)).view(-1, len(columns) + 1)
             bonus[rows] = torch.zeros_like(bonus[rows]).masked_scatter(known, self.bonuses(now, past).to(bonus))
         return (total + bonus)[..., None]
 

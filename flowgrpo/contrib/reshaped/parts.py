@@ -93,13 +93,15 @@ class Difficulty(Reshaped):
         mean = total.nanmean(1).nan_to_num(0)
         weight = difficulty(mean, self.curve, self.power)
         if self.task is not None or self.given is not None:
-            assert context is not None and len(context.metadata) == len(total), "Difficulty needs the prompts' metadata"
+            assert context is not None, "Difficulty needs the prompts' metadata"
+            metadata = context.groups.metadata
+            assert len(metadata) == len(total), (len(metadata), total.shape)
         if self.task is not None:
-            tasks = [context.metadata[row].get(self.task) for row in range(len(total))]  # type: ignore[union-attr]
+            tasks = [of.get(self.task) for of in metadata]
             alike = torch.tensor([[one == other for other in tasks] for one in tasks]).to(total)
             weight = weight * difficulty(alike @ mean / alike.sum(1), self.curve, self.power)
         if self.given is not None:
-            weight = weight * total.new_tensor([self._stated(of) for of in context.metadata])  # type: ignore[union-attr]
+            weight = weight * total.new_tensor([self._stated(of) for of in metadata])
         return advantages * weight[:, None]
 
     def _stated(self, metadata: dict[str, Any]) -> float:

@@ -53,19 +53,20 @@ class Influence(AdvantageRule):
         advantages = torch.stack([group_relative(reward) for reward in rewards.unbind(2)], dim=2)
         moved = adapted(advantages, self._begun(weights, context), self.rate)
         if context is not None:
-            context.memory["influence"]["after"] = moved.tolist()
+            context.run.memory["influence"]["after"] = moved.tolist()
         return (advantages * moved).sum(2).clamp(-self.clamp, self.clamp)
 
     def _begun(self, weights: Tensor, context: Context | None) -> Tensor:
         """Return the weights as of the end of the epoch before; calls of one epoch all start from them."""
         if context is None:
             return weights
-        known = context.memory.get("influence", {})
+        run = context.run
+        known = run.memory.get("influence", {})
         if len(known.get("after", [])) != len(weights):
-            known = {"epoch": context.epoch, "before": weights.tolist()}
-        elif known["epoch"] != context.epoch:
-            known = {"epoch": context.epoch, "before": known["after"]}
-        context.memory["influence"] = known
+            known = {"epoch": run.epoch, "before": weights.tolist()}
+        elif known["epoch"] != run.epoch:
+            known = {"epoch": run.epoch, "before": known["after"]}
+        run.memory["influence"] = known
         return weights.new_tensor(known["before"])
 
 
@@ -113,10 +114,11 @@ class Hypervolume(AdvantageRule):
         assert context is not None, "Hypervolume compares with earlier epochs: it needs a context"
         (rewards,) = wide(rewards)
         means = [value - self.least for value in rewards.flatten(0, 1).nanmean(0).nan_to_num(self.least).tolist()]
-        known = context.memory.setdefault("hypervolume", {"epoch": context.epoch, "front": [], "present": means})
-        if known["epoch"] != context.epoch:
-            known = {"epoch": context.epoch, "front": front([*known["front"], known["present"]]), "present": means}
-            context.memory["hypervolume"] = known
+        run = context.run
+        known = run.memory.setdefault("hypervolume", {"epoch": run.epoch, "front": [], "present": means})
+        if known["epoch"] != run.epoch:
+            known = {"epoch": run.epoch, "front": front([*known["front"], known["present"]]), "present": means}
+            run.memory["hypervolume"] = known
         added = hypervolume([*known["front"], means]) - hypervolume(known["front"])
         factor = 0.5 + 1.5 * math.tanh(added) if known["front"] else 1.0
         return (combine(rewards, weights, clamp=float("inf")) * factor).clamp(-self.clamp, self.clamp)
@@ -215,9 +217,10 @@ class ForwardCorrected(AdvantageRule):
         asked = (verdict == 0) & ~recheck.isnan()
         counts = [int((verdict == 1).sum()), int((verdict == 0).sum()), int(asked.sum()),
                   float(recheck[asked].sum())]
-        known = context.memory.setdefault("misses", {"epoch": context.epoch, "before": [0, 0, 0, 0], "after": counts})
-        if known["epoch"] != context.epoch:
-            known = context.memory["misses"] = {"epoch": context.epoch, "before": known["after"]}
+        run = context.run
+        known = run.memory.setdefault("misses", {"epoch": run.epoch, "before": [0, 0, 0, 0], "after": counts})
+        if known["epoch"] != run.epoch:
+            known = run.memory["misses"] = {"epoch": run.epoch, "before": known["after"]}
         total = [a + b for a, b in zip(known["before"], counts)]
         known["after"] = total
         accepted, rejected, rechecked, right = total

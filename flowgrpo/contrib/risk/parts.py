@@ -11,7 +11,7 @@ from torch import Tensor
 from flowgrpo.advantages.group import RELATIVE_NOISE, AdvantageRule, require_clamp, weighted_sum
 from flowgrpo.advantages.history import remembered
 from flowgrpo.ranges import at_least
-from flowgrpo.types import Context
+from flowgrpo.types import Context, RunState
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class RiskAverse(AdvantageRule):
         scores = torch.stack([of.nanmean(0) for of in total.split(self.bundle)])
         if scores.isnan().all():
             return torch.zeros_like(total)
-        low, high, spread = self._tracked(scores, context)
+        low, high, spread = self._tracked(scores, context.run)
         if spread <= RELATIVE_NOISE * scores.abs().nan_to_num(0).max().item():
             return torch.zeros_like(total)
         advantages = risk_weights(scores, low, high, self.alpha, self.beta, self.omega)
         advantages = (advantages / ((2 + self.omega) * (spread + 1e-8))).clamp(-self.clamp, self.clamp)
         return advantages.repeat_interleave(self.bundle, dim=0)[:len(total)].masked_fill(total.isnan(), 0)
 
-    def _tracked(self, scores: Tensor, context: Context) -> list[float]:
+    def _tracked(self, scores: Tensor, run: RunState) -> list[float]:
         """Return both quantiles and the deviation of the scores, averaged with those of earlier epochs."""
         known = scores[~scores.isnan()]
         now = [*known.quantile(known.new_tensor([self.alpha, self.beta])).tolist(), known.std(correction=0).item()]
@@ -68,7 +68,7 @@ class RiskAverse(AdvantageRule):
         def change(past: list[float]) -> list[float]:
             return [old + self.rate * (new - old) for old, new in zip(past or now, now)]
 
-        return remembered(context.memory, "RiskAverse", "scores", context.epoch, [], change)[1]
+        return remembered(run.memory, "RiskAverse", "scores", run.epoch, [], change)[1]
 
 
 def risk_weights(rewards: Tensor, low: Tensor | float, high: Tensor | float, alpha: float, beta: float, omega: float

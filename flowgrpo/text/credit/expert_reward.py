@@ -51,13 +51,13 @@ class ExpertReward(Shaping):
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         known = required(context)
-        expert = required(known.expert).to(rewards.device)
-        lost = torch.tensor([name in self.without for name in known.names], device=rewards.device)
+        expert = required(known.samples.expert).to(rewards.device)
+        lost = torch.tensor([name in self.without for name in known.rewards.names], device=rewards.device)
         if lost.any():
             zero = torch.where(rewards.isnan(), rewards, torch.zeros_like(rewards))
             rewards = torch.where(expert[..., None] & lost, zero, rewards)
         if self.smooth:
-            rewards = smoothed(rewards, expert, known.weights or [1.0] * rewards.shape[2])
+            rewards = smoothed(rewards, expert, known.rewards.weights or [1.0] * rewards.shape[2])
         return rewards if self.shaping is None else self.shaping(rewards, context)
 
 

@@ -36,11 +36,11 @@ class LengthSwitch(Shaping):
                              "to 1 each")
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
-        assert context is not None and context.lengths is not None, "LengthSwitch needs a context with lengths"
+        assert context is not None and context.samples.lengths is not None, "LengthSwitch needs a context with lengths"
         (rewards,) = wide(rewards)
         right = rewards[..., 0] >= self.right
         on = self.switched(right, ~rewards[..., 0].isnan())
-        first = torch.where(on[:, None] & right, shortened(rewards[..., 0], right, context.lengths, self.alpha),
+        first = torch.where(on[:, None] & right, shortened(rewards[..., 0], right, context.samples.lengths, self.alpha),
                             rewards[..., 0])
         return torch.cat([first[..., None], rewards[..., 1:]], dim=2)
 

@@ -61,7 +61,7 @@ class CompletionTokens:
                                 ("ids", "logp", "mask", "cut"))
         if self.text.truncated == "mask":
             mask = mask & ~cut[:, None]
-        measured = {"deducted": self.text.penalty * cut.float()} if self.text.truncated == "penalise" else {}
+        measured = {"penalty": self.text.penalty * cut.float()} if self.text.truncated == "penalise" else {}
         old = Scored(logp.masked_fill(~mask, 0.0), mask)
         experts = self.method.generation.decoding.expert
         expert = torch.cat([required(batch.expert) for batch in batches]) if experts else None

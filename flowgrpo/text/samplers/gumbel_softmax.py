@@ -18,7 +18,7 @@ from torch.nn.functional import one_hot
 
 from flowgrpo.objectives import schedules
 from flowgrpo.text.samplers.decoding import Unmasking
-from flowgrpo.types import Context
+from flowgrpo.types import RunState
 
 Logits = Callable[[Tensor], Tensor]  # answers [n,L,V] to log-probabilities [n,L,V], -inf where a token is never drawn
 
@@ -58,7 +58,7 @@ class GumbelSoftmax:
         """Return the part at the temperature of an epoch."""
         if self.schedule is None:
             return self
-        now = self.schedule(self.temperature, Context(epoch=epoch, epochs=epochs))
+        now = self.schedule(self.temperature, RunState(epoch, epochs))
         return replace(self, temperature=now, schedule=None)
 
 

@@ -9,7 +9,7 @@ from flowgrpo.contrib.consistency.parts import LikelihoodConsistency
 from flowgrpo.errors import UserError
 from flowgrpo.methods.validate import resolve
 from flowgrpo.training import sampling
-from flowgrpo.types import Completions, Context, Scored
+from flowgrpo.types import Completions, Context, SampleMeasures, Scored
 from tests.helpers import loop, tiny, tiny_text
 from tests.helpers.tables import close, f64
 
@@ -19,9 +19,10 @@ CARE = {"shaping": {"type": "LikelihoodConsistency", "right": 0.5}, "reference":
 def test_only_right_samples_above_their_peers_earn_the_bonus():
     rewards = f64([[1, 1, 0, 1], [0, 0, 0, 1], [1, 1, 0, 0]])[..., None]
     likelihood = f64([[-1, -3, 0, -2], [-1, -1, -1, -9], [-2, -2, 0, 0]])
-    found = LikelihoodConsistency(0.5)(rewards, Context(likelihood=likelihood))
+    context = Context(samples=SampleMeasures(likelihood=likelihood))
+    found = LikelihoodConsistency(0.5)(rewards, context)
     close(found[..., 0], [[1.5, 1, 0, 1.5], [0, 0, 0, 1], [1.5, 1.5, 0, 0]])
-    both = LikelihoodConsistency(0.5)(torch.cat([rewards, rewards + 7], 2), Context(likelihood=likelihood))
+    both = LikelihoodConsistency(0.5)(torch.cat([rewards, rewards + 7], 2), context)
     close(both[..., 1], (rewards[..., 0] + 7).tolist())
 
 
@@ -47,7 +48,7 @@ def test_a_run_reads_the_likelihood_of_its_slow_reference():
                               for _, _, new in trainer.rollouts.replay(part, asked)])
     torch.testing.assert_close(found.flatten(), expected, rtol=0, atol=1e-5)
     context = loop.context(trainer, parts, ["a", "b"])
-    assert torch.equal(context.likelihood, found)
+    assert torch.equal(context.samples.likelihood, found)
 
 
 def test_a_bonus_needs_texts_and_a_value_above_zero():

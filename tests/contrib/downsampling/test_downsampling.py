@@ -10,7 +10,7 @@ from flowgrpo.contrib.downsampling.parts import Consistent, ResampleCorrect
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
 from flowgrpo.training import sampling
-from flowgrpo.types import Context
+from flowgrpo.types import Context, RewardColumns, RunState
 from tests.helpers import loop, tiny, tiny_runs
 
 #           right, the process
@@ -20,7 +20,7 @@ WEIGHTS = [1.0, 0.0]
 
 
 def kept(part, rewards=REWARDS, epoch: int = 0) -> list[int]:
-    context = Context(epoch=epoch, names=["right", "process"], weights=WEIGHTS)
+    context = Context(RunState(epoch), rewards=RewardColumns(["right", "process"], weights=WEIGHTS))
     return part.before(rewards, WEIGHTS, context)[0].nonzero().flatten().tolist()
 
 

@@ -8,13 +8,18 @@ import pytest
 import torch
 
 from flowgrpo.contrib.episodic.parts import Episodic
-from flowgrpo.types import Context
+from flowgrpo.types import Context, PromptGroups, RewardColumns, RunState
+
+
+def of_epoch(prompt, epoch, memory):
+    rewards = RewardColumns(["right", "shape"], [1.0, 0.0])
+    return Context(RunState(epoch, memory=memory), rewards, PromptGroups([prompt]))
 
 
 def shaped(part, values, epoch, memory, right=0.0):
     """The bonuses of samples described by `values` [G], whose total reward is `right`."""
     rewards = torch.tensor([[[right, value] for value in values]])
-    context = Context(["a prompt"], epoch=epoch, memory=memory, names=["right", "shape"], weights=[1.0, 0.0])
+    context = of_epoch("a prompt", epoch, memory)
     return (part(rewards, context)[0, :, 0] - right).tolist()
 
 
@@ -39,7 +44,7 @@ def test_the_memory_is_bounded_and_per_prompt():
         shaped(part, [float(epoch), 10.0 + epoch], epoch, memory)
     assert [row[0] for row in memory["Episodic"]["a prompt"]["past"]] == [11.0, 2.0, 12.0]
     rewards = torch.tensor([[[0.0, 5.0]]])
-    context = Context(["another"], epoch=4, memory=memory, names=["right", "shape"], weights=[1.0, 0.0])
+    context = of_epoch("another", 4, memory)
     assert part(rewards, context).item() == 0
 
 
@@ -47,6 +52,6 @@ def test_a_sample_without_a_description_has_no_bonus_and_one_without_reward_none
     memory, part = {}, Episodic(("shape",), explore=1.0, exploit=0.0, nearest=1)
     shaped(part, [0.0, 1.0], 0, memory)
     rewards = torch.tensor([[[0.5, torch.nan], [torch.nan, torch.nan], [0.5, 3.0]]])
-    context = Context(["a prompt"], epoch=1, memory=memory, names=["right", "shape"], weights=[1.0, 0.0])
+    context = of_epoch("a prompt", 1, memory)
     found = part(rewards, context)[0, :, 0]
     assert found[0] == 0.5 and found[1].isnan() and found[2] == 2.5

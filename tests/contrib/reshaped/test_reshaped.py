@@ -22,7 +22,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods.validate import resolve
 from flowgrpo.samplers.replay import rescored
 from flowgrpo.training.credit import context_of
-from flowgrpo.types import Context
+from flowgrpo.types import Context, PromptGroups, SampleMeasures
 from tests.helpers import tiny, tiny_text
 from tests.helpers.tables import close, draw, f64
 
@@ -58,13 +58,14 @@ def test_hard_groups_weigh_more_and_groups_that_agree_nothing():
 
 def test_tasks_and_stated_difficulties_weigh_too():
     rewards = columns([1, 0], [1, 1], [0, 0], [1, 0])
-    context = Context(metadata=[{"task": "a", "level": 2}, {"task": "a"}, {"task": "b"}, {"task": "b", "level": 0.5}])
+    metadata = [{"task": "a", "level": 2}, {"task": "a"}, {"task": "b"}, {"task": "b", "level": 0.5}]
+    context = Context(groups=PromptGroups(metadata=metadata))
     # Task a has the mean .75, b .25; both groups that differ have 1/2.
     found = Difficulty(CENTRED, task="task")(rewards, [1.0], context)
     close(found[[0, 3], 0], [0.5 * math.exp(0.5 + 0.25), 0.5 * math.exp(0.5 + 0.75)])
     stated = Difficulty(CENTRED, curve="none", given="level")(rewards, [1.0], context)
     close(stated[:, 0], [1, 0, 0, 0.25])
-    context.metadata[0]["level"] = "hard"
+    context.groups.metadata[0]["level"] = "hard"
     with pytest.raises(ValueError, match="metadata has level: 'hard', expected a number of 0 or more"):
         Difficulty(given="level")(rewards, [1.0], context)
 
@@ -74,8 +75,8 @@ def test_tasks_and_stated_difficulties_weigh_too():
 
 def test_overconfident_errors_are_pushed_harder_by_hand():
     # Sums of log-ratios over two decisions: +2 and -2. softplus(2) = 2.127, softplus(-2) = .127.
-    context = Context(logp=f64([[-1, -3, -1, -3]]), reference=f64([[-2, -2, -2, -2]]),
-                      lengths=torch.full((1, 4), 2))
+    context = Context(samples=SampleMeasures(f64([[-1, -3, -1, -3]]), reference=f64([[-2, -2, -2, -2]]),
+                                             lengths=torch.full((1, 4), 2)))
     rewards = columns([0, 0, 1, 1])
     ace = Confidence(Signed(1.0, 1.0))
     found = ace(rewards, [1.0], context)
@@ -88,11 +89,11 @@ def test_overconfident_errors_are_pushed_harder_by_hand():
     assert ace.needs == ("reference",) and Confidence(against="group").needs == ()
     assert Confidence(Conditional(metric="length")).needs == ("reference", "lengths")
     with pytest.raises(ValueError, match="reads the samples' log-probabilities under the reference, and this method"):
-        ace(rewards, [1.0], Context(logp=context.logp))
+        ace(rewards, [1.0], Context(samples=SampleMeasures(context.samples.logp)))
 
 
 def test_of_two_successes_the_less_likely_weighs_more():
-    context = Context(logp=f64([[-1, -3, -2, -2]]))
+    context = Context(samples=SampleMeasures(f64([[-1, -3, -2, -2]])))
     found = Confidence(CENTRED, side="positive", against="group")(columns([1, 1, 0, 0]), [1.0], context)[0]
     # Confidence +1 and -1 beside the group's mean, -2.
     close(found, [0.5 * (1 + math.log1p(math.exp(-1))), 0.5 * (1 + math.log1p(math.exp(1))), -0.5, -0.5])
@@ -102,7 +103,7 @@ def test_of_two_successes_the_less_likely_weighs_more():
 
 
 def test_of_equal_samples_the_less_likely_has_the_larger_advantage():
-    context = Context(logp=f64([[-1, -2, -3, -2], [-1, -2, -3, -2]]))
+    context = Context(samples=SampleMeasures(f64([[-1, -2, -3, -2], [-1, -2, -3, -2]])))
     rewards = columns([1, 1, 1, 0], [0, 0.2, 0, 0])
     found, plain = Unconfident(CENTRED, 0.3)(rewards, [1.0], context), CENTRED(rewards, [1.0])
     close(found[0], [0.25 - 0.3, 0.25, 0.25 + 0.3, -0.75])
@@ -145,8 +146,8 @@ def test_mistakes_are_named(call):
 
 
 def test_a_missing_reward_has_no_advantage_whatever_the_change():
-    rewards, context = columns([1, NAN, 0, 0.5]), Context(logp=draw(1, 4), reference=draw(1, 4, seed=1),
-                                                          lengths=torch.ones(1, 4), metadata=[{}])
+    samples = SampleMeasures(draw(1, 4), reference=draw(1, 4, seed=1), lengths=torch.ones(1, 4))
+    rewards, context = columns([1, NAN, 0, 0.5]), Context(groups=PromptGroups(metadata=[{}]), samples=samples)
     for part in (Difficulty(), Confidence(side="both"), Unconfident(), Consistency()):
         found = part(rewards, [1.0], context)
         assert found[0, 1] == 0 and found.isfinite().all() and found.shape == (1, 4)
@@ -176,9 +177,10 @@ def test_the_reference_of_a_sample_is_its_log_probability_under_the_base(make, o
     monkeypatch.setattr("flowgrpo.training.credit.context_of", context)
     trainer.run_epoch()
     [(parts, found)] = seen
-    assert found.reference.shape == found.logp.shape and (found.reference - found.logp).abs().max() > 1e-3
-    batch = [prompt for key in found.prompts for prompt in trainer.prompts if prompt.key == key]
+    reference, logp = found.samples.reference, found.samples.logp
+    assert reference.shape == logp.shape and (reference - logp).abs().max() > 1e-3
+    batch = [prompt for key in found.groups.prompts for prompt in trainer.prompts if prompt.key == key]
     conditioning = trainer.rollouts.conditioning(batch)
     with trainer.policy.reference([]), torch.no_grad():
         expected = [rescored(part, trainer.rollouts.replay(part, conditioning)).leaves()["logp"] for part in parts]
-    torch.testing.assert_close(found.reference.flatten(), torch.cat(expected).float(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(reference.flatten(), torch.cat(expected).float(), rtol=0, atol=1e-5)

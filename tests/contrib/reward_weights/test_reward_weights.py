@@ -21,7 +21,7 @@ from flowgrpo.contrib.reward_weights.parts import (
 )
 from flowgrpo.errors import UserError
 from flowgrpo.methods import overlay
-from flowgrpo.types import Context
+from flowgrpo.types import Context, RunState
 from tests.helpers import tiny_text
 from tests.helpers.tables import close, f64
 
@@ -102,7 +102,7 @@ def test_influence_adds_up_from_epoch_to_epoch_and_not_within_one():
     for epoch in range(3):
         weights = adapted(advantages, weights, 1.0)
         for _ in range(2):  # a second call of the epoch, as for inner nodes, or after a resume
-            Influence()(rewards, [1, 1], Context(epoch=epoch, memory=memory))
+            Influence()(rewards, [1, 1], Context(RunState(epoch, memory=memory)))
         close(f64(memory["influence"]["after"]), weights.tolist())
     assert weights[0] > 1.5 and weights.sum() == pytest.approx(2)
 
@@ -127,7 +127,7 @@ def test_an_epoch_that_enlarges_the_front_counts_more():
     memory, plain = {}, [-(2**0.5), 2**0.5]
     for epoch, (means, factor) in enumerate([((1, 2), 1), ((2, 1), 1.6423912339), ((1, 1), 0.5)]):
         for _ in range(2):
-            found = Hypervolume()(rewards(*means), [1, 1], Context(epoch=epoch, memory=memory))
+            found = Hypervolume()(rewards(*means), [1, 1], Context(RunState(epoch, memory=memory)))
             close(found[0], [value * factor for value in plain], 1e-7)
 
 
@@ -160,7 +160,7 @@ def test_the_rate_of_misses_is_estimated_over_the_run():
     later = columns([0] * 6, [0] * 4 + [nan] * 2)
     for epoch, (batch, rate) in enumerate([(first, 0.25), (later, 10 / 6 / (10 / 6 + 6))]):
         for _ in range(2):
-            found = ForwardCorrected()(batch, [1, 1], Context(epoch=epoch, memory=memory))
+            found = ForwardCorrected()(batch, [1, 1], Context(RunState(epoch, memory=memory)))
             close(found, (batch[..., 0] - 1 + rate).tolist())
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowgrpo.contrib.risk.parts import RiskAverse, risk_weights
-from flowgrpo.types import Context
+from flowgrpo.types import Context, RunState
 from tests.helpers.tables import close, draw, f64
 
 F64 = torch.float64
@@ -70,15 +70,15 @@ def test_an_epoch_of_wrong_answers_is_pushed_by_what_earlier_ones_reached():
     assert (part(f64([[[1], [1]]]), [1.0], context) == 0).all()  # nothing to spread yet
     context = Context()
     part(f64([[[0], [1]], [[0], [1]]]), [1.0], context)
-    assert context.memory["RiskAverse"]["scores"]["after"] == [0.5, 1.0, 0.5]
+    assert context.run.memory["RiskAverse"]["scores"]["after"] == [0.5, 1.0, 0.5]
     # Now the quantiles of 0, 0, 0, 0 are 0: tracked .25, .5 and .25. Tail (0 - .25) / .5, band (.25 - .5) / .5.
-    context = Context(epoch=1, memory=json.loads(json.dumps(context.memory)))
+    context = Context(RunState(1, memory=json.loads(json.dumps(context.run.memory))))
     pushed = (-0.5 - 0.5) / (2 * (0.25 + 1e-8))
     wrong = f64([[[0], [0]], [[0], [0]]])
     close(part(wrong, [1.0], context), [[pushed] * 2] * 2)
-    memory = json.dumps(context.memory)
+    memory = json.dumps(context.run.memory)
     close(part(wrong, [1.0], context), [[pushed] * 2] * 2)
-    assert json.dumps(context.memory) == memory
+    assert json.dumps(context.run.memory) == memory
 
 
 def test_missing_rewards_and_single_samples():

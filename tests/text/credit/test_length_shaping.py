@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flowgrpo.text.credit.length_shaping import LengthSwitch, shortened
-from flowgrpo.types import Context
+from flowgrpo.types import Context, SampleMeasures
 
 REWARDS = torch.tensor([[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 0, 0]], dtype=torch.float64)[..., None]
 LENGTHS = torch.tensor([[10, 20, 30, 40], [10, 20, 30, 40], [10, 30, 5, 5]])
@@ -33,17 +33,17 @@ def test_right_ones_earn_less_the_longer_they_are():
     (LengthSwitch(top=1.0, least=0.75), [1]), (LengthSwitch(), [1]),
 ])
 def test_groups_that_are_right_often_enough_have_it(part, on):
-    found = part(REWARDS, Context(lengths=LENGTHS))
+    found = part(REWARDS, Context(samples=SampleMeasures(lengths=LENGTHS)))
     changed = [i for i in range(3) if not torch.equal(found[i], REWARDS[i])]
     assert changed == on and (found[REWARDS == 0] == 0).all()
-    whole = LengthSwitch(top=1.0)(REWARDS, Context(lengths=LENGTHS))
+    whole = LengthSwitch(top=1.0)(REWARDS, Context(samples=SampleMeasures(lengths=LENGTHS)))
     assert all(torch.equal(found[i], whole[i]) for i in on)
 
 
 def test_other_rewards_and_missing_ones_stay():
     both = torch.cat([REWARDS, REWARDS * 3], dim=2)
     both[1, 0, 0] = torch.nan
-    found = LengthSwitch(top=1.0)(both, Context(lengths=LENGTHS))
+    found = LengthSwitch(top=1.0)(both, Context(samples=SampleMeasures(lengths=LENGTHS)))
     assert torch.equal(found[..., 1], both[..., 1]) and torch.equal(found.isnan(), both.isnan())
     assert found[1, 1, 0] == pytest.approx(1 - 0.2 * sigmoid(-5 / (5 + 1e-6)), abs=1e-10)  # 20 of 20 and 30
 

@@ -14,7 +14,7 @@ from flowgrpo.objectives.references import Teacher
 from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.training import sampling
-from flowgrpo.types import Context
+from flowgrpo.types import RunState
 from tests.helpers import loop, tiny, tiny_text
 from tests.helpers.tables import close
 
@@ -41,7 +41,7 @@ def trainer(folder, rewards=None, **options):
 def test_the_weight_falls_from_the_first_epoch_to_the_last():
     kl, reference = preset("kdrl").parts()["kl"], preset("kdrl").parts()["reference"]
     assert reference == Teacher() and reference([{}], dict, 3) == []
-    assert [at_epoch(kl, Context(epoch=epoch, epochs=5)).weight for epoch in (0, 2, 4)] == pytest.approx(
+    assert [at_epoch(kl, RunState(epoch, 5)).weight for epoch in (0, 2, 4)] == pytest.approx(
         [5e-3, 3e-3, 1e-3])
 
 

@@ -20,7 +20,7 @@ from flowgrpo.text.losses.token_losses import Calibrated, ExpertMixture
 from flowgrpo.text.samplers.decoding import Decoding, WithAnswers
 from flowgrpo.text.teacher_answers import TeacherAnswers, solutions_of
 from flowgrpo.training.credit import context_of
-from flowgrpo.types import CompletionBatch, Context, GroupStatistics, Scored
+from flowgrpo.types import CompletionBatch, Context, GroupStatistics, RewardColumns, SampleMeasures, Scored
 from tests.helpers import loop, tiny, tiny_text
 from tests.helpers.tables import close, f64
 
@@ -223,7 +223,7 @@ def test_answers_join_what_an_engine_drew():
 # --- the reward of an answer -----------------------------------------------------------------------------------------
 
 def shaped(rewards, part, expert, names=("right", "thought"), weights=()):
-    context = Context(names=names, weights=weights, expert=torch.tensor(expert))
+    context = Context(rewards=RewardColumns(names, weights), samples=SampleMeasures(expert=torch.tensor(expert)))
     return part(f64(rewards), context)
 
 
@@ -264,7 +264,8 @@ def test_the_answers_of_a_run_are_known_to_its_credit():
     prompts = epoch.groups.prompts
     context = context_of(own, epoch, [prompt.key for prompt in prompts])
     fits = [prompt.text in ("1+2=", "9+1=") for prompt in prompts]
-    assert context.expert.tolist() == [[False] * 3 + [fit] for fit in fits] and context.names == ["short"]
+    assert context.samples.expert.tolist() == [[False] * 3 + [fit] for fit in fits]
+    assert context.rewards.names == ["short"]
     with pytest.raises(UserError, match="names 'thought', which is no reward of the run: expected names among short"):
         resolve(tiny_text.config(method="visurf", parts={"shaping": {"without": ["thought"]}}), "tokens")
 

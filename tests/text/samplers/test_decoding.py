@@ -13,7 +13,7 @@ from flowgrpo.advantages.shaping import Overlong
 from flowgrpo.objectives import Clip, Reinforce, SequenceRatio, TruncatedIS
 from flowgrpo.objectives.reductions import SequenceMean, SequenceSum, TokenMean, reduced
 from flowgrpo.text.samplers.decoding import Decoding, Draw, decided, drawn, score, uniforms
-from flowgrpo.types import Context, Scored
+from flowgrpo.types import Context, SampleMeasures, Scored
 
 F64 = torch.float64
 LOGITS = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=F64).log()
@@ -198,7 +198,7 @@ def test_reinforce_on_sums_is_the_gradient_of_whole_completions():
 
 
 def test_overlong_tails_are_punished_linearly():
-    context = Context(lengths=torch.tensor([[4, 8, 9, 10]]), longest=10)
+    context = Context(samples=SampleMeasures(lengths=torch.tensor([[4, 8, 9, 10]]), longest=10))
     rewards = torch.tensor([[[1.0], [1.0], [1.0], [torch.nan]]], dtype=F64)
     close(Overlong(0.2)(rewards, context)[0, :, 0], [1, 1, 0.5, math.nan])
     close(Overlong(1.0)(rewards, context)[0, :3, 0], [0.6, 0.2, 0.1])
