@@ -1,4 +1,4 @@
-"""`flowgrpo list rewards` and `flowgrpo reward score`, `train`, `train-text` and `serve`."""
+"""`flowgrpo list rewards` and `flowgrpo reward score`, `fetch`, `train`, `train-text` and `serve`."""
 
 from __future__ import annotations
 
@@ -66,6 +66,19 @@ def score(
     else:
         print_table(["file", "prompt", reward], [[str(file), entry.text, "-" if value is None else f"{value:.4f}"]
                                                  for file, entry, value in zip(images, given, known)])
+
+
+@reward_app.command("fetch", short_help="Fetch the words that a released reward model was trained on.")
+def fetch_text(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="videoalign, unified_reward or unified_reward_pairs.")],
+    source: Annotated[Path | None, typer.Option(metavar="FOLDER", help="A clone of the repository, for a machine "
+                                                                       "without a network.")] = None,
+) -> None:
+    """Fetch the words that a released reward model was trained on, from its authors' repository."""
+    from flowgrpo.rewards import released_text
+
+    for text in released_text.fetch(name, source):
+        typer.echo(f"{text.repository}/{text.path} at {text.commit[:10]} ({text.licence}): {text.file}")
 
 
 @reward_app.command("train", short_help="Train a reward from preference pairs.")

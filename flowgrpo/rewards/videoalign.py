@@ -8,7 +8,6 @@ most 448 by 448 pixels each. The weights are read as tensors alone: nothing is u
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import re
@@ -25,6 +24,7 @@ from flowgrpo.rewards.about import About
 from flowgrpo.rewards.hpsv3 import renamed
 from flowgrpo.rewards.local_model import Head, LocalModel, from_hub, loading, pretrained, tensors
 from flowgrpo.rewards.preprocessing import resized
+from flowgrpo.rewards.released_text import strings, texts
 
 AXES = ("VQ", "MQ", "TA")
 MARKS = tuple(f"<|{axis}_reward|>" for axis in AXES)
@@ -33,7 +33,6 @@ LEAST, MOST = 128 * 28 * 28, 448 * 448  # pixels of a scaled frame
 FEWEST, LONGEST = 4, 768  # frames
 CONSTANTS = {"VQ_mean": 3.6757, "VQ_std": 2.2476, "MQ_mean": 1.1646, "MQ_std": 1.3811, "TA_mean": 2.8105,
              "TA_std": 2.5121}
-NAME = "DETAILED_PROMPT_WITH_SPECIAL_TOKEN"  # of the instruction in the release's prompt_template.py
 FIX = "give the folder of KwaiVGI/VideoReward as args: {model: FOLDER}"
 
 
@@ -41,10 +40,11 @@ FIX = "give the folder of KwaiVGI/VideoReward as args: {model: FOLDER}"
 class VideoReward(LocalModel):
     """VideoReward: weighted sum of a video's visual quality, motion quality and text alignment, each around -3 to 3.
 
-    The weights were trained on one instruction, which their authors' code holds: get prompt_template.py of the
-    repository KwaiVGI/VideoAlign. It is read and never run.
+    The weights were trained on one instruction, DETAILED_PROMPT_WITH_SPECIAL_TOKEN of the release's prompt_template.py
+    (MIT, KwaiVGI/VideoAlign). `flowgrpo reward fetch videoalign` copies it, word for word.
 
-    instruction: that file, or a text file with {text_prompt} and the three marks.
+    instruction: None for the fetched one; that file, which is read and never run; or a text file with {text_prompt}
+    and the three marks.
     axes: weights of VQ, MQ and TA; an axis that is not named has none.
     model: the release, a folder or hub id, with model_config.json and checkpoint-*/model.safetensors or model.pth.
     base: configuration and processor of Qwen2-VL-2B, a folder or hub id.
@@ -194,15 +194,14 @@ def assembled(config: Any, state: dict[str, Tensor], dtype: torch.dtype) -> tupl
 
 
 def instruction(file: str | None) -> str:
-    """Return the instruction in a file: a text, or the release's source, which is read and not run."""
+    """Return the fetched instruction, or that in a file: a text, or the release's source, which is read and not run.
+    """
     if file is None:
-        raise UserError("reward 'videoalign' needs the instruction of its weights: get prompt_template.py of "
-                        "KwaiVGI/VideoAlign, and give it as args: {instruction: prompt_template.py}")
+        return texts("videoalign", "instruction")["video"]
     with loading(f"reward 'videoalign': {file}", "give prompt_template.py of KwaiVGI/VideoAlign or a text file"):
         text = Path(file).read_text(encoding="utf-8")
         if file.endswith(".py"):
-            [text] = [ast.literal_eval(node.value) for node in ast.parse(text).body if isinstance(node, ast.Assign)
-                      and isinstance(node.targets[0], ast.Name) and node.targets[0].id == NAME]
+            [text] = [said for said in strings(text) if PROMPT in said and all(mark in said for mark in MARKS)]
     if [mark for mark in re.findall(r"<\|\w+_reward\|>", text)] != list(MARKS) or PROMPT not in text:
         raise UserError(f"reward 'videoalign': {file} has not {PROMPT} and {', '.join(MARKS)} once each, in "
                         "this order")

@@ -192,7 +192,6 @@ def test_weights_run_nothing_and_safetensors_come_first(release, tmp_path):
 
 @pytest.mark.parametrize("change, told", [
     ({"axes": {"XQ": 1}}, "expected weights of VQ, MQ, TA"), ({"fps": 0}, "a number above 0"),
-    ({"instruction": None}, "get prompt_template.py of KwaiVGI/VideoAlign, and give it as args"),
     ({"instruction": "/no/file.txt"}, "/no/file.txt cannot be loaded .*: give prompt_template.py"),
     ({"model": "/no/folder"}, "/no/folder cannot be loaded .*: give the folder of KwaiVGI/VideoReward as args"),
     ({"base": "/no/base"}, "/no/base cannot be loaded .*: fetch it and give its folder as args: {base: FOLDER}"),

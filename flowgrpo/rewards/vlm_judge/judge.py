@@ -72,11 +72,17 @@ class Asking(Endpoint):
         """Return the messages of one question, made of content parts."""
         return user(parts)
 
+    def _asked(self, modality: str) -> str:
+        """Return the question about outputs of a modality, with {prompt} in it."""
+        return self._question
+
     def _pointwise(self, outputs: Tensor | Sequence[Tensor] | Sequence[str], prompts: Sequence[str],
                    metadata: Sequence[dict[str, Any]], read: Callable[[Answer], float | None]) -> list[float | Failed]:
         """Return a value per output, shown before the question, after its source where that is shown."""
+        asked = self._asked(modality_of(outputs))
+
         def question(row: int) -> list[dict[str, Any]]:
-            return [*self._shown(outputs, metadata, row), text_part(filled(self._question, prompt=prompts[row]))]
+            return [*self._shown(outputs, metadata, row), text_part(filled(asked, prompt=prompts[row]))]
 
         return self._values(question, lambda answer, _: read(answer), len(prompts))
 
@@ -151,14 +157,18 @@ class JudgePairs(Asking):
     def __call__(self, first: Tensor | Sequence[str], second: Tensor | Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]] = ()) -> list[float | Failed]:
         """Return B values: 1 where the first is better, 0 where the second is, 0.5 at a tie, Failed for no answer."""
-        noun = NOUNS[modality_of(first)]
+        modality = modality_of(first)
+        asked = self._asked(modality)
 
         def question(row: int) -> list[dict[str, Any]]:
-            sides = [[text_part(f"{noun} {i}:"), *self._parts(side[row])] for i, side in enumerate((first, second), 1)]
-            return [*self._source(metadata, row), *sides[0], *sides[1],
-                    text_part(filled(self._question, prompt=prompts[row]))]
+            sides = [[*self._label(modality, i), *self._parts(side[row])] for i, side in enumerate((first, second), 1)]
+            return [*self._source(metadata, row), *sides[0], *sides[1], text_part(filled(asked, prompt=prompts[row]))]
 
         return self._values(question, lambda answer, _: None if answer.cut else self._parser(answer.text), len(prompts))
+
+    def _label(self, modality: str, number: int) -> list[dict[str, Any]]:
+        """Return what stands before the first (1) and the second (2) output."""
+        return [text_part(f"{NOUNS[modality]} {number}:")]
 
 
 def filled(template: str, **texts: str) -> str:

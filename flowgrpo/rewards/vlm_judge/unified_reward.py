@@ -1,38 +1,80 @@
-"""UnifiedReward (2503.05236, 2508.20751): a vision-language model that marks and compares pictures and videos.
+"""UnifiedReward (2503.05236): a vision-language model that marks and compares images and videos, behind an endpoint.
 
-The wording is ours, the format of the answer that of the authors. For a model trained on one wording, use
-`args: {template: question.txt}`.
+Both rewards ask the questions of the release's inference_qwen, word for word; `flowgrpo reward fetch NAME` copies them
+(MIT, CodeGoat24/UnifiedReward). Without them, or for a model that was trained on other questions, such as
+UnifiedReward-Think or UnifiedReward 2.0, give `args: {template: FILE.txt}`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.vlm_judge.judge import LICENCE, Judge, JudgePairs, filled
+from flowgrpo.rewards.failures import Failed
+from flowgrpo.rewards.released_text import texts
+from flowgrpo.rewards.reward import modality_of
+from flowgrpo.rewards.vlm_judge.judge import LICENCE, Asking, JudgePairs
+from flowgrpo.rewards.vlm_judge.parse import parser
 
-_CAPTIONED = ("{shown} was made from the text caption below. Judge the alignment with the caption (are its objects, "
-              "their attributes and relations there?) and the quality (clarity, detail, colour, appeal).")
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MARKS = {"image": "score in [1, 5]", "video": "score in [1, 10]"}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class UnifiedReward(Judge):
-    """UnifiedReward's mark of a picture or video, 1 to 5 after "Final Score:" (2503.05236)."""
+class UnifiedReward(Asking):
+    """UnifiedReward's mark after "Final Score:": 1 to 5 of an image, 1 to 10 of a video (2503.05236).
 
-    template: str = (filled(_CAPTIONED, shown="This picture or video") + "\nName the caption's key elements with 1 "
-                     "where they are there and 0 where not, and give a score from 1 to 5 after 'Final Score:'.\n"
-                     "Text Caption: [{prompt}]")
-    parse: str = "score in [1, 5]"
+    Flow-GRPO divides an image's by 5: `scale: [0, 5]`. A video is sent as its frames, where the release sends the video.
+    template: another question, or its file, PATH.txt, for images and videos.
+    parse, scale: as in `Judge`; an empty `parse` reads the release's marks.
+    """
+
+    template: str = ""
+    parse: str = ""
+    scale: Sequence[float] | None = None
     max_tokens: int | None = 4096
-    about = About(modality="image/video", range=(1, 5), needs="server", licence=LICENCE)
+    _questions: dict[str, str] = field(init=False, repr=False)
+    _parsers: dict[str, Callable[[str], float | None]] = field(init=False, repr=False)
+    about = About(modality="image/video", range=(1, 10), needs="server", licence=LICENCE)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._set(_parsers={kind: parser(self.parse or marks, self.scale) for kind, marks in MARKS.items()},
+                  _questions={} if self.template else texts("unified_reward", "template"))
+
+    def __call__(self, outputs: Tensor, prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]] = ()) -> list[float | Failed]:
+        read = self._parsers[modality_of(outputs)]
+        return self._pointwise(outputs, prompts, metadata,
+                               lambda answer: None if answer.cut else read(answer.text))
+
+    def _asked(self, modality: str) -> str:
+        return self._questions.get(modality, self._question)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class UnifiedRewardPairs(JudgePairs):
-    """UnifiedReward's choice between two pictures or videos, as win rates within a group (2503.05236, 2508.20751)."""
+    """UnifiedReward's choice between two images or videos, as win rates within a group (2503.05236).
 
-    template: str = (filled(_CAPTIONED, shown="Each of the two") + "\nCompare them and end with a clear conclusion: "
-                     "'Image 1 is better than Image 2.', 'Image 2 is better than Image 1.' or 'Both images are equally "
-                     "good.'\nText Caption: [{prompt}]")
+    Two images stand before the question, as in the release. Two videos are sent as their frames, each after a label.
+    template: another question, or its file, PATH.txt, for images and videos. Other fields: see `JudgePairs`.
+    """
+
+    template: str = ""
     max_tokens: int | None = 4096
+    _questions: dict[str, str] = field(init=False, repr=False)
     about = About(modality="image/video", range=(0, 1), needs="server", licence=LICENCE)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._set(_questions={} if self.template else texts("unified_reward_pairs", "template"))
+
+    def _asked(self, modality: str) -> str:
+        return self._questions.get(modality, self._question)
+
+    def _label(self, modality: str, number: int) -> list[dict[str, Any]]:
+        return [] if modality == "image" and self._questions else super()._label(modality, number)

@@ -29,7 +29,6 @@ from flowgrpo.rewards.vlm_judge.judge import Judge, JudgePairs, filled
 from flowgrpo.rewards.vlm_judge.parse import Criterion, answers, compared, expected_level, level, parser, share, verdict
 from flowgrpo.rewards.vlm_judge.pictures import data_url, spaced
 from flowgrpo.rewards.vlm_judge.rubric import JudgeRubric
-from flowgrpo.rewards.vlm_judge.unified_reward import UnifiedReward, UnifiedRewardPairs
 from flowgrpo.text.rewards.judge import TextJudgeRubric
 
 
@@ -483,14 +482,14 @@ def test_mistakes_are_told_at_once(settings, told):
 
 # --- pairs, criteria, forms ------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("judge, both", [(JudgePairs, True), (UnifiedRewardPairs, True), (JudgePairs, False)])
-def test_pairs_become_win_rates(judge, both):
+@pytest.mark.parametrize("both", [True, False])
+def test_pairs_become_win_rates(both):
     def reply(body, number):  # the brighter one; for a difference of 10 the first one shown, whichever that is
         first, second = (opened(part["url"]).getpixel((0, 0))[0] for part in parts(body, "image_url"))
         return said(f"Image {1 if first - second >= -10 else 2} is better than the other.")
 
     with endpoint(reply) as server:
-        named = judge(url=server.url, both_orders=both, **QUICK)
+        named = JudgePairs(url=server.url, both_orders=both, **QUICK)
         found = rewards.score({"j": named}, shades(10, 60, 70, 200), ["a cat"] * 4, [{}] * 4, group=4)[:, 0].tolist()
     assert len(server.seen) == (12 if both else 6)
     assert found[0] == 0 and found[3] == 1 and sum(found) == pytest.approx(2)
@@ -558,14 +557,6 @@ def test_criteria_are_written_once_per_prompt(tmp_path):
         assert TextJudgeRubric(**settings)(["a"], ["dose?"], [{}]) == [pytest.approx(2 / 3)]
         assert len(server.seen) == 5
     assert "give writer, or leave it out" in message(TextJudgeRubric, file="x.jsonl")
-
-
-def test_unified_reward_is_read_after_its_label():
-    text = "cat (object): 1\nhat (object): 0\nFinal Score: 3.5"
-    with endpoint([said(text), said("cat (object): 1")]) as server:
-        reward = UnifiedReward(url=server.url, concurrency=1, **QUICK)
-        assert answered(reward(shades(1, 2), ["a {cat}"] * 2)) == [3.5, "failed"]
-    assert "Text Caption: [a {cat}]" in parts(server.seen[0][2], "text")[0]
 
 
 def test_deqa_takes_probabilities_where_there_are_any():
