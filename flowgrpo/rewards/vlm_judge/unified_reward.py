@@ -28,7 +28,7 @@ MARKS = {"image": "score in [1, 5]", "video": "score in [1, 10]"}
 class UnifiedReward(Asking):
     """UnifiedReward's mark after "Final Score:": 1 to 5 of an image, 1 to 10 of a video (2503.05236).
 
-    Flow-GRPO divides an image's by 5: `scale: [0, 5]`. A video is sent as its frames, where the release sends the video.
+    Flow-GRPO divides an image's by 5: `scale: [0, 5]`. A video is sent as its frames; the release sends the video.
     template: another question, or its file, PATH.txt, for images and videos.
     parse, scale: as in `Judge`; an empty `parse` reads the release's marks.
     """
