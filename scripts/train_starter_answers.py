@@ -36,8 +36,8 @@ from flowgrpo.contrib.questions.learned_answers import ByFolder
 from flowgrpo.contrib.questions.question_answers import QuestionAnswers
 from flowgrpo.contrib.questions.questions import Question, of_claims
 from flowgrpo.evaluation.statistics import BOOTSTRAP, interval
-from flowgrpo.rewards.starter.scene import read, scene
 from flowgrpo.starter import scenes
+from flowgrpo.starter.rewards.scene import read, scene
 
 ANSWERS = tuple(dict.fromkeys(choice for choices in CHOICES.values() for choice in choices))
 # The shares of the questions.

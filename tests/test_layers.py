@@ -81,7 +81,10 @@ IMPORTS = {name: set(imported(file)) - {name} for name, file in MODULES.items()}
 
 
 def room(module: str) -> str:
+    """The room of a module; rewards of the starter stand with the rewards."""
     _, *inner = module.split(".")
+    if inner[:2] == ["starter", "rewards"]:
+        return "rewards"
     if inner[:1] == ["text"]:
         return TEXT[inner[1] if len(inner) > 1 else "__init__"]
     return inner[0] if inner else "__init__"

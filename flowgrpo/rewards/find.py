@@ -21,12 +21,12 @@ T = TypeVar("T")
 GROUP = "flowgrpo.rewards"
 NEAR, SLIP = 5, 0.85  # names that a message lists; likeness at which it names one alone
 BUILT_IN = {
-    "scene": "flowgrpo.rewards.starter.scene:scene",
-    "scene_graded": "flowgrpo.rewards.starter.scene:scene_graded",
-    "scene_soft": "flowgrpo.rewards.starter.scene_soft:scene_soft",
-    "motion": "flowgrpo.rewards.starter.motion:motion",
-    "motion_graded": "flowgrpo.rewards.starter.motion:motion_graded",
-    "appearance": "flowgrpo.rewards.starter.motion:appearance",
+    "scene": "flowgrpo.starter.rewards.scene:scene",
+    "scene_graded": "flowgrpo.starter.rewards.scene:scene_graded",
+    "scene_soft": "flowgrpo.starter.rewards.scene_soft:scene_soft",
+    "motion": "flowgrpo.starter.rewards.motion:motion",
+    "motion_graded": "flowgrpo.starter.rewards.motion:motion_graded",
+    "appearance": "flowgrpo.starter.rewards.motion:appearance",
     "ocr": "flowgrpo.rewards.ocr:Ocr",
     "geneval": "flowgrpo.rewards.geneval.rules:GenEval",
     "geneval_fast": "flowgrpo.rewards.geneval.rules:GenEvalFast",

@@ -14,7 +14,7 @@ from flowgrpo.data import splits
 from flowgrpo.data.pairs import OVERALL, Pair, load_pairs
 from flowgrpo.data.recorded_pairs import in_place
 from flowgrpo.methods import recorded_pairs as pairs_check
-from flowgrpo.rewards.starter.scene import scene
+from flowgrpo.starter.rewards.scene import scene
 from tests.helpers import loop
 
 ROOT = Path(__file__).parents[2]

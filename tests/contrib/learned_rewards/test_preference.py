@@ -24,7 +24,7 @@ from flowgrpo.contrib.learned_rewards.training import Settings, accuracy, batche
 from flowgrpo.contrib.learned_rewards.training import train as train_reward
 from flowgrpo.data.pairs import Pair, aspects, load_pairs, split
 from flowgrpo.rewards.clip import ClipScore
-from flowgrpo.rewards.starter.scene import scene
+from flowgrpo.starter.rewards.scene import scene
 from flowgrpo.starter.scenes import PREFIXES, SHAPES, parse, reserved
 
 sys.path.append(str(Path(__file__).parents[3] / "scripts"))

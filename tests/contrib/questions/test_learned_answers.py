@@ -17,8 +17,8 @@ from flowgrpo.contrib.questions.learned_answers import ByFolder
 from flowgrpo.contrib.questions.questions import of_claims
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import find
-from flowgrpo.rewards.starter.scene import read
 from flowgrpo.starter import scenes
+from flowgrpo.starter.rewards.scene import read
 
 sys.path.append(str(Path(__file__).parents[3] / "scripts"))
 

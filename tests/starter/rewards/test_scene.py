@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowgrpo.rewards.starter.scene import _read_once, detect, read, scene, scene_graded
+from flowgrpo.starter.rewards.scene import _read_once, detect, read, scene, scene_graded
 from flowgrpo.starter.scenes import COLOURS, SHAPES, SIZE, TASKS, coverage
 
 _SCRIPT = Path(__file__).parents[3] / "scripts" / "show_scene_reward.py"  # its scenes are tested too, not a copy
