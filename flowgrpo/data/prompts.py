@@ -35,6 +35,7 @@ from flowgrpo.files import decoded, require_size, unfit, unsafe
 ANSWERS = ("solution", "answer")  # of a prompt's metadata: the first that it has
 KEYS = ("prompt", "negative_prompt", "metadata", "weight", *files.KEYS)
 GSM8K, GENEVAL = {"question", "answer"}, {"prompt", "tag", "include"}
+USER_PROMPT = "user_prompt"  # metadata key of the prompt that a rewritten prompt comes from
 LARGEST = 2**28  # bytes of a file
 LONGEST, LONGEST_TEXT = 20_000, 1_000_000  # characters of a prompt of a pipeline, and of a language model
 ROWS = 2**20  # of a .parquet file

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from flowgrpo.data.prompts import Prompt, as_line, load_prompts
+from flowgrpo.data.prompts import USER_PROMPT, Prompt, as_line, load_prompts
 from flowgrpo.device import require_generators
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import draw, images
 from flowgrpo.evaluation.evaluate import make_plan
 from flowgrpo.evaluation.ledger import BaseLedger, Place
 from flowgrpo.evaluation.plan import Plan, digest
-from flowgrpo.rewards.verdicts import USER_PROMPT
 from flowgrpo.storage import atomic, paths
 
 FILE = "prompts.jsonl"

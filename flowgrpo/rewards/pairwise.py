@@ -11,12 +11,12 @@ prompts, metadata, group)` with the outputs of whole groups, `group` consecutive
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import Pairing
+from flowgrpo.rewards.about import About, Pairing, described
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.reward import Batch, Function, Reward, as_reward
 
@@ -154,3 +154,20 @@ def _answers(name: str, values: Any, count: int, prompt: str) -> list[float]:
         raise Failed(f"judge {name!r} returned {repr(wrong[0])[:60]}, expected 1 (the first is better), 0 (the second "
                      f"is), 0.5 (a tie), a number between, or None (no answer) (prompt: {prompt!r})")
     return answers
+
+
+@described(About(modality="image/text", range=(0, 1), needs="", licence="Apache-2.0"))
+def preferred(outputs: Tensor | Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
+              group: int) -> list[float]:
+    """1 for the side of a recorded pair that its file prefers, 0 for the other: only with `preferences`.
+
+    The pair is a group, the chosen side first; the metadata holds the verdict.
+    Raises UserError for sampled outputs.
+    """
+    if group != 2 or any("preferred" not in entry for entry in metadata):
+        raise UserError("reward 'preferred' is what a file says of recorded pairs, and these samples are none: set "
+                        "preferences to the file, or choose another reward")
+    return [entry["preferred"] if row % 2 == 0 else 1 - entry["preferred"] for row, entry in enumerate(metadata)]
+
+
+preferred.group = True  # type: ignore[attr-defined]  # functions take attributes

@@ -16,7 +16,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation.evaluate import _functions
 from flowgrpo.methods import recorded_pairs as pairs_check
 from flowgrpo.objectives.ratios import error
-from flowgrpo.rewards.groups import preferred
+from flowgrpo.rewards.pairwise import preferred
 from flowgrpo.train import Trainer
 from flowgrpo.training import sampling
 from tests.helpers import loop, tiny

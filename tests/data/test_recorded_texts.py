@@ -16,7 +16,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import recorded_pairs as pairs_check
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives.pair_losses import PairLoss
-from flowgrpo.rewards.groups import preferred
+from flowgrpo.rewards.pairwise import preferred
 from flowgrpo.run import run
 from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.targets import RecordedCompletions

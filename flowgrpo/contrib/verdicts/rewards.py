@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from flowgrpo.data.prompts import USER_PROMPT
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.combine import LIKE_ITS_PARTS, Combined
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.remote.wire import one_line
 from flowgrpo.rewards.reward import Batch
-
-USER_PROMPT = "user_prompt"  # metadata key of the prompt that a rewritten prompt comes from
 
 # --- pure ------------------------------------------------------------------------------------------------------------
 

@@ -1,20 +1,14 @@
-"""Rewards of groups: by the distance to the group's successes, and the preference of recorded pairs.
-
-`text.rewards.majority` and `text.rewards.diversity` have those of texts.
-"""
+"""Reward of a failure by its distance to the successes of its group (SRPO)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import About, described
 from flowgrpo.rewards.combine import LIKE_ITS_PARTS, Combined
 from flowgrpo.rewards.failures import Failed, numbers
 from flowgrpo.rewards.reward import Batch
@@ -89,20 +83,3 @@ class Progress(Combined):
 
         words = [ngrams(text, 1) for text in outputs]
         return torch.tensor([[1 - likeness(one, other) for other in words] for one in words], dtype=torch.float64)
-
-
-@described(About(modality="image/text", range=(0, 1), needs="", licence="Apache-2.0"))
-def preferred(outputs: Tensor | Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
-              group: int) -> list[float]:
-    """1 for the side of a recorded pair that its file prefers, 0 for the other: only with `preferences`.
-
-    The pair is a group, the chosen side first; the metadata holds the verdict.
-    Raises UserError for sampled outputs.
-    """
-    if group != 2 or any("preferred" not in entry for entry in metadata):
-        raise UserError("reward 'preferred' is what a file says of recorded pairs, and these samples are none: set "
-                        "preferences to the file, or choose another reward")
-    return [entry["preferred"] if row % 2 == 0 else 1 - entry["preferred"] for row, entry in enumerate(metadata)]
-
-
-preferred.group = True  # type: ignore[attr-defined]  # functions take attributes

@@ -9,8 +9,8 @@ import torch
 
 from flowgrpo import rewards
 from flowgrpo.advantages.group import group_relative
+from flowgrpo.contrib.verdicts import rewards as verdicts
 from flowgrpo.errors import UserError
-from flowgrpo.rewards import verdicts
 from tests.helpers.tables import f64
 
 NAN = math.nan
