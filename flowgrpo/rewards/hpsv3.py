@@ -1,36 +1,30 @@
 """HPSv3 (Ma et al. 2025, 2508.03789): human preference, by Qwen2-VL-7B with a head that was trained on rankings.
 
 The model reads the picture and a long instruction with the prompt. A head of three layers maps the state at the mark
-<|Reward|> to mean and spread of the score; the mean counts. As in the release, positions simply count up, also over the
-picture's tokens: Qwen2-VL's own positions by row and column give other scores.
+<|Reward|> to mean and spread of the score; the mean counts.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flowgrpo.errors import UserError
+from flowgrpo.rewards import qwen2_vl
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.local_model import Head, LocalModel, fill, loading, pretrained, tensors
+from flowgrpo.rewards.local_model import Head, LocalModel, fill, loading, tensors
 from flowgrpo.rewards.preprocessing import resized
-
-if TYPE_CHECKING:
-    from transformers import Qwen2VLConfig, Qwen2VLModel
+from flowgrpo.rewards.qwen2_vl import PROMPT
 
 AREA = 256 * 28 * 28  # approximate pixels of every scaled picture: 448 by 448 for a square
-MARK, IMAGE, PROMPT = "<|Reward|>", "<|image_pad|>", "{text_prompt}"
-# The release's names (before and after transformers 4.52) and those of Qwen2VLModel.
-NAMES = ((r"^model\.(?=visual\.|language_model\.)", ""), (r"^model\.", "language_model."), (r"^rm_head\.", "rm_head."),
-         (r"^visual\.", "visual."))
+MARK = "<|Reward|>"
 
 
 @dataclass(frozen=True)
@@ -63,15 +57,11 @@ class HpsV3(LocalModel):
         super().__post_init__()
 
     def _loaded(self) -> tuple[Any, nn.Module, Any]:
-        from transformers import Qwen2VLConfig, Qwen2VLProcessor
-
-        state = renamed(tensors("hpsv3", self.checkpoint, self.revision, "checkpoint"))
-        config = pretrained("hpsv3", Qwen2VLConfig, self.model, None, "model")
-        processor = pretrained("hpsv3", Qwen2VLProcessor, self.model, None, "model")
-        processor.tokenizer.padding_side = "right"
-        processor.tokenizer.add_tokens([MARK], special_tokens=True)
+        state = qwen2_vl.renamed(tensors("hpsv3", self.checkpoint, self.revision, "checkpoint"))
+        config, processor = qwen2_vl.base("hpsv3", self.model, "model", [MARK])
         with loading(f"reward 'hpsv3': {self.checkpoint}", "give the checkpoint that was made for this reward"):
-            return *assembled(config, state, self.float_type), processor
+            head = ranking_head(state)
+            return qwen2_vl.assembled(config, state, self.float_type), head, processor
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         return self.batched(self._scores, images, prompts)
@@ -81,27 +71,10 @@ class HpsV3(LocalModel):
         pictures = resized(images.to(self.device), sides(*images.shape[-2:]))
         pictures = pictures if pictures.requires_grad else pictures.to(torch.uint8)
         seen = processor.image_processor(images=list(pictures), do_resize=False, return_tensors="pt").to(self.device)
-        count = int(seen.image_grid_thw[0].prod()) // processor.image_processor.merge_size ** 2
-        read = processor.tokenizer([self._message(prompt, count) for prompt in prompts], padding=True,
-                                   return_tensors="pt").to(self.device)
         shown = model.visual(seen.pixel_values.to(model.dtype), grid_thw=seen.image_grid_thw).pooler_output
-        words = model.get_input_embeddings()(read.input_ids)
-        there = read.input_ids == processor.tokenizer.convert_tokens_to_ids(IMAGE)
-        words = words.masked_scatter(there[..., None], shown.to(words))
-        places = torch.arange(words.shape[1], device=words.device).expand(3, len(prompts), -1)
-        hidden = model.language_model(inputs_embeds=words, attention_mask=read.attention_mask, position_ids=places)
-        marked = read.input_ids == processor.tokenizer.convert_tokens_to_ids(MARK)
-        return head(hidden.last_hidden_state[marked].float())[:, 0]
-
-    def _message(self, prompt: str, count: int) -> str:
-        """Return the whole conversation, with `count` placeholders for the picture. Chat marks in a prompt are removed.
-        """
-        *_, processor = self.models
-        said = self.text.replace(PROMPT, re.sub(r"<\|\w+\|>", "", prompt))
-        content = [{"type": "image"}, {"type": "text", "text": said}]
-        chat = processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False,
-                                             add_generation_prompt=True)
-        return chat.replace(IMAGE, IMAGE * count)
+        messages = [qwen2_vl.message(processor, "image", self.text, prompt, len(shown) // len(prompts))
+                    for prompt in prompts]
+        return head(qwen2_vl.states(model, processor, "image", messages, shown, [MARK]).float())[:, 0]
 
 
 def sides(height: int, width: int) -> tuple[int, int]:
@@ -133,30 +106,10 @@ def instruction(file: str | None) -> str:
     return text
 
 
-def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the released tensors under the names of Qwen2VLModel, and `rm_head`; without the language head."""
-    result = {}
-    for key, value in state.items():
-        name = next((re.sub(pattern, here, key) for pattern, here in NAMES if re.match(pattern, key)), None)
-        if name is not None:
-            result[name] = value
-    return result
-
-
-def assembled(config: Qwen2VLConfig, state: dict[str, Tensor], dtype: torch.dtype) -> tuple[Qwen2VLModel, nn.Module]:
-    """Build Qwen2VLModel and the head with every tensor of `state`.
-    Raises ValueError for a missing or an extra tensor."""
-    from transformers import Qwen2VLModel
-
-    rows, width = state["language_model.embed_tokens.weight"].shape
-    config.text_config.vocab_size = rows  # the release has one row more than tokens, the base model many more
+def ranking_head(state: dict[str, Tensor]) -> nn.Module:
+    """Return the head of a checkpoint, whose tensors are taken out of `state`."""
+    width = state["language_model.embed_tokens.weight"].shape[1]
     head = Head(nn.Linear(width, 1024), nn.ReLU(), nn.Identity(), nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2))
-    of_head = {key for key in state if key.startswith("rm_head.")}
-    fill("hpsv3", head, {key.removeprefix("rm_head."): state[key].float() for key in of_head}, "the head")
-    body = {key: value for key, value in state.items() if key not in of_head}
-    loaded: Any = Qwen2VLModel.from_pretrained(None, config=config, state_dict=body, dtype=dtype,
-                                               output_loading_info=True)
-    model, info = loaded
-    if wrong := {*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]}:
-        raise ValueError(f"missing or unknown: {', '.join(map(str, sorted(wrong, key=str)[:3]))}")
-    return model, head
+    of_head = [key for key in state if key.startswith("rm_head.")]
+    fill("hpsv3", head, {key.removeprefix("rm_head."): state.pop(key).float() for key in of_head}, "the head")
+    return head

@@ -2,8 +2,8 @@
 
 Qwen2-VL-2B reads the frames and a long instruction with the prompt. A linear head maps the states at the marks
 <|VQ_reward|>, <|MQ_reward|> and <|TA_reward|> to the three scores, which are shifted and divided by the release's
-constants. As in the release, positions simply count up, also over the video's tokens; 2 frames per second are seen, at
-most 448 by 448 pixels each. The weights are read as tensors alone: nothing is unpickled. Their LoRA is merged.
+constants. 2 frames per second are seen, at most 448 by 448 pixels each. The weights are read as tensors alone: nothing
+is unpickled. Their LoRA is merged.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from flowgrpo.errors import UserError
+from flowgrpo.rewards import qwen2_vl
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.hpsv3 import renamed
-from flowgrpo.rewards.local_model import Head, LocalModel, from_hub, loading, pretrained, tensors
+from flowgrpo.rewards.local_model import Head, LocalModel, from_hub, loading, tensors
 from flowgrpo.rewards.preprocessing import resized
+from flowgrpo.rewards.qwen2_vl import PROMPT
 from flowgrpo.rewards.released_text import strings, texts
 
 AXES = ("VQ", "MQ", "TA")
 MARKS = tuple(f"<|{axis}_reward|>" for axis in AXES)
-VIDEO, PROMPT = "<|video_pad|>", "{text_prompt}"
 LEAST, MOST = 128 * 28 * 28, 448 * 448  # pixels of a scaled frame
 FEWEST, LONGEST = 4, 768  # frames
 CONSTANTS = {"VQ_mean": 3.6757, "VQ_std": 2.2476, "MQ_mean": 1.1646, "MQ_std": 1.3811, "TA_mean": 2.8105,
@@ -72,18 +72,15 @@ class VideoReward(LocalModel):
         super().__post_init__()
 
     def _loaded(self) -> tuple[Any, nn.Module, Any, dict[str, float]]:
-        from transformers import Qwen2VLConfig, Qwen2VLProcessor
-
         with loading(f"reward 'videoalign': {self.model}", FIX, self.model):
             file, weights = files(self.model)
             released = json.loads(file.read_text(encoding="utf-8"))
-        config = pretrained("videoalign", Qwen2VLConfig, self.base, None, "base")
-        processor = pretrained("videoalign", Qwen2VLProcessor, self.base, None, "base")
-        processor.tokenizer.padding_side = "right"
-        processor.tokenizer.add_tokens(list(MARKS), special_tokens=True)
+        config, processor = qwen2_vl.base("videoalign", self.base, "base", MARKS)
         state = tensors("videoalign", str(weights), None, "model")
         with loading(f"reward 'videoalign': {weights}", FIX):
-            model, head = assembled(config, renamed(merged(state, released["peft_lora_config"])), self.float_type)
+            state = qwen2_vl.renamed(merged(state, released["peft_lora_config"]))
+            head = linear_head(state)
+            model = qwen2_vl.assembled(config, state, self.float_type)
         return model, head, processor, CONSTANTS | (released.get("inference_config") or {})
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -101,18 +98,11 @@ class VideoReward(LocalModel):
         Raises UserError for clips of one frame."""
         model, head, processor, _ = self.models
         seen = self._seen(videos)
-        count = int(seen.video_grid_thw[0].prod()) // processor.video_processor.merge_size ** 2
-        read = processor.tokenizer([self._message(prompt, count) for prompt in prompts], padding=True,
-                                   return_tensors="pt").to(self.device)
         shown = model.visual(seen.pixel_values_videos.to(model.dtype), grid_thw=seen.video_grid_thw).pooler_output
-        words = model.get_input_embeddings()(read.input_ids)
-        there = read.input_ids == processor.tokenizer.convert_tokens_to_ids(VIDEO)
-        words = words.masked_scatter(there[..., None], shown.to(words))
-        places = torch.arange(words.shape[1], device=words.device).expand(3, len(prompts), -1)
-        hidden = model.language_model(inputs_embeds=words, attention_mask=read.attention_mask, position_ids=places)
-        marks = torch.tensor(processor.tokenizer.convert_tokens_to_ids(list(MARKS)), device=words.device)
-        marked = torch.isin(read.input_ids, marks)
-        values = head(hidden.last_hidden_state[marked].float()).unflatten(0, (len(prompts), len(AXES)))
+        messages = [qwen2_vl.message(processor, "video", self.text, prompt, len(shown) // len(prompts))
+                    for prompt in prompts]
+        hidden = qwen2_vl.states(model, processor, "video", messages, shown, MARKS)
+        values = head(hidden.float()).unflatten(0, (len(prompts), len(AXES)))
         return values.diagonal(dim1=1, dim2=2) if values.shape[-1] == len(AXES) else values[..., 0]
 
     def _seen(self, videos: Tensor) -> Any:
@@ -126,16 +116,6 @@ class VideoReward(LocalModel):
         process = self.models[2].video_processor
         return process(videos=list(pictures), do_resize=False, do_sample_frames=False, return_tensors="pt"
                        ).to(self.device)
-
-    def _message(self, prompt: str, count: int) -> str:
-        """Return the whole conversation, with `count` placeholders for the video. Chat marks in a prompt are removed.
-        """
-        _, _, processor, _ = self.models
-        said = self.text.replace(PROMPT, re.sub(r"<\|\w+\|>", "", prompt))
-        content = [{"type": "video"}, {"type": "text", "text": said}]
-        chat = processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False,
-                                             add_generation_prompt=True)
-        return chat.replace(VIDEO, VIDEO * count)
 
 
 def looked_at(count: int, fps: float) -> list[int]:
@@ -176,21 +156,12 @@ def merged(state: dict[str, Tensor], lora: dict[str, Any]) -> dict[str, Tensor]:
     return result
 
 
-def assembled(config: Any, state: dict[str, Tensor], dtype: torch.dtype) -> tuple[Any, nn.Module]:
-    """Build Qwen2VLModel and the linear head with every tensor of `state`.
-    Raises ValueError for a missing or an extra tensor."""
-    from transformers import Qwen2VLModel
-
+def linear_head(state: dict[str, Tensor]) -> nn.Module:
+    """Return the head of a checkpoint, whose tensor is taken out of `state`."""
     weight = state.pop("rm_head.weight").float()
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     linear.weight = nn.Parameter(weight, requires_grad=False)
-    config.text_config.vocab_size = len(state["language_model.embed_tokens.weight"])
-    loaded: Any = Qwen2VLModel.from_pretrained(None, config=config, state_dict=state, dtype=dtype,
-                                               output_loading_info=True)
-    model, info = loaded
-    if wrong := {*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]}:
-        raise ValueError(f"missing or unknown: {', '.join(map(str, sorted(wrong, key=str)[:3]))}")
-    return model, Head(linear)
+    return Head(linear)
 
 
 def instruction(file: str | None) -> str:

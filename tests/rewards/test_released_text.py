@@ -15,8 +15,9 @@ import torch
 from flowgrpo.cli import main
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import find, released_text
+from flowgrpo.rewards.qwen2_vl import PROMPT, message
 from flowgrpo.rewards.released_text import TEXTS, Released, fetch, strings, texts
-from flowgrpo.rewards.videoalign import MARKS, PROMPT, VideoReward
+from flowgrpo.rewards.videoalign import MARKS, VideoReward
 from tests.rewards.test_videoalign import CHAT, SPECIAL
 from tests.rewards.vlm_judge.test_judge import QUICK, endpoint, parts, said, shades
 
@@ -170,8 +171,7 @@ def test_videoalign_reads_the_whole_instruction_in_the_chat_template(released):
     tokenizer.add_tokens([*SPECIAL, *MARKS], special_tokens=True)
     processor = Qwen2VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor(), chat_template=CHAT)
     reward = VideoReward(device="cpu", parts=(torch.nn.Identity(), torch.nn.Identity(), processor, {}))
-    assert reward.text == INSTRUCTION
-    seen = reward._message("a <|VQ_reward|>cat", 3)
+    seen = message(processor, "video", reward.text, "a <|VQ_reward|>cat", 3)
     assert seen == ("<|im_start|> user <|vision_start|>" + "<|video_pad|>" * 3 + "<|vision_end|> "
                     + INSTRUCTION.replace(PROMPT, "a cat") + "<|im_end|> <|im_start|> assistant")
     assert json.dumps(seen).count("_reward|>") == 3
