@@ -24,8 +24,6 @@ from flowgrpo.rewards.failures import Failed, first_failed
 from flowgrpo.rewards.preprocessing import eight_bit, grey
 from flowgrpo.rewards.reward import Batch, Reward, as_reward
 
-DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
-STILL = 0.1  # pixels per frame, below which motion counts as none
 LICENCE = "Apache-2.0"
 LIFTS = ("mean", "min")
 FASTEST = 0.05  # share of the fastest pixels that give a clip's speed, as in VBench's dynamic degree (2311.17982)
@@ -65,40 +63,6 @@ class FlowAmount:
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> list[float]:
         side = min(videos.shape[-2:])
         return [float(np.linalg.norm(fastest(flow), axis=-1).mean() / side) for flow in flows(videos)]
-
-
-@dataclass(frozen=True)
-class FlowDirection:
-    """Share of a clip's motion in the wanted direction: 1 all of it, -1 all opposite, 0 across or none.
-
-    direction: left, right, up or down; the metadata's `direction` comes first, and None is the score without either.
-    The motion is that of the fastest twentieth of the pixels, on the screen: when a camera pans to the left, everything
-    moves to the right.
-    Raises UserError for another word.
-    """
-
-    direction: str | None = None
-    about = About(modality="video", range=(-1, 1), needs="video", licence=LICENCE)
-
-    def __post_init__(self) -> None:
-        needed("cv2", "video", "reward 'flow_direction'")
-
-    def __call__(self, videos: Tensor, prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
-        directions: list[Any] = [entry.get("direction", self.direction) for entry in metadata]
-        if wrong := set(directions) - {None, *DIRECTIONS}:
-            raise UserError(f"reward 'flow_direction': the direction is {wrong.pop()!r}, expected "
-                            f"{', '.join(DIRECTIONS)}")
-        rows = [i for i, way in enumerate(directions) if way is not None]
-        scores: list[float | None] = [None] * len(directions)
-        for i, flow in zip(rows, flows(videos[rows]) if rows else ()):
-            scores[i] = _along(fastest(flow), np.array(DIRECTIONS[directions[i]]))
-        return scores
-
-
-def _along(moves: np.ndarray, way: np.ndarray) -> float:
-    length = np.linalg.norm(moves, axis=-1).sum()
-    return float((moves @ way).sum() / length) if length > STILL * len(moves) else 0.0
 
 
 @dataclass(frozen=True)
