@@ -125,6 +125,7 @@ ALIASES = {"pick_score": "pickscore", "hps_v2": "hpsv2.1", "hps_v3": "hpsv3", "i
 REMOVED = {name: "it asked any model a question of ours: choose videoalign, VideoAlign's own weights, with args: "
                  f"{{axes: {{{axis}: 1}}}}, or judge with a template of yours"
            for name, axis in (("videoalign_vq", "VQ"), ("videoalign_mq", "MQ"), ("videoalign_ta", "TA"))}
+METRICS = "flowgrpo.contrib.metrics.adapters:adapted"
 ADAPTED = ("imscore", "pyiqa", "torchmetrics")  # packages of PACKAGE:NAME
 _told: set[str] = set()  # aliases whose new names were printed
 _registered: dict[str, Any] = {}
@@ -219,9 +220,7 @@ def _by_place(place: str) -> Any:
 
 def _adapted(name: str) -> Any:
     """Return the metric of another package, not yet made."""
-    from flowgrpo.rewards.adapters import adapted
-
-    return adapted(name)
+    return _by_place(METRICS)(name)
 
 
 def _in_file(path: Path) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flowgrpo import rewards
+from flowgrpo.contrib.metrics.adapters import IMSCORE
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.adapters import IMSCORE
 from flowgrpo.rewards.reward import Batch, as_reward
 
 PICTURES = torch.linspace(0, 1, 2 * 3 * 4 * 4).view(2, 3, 4, 4)

@@ -1,0 +1,1 @@
+"""Metrics of other packages as rewards: imscore, pyiqa and torchmetrics."""
