@@ -1,0 +1,308 @@
+"""Client of the HTTP API of SGLang-Diffusion (0.5.23): rollouts, LoRAs, checksums, memory.
+
+    POST /rollout/generate                      samples of one prompt, in MessagePack, tensors as safetensors
+    POST /v1/set_lora, /v1/unmerge_lora_weights a LoRA from a folder that both can read, or none
+    POST /update_weights_from_tensor_checker    SHA-256 of named tensors, compared by the server
+    POST /get_weights_checksum                  one SHA-256 per module
+    POST /release_memory_occupation, /resume_memory_occupation
+    GET  /model_info, /server_info
+
+Nothing that the server sends is executed: no pickle is read, and nothing of the server's package is imported.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from flowgrpo.contrib.engine import msgpack
+from flowgrpo.errors import UserError
+
+LARGEST = 2**34  # bytes of an answer
+BLOCK = 2**20  # bytes of an answer between two looks at the time
+CONNECT = 10.0  # seconds within which a live server accepts a connection
+
+
+class EngineError(UserError):
+    """Error of an engine, in one line. fault: its kind, as `verify` names it."""
+
+    def __init__(self, fault: str, text: str):
+        super().__init__(text)
+        self.fault = fault
+
+
+class _Passing(Exception):
+    """One attempt that failed in a way that another may not."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Samples of one prompt, drawn together. Steps count from 0 to T-1, states from 0 to T.
+
+    seeds: of the samples. steps: T. sde: "sde", "cps" or "ode", and level: of the noise of the steps `noisy`.
+    states: those that are sent back, ascending. means: means and model outputs of all steps are sent back too.
+    further: guidance_scale, true_cfg_scale, height, width, num_frames and other arguments by the server's names.
+    """
+
+    prompt: str
+    negative: str
+    seeds: tuple[int, ...]
+    steps: int
+    sde: str
+    level: float
+    noisy: tuple[int, ...]
+    states: tuple[int, ...]
+    means: bool = False
+    further: Mapping[str, Any] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON of the request."""
+        own = {key: self.further[key] for key in NAMED if key in self.further}
+        rest: dict[str, Any] = {key: value for key, value in self.further.items() if key not in NAMED}
+        if len(self.seeds) > 1:
+            rest["seed"] = list(self.seeds)
+        return own | {
+            "prompt": self.prompt, "negative_prompt": self.negative, "seed": self.seeds[0],
+            "num_outputs_per_prompt": len(self.seeds), "num_inference_steps": self.steps,
+            "rollout": True, "rollout_sde_type": self.sde, "rollout_noise_level": self.level,
+            "rollout_log_prob_no_const": self.sde == "ode", "rollout_debug_mode": self.means,
+            "rollout_return_dit_trajectory": True,
+            "rollout_sde_step_indices": list(self.noisy), "rollout_return_step_indices": list(self.states),
+            "suppress_logs": True} | ({"extra_sampling_params": rest} if rest else {})
+
+
+# Arguments that have a place of their own.
+NAMED = ("guidance_scale", "true_cfg_scale", "height", "width", "num_frames", "fps")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Sample of an engine.
+
+    states: [K,*D], those asked for. logp: [T], of every step; of one without noise it says nothing. sigmas: [T+1].
+    means, outputs: [T,*D], of the transitions and of the model, where asked for.
+    """
+
+    states: Tensor
+    logp: Tensor
+    sigmas: Tensor
+    means: Tensor | None = None
+    outputs: Tensor | None = None
+
+
+class Engine:
+    """Server at a URL.
+
+    timeout: seconds for one request. retries: further attempts where the connection fails or the server answers 5xx,
+    each after a wait of `wait` seconds, doubled each time.
+
+    All methods raise EngineError in one line.
+    """
+
+    def __init__(self, url: str, timeout: float = 600.0, retries: int = 2, wait: float = 1.0):
+        parts = urlsplit(url)
+        try:
+            proper = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.query
+        except ValueError:
+            proper = False
+        if not proper or parts.username is not None:
+            raise UserError(f"rollout.engine is {url!r}: expected the address of an engine, such as "
+                            "http://127.0.0.1:30000")
+        self.url, self.timeout, self.retries, self.wait = url.rstrip("/"), timeout, retries, wait
+        self._parts = parts
+
+    def rollout(self, request: Request) -> list[Sample]:
+        """Return the samples of a request, in the order of its seeds."""
+        answer = self._asked("POST", "/rollout/generate", request.body())
+        if not isinstance(answer, list) or not all(isinstance(each, dict) for each in answer):
+            raise EngineError("answer", f"{self.url}/rollout/generate answered {_kind(answer)}, expected a list of "
+                                        "samples: is it an SGLang-Diffusion server of 0.5.23 or later?")
+        if len(answer) != len(request.seeds):
+            raise EngineError("dropped request", f"{self.url} sent {len(answer)} of {len(request.seeds)} samples of "
+                              f"{request.prompt[:60]!r}: a request was dropped; see the server's log")
+        return [self._sample(each, request) for each in answer]
+
+    def set_lora(self, path: str, target: str, alpha: int | None = None) -> None:
+        """Have the engine load the LoRA of a file or folder, unmerged: a merged one is rounded to the weights' dtype.
+
+        target: "transformer" or "transformer_2".
+        """
+        self._asked("POST", "/v1/set_lora", {"lora_nickname": f"flowgrpo_{target}", "lora_path": path,
+                                             "target": target, "strength": 1.0, "merge_mode": "dynamic"}
+                    | ({} if alpha is None else {"lora_alpha": alpha}))
+
+    def unset_lora(self) -> None:
+        """Have the engine sample without a LoRA."""
+        self._asked("POST", "/v1/unmerge_lora_weights", {"target": "all"})
+
+    def compared(self, module: str, hashes: Mapping[str, str]) -> tuple[bool, str]:
+        """Return whether the engine holds tensors with these SHA-256, by name, and what it says."""
+        answer = self._asked("POST", "/update_weights_from_tensor_checker",
+                             {"target_module": module, "expected_named_tensors_sha256": dict(hashes)}, refusals=(400,))
+        if not isinstance(answer, dict):
+            raise EngineError("answer", f"{self.url}: its checker of weights answered {_kind(answer)}")
+        return bool(answer.get("success")), str(answer.get("message", ""))
+
+    def checksum(self, modules: Sequence[str]) -> dict[str, str]:
+        """Return the SHA-256 of all weights of modules, by their names."""
+        answer = self._asked("POST", "/get_weights_checksum", {"module_names": list(modules)})
+        if not isinstance(answer, dict) or any(not isinstance(answer.get(name), str) for name in modules):
+            raise EngineError("answer", f"{self.url}: its checksum of {', '.join(modules)} is {_kind(answer)}")
+        return {name: answer[name] for name in modules}
+
+    def release(self) -> None:
+        """Have the engine leave the GPU's memory."""
+        self._done("/release_memory_occupation")
+
+    def resume(self) -> None:
+        """Have the engine take the GPU's memory again."""
+        self._done("/resume_memory_occupation")
+
+    def info(self) -> dict[str, Any]:
+        """Return what the server says of itself: its version, its model."""
+        found: dict[str, Any] = {}
+        for path in ("/model_info", "/server_info"):
+            answer = self._asked("GET", path)
+            found |= answer if isinstance(answer, dict) else {}
+        return found
+
+    def _done(self, path: str) -> None:
+        answer = self._asked("POST", path, {})
+        if not isinstance(answer, dict) or not answer.get("success"):
+            said = answer.get("message", "") if isinstance(answer, dict) else _kind(answer)
+            raise EngineError("answer", f"{self.url}{path} did not succeed: {said}")
+
+    def _sample(self, answer: dict[str, Any], request: Request) -> Sample:
+        if (prompt := answer.get("prompt")) != request.prompt:
+            raise EngineError("shuffled batch", f"{self.url} sent a sample of {str(prompt)[:60]!r}, asked for "
+                              f"{request.prompt[:60]!r}: the server mixes up its requests")
+        trajectory, debug = (answer.get(key) or {} for key in ("dit_trajectory", "rollout_debug_tensors"))
+        states, logp, sigmas = (self._tensor(of.get(key), key) for of, key in (
+            (trajectory, "latents"), (answer, "rollout_log_probs"), (trajectory, "sigmas")))
+        listed, expected = trajectory.get("latent_step_indices"), list(request.states)
+        if listed is not None and (sent := self._tensor(listed, "latent_step_indices").tolist()) != expected:
+            raise EngineError("answer", f"{self.url} sent the states {sent}, asked for {expected}")
+        if len(states) != len(expected) or logp.shape != (request.steps,) or sigmas.shape != (request.steps + 1,):
+            raise EngineError("answer", f"{self.url} sent {len(states)} states, {logp.numel()} log-probabilities and "
+                              f"{sigmas.numel()} sigmas, expected {len(expected)}, {request.steps} and "
+                              f"{request.steps + 1}: does it take another number of steps?")
+        if not states.isfinite().all() or not logp[list(request.noisy)].isfinite().all():
+            raise EngineError("answer", f"{self.url} sent states or log-probabilities that are not finite")
+        further = [self._tensor(debug.get(key), key) if request.means else None
+                   for key in ("rollout_prev_sample_means", "rollout_model_outputs")]
+        return Sample(states, logp.float(), sigmas.float(), *further)
+
+    def _tensor(self, value: Any, name: str) -> Tensor:
+        """Return a tensor of an answer: bytes of safetensors, or their base64 of earlier releases."""
+        data = value.get("data") if isinstance(value, dict) else None
+        try:
+            return load(data if isinstance(data, bytes) else base64.b64decode(data or "", validate=True))["t"]
+        except (SafetensorError, KeyError, ValueError, TypeError):
+            raise EngineError("answer", f"{self.url} sent no tensor {name}: is it an SGLang-Diffusion server of 0.5.23 "
+                                        "or later?") from None
+
+    def _asked(self, method: str, path: str, body: Any = None, refusals: tuple[int, ...] = ()) -> Any:
+        """Return an answer's value. refusals: statuses whose answer is returned too."""
+        wait = self.wait
+        for attempt in range(self.retries + 1):
+            try:
+                return self._once(method, path, body, refusals)
+            except _Passing as error:
+                if attempt == self.retries:
+                    raise EngineError("no answer", f"{self.url}{path}: {error} (asked {attempt + 1} times): is the "
+                                                   "engine running there?") from None
+            time.sleep(wait)
+            wait *= 2
+        raise AssertionError
+
+    def _once(self, method: str, path: str, body: Any, refusals: tuple[int, ...]) -> Any:
+        parts, late = self._parts, time.monotonic() + self.timeout
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=min(CONNECT, self.timeout))
+        try:
+            try:
+                connection.connect()
+            except TimeoutError:
+                raise _Passing(f"no connection within {CONNECT:g} s") from None
+            connection.sock.settimeout(self.timeout)
+            connection.request(method, parts.path.rstrip("/") + path, None if body is None else json.dumps(body),
+                               {"Content-Type": "application/json", "Accept": "application/msgpack, application/json"})
+            answer = connection.getresponse()
+            content = self._content(answer, late, connection)
+        except TimeoutError:
+            raise EngineError("time-out", f"{self.url}{path} did not answer within {self.timeout:g} s: raise "
+                                          "rollout.timeout, or look at the server's log") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise _Passing(str(error) or type(error).__name__) from None
+        finally:
+            connection.close()
+        if answer.status >= 500 and answer.status not in refusals:
+            raise _Passing(f"answered {answer.status}{_said(content)}")
+        if answer.status != 200 and answer.status not in refusals:
+            cure = ": is it an SGLang-Diffusion server of 0.5.23 or later?" if answer.status in (404, 405) else ""
+            raise EngineError("answer", f"{self.url}{path} answered {answer.status}{_said(content)}{cure}")
+        packed = "msgpack" in (answer.headers.get("Content-Type") or "")
+        try:
+            return msgpack.unpacked(content) if packed else json.loads(content)
+        except (ValueError, RecursionError) as error:
+            form = "MessagePack" if packed else "JSON"
+            raise EngineError("answer", f"{self.url}{path}: its answer is no {form}: {error}") from None
+
+    def _content(self, answer: http.client.HTTPResponse, late: float, connection: http.client.HTTPConnection) -> bytes:
+        """Return an answer's bytes. Raises TimeoutError when it is late."""
+        found, size = [], 0
+        while True:
+            left = late - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            if connection.sock is not None:
+                connection.sock.settimeout(left)
+            block = answer.read(BLOCK)
+            if not block:
+                break
+            found.append(block)
+            size += len(block)
+            if size > LARGEST:
+                raise EngineError("answer", f"{self.url} sends more than {LARGEST / 2**30:g} GiB in one answer")
+        if answer.length:  # what the header announced and did not come
+            raise http.client.IncompleteRead(b"", answer.length)
+        return b"".join(found)
+
+
+def _said(content: bytes) -> str:
+    """Return the reason in an error's answer, behind a colon."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        return ""
+    text = next((value[key] for key in ("detail", "message", "error") if isinstance(value, dict) and value.get(key)),
+                "")
+    return f": {str(text)[:300]}" if text else ""
+
+
+def _kind(value: Any) -> str:
+    return {dict: "an object", list: f"a list of {len(value) if isinstance(value, list) else 0}",
+            type(None): "null"}.get(type(value), f"a {type(value).__name__}")
+
+
+def close(one: Tensor, other: Tensor, most: float) -> bool:
+    """Return True if two tensors of one shape differ by at most `most` anywhere."""
+    return one.shape == other.shape and not math.isnan(gap := float((one.double() - other.double()).abs().max())) \
+        and gap <= most
+
+
+def stacked(samples: Sequence[Sample], name: str) -> Tensor:
+    """Return a field of samples as one tensor [b,...]."""
+    return torch.stack([getattr(sample, name) for sample in samples])

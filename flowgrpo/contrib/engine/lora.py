@@ -1,0 +1,112 @@
+"""LoRA of a run on its way to an engine: written to a folder that both read, loaded there, and compared by SHA-256."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from flowgrpo.contrib.engine.client import Engine, EngineError
+from flowgrpo.errors import UserError
+from flowgrpo.policies.weights.lora_files import EXPERT, LORA_FILE, PIPELINE, loader, save_stock
+
+PREFIX = "transformer."  # of the names in a file of a pipeline's LoRA
+MISSING = "missing "  # in the words of a server whose modules have other names, such as fused projections
+
+
+def sha256(tensor: Tensor) -> str:
+    """Return the SHA-256 of a tensor as the engine computes it: of its dtype, its shape and its bytes."""
+    import torch
+
+    tensor = tensor.detach().cpu().contiguous()
+    found = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)!r}".encode())
+    found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def hashes(file: Path) -> dict[str, str]:
+    """Return the SHA-256 of a LoRA file's tensors, by their names in the engine's module."""
+    return {name.removeprefix(PREFIX).removesuffix(".weight"): sha256(tensor)
+            for name, tensor in load_file(file).items()}
+
+
+class LoraSender:
+    """LoRA of an engine.
+
+    folder: that both programs read; None: a temporary one of this machine, for an engine on it.
+    Before a file is given away it is complete; the one before it is then deleted.
+    """
+
+    def __init__(self, engine: Engine, folder: str | None = None):
+        self.engine, self.number = engine, 0
+        self._own = tempfile.TemporaryDirectory(prefix="flowgrpo-engine-") if folder is None else None
+        self.folder = Path(self._own.name if self._own is not None else folder or "").resolve()
+        self._sent: dict[str, dict[str, str]] = {}  # by module, the hashes of what it holds
+        self._checksums: dict[str, str] = {}
+
+    def sync(self, pipe: Any, names: list[str]) -> bool:
+        """Send the adapters "default" of a pipeline's denoisers where they changed. Returns True if they did.
+
+        Raises UserError if the pipeline has no such file, and EngineError if the engine holds another LoRA afterwards.
+        """
+        place = self.folder / f"{self.number + 1:06d}"
+        place.mkdir(parents=True, exist_ok=True)
+        files = {name: write(pipe, name, place) for name in names}
+        found = {name: hashes(file) for name, file in files.items()}
+        if found == self._sent:
+            shutil.rmtree(place)
+            return False
+        self.number += 1
+        for name, file in files.items():
+            self.send(file, name, found[name])
+        shutil.rmtree(self.folder / f"{self.number - 1:06d}", ignore_errors=True)
+        return True
+
+    def send(self, file: Path, name: str, expected: dict[str, str] | None = None) -> None:
+        """Have the engine load a LoRA's file into a module, and compare what it then holds."""
+        expected = expected or hashes(file)
+        before = self._checksums.get(name) or self.engine.checksum([name])[name]
+        self.engine.set_lora(str(file), name)
+        same, said = self.engine.compared(name, expected)
+        if not same and MISSING in said and "checksum mismatch" not in said:  # names of fused projections differ
+            now = self._checksums[name] = self.engine.checksum([name])[name]
+            same, said = now != before or expected == self._sent.get(name), "its weights are what they were before"
+        if not same:
+            raise EngineError("another LoRA", f"{self.engine.url} holds another LoRA than {file}: {said}; can the "
+                                              "engine read that folder (rollout.folder), and has it no other client?")
+        self._sent[name] = expected
+
+    def require_held(self) -> None:
+        """Raise EngineError if the engine no longer holds what was sent."""
+        for name, expected in self._sent.items():
+            if name in self._checksums:
+                same, said = self.engine.checksum([name])[name] == self._checksums[name], "its checksum has changed"
+            else:
+                same, said = self.engine.compared(name, expected)
+            if not same:
+                raise EngineError("another LoRA", f"{self.engine.url} holds another LoRA than the one that was sent: "
+                                                  f"{said}; has it another client?")
+
+    def close(self) -> None:
+        """Delete what was written."""
+        if self._own is not None:
+            self._own.cleanup()
+        else:
+            shutil.rmtree(self.folder / f"{self.number:06d}", ignore_errors=True)
+
+
+def write(pipe: Any, name: str, folder: Path) -> Path:
+    """Write the adapter "default" of a denoiser in the format of stock diffusers; return the file."""
+    how = loader(pipe, name)
+    if how not in (PIPELINE, EXPERT) or name not in ("transformer", "transformer_2"):
+        raise UserError(f"rollout.engine: {type(pipe).__name__} has no LoRA file for its {name} that an engine loads: "
+                        "leave rollout.engine out")
+    place = folder / name
+    place.mkdir(exist_ok=True)
+    save_stock(pipe, place, {"transformer": name})
+    return place / LORA_FILE

@@ -1,0 +1,179 @@
+"""The client of an engine: MessagePack, requests and their answers, and what it says where a server fails."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import struct
+
+import pytest
+import torch
+
+from flowgrpo import gaussian
+from flowgrpo.contrib.engine import lora, msgpack
+from flowgrpo.contrib.engine.client import Engine, EngineError, Request
+from flowgrpo.errors import UserError
+from flowgrpo.samplers.kernels import CPS, FlowSDE
+from tests.contrib.engine.server import TinyEngine, packed, serving
+from tests.helpers import tiny
+
+VALUES = [None, True, False, 0, 127, 128, 2**63, -1, -2**40, 0.5, "", "a" * 40, "ü", b"", b"\x00" * 300, [], [1, [2]],
+          {"a": {"b": [1.5, None]}}, list(range(20)), {str(k): k for k in range(20)}]
+# By the specification of MessagePack, forms that the server of the tests does not write.
+FORMS = [(b"\xff", -1), (b"\xe0", -32), (b"\xcc\xff", 255), (b"\xcd\x01\x00", 256), (b"\xce\x00\x01\x00\x00", 65536),
+         (b"\xd0\x80", -128), (b"\xd1\xff\x00", -256), (b"\xd2\xff\xff\xff\xfe", -2), (b"\xca\x3f\x80\x00\x00", 1.0),
+         (b"\xd9\x01a", "a"), (b"\xda\x00\x01a", "a"), (b"\xc4\x01a", b"a"), (b"\xc5\x00\x01a", b"a"),
+         (b"\xdc\x00\x01\x07", [7]), (b"\xde\x00\x01\xa1a\x07", {"a": 7})]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_message_is_read(value):
+    assert msgpack.unpacked(packed(value)) == value
+
+
+@pytest.mark.parametrize("content, value", FORMS)
+def test_every_form_of_a_value_is_read(content, value):
+    found = msgpack.unpacked(content)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize("content, why", [
+    (b"", "ends within"), (b"\xa3ab", "ends within"), (b"\xcf\x00", "ends within"), (b"\x92\x01", "ends within"),
+    (b"\x01\x02", "goes on behind"), (b"\xd4\x01\x00", "kind 0xd4"), (b"\xc1", "kind 0xc1"),
+    (b"\x81\xc0\x01", "key is of the type NoneType"), (b"\x91" * 100 + b"\x01", "more than 64"),
+    (struct.pack(">BI", 0xdd, 2**32 - 1), "ends within"), (b"\xa1\xff", "utf-8")])
+def test_other_bytes_are_refused(content, why):
+    with pytest.raises(ValueError, match=why):
+        msgpack.unpacked(content)
+
+
+def request(**changes):
+    given = dict(prompt="red", negative="", seeds=(3, 2**60), steps=4, sde="sde", level=0.7, noisy=(0, 1, 2),
+                 states=(0, 1, 2, 3, 4), means=True, further={"guidance_scale": 1.0, **tiny.CALL})
+    return Request(**{**given, **changes})
+
+
+@pytest.mark.parametrize("sde, kernel", [("sde", FlowSDE(0.7)), ("cps", CPS(0.7))])
+def test_samples_and_their_log_probabilities_are_those_of_the_kernel(sde, kernel):
+    with serving(TinyEngine(tiny.sd3())) as url:
+        samples = Engine(url).rollout(request(sde=sde))
+    assert len(samples) == 2 and not torch.equal(samples[0].states[0], samples[1].states[0])
+    for sample in samples:
+        assert sample.states.shape == (5, *tiny.LATENTS) and sample.sigmas[0] == 1 and sample.sigmas[-1] == 0
+        for step in range(3):
+            x = sample.states[step][None]
+            drawn = kernel(x, sample.outputs[step][None], sample.sigmas, step)
+            assert torch.allclose(drawn.mean[0], sample.means[step], atol=1e-6)
+            expected = gaussian.log_prob(drawn, sample.states[step + 1][None])
+            assert abs(float(expected) - float(sample.logp[step])) < 1e-5
+
+
+def test_the_states_that_are_asked_for_come_back():
+    with serving(TinyEngine(tiny.sd3())) as url:
+        [every] = Engine(url).rollout(request(seeds=(1,)))
+        [some] = Engine(url).rollout(request(seeds=(1,), states=(1, 2, 4), means=False))
+    assert torch.equal(some.states, every.states[[1, 2, 4]]) and some.means is None
+
+
+def test_a_request_has_every_seed_of_its_samples():
+    body = request().body()
+    assert body["seed"] == 3 and body["extra_sampling_params"] == {"seed": [3, 2**60], "max_sequence_length": 2}
+    assert body["num_outputs_per_prompt"] == 2 and body["guidance_scale"] == 1.0
+    assert "extra_sampling_params" not in request(seeds=(3,), further={"height": 16}).body()
+
+
+@pytest.mark.parametrize("fault, kind, said", [
+    ("dropped request", "dropped request", "sent 1 of 2 samples of 'red': a request was dropped"),
+    ("no tensor", "answer", "sent no tensor latents"),
+    ("pickle", "answer", "sent no tensor rollout_log_probs"),
+    ("time-out", "time-out", "did not answer within 0.3 s: raise rollout.timeout")])
+def test_a_server_that_fails_is_named_in_one_line(fault, kind, said):
+    with serving(TinyEngine(tiny.sd3(), fault, slow=1.0)) as url:
+        engine = Engine(url, timeout=0.3 if fault == "time-out" else 60.0)
+        with pytest.raises(EngineError, match=said) as error:
+            engine.rollout(request())
+    assert error.value.fault == kind and "\n" not in str(error.value)
+
+
+def test_a_server_that_is_busy_is_asked_again():
+    own = TinyEngine(tiny.sd3())
+    with serving(own) as url:
+        own.failures = 2
+        assert len(Engine(url, wait=0.01).rollout(request())) == 2
+        own.failures = 3
+        with pytest.raises(EngineError, match=r"answered 503: warming up \(asked 3 times\): is the engine running"):
+            Engine(url, wait=0.01).rollout(request())
+
+
+def test_a_place_without_a_server_is_named():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(EngineError, match=r"refused.*\(asked 2 times\)"):
+            Engine(url, retries=1, wait=0.01).info()
+
+
+def test_what_the_server_refuses_is_said_at_once():
+    own = TinyEngine(tiny.sd3())
+    with serving(own) as url:
+        with pytest.raises(EngineError, match="answered 404: Not Found: is it an SGLang-Diffusion server"):
+            Engine(url)._asked("POST", "/v2/other", {})
+    assert len(own.seen) == 1
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://host", "http://user:word@host", "http://host:0"])
+def test_an_address_of_another_form_is_refused(url):
+    with pytest.raises(UserError, match="rollout.engine is .*: expected the address of an engine"):
+        Engine(url)
+
+
+def test_memory_is_released_and_resumed():
+    own = TinyEngine(tiny.sd3())
+    with serving(own) as url:
+        engine = Engine(url, retries=0)
+        engine.release()
+        with pytest.raises(EngineError, match="the engine sleeps"):
+            engine.rollout(request())
+        engine.resume()
+        assert engine.rollout(request()) and engine.info()["version"] == "0.5.23"
+
+
+def test_a_hash_is_that_of_the_dtype_the_shape_and_the_bytes():
+    value = torch.tensor([[1.0, 2.0]], dtype=torch.float32)
+    expected = hashlib.sha256(b"torch.float32(1, 2)" + struct.pack("<ff", 1, 2)).hexdigest()
+    assert lora.sha256(value) == expected
+    assert lora.sha256(value.bfloat16()) != expected and lora.sha256(value.T) != expected
+
+
+@pytest.mark.parametrize("fault", [None, "names"])
+def test_a_lora_is_sent_where_it_changed_and_compared(fault, tmp_path):
+    own, policy = TinyEngine(tiny.sd3(), fault), tiny.stir(tiny.policy())
+    with serving(own) as url:
+        sender = lora.LoraSender(Engine(url), str(tmp_path))
+        assert sender.sync(policy.pipe, ["transformer"]) and not sender.sync(policy.pipe, ["transformer"])
+        first = [each.name for each in tmp_path.iterdir()]
+        sender.require_held()
+        tiny.stir(policy)
+        assert sender.sync(policy.pipe, ["transformer"])
+        assert first == ["000001"] and [each.name for each in tmp_path.iterdir()] == ["000002"]
+        held = own.held()
+        for key, value in policy.weights.named.items():
+            name = key.removeprefix("transformer.").replace(".default.weight", "")
+            assert torch.equal(held[f"fused.{name}" if fault else name], value)
+        own.v1_unmerge_lora_weights({})  # another client
+        with pytest.raises(EngineError, match="another LoRA than the one that was sent"):
+            sender.require_held()
+        sender.close()
+    assert not [*tmp_path.iterdir()] and [path for path, _ in own.seen].count("/v1/set_lora") == 2
+
+
+@pytest.mark.parametrize("fault", ["another LoRA", "names"])
+def test_a_lora_that_the_engine_did_not_take_is_named(fault, tmp_path):
+    own, policy = TinyEngine(tiny.sd3(), fault), tiny.stir(tiny.policy())
+    with serving(own) as url:
+        sender = lora.LoraSender(Engine(url), str(tmp_path))
+        if fault == "names":  # its checksum alone tells
+            own.v1_set_lora = lambda body: (200, {"status": "ok"})
+        with pytest.raises(EngineError, match="holds another LoRA than .*000001") as error:
+            sender.sync(policy.pipe, ["transformer"])
+    assert error.value.fault == "another LoRA"
