@@ -21,7 +21,7 @@ TRAIN, LOOK, SHARE, EXTEND = "Train", "Look", "Share", "Extend"  # panels of the
 # Base class of all errors that Typer itself raises; Typer does not export it.
 UsageError: Any = typer.BadParameter.__base__
 
-# Commands of the first screen, in order. Of the others, `compare` and `contrib` stand below it, and all are in groups.
+# Commands of the first screen, in order. Below it stand `compare`, `verify` and `contrib`; all others are in groups.
 ORDER = ("demo", "train", "check", "list", "sample", "eval", "report", "export", "push", "new", "reward", "prompts")
 # Names of earlier versions, which work for one more release.
 RENAMED = {"encode": "prompts encode", "data": "prompts mix", "write-prompts": "prompts write",
@@ -64,8 +64,8 @@ def _names(group: typer.Typer) -> list[str]:
 
 app = typer.Typer(name="flowgrpo", cls=Commands, no_args_is_help=True, add_completion=False,
                   pretty_exceptions_enable=False, rich_markup_mode="rich", help="Align diffusers generators and "
-                  "language models to a reward by group-relative RL.", epilog="Also: [bold]flowgrpo compare[/] (grids, "
-                  "votes, methods) and [bold]flowgrpo contrib[/].")
+                  "language models to a reward by group-relative RL.", epilog="Also: [bold]flowgrpo compare[/], "
+                  "[bold]flowgrpo verify[/] (of an engine) and [bold]flowgrpo contrib[/].")
 
 
 def _group(name: str, about: str, **shown: Any) -> typer.Typer:

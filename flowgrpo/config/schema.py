@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from flowgrpo.config.base import Section
 from flowgrpo.config.reward_rules import RewardRule, WatchRule, Weighted
-from flowgrpo.config.sections import Adapter, Eval, Load, Memory, Phase, Picture, Text, Train
+from flowgrpo.config.sections import Adapter, Eval, Load, Memory, Phase, Picture, Rollout, Text, Train
 from flowgrpo.config.yaml_text import Dumper
 from flowgrpo.escaped import plain
 from flowgrpo.starter import CALLS
@@ -63,6 +63,7 @@ class Config(Section):
     load: Load = Load()
     picture: Picture = Picture()
     text: Text = Text()
+    rollout: Rollout = Rollout()
     adapter: Adapter = Adapter()
     memory: Memory = Memory()
     train: Train = Train()

@@ -66,6 +66,19 @@ class Text(Section):
     correction_level: Literal["token", "sequence"] = Field("token", description="r of a token, or of its completion")
 
 
+class Rollout(Section):
+    """Engine that samples the images or clips of a rollout, in the place of the pipeline; see docs/engine.md."""
+
+    engine: str | None = Field(None, min_length=1, description="address of an SGLang-Diffusion server, such as "
+                               "http://127.0.0.1:30000; None: the pipeline itself")
+    timeout: float = Field(600.0, gt=0, description="seconds for one request")
+    retries: int = Field(2, ge=0, description="further attempts where a connection fails or the server answers 5xx")
+    folder: str | None = Field(None, min_length=1, description="folder for the LoRA of each update, which the engine "
+                               "reads too; None: a temporary one, for an engine on this machine")
+    release: bool = Field(False, description="the engine leaves the GPU's memory between rollouts, where both share a "
+                                             "GPU")
+
+
 class Fused(Section):
     """LoRA that is fused into the weights of the model, and its scale."""
 

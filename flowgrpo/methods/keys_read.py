@@ -20,7 +20,7 @@ from flowgrpo.samplers.noised_finals import Stratified
 _OF_DENOISERS = (
     "load.config", "load.denoiser", "load.lora", "load.controlnet", "load.ip_adapter",
     *(f"memory.{name}" for name in Memory.model_fields if name != "rewards"),
-    "picture", "negative_prompt", "adapter.encoder_targets",
+    "picture", "rollout", "negative_prompt", "adapter.encoder_targets",
     "train.compile", "train.pack", "train.one_pass", "train.steps", "train.guidance", "train.grid", "train.shift",
     "eval.steps", "eval.guidance")
 _OF_PAIRS = ("preferences", "labels")
@@ -50,6 +50,8 @@ class Condition:
 
 
 CONDITIONS = (
+    Condition(("rollout.timeout", "rollout.retries", "rollout.folder", "rollout.release"),
+              lambda c, m: c.rollout.engine is not None, "the pipeline itself draws", "set rollout.engine"),
     Condition(("cache",), lambda c, m: not m.for_tokens or any(rule.cache for rule in (c.trained | c.watched).values()),
               "prompts of a language model are not kept, and no reward keeps its scores",
               "set cache: true of a reward"),

@@ -76,6 +76,11 @@ class GroupSampler(Generic[C]):
         splits = geometry.slices > 1 and method.loss.surrogate.reads_groups
         self.split_groups = SplitGroups(geometry, processes) if splits else None
 
+    @property
+    def exact(self) -> float | None:
+        """Return how closely a replay repeats the rollout's log-probabilities; None where only rounding bounds it."""
+        return self.policy.exact
+
     def seeds(self, epoch: int, turn: int, prompts: int) -> Seed:
         """Return the seeds of a turn: of the first of this process's prompts, by its place among those of all.
 

@@ -26,7 +26,7 @@ from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rollouts import measured, sizes
 from flowgrpo.rollouts.base import GroupSampler, TotalReward
 from flowgrpo.rollouts.loss_inputs import LossInputs
-from flowgrpo.rollouts.targets import Replayed, target
+from flowgrpo.rollouts.targets import Drawer, Replayed, target
 from flowgrpo.samplers import cost, learned_noise, reward_gradient
 from flowgrpo.samplers.base_samples import BasePictures
 from flowgrpo.samplers.grids import make_grid
@@ -42,6 +42,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
     """
 
     policy: PipelinePolicy
+    drawer: Drawer | None = None  # what draws in the place of the pipeline: an engine
 
     def __init__(self, config: Config, policy: PipelinePolicy, method: Method, geometry: BatchShape,
                  processes: Processes, clock: PhaseTimer, first: Prompt):
@@ -84,6 +85,10 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
                 raise UserError(f"epoch {epoch + 1}: {error}") from None
         if found and self.processes.first:
             print(told(found, len(self.grid) - 1), flush=True)
+
+    @property
+    def exact(self) -> float | None:
+        return self.policy.exact if self.drawer is None else None
 
     def make_grid(self, steps: int, size: Size | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the grid [steps+1] of pictures of a size (None: the evaluation's), and its timesteps."""
@@ -207,14 +212,14 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         def of_states(states: torch.Tensor, prompts: torch.Tensor, pool: int) -> torch.Tensor:
             return measured.scored(self, states, prompts + first, conditioning, judge, pool)
 
-        first = 0
+        first, drawer = 0, self.drawer or self.target
         if not conditioning.sizes:
-            yield from self.target.sample(conditioning, self.explorations(epoch), seed, of_states)
+            yield from drawer.sample(conditioning, self.explorations(epoch), seed, of_states)
             return
         for prompts, size in sizes.runs(conditioning.sizes):
             of = conditioning.rows(torch.tensor([*prompts]))
             specs, first = self.explorations(epoch, size), prompts.start
-            for part in self.target.sample(of, specs, sizes.behind(seed, prompts.start), of_states):
+            for part in drawer.sample(of, specs, sizes.behind(seed, prompts.start), of_states):
                 yield sizes.shifted(part, prompts.start, prompts.start * len(specs))
 
     def base(self, part: Part, conditioning: Conditioning) -> torch.Tensor | None:

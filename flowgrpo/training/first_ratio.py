@@ -44,8 +44,8 @@ class FirstRatio:
     def of(cls, trainer: Any) -> FirstRatio:
         """Return the check of a run, whose texts have no upper bound of rounding."""
         policy, loss = trainer.policy, trainer.method.loss
-        return cls(trainer.rollouts, loss.surrogate, policy.exact, math.inf if policy.modality == "text" else ROUNDED,
-                   loss.log_ratio)
+        most = math.inf if policy.modality == "text" else ROUNDED
+        return cls(trainer.rollouts, loss.surrogate, trainer.rollouts.exact, most, loss.log_ratio)
 
     def __call__(self, parts: list[Part], conditioning: Encoded, say: Callable[[str], None]) -> list[Part]:
         """Return the parts, with old scores that agree with the replay; only the first batch of a run is checked.

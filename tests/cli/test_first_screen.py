@@ -40,7 +40,7 @@ def test_the_first_screen_has_four_panels_of_twelve_commands_in_a_line_each(monk
     assert named == ["demo", "train", "check", "list", "sample", "eval", "report", "export", "push", "new", "reward",
                      "prompts"]
     [last] = [line for line in lines if line.startswith(" Also:")]
-    assert "flowgrpo compare" in last and last.rstrip().endswith("flowgrpo contrib.")
+    assert "flowgrpo compare" in last and "flowgrpo verify" in last and last.rstrip().endswith("flowgrpo contrib.")
 
 
 @pytest.mark.parametrize("group", ["list", "reward", "prompts", "compare", "contrib"])
@@ -52,7 +52,7 @@ def test_a_group_has_a_line_for_each_command(group, monkeypatch, capsys):
 
 def test_every_command_is_on_the_first_screen_or_in_a_group():
     top = typer.main.get_command(app).commands
-    assert {name for name, command in top.items() if command.hidden} == {"compare", "contrib"}
+    assert {name for name, command in top.items() if command.hidden} == {"compare", "contrib", "verify"}
     assert {new for new in RENAMED.values()} <= set(commands()) and not set(RENAMED) & set(top)
     assert TRAIN == top["train"].rich_help_panel
 

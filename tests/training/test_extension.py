@@ -21,7 +21,8 @@ from flowgrpo.methods.setup import Setup
 from flowgrpo.training import extensions, state
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Extensions
-from tests.helpers import loop, tiny_runs, tiny_text
+from tests.contrib.engine.server import TinyEngine, serving
+from tests.helpers import loop, tiny, tiny_runs, tiny_text
 
 PUBLIC = {name: value for name, value in vars(Extension).items() if not name.startswith("_")}
 MOMENTS = [name for name, value in PUBLIC.items() if inspect.isfunction(value)]  # in the order of an epoch
@@ -52,6 +53,8 @@ def made_of_all() -> list[Extension]:
                                   reward={"short": 1.0, "long": {"limit": {"at_least": 0.5}}}),
                 tiny_runs.trainer("tokens", tiny_runs.config("tokens", "grpo", {"value": {"type": "ValueHead"}})),
                 tiny_runs.trainer("flow", tiny_runs.config("flow", "mix_grpo", train__one_pass=True))]
+    with serving(TinyEngine(tiny.sd3())) as url:
+        trainers.append(tiny.trainer(method="flow_grpo", train__grid="stock", rollout__engine=url))
     return [extension for trainer in trainers for extension in trainer.extensions.present]
 
 

@@ -22,6 +22,7 @@ Wanted: TypeAlias = Callable[[Config, Method], Any]
 # In the order in which they are called. A class is imported where it is wanted.
 TABLE: dict[str, Wanted] = {
     "contrib.phases.extension:Phases": lambda config, method: config.phases,
+    "contrib.engine.extension:EngineRollouts": lambda config, method: config.rollout.engine,
     "contrib.staleness.extension:Staleness":
         lambda config, method: config.train.staleness or config.text.over_provision,
     "contrib.one_pass.extension:OnePass": lambda config, method: config.train.one_pass,

@@ -1,0 +1,180 @@
+"""Faults of an engine, by what its samples fit better than what was asked for.
+
+Each hypothesis is a replay: without the LoRA, under another prompt, with the other kernel, on shifted sigmas. The one
+that makes the log-ratio at least ten times smaller is named. Equal, exchanged and rounded states are seen directly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.contrib.engine.client import Sample
+from flowgrpo.policies.pipelines.conditioning import Conditioning
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.samplers.grids import shifted, stock
+from flowgrpo.samplers.kernels import CPS, FlowSDE
+from flowgrpo.samplers.replay import recorded, replay
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.types import required
+
+ROUNDING = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}  # first |log ratio| that different programs explain
+BETTER = 10.0  # how many times smaller the ratio of what an engine did is
+SHIFTS = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0)  # of sigmas that are tried
+
+
+def weights(policy: PipelinePolicy, lora: bool) -> AbstractContextManager[Any]:
+    """Return the context of forwards with the LoRA, or of the base model."""
+    return contextlib.nullcontext() if lora or policy.weights is None else policy.reference()
+
+
+@torch.no_grad()
+def by_step(policy: PipelinePolicy, conditioning: Conditioning, part: Part, micro_batch: int) -> Tensor:
+    """Return the |log ratio| [b,K] of an engine's samples at their K steps with noise; NaN becomes infinite."""
+    found = torch.zeros(len(part.prompts), len(part.transitions))
+    for k, rows, new in replay(policy, conditioning, part, micro_batch):
+        old = part.transitions[k].old.logp[rows]
+        found[rows, k] = (new.logp.cpu() - old.cpu()).abs()[:, 0].nan_to_num(torch.inf)
+    return found
+
+
+def found(policy: PipelinePolicy, conditioning: Conditioning, part: Part, samples: Sequence[Sample],
+          alone: Sequence[Sample], ratios: Tensor, micro_batch: int, lora: bool) -> Iterator[str]:
+    """Yield what makes an engine's samples differ from what was asked, as "fault: how it shows".
+
+    alone: the same samples, from a request each. ratios: [b,K], of the replay.
+    """
+    first = torch.stack([sample.states[0] for sample in samples]).flatten(1)
+    if len(first.unique(dim=0)) < len(first):
+        one, other = _equal(first)
+        yield f"repeated seed: samples {one} and {other} of {len(first)} have one initial noise"
+    elif (places := _places(first, alone)) is not None and places != list(range(len(first))):
+        moved = next(place for place, of in enumerate(places) if of != place)
+        yield f"shuffled batch: sample {moved} of a request of {micro_batch} is sample {places[moved]} of those that " \
+              "come one by one"
+    rounded = policy.precision == "fp32" and all(_is_half(sample.states[1:]) for sample in samples)
+    if rounded:
+        yield "bf16 states: all values of the states are of bf16, and the pipeline computes in fp32: serve the model " \
+              "in fp32, or compare with --precision bf16"
+    if float(ratios.max()) <= ROUNDING[policy.precision] or rounded and float(ratios.max()) <= ROUNDING["bf16"]:
+        return
+    yield from _explained(policy, conditioning, part, samples, ratios, micro_batch, lora)
+
+
+def _explained(policy: PipelinePolicy, conditioning: Conditioning, part: Part, samples: Sequence[Sample],
+               ratios: Tensor, micro_batch: int, lora: bool) -> Iterator[str]:
+    """Yield the hypothesis that explains ratios best; without one, whether outputs or transitions differ."""
+    asked = float(ratios.max())
+    best = min(_hypotheses(policy, conditioning, part, micro_batch, lora), key=lambda pair: pair[1])
+    if best[1] * BETTER <= asked:
+        yield f"{best[0]} (first |log ratio| {best[1]:.1e} in place of {asked:.1e})"
+        return
+    gap, size = _outputs(policy, conditioning, part, samples, micro_batch, lora)
+    if gap > 10 * ROUNDING[policy.precision] * size:
+        yield f"other model outputs: they differ by {gap:.1e} of {size:.1e} (root mean squares): compare weights, " \
+              "the LoRA's scale, guidance, negative prompt and text encoders"
+    else:
+        step = int(ratios.amax(0).argmax())
+        yield f"other transitions: model outputs agree, and log-probabilities differ by {asked:.1e} at step " \
+              f"{part.transitions[step].step}: compare sigmas, kernel and level of noise"
+
+
+def _hypotheses(policy: PipelinePolicy, conditioning: Conditioning, part: Part, micro_batch: int, lora: bool
+                ) -> Iterator[tuple[str, float]]:
+    """Yield what an engine may have done, and the largest |log ratio| of the replay that does so too."""
+
+    def largest(of: Part, with_lora: bool = lora) -> float:
+        with weights(policy, with_lora):
+            return float(by_step(policy, conditioning, of, micro_batch).max())
+
+    spec = required(part.exploration)
+    level = getattr(spec.kernel, "level")
+    for name, other in (("FlowSDE (sde)", FlowSDE), ("CPS (cps)", CPS)):
+        if not isinstance(spec.kernel, other) and (other is not CPS or level <= 1):
+            yield f"wrong kernel: the engine draws by {name}, asked for {type(spec.kernel).__name__}", \
+                largest(replace(part, exploration=replace(spec, kernel=other(level))))
+    if policy.weights is not None:
+        yield "another LoRA: the engine draws " + ("without the LoRA, from the base model" if lora else
+                                                   "with a LoRA, asked for the base model"), largest(part, not lora)
+    if len(conditioning.prompts) > 1:
+        yield _mixed(policy, conditioning, part, micro_batch, lora)
+    for shift in SHIFTS:
+        for grid in _grids(policy, spec.steps, shift):
+            if not torch.allclose(grid, spec.grid, atol=1e-4):
+                yield f"wrong sigma: the engine draws on sigmas of the shift {shift:g} and sends others", \
+                    largest(replace(part, exploration=replace(spec, grid=grid)))
+
+
+def _grids(policy: PipelinePolicy, steps: int, shift: float) -> Iterator[Tensor]:
+    """Yield the sigmas [steps+1] of a shift: plain ones, and those of the pipeline's scheduler."""
+    yield shifted(steps, shift).float()
+    scheduler = copy.deepcopy(policy.stock)
+    if hasattr(scheduler, "set_shift") and not scheduler.config.get("use_dynamic_shifting"):
+        scheduler.set_shift(shift)
+        scheduler.set_timesteps(steps)
+        yield stock(scheduler, steps)
+
+
+def _mixed(policy: PipelinePolicy, conditioning: Conditioning, part: Part, micro_batch: int, lora: bool
+           ) -> tuple[str, float]:
+    """Return which sample fits another prompt than its own, and the largest |log ratio| if all are of those."""
+    count = len(conditioning.prompts)
+    with weights(policy, lora):
+        each = torch.stack([by_step(policy, conditioning, _under(part, prompt), micro_batch).amax(1)
+                            for prompt in range(count)])  # [P,b]
+    fits = each.argmin(0)
+    moved = (fits != part.prompts.cpu()).nonzero().flatten().tolist()
+    row = moved[0] if moved else 0
+    return f"shuffled batch: sample {row}, of prompt {int(part.prompts[row])}, was drawn for prompt " \
+           f"{int(fits[row])}", float(each.amin(0).max())
+
+
+def _under(part: Part, prompt: int) -> Part:
+    """Return the part with all its samples under one prompt."""
+    transitions = tuple(replace(taken, prompts=torch.full_like(taken.prompts, prompt)) for taken in recorded(part))
+    return replace(part, transitions=transitions)
+
+
+@torch.no_grad()
+def _outputs(policy: PipelinePolicy, conditioning: Conditioning, part: Part, samples: Sequence[Sample],
+             micro_batch: int, lora: bool) -> tuple[float, float]:
+    """Return the root mean squares of the difference of model outputs at the recorded states, and of the outputs."""
+    spec, gaps, sizes = required(part.exploration), [], []
+    for taken in recorded(part):
+        for rows in torch.arange(len(samples)).split(micro_batch):
+            with weights(policy, lora):
+                own = policy.replay(conditioning.rows(taken.prompts[rows]), taken.x[rows].to(policy.device), spec.grid,
+                                    taken.step).float().cpu()
+            sent = torch.stack([required(samples[int(row)].outputs)[taken.step] for row in rows]).float()
+            gaps.append((own - sent).square().mean())
+            sizes.append(own.square().mean())
+    return float(torch.stack(gaps).mean().sqrt()), float(torch.stack(sizes).mean().sqrt())
+
+
+def _equal(first: Tensor) -> tuple[int, int]:
+    """Return the first two places of equal rows."""
+    for one in range(len(first)):
+        for other in range(one + 1, len(first)):
+            if torch.equal(first[one], first[other]):
+                return one, other
+    raise AssertionError("no rows are equal")
+
+
+def _places(first: Tensor, alone: Sequence[Sample]) -> list[int] | None:
+    """Return for each initial state [b,n] the sample with the same one among those drawn alone; None where one has
+    none, as of an engine whose noise depends on the request."""
+    own = torch.stack([sample.states[0] for sample in alone]).flatten(1)
+    same = [[place for place, other in enumerate(own) if torch.equal(row, other)] for row in first]
+    return [places[0] for places in same] if all(same) else None
+
+
+def _is_half(states: Tensor) -> bool:
+    """Return True if all values are exact in bf16."""
+    return torch.equal(states.to(torch.bfloat16).to(states.dtype), states)

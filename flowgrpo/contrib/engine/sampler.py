@@ -1,0 +1,149 @@
+"""Rollouts by an engine: requests of whole groups, and the parts that their answers become."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from flowgrpo.config.geometry import BatchShape
+from flowgrpo.contrib.engine import capability
+from flowgrpo.contrib.engine.client import Engine, EngineError, Request, Sample, close, stacked
+from flowgrpo.contrib.engine.lora import LoraSender
+from flowgrpo.errors import UserError
+from flowgrpo.policies.pipelines.conditioning import Conditioning, Size
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
+from flowgrpo.types import Scored, Transitions, required
+
+TOGETHER = 8  # requests that wait for the engine at the same time
+SAME = 1e-5  # difference of two sigmas that are the same, in float32
+
+
+class Rollouts(Protocol):
+    """Rollouts of a pipeline as an engine's sampler reads them (`rollouts.denoising.DenoisingRollouts`)."""
+
+    policy: PipelinePolicy
+    geometry: BatchShape
+
+    def together(self, count: int) -> list[int]: ...
+
+    def grid_of(self, size: Size | None) -> tuple[Tensor, Tensor | None]: ...
+
+
+class EngineSampler:
+    """Sampler of a run's groups by an engine, in the place of its pipeline.
+
+    It sends the weights that are in place when it is asked: the present ones, or those of an old policy that draws.
+    release: the engine leaves the GPU's memory between two rollouts.
+    """
+
+    def __init__(self, engine: Engine, lora: LoraSender, rollouts: Rollouts, release: bool):
+        self.engine, self.lora, self.rollouts, self.release = engine, lora, rollouts, release
+
+    def sample(self, conditioning: Conditioning, explorations: list[RolloutSpec], seed: Seed, judge: object
+               ) -> Iterator[Part]:
+        """Yield whole groups, as `growth.explore` does. judge: is not read."""
+        policy, group = self.rollouts.policy, explorations[0].group
+        grid, _ = self.rollouts.grid_of(conditioning.sizes[0] if conditioning.sizes else None)
+        for spec in explorations:
+            capability.require(capability.of_rollout(spec, grid))
+        if self.release:
+            self.engine.resume()
+        self.lora.sync(policy.pipe, list(policy.weights.modules))
+        first, count = 0, len(conditioning.prompts)
+        with ThreadPoolExecutor(TOGETHER, "engine") as threads:
+            for prompts in torch.arange(count).split(self.rollouts.together(count)):
+                for number, spec in enumerate(explorations):
+                    leaves = [[seed(int(p), number * group + leaf) for leaf in range(group)] for p in prompts]
+                    asked = requests(policy, conditioning, prompts.tolist(), leaves, spec,
+                                     self.rollouts.geometry.micro_batch)
+                    samples = drawn(self.engine, asked, threads.map)
+                    policy.evaluations += len(samples) * spec.steps
+                    groups = range(first, first := first + len(prompts))
+                    yield part_of(policy, conditioning, samples, groups, prompts.repeat_interleave(group), spec)
+        self.lora.require_held()
+        if self.release:
+            self.engine.release()
+
+
+def drawn(engine: Engine, asked: Sequence[Request], mapped: Callable[..., Any] = map) -> list[Sample]:
+    """Return the samples of requests, in their order."""
+    return [sample for samples in mapped(engine.rollout, asked) for sample in samples]
+
+
+def requests(policy: PipelinePolicy, conditioning: Conditioning, prompts: Sequence[int], seeds: Sequence[Sequence[int]],
+             spec: RolloutSpec, most: int, means: bool = False) -> list[Request]:
+    """Return the requests for samples of prompts, of at most `most` samples each. seeds: of each prompt's samples.
+
+    Raises UserError for prompts with inputs that are not sent.
+    """
+    if conditioning.inputs:
+        raise UserError(f"rollout.engine: the prompts' {', '.join(conditioning.inputs)} is not sent: leave it or "
+                        "rollout.engine out")
+    (kind, level), trained = capability.sde(spec), spec.schedule.trained
+    states = sorted({spec.steps, *trained, *(step + 1 for step in trained)} if not means else range(spec.steps + 1))
+    found = []
+    for prompt, of in zip(prompts, seeds, strict=True):
+        row = conditioning.rows(torch.tensor([prompt]))
+        size = dict(zip(("height", "width"), row.sizes[0])) if row.sizes else {}
+        further = policy.call | size | {policy.driver.scale: row.scale(policy.guidance)}
+        for start in range(0, len(of), most):
+            found.append(Request(row.prompts[0], row.negatives[0], tuple(of[start:start + most]), spec.steps, kind,
+                                 level, spec.schedule.stochastic, tuple(states), means or spec.keep_means, further))
+    return found
+
+
+def part_of(policy: PipelinePolicy, conditioning: Conditioning, samples: Sequence[Sample], groups: range,
+            prompts: Tensor, spec: RolloutSpec) -> Part:
+    """Return the part that an engine's samples are. prompts: int64 [b], of each.
+
+    Its log-probabilities are the engine's; it has no seeds, since the engine's noise is not the pipeline's.
+    Raises EngineError for sigmas or states that are not those of the pipeline.
+    """
+    for sample in samples:
+        require_grid(sample.sigmas, spec.grid)
+    require_shape(policy, conditioning, samples[0].states, spec)
+    trained, device = spec.schedule.trained, policy.states
+    kept = sorted({spec.steps, *trained, *(step + 1 for step in trained)})
+    # A tensor per state, which two steps share.
+    places = range(samples[0].states.shape[0]) if len(kept) != len(samples[0].states) else kept
+    states = {step: torch.stack([sample.states[place] for sample in samples]).to(device, policy.dtype)
+              for place, step in enumerate(places)}
+    rows, logp = torch.arange(len(samples)), stacked(samples, "logp")
+    transitions = tuple(Transitions(step, states[step], prompts, rows, states[step + 1],
+                                    _scored(samples, logp[:, step:step + 1].to(policy.device), step, spec, device))
+                        for step in trained)
+    return Part(groups, prompts, spec, transitions, (states[spec.steps].to(policy.device),))
+
+
+def _scored(samples: Sequence[Sample], logp: Tensor, step: int, spec: RolloutSpec, device: torch.device) -> Scored:
+    """Return the engine's score [b,1] of a step, with its means where the loss reads them."""
+    mean = std = None
+    if spec.keep_means:
+        mean = torch.stack([required(sample.means)[step] for sample in samples])[:, None].float().to(device)
+        std = spec.transition(mean[:1, 0], mean[:1, 0], spec.grid, step).std.reshape(1)
+    return Scored(logp, torch.ones_like(logp, dtype=torch.bool), mean, std)
+
+
+def require_grid(sigmas: Tensor, grid: Tensor) -> None:
+    """Raise EngineError for an engine's sigmas [T+1] that are not those of the pipeline."""
+    if not close(sigmas, grid, SAME):
+        at = int((sigmas.double() - grid.double()).abs().argmax()) if sigmas.shape == grid.shape else 0
+        raise EngineError("wrong sigma", f"the engine samples on other sigmas than the pipeline: {sigmas[at]:.6g} at "
+                          f"step {at}, expected {grid[at]:.6g}: compare the scheduler's shift (--flow-shift of the "
+                          "server) and the size of the picture")
+
+
+def require_shape(policy: PipelinePolicy, conditioning: Conditioning, states: Tensor, spec: RolloutSpec) -> None:
+    """Raise EngineError for states [K,*D] of another shape than the pipeline's."""
+    before, generators = policy.evaluations, policy.generators([0])
+    own, _ = policy.run(spec.task(0, 0, generators), conditioning.rows(torch.tensor([0])), None, generators)
+    policy.evaluations = before
+    if own.shape[1:] != states.shape[1:]:
+        raise EngineError("answer", f"the engine's states have the shape {list(states.shape[1:])}, the pipeline's "
+                          f"{list(own.shape[1:])}: give both one size (picture.height, picture.width), and the engine "
+                          "no other layout of latents")

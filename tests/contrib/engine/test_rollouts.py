@@ -1,0 +1,178 @@
+"""Runs whose samples an engine draws: what is replayed, what is sent, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flowgrpo.config import load
+from flowgrpo.contrib.engine import capability
+from flowgrpo.contrib.engine.client import EngineError
+from flowgrpo.errors import UserError
+from flowgrpo.rollouts.denoising import DenoisingRollouts
+from flowgrpo.training import sampling
+from tests.contrib.engine.server import TinyEngine, serving
+from tests.helpers import tiny
+
+ALONE = {"roots": None}
+
+
+@pytest.fixture
+def own():
+    """The engine of a test."""
+    return TinyEngine(tiny.sd3())
+
+
+@pytest.fixture
+def url(own):
+    with serving(own) as address:
+        yield address
+
+
+def trainer(url, stirred=True, **options):
+    usual = dict(method="flow_grpo", train__grid="stock", rollout__engine=url, train__steps=4, train__lr=1e-2)
+    made = tiny.trainer(**usual | options)
+    if stirred:
+        tiny.stir(made.policy)
+    return made
+
+
+def drawn(made):
+    """The parts of an epoch, and the conditioning of its prompts."""
+    with made.extensions.around_epoch():
+        parts, conditioning, _ = sampling.sample(made, made.prompts[:2])
+    return parts, conditioning
+
+
+def gap(made, part, conditioning):
+    """The largest difference of the replay's log-probabilities and the recorded ones."""
+    with torch.no_grad():
+        return max(float((new.logp - part.transitions[k].old.logp[rows]).abs().max())
+                   for k, rows, new in made.rollouts.replay(part, conditioning))
+
+
+@pytest.mark.parametrize("options", [
+    dict(parts=ALONE), dict(parts={**ALONE, "kernel": {"type": "CPS", "level": 0.8}}),
+    dict(parts={**ALONE, "plan": {"type": "Sliding", "size": 2}}), dict(parts=ALONE, train__guidance=3.0),
+    dict(parts={**ALONE, "kl": {"type": "GaussianKL", "weight": 0.1}}),
+    dict(method="flow_grpo+grpo_guard", parts=ALONE), dict(parts=ALONE, train__micro_batch=3)], ids=repr)
+def test_a_replay_gives_the_log_probabilities_of_the_engine(url, options):
+    made = trainer(url, **options)
+    parts, conditioning = drawn(made)
+    assert sum(len(part.prompts) for part in parts) == 8 and all(part.seeds is None for part in parts)
+    assert max(gap(made, part, conditioning) for part in parts) < 2e-5
+    for part in parts:
+        for one, other in zip(part.transitions, part.transitions[1:]):
+            assert other.step != one.step + 1 or one.x_next is other.x
+    finals = torch.cat([part.finals[0] for part in parts])
+    assert len(finals.flatten(1).unique(dim=0)) == 8
+
+
+def test_the_engine_has_the_lora_of_every_epoch_and_the_update_changes_the_weights(url, own):
+    made = trainer(url, parts=ALONE)
+    before = {key: value.clone() for key, value in made.policy.weights.named.items()}
+    for made.epoch in range(3):
+        held = {key: value.clone() for key, value in made.policy.weights.named.items()}
+        made.run_epoch()
+        found = own.held()
+        for key, value in held.items():  # the weights that the epoch began with
+            assert torch.equal(found[key.removeprefix("transformer.").replace(".default.weight", "")], value)
+        assert made.first_ratio.found < 2e-5
+    assert any(not torch.equal(value, before[key]) for key, value in made.policy.weights.named.items())
+    assert made.rollouts.rollout_evaluations == 3 * 8 * 4
+    made.extensions.close()
+
+
+def test_rollouts_of_final_states_are_ode_steps(url, own):
+    made = trainer(url, method="diffusion_nft", train__lr=1e-3)
+    metrics = made.run_epoch()
+    asked = [body for path, body in own.seen if path == "/rollout/generate"]
+    assert {body["rollout_sde_type"] for body in asked} == {"ode"} and metrics["skipped_updates"] == 0
+    assert all(body["rollout_return_step_indices"] == [4] for body in asked)
+
+
+def test_an_old_policy_that_draws_is_what_the_engine_gets(url, own):
+    made = trainer(url, method="diffusion_nft", parts={"lag": {"start": 1.0, "most": 1.0}})
+    first = {key: value.clone() for key, value in made.policy.weights.named.items()}
+    for made.epoch in range(2):
+        made.run_epoch()
+    found = own.held()
+    assert all(torch.equal(found[key.removeprefix("transformer.").replace(".default.weight", "")], value)
+               for key, value in first.items())
+    assert not all(torch.equal(value, first[key]) for key, value in made.policy.weights.named.items())
+
+
+def test_memory_is_released_between_rollouts(url, own):
+    made = trainer(url, parts=ALONE, rollout__release=True)
+    own.asleep = True
+    made.run_epoch()
+    paths = [path for path, _ in own.seen]
+    assert own.asleep and paths.index("/resume_memory_occupation") < paths.index("/v1/set_lora")
+    assert paths[-1] == "/release_memory_occupation"
+
+
+def test_an_engine_in_half_precision_does_not_stop_a_run_in_fp32(url, own, capsys):
+    own.fault = "bf16 states"
+    made = trainer(url, parts=ALONE)
+    made.run_epoch()
+    assert made.first_ratio.rescore and "computed again as the replay does" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fault, said", [
+    ("no LoRA", "replay and rollout disagree"), ("wrong kernel", "replay and rollout disagree"),
+    ("unsaid sigma", "replay and rollout disagree"), ("wrong sigma", "samples on other sigmas than the pipeline"),
+    ("another LoRA", "holds another LoRA")])
+def test_an_engine_that_draws_from_another_policy_stops_the_run(url, own, fault, said):
+    own.fault = fault
+    made = trainer(url, parts=ALONE, stirred=False)
+    tiny.stir(made.policy, 1.0)
+    with pytest.raises(UserError, match=said):
+        made.run_epoch()
+
+
+def test_an_engine_of_another_size_is_named(url, own):
+    own.pipe.transformer.config.sample_size = 4
+    own.pipe.default_sample_size = 4
+    made = trainer(url, parts=ALONE)
+    with pytest.raises(EngineError, match=r"states have the shape \[4, 4, 4\], the pipeline's \[4, 8, 8\]"):
+        made.run_epoch()
+
+
+@pytest.mark.parametrize("options, said", [
+    (dict(train__grid="shifted"), "given sigmas: set train.grid: stock"),
+    (dict(method="mix_grpo", parts={"plan": {"size": 2}}), "a shared initial noise: set parts.roots: null"),
+    (dict(method="branch_grpo", parts={"plan": {"splits": [0, 2]}}), "trees"),
+    (dict(method="dance_grpo", parts=ALONE), "the kernel DanceSDE: it draws by FlowSDE or CPS"),
+    (dict(parts={**ALONE, "tail": 0.5, "plan": {"type": "Sliding", "size": 1}}), "given sigmas: set parts.tail: 1"),
+    (dict(parts={**ALONE, "plan": {"type": "Sliding", "size": 1}, "solver": {"type": "DPMSolver2M"}}),
+      "the solver DPMSolver2M: it takes Euler steps"),
+    (dict(parts={**ALONE, "strides": [1, 2]}), "samples that are finished on several grids"),
+    (dict(parts={**ALONE, "progress": {"type": "Progress"}}), "clean predictions on the way"),
+    (dict(parts={**ALONE, "advantage": {"type": "SameNoise"}}), "draws from the same initial noise"),
+    (dict(parts={**ALONE, "rehearsal": {"type": "Rehearsal", "weight": 0.1}}), "draws from the base model"),
+    (dict(method="alignprop", parts={"backprop": {"checkpointing": False}}), "trains a reward's gradient"),
+    (dict(method="sol_rl", parts={"preview": {"pool": 6, "steps": 2}}), "parts.preview"),
+    (dict(parts=ALONE, adapter__rank=0), "adapter.rank: 0"), (dict(parts=ALONE, adapter__dora=True), "adapter.dora"),
+    (dict(parts=ALONE, adapter__alpha=2.5), "adapter.alpha 2.5, expected a whole number"),
+    (dict(parts=ALONE, adapter__rslora=True), "adapter.rslora"),
+    (dict(parts=ALONE, train__one_pass=True), "train.one_pass")], ids=repr)
+def test_what_a_stock_engine_cannot_do_is_refused_in_one_line(options, said):
+    usual = dict(method="flow_grpo", train__grid="stock", train__steps=4)
+    settings = tiny.config(**usual | options)
+    made = tiny.trainer(**usual | options)
+    needs = [*capability.of_method(settings, made.method)]
+    for spec in made.rollouts.explorations(0):
+        needs += capability.of_rollout(spec, made.rollouts.grid)
+    assert any(said in need for need in needs), needs
+    with pytest.raises(UserError, match="rollout.engine: a stock engine does not do .*; or leave rollout.engine out"):
+        capability.require(iter(needs))
+
+
+def test_a_key_of_an_engine_without_one_is_refused():
+    from flowgrpo.methods import keys_read
+    from flowgrpo.methods.setup import Setup
+
+    settings = load(None, {"rollout.release": True})
+    with pytest.raises(UserError, match="rollout.release is True, but the pipeline itself draws"):
+        keys_read.check(Setup(settings, "pipeline", tiny.trainer().method))
+    assert DenoisingRollouts.drawer is None

@@ -1,0 +1,183 @@
+"""`flowgrpo verify`: the numbers of an engine that is right, and the name of each planted fault."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from flowgrpo.cli import main
+from flowgrpo.contrib.engine import verify
+from flowgrpo.contrib.engine.client import Engine, EngineError
+from flowgrpo.contrib.engine.lora import LoraSender
+from flowgrpo.contrib.engine.verify import Asked, Row
+from flowgrpo.errors import UserError
+from tests.contrib.engine.server import TinyEngine, serving
+from tests.helpers import tiny
+
+ASKED = Asked(("red", "blue"), count=2, steps=4)
+
+
+def policy_of(precision="fp32"):
+    """The pipeline that the engine serves, with a LoRA that tells."""
+    policy = tiny.policy(tiny.sd3().to(dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[precision]),
+                         precision=precision)
+    return tiny.stir(policy, 0.5)
+
+
+def rows(fault=None, asked=ASKED, precisions=("fp32",), lora=True, timeout=60.0):
+    own = TinyEngine(tiny.sd3(), fault, slow=1.0)
+    with serving(own) as url:
+        engine = Engine(url, timeout, retries=0)
+        return verify.rows(engine, policy_of, precisions, asked, LoraSender(engine) if lora else None)
+
+
+def named(found):
+    """The faults of the rows by (LoRA, batch), without what stands behind their names."""
+    return {(row.lora, row.batch): [line.partition(":")[0] for line in row.found] for row in found if row.found}
+
+
+@pytest.mark.parametrize("kind, level", [("sde", 0.7), ("cps", 0.5)])
+def test_an_engine_that_is_right_has_rows_without_a_fault(kind, level):
+    found = rows(asked=Asked(("red", "blue"), count=2, steps=4, kind=kind, level=level))
+    assert [(row.precision, row.batch, row.lora) for row in found] == [
+        ("fp32", 1, False), ("fp32", 2, False), ("fp32", 1, True), ("fp32", 2, True)]
+    assert all(len(row.by_step) == 3 and row.largest < 2e-5 and not row.found for row in found)
+    assert all(math.isclose(row.clip, 10 * row.largest) for row in found)
+
+
+def test_half_precision_shows_in_its_rows_alone():
+    found = rows(precisions=("fp32", "bf16"), lora=False)
+    exact, half = (max(row.largest for row in found if row.precision == name) for name in ("fp32", "bf16"))
+    assert exact < 2e-5 and 1e-4 < half < 0.02 and not any(row.found for row in found)
+    lines = verify.table(found)
+    assert lines[-1].startswith("smallest clip range: ") and f"{10 * half:.1e} in bf16" in lines[-1]
+
+
+# The eight faults, and where each shows.
+EVERY = [(False, 1), (False, 2), (True, 1), (True, 2)]
+
+
+def test_wrong_sigmas_are_named():
+    assert named(rows("wrong sigma")) == {place: ["wrong sigma"] for place in EVERY}
+
+
+def test_sigmas_that_are_sent_but_not_sampled_on_are_named():
+    found = rows("unsaid sigma")
+    assert named(found) == {place: ["wrong sigma"] for place in EVERY}
+    assert "sigmas of the shift 3.5 and sends others" in found[0].found[0]
+
+
+def test_a_lora_without_effect_is_named():
+    found = rows("no LoRA")
+    assert named(found) == {(True, 1): ["another LoRA"], (True, 2): ["another LoRA"]}
+    assert "draws without the LoRA, from the base model" in found[-1].found[0]
+
+
+def test_another_lora_is_named_by_its_checksum():
+    with pytest.raises(EngineError, match="holds another LoRA") as error:
+        rows("another LoRA")
+    assert error.value.fault == "another LoRA"
+
+
+def test_states_in_half_precision_are_named():
+    assert named(rows("bf16 states")) == {place: ["bf16 states"] for place in EVERY}
+
+
+def test_a_dropped_request_is_named():
+    with pytest.raises(EngineError, match="sent 1 of 2 samples") as error:
+        rows("dropped request")
+    assert error.value.fault == "dropped request"
+
+
+def test_a_repeated_seed_is_named():
+    found = rows("repeated seed")
+    assert named(found) == {place: ["repeated seed"] for place in EVERY if place[1] > 1}
+    assert "samples 0 and 1 of 4 have one initial noise" in found[1].found[0]
+
+
+def test_a_time_out_is_named():
+    with pytest.raises(EngineError, match="did not answer within 0.2 s") as error:
+        rows("time-out", lora=False, timeout=0.2)
+    assert error.value.fault == "time-out"
+
+
+@pytest.mark.parametrize("kind, drawn", [("sde", "CPS"), ("cps", "FlowSDE")])
+def test_a_wrong_kernel_is_named(kind, drawn):
+    found = rows("wrong kernel", Asked(("red", "blue"), count=2, steps=4, kind=kind))
+    assert named(found) == {place: ["wrong kernel"] for place in EVERY}
+    assert f"draws by {drawn}" in found[0].found[0]
+
+
+def test_a_shuffled_batch_is_named():
+    found = rows("shuffled batch")
+    assert named(found) == {place: ["shuffled batch"] for place in EVERY if place[1] > 1}
+    assert "sample 0 of a request of 2 is sample 1 of those that come one by one" in found[1].found[0]
+
+
+def test_a_sample_of_another_prompt_is_named():
+    found = rows("mixed prompts", lora=False)
+    assert named(found) == {(False, 1): ["shuffled batch"], (False, 2): ["shuffled batch"]}
+    assert "sample 0, of prompt 0, was drawn for prompt 1" in found[0].found[0]
+
+
+def test_other_weights_are_named_by_their_outputs():
+    own = TinyEngine(tiny.sd3(seed=1))
+    with serving(own) as url:
+        found = verify.rows(Engine(url), policy_of, ("fp32",), ASKED, None)
+    assert {name for names in named(found).values() for name in names} == {"other model outputs"}
+
+
+def test_the_table_says_the_widest_ratio_of_each_precision():
+    lines = verify.table([Row("fp32", 1, False, (1e-6, 2e-6)), Row("bf16", 2, True, (1e-3, 5e-4))])
+    assert lines == ["first |log ratio|, by step 0 to 1:",
+                     "fp32, batch 1, base:     largest 2.0e-06, clip range 2.0e-05 or wider; 1e-06 2e-06",
+                     "bf16, batch 2, LoRA:     largest 1.0e-03, clip range 1.0e-02 or wider; 1e-03 5e-04",
+                     "smallest clip range: 2.0e-05 in fp32, 1.0e-02 in bf16; a narrower one works where a run computes "
+                     "old log-probabilities again, as it does by itself"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("lora", [None, "random"])
+def test_the_command_prints_the_rows(folder, lora, capsys):
+    own = TinyEngine(tiny.sd3())
+    options = ["--precision=fp32", "--prompt=red", "--prompt=blue", "--train.steps=4", "--device=cpu",
+               "--picture.call={max_sequence_length: 2}", *([f"--lora={lora}"] if lora else [])]
+    with serving(own) as url:
+        assert main(["verify", url, str(folder), *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith(": tiny, version 0.5.23") and lines[-1].startswith("smallest clip range: ")
+    assert sum("LoRA:" in line for line in lines) == (2 if lora else 0) and own.lora == ""
+
+
+def test_the_command_takes_a_lora_file_and_ends_with_2_at_a_fault(folder, tmp_path, capsys):
+    policy = tiny.stir(tiny.policy(rank=3), 0.5)
+    policy.weights.save(tmp_path / "lora")
+    options = ["--precision=fp32", "--prompt=red", "--train.steps=4", "--device=cpu", "--count=1",
+               "--picture.call={max_sequence_length: 2}", f"--lora={tmp_path / 'lora'}"]
+    with serving(TinyEngine(tiny.sd3(), "no LoRA")) as url:
+        assert main(["verify", url, str(folder), *options]) == 2
+    assert "fault: another LoRA: the engine draws without the LoRA" in capsys.readouterr().out
+    with serving(TinyEngine(tiny.sd3(), "time-out", slow=1.0)) as url:
+        assert main(["verify", url, str(folder), *options, "--timeout=0.2"]) == 2
+    assert "flowgrpo: error: fault: time-out: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options, said", [
+    (["--lora=nowhere"], "--lora nowhere: expected a folder with pytorch_lora_weights.safetensors"),
+    (["extra"], "takes URL and MODEL, got extra too"), (["--train.stepss=2"], "unknown option --train.stepss")])
+def test_a_slip_of_the_command_line_is_one_line(folder, options, said, capsys):
+    assert main(["verify", "http://127.0.0.1:9", str(folder), *options]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_a_model_without_a_flow_is_refused():
+    policy = tiny.policy(tiny.sd15(), call={})
+    with pytest.raises(UserError, match="expected a flow"):
+        verify.specified(policy, policy.encode(["red"]), ASKED)
