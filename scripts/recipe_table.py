@@ -85,7 +85,7 @@ def said(config: Config, seconds: float, peak: float) -> str:
     train = config.train
     hours = train.epochs * round(seconds) / 3600
     return (f"{train.prompts * train.group:,} {noun(config)} an epoch in {round(seconds):,} s, "
-            f"{train.epochs} epochs in {hours:,.0f} h, peak {peak:.1f} GiB (computed)")
+            f"{train.epochs} epochs in {hours:,.{0 if hours >= 10 else 1}f} h, peak {peak:.1f} GiB (computed)")
 
 
 def noun(config: Config) -> str:
@@ -124,7 +124,7 @@ def write_rewards(name: str) -> None:
 def row(name: str) -> str:
     """Return the recipe's row of the table."""
     config, line = load(path(name)), comment(name)
-    facts = re.fullmatch(r"([\d,]+) \w+ an epoch in ([\d,]+) s, (\d+) epochs in ([\d,]+) h, peak ([\d.]+) GiB .*",
+    facts = re.fullmatch(r"([\d,]+) \w+ an epoch in ([\d,]+) s, (\d+) epochs in ([\d,.]+) h, peak ([\d.]+) GiB .*",
                          line["said"].strip())
     if facts is None:
         raise SystemExit(f"{name} says {line['said']!r}: run this script with its name")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from flowgrpo.config import load
 from flowgrpo.data import prompts, provenance, splits
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import checkpoints
+from flowgrpo.evaluation.report.report import data
 from flowgrpo.methods import PRESETS, Method, naming, preset, registry
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.policies.pipelines.load import load_pipeline
@@ -91,6 +93,16 @@ def test_a_model_without_a_folder_is_told_without_asking_the_hub(nameless, comma
 def test_training_it_again_is_told(nameless, capsys):
     assert "that is a class" in told(capsys, "train", str(nameless / "config.yaml"))
     assert (nameless / "summary.json").is_file()
+
+
+def test_a_run_ends_with_the_sentences_of_its_report(tmp_path, capfd):
+    """Of all changes, and of the check of the first ratio; the progress bar has the reward, clip and gradient norm."""
+    flowgrpo.align(tiny.sd3(), tiny.red, TEXTS, **small(tmp_path))
+    out, err = capfd.readouterr()
+    sentences = [each["text"] for each in data(tmp_path / "run")["sentences"]]
+    assert len(sentences) > 2 and sentences[1].startswith("red, trained on, ")
+    assert " ".join(out.split()).endswith(" ".join(" ".join(sentences).split()))
+    assert re.search(r"red=\d\.\d{3}, clip=\d\.\d\d, grad=", err)
 
 
 def test_a_reward_without_a_file_goes_by_its_name(tmp_path):

@@ -23,7 +23,7 @@ IN_GIB = ("weights", "memory", "memory_parts")  # keys of a `check` report that 
 def check(
     arguments: Annotated[list[str] | None, typer.Argument(
         metavar="MODEL|--KEY=VALUE", show_default=False, help="MODEL: starter, a local directory, a hub id, or the "
-        "name of a pipeline's or language model's class, for a tiny random instance; or a packaged recipe, in place "
+        "name of a pipeline's or language model's class, for a tiny random instance; or a recipe, in place "
         "of --recipe. With --gpu: the recipe's model unless given. Any key of the configuration, such as "
         "--train.micro_batch=2, overrides the recipe.")] = None,
     recipe: Annotated[str | None, typer.Option(help="A YAML recipe, or the name of a packaged one, for its adapter, "
@@ -44,7 +44,8 @@ def check(
     from flowgrpo.starter import FOLDERS
 
     model, options = recipe_and_options(arguments or [], "model", ("recipe", "gpu", "processes", "json", "verbose"))
-    if recipe is None and model in recipes.names() and model not in FOLDERS and not Path(model).exists():
+    if recipe is None and model is not None and (Path(model).suffix in (".yaml", ".yml") or model in recipes.names()
+                                                 and model not in FOLDERS and not Path(model).exists()):
         model, recipe = None, model
     if gpu is not None:
         from flowgrpo.cli.dry_run import predict

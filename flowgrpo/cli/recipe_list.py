@@ -12,7 +12,7 @@ from flowgrpo.cli.root import list_app
 from flowgrpo.cli.show import print_table
 from flowgrpo.errors import UserError
 
-COMPUTED = re.compile(r"^# (?P<gpus>(?:One|\d+) \w+ \(\d+ GB\)): .* in (?P<hours>[\d,]+) h, peak (?P<peak>[\d.]+) GiB "
+COMPUTED = re.compile(r"^# (?P<gpus>(?:One|\d+) \w+ \(\d+ GB\)): .* in (?P<hours>[\d,.]+) h, peak (?P<peak>[\d.]+) GiB "
                       r"\(computed\)$", re.M)
 HEADS = ["recipe", "model", "method", "reward", "GPUs", "hours", "peak GiB"]
 

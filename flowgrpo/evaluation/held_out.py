@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
@@ -175,7 +175,7 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
         snapshots.stage(folder, "after", progress.best.best.epoch if progress.best.weights else trainer.epoch, after)
         snapshots.last(folder, trainer)
         report.write(folder)
-        print_report(summary, said, folder)
+        print_report(summary, said, folder, [each["text"] for each in report.data(folder)["sentences"]])
     return summary
 
 
@@ -211,8 +211,11 @@ def sample_pictures(trainer: Trainer, functions: dict[str, Any], folder: Path) -
     return {f"held_out/{name}": value for name, value in measured.mean().items()}
 
 
-def print_report(summary: dict[str, Any], said: str, folder: Path) -> None:
-    """Print the table that ends a run: held-out accuracy per task, before and after."""
+def print_report(summary: dict[str, Any], said: str, folder: Path, verdict: Sequence[str] = ()) -> None:
+    """Print the end of a run: tables of held-out rewards per task, costs, files and the report's sentences.
+
+    said: what was saved. verdict: the sentences.
+    """
     from rich.table import Table
 
     console = plain_console()
@@ -240,6 +243,8 @@ def print_report(summary: dict[str, Any], said: str, folder: Path) -> None:
         console.print(summary["kept"], highlight=False)
     console.print(said, highlight=False)
     console.print(f"before and after: {folder / 'before_after.png'}; report: {folder / report.FILE}", highlight=False)
+    for sentence in verdict:
+        console.print(plain(sentence), highlight=False)
 
 
 def spent(summary: dict[str, Any]) -> str:

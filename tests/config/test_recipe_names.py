@@ -65,3 +65,11 @@ def test_demo_is_the_recipe_that_make_demo_ran():
     makefile = (CONFIGS.parent / "Makefile").read_text(encoding="utf-8")
     assert "$(BIN)/python -m flowgrpo demo\n" in makefile
     assert parse.load(recipes.FOLDER / "starter.yaml", {}) == load(CONFIGS / "starter.yaml")
+
+
+def test_check_takes_a_recipes_file_in_place_of_a_model(tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text("extends: starter\n")
+    assert main(["check", str(tmp_path / "mine.yaml")]) == 0
+    assert capsys.readouterr().out.startswith("model")
+    assert main(["check", str(tmp_path / "none.yaml")]) == 2
+    assert f"no recipe at {tmp_path / 'none.yaml'}: it does not exist" in capsys.readouterr().err

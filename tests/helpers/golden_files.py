@@ -35,7 +35,7 @@ FOLDER = Path(__file__).parents[1] / "golden"
 RECIPES = Path(__file__).parents[2] / "configs"
 PROCESSES = ("flow", "vp", "tokens", "masks")
 # Recipes whose pipeline predicts noise, which only its loaded scheduler says.
-VARIANCE_PRESERVING = {"sd15", "sd15_24gb", "sdxl", "sdxl_24gb", "starter_consistency"}
+VARIANCE_PRESERVING = {"sd15", "sd15_24gb", "sd15_short", "sdxl", "sdxl_24gb", "sdxl_short", "starter_consistency"}
 # Presets whose metrics on a variance-preserving model are frozen.
 VP = ("ddpo", "b2_diffurl", "rlcm", "diffusion_dpo", "rpo", "refl", "draft", "alignprop", "expo")
 WIDTH = 100  # of a terminal, in characters
