@@ -115,7 +115,7 @@ class Trainer:
                     self.processes.add_gradients(self.optimization.parameters)
                     self.extensions.on_gradients(self.optimization.update)
                     with self.processes.together():
-                        stats.norms.append(self.optimization.step())
+                        stats.norms.append(self.optimization.step(self.extensions.on_stepped))
         self.scoring.offload()  # a reward whose gradient was followed
         metrics = stats.summary(self.processes) | self.rollouts.metrics()
         return metrics | {"skipped_updates": self.optimization.skipped}

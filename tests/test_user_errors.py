@@ -54,7 +54,7 @@ ABSENT = next(kind for kind, here in (("cuda", torch.cuda.is_available()), ("mps
 
 @pytest.mark.parametrize("options, line", [
     (["--train.lrr=1"], "unknown option --train.lrr: did you mean '--train.lr'?"),
-    (["--train.lr=fast"], "train.lr: got 'fast', expected a valid number"),
+    (["--train.lr=fast"], "train.lr: got 'fast', expected a valid number or 'auto' or keys with values"),
     (["--train.group=2.5"], "train.group: got 2.5, expected a valid integer"),
     (["--train.lr=-1"], "train.lr: got -1, expected a number greater than 0"),
     (["--seed=-1"], "seed: got -1, expected a number greater than or equal to 0"),

@@ -150,7 +150,7 @@ class Plan:
     def run(self, entry: Entry, seed: int, column: str, lr: float = 1.0, clip: float = 1.0) -> Run:
         """Return a run of a method, with factors on its learning rate and clip."""
         side = "validation" if column == SWEEP else "held_out"
-        rate = self._config(entry, entry.settings, seed).train.lr
+        rate = self._config(entry, entry.settings, seed).train.first_lr
         config = self._config(entry, scaled(entry, rate, lr, clip), seed, side)
         epochs, foretold = self._length(entry, config)
         every = 0 if column == SWEEP else -(-epochs // self.request.points)

@@ -14,7 +14,7 @@ from flowgrpo.config import extends, recipes, yaml_text
 from flowgrpo.config.base import Section
 from flowgrpo.config.reward_rules import KEYED, Change, Limit, Retry, RewardRule, WatchRule
 from flowgrpo.config.schema import Config, fields, keys, owner, sections
-from flowgrpo.config.sections import EarlyStop, Fused, IPAdapter, Phase
+from flowgrpo.config.sections import AutoRate, EarlyStop, Fused, IPAdapter, Phase
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.files import unfit, unsafe
 
@@ -140,9 +140,10 @@ def _without_tags(error: Any) -> tuple[str | int, ...]:
 
 
 # pydantic's names of the branches of a union
-_UNION_TAG = re.compile(r"(bool|str|(constrained-)?(int|float)|Fused|IPAdapter)$|<|(dict|list|literal)\[")
+_UNION_TAG = re.compile(r"(bool|str|(constrained-)?(int|float)|Fused|IPAdapter|AutoRate)$|<|(dict|list|literal)\[")
 _RULES: dict[str, type[Section]] = {"reward": RewardRule, "eval.rewards": WatchRule, "eval.stop": EarlyStop,
-                                    "load.lora": Fused, "load.ip_adapter": IPAdapter, "phases": Phase}
+                                    "load.lora": Fused, "load.ip_adapter": IPAdapter, "phases": Phase,
+                                    "train.lr": AutoRate}
 
 
 def _nearest_of(unknown: tuple[str | int, ...]) -> str:

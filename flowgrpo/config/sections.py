@@ -12,6 +12,7 @@ from flowgrpo.config.reward_rules import WatchRule
 Share = Annotated[float, Field(ge=0, le=1)]
 Side = Annotated[int, Field(ge=8, le=2**16)]
 Rows = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
 STEPS = 10_000  # denoising steps at most
 PIXELS = 2**28  # of a picture, or of all frames of a clip
 
@@ -137,7 +138,46 @@ class Adapter(Section):
                                        description="the same of text encoders, where the method trains them")
 
 
-class Train(Section):
+class AutoRate(Section):
+    """Learning rate that the first updates of a run find: one update then moves its samples by the target."""
+
+    start: float = Field(3e-4, gt=0, description="learning rate of the first update before it is sized, which forgets "
+                                                 "it")
+    target: float | None = Field(None, gt=0, description="relative change of the predicted velocity, or of texts "
+                                 "sqrt(2 KL) of a completion in nats; None: 0.015, of texts 0.4")
+    updates: int = Field(12, ge=1, description="updates that are measured; the later ones keep the rate")
+    states: int = Field(12, ge=1, description="recorded states, or completions, that each measurement replays on each "
+                                              "process")
+
+
+class Optimizer(Section):
+    """Optimizer of the training loop: its step size and its schedule."""
+
+    lr: Positive | Literal["auto"] | AutoRate = Field(
+        3e-4, description="learning rate of AdamW; `auto`, or {target: 0.02}: found in the first updates; see "
+                          "docs/learning_rate.md")
+    warmup: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="of the learning rate, down to 0")
+    weight_decay: float = Field(1e-4, ge=0, description="of AdamW")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="of AdamW")
+    clip_grad: float = Field(1.0, gt=0, description="largest norm of the gradient")
+    optimizer: Literal["adamw", "adamw8bit"] = Field("adamw", description="`adamw8bit`: its moments in 8 bits, by "
+                                                                         "bitsandbytes")
+
+    @property
+    def calibration(self) -> AutoRate | None:
+        """Settings of a learning rate that the run finds; None for a number."""
+        if self.lr == "auto":
+            return AutoRate()
+        return self.lr if isinstance(self.lr, AutoRate) else None
+
+    @property
+    def first_lr(self) -> float:
+        """Learning rate, or the one with which a calibration begins."""
+        return self.calibration.start if self.calibration else float(self.lr)  # type: ignore[arg-type]
+
+
+class Train(Optimizer):
     """Training loop: its geometry, sampler and optimizer."""
 
     epochs: int = Field(100, ge=1, description="rollout rounds; each draws prompts, samples groups and updates")
@@ -158,17 +198,9 @@ class Train(Section):
                                           "own call samples with (its sigmas, its shift by the picture's size); a "
                                           "model that predicts noise has its own always")
     shift: float = Field(3.0, gt=0, description="the shift of the `shifted` sigma grid")
-    lr: float = Field(3e-4, gt=0, description="learning rate of AdamW")
-    warmup: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="of the learning rate, down to 0")
-    weight_decay: float = Field(1e-4, ge=0, description="of AdamW")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="of AdamW")
-    clip_grad: float = Field(1.0, gt=0, description="largest norm of the gradient")
     checkpointing: bool | Share | Literal["auto"] = Field(
         False, description="gradient checkpointing: true for all blocks of the denoiser, or the share of them that "
         "recompute, such as 0.5; `auto`: as few as fit")
-    optimizer: Literal["adamw", "adamw8bit"] = Field("adamw", description="`adamw8bit`: its moments in 8 bits, by "
-                                                                         "bitsandbytes")
     compile: bool = Field(False, description="torch.compile for the denoiser's blocks")
     ema: float = Field(0.0, ge=0, lt=1, description="decay of the moving average of the weights; 0 keeps none")
     staleness: int = Field(0, ge=0, description="epochs that are drawn before the update that they wait for: a thread "

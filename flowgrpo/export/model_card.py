@@ -151,10 +151,10 @@ def settings(config: Config, summary: dict[str, Any], run: Path) -> str:
     adapter = f"rank {rank}, alpha {rank if alpha is None else alpha:g}" if rank else "none: all weights"
     batch = f"{counted(train.prompts, 'prompt')} x {counted(train.group, 'sample')} each"
     epochs = f"{summary['epochs']}, {batch}; {summary['updates']} updates"
-    measured = summary["evaluation"]["of"]
+    measured, rate = summary["evaluation"]["of"], "auto" if train.calibration else f"{train.lr:g}"
     rows = {"method": card_facts.method(config), "rewards": _weighted(config), "sample with": measured,
             "epochs": epochs, "completions" if writes else "steps in training": sampling, "LoRA": adapter,
-            "learning rate": f"{train.lr:g}, {train.schedule}", "precision": config.precision,
+            "learning rate": f"{rate}, {train.schedule}", "precision": config.precision,
             "cost": card_facts.cost(summary, run),
             "seed": str(summary["seed"])}
     return "\n".join(["| setting | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])

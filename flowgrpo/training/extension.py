@@ -79,6 +79,9 @@ class Extension:
     def on_gradients(self, update: int) -> None:
         """Change the gradient of all processes, before the optimizer's step."""
 
+    def on_stepped(self) -> None:
+        """Change the weights of the optimizer's step, before their moving average."""
+
     def on_trained(self, epoch: Epoch) -> Metrics:
         """Return metrics of an epoch whose updates are done."""
         return {}
@@ -133,6 +136,10 @@ class Extensions:
     def on_gradients(self, update: int) -> None:
         for extension in self.present:
             extension.on_gradients(update)
+
+    def on_stepped(self) -> None:
+        for extension in self.present:
+            extension.on_stepped()
 
     def on_trained(self, epoch: Epoch) -> Metrics:
         metrics: Metrics = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -64,7 +64,7 @@ def make_optimizer(train: Train, parameters: Sequence[torch.nn.Parameter]) -> to
     if not parameters:
         raise UserError("no weight is trained: the model has none that the adapter or the method names; look at "
                         "`flowgrpo check MODEL`, which lists the denoisers and the LoRA's layers")
-    options: dict[str, Any] = {"lr": train.lr, "betas": train.betas, "weight_decay": train.weight_decay}
+    options: dict[str, Any] = {"lr": train.first_lr, "betas": train.betas, "weight_decay": train.weight_decay}
     if train.optimizer == "adamw8bit":
         from bitsandbytes.optim import AdamW8bit
 
@@ -127,6 +127,7 @@ class Optimization:
     parameters: what it trains.
     update: the steps so far; skipped: those that were left out for a gradient that is not finite. unsteady: the last
     one was left out.
+    scale: factor of the learning rate, which extensions may change.
     ema: moving average of the trained weights, by name; None without `train.ema`.
     """
 
@@ -138,6 +139,7 @@ class Optimization:
         self.scaler = make_scaler(config.precision, policy.device)
         self.ema = policy.weights.kept() if config.train.ema else None
         self.update = 0
+        self.scale = 1.0
         self.skipped = 0
         self.unsteady = False
 
@@ -153,8 +155,11 @@ class Optimization:
         """Add the gradient of a loss, which fp16 scales."""
         self.policy.backward(self.scaler.scale(loss))
 
-    def step(self) -> torch.Tensor:
-        """Clip the gradient and step; return its norm before, 0-d. One that is not finite is skipped and counted."""
+    def step(self, stepped: Callable[[], None] = lambda: None) -> torch.Tensor:
+        """Clip the gradient and step; return its norm before, 0-d. One that is not finite is skipped and counted.
+
+        stepped: called behind a step, before the moving average.
+        """
         train = self.config.train
         has_gradients = any(parameter.grad is not None for parameter in self.parameters)  # not if no sample is
         if has_gradients:
@@ -167,11 +172,12 @@ class Optimization:
             self.scaler.update()
             return norm
         for group in self.optimizer.param_groups:
-            group["lr"] = train.lr * rate(self.update, self.total_updates, train)
+            group["lr"] = self.scale * train.first_lr * rate(self.update, self.total_updates, train)
         self.update += 1
         if has_gradients:
             self._step()
             self.scaler.update()
+            stepped()
         if self.ema is not None:
             update_average(self.ema, self.policy.weights.named, train.ema)
         return norm
@@ -183,8 +189,8 @@ class Optimization:
         except RuntimeError as error:
             if "overflow" not in str(error):
                 raise
-            raise UserError(f"the optimizer's step overflows with train.lr {self.config.train.lr:g}: expected a lower "
-                            "one") from None
+            used = self.scale * self.config.train.first_lr
+            raise UserError(f"the optimizer's step overflows with train.lr {used:g}: expected a lower one") from None
 
     def evaluated_weights(self) -> dict[str, torch.Tensor]:
         """Return the weights that are measured and saved: `eval.weights`."""

@@ -75,7 +75,7 @@ def test_unknown_keys_name_the_nearest(raw, told):
 
 
 @pytest.mark.parametrize("raw, told", [
-    ({"train": {"lr": "fast"}}, "train.lr: got 'fast', expected a valid number"),
+    ({"train": {"lr": "fast"}}, "train.lr: got 'fast', expected a valid number or 'auto' or keys with values"),
     ({"train": {"group": 2.5}}, "train.group: got 2.5, expected a valid integer"),
     ({"train": 3}, "train: got 3, expected keys with values"),
     ({"train": None}, "train: got None, expected keys with values"),
@@ -97,10 +97,10 @@ def test_wrong_types_have_their_path(raw, told):
 
 
 @pytest.mark.parametrize("raw, told", [
-    ({"train": {"lr": 0}}, "train.lr: got 0, expected a number greater than 0"),
+    ({"train": {"lr": 0}}, "train.lr: got 0, expected a number greater than 0 or 'auto' or keys with values"),
     ({"train": {"group": 0}}, "train.group: got 0, expected a number greater than or equal to 1"),
     ({"train": {"ema": 1}}, "train.ema: got 1, expected a number less than 1"),
-    ({"train": {"lr": float("inf")}}, "train.lr: got inf, expected a finite number"),
+    ({"train": {"lr": float("inf")}}, "train.lr: got inf, expected a finite number or 'auto' or keys with values"),
     ({"reward": {"scene": float("nan")}}, "reward.scene: got nan, expected a finite number"),
     ({"seed": -1}, "seed: got -1, expected a number greater than or equal to 0"),
     ({"reward": {}}, "reward: got {}, expected at least 1 item"),
@@ -173,7 +173,8 @@ def test_a_recipe_that_cannot_be_extended_is_named(name, told, tmp_path):
 @pytest.mark.parametrize("options, told", [
     ({"train.lr": "-1"}, "the options: train.lr: got -1, expected a number greater than 0"),
     ({"reward": "{a: 1"}, "--reward: '{a: 1' is not valid YAML: expected ',' or '}'"),
-    ({"train.lr.x": "1"}, "the options: train.lr: got {'x': 1}, expected a valid number"),
+    ({"train.shift.x": "1"}, "the options: train.shift: got {'x': 1}, expected a valid number"),
+    ({"train.lr.x": "1"}, "the options: unknown key 'train.lr.x'; there are: start, target, updates, states"),
 ])
 def test_overrides_go_through_the_same_check(options, told):
     assert message(config.load, None, options).startswith(told)

@@ -37,6 +37,7 @@ TABLE: dict[str, Wanted] = {
     "contrib.variants.extension:Variants": lambda config, method: method.writes_prompts,
     "contrib.rehearsal.extension:Rehearsal": lambda config, method: method.loss.rehearsal,
     "contrib.group_replay.extension:GroupReplay": lambda config, method: method.replay,
+    "contrib.step_size.extension:StepSize": lambda config, method: config.train.calibration,
     "contrib.extrapolation.extension:Extrapolation":
         lambda config, method: config.train.extrapolate,  # last: it moves the weights
 }

@@ -1,0 +1,1 @@
+"""Learning rates that a run finds: `train.lr: auto`."""

@@ -1,0 +1,150 @@
+"""Signals of an optimizer step: how far it moves what the policy samples.
+
+Two readings of a few recorded decisions, under the weights before a step and behind it, give one number. It is linear
+in the step while the step is small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from flowgrpo.device import queued
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.types import Completions, Transitions
+
+Reading: TypeAlias = list[Tensor]
+LARGEST = 20.0  # |log ratio| of a token from which on it is cut: its exponential would be all of the sum
+
+
+class Signal(Protocol):
+    """Size of a step on a few decisions of an epoch. name: of it, as a run prints it."""
+
+    name: str
+
+    def recorded(self) -> Reading | None:
+        """Return the reading that the rollout recorded; None: it has to be replayed."""
+
+    def read(self) -> Reading:
+        """Replay the decisions under the present weights."""
+
+    def sums(self, before: Reading, after: Reading) -> list[float]:
+        """Return (sum of changes, what it is divided by), which are added over processes."""
+
+    def size(self, change: float, divisor: float) -> float:
+        """Return the signal of these sums."""
+
+
+def spread(sizes: Sequence[int], count: int) -> list[Tensor]:
+    """Return the places of `count` rows among tables of these sizes, evenly spread over all: int64, one tensor each.
+
+    A table may get none. All rows are taken if there are fewer.
+    """
+    total = sum(sizes)
+    chosen = torch.linspace(0, total - 1, min(count, total), dtype=torch.float64).round().long() if total else \
+        torch.empty(0, dtype=torch.int64)
+    found, first = [], 0
+    for size in sizes:
+        found.append(chosen[(chosen >= first) & (chosen < first + size)] - first)
+        first += size
+    return found
+
+
+def relative(before: Reading, after: Reading) -> list[float]:
+    """Return the squared norms (of the change, of what it was) of velocities."""
+    change = sum((new.double() - old.double()).square().sum().item() for old, new in zip(before, after, strict=True))
+    return [change, sum(old.double().square().sum().item() for old in before)]
+
+
+def divergence(before: Reading, after: Reading) -> list[float]:
+    """Return (sum of the KL of completions in nats, their number), from log-probabilities [m,L] of drawn tokens, which
+    are 0 elsewhere.
+
+    KL(before || after) of a token is estimated by exp(d) - 1 - d, with d the change of its log-probability (Schulman's
+    k3). A completion's is the sum over its tokens.
+    """
+    total, rows = 0.0, 0
+    for old, new in zip(before, after, strict=True):
+        apart = (new.double() - old.double()).clamp(-LARGEST, LARGEST)
+        total, rows = total + (torch.expm1(apart) - apart).sum().item(), rows + len(old)
+    return [total, float(rows)]
+
+
+class Velocity:
+    """|dv| / |v|: relative change of the predicted velocity, or noise, on recorded states.
+
+    It does not depend on the number of latent values or of trained steps. A rollout records log-probabilities and no
+    velocities, and from those |dv| has a sampling error of a fifth on 12 states, so that both readings are replayed.
+    """
+
+    name = "relative change of the predicted velocity"
+
+    def __init__(self, trainer: Any, parts: Sequence[Part], conditioning: Any, count: int):
+        self.trainer, self.conditioning = trainer, conditioning
+        self.states: list[tuple[Part, int, Tensor]] = []  # a part, its recorded step, rows of its states
+        steps = [(part, k, taken) for part in parts for k, taken in enumerate(part.transitions)
+                 if isinstance(taken, Transitions)]
+        for (part, k, taken), rows in zip(steps, spread([len(taken.x) for _, _, taken in steps], count)):
+            self.states += [(part, k, some) for some in rows.split(trainer.geometry.micro_batch) if len(some)]
+
+    def recorded(self) -> Reading | None:
+        return None
+
+    def read(self) -> Reading:
+        return [self._velocity(*state) for state in self.states]
+
+    def _velocity(self, part: Part, k: int, rows: Tensor) -> Tensor:
+        """Return the model's output [b,*D] at some states of a recorded step."""
+        policy, taken, spec = self.trainer.policy, part.transitions[k], part.exploration
+        assert isinstance(taken, Transitions) and spec is not None
+        x = queued(taken.x[rows.to(taken.x.device)], policy.device)
+        output = policy.replay(self.conditioning.rows(taken.prompts[rows]), x, spec.grid, taken.step, spec.timesteps)
+        return output.detach().float()
+
+    def sums(self, before: Reading, after: Reading) -> list[float]:
+        return relative(before, after)
+
+    def size(self, change: float, divisor: float) -> float:
+        return math.sqrt(change / divisor) if divisor else 0.0
+
+
+class Tokens:
+    """z = sqrt(2 KL): by how many nats a step typically changes the log-probability of a whole completion."""
+
+    name = "sqrt(2 KL) of a completion"
+
+    def __init__(self, trainer: Any, parts: Sequence[Part], conditioning: Any, count: int):
+        self.trainer, self.conditioning = trainer, conditioning
+        taken = [(part, of) for part in parts for of in part.transitions if isinstance(of, Completions)]
+        drawn = [(~of.given).nonzero().flatten() for _, of in taken]
+        self.parts = [replace(part, transitions=(of.rows(rows[some]),), advantages=(), rewards=())
+                      for (part, of), rows, some in zip(taken, drawn, spread([*map(len, drawn)], count)) if len(some)]
+
+    def recorded(self) -> Reading | None:
+        """Return the scores of the rollout, unless an older policy drew it."""
+        if self.trainer.method.rollout.lag.most:
+            return None
+        return [self._counted(part.transitions[0].old.logp, part) for part in self.parts]
+
+    def read(self) -> Reading:
+        return [self._counted(torch.cat([*self._scores(part)]), part) for part in self.parts]
+
+    def _scores(self, part: Part) -> Iterator[Tensor]:
+        for _, _, new in self.trainer.rollouts.replay(part, self.conditioning):
+            yield new.logp.detach()
+
+    @staticmethod
+    def _counted(logp: Tensor, part: Part) -> Tensor:
+        """Return log-probabilities [m,L] on the CPU, 0 where a token does not count."""
+        return logp.cpu().float().masked_fill(~part.transitions[0].old.mask.cpu(), 0.0)
+
+    def sums(self, before: Reading, after: Reading) -> list[float]:
+        return divergence(before, after)
+
+    def size(self, change: float, divisor: float) -> float:
+        return math.sqrt(2 * max(change, 0.0) / divisor) if divisor else 0.0

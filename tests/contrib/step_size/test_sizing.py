@@ -1,0 +1,165 @@
+"""Calibration of a learning rate on problems whose signals are known in closed form."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from numpy.polynomial.hermite_e import hermegauss
+
+from flowgrpo.contrib.step_size import signals, sizing
+
+STATES, WIDTH = 12, 5
+
+
+class Linear:
+    """v(x) = W x, and transitions N(x + dt v(x), std^2), under AdamW at a rate that a calibration sizes.
+
+    Its gradient has one size and turns in every update, so that each weight moves by the rate, and W stays as it is.
+    """
+
+    def __init__(self, floor: float = 0.0, seed: int = 0):
+        generator = torch.Generator().manual_seed(seed)
+        self.weight = torch.randn(WIDTH, WIDTH, dtype=torch.float64, generator=generator)
+        self.x = torch.randn(STATES, WIDTH, dtype=torch.float64, generator=generator)
+        self.sign = torch.randn(WIDTH, WIDTH, dtype=torch.float64, generator=generator).sign()
+        self.before, self.floor = self.weight, floor
+
+    def step(self, rate: float) -> None:
+        self.before, self.weight, self.sign = self.weight, self.weight + rate * self.sign, -self.sign
+        self.change = self.weight - self.before
+
+    def exact(self) -> float:
+        """|dv| / |v| of the last step, as it is."""
+        return ((self.x @ (self.weight - self.before).T).norm() / (self.x @ self.before.T).norm()).item()
+
+    def measure(self, factor: float) -> float:
+        self.weight = self.before + factor * self.change
+        change, was = signals.relative([self.x @ self.before.T], [self.x @ self.weight.T])
+        return math.hypot(math.sqrt(change / was), self.floor)
+
+
+def calibrated(start: float, floor: float = 0.0, updates: int = 12, target: float = 0.015, decay: float = 0.01):
+    """A calibration from a learning rate, and the problem behind its updates."""
+    toy, found = Linear(floor), sizing.Calibration(target, updates)
+    for update in range(updates):
+        left, rate = 1 - decay * update, start * found.scale
+        toy.step(rate * left)
+        found(toy.measure, left, rate)
+    return start * found.scale, found, toy
+
+
+def test_relative_change_of_a_linear_velocity_is_that_of_its_weight():
+    toy = Linear()
+    toy.step(0.01)
+    before, after = [toy.x @ toy.before.T], [toy.x @ toy.weight.T]
+    change, was = signals.relative(before, after)
+    assert math.sqrt(change / was) == pytest.approx(toy.exact(), rel=1e-12)
+    assert signals.relative(before, [1.01 * before[0]]) == pytest.approx([1e-4 * was, was])
+
+
+def test_z_of_tokens_is_that_of_the_exact_kl():
+    """Two tokens of each completion are drawn from p, and every outcome counts as often as it is drawn."""
+    p, q = (torch.tensor(row, dtype=torch.float64) for row in ([0.5, 0.3, 0.2], [0.45, 0.33, 0.22]))
+    counts = (10 * p).round().long()
+    drawn = torch.arange(3).repeat_interleave(counts)
+    pairs = torch.cartesian_prod(drawn, drawn)
+    total, rows = signals.divergence([p.log()[pairs]], [q.log()[pairs]])
+    kl = 2 * (p * (p / q).log()).sum().item()
+    assert rows == 100 and total / rows == pytest.approx(kl, rel=1e-12)
+
+
+def test_z_of_a_gaussian_step_is_its_shift_over_its_deviation():
+    """KL of N(m, s^2) to N(m + d, s^2) is d^2 / (2 s^2), so that sqrt(2 KL) is |d| / s."""
+    d, s = 0.05, 0.7
+    nodes, weights = (torch.tensor(values) for values in hermegauss(40))
+    old = -nodes**2 / 2
+    new = -(nodes - d / s)**2 / 2
+    k3 = torch.expm1(new - old) - (new - old)
+    kl = ((weights * k3).sum() / weights.sum()).item()
+    assert math.sqrt(2 * kl) == pytest.approx(d / s, rel=1e-6)
+
+
+@pytest.mark.parametrize("sizes, count, expected", [
+    ([4], 2, [[0, 3]]), ([2, 2], 4, [[0, 1], [0, 1]]), ([2, 2], 9, [[0, 1], [0, 1]]), ([3, 0, 3], 2, [[0], [], [2]]),
+    ([], 3, []), ([0], 3, [[]])])
+def test_states_are_spread_evenly_over_all(sizes, count, expected):
+    assert [rows.tolist() for rows in signals.spread(sizes, count)] == expected
+
+
+def test_six_decades_of_starting_rates_end_at_the_same_rate():
+    ends = [calibrated(10.0**power)[0] for power in range(-6, 1)]
+    toy = Linear()
+    toy.step(1.0)
+    assert ends == pytest.approx([0.015 / toy.exact()] * 7, rel=0.02)
+    assert max(ends) / min(ends) < 1.02
+
+
+def test_the_first_step_itself_is_scaled_and_no_sample_is_lost():
+    toy, found = Linear(), sizing.Calibration(0.015, 12)
+    toy.step(1.0)
+    factor = found(toy.measure, 1.0, 1.0)
+    assert toy.exact() == pytest.approx(0.015, rel=sizing.NEAR - 1)
+    torch.testing.assert_close(toy.weight, toy.before - factor * toy.sign)
+
+
+@pytest.mark.parametrize("floor", [0.002, 0.008, 0.014])
+def test_the_floor_of_rounding_is_measured_and_taken_out(floor):
+    clean, _, _ = calibrated(1e-4, decay=0.0)
+    noisy, found, _ = calibrated(1e-4, floor, decay=0.0)
+    assert found.floor == pytest.approx(floor, rel=1e-3)
+    assert noisy == pytest.approx(clean, rel=0.05)
+
+
+def test_with_a_floor_that_is_not_taken_out_the_rate_would_be_too_small():
+    """What the raw signal would give: target^2 = signal^2 + floor^2."""
+    clean, _, _ = calibrated(1e-4)
+    toy = Linear(0.014)
+    toy.step(1e-4)
+    raw = 1e-4 * sizing.sized(toy.measure, 0.015)
+    assert raw < 0.6 * clean
+
+
+def test_a_floor_above_the_target_is_seen_in_the_first_update():
+    toy, found = Linear(0.03), sizing.Calibration(0.015, 12)
+    toy.step(1e-3)
+    found(toy.measure, 1.0, 1e-3)
+    assert found.floor > found.target
+
+
+def test_the_rate_follows_steps_whose_signal_fades_as_adams_first_ones_do():
+    """The signal of a rate falls to a seventh in the first updates, as on texts: the rate ends at seven times."""
+    found, rate = sizing.Calibration(0.4, 12), 1e-4
+    for update in range(12):
+        gain = 1000 * max(1.0, 7.0 * 0.6**update)
+        found(lambda factor, gain=gain: factor * rate * found.scale * gain, 1.0, rate * found.scale)
+    assert rate * found.scale * 1000 == pytest.approx(0.4, rel=0.1)
+
+
+def test_a_spike_is_cut_in_the_update_in_which_it_comes():
+    toy, found = Linear(), sizing.Calibration(0.015, 12)
+    for update in range(4):
+        rate = 1e-3 * found.scale
+        toy.step(rate * (50 if update == 3 else 1))
+        found(toy.measure, 1.0, rate)
+    assert toy.exact() < 0.015 * sizing.NEAR * 1.001
+
+
+def test_a_step_that_is_not_finite_is_cut():
+    def measure(factor: float) -> float:
+        return 0.015 * factor * 1e4 if factor < 1e-3 else math.inf
+
+    assert measure(sizing.sized(measure, 0.015)) == pytest.approx(0.015, rel=0.25)
+
+
+def test_a_step_that_moves_nothing_stays_below_the_highest_rate():
+    found = sizing.Calibration(0.015, 12)
+    found(lambda factor: 0.0, 1.0, 1e-3)
+    assert 1e-3 * found.scale == pytest.approx(sizing.HIGHEST)
+
+
+def test_what_a_schedule_leaves_is_not_read_below_the_floor():
+    found = sizing.Calibration(0.015, 12, scale=2.0, floor=0.0, done=5)
+    found(lambda factor: 0.01, 0.1, 1e-3)
+    assert found.scale == 2.0 and found.done == 6
