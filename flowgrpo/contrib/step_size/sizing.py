@@ -53,8 +53,8 @@ class Calibration:
     """State of a calibration. target: of the signal, at the whole rate.
 
     scale: factor of the learning rate so far, from the one it began with. floor: of rounding, in the last update; None
-    before the first one. done: updates that were measured; moved: the signal of the last one without the floor, over what the
-    schedule leaves of the rate.
+    before the first one. done: updates that were measured. moved: the signal of the last one without the floor, over
+    what the schedule leaves of the rate.
     """
 
     target: float

@@ -1,0 +1,140 @@
+"""Table of learning rates: runs from several starting rates, fixed with a warm-up and found by `train.lr: auto`, for
+methods on the starters.
+
+    python scripts/tune_rates.py --file rates.json                        # all set-ups, eight rates, three seeds: hours
+    python scripts/tune_rates.py --file rates.json --setups text --rates 1e-6 1 --seeds 0 --kinds auto
+    python scripts/tune_rates.py --file rates.json --table                # print what is there
+
+A run that is in the file already is left out, so that the command goes on where it was stopped. The file has of every
+run its settings and commit, the held-out rewards before and after, and the rate that was found. Fixed rates have a
+warm-up of 8 updates. A run that is refused has its line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from flowgrpo.storage import atomic
+
+ROOT = Path(__file__).parent.parent
+KINDS, WARMUP = ("auto", "fixed"), 8
+RATES = [10**(power / 4 * 2.5 - 5) for power in range(8)]  # eight over more than four decades, from 1e-5
+IMAGE = {"train.epochs": 24, "train.group": 16, "train.micro_batch": 64, "eval.prompts": 90}
+SHAPES = "[to_q, to_k, add_k_proj, linear_1, linear_2]"
+# Recipe, reward that is compared, options, and methods; the first method of a set-up is its recipe's.
+SETUPS: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
+    "image": ("starter", "scene", IMAGE, ["mix_grpo+grpo_guard+texforce"]),
+    "denoiser": ("starter", "scene", IMAGE | {"adapter.targets": SHAPES, "parts": "{}"},
+                 ["mix_grpo+grpo_guard", "flow_grpo", "diffusion_nft", "awm"]),
+    "consistency": ("starter_consistency", "scene", {"eval.prompts": 90}, ["rlcm"]),
+    "video": ("starter_video", "motion", {"train.epochs": 60, "eval.prompts": 63}, ["mix_grpo"]),
+    "text": ("starter_text", "numeric_match", {"train.epochs": 16, "train.prompts": 16, "train.micro_batch": 64,
+                                               "eval.prompts": 200}, ["grpo", "dapo"])}
+
+
+def runs(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Settings of all runs that are asked for."""
+    found = []
+    for setup, precision, kind, rate, seed in itertools.product(args.setups, args.precisions, args.kinds, args.rates,
+                                                                args.seeds):
+        for method in SETUPS[setup][3]:
+            if not args.methods or method in args.methods:
+                found.append({"setup": setup, "method": method, "precision": precision, "kind": kind, "rate": rate,
+                              "seed": seed, "options": options(setup, kind, rate) | dict(args.option)})
+    return found
+
+
+def options(setup: str, kind: str, rate: float) -> dict[str, str]:
+    """Overrides of the set-up's recipe."""
+    own = {"train.lr": f"{{start: {rate!r}}}", "train.warmup": 0} if kind == "auto" else \
+        {"train.lr": rate, "train.warmup": WARMUP}
+    return {key: str(value) for key, value in (SETUPS[setup][2] | own).items()}
+
+
+def commit() -> str:
+    """Commit of the package, with a sign if files differ from it."""
+    return subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=ROOT, capture_output=True,
+                          text=True, check=True).stdout.strip()
+
+
+def outcome(run: dict[str, Any]) -> dict[str, Any]:
+    """Train, and return what came of it."""
+    recipe, reward, _, _ = SETUPS[run["setup"]]
+    with tempfile.TemporaryDirectory() as folder:
+        given = {"method": run["method"], "precision": run["precision"], "seed": run["seed"], "output": folder,
+                 "name": "run", "tracker": "none", "device": "cpu"} | run["options"]
+        command = [sys.executable, "-m", "flowgrpo", "train", str(ROOT / "configs" / f"{recipe}.yaml"),
+                   *(f"--{key}={value}" for key, value in given.items())]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            return {"error": done.stderr.strip().splitlines()[-1]}
+        summary = json.loads((Path(folder) / "run" / "summary.json").read_text())
+        lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = {"before": summary["before"][reward], "after": summary["after"][reward], "seconds": summary["seconds"],
+             "rewards": [line[f"reward/{reward}/mean"] for line in lines]}
+    return found | {name: [line[f"step_size/{name}"] for line in lines if f"step_size/{name}" in line]
+                    for name in ("rate", "moved", "floor")}
+
+
+def label(run: dict[str, Any]) -> str:
+    """What tells a run from all others."""
+    return json.dumps([run[name] for name in ("setup", "method", "precision", "kind", "rate", "seed", "options")])
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Markdown of the results: a row per set-up and rate, means over seeds."""
+    rows: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
+    for run in results:
+        rows[run["setup"], run["method"], run["precision"], run["kind"], run["rate"]].append(run)
+    lines = ["| set-up | method | precision | rate | start | before | after | rate found | seeds |",
+             "|---|---|---|---|---|---|---|---|---|"]
+    for key, group in sorted(rows.items()):
+        whole = [run for run in group if "error" not in run]
+        if whole:
+            before, after = (f"{mean(run[name] for run in whole):.3f}" for name in ("before", "after"))
+            rates = ", ".join(f"{run['rate_found']:.2g}" for run in whole if run.get("rate_found")) or "-"
+        else:
+            before, after, rates = "-", group[0]["error"], "-"
+        lines.append("| " + " | ".join([*key[:4], f"{key[4]:.2g}", before, after, rates, str(len(group))]) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--file", type=Path, required=True)
+    parser.add_argument("--setups", nargs="+", default=[*SETUPS], choices=[*SETUPS])
+    parser.add_argument("--methods", nargs="+", default=[])
+    parser.add_argument("--kinds", nargs="+", default=[*KINDS], choices=KINDS)
+    parser.add_argument("--rates", nargs="+", type=float, default=RATES)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE",
+                        type=lambda text: tuple(text.partition("=")[::2]), help="override of every run")
+    parser.add_argument("--table", action="store_true", help="print the table of what is there")
+    args = parser.parse_args()
+    results = json.loads(args.file.read_text()) if args.file.exists() else []
+    if not args.table:
+        known = {label(run) for run in results}
+        for run in runs(args):
+            if label(run) in known:
+                continue
+            made = outcome(run)
+            found = {"rate_found": made["rate"][-1]} if made.get("rate") else {}
+            results.append(run | {"commit": commit()} | made | found)
+            atomic.write_text(args.file, json.dumps(results, indent=1) + "\n")
+            print(run["setup"], run["method"], run["precision"], run["kind"], f"{run['rate']:.2g}", run["seed"],
+                  made.get("error") or f"{made['before']:.3f} to {made['after']:.3f}", found, flush=True)
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
