@@ -2,7 +2,7 @@
 
 `prompts: NAME` trains on a set, `flowgrpo eval --suite NAME` measures on its held-out side. `flowgrpo list prompts`
 lists them. Packaged files are written by scripts/build_prompt_sets.py from the published ones, and those of our own by
-scripts/build_training_prompts.py. A set of the role `test` is a published benchmark, or has its prompts: training on
+scripts/build_training_prompts.py and scripts/build_word_problems.py. A set of the role `test` is a published benchmark, or has its prompts: training on
 it is an error, unless the user says so.
 """
 
@@ -84,6 +84,10 @@ SETS: dict[str, PromptSet] = {
                        "hub:openai/gsm8k:main?column=question&split=train",
                        "hub:openai/gsm8k:main?column=question&split=test", "MIT", "openai/gsm8k (2110.14168)",
                        ("math_answer",)),
+    "word_problems": PromptSet("word problems of one or two steps and small numbers, for small language models; no "
+                               "held-out problem has the kind and the numbers of a training problem", "text",
+                               FOLDER / "word_problems_train.jsonl", FOLDER / "word_problems.jsonl",
+                               rewards=("numeric_match",)),
     "geneval_coco": PromptSet("535 further prompts of GenEval's six tasks, in correct English", "image",
                               FOLDER / "geneval_coco.jsonl", rewards=("geneval",), role="test"),
     "partiprompts": PromptSet("1,632 prompts of 12 categories and 11 challenges", "image",
@@ -100,7 +104,7 @@ SETS: dict[str, PromptSet] = {
                            "not stated", "2205.11487", role="test"),
 }
 # What a user may train on in place of a test set, by kind.
-INSTEAD = {"image": "general, pickapic or ocr", "video": "general_video", "text": "gsm8k or starter_text"}
+INSTEAD = {"image": "general, pickapic or ocr", "video": "general_video", "text": "gsm8k or word_problems"}
 
 
 def test_set(prompts: str) -> str | None:

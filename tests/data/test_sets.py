@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -20,10 +21,11 @@ sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
 import build_suites  # noqa: E402
 import build_training_prompts  # noqa: E402
+import build_word_problems  # noqa: E402
 
 PACKAGED = [name for name, one in sets.SETS.items() if one.packaged]
 COUNTS = {"geneval": (2150, 553), "t2i_compbench": (5557, 2400), "partiprompts": (1469, 163), "ocr": (3000, 1018),
-          "general": (540, 60), "general_video": (270, 30),
+          "word_problems": (800, 200), "general": (540, 60), "general_video": (270, 30),
           "simple_animals": (41, 4), "dpg": (959, 106), "unigenbench": (540, 60), "vbench": (850, 94)}
 
 
@@ -70,8 +72,9 @@ def test_a_share_of_a_set_with_held_out_prompts_is_refused():
 OWN = ("ocr_train", "general", "general_video")
 
 
-def test_prompts_of_our_own_are_what_their_script_writes():
-    for name, rows in build_training_prompts.build().items():
+@pytest.mark.parametrize("script", [build_training_prompts, build_word_problems])
+def test_prompts_of_our_own_are_what_their_script_writes(script):
+    for name, rows in script.build().items():
         lines = (sets.FOLDER / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
         assert [json.loads(line) for line in lines] == rows
 
@@ -79,13 +82,34 @@ def test_prompts_of_our_own_are_what_their_script_writes():
 def test_no_training_prompt_of_our_own_is_in_a_test_set():
     """Neither as written, nor without case, spaces and punctuation; and no text that an image is asked to show."""
     test = [prompt for file in sets.test_files() for prompt in load_prompts(file)]
-    assert len(test) == 535 + 553 + 600 + 944 + 1018 + 1065 + 1632 + 2400
+    assert len(test) == 200 + 535 + 553 + 600 + 944 + 1018 + 1065 + 1632 + 2400
     for name in OWN:
         train = load_prompts(sets.FOLDER / f"{name}.jsonl")
         assert not {plain(prompt.text) for prompt in train} & {plain(prompt.text) for prompt in test}
         shown, asked = ({plain(prompt.metadata["text"]) for prompt in side if "text" in prompt.metadata}
                         for side in (train, test))
         assert len(asked) == 950 and not shown & asked
+
+
+def test_word_problems_are_solved_by_their_answers():
+    """By the numbers of the text, in each kind's own formula; and no held-out problem is a training one with other
+    names and things."""
+    sides = [load_prompts(getattr(sets.SETS["word_problems"], side)) for side in ("train", "held_out")]
+    seen = [set(), set()]
+    for side, prompts in enumerate(sides):
+        for prompt in prompts:
+            kind = prompt.metadata["category"]
+            numbers = [int(number) for number in re.findall(r"\d+", prompt.text)]
+            times = next((times for times, word in build_word_problems.MULTIPLES if f" {word} " in prompt.text), 0)
+            assert SOLVED[kind](*numbers, *([times] if kind == "together" else [])) == int(prompt.metadata["answer"]) > 0
+            assert max(numbers) < 100
+            seen[side].add((kind, *numbers, times))
+    assert not seen[0] & seen[1] and {kind for kind, *_ in seen[1]} == set(SOLVED)
+
+
+SOLVED = {"gained": lambda a, b: a + b, "packed": lambda b, a: a * b, "bought": lambda b, c, a: a * b + c,
+          "shared": lambda b, whole: whole // b, "read": lambda b, a: b - a,
+          "together": lambda a, times: a * (1 + times), "aged": lambda a, b: a + b, "paid": lambda a, b, c: c - a * b}
 
 
 def plain(text: str) -> str:
