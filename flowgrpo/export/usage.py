@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo.config.schema import Config
+from flowgrpo.dry_run.published import MODELS
 from flowgrpo.policies import build, sources
 from flowgrpo.policies.pipelines import edit_networks
+from flowgrpo.policies.pipelines.call import guidance_argument
 from flowgrpo.policies.pipelines.load import MERGED
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.starter import FOLDERS
@@ -54,8 +56,8 @@ def _of_pipeline(config: Config, run: Path, place: str, prompt: str) -> list[str
         named, further = _assembled(config)
         imports, made = imports + named, f"pipe = load_pipeline({config.model!r}{further})"
     accepted = _accepted(index)
-    scale = "true_cfg_scale" if "true_cfg_scale" in accepted and "true_cfg_scale" not in config.call else \
-        "guidance_scale"
+    embedded = _embeds_guidance(config.model, index)
+    scale = "guidance_scale" if embedded else guidance_argument(accepted, config.call, ())
     call = {"num_inference_steps": config.eval.steps, scale: config.eval.guidance, **config.call}
     if accepted:
         call = {key: value for key, value in call.items() if key in accepted}
@@ -127,9 +129,27 @@ def _at(config: Config, *names: str) -> str:
 
 
 def _index(model: str) -> dict[str, Any]:
-    """Return a pipeline's index, empty for one that is not a folder here."""
+    """Return a pipeline's index, of a folder or of a published model; empty for another."""
     file = Path(FOLDERS.get(model, model)) / INDEX
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if file.is_file():
+        return json.loads(file.read_text(encoding="utf-8"))
+    known = MODELS.get(model)
+    return {"_class_name": known.pipeline} | {name: ["", kind] for name, (kind, _) in known.parts.items()} if known \
+        else {}
+
+
+def _embeds_guidance(model: str, index: dict[str, Any]) -> bool:
+    """True if a part of a folder's or published pipeline takes the guidance scale as an input."""
+    import diffusers
+
+    if model in MODELS and not Path(model).is_dir():
+        parts = [(getattr(diffusers, kind), config) for kind, config in MODELS[model].parts.values()
+                 if hasattr(diffusers, kind)]
+        defaults = [inspect.signature(cls).parameters.get("guidance_embeds") for cls, _ in parts]
+        return any(config.get("guidance_embeds", default is not None and default.default)
+                   for default, (_, config) in zip(defaults, parts))
+    files = (Path(FOLDERS.get(model, model)) / name / "config.json" for name in index)
+    return any(json.loads(file.read_text(encoding="utf-8")).get("guidance_embeds") for file in files if file.is_file())
 
 
 def _accepted(index: dict[str, Any]) -> list[str]:

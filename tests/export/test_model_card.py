@@ -167,6 +167,25 @@ def test_the_snippet_loads_the_revision_and_the_variant_of_the_run(model, method
     compile(told, "snippet", "exec")
 
 
+@pytest.mark.parametrize("model, argument", [
+    ("black-forest-labs/FLUX.1-dev", "guidance_scale"), ("Qwen/Qwen-Image", "true_cfg_scale"),
+    ("hunyuanvideo-community/HunyuanVideo", "guidance_scale"), ("skyreels_i2v", "true_cfg_scale"),
+    ("stabilityai/stable-diffusion-3.5-medium", "guidance_scale"), ("FluxPipeline", "guidance_scale"),
+    ("QwenImagePipeline", "true_cfg_scale")])
+def test_the_snippet_sets_the_guidance_that_the_run_had(model, argument, tmp_path):
+    """A published model by its name, or a folder: FLUX.1-dev and HunyuanVideo take the scale as an input, and their
+    `true_cfg_scale` is another thing."""
+    if model.endswith("Pipeline"):
+        pipe, _ = make(model)
+        if model == "FluxPipeline":
+            pipe.transformer = type(pipe.transformer).from_config(pipe.transformer.config, guidance_embeds=True)
+        pipe.save_pretrained(tmp_path / "model")
+        model = str(tmp_path / "model")
+    told = usage.snippet(validate({"model": model, "reward": "scene", "eval": {"guidance": 2.5}}), tmp_path, "me/run",
+                         "a star")
+    assert f" {argument}=2.5" in told and told.count("=2.5") == 1
+
+
 def test_the_snippet_sets_the_guider_of_a_pipeline_that_has_one(tmp_path):
     model = tmp_path / "model"
     make("HunyuanVideo15Pipeline")[0].save_pretrained(model)
