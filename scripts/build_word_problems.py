@@ -2,9 +2,9 @@
 
     python scripts/build_word_problems.py
 
-Problems in the manner of GSM8K, for a small language model: five kinds of one step, three of two, numbers below 100. Every sentence
-and every word is from the lists below; none comes from GSM8K. The same on every run. No held-out problem has the kind
-and the numbers of a training problem, whatever its names and things.
+Problems in the manner of GSM8K, for a small language model: five kinds of one step, three of two, numbers below 100.
+Every sentence and every word is from the lists below; none comes from GSM8K. The same on every run. No held-out problem
+has the kind and the numbers of a training problem, whatever its names and things.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 from flowgrpo.data import sets
 
 COUNTS = {"word_problems_train": 800, "word_problems": 200}
-NAMES = ("Ada", "Ben", "Carla", "Dev", "Elena", "Finn", "Grace", "Hugo", "Iris", "Jonas", "Kira", "Liam", "Mona", "Nils",
-         "Olga", "Paul", "Rosa", "Samir", "Tara", "Viktor")
+NAMES = ("Ada", "Ben", "Carla", "Dev", "Elena", "Finn", "Grace", "Hugo", "Iris", "Jonas", "Kira", "Liam", "Mona",
+         "Nils", "Olga", "Paul", "Rosa", "Samir", "Tara", "Viktor")
 THINGS = ("apples", "books", "buttons", "cards", "coins", "cups", "eggs", "keys", "marbles", "oranges", "pencils",
           "plates", "shells", "stamps", "stickers", "stones")
 BOXES = (("bag", "bags"), ("basket", "baskets"), ("box", "boxes"), ("crate", "crates"), ("tray", "trays"))
@@ -70,8 +70,8 @@ def together(dice: random.Random) -> tuple[Numbers, str, int]:
     """Return a number and its multiple together."""
     (one, two), things, (times, said) = dice.sample(NAMES, 2), dice.choice(THINGS), dice.choice(MULTIPLES)
     a = dice.randint(3, 19)
-    return (a, times), (f"{one} has {a} {things}. {two} has {said} as many. How many {things} do they have together?"), \
-        a * (1 + times)
+    return (a, times), (f"{one} has {a} {things}. {two} has {said} as many. How many {things} do they have "
+                        "together?"), a * (1 + times)
 
 
 def aged(dice: random.Random) -> tuple[Numbers, str, int]:

@@ -101,8 +101,8 @@ def test_word_problems_are_solved_by_their_answers():
             kind = prompt.metadata["category"]
             numbers = [int(number) for number in re.findall(r"\d+", prompt.text)]
             times = next((times for times, word in build_word_problems.MULTIPLES if f" {word} " in prompt.text), 0)
-            assert SOLVED[kind](*numbers, *([times] if kind == "together" else [])) == int(prompt.metadata["answer"]) > 0
-            assert max(numbers) < 100
+            solved = SOLVED[kind](*numbers, *([times] if kind == "together" else []))
+            assert solved == int(prompt.metadata["answer"]) > 0 and max(numbers) < 100
             seen[side].add((kind, *numbers, times))
     assert not seen[0] & seen[1] and {kind for kind, *_ in seen[1]} == set(SOLVED)
 
