@@ -1,11 +1,13 @@
-"""Every packaged recipe of a diffusers model on a CPU: full width, few blocks, seeded random weights, and few pictures.
+"""Every packaged recipe on a CPU: full width, few blocks, seeded random weights, and few samples.
 
-    python scripts/train_recipes.py sd15_24gb sana_24gb     # builds, checks, trains, draws, exports and compares
-    python scripts/train_recipes.py --table                 # of what has run so far
+    python scripts/train_recipes.py sd15_24gb sana_24gb     # builds, checks, trains, samples, exports and compares
+    python scripts/train_recipes.py --language FOLDER        # language recipes on the model of a folder
+    python scripts/train_recipes.py --table                  # of what has run so far
 
-The same command goes on where it stopped; it ends after `--seconds`, also within a step, which then begins anew.
-Classes, widths and autoencoders are published ones (flowgrpo/dry_run/published.py), tokenizers stand-ins. What a CPU
-forces is changed and listed; nothing else is.
+The same command goes on where it stopped; it ends after `--seconds`, also within a step, which then begins anew. A step
+is what a user's command runs, in a process of its own that has the libraries loaded. Classes, widths and autoencoders
+are published ones (flowgrpo/dry_run/published.py), tokenizers stand-ins, and an encoder's vocabulary is theirs. What a
+CPU forces is changed and listed; nothing else is. `--json FILE` writes the table's rows, each with its commit.
 """
 
 from __future__ import annotations
@@ -19,208 +21,364 @@ import re
 import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 STEPS = ("build", "check", "train", "sample", "grid", "export", "stock")
 PROMPT = "a red fox in the snow"
-# Depths by the name of their key; what a pipeline reads of its encoders' layers needs more.
-DENOISER = {"num_layers": 2, "num_single_layers": 2, "n_layers": 2, "num_refiner_layers": 1, "n_refiner_layers": 1,
+SIDE, FRAMES, VOCABULARY, TOKENS = 64, 5, 512, 32  # pixels, frames, words of an encoder, tokens of a prompt
+# Depths by the name of their key. An encoder whose layers the pipeline reads keeps those, with a narrow feed-forward.
+DENOISER = {"num_layers": 2, "num_single_layers": 1, "n_layers": 2, "num_refiner_layers": 1, "n_refiner_layers": 1,
             "layers_per_block": 1}
 ENCODER = {"num_hidden_layers": 2, "num_layers": 1, "depth": 1}
 READ = {"Flux2KleinPipeline": 28, "HunyuanVideoPipeline": 4, "HunyuanSkyreelsImageToVideoPipeline": 4,
         "HunyuanVideo15Pipeline": 4, "LTX2Pipeline": 48}
-FORCED = {"device": "cpu", "tracker": "none", "reward": "sharpness", "eval.rewards": "[]", "eval.every": "0",
-          "eval.steps": "2", "eval.prompts": "1", "train.epochs": "1", "train.prompts": "1", "train.updates": "1",
-          "train.micro_batch": "2", "train.compile": "false"}
+NARROW = {"intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
+DEEP = 8  # layers, from which an encoder is narrow
+WIDE = 2500  # width of a denoiser, from which it has one block
+FORCED: dict[str, Any] = {
+    "device": "cpu", "tracker": "none", "reward": "sharpness", "eval.rewards": [], "eval.every": 0, "eval.steps": 2,
+    "eval.prompts": 1, "eval.grid": 1, "train.epochs": 1, "train.prompts": 1, "train.group": 2, "train.updates": 1,
+    "train.micro_batch": 2, "train.steps": 4, "train.compile": False}
+LANGUAGE: dict[str, Any] = {
+    "device": "cpu", "tracker": "none", "eval.every": 0, "eval.prompts": 2, "eval.grid": 2, "train.epochs": 2,
+    "train.prompts": 2, "train.group": 4, "train.updates": 1, "train.micro_batch": 4, "text.max_tokens": 16,
+    "train.compile": False}
 
 
 def recipes() -> list[str]:
-    """Return the names of the recipes whose model is published."""
+    """Return the names of the recipes of published models and of language models."""
+    return [file.stem for file in sorted((ROOT / "configs").glob("*.yaml")) if not file.stem.startswith("starter")]
+
+
+def model_of(name: str) -> Any:
+    """Return the published configuration of a recipe's model; None for a language model."""
     from flowgrpo.config import load
     from flowgrpo.dry_run import published
 
-    return [file.stem for file in sorted((ROOT / "configs").glob("*.yaml"))
-            if load(file).model in published.MODELS]
+    return published.MODELS.get(load(ROOT / "configs" / f"{name}.yaml").model)
 
 
-def forced(name: str) -> dict[str, str]:
-    """Return the keys of a recipe that a CPU and few minutes change."""
+def forced(name: str, folder: Path) -> dict[str, Any]:
+    """Return the keys of a recipe that a CPU and few minutes change. folder: of what is written."""
     from flowgrpo.config import load
 
-    config, keys = load(ROOT / "configs" / f"{name}.yaml"), dict(FORCED)
-    keys |= {f"picture.{side}": "128" for side in ("height", "width") if getattr(config.picture, side)}
-    if config.train.group > 4 and "preview" not in config.parts:  # a pool has the group's size
-        keys["train.group"] = "4"
-    if config.picture.frames:
-        keys["picture.frames"] = "5"
+    config = load(ROOT / "configs" / f"{name}.yaml")
+    known = model_of(name)
+    if known is None:
+        return LANGUAGE | ({} if config.prompts in ("word_problems", "gsm8k") else {"prompts": "word_problems"})
+    keys = FORCED | {f"picture.{side}": SIDE for side in ("height", "width")} | call_keys(config, known)
+    if config.picture.frames and config.picture.frames > 1:
+        keys |= {"picture.frames": FRAMES + 4 * (known.pipeline == "LTX2Pipeline"),
+                 "reward": {"sharpness": {"use": "frames", "args": {"reward": "sharpness"}}}}
+    if "preview" in config.parts:
+        keys |= {"parts.preview.pool": 4, "parts.preview.steps": 2}
     if config.picture.sizes:
-        keys["picture.sizes"] = "[]"
+        keys["picture.sizes"] = []
+    if config.prompts == "pickapic":
+        keys["prompts"] = "general"
+    if config.prompts.endswith(".jsonl"):
+        keys |= {"prompts": str(folder / "prompts.jsonl"), "held_out": 0.5}
     if config.memory.weights == "nf4":
         keys["memory.weights"] = "full"
     if config.memory.shard:
-        keys["memory.shard"] = "false"
+        keys["memory.shard"] = False
+    if config.memory.context_parallel > 1:
+        keys["memory.context_parallel"] = 1
     if config.train.optimizer == "adamw8bit":
         keys["train.optimizer"] = "adamw"
     return keys
 
 
+def call_keys(config: Any, known: Any) -> dict[str, Any]:
+    """Return what shortens a pipeline's call: tokens of a prompt, pixels of a reference picture."""
+    import diffusers
+
+    accepted = inspect.signature(getattr(diffusers, known.pipeline).__call__).parameters
+    keys: dict[str, Any] = {"picture.call.max_sequence_length": TOKENS} if "max_sequence_length" in accepted else {}
+    if "max_area" in accepted:
+        keys |= {"picture.call.max_area": SIDE * SIDE, "picture.call._auto_resize": False}
+    return keys
+
+
 # --- the model -------------------------------------------------------------------------------------------------------
 
-def shallow(kind: Any, config: dict[str, Any], depths: dict[str, int]) -> dict[str, Any]:
+def shallow(kind: Any, config: dict[str, Any], depths: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration with the depths that its class takes, its sub-configurations included."""
     taken = inspect.signature(kind.__init__).parameters
-    changed = {key: shallow(kind, value, depths) if key.endswith("_config") else value for key, value in config.items()}
     known = {key: depth for key, depth in depths.items() if key in taken or key in config}
+    changed = {key: shallow(kind, value, ENCODER if key == "vision_config" else depths)
+               if key.endswith("_config") else value for key, value in config.items()}
     if "transformer_layers_per_block" in config:
         known["transformer_layers_per_block"] = [1] * len(config["transformer_layers_per_block"])
+    if "vocab_size" in config:
+        known["vocab_size"] = min(config["vocab_size"], VOCABULARY)
     return changed | known
 
 
-def build(name: str, folder: Path) -> None:
-    """Write a recipe's pipeline: every part of its class and width, random weights of seed 0 in bf16."""
-    import diffusers
+def depths_of(kind: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the depths of a denoiser: one block where they are wide, two otherwise."""
+    defaults = {name: value.default for name, value in inspect.signature(kind.__init__).parameters.items()} | config
+    heads, size = (defaults.get(name) for name in ("num_attention_heads", "attention_head_dim"))
+    width = heads * size if isinstance(heads, int) and isinstance(size, int) else defaults.get("dim", 0)
+    return DENOISER | ({"num_layers": 1} if width > WIDE else {})
+
+
+def encoder_of(pipeline: str) -> dict[str, Any]:
+    """Return the depths of a pipeline's encoders, and their widths where it reads many of their layers."""
+    layers = READ.get(pipeline, ENCODER["num_hidden_layers"])
+    return ENCODER | {"num_hidden_layers": layers} | (NARROW if layers > DEEP else {})
+
+
+def build(name: str, folder: Path, language: Path | None) -> None:
+    """Write a recipe's model into `folder / "model"`: every part of its class and width, random weights of seed 0 in
+    bf16. A language model is that of the folder `language`, or a tiny one."""
     import torch
+
+    known = model_of(name)
+    if known is None:
+        (folder / "model").symlink_to((language or tiny_language(folder / "tiny")).resolve())
+        return
+    import diffusers
     import transformers
 
-    from flowgrpo.config import load
-    from flowgrpo.dry_run import from_configs, published
+    from flowgrpo.dry_run import from_configs
 
-    known = published.MODELS[load(ROOT / "configs" / f"{name}.yaml").model]
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    parts: dict[str, Any] = {}
-    for part, (kind, config) in known.parts.items():
+
+    def make(part: str, kind: str, config: dict[str, Any]) -> Any:
         if hasattr(diffusers, kind):
             cls = getattr(diffusers, kind)
-            depths = DENOISER if part in ("unet", "transformer", "transformer_2") else {}
-            parts[part] = cls(**shallow(cls, config, depths))
-        elif hasattr(transformers, kind):
+            denoiser = part in ("unet", "transformer", "transformer_2")
+            return cls(**shallow(cls, config, depths_of(cls, config) if denoiser else {}))
+        if hasattr(transformers, kind):
             cls = getattr(transformers, kind)
-            layers = ENCODER | {"num_hidden_layers": READ.get(known.pipeline, ENCODER["num_hidden_layers"])}
-            parts[part] = cls(cls.config_class(**shallow(cls.config_class, config, layers)))
-        else:
-            parts[part] = from_configs.part(kind, config, torch.bfloat16)
-    readers = {reader: from_configs.tokenizer(length) for reader, length in known.tokenizers.items()}
-    pipe = getattr(diffusers, known.pipeline)(**parts, **readers, **known.options)
-    pipe.save_pretrained(folder)
-    print(f"{sum(p.numel() for part in parts.values() if isinstance(part, torch.nn.Module) for p in part.parameters())}"
-          " parameters")
+            return cls(cls.config_class(**shallow(cls.config_class, config, encoder_of(known.pipeline))))
+        module, _, name = kind.rpartition(".")
+        cls = getattr(__import__(f"diffusers.{module}", fromlist=[name]), name)
+        return cls(**config)
+
+    pipe = from_configs.assembled(known, make)
+    pipe.save_pretrained(folder / "model")
+    write_prompts(folder)
+    modules = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
+    print(f"{sum(p.numel() for part in modules for p in part.parameters()) / 1e6:.0f} M parameters")
+
+
+def write_prompts(folder: Path) -> None:
+    """Write two prompts with a picture each, for the recipes that read a user's own."""
+    from PIL import Image
+
+    lines = []
+    for number, colour in enumerate(("red", "green")):
+        Image.new("RGB", (SIDE, SIDE), colour).save(folder / f"{colour}.png")
+        metadata = {"tag": "single_object", "include": [{"class": "dog", "count": 1}]}
+        lines.append(json.dumps({"prompt": f"make it {number}", "image": f"{colour}.png", "metadata": metadata}))
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def tiny_language(folder: Path) -> Path:
+    """Write a language model of two layers with random weights of seed 0, and the text starter's tokenizer."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    from flowgrpo.starter import FOLDERS
+
+    torch.manual_seed(0)
+    tokens = AutoTokenizer.from_pretrained(FOLDERS["starter_text"])
+    Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=len(tokens), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=2048, tie_word_embeddings=True,
+        pad_token_id=tokens.pad_token_id, bos_token_id=tokens.bos_token_id, eos_token_id=tokens.eos_token_id,
+    )).save_pretrained(folder)
+    tokens.save_pretrained(folder)
+    return folder
 
 
 # --- the stock pipeline ----------------------------------------------------------------------------------------------
 
-def stock(run: Path, model: Path, pictures: Path) -> None:
-    """Draw the sampled picture once more by stock diffusers with the run's LoRA, and print the largest difference."""
+def stock(name: str, folder: Path) -> None:
+    """Run the lines that the run's model card has for stock libraries, with the seed of what `sample` drew, and print
+    the largest difference."""
     import numpy as np
-    import torch
-    from diffusers import DiffusionPipeline
     from PIL import Image
 
     from flowgrpo.config import load
-    from flowgrpo.device import DTYPES, drawing
+    from flowgrpo.export.usage import snippet
 
-    config = load(run / "config.yaml")
-    dtype = DTYPES[drawing(config.precision, "cpu")]
-    pipe = DiffusionPipeline.from_pretrained(model, dtype=dtype)
-    pipe.load_lora_weights(run)
-    files = [file for file in sorted(pictures.iterdir()) if file.suffix == ".png"]
+    run = folder / "runs" / "run"
+    lines = snippet(load(run / "config.yaml"), run, str(run), PROMPT)
+    files = sorted(file for file in (folder / "samples").iterdir() if file.suffix in (".png", ".mp4", ".gif"))
     if not files:
+        exec(lines, {})  # of this repository: our own model card
+        return
+    if files[0].suffix != ".png":
+        exec(loading(lines), {})
         print("loads; a clip was not compared")
         return
-    picture = Image.open(files[0])
-    seed = int(re.search(r"Seed: (\d+)", str(picture.info["parameters"]))[1])  # type: ignore[index]
-    accepted = inspect.signature(type(pipe).__call__).parameters
-    scale = "true_cfg_scale" if "true_cfg_scale" in accepted and "true_cfg_scale" not in config.call else \
-        "guidance_scale"
-    again = pipe(PROMPT, num_inference_steps=2, generator=torch.Generator().manual_seed(seed),
-                 **{scale: config.eval.guidance}, **config.call).images[0]
-    apart = np.abs(np.asarray(again).astype(int) - np.asarray(picture.convert("RGB")).astype(int))
-    print(f"largest difference {apart.max()} of 255, mean {apart.mean():.3g}")
+    image = Image.open(files[0])
+    seed = int(re.search(r"Seed: (\d+)", str(image.info["parameters"]))[1])  # type: ignore[index]
+    names: dict[str, Any] = {}
+    os.chdir(folder)
+    seeded = lines.replace("= pipe(", f"= pipe(generator=torch.Generator().manual_seed({seed}), prompt=")
+    if reference := (folder / "red.png") if reads_pictures(name) else None:
+        seeded = seeded.replace("= pipe(", f"= pipe(image=__import__('PIL.Image').Image.open({str(reference)!r}), ")
+    exec(seeded, names)
+    again = np.asarray(names["image"]).astype(int)
+    apart = np.abs(again - np.asarray(image.convert("RGB")).astype(int))
+    print(f"largest difference {apart.max()} of 255, mean {apart.mean():.3g}; standard deviation {again.std():.3g}")
+
+
+def loading(lines: str) -> str:
+    """Return the lines of a snippet that load."""
+    return "\n".join(line for line in lines.splitlines() if "= pipe(" not in line and "export_to_video(" not in line)
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------
 
 @dataclasses.dataclass
 class Step:
-    """One step that has run: exit code, seconds, peak of its resident memory in GiB, and the last line that it said."""
+    """One step that has run: exit code, seconds of a clock and of the processor, the peak of its resident memory in
+    GiB, how much of it the libraries had before, and the last line that it said."""
 
     code: int
     seconds: float
+    processor: float
     peak: float
+    libraries: float
     said: str
     estimate: float | None = None  # GiB by `check`
+    commit: str = ""
 
 
 def commands(name: str, folder: Path) -> dict[str, list[str]]:
-    """Return the command of every step."""
-    model, run, recipe = folder / "model", folder / "runs" / "run", ROOT / "configs" / f"{name}.yaml"
-    keys = [f"--{key}={value}" for key, value in forced(name).items()]
-    own = [sys.executable, str(Path(__file__).resolve())]
-    flowgrpo = [sys.executable, "-m", "flowgrpo"]
-    return {"build": [*own, f"--build={name}", f"--folder={folder}"],
-            "check": [*flowgrpo, "check", str(model), f"--recipe={recipe}", "--device=cpu", "--json",
+    """Return the arguments of `flowgrpo` in the steps that have a command."""
+    model, run, recipe = str(folder / "model"), str(folder / "runs" / "run"), str(ROOT / "configs" / f"{name}.yaml")
+    keys = [f"--{key}={json.dumps(value) if not isinstance(value, str) else value}"
+            for key, value in forced(name, folder).items()]
+    image = [f"--image={folder / 'red.png'}"] if reads_pictures(name) else []
+    known = model_of(name)
+    drawn = ["--steps=2"] if known else []
+    return {"check": ["check", model, f"--recipe={recipe}", "--device=cpu", "--json",
                       *(key for key in keys if not key.startswith("--device"))],
-            "train": [*flowgrpo, "train", str(recipe), f"--model={model}", *keys, f"--output={folder / 'runs'}",
-                      "--name=run"],
-            "sample": [*flowgrpo, "sample", str(run), f"--prompt={PROMPT}", "--steps=2",
-                       f"--output={folder / 'pictures'}"],
-            "grid": [*flowgrpo, "grid", str(run), "--count=1", f"--output={folder / 'grid.png'}"],
-            "export": [*flowgrpo, "export", str(run), f"--output={folder / 'lora.safetensors'}"],
-            "stock": [*own, f"--stock={name}", f"--folder={folder}"]}
+            "train": ["train", recipe, f"--model={model}", *keys, f"--output={folder / 'runs'}", "--name=run"],
+            "sample": ["sample", run, f"--prompt={PROMPT}", *drawn, *image, *(
+                [f"--output={folder / 'samples'}"] if known else [])],
+            "grid": ["grid", run, "--count=1", f"--output={folder / ('grid.png' if known else 'grid.md')}"],
+            "export": ["export", run, f"--output={folder / ('lora.safetensors' if known else 'merged')}"]}
 
 
-def ran(command: list[str], log: Path, limit: float) -> Step | None:
-    """Run a command with its output in a file; None if it took longer than `limit` seconds and was stopped."""
-    began = time.monotonic()
-    with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT,
-                                   env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
-        while True:
-            pid, status, used = os.wait4(process.pid, os.WNOHANG)
-            if pid:
-                break
-            if time.monotonic() - began > limit:
-                process.kill()
-                os.wait4(process.pid, 0)
-                return None
-            time.sleep(0.2)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    said = log.read_text().replace("\r", "\n").strip().splitlines() or [""]
-    return Step(process.returncode, round(time.monotonic() - began, 1),
-                round(used.ru_maxrss / 2**20, 2), said[-1][:200])
+def reads_pictures(name: str) -> bool:
+    """True for a recipe whose prompts have a picture each."""
+    from flowgrpo.config import load
+
+    return load(ROOT / "configs" / f"{name}.yaml").prompts.endswith("prompts.jsonl")
+
+
+def work_of(step: str, name: str, folder: Path, language: Path | None) -> Callable[[], int | None]:
+    """Return what a step runs."""
+    if step == "build":
+        return lambda: build(name, folder, language)
+    if step == "stock":
+        return lambda: stock(name, folder)
+    from flowgrpo.cli import main
+
+    arguments = commands(name, folder)[step]
+    return lambda: main(arguments)
+
+
+def ran(work: Callable[[], int | None], log: Path, limit: float) -> Step | None:
+    """Run a step in a process of its own with its output in a file; None if it took longer than `limit` seconds and was
+    stopped."""
+    began, before = time.monotonic(), resident()
+    if not (child := os.fork()):
+        file = log.open("w", buffering=1)
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        sys.stdout = sys.stderr = file
+        code = 1
+        try:
+            code = work() or 0
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        file.flush()
+        os._exit(code)
+    while True:
+        done, status, used = os.wait4(child, os.WNOHANG)
+        if done:
+            break
+        if time.monotonic() - began > limit:
+            os.kill(child, 9)
+            os.wait4(child, 0)
+            return None
+        time.sleep(0.1)
+    said = log.read_text(errors="replace").replace("\r", "\n").strip().splitlines() or [""]
+    return Step(os.waitstatus_to_exitcode(status), round(time.monotonic() - began, 1),
+                round(used.ru_utime + used.ru_stime, 1), round(used.ru_maxrss / 2**20, 2), round(before, 2),
+                said[-1][:300])
+
+
+def resident() -> float:
+    """Return this process's memory in GiB."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 2**20  # type: ignore[index]
 
 
 def estimated(log: Path) -> tuple[float | None, str]:
     """Return the peak in GiB of a report of `check`, and whether the model is drivable."""
     text = log.read_text()
-    report = json.loads(text[text.index("{"):text.rindex("}") + 1])
+    report = json.loads(text[text.index("{\n"):text.rindex("}") + 1])
     phases = report.get("memory") or {}
     return max(phases.values(), default=None), report.get("reason") or f"first ratio {report.get('first_log_ratio')}"
 
 
-def take(name: str, folder: Path, until: float) -> bool:
+def take(name: str, folder: Path, until: float, language: Path | None) -> bool:
     """Take a recipe through the steps that are left. Return False if the time was over."""
     folder.mkdir(parents=True, exist_ok=True)
     done = read(folder)
-    for step, command in commands(name, folder).items():
+    for step in STEPS:
         if step in done and done[step].code == 0:
             continue
         left = until - time.monotonic()
-        found = ran(command, folder / f"{step}.log", left) if left > 5 else None
+        found = ran(work_of(step, name, folder, language), folder / f"{step}.log", left) if left > 5 else None
         if found is None:
             return False
         if step == "check" and found.code == 0:
             found.estimate, found.said = estimated(folder / "check.log")
+        found.commit = commit()
         done[step] = found
         content = {key: dataclasses.asdict(value) for key, value in done.items()}
         (folder / "steps.json").write_text(json.dumps(content, indent=2))
-        print(f"{name}: {step}: {found.seconds:.0f} s, {found.peak} GiB, exit code {found.code}: {found.said}",
-              flush=True)
-        if found.code:
+        print(f"{name}: {step}: {found.seconds:.0f} s, {found.processor:.0f} s of the processor, {found.peak} GiB, "
+              f"exit code {found.code}: {found.said}", flush=True)
+        if found.code and step != "check":
             break
     return True
+
+
+def load_libraries(names: list[str]) -> None:
+    """Import what the steps need, so that their processes begin with it."""
+    import diffusers
+    import torch
+    import transformers
+
+    import flowgrpo.check.report
+    import flowgrpo.cli
+    import flowgrpo.export.export
+    import flowgrpo.train  # noqa: F401
+
+    torch.set_num_threads(1)
+    for known in filter(None, map(model_of, names)):
+        getattr(diffusers, known.pipeline)
+        for kind, _ in known.parts.values():
+            getattr(diffusers, kind, None) or getattr(transformers, kind, None)
 
 
 def read(folder: Path) -> dict[str, Step]:
@@ -229,25 +387,46 @@ def read(folder: Path) -> dict[str, Step]:
     return {key: Step(**value) for key, value in json.loads(file.read_text()).items()} if file.is_file() else {}
 
 
-def table(names: list[str], root: Path) -> str:
-    """Return a row per recipe: what ran, seconds, peak of the training against the estimate, the stock picture, and
-    what a CPU forced.
+# --- the table -------------------------------------------------------------------------------------------------------
 
-    The estimate is of weights, activations and states in GiB; resident memory has Python and its libraries beside them.
-    """
-    lines = ["| recipe | ran | seconds | training, GiB | estimate, GiB | stock diffusers | forced |",
-             "|---|---|---:|---:|---:|---|---|"]
+def rows(names: list[str], root: Path) -> list[dict[str, Any]]:
+    """Return a row per recipe that has run: what ran, seconds, peak of the training against the estimate, what stock
+    libraries drew, and what a CPU forced."""
+    found = []
     for name in names:
         if not (done := read(root / name)):
             continue
-        good = [step for step in STEPS if step in done and done[step].code == 0]
-        bad = next((f"; {step} failed: {done[step].said}" for step in STEPS if step in done and done[step].code), "")
-        peak, estimate = done.get("train"), done.get("check")
-        drawn = done["stock"].said if "stock" in good else "-"
-        lines.append(f"| `{name}` | {', '.join(good)}{bad} | {sum(step.seconds for step in done.values()):.0f} | "
-                     f"{peak.peak if peak else '-'} | {estimate.estimate if estimate else '-'} | {drawn} | "
-                     f"{', '.join(f'{key}={value}' for key, value in forced(name).items())} |")
+        bad = next((f"{step}: {done[step].said}" for step in STEPS if step in done and done[step].code), None)
+        check, train, drawn = (done.get(step) for step in ("check", "train", "stock"))
+        found.append({
+            "recipe": name, "commit": done[list(done)[-1]].commit, "ran": [step for step in STEPS if step in done and not done[step].code], "failed": bad,
+            "size": done["build"].said if "build" in done else None,
+            "seconds": round(sum(step.seconds for step in done.values())),
+            "processor": round(sum(step.processor for step in done.values())),
+            "peak": train.peak if train and not train.code else None,
+            "libraries": train.libraries if train and not train.code else None,
+            "estimate": check.estimate if check else None,
+            "stock": drawn.said if drawn and not drawn.code else None,
+            "forced": {key: value for key, value in forced(name, root / name).items()}})
+    return found
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Return the rows as Markdown."""
+    lines = ["| recipe | size | ran | seconds of one core | training, GiB | of it libraries | estimate, GiB | "
+             "stock libraries |", "|---|---|---|---:|---:|---:|---:|---|"]
+    for row in found:
+        bad = f"; failed: {row['failed']}" if row["failed"] else ""
+        cells = [f"`{row['recipe']}`", row["size"], ", ".join(row["ran"]) + bad, row["processor"], row["peak"],
+                 row["libraries"], row["estimate"], row["stock"]]
+        lines.append("| " + " | ".join("-" if cell is None else str(cell).replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
+
+
+def commit() -> str:
+    """Return the commit that is checked out, with `-dirty` where files differ from it."""
+    return subprocess.run(["git", "describe", "--always", "--abbrev=8", "--dirty", "--exclude=*"], cwd=ROOT,
+                          capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main() -> None:
@@ -256,23 +435,27 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="recipes; without: all")
     parser.add_argument("--folder", type=Path, default=Path("recipes"))
     parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--language", type=Path, help="folder of a language model; without: a tiny one")
     parser.add_argument("--table", action="store_true")
-    parser.add_argument("--build", help=argparse.SUPPRESS)
-    parser.add_argument("--stock", help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, help="file that gets the table's rows")
     given = parser.parse_args()
-    folder = given.folder.resolve()
-    if given.build:
-        build(given.build, folder / "model")
-    elif given.stock:
-        stock(folder / "runs" / "run", folder / "model", folder / "pictures")
-    else:
-        names, until = given.names or recipes(), time.monotonic() + given.seconds
-        for name in () if given.table else names:
-            if not take(name, folder / name, until):
-                print(f"{name}: the time is over; the same command goes on", flush=True)
-                break
-        print(table(names, folder))
+    folder, names = given.folder.resolve(), given.names or recipes()
+    until = time.monotonic() + given.seconds
+    left = [name for name in names if not set(STEPS) <= {step for step, one in read(folder / name).items()
+                                                         if not one.code}]
+    if not given.table:
+        load_libraries(left)
+    for name in () if given.table else left:
+        if not take(name, folder / name, until, given.language):
+            print(f"{name}: the time is over; the same command goes on", flush=True)
+            break
+    found = rows(names, folder)
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(table(found))
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     main()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,9 +90,14 @@ def _of_transformers(kind: Any, config: Any, dtype: torch.dtype) -> torch.nn.Mod
 # --- a packaged configuration ----------------------------------------------------------------------------------------
 
 def _of_published(known: published.Published, dtype: torch.dtype) -> Any:
+    return assembled(known, lambda name, kind, config: part(kind, config, dtype))
+
+
+def assembled(known: published.Published, make: Callable[[str, str, dict[str, Any]], Any]) -> Any:
+    """Return a published pipeline with stand-in tokenizers, its components made by `make(name, class, config)`."""
     import diffusers
 
-    components = {name: part(kind, config, dtype) for name, (kind, config) in known.parts.items()}
+    components = {name: make(name, kind, config) for name, (kind, config) in known.parts.items()}
     tokenizers: dict[str, Any] = {name: tokenizer(length) for name, length in known.tokenizers.items()}
     if known.processor:
         tokenizers["processor"] = _processor(known.processor, tokenizers["tokenizer"],

@@ -1,0 +1,74 @@
+"""The round of the recipes (scripts/train_recipes.py): what it changes, what it builds, its steps and its table."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import diffusers
+import pytest
+
+from flowgrpo.config import load
+from flowgrpo.dry_run import published
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+
+import train_recipes  # noqa: E402
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize("name", train_recipes.recipes())
+def test_what_a_cpu_forces_is_a_valid_recipe_that_keeps_its_method(name, tmp_path):
+    keys = train_recipes.forced(name, tmp_path)
+    before, after = load(CONFIGS / f"{name}.yaml"), load(CONFIGS / f"{name}.yaml", keys)
+    assert (after.method, after.adapter, after.train.lr, after.train.guidance) == (
+        before.method, before.adapter, before.train.lr, before.train.guidance)
+    assert set(before.parts) == set(after.parts)
+
+
+@pytest.mark.parametrize("model, depths, width", [
+    ("black-forest-labs/FLUX.1-dev", {"num_layers": 1, "num_single_layers": 1}, ("num_attention_heads", None)),
+    ("stabilityai/stable-diffusion-3.5-medium", {"num_layers": 2}, ("num_attention_heads", 24)),
+    ("Wan-AI/Wan2.1-T2V-14B-Diffusers", {"num_layers": 1}, ("ffn_dim", None)),
+    ("stabilityai/stable-diffusion-xl-base-1.0", {"layers_per_block": 1, "transformer_layers_per_block": [1, 1, 1]},
+     ("block_out_channels", (320, 640, 1280)))])
+def test_a_denoiser_keeps_its_width_and_loses_depth(model, depths, width):
+    parts = published.MODELS[model].parts
+    kind, config = parts.get("unet") or parts["transformer"]
+    cls = getattr(diffusers, kind)
+    made = train_recipes.shallow(cls, config, train_recipes.depths_of(cls, config))
+    assert {key: made[key] for key in depths} == depths
+    assert made.get(width[0]) == width[1]
+
+
+def test_an_encoder_whose_layers_are_read_keeps_them_and_is_narrow():
+    read = train_recipes.encoder_of("Flux2KleinPipeline")
+    assert read["num_hidden_layers"] == 28 and read["intermediate_size"] == 256
+    assert train_recipes.encoder_of("SanaPipeline") == train_recipes.ENCODER
+
+
+def test_a_step_that_fails_ends_a_recipe_and_is_in_the_table(tmp_path):
+    """A step is a process of its own; its last line and its exit code are kept, and the same call goes on there."""
+    def failing():
+        print("begun")
+        raise ValueError("no such thing")
+
+    found = train_recipes.ran(failing, tmp_path / "log", 60)
+    assert found.code == 1 and found.said == "ValueError: no such thing" and found.peak > 0
+    assert train_recipes.ran(lambda: 3, tmp_path / "log", 60).code == 3
+    assert train_recipes.ran(lambda: __import__("time").sleep(60), tmp_path / "log", 0.5) is None
+
+
+def test_the_table_tells_what_ran_and_what_failed(tmp_path):
+    step = {"code": 0, "seconds": 2.0, "processor": 1.0, "peak": 0.5, "libraries": 0.4, "said": "fine"}
+    (tmp_path / "sd15").mkdir()
+    (tmp_path / "sd15" / "steps.json").write_text(json.dumps({
+        "build": step | {"said": "678 M parameters"}, "check": step | {"estimate": 1.4},
+        "train": step | {"code": 2, "said": "error: a | b"}}))
+    [row] = train_recipes.rows(["sd15", "sdxl"], tmp_path)
+    assert row["ran"] == ["build", "check"] and row["failed"] == "train: error: a | b" and row["processor"] == 3
+    assert row["forced"]["picture.height"] == 64 and row["forced"]["train.epochs"] == 1
+    last = train_recipes.table([row]).splitlines()[-1]
+    assert last == "| `sd15` | 678 M parameters | build, check; failed: train: error: a \\| b | 3 | - | - | 1.4 | - |"
