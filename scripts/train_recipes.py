@@ -399,7 +399,8 @@ def rows(names: list[str], root: Path) -> list[dict[str, Any]]:
         bad = next((f"{step}: {done[step].said}" for step in STEPS if step in done and done[step].code), None)
         check, train, drawn = (done.get(step) for step in ("check", "train", "stock"))
         found.append({
-            "recipe": name, "commit": done[list(done)[-1]].commit, "ran": [step for step in STEPS if step in done and not done[step].code], "failed": bad,
+            "recipe": name, "commit": done[list(done)[-1]].commit,
+            "ran": [step for step in STEPS if step in done and not done[step].code], "failed": bad,
             "size": done["build"].said if "build" in done else None,
             "seconds": round(sum(step.seconds for step in done.values())),
             "processor": round(sum(step.processor for step in done.values())),
