@@ -65,7 +65,7 @@ SMALLER = ("qwen_image_edit_48gb", "hunyuan_video15_48gb")  # of recipes that ar
 EIGHT = ("sdxl_8x80", "sd35_medium_8x80", "flux_dev_8x80", "flux_kontext_8x80", "qwen_image_8x80",
          "wan22_8x80")
 PIPELINES |= {name: PIPELINES[name.rpartition("_")[0]] for name in (*SHORTER, *SMALLER, *EIGHT)}
-LANGUAGE_MODELS = {"qwen3_0_6b"}
+LANGUAGE_MODELS = {"qwen3_0_6b", "smollm2_135m"}
 STARTERS = {path.stem for path in FOLDER.glob("starter*.yaml")}
 
 
