@@ -1,11 +1,18 @@
-"""Hook of mkdocs: links to files outside of docs/ become their text."""
+"""Hook of mkdocs: links to files outside of docs/ become their text, formulas become MathML.
+
+A formula is LaTeX between dollars, `$x_0$` in a line or `$$` around a block, as GitHub shows it too. It is written as
+MathML when the site is built: a browser needs no script, no font and no network for it.
+"""
 
 from __future__ import annotations
 
+import html
 import os.path
 import re
 
 LINK = re.compile(r"\[([^\]]+)\]\((\.\./[^)#\s]+)(?:#[^)]*)?\)")
+# What pymdownx.arithmatex makes of `$...$` and of `$$...$$`
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.S)
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
@@ -17,3 +24,15 @@ def on_page_markdown(markdown: str, page, **_) -> str:
         return match[0] if inside else match[1]
 
     return LINK.sub(rewritten, markdown)
+
+
+def on_page_content(content: str, **_) -> str:
+    """Return the page's HTML with MathML in place of LaTeX."""
+    from latex2mathml.converter import convert
+
+    def typeset(match: re.Match) -> str:
+        block = match[1] == "div"
+        formula = convert(html.unescape(match[2]).strip(), display="block" if block else "inline")
+        return f'<div class="formula">{formula}</div>' if block else formula
+
+    return FORMULA.sub(typeset, content)
