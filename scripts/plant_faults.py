@@ -158,7 +158,8 @@ FAULTS = (
     fault("step with a gradient that is not finite", "training/optimizer.py",
           "self.unsteady = not torch.isfinite(norm)", "self.unsteady = False", *LOOP),
     fault("moving average that does not move", "training/optimizer.py", ", 1 - decay)", ", 0.0)", *LOOP),
-    fault("kept stale rollout", "contrib/staleness/extension.py", "if drawn.epoch >= run.epoch]", "]", "contrib/staleness"),
+    fault("kept stale rollout", "contrib/staleness/extension.py", "if drawn.epoch >= run.epoch]", "]",
+          "contrib/staleness"),
     fault("old scores of a stale epoch are not recomputed", "contrib/staleness/extension.py",
           "if drawn.update != run.optimization.update:", "if False:", "contrib/staleness"),
     # prompts, processes, storage, policies
