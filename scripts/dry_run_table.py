@@ -5,7 +5,7 @@
     python scripts/dry_run_table.py --json FILE --docs           # and puts the table into docs/dry_run.md
     python scripts/dry_run_table.py --none --json FILE --docs    # the table of the file's rows
 
-Nothing is downloaded: the models' configurations are those of flowgrpo/dry_run/published.py.
+Nothing is downloaded: the models' configurations are those of flowgrpo/published.py.
 """
 
 from __future__ import annotations

@@ -29,10 +29,10 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import DTYPES
 from flowgrpo.distributed.processes import make_accelerator
 from flowgrpo.dry_run import estimate, from_configs
-from flowgrpo.dry_run.published import named
 from flowgrpo.gpus import GPUS
 from flowgrpo.policies import build
 from flowgrpo.policies.policy import Policy
+from flowgrpo.published import named
 from flowgrpo.train import Trainer
 
 SETTINGS = {"reward": "random", "train.prompts": "1", "train.updates": "1", "train.inner_epochs": "1", "held_out": "0",

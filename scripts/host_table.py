@@ -2,7 +2,7 @@
 
     python scripts/host_table.py             # for one GPU and for eight
 
-Nothing is downloaded or measured: the models' configurations are those of flowgrpo/dry_run/published.py.
+Nothing is downloaded or measured: the models' configurations are those of flowgrpo/published.py.
 """
 
 from __future__ import annotations

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from flowgrpo import published
 from flowgrpo.config.schema import Config
 from flowgrpo.data.sets import SETS
-from flowgrpo.dry_run import from_configs, published
+from flowgrpo.dry_run import from_configs
 from flowgrpo.policies.weights.memory_options import PACKAGES
 from flowgrpo.rewards.about import lazily
 from flowgrpo.rewards.find import find

@@ -23,8 +23,8 @@ import verify_recipe
 from flowgrpo.config import load
 from flowgrpo.config.schema import Config
 from flowgrpo.dry_run.estimate import dry_run, gib
-from flowgrpo.dry_run.published import MODELS
 from flowgrpo.gpus import gpu_named
+from flowgrpo.published import MODELS
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "recipes.md"

@@ -6,7 +6,7 @@
 
 The same command goes on where it stopped; it ends after `--seconds`, also within a step, which then begins anew. A step
 is what a user's command runs, in a process of its own that has the libraries loaded. Classes, widths and autoencoders
-are published ones (flowgrpo/dry_run/published.py), tokenizers stand-ins, and an encoder's vocabulary is theirs. What a
+are published ones (flowgrpo/published.py), tokenizers stand-ins, and an encoder's vocabulary is theirs. What a
 CPU forces is changed and listed; nothing else is. `--json FILE` writes the table's rows, each with its commit.
 """
 
@@ -57,8 +57,8 @@ def recipes() -> list[str]:
 
 def model_of(name: str) -> Any:
     """Return the published configuration of a recipe's model; None for a language model."""
+    from flowgrpo import published
     from flowgrpo.config import load
-    from flowgrpo.dry_run import published
 
     return published.MODELS.get(load(ROOT / "configs" / f"{name}.yaml").model)
 

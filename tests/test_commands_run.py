@@ -19,9 +19,9 @@ from accelerate.commands.launch import launch_command_parser
 from PIL import Image
 from torch.distributed.run import get_args_parser
 
+from flowgrpo import published
 from flowgrpo.cli.train import recipe_and_options
 from flowgrpo.config import load
-from flowgrpo.dry_run import published
 from flowgrpo.starter import scenes
 from tests.dry_run.test_recipes import shallow
 from tests.helpers import chat_endpoint, stand_in_hub

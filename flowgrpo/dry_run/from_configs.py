@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flowgrpo.dry_run import published
+from flowgrpo import published
 from flowgrpo.dry_run.meta_gpu import META
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo.config.schema import Config
-from flowgrpo.dry_run.published import MODELS
 from flowgrpo.policies import build, sources
 from flowgrpo.policies.pipelines import edit_networks
 from flowgrpo.policies.pipelines.call import guidance_argument
 from flowgrpo.policies.pipelines.load import MERGED
 from flowgrpo.policies.weights.lora_files import LORA_FILE
+from flowgrpo.published import MODELS
 from flowgrpo.starter import FOLDERS
 
 INDEX = "model_index.json"

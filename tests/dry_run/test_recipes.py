@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from flowgrpo import published
 from flowgrpo.config import load
-from flowgrpo.dry_run import from_configs, published
+from flowgrpo.dry_run import from_configs
 from flowgrpo.dry_run.estimate import dry_run
 
 CONFIGS = Path(__file__).parents[2] / "configs"

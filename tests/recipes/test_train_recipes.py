@@ -9,8 +9,8 @@ from pathlib import Path
 import diffusers
 import pytest
 
+from flowgrpo import published
 from flowgrpo.config import load
-from flowgrpo.dry_run import published
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
