@@ -2,8 +2,7 @@
 
     prompts -> conditioning -> samples -> rewards -> advantages -> replay -> loss -> gradient -> optimizer
 
-`training/sampling.py` has the first half of an epoch, up to rewards, and `training/credit.py` the advantages. A feature
-that most runs lack is an `Extension`, called at the moments that `training/extension.py` names.
+`training/sampling.py` draws and scores, `training/credit.py` compares. An `Extension` adds what most runs lack.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from flowgrpo.objectives.reductions import reduced
 from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.build import make_rollouts
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.training import credit, epochs, extensions, out_of_memory, sampling
+from flowgrpo.training import credit, epochs, extensions, out_of_memory, sampling, state
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.first_ratio import FirstRatio
 from flowgrpo.training.metrics import UpdateStats
@@ -68,10 +67,11 @@ class Trainer:
         self.extensions = extensions.of(self)  # some add weights, so that they are before the optimizer
         self.processes.agree(policy.weights.parameters())
         self.optimization = Optimization(config, policy)
-        self.kl_reference = make_reference(self)
-        self.first_ratio = FirstRatio.of(self)
+        self.kl_reference = make_reference(config.train, self.method, policy, self.memory)
+        self.first_ratio = FirstRatio.of(self.rollouts)
         self.epoch = 0
         self.progress = epochs.Progress(self)
+        self.progress.saved_counters = state.counters(self)
 
     # --- one epoch, read from top to bottom --------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ class Trainer:
     def train_on(self, epoch: Epoch) -> dict[str, Any]:
         """Learn from an epoch whose parts have advantages; return its metrics."""
         if self.first_ratio.found is None or self.first_ratio.rescore:  # in a run's first epoch, as a rule
-            self.first_ratio.check(self, epoch)
+            self.with_oom_retry(partial(self.first_ratio.check, epoch, self.rollouts, self.say), "update")
         epoch.weights = self.rollouts.step_weights(epoch.parts, self.epoch)
         self.extensions.on_credited(epoch)
         epoch.metrics |= self.learn(epoch)
@@ -104,7 +104,7 @@ class Trainer:
         Every process adds the gradient of its own parts; one that has none in a step still takes part in it.
         """
         stats = UpdateStats()
-        self.kl_reference.start_epoch(epoch, self.epoch, self.config.train.epochs)
+        self.kl_reference.start_epoch(epoch, self.rollouts, self.epoch, self.config.train.epochs)
         with self.clock("update"):
             self.with_oom_retry(partial(self.kl_reference.score_all, epoch.parts, self.processes))
         for _ in range(self.config.train.inner_epochs):

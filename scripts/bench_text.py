@@ -139,7 +139,7 @@ def differences(args, method: str) -> tuple[float, float, float]:
     found: list[torch.Tensor] = []
     trainer.policy.backward = lambda loss: found.append(loss.detach())
     epoch = Epoch(sampling.empty_batch(trainer, 0), parts=[part], conditioning=asked, weights={0: 1.0})
-    trainer.kl_reference.start_epoch(epoch, 0, 1)
+    trainer.kl_reference.start_epoch(epoch, trainer.rollouts, 0, 1)
     trainer.backward(epoch, part, decisions([part], trainer.method.loss.reduction), UpdateStats())
     return (new.logp - logp)[mask].abs().max().item(), kept["loss"].item(), sum(found).item()
 

@@ -52,7 +52,7 @@ def gradient(trainer: Trainer) -> tuple[torch.Tensor, float]:
     scores = advantage.view(2, -1, 1).expand(-1, -1, len(trainer.scoring.weights))
     epoch = epoch_of(trainer, parts, conditioning, batch, scores)
     epoch.weights = trainer.rollouts.step_weights(parts, 0)
-    trainer.kl_reference.start_epoch(epoch, 0, 1)
+    trainer.kl_reference.start_epoch(epoch, trainer.rollouts, 0, 1)
     for part in credit.compared(trainer, epoch):
         trainer.backward(epoch, part, 1, UpdateStats())
     flat = torch.cat([parameter.grad.flatten() for parameter in trainer.policy.weights.parameters()])

@@ -148,7 +148,7 @@ FAULTS = (
     fault("reference that is the present policy", "training/kl_reference.py", "else self.policy.reference(self.held)",
           "else torch.no_grad()", *LOOP),
     fault("stale scores of the reference", "training/kl_reference.py",
-          "self.known, self.conditioning = {}, drawn.conditioning", "self.conditioning = drawn.conditioning", *LOOP),
+          "        self.known = {}\n        self.rollouts, ", "        self.rollouts, ", *LOOP),
     fault("first-ratio check that never fails", "training/first_ratio.py", "if not left <= self.limit:", "if False:",
           *LOOP),
     fault("warm-up that starts at the full rate", "training/optimizer.py", "return (update + 1) / train.warmup",

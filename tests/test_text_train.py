@@ -29,7 +29,7 @@ def credited(trainer):
 
 def gradient(trainer, parts, asked) -> torch.Tensor:
     trainer.optimization.optimizer.zero_grad()
-    trainer.kl_reference.start_epoch(loop.epoch(trainer, own=trainer.prompts[:2]), 0, 1)
+    trainer.kl_reference.start_epoch(loop.epoch(trainer, own=trainer.prompts[:2]), trainer.rollouts, 0, 1)
     count = decisions(parts, trainer.method.loss.reduction)
     for part in parts:
         loop.backward(trainer, part, asked, {0: 1.0}, count, UpdateStats())
@@ -92,7 +92,7 @@ def test_grpos_loss_is_the_papers():
     tiny_text.stir(trainer.policy, 0.05)
     [part] = loop.credit(trainer, parts, scores, [p.text for p in batch])
     [taken], stats = part.transitions, UpdateStats()
-    trainer.kl_reference.start_epoch(loop.epoch(trainer), 0, 1)
+    trainer.kl_reference.start_epoch(loop.epoch(trainer), trainer.rollouts, 0, 1)
     total = []
     trainer.policy.backward = lambda loss: total.append(loss.detach())
     loop.backward(trainer, part, asked, {0: 1.0}, decisions([part], trainer.method.loss.reduction), stats)

@@ -135,6 +135,14 @@ class Reference(Protocol):
 class Rehearsal(Protocol):
     """Divergence from the base model on samples that it drew (`contrib.rehearsal`)."""
 
+    @property
+    def weight(self) -> float:
+        """Return the factor of the divergence, above 0."""
+
+    @property
+    def least(self) -> float | None:
+        """Return the total reward below which a sample is left out; None: none is."""
+
     def __call__(self, logp: Tensor, base: Tensor) -> Tensor:
         """Return the weighted divergence [B, N] of log-probabilities [B, N] of the policy and of the base model."""
 

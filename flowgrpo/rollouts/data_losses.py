@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods.supervised import AlignedChains, NextToken, PreferencePairs
 from flowgrpo.objectives.pair_losses import PairLoss
 from flowgrpo.objectives.reductions import SequenceMean, reduced
+from flowgrpo.policies.policy import Policy
+from flowgrpo.rollouts.base import GroupSampler
 from flowgrpo.types import CompletionBatch, GroupStatistics, Scored
 
 DRAWS = 2210_03142  # separates the draws for examples from others of a run
@@ -38,10 +40,17 @@ class Example:
     rejected: str = ""
 
 
-class DataLosses(Protocol):
-    """Loss of a run's supervised term. run: a `train.Trainer`, whose rollouts a phase may replace."""
+class Run(Protocol):
+    """Run, as a loss of examples reads it; a phase may replace its rollouts."""
 
-    run: Any
+    policy: Policy
+    rollouts: GroupSampler[Any]
+
+
+class DataLosses(Protocol):
+    """Loss of a run's supervised term."""
+
+    run: Run
 
     @property
     def rollouts(self) -> Any:
@@ -65,8 +74,9 @@ class DataLosses(Protocol):
 class TextExamples(DataLosses):
     """Recorded texts of a causal language model as rows of tokens. run: of a `CausalLM`."""
 
-    def __init__(self, part: Any, run: Any):
-        self.part, self.run, self.policy = part, run, run.policy
+    def __init__(self, part: Any, run: Run):
+        self.part, self.run = part, run
+        self.policy = cast(Any, run.policy)  # a `CausalLM`
 
     def row(self, text: str) -> Tensor:
         """Return the tokens [n] of a text, an end included."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods.supervised import GuidanceDistillation, NoisedData, PicturePairs
 from flowgrpo.policies.pipelines.call import at_guidance
 from flowgrpo.policies.pipelines.image_latents import ImageEncoder
-from flowgrpo.rollouts.data_losses import DataLosses, Example, conditioned, seed_of, summed
+from flowgrpo.rollouts.data_losses import DataLosses, Example, Run, conditioned, seed_of, summed
 from flowgrpo.rollouts.denoising import DenoisingRollouts
 from flowgrpo.samplers import noised_finals
 from flowgrpo.samplers.rollout import RolloutSpec
@@ -24,12 +24,13 @@ from flowgrpo.types import Scored, wide
 class NoisedLosses(DataLosses):
     """Errors of a pipeline's prediction at noised examples. run: of the pipeline."""
 
-    def __init__(self, part: NoisedData, run: Any):
-        self.part, self.run, self.policy = part, run, run.policy
+    def __init__(self, part: NoisedData, run: Run):
+        self.part, self.run = part, run
+        self.policy = cast(Any, run.policy)  # a pipeline
         if part.source.path and run.policy.modality != "image":
             raise UserError(f"parts.data.source.path is {part.source.path!r}, which brings pictures, but "
-                            f"{type(run.policy.pipe).__name__} makes videos: leave it out")
-        self.encoder = ImageEncoder(run.policy, "demonstrations")
+                            f"{type(self.policy.pipe).__name__} makes videos: leave it out")
+        self.encoder = ImageEncoder(self.policy, "demonstrations")
 
     def divisor(self, examples: Sequence[Example]) -> int:
         return len(examples)

@@ -17,6 +17,8 @@ from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.objectives.best_path import LayerTuning
 from flowgrpo.samplers.latent_edits import rewarded
 from flowgrpo.samplers.rollout import Part, leaves_of
+from flowgrpo.training.epoch import Epoch
+from flowgrpo.training.run import Run
 from flowgrpo.types import (
     Completions,
     Context,
@@ -34,7 +36,7 @@ def slices(values: Tensor, count: int) -> Tensor:
     return values if count == 1 else values.unflatten(1, (count, -1)).flatten(0, 1)
 
 
-def compared(trainer: Any, epoch: Any) -> list[Part]:
+def compared(trainer: Run, epoch: Epoch) -> list[Part]:
     """Return this process's parts of an epoch with their advantages; of what is not trained nothing is left."""
     method, scoring, processes = trainer.method, trainer.scoring, trainer.processes
     prompts, scores = epoch.groups.compared()
@@ -46,7 +48,7 @@ def compared(trainer: Any, epoch: Any) -> list[Part]:
     return [part for part in parts if part is not None]
 
 
-def context_of(trainer: Any, epoch: Any, keys: list[str]) -> Context:
+def context_of(trainer: Run, epoch: Epoch, keys: list[str]) -> Context:
     """Return what credit reads besides rewards, of all processes in one order of prompts. keys: of all groups."""
     scoring, strides = trainer.scoring, len(trainer.method.rollout.strides)
     groups, samples = _groups(trainer, epoch, keys), _samples(trainer, epoch.parts)
@@ -55,7 +57,7 @@ def context_of(trainer: Any, epoch: Any, keys: list[str]) -> Context:
     return Context(RunState(trainer.epoch, trainer.config.train.epochs, trainer.memory), rewards, groups, samples)
 
 
-def _groups(trainer: Any, epoch: Any, keys: list[str]) -> PromptGroups:
+def _groups(trainer: Run, epoch: Epoch, keys: list[str]) -> PromptGroups:
     shape, splits = trainer.geometry, trainer.rollouts.splits(trainer.epoch)
     of = shape.sliced(keys)
     places = [int(place) for part in epoch.parts for place in part.prompts[::shape.group]]
@@ -65,7 +67,7 @@ def _groups(trainer: Any, epoch: Any, keys: list[str]) -> PromptGroups:
     return PromptGroups(prompts, [metadata.get(key, {}) for key in prompts], splits)
 
 
-def _samples(trainer: Any, parts: list[Part]) -> SampleMeasures:
+def _samples(trainer: Run, parts: list[Part]) -> SampleMeasures:
     needs, group = trainer.method.needs, trainer.config.train.group
     measured: dict[str, Tensor] = {}
     for name, value in trainer.processes.gather_named(leaves_of(parts)).items():

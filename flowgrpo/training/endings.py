@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from flowgrpo.device import ran_out
 from flowgrpo.distributed.processes import OutOfMemoryElsewhere
-from flowgrpo.distributed.signals import Stop, Stopped
+from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import UserError
 from flowgrpo.training import state
 from flowgrpo.training.out_of_memory import why
-
-
-class Run(state.Run, Protocol):
-    """`train.Trainer`, as its end reads it."""
-
-    say: Callable[[str], None]
-    stop: Stop
+from flowgrpo.training.run import Run
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from flowgrpo.training import state
 from flowgrpo.training.best import BestWeights
 from flowgrpo.training.endings import saved
 from flowgrpo.training.metrics import Log, shown
+from flowgrpo.training.run import Run
 from flowgrpo.training.saving import Saving
 from flowgrpo.training.throughput import Throughput
 
@@ -26,7 +27,7 @@ class Progress:
     end of the last whole epoch, as a checkpoint has them.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: Run):
         self.sampled = 0
         self.seconds = 0.0
         self.reward_seconds = 0.0
@@ -34,11 +35,10 @@ class Progress:
         self.evaluation_due = False
         self.best = BestWeights(trainer.config.eval)
         self.saving = Saving(trainer)
-        trainer.progress = self
-        self.saved_counters: dict[str, Any] = state.counters(trainer)
+        self.saved_counters: dict[str, Any] = {}
 
 
-def run(trainer: Any, folder: Path, measured: dict[str, Any]) -> None:
+def run(trainer: Run, folder: Path, measured: dict[str, Any]) -> None:
     """Run the remaining epochs; save in between, at the end, and when asked to stop."""
     train, every, progress = trainer.config.train, trainer.config.eval.every, trainer.progress
     log = Log(folder, trainer.accelerator, train.epochs, trainer.epoch)
@@ -70,7 +70,7 @@ def run(trainer: Any, folder: Path, measured: dict[str, Any]) -> None:
                 progress.saving(folder, last)
 
 
-def measure(trainer: Any, folder: Path, measured: dict[str, Any]) -> dict[str, float]:
+def measure(trainer: Run, folder: Path, measured: dict[str, Any]) -> dict[str, float]:
     """Measure held-out scores after an epoch and return them; the time is not training's."""
     paused, progress = time.perf_counter(), trainer.progress
     metrics = held_out.sample_pictures(trainer, measured, folder)

@@ -20,7 +20,7 @@ from flowgrpo.rollouts.data_losses import Example
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.credit import slices
 from flowgrpo.training.explanations import explained
-from flowgrpo.training.state import Run
+from flowgrpo.training.run import Run
 from flowgrpo.types import Completions
 
 

@@ -13,7 +13,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods.data_sources import Explained
 from flowgrpo.samplers.rollout import seeder
-from flowgrpo.training.state import Run
+from flowgrpo.training.run import Run
 
 TURN = 7_000  # separates the draws of explanations from those of an epoch's samples
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from flowgrpo.methods.setup import Setup
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
+from flowgrpo.training.run import Run
 
 Metrics: TypeAlias = dict[str, Any]
 Step: TypeAlias = tuple[list[Part], int]  # parts of one optimizer step, and its decisions on all processes
@@ -52,7 +53,7 @@ class Extension:
         """Return what it does not go with besides the lack of what it needs, in words, and whether it applies."""
         return {}
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: Run):
         self.trainer = trainer
 
     def around_epoch(self) -> AbstractContextManager[None]:

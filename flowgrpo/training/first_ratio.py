@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from flowgrpo.objectives.ratios import LogRatio, PlainRatio
 from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.rollouts.base import Encoded, GroupSampler
 from flowgrpo.samplers.rollout import Part
+from flowgrpo.training.epoch import Epoch
 
 ROUNDED = 0.02  # more is not rounding: a log-probability is a mean over a latent's values, with far smaller errors
 UNCLIPPED = 1e-4  # the range for a surrogate without a clip, whose gradient does not read the ratio
@@ -41,11 +41,11 @@ class FirstRatio:
         self.rescore = False
 
     @classmethod
-    def of(cls, trainer: Any) -> FirstRatio:
-        """Return the check of a run, whose texts have no upper bound of rounding."""
-        policy, loss = trainer.policy, trainer.method.loss
-        most = math.inf if policy.modality == "text" else ROUNDED
-        return cls(trainer.rollouts, loss.surrogate, trainer.rollouts.exact, most, loss.log_ratio)
+    def of(cls, rollouts: GroupSampler[Any]) -> FirstRatio:
+        """Return the check of a run's rollouts; texts have no upper bound of rounding."""
+        policy, loss = rollouts.policy, rollouts.method.loss
+        return cls(rollouts, loss.surrogate, rollouts.exact, math.inf if policy.modality == "text" else ROUNDED,
+                   loss.log_ratio)
 
     def __call__(self, parts: list[Part], conditioning: Encoded, say: Callable[[str], None]) -> list[Part]:
         """Return the parts, with old scores that agree with the replay; only the first batch of a run is checked.
@@ -77,10 +77,13 @@ class FirstRatio:
         self.found, self.rescore = found, rescore
         return parts
 
-    def check(self, trainer: Any, epoch: Any) -> None:
-        """Check the first epoch's parts; give later ones the old scores of their replay where that is needed."""
-        self.rollouts, sampled = trainer.rollouts, epoch.sampled or epoch.conditioning
-        epoch.parts = trainer.with_oom_retry(partial(self, epoch.parts, sampled, trainer.say), "update")
+    def check(self, epoch: Epoch, rollouts: GroupSampler[Any], say: Callable[[str], None]) -> None:
+        """Check the first epoch's parts; give later ones the old scores of their replay where that is needed.
+
+        rollouts: the present ones. say: prints a line.
+        """
+        self.rollouts = rollouts
+        epoch.parts = self(epoch.parts, epoch.sampled or epoch.conditioning, say)
 
     def _again(self, parts: list[Part], conditioning: Encoded) -> list[Part]:
         with self.rollouts.old_policy.old(), self.processes.together():  # all have the old weights till all are done

@@ -8,11 +8,16 @@ from typing import Any, cast
 
 import torch
 
+from flowgrpo.config.sections import Train
 from flowgrpo.distributed.processes import Processes
+from flowgrpo.methods.method import Method
 from flowgrpo.objectives import at_epoch, is_active
 from flowgrpo.objectives.references import SelfTeacher, Soup
+from flowgrpo.policies.policy import Policy
+from flowgrpo.rollouts.base import GroupSampler
 from flowgrpo.samplers.replay import rescored
 from flowgrpo.samplers.rollout import Part
+from flowgrpo.training.epoch import Epoch
 from flowgrpo.types import RunState, Scored
 
 Snapshot = dict[str, torch.Tensor]
@@ -26,27 +31,34 @@ class KLReference:
     keep: an epoch has several passes, in which the reference's scores are reused.
     """
 
-    def __init__(self, trainer: Any):
-        self.trainer, self.method, self.policy = trainer, trainer.method, trainer.policy
-        self.memory, self.keep = trainer.memory, trainer.config.train.inner_epochs > 1
+    def __init__(self, train: Train, method: Method, policy: Policy, memory: dict[str, Any]):
+        self.method = method
+        self.policy = policy
+        self.memory = memory
+        self.keep = train.inner_epochs > 1
+        self.rollouts: GroupSampler[Any]
         self.conditioning: Any = None
         self.kl = self.method.loss.kl
         self.active = is_active(self.kl)  # in some epoch
         if not self.active:
-            self.kl = at_epoch(self.kl, RunState(epochs=trainer.config.train.epochs, memory=self.memory))
+            self.kl = at_epoch(self.kl, RunState(epochs=train.epochs, memory=memory))
         self.held: list[Snapshot] = self.next([], 0)
         self.known: dict[int, list[Scored]] = {}
         self.likelihood: torch.Tensor | None = None  # of the epoch's samples under the reference
 
-    def start_epoch(self, drawn: Any, epoch: int, epochs: int) -> None:
-        """Set the KL's weight for an epoch, and drop the last one's scores. drawn: the epoch's samples."""
+    def start_epoch(self, drawn: Epoch, rollouts: GroupSampler[Any], epoch: int, epochs: int) -> None:
+        """Set the KL's weight for an epoch, and drop the last one's scores.
+
+        drawn: the epoch's samples; rollouts: replay them.
+        """
         if self.active:
             self.kl = at_epoch(self.method.loss.kl, RunState(epoch, epochs, self.memory))
-        self.known, self.conditioning = {}, drawn.conditioning
+        self.known = {}
+        self.rollouts, self.conditioning = rollouts, drawn.conditioning
 
     def replay(self, part: Part) -> Iterator[tuple[int, slice, Scored]]:
         """Score a part's decisions as the reference is given them."""
-        return self.trainer.rollouts.replay(part, conditioning=self.conditioning)
+        return self.rollouts.replay(part, conditioning=self.conditioning)
 
     @property
     def read(self) -> bool:

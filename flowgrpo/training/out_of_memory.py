@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -12,6 +12,7 @@ from flowgrpo.config.geometry import BatchShape
 from flowgrpo.device import ran_out
 from flowgrpo.distributed.processes import OutOfMemoryElsewhere, Processes
 from flowgrpo.errors import UserError
+from flowgrpo.training.run import Run
 
 T = TypeVar("T")
 
@@ -57,7 +58,7 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def report(trainer: Any, text: str) -> None:
+def report(trainer: Run, text: str) -> None:
     """Print that the micro-batch is halved; scores of the reference of larger batches are dropped."""
     trainer.kl_reference.known = {}
     if trainer.processes.first:

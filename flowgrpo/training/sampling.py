@@ -21,10 +21,11 @@ from flowgrpo.distributed.signals import Stop, Stopped
 from flowgrpo.rollouts.base import Encoded, Outputs
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
+from flowgrpo.training.run import Run
 from flowgrpo.training.scoring import Scoring
 
 
-def draw(trainer: Any) -> Epoch:
+def draw(trainer: Run) -> Epoch:
     """Sample and score a group for each of the epoch's prompts."""
     epoch = begun(trainer)
     draw_groups(trainer, epoch, choose_prompts(trainer, trainer.epoch))
@@ -32,19 +33,19 @@ def draw(trainer: Any) -> Epoch:
     return epoch
 
 
-def begun(trainer: Any) -> Epoch:
+def begun(trainer: Run) -> Epoch:
     """Return the trainer's epoch without groups, and tell its rewards that it begins."""
     trainer.scoring.start_epoch(trainer.epoch, trainer.config.train.epochs, trainer.memory)
     return Epoch(empty_batch(trainer, trainer.epoch))
 
 
-def empty_batch(trainer: Any, epoch: int) -> EpochBatch:
+def empty_batch(trainer: Run, epoch: int) -> EpochBatch:
     """Return the record of an epoch's prompts and scores, without groups."""
     return EpochBatch(trainer.prompts, epoch, trainer.config.train.epochs, trainer.config.seed, trainer.processes,
                       trainer.memory)
 
 
-def choose_prompts(trainer: Any, epoch: int, count: int | None = None) -> list[Prompt]:
+def choose_prompts(trainer: Run, epoch: int, count: int | None = None) -> list[Prompt]:
     """Return the prompts with which an epoch begins, of all processes. count: None means `train.prompts`."""
     train, rule, weights = trainer.config.train, trainer.method.credit.advantage, None
     if type(rule).prompt_weights is not AdvantageRule.prompt_weights:  # few rules read them, and the prompts are many
@@ -54,7 +55,7 @@ def choose_prompts(trainer: Any, epoch: int, count: int | None = None) -> list[P
                                      trainer.memory, train.group)
 
 
-def draw_groups(trainer: Any, epoch: Epoch, batch: list[Prompt]) -> list[Part]:
+def draw_groups(trainer: Run, epoch: Epoch, batch: list[Prompt]) -> list[Part]:
     """Sample and score a group for each prompt, and add them to the epoch; return the parts of this process.
 
     batch: of all processes.
@@ -71,7 +72,7 @@ def draw_groups(trainer: Any, epoch: Epoch, batch: list[Prompt]) -> list[Part]:
     return parts
 
 
-def sample(trainer: Any, batch: list[Prompt], turn: int = 0) -> tuple[list[Part], Encoded, torch.Tensor]:
+def sample(trainer: Run, batch: list[Prompt], turn: int = 0) -> tuple[list[Part], Encoded, torch.Tensor]:
     """Sample and score groups of this process's prompts; a thread scores one part while the next one is sampled.
 
     turn: the number of earlier draws in the epoch, so every turn has separate noise.
@@ -95,7 +96,7 @@ def sample(trainer: Any, batch: list[Prompt], turn: int = 0) -> tuple[list[Part]
     return parts, conditioning, scores
 
 
-def sampled_parts(trainer: Any, scoring: Scoring, conditioning: Encoded, batch: list[Prompt], epoch: int, turn: int
+def sampled_parts(trainer: Run, scoring: Scoring, conditioning: Encoded, batch: list[Prompt], epoch: int, turn: int
                   ) -> Iterator[tuple[Part, Sequence[Outputs | None]]]:
     """Yield the parts of a batch, with their outputs per granularity. Raises Stopped if a stop was requested."""
     for part, outputs in trainer.rollouts.sample(conditioning, epoch, partial(scoring.total, batch),
@@ -106,7 +107,7 @@ def sampled_parts(trainer: Any, scoring: Scoring, conditioning: Encoded, batch: 
         yield part, outputs
 
 
-def submit(trainer: Any, scoring: Scoring, scorer: Scorer, batch: list[Prompt], part: Part,
+def submit(trainer: Run, scoring: Scoring, scorer: Scorer, batch: list[Prompt], part: Part,
            outputs: Sequence[Outputs | None], conditioning: Encoded) -> list[Future[torch.Tensor]]:
     """Submit a part's outputs to the rewards; return the futures of their scores, one per granularity."""
     base = trainer.rollouts.base(part, conditioning) if scoring.compares else None
@@ -114,14 +115,14 @@ def submit(trainer: Any, scoring: Scoring, scorer: Scorer, batch: list[Prompt], 
             for given in zip(outputs, scoring.latents(part.finals, len(outputs)))]
 
 
-def columns(trainer: Any, scores: list[torch.Tensor]) -> torch.Tensor:
+def columns(trainer: Run, scores: list[torch.Tensor]) -> torch.Tensor:
     """Return the scores [groups,G,R] of parts; samples finished in several granularities have R scores in each."""
     strides = len(trainer.method.rollout.strides)
     joined = [torch.cat(scores[stride::strides]) for stride in range(strides)]
     return torch.cat(joined, 1).unflatten(0, (-1, trainer.geometry.group))
 
 
-def group_signals(trainer: Any, parts: list[Part], groups: int) -> tuple[Sequence[float], Sequence[torch.Tensor]]:
+def group_signals(trainer: Run, parts: list[Part], groups: int) -> tuple[Sequence[float], Sequence[torch.Tensor]]:
     """Return (diversity, norms of gradients [G]) of every group of a turn of all processes; () for what the curriculum
     does not read, and for norms of images.
 

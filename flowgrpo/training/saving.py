@@ -17,6 +17,7 @@ from flowgrpo.device import free_memory
 from flowgrpo.storage import checkpoint
 from flowgrpo.storage.background import Background
 from flowgrpo.training import state
+from flowgrpo.training.run import Run
 
 LARGE = 2**28  # bytes of a process's tensors; a smaller checkpoint is written without a thread
 
@@ -28,7 +29,7 @@ class Saving:
     manifest. Until then it is no checkpoint.
     """
 
-    def __init__(self, trainer: state.Run):
+    def __init__(self, trainer: Run):
         self.trainer, self.writer = trainer, Background()
         self._steps: list[Callable[[], object]] = []  # that follow the write which runs
         self._pending = False  # with sharded weights the same on all processes

@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
-from flowgrpo.config.geometry import BatchShape
-from flowgrpo.config.schema import Config
-from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed import shards
-from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
-from flowgrpo.log import PhaseTimer
-from flowgrpo.methods.method import Method
-from flowgrpo.policies.policy import Policy
 from flowgrpo.policies.weights import finite
-from flowgrpo.rollouts.base import GroupSampler
 from flowgrpo.storage import checkpoint
 from flowgrpo.storage.places import checkpoints
-from flowgrpo.training.first_ratio import FirstRatio
-from flowgrpo.training.kl_reference import KLReference
-from flowgrpo.training.optimizer import Optimization
-from flowgrpo.training.scoring import Scoring
+from flowgrpo.training.run import Run
 
 SNAPSHOTS = ("weights", "ema", "old", "best", "reference")  # parts of a checkpoint that have the weights' names
 # Counters of a checkpoint, with the attribute of the run that has each.
@@ -41,34 +29,6 @@ NUMBER = (int, float)
 REQUIRED: dict[str, type | tuple[type, ...]] = {  # values that every checkpoint holds, with their types
     "epoch": int, "memory": dict, "reward_failures": dict, "evaluations": NUMBER, "rescore": bool,
     **dict.fromkeys(SAMPLING, NUMBER)}
-
-
-T = TypeVar("T")
-
-
-class Run(Protocol):
-    """`train.Trainer`, as a checkpoint and a trial read it."""
-
-    config: Config
-    processes: Processes
-    policy: Policy
-    method: Method
-    geometry: BatchShape
-    prompts: list[Prompt]
-    held_out: list[Prompt]
-    scoring: Scoring
-    rollouts: GroupSampler[Any]
-    optimization: Optimization
-    progress: Any
-    kl_reference: KLReference
-    first_ratio: FirstRatio
-    extensions: Any
-    clock: PhaseTimer
-    memory: dict[str, Any]
-    epoch: int
-
-    def with_oom_retry(self, work: Callable[[], T], phase: str = "") -> T:
-        """Return work(), repeated with half the micro-batch each time that memory runs out."""
 
 
 def counters(trainer: Run) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from flowgrpo.rewards.remote import exchange
 from flowgrpo.rollouts.base import Outputs
 from flowgrpo.storage import paths
 from flowgrpo.training import state
+from flowgrpo.training.run import Run
 from flowgrpo.training.scoring import Functions
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Batch:
         return copy.deepcopy([prompt.metadata for prompt in self.prompts])
 
 
-def require(trainer: state.Run, measured: Functions) -> None:
+def require(trainer: Run, measured: Functions) -> None:
     """Try the rewards of a run: the trained ones on training prompts, the other `measured` ones on held-out prompts.
     Check its prompts and the free space on its disk.
 
@@ -167,7 +168,7 @@ def _batches(functions: Functions, prompts: list[Prompt], group: int, samples: S
 class Samples:
     """Samples for the trials, drawn once for the same prompts."""
 
-    def __init__(self, trainer: state.Run):
+    def __init__(self, trainer: Run):
         self.trainer, self.rollouts = trainer, cast(Any, trainer.rollouts)
         self.policy: Any = trainer.policy
         self._known: dict[tuple[tuple[int, int] | None, tuple[str, ...]], Outputs] = {}
@@ -246,7 +247,7 @@ def _unseen(policy: Policy) -> Iterator[None]:
         np.random.set_state(numbers)
 
 
-def _require_real_scores(trainer: state.Run) -> None:
+def _require_real_scores(trainer: Run) -> None:
     """Raise UserError if no trained reward has a score for real samples either, of prompts spread evenly over all.
 
     The first epoch would report the same. With several processes, which would all have to draw, it is left to that.

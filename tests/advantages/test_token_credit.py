@@ -147,7 +147,7 @@ def test_tokens_have_advantages_of_their_own(method, options):
     for size in (1, 8):
         trainer.geometry = trainer.rollouts.geometry = type(trainer.geometry)(2, 4, size, 1)
         trainer.optimization.optimizer.zero_grad()
-        trainer.kl_reference.start_epoch(loop.epoch(trainer), 0, 1)
+        trainer.kl_reference.start_epoch(loop.epoch(trainer), trainer.rollouts, 0, 1)
         count = decisions(parts, trainer.method.loss.reduction)
         for part in parts:
             loop.backward(trainer, part, asked, {0: 1.0}, count, UpdateStats())

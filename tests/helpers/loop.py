@@ -70,13 +70,13 @@ def learn(trainer: Trainer, credited: Sequence[Part | None], conditioning: Any, 
 def backward(trainer: Trainer, part: Part, conditioning: Any, weights: dict[int, float], count: int,
              stats: UpdateStats) -> None:
     """Add one part's gradient."""
-    trainer.kl_reference.conditioning = conditioning
+    trainer.kl_reference.rollouts, trainer.kl_reference.conditioning = trainer.rollouts, conditioning
     trainer.backward(epoch(trainer, [part], conditioning, weights=weights), part, count, stats)
 
 
 def reference(trainer: Trainer, part: Part, conditioning: Any) -> list[Scored]:
     """The reference's scores of a part's transitions, where they are needed."""
-    trainer.kl_reference.conditioning = conditioning
+    trainer.kl_reference.rollouts, trainer.kl_reference.conditioning = trainer.rollouts, conditioning
     return trainer.kl_reference.scores(part)
 
 

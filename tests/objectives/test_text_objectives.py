@@ -383,7 +383,7 @@ def test_a_first_pass_is_made_where_batches_cut_groups_and_only_there(method):
         parts, asked, scores = sampling.sample(trainer, batch)
         parts = [part for part in loop.credit(trainer, parts, scores, [p.text for p in batch]) if part is not None]
         seen, replay = [], trainer.rollouts.target.replay
-        trainer.kl_reference.start_epoch(loop.epoch(trainer), 0, 1)
+        trainer.kl_reference.start_epoch(loop.epoch(trainer), trainer.rollouts, 0, 1)
 
         def counted(part, asked):
             seen.append(len(part.transitions[0].ids))

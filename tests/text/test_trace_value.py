@@ -186,7 +186,7 @@ def test_a_head_of_zeros_leaves_the_gradient_that_completions_have():
         parts = loop.critic(own)(parts, asked) if critic else parts
         assert parts[0].advantages[0].ndim == (2 if critic else 1)
         own.optimization.optimizer.zero_grad()
-        own.kl_reference.start_epoch(loop.epoch(own), 0, 1)
+        own.kl_reference.start_epoch(loop.epoch(own), own.rollouts, 0, 1)
         for part in parts:
             loop.backward(own, part, asked, {0: 1.0}, decisions(parts, own.method.loss.reduction), UpdateStats())
         found.append(torch.cat([each.grad.flatten() for each in own.policy.weights.parameters()]))

@@ -58,7 +58,7 @@ def test_no_step_of_a_rollout_and_no_replayed_micro_batch_waits(method):
         assert "torch_utils.py" in first and count == 1, host.waits  # the copy of the initial noise
 
         host.waits.clear()
-        trainer.kl_reference.start_epoch(epoch, 0, 1)
+        trainer.kl_reference.start_epoch(epoch, trainer.rollouts, 0, 1)
         epoch.weights = trainer.rollouts.step_weights(parts, 0)
         steps = shares(epoch.parts, trainer.geometry, trainer.processes, trainer.method.loss.reduction)
         host.waits.clear()

@@ -37,7 +37,7 @@ def test_the_gradient_by_hand():
     trainer = made()
     parts, conditioning, scores = sampling.sample(trainer, trainer.prompts[:2])
     credited = loop.credit(trainer, parts, scores, ["1", "2"])
-    trainer.kl_reference.start_epoch(loop.epoch(trainer), 0, 1)
+    trainer.kl_reference.start_epoch(loop.epoch(trainer), trainer.rollouts, 0, 1)
     [part], stats = credited, UpdateStats()
     loop.backward(trainer, part, conditioning, {0: 1.0}, 8, stats)
     found = [p.grad.clone() for p in trainer.policy.weights.parameters()]

@@ -56,7 +56,7 @@ def test_the_kl_is_to_the_present_policy_under_the_richer_prompt():
     batch = trainer.prompts[:2]
     parts, asked, scores = sampling.sample(trainer, batch)
     parts = [part for part in loop.credit(trainer, parts, scores, [p.key for p in batch]) if part]
-    trainer.kl_reference.start_epoch(loop.epoch(trainer, parts, asked, batch), 0, 2)
+    trainer.kl_reference.start_epoch(loop.epoch(trainer, parts, asked, batch), trainer.rollouts, 0, 2)
     for part in parts:
         [taken], [rewards] = part.transitions, part.rewards
         assert rewards.tolist() == [1, 0, 0, 0]
@@ -92,7 +92,7 @@ def test_a_richer_prompt_teaches_the_plain_one_of_pictures():
 
 def test_only_samples_of_smaller_rewards_are_held_where_that_is_set():
     trainer = tiny_text.trainer(parts={"reference": {"type": "Teacher", "only_below": 0.5}, "kl": {"weight": 2.0}})
-    trainer.kl_reference.start_epoch(loop.epoch(trainer), 0, 2)
+    trainer.kl_reference.start_epoch(loop.epoch(trainer), trainer.rollouts, 0, 2)
     mask = torch.ones(3, 2).bool()
     new, other = (Scored(f64(logp), mask) for logp in ([[-1, -2], [-1, -1], [-3, -1]], [[-2, -2], [-2, -3], [-1, -1]]))
     plain = trainer.kl_reference.kl(new, other)
@@ -114,9 +114,9 @@ def test_prompts_of_later_turns_follow_those_of_the_first_and_a_repeated_turn_is
     trainer.rollouts.sample = failing
     sampling.draw_groups(trainer, drawn, [c])
     assert trainer.geometry.micro_batch < trainer.config.train.micro_batch and drawn.groups.turn == 2
-    teacher.start_epoch(drawn, 0, 2)
+    teacher.start_epoch(drawn, trainer.rollouts, 0, 2)
     assert teacher.prompts == [a, c]
-    teacher.start_epoch(loop.epoch(trainer, own=[b]), 1, 2)
+    teacher.start_epoch(loop.epoch(trainer, own=[b]), trainer.rollouts, 1, 2)
     assert teacher.prompts == [b]
 
 

@@ -16,6 +16,7 @@ from flowgrpo.methods.setup import Setup
 from flowgrpo.storage.checkpoint import Tensors
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
+from flowgrpo.training.run import Run
 from flowgrpo.training.stored_parts import within
 
 RATES = torch.logspace(-3, 0.5, 141, dtype=torch.float64)  # of saturation per epoch; the least is nearly a line
@@ -53,7 +54,7 @@ class Extrapolation(Extension):
     # A path of all weights would be copies of them; rewards that judge a jump are of the weights behind it.
     needs = frozenset({capabilities.LORA, capabilities.PRESENT_WEIGHTS, capabilities.WHOLE_WEIGHTS})
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: Run):
         super().__init__(trainer)
         self.every, self.horizon = trainer.config.train.extrapolate_every, trainer.config.train.extrapolate
         self.path: list[dict[str, Tensor]] = []

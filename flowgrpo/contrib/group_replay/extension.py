@@ -17,6 +17,7 @@ from flowgrpo.rollouts.base import Encoded
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
+from flowgrpo.training.run import Run
 from flowgrpo.training.stored_parts import record_of, tensors_of
 
 SALT = 7  # of the draws' seeds
@@ -42,7 +43,7 @@ class GroupReplay(Extension):
     name = "replay"
     needs = frozenset({capabilities.RECORDABLE})
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: Run):
         super().__init__(trainer)
         self.part, self.processes, self.seed = trainer.method.replay, trainer.processes, trainer.config.seed
         self.groups: list[Recorded] = []

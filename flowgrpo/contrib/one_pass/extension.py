@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import cast
 
 import torch
 
@@ -20,10 +20,13 @@ from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.validate import resolve
 from flowgrpo.policies import build
 from flowgrpo.policies.pipelines import encoded_prompts
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.rollouts.denoising import DenoisingRollouts
 from flowgrpo.training import extensions
 from flowgrpo.training.batch_size import MOST
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
+from flowgrpo.training.run import Run
 
 
 class OnePass(Extension):
@@ -36,7 +39,7 @@ class OnePass(Extension):
                        capabilities.ONE_POLICY, capabilities.OWN_SAMPLES, capabilities.ENCODED_ONCE,
                        capabilities.LORA, capabilities.WHOLE_WEIGHTS})
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: Run):
         super().__init__(trainer)
         train = trainer.config.train
         self.holds = train.one_pass is True or train.one_pass == AUTO and _chosen(trainer)
@@ -67,7 +70,7 @@ class OnePass(Extension):
     @contextlib.contextmanager
     def around_epoch(self) -> Iterator[None]:
         """Context manager: the trainer's rollouts keep graphs."""
-        rollouts = self.trainer.rollouts
+        rollouts = cast(DenoisingRollouts, self.trainer.rollouts)
         before = rollouts.target
         if self.holds:
             rollouts.target = HeldSteps(rollouts)
@@ -118,7 +121,7 @@ def setup_of(config: Config, processes: int) -> Setup:
     return Setup(config, build.PIPELINE, resolve(config), processes=processes)
 
 
-def _chosen(trainer: Any) -> bool:
+def _chosen(trainer: Run) -> bool:
     """Return True if a run can keep its graphs and all processes have the memory for them; say so."""
     setup = Setup(trainer.config, build.PIPELINE, trainer.method, processes=trainer.processes.count)
     fits, told = False, next(extensions.obstacles(OnePass, setup), "")
@@ -132,9 +135,9 @@ def _chosen(trainer: Any) -> bool:
     return fits
 
 
-def _needed(trainer: Any) -> float:
+def _needed(trainer: Run) -> float:
     """Return the bytes of this process with the graphs; infinite where those of a reward model are not known."""
-    config, policy, prompt = trainer.config, trainer.policy, trainer.prompts[0]
+    config, policy, prompt = trainer.config, cast(PipelinePolicy, trainer.policy), trainer.prompts[0]
     sizes = reward_models.reward_weights(config)
     if any(size is None for size in sizes.values()):
         return math.inf

@@ -22,6 +22,7 @@ from flowgrpo.policies import build
 from flowgrpo.rollouts.build import make_rollouts
 from flowgrpo.text.policies import engines
 from flowgrpo.training.extension import Extension
+from flowgrpo.training.run import Run
 
 CHANGES = ("train.steps", "train.shift", "train.group", "train.prompts", "train.lr", "picture.sizes", "picture.frames",
            "text.max_tokens")  # keys that a phase can set; evaluations keep those of the recipe
@@ -93,7 +94,7 @@ def _require_read(phase: Phase, where: str, first: bool) -> None:
 class Phases(Extension):
     """Phases of a run. number: the present one, -1 before the first."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: Run):
         super().__init__(trainer)
         config = trainer.config
         self.config, self.number, self.begins = config, -1, begins(config)
@@ -144,7 +145,7 @@ class Phases(Extension):
                 policy.call.clear()
                 policy.call.update(call)
 
-    def _choose(self, trainer: Any, phase: Phase) -> None:
+    def _choose(self, trainer: Run, phase: Phase) -> None:
         """Restrict the trainer to the phase's prompts, and those that are carried."""
         now = frozenset(prompt.key for prompt in trainer.prompts if matches(prompt, phase.when))
         if not phase.carry:
@@ -152,7 +153,7 @@ class Phases(Extension):
         trainer.method = replace(trainer.method, curriculum=Carried(trainer.method.curriculum, now, phase.carry,
                                                                     records=self.carries))
 
-    def _enter(self, trainer: Any, config: Config, phase: Phase) -> None:
+    def _enter(self, trainer: Run, config: Config, phase: Phase) -> None:
         """Make what depends on the phase's configuration anew; counters and the old policy stay."""
         before, lowered = trainer.rollouts, trainer.geometry.micro_batch
         trainer.config = trainer.optimization.config = config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,9 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods.supervised import SelfAnswers
 from flowgrpo.policies.pipelines import picture_reader
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rollouts.data_losses import DataLosses, Example, seed_of
+from flowgrpo.training.run import Run
 
 
 class AnswerLosses(DataLosses):
@@ -25,13 +27,13 @@ class AnswerLosses(DataLosses):
     Raises UserError for a prompt without questions, or with a picture.
     """
 
-    def __init__(self, part: SelfAnswers, run: Any, prompts: Sequence[Prompt]):
+    def __init__(self, part: SelfAnswers, run: Run, prompts: Sequence[Prompt]):
         self.part, self.run = part, run
         self.questions = {prompt.key: questions_of(prompt) for prompt in prompts}
         every = [question for questions in self.questions.values() for question in questions]
         texts = (sorted({question.question for question in every}),
                  sorted({choice for question in every for choice in question.choices}))
-        self.head = picture_reader.made(run.policy, part.time, part.width, texts, run.config.seed)
+        self.head = picture_reader.made(cast(PipelinePolicy, run.policy), part.time, part.width, texts, run.config.seed)
         self.counted = [0, 0]
 
     def divisor(self, examples: Sequence[Example]) -> int:

@@ -21,6 +21,7 @@ from flowgrpo.text.policies import engines
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
 from flowgrpo.training.optimizer import decisions
+from flowgrpo.training.run import Run
 from flowgrpo.training.scoring import Scoring
 from flowgrpo.types import required
 
@@ -31,9 +32,10 @@ class Rehearsal(Extension):
     parts: of this process, on the CPU, once they are drawn; means: the mean divergence of each update of an epoch.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: Run):
         super().__init__(trainer)
-        self.part, self.config, self.processes = trainer.method.loss.rehearsal, trainer.config, trainer.processes
+        self.config, self.processes = trainer.config, trainer.processes
+        self.part = required(trainer.method.loss.rehearsal)
         self.parts: list[Part] | None = None
         self.conditioning: Any = None
         self.means: list[Tensor] = []

@@ -31,6 +31,7 @@ from flowgrpo.storage.checkpoint import Tensors
 from flowgrpo.training import sampling
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
+from flowgrpo.training.run import Run
 from flowgrpo.training.scoring import Scoring
 from flowgrpo.training.stored_parts import restored, stored, within
 from flowgrpo.types import Completion, Scored, required
@@ -66,7 +67,7 @@ class Staleness(Extension):
     needs = frozenset({capabilities.ONE_DRAW, capabilities.AS_LEARNED, capabilities.OWN_SAMPLES,
                        capabilities.RECORDABLE, capabilities.ENCODED_ONCE})
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: Run):
         super().__init__(trainer)
         train, self.run, self.pool = trainer.config.train, trainer, make_pool(trainer)
         self.bound, self.cap = train.staleness, train.staleness_cap

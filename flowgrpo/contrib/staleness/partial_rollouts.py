@@ -6,13 +6,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 from flowgrpo.data.prompts import Prompt, as_line, of_records
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.storage.checkpoint import Tensors
+from flowgrpo.text.policies.causal_lm import CausalLM
+from flowgrpo.text.rollouts.completions import TextRollouts
 from flowgrpo.text.samplers.partial import Begun, begin, completed, go_on
 from flowgrpo.training import sampling
+from flowgrpo.training.run import Run
 from flowgrpo.training.stored_parts import within
 
 
@@ -31,8 +34,9 @@ class Pool:
     of such epochs whose prompts were drawn; fresh: of their groups, those that are not begun: (prompt, seeds).
     """
 
-    def __init__(self, run: Any):
+    def __init__(self, run: Run):
         self.run, text = run, run.config.text
+        self.policy = cast(CausalLM, run.policy)
         self.extra, self.chunk = math.ceil(text.over_provision * run.config.train.prompts), text.chunk
         self.groups: list[Waiting] = []
         self.fresh: list[tuple[Prompt, list[int]]] = []
@@ -49,12 +53,12 @@ class Pool:
         while len(fresh) < missing:
             fresh += self._asked(asked)
             asked += 1
-        waiting += [Waiting(prompt, begin(seeds, run.policy.text.max_tokens)) for prompt, seeds in fresh[:missing]]
+        waiting += [Waiting(prompt, begin(seeds, self.policy.text.max_tokens)) for prompt, seeds in fresh[:missing]]
         tokenized, before = run.rollouts.conditioning([of.prompt for of in waiting], epoch), run.policy.evaluations
         with run.clock("rollout"):
             while sum(of.group.whole for of in waiting) < train.prompts:
                 run.stop.check()
-                groups = go_on(run.policy, tokenized, [of.group for of in waiting], run.method.generation.decoding,
+                groups = go_on(self.policy, tokenized, [of.group for of in waiting], run.method.generation.decoding,
                                self.chunk, run.geometry.micro_batch, run.optimization.update)
                 waiting = [Waiting(of.prompt, group) for of, group in zip(waiting, groups)]
         run.rollouts.count(run.policy.evaluations - before)
@@ -71,9 +75,9 @@ class Pool:
 
     def parts(self, whole: list[Waiting]) -> Iterator[tuple[Part, list[list[str]]]]:
         """Yield whole groups as parts, with their texts."""
-        rollouts = self.run.rollouts
+        rollouts = cast(TextRollouts, self.run.rollouts)
         for groups, prompts, _, _ in rollouts.whole_groups(len(whole)):
-            batch = completed(self.run.policy, [whole[place].group for place in groups])
+            batch = completed(self.policy, [whole[place].group for place in groups])
             yield rollouts.target.record(groups, prompts, [batch]), [list(batch.texts)]
 
     def state(self) -> tuple[Tensors, dict[str, Any]]:
@@ -103,6 +107,6 @@ def oldest(whole: list[Waiting]) -> int:
     return min(int(of.group.versions[of.group.drawn].min()) for of in whole)
 
 
-def make_pool(run: Any) -> Pool | None:
+def make_pool(run: Run) -> Pool | None:
     """Return the pool of a run; None without over-provision."""
     return Pool(run) if run.config.text.over_provision else None

@@ -16,7 +16,7 @@ from flowgrpo.samplers.rollout import Part, seeder
 from flowgrpo.text.rewards.answer_keys import spoken
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension
-from flowgrpo.training.state import Run
+from flowgrpo.training.run import Run
 from flowgrpo.types import Completions
 
 TURN = 9_000  # separates the draws of variants from those of an epoch's samples

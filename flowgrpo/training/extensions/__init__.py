@@ -15,6 +15,7 @@ from flowgrpo.methods import capabilities
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.setup import Setup
 from flowgrpo.training.extension import Extension, Extensions
+from flowgrpo.training.run import Run
 from flowgrpo.user_code import packaged
 
 Wanted: TypeAlias = Callable[[Config, Method], Any]
@@ -54,7 +55,7 @@ def wanted(config: Config, method: Method) -> Iterator[type[Extension]]:
             yield extension
 
 
-def of(trainer: Any) -> Extensions:
+def of(trainer: Run) -> Extensions:
     """Return the extensions of a trainer."""
     return Extensions([extension(trainer) for extension in wanted(trainer.config, trainer.method)])
 

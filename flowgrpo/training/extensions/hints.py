@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from flowgrpo.advantages.group import Advantage, AdvantageRule
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension
+from flowgrpo.training.run import Run
 
 TIMES = 100  # one reward's weighted deviation over another's, from which only the first counts
 
@@ -15,7 +15,7 @@ TIMES = 100  # one reward's weighted deviation over another's, from which only t
 class RewardHints(Extension):
     """Hints on the rewards of a run, each printed once."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: Run):
         super().__init__(trainer)
         self.advantage, self._printed = trainer.method.credit.advantage, set[str]()
 

@@ -17,7 +17,8 @@ from flowgrpo.rollouts.data_losses import DataLosses, Example, PairTokenLosses, 
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.examples import Examples
 from flowgrpo.training.extension import Extension, Metrics, Step
-from flowgrpo.training.state import Run
+from flowgrpo.training.run import Run
+from flowgrpo.types import required
 
 OF_ANSWERS = "flowgrpo.contrib.questions.answer_losses"  # of `SelfAnswers`
 MEMORY = "data"  # signals of earlier epochs, in the memory of the method's parts
@@ -31,9 +32,9 @@ class Supervised(Extension):
 
     name = "data"
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: Run):
         super().__init__(trainer)
-        self.part = trainer.method.loss.data
+        self.part = required(trainer.method.loss.data)
         self.batch: list[Example] = []
         self.losses: list[Tensor] = []
         self.weights: list[float] = []

@@ -10,6 +10,7 @@ from flowgrpo.advantages.gae import Recall
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
 from flowgrpo.training.replay_buffer import Recalling
+from flowgrpo.training.run import Run
 
 
 class ValueModel(Extension):
@@ -18,7 +19,7 @@ class ValueModel(Extension):
     name = "critic"
     changes = True
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: Run):
         super().__init__(trainer)
         self.critic: Any = _critic(trainer)
 
@@ -37,11 +38,12 @@ class ValueModel(Extension):
         self.critic.load_state(tensors, values)
 
 
-def _critic(trainer: Any) -> Any:
+def _critic(trainer: Run) -> Any:
     """Return the value model of edits, or of a language model, or the quality head of its draws."""
     part = trainer.method.credit.value
+    policy: Any = trainer.policy  # of edits, or of texts
     if isinstance(part, Recall):
-        return Recalling(part, trainer.policy.editor, trainer.processes)
+        return Recalling(part, policy.editor, trainer.processes)
     from flowgrpo.text.critic import make_critic
 
-    return make_critic(trainer.method, trainer.policy, trainer.geometry, trainer.processes)
+    return make_critic(trainer.method, policy, trainer.geometry, trainer.processes)

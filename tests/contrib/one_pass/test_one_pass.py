@@ -240,7 +240,7 @@ def test_an_update_that_is_repeated_replays_what_it_has_read():
         extension.on_drawn(epoch)
         epoch.parts = credit.compared(made, epoch)
         epoch.weights = made.rollouts.step_weights(epoch.parts, 0)
-        made.kl_reference.start_epoch(epoch, 0, 1)
+        made.kl_reference.start_epoch(epoch, made.rollouts, 0, 1)
         gradients = []
         for _ in range(2):
             before = made.policy.evaluations

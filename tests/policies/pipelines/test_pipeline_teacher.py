@@ -31,7 +31,7 @@ def test_the_reference_is_the_teacher(tmp_path):
     batch = trainer.prompts[:2]
     parts, asked, scores = sampling.sample(trainer, batch)
     part = next(part for part in loop.credit(trainer, parts, scores, [p.key for p in batch]) if part)
-    trainer.kl_reference.start_epoch(loop.epoch(trainer), 0, 2)
+    trainer.kl_reference.start_epoch(loop.epoch(trainer), trainer.rollouts, 0, 2)
     module = trainer.policy.pipe.transformer
     before = module.forward
     found = loop.reference(trainer, part, asked)

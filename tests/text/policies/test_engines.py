@@ -159,7 +159,7 @@ def test_the_loss_of_a_token_is_multiplied_by_its_weight():
 
     def gradient(weight) -> torch.Tensor:
         made.optimization.optimizer.zero_grad()
-        made.kl_reference.start_epoch(loop.epoch(made), 0, 1)
+        made.kl_reference.start_epoch(loop.epoch(made), made.rollouts, 0, 1)
         for part in credited:
             [taken] = part.transitions
             own = Completions(taken.ids, taken.prompts, taken.old, correction=weight(taken.correction))

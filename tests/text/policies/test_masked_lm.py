@@ -350,7 +350,7 @@ def test_micro_batches_change_no_gradient(method, kernel):
         parts = [part for part in loop.credit(own, parts, scores, [p.text for p in batch]) if part is not None]
         tiny.stir(own.policy, 0.05)
         own.optimization.optimizer.zero_grad()
-        own.kl_reference.start_epoch(loop.epoch(own), 0, 1)
+        own.kl_reference.start_epoch(loop.epoch(own), own.rollouts, 0, 1)
         for part in parts:
             loop.backward(own, part, asked, {0: 1.0}, decisions(parts, own.method.loss.reduction), UpdateStats())
         found.append(torch.cat([parameter.grad.flatten() for parameter in own.policy.weights.parameters()]))

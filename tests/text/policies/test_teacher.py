@@ -50,7 +50,7 @@ def test_the_reference_is_the_teacher(tmp_path):
     batch = own.prompts[:2]
     parts, asked, scores = sampling.sample(own, batch)
     [part] = loop.credit(own, parts[:1], scores, [p.text for p in batch])
-    own.kl_reference.start_epoch(loop.epoch(own), 0, 2)
+    own.kl_reference.start_epoch(loop.epoch(own), own.rollouts, 0, 2)
     before, spent = own.policy.model, own.policy.evaluations
     [found] = loop.reference(own, part, asked)
     assert own.policy.model is before and own.policy.evaluations > spent and not found.logp.requires_grad

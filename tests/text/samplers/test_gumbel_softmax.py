@@ -317,7 +317,7 @@ def test_neither_micro_batches_nor_checkpoints_change_the_gradient(trained):
         parts, asked, scores = sampling.sample(trainer, batch)
         parts = list(loop.credit(trainer, parts, scores, [p.text for p in batch]))
         trainer.optimization.optimizer.zero_grad()
-        trainer.kl_reference.start_epoch(loop.epoch(trainer), 0, 1)
+        trainer.kl_reference.start_epoch(loop.epoch(trainer), trainer.rollouts, 0, 1)
         for part in parts:
             loop.backward(trainer, part, asked, {0: 1.0}, decisions(parts), UpdateStats())
         found.append(torch.cat([each.grad.flatten() for each in trainer.policy.weights.parameters()]))
