@@ -22,8 +22,10 @@ from common import RECIPE, make_trainer
 
 import flowgrpo
 from flowgrpo.config import Config, load
+from flowgrpo.distributed.signals import Stop
 
 PACKAGE = str(Path(flowgrpo.__file__).parent)
+WAITING = Stop.check.__code__  # called while a reward is waited for, as often as that takes
 SMALL = {"train.prompts": 2, "train.group": 4, "train.micro_batch": 8, "train.updates": 1, "tracker": "none",
          "precision": "fp32", "device": "cpu"}
 
@@ -39,7 +41,7 @@ class Trace:
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         file = frame.f_code.co_filename
-        if event != "call" or not file.startswith(PACKAGE):
+        if event != "call" or not file.startswith(PACKAGE) or frame.f_code is WAITING:
             return
         file = file[len(PACKAGE) + 1:]
         self.files[file] += 1

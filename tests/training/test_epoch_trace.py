@@ -6,15 +6,19 @@
 from __future__ import annotations
 
 import sys
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
+from flowgrpo.distributed import signals
+from flowgrpo.distributed.signals import Stop
 from tests.helpers.threads import one_thread
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
-from trace_epoch import configuration, traced  # noqa: E402
+from trace_epoch import Trace, configuration, traced  # noqa: E402
 
 # Of a starter's recipe and a method, or None for the recipe's own: files, classes and moves of a run's second epoch.
 # Counted by Python 3.11; later versions count fewer moves, since they enter no frame for a comprehension.
@@ -29,6 +33,17 @@ def test_an_epoch_enters_no_more_files_and_classes_than_listed(recipe, method):
         trace = traced(configuration(recipe, method))
     assert trace.files["train.py"] and "Trainer" in {entered.__name__ for entered in trace.classes}
     assert all(found <= most for found, most in zip(trace.counts, MOST[recipe, method])), trace.counts
+
+
+def test_waiting_for_a_slow_reward_adds_nothing():
+    trace, stop, future = Trace(), Stop(), Future[int]()
+    threading.Timer(3 * signals.TICK, future.set_result, [1]).start()
+    sys.setprofile(trace)
+    try:
+        signals.result(future, stop.check)
+    finally:
+        sys.setprofile(None)
+    assert trace.counts == (1, 0, 1)
 
 
 def test_the_first_epoch_of_a_run_is_longer_than_its_second():
