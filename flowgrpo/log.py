@@ -92,7 +92,7 @@ class PhaseTimer:
             else:
                 self._spans.append((phase, begun, _recorded()))
 
-    def take(self) -> dict[str, float]:
+    def pop(self) -> dict[str, float]:
         """Return the seconds by phase, as metrics, and begin anew. Waits for the GPU's last event."""
         if self._spans:
             self._spans[-1][2].synchronize()

@@ -90,7 +90,7 @@ class Trainer:
 
     def train_on(self, epoch: Epoch) -> dict[str, Any]:
         """Learn from an epoch whose parts have advantages; return its metrics."""
-        if self.first_ratio.found is None or self.first_ratio.rescore:  # in a run's first epoch, as a rule
+        if self.first_ratio.max_log_ratio is None or self.first_ratio.rescore:  # in a run's first epoch, as a rule
             self.with_oom_retry(partial(self.first_ratio.check, epoch, self.rollouts, self.say), "update")
         epoch.weights = self.rollouts.step_weights(epoch.parts, self.epoch)
         self.extensions.on_credited(epoch)
@@ -176,5 +176,5 @@ class Trainer:
 
     def with_oom_retry(self, work: Callable[[], T], phase: str = "") -> T:
         """Return work(), repeated with half the micro-batch while memory runs out. phase: its name, or the clock's."""
-        return out_of_memory.fitted(work, self.geometry, self.processes, lambda: phase or self.clock.phase,
+        return out_of_memory.with_oom_retry(work, self.geometry, self.processes, lambda: phase or self.clock.phase,
                                     partial(out_of_memory.report, self))

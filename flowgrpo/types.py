@@ -123,6 +123,7 @@ class Transitions:
     goal: RegressionTarget | None = None
     clean: Tensor | None = None
     correction: Tensor | None = None
+    expert = None  # all are drawn
 
     def __post_init__(self) -> None:
         assert len(self.x) == len(self.prompts) and len(self.x_next) == len(self.parent) == len(self.old.logp)

@@ -38,7 +38,7 @@ def epoch(trainer: Trainer) -> None:
     conditioning = trainer.rollouts.conditioning(batch)
     parts = list(explore(trainer.policy, conditioning, trainer.rollouts.explorations(trainer.epoch), shape.micro_batch,
                          seeder(config.seed, trainer.epoch)))
-    ups_and_downs = 1 - 2.0 * (torch.arange(shape.rows) % 2).view(-1, shape.group, 1)
+    ups_and_downs = 1 - 2.0 * (torch.arange(shape.samples) % 2).view(-1, shape.group, 1)
     ups_and_downs = ups_and_downs.expand(-1, -1, len(config.rewards))
     updated(trainer, epoch_of(trainer, parts, conditioning, batch, ups_and_downs))
 
@@ -98,7 +98,7 @@ def main() -> None:
             "fused": partial(bare, trainer, calls, fused=True)}
     found = in_turns(work, args.repetitions, trainer.policy.device)
     backward = sum(call[3] for call in calls)
-    print(f"{config.method}, {trainer.geometry.rows} rows of {config.train.steps} steps: {len(calls) - backward} "
+    print(f"{config.method}, {trainer.geometry.samples} rows of {config.train.steps} steps: {len(calls) - backward} "
           f"forwards, {backward} forwards with backwards; {torch.get_num_threads()} threads; medians of "
           f"{args.repetitions}")
     titles = {"epoch": "rollout and update", "full": "with decoding and reward", "bare": "the denoiser calls alone",

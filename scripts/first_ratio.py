@@ -40,9 +40,9 @@ def largest(trainer: Trainer, epochs: list[int]) -> float:
     for epoch in epochs:
         sampled = trainer.rollouts.sample(conditioning, epoch, partial(trainer.scoring.total, batch))
         parts = [part for part, _ in sampled]
-        trainer.first_ratio.found = None
+        trainer.first_ratio.max_log_ratio = None
         trainer.first_ratio(parts, conditioning, print)
-        found.append(trainer.first_ratio.found)
+        found.append(trainer.first_ratio.max_log_ratio)
     return max(found)
 
 

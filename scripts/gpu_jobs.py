@@ -120,10 +120,10 @@ class Measured:
 
     def first_ratio(self) -> dict[str, Any]:
         """Return the largest first |log ratio| of the run's first epoch, and its limit."""
-        if self.trainer.first_ratio.found is None:
+        if self.trainer.first_ratio.max_log_ratio is None:
             self.trainer.run_epoch()
         first = self.trainer.first_ratio
-        return {"found": first.found, "limit": first.limit, "rescored": int(first.rescore)}
+        return {"found": first.max_log_ratio, "limit": first.limit, "rescored": int(first.rescore)}
 
     def peak(self) -> dict[str, Any]:
         """Return the peak of an epoch after the first one, and that of the dry run."""

@@ -175,7 +175,7 @@ class Bench:
                    "ms per row and step": 1e3 * seconds / self.rows / {"update": self.steps}.get(what, calls or 1),
                    "over bare calls": self._over(seconds / calls) if calls else None} | line | {
                    "estimated GiB": sum(estimate[what].values()) / GIB}
-        yield {"what": "first |log ratio|", "value": trainer.first_ratio.found,
+        yield {"what": "first |log ratio|", "value": trainer.first_ratio.max_log_ratio,
                "limit": trainer.first_ratio.limit, "old scores computed again": trainer.first_ratio.rescore}
 
     def variants(self) -> Iterator[Line]:

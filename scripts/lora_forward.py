@@ -56,7 +56,7 @@ def gradient(trainer: Trainer) -> tuple[torch.Tensor, float]:
     for part in credit.compared(trainer, epoch):
         trainer.backward(epoch, part, 1, UpdateStats())
     flat = torch.cat([parameter.grad.flatten() for parameter in trainer.policy.weights.parameters()])
-    return flat, trainer.first_ratio.found
+    return flat, trainer.first_ratio.max_log_ratio
 
 
 def main() -> None:

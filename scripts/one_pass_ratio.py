@@ -30,12 +30,12 @@ SMALL = {"train.prompts": "2", "train.group": "8", "train.micro_batch": "16", "t
 
 def epoch_seconds(trainer: Trainer) -> float:
     """Return the seconds of rollout and update of the trainer's next epoch."""
-    trainer.clock.take()
+    trainer.clock.pop()
     trainer.run_epoch()
     trainer.epoch += 1
     if trainer.policy.device.type == "cuda":
         torch.cuda.synchronize()
-    taken = trainer.clock.take()
+    taken = trainer.clock.pop()
     return sum(taken.get(phase, 0.0) for phase in PHASES)
 
 

@@ -229,7 +229,7 @@ def tested(model: Path, file: Path) -> dict[str, Any]:
 
 
 def _share(marks: list[tuple[float, str]]) -> dict[str, Any]:
-    return {"questions": len(marks), **share(*zip(*marks)).told()} if marks else {"questions": 0}
+    return {"questions": len(marks), **share(*zip(*marks)).as_json()} if marks else {"questions": 0}
 
 
 def chosen(model: Path, file: Path) -> dict[str, Any]:
@@ -240,8 +240,8 @@ def chosen(model: Path, file: Path) -> dict[str, Any]:
     scores = torch.tensor(reward(shown.pictures / 255, shown.prompts, [{}] * len(shown.prompts))).view(-1, GROUP)
     right = torch.tensor(scene(shown.pictures / 255, shown.prompts)).view(-1, GROUP)
     best = right.gather(1, scores.argmax(1, keepdim=True))
-    return {"drawn": interval(right.numpy()).told(), "chosen": interval(best.numpy()).told(),
-            "gain": interval((best - right.mean(1, keepdim=True)).numpy(), BOOTSTRAP).told()}
+    return {"drawn": interval(right.numpy()).as_json(), "chosen": interval(best.numpy()).as_json(),
+            "gain": interval((best - right.mean(1, keepdim=True)).numpy(), BOOTSTRAP).as_json()}
 
 
 def main() -> None:

@@ -204,7 +204,7 @@ def tested(reward: Path, file: Path) -> dict:
                              [pair.prompt for pair in pairs]) for side in ("chosen", "rejected")]
     marks = torch.tensor([[pair.verdicts[OVERALL]] for pair in pairs])
     found = accuracy((scores[0] - scores[1])[:, 0], marks[:, 0], [pair.prompt for pair in pairs])
-    return {"preferences": int((marks != 0.5).sum()), **found.told()}
+    return {"preferences": int((marks != 0.5).sum()), **found.as_json()}
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ class BatchShape:
 
     prompts: P of each process; where groups are split over processes, its number of slices.
     group: G; where groups are split, samples per slice.
-    rows: B = P*G.
+    samples: B = P*G.
     micro_batch: rows that go through the denoiser at once; a run that is out of memory lowers it.
     parts: the number of whole groups sampled together, as many as a micro-batch holds and at least one.
     updates: optimizer steps per pass over them.
@@ -36,14 +36,14 @@ class BatchShape:
     sampled: int = 0
 
     def __post_init__(self) -> None:
-        self.begin()
+        self.start_turn()
 
-    def begin(self) -> None:
+    def start_turn(self) -> None:
         """Sample parts with the present micro-batch from here on."""
         self.sampled = self.micro_batch
 
     @property
-    def rows(self) -> int:
+    def samples(self) -> int:
         return self.prompts * self.group
 
     @property

@@ -25,7 +25,7 @@ class Lockstep:
         self.beside: torch.Tensor | None = None  # the output of a row that accompanied a training forward
         self.left = False  # another process has left
 
-    def take(self, kind: int, step: int = 0) -> None:
+    def join(self, kind: int, step: int = 0) -> None:
         """Return when all processes do this.
 
         Raises Stopped if another process leaves.
@@ -34,7 +34,7 @@ class Lockstep:
             self._follow(*now)
         self.beside = None
 
-    def leave(self) -> None:
+    def abort(self) -> None:
         """Report to the others that this process failed or was asked to stop, unless one of them did first."""
         if not self.left:
             self._pressing(LEAVE, 0)

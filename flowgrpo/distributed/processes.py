@@ -190,14 +190,14 @@ class Processes:
         try:
             yield
             if self.turns is not None:
-                self.turns.take(DONE)  # go with the others until all are done
+                self.turns.join(DONE)  # go with the others until all are done
         except (Exception, Stopped) as error:
             if self.members > 1 and not isinstance(error, (UserError, Stopped)):
                 raise
             full = ran_out(error)
             with _failing(error) if not full and isinstance(error, Exception) else nullcontext():
                 if self.turns is not None:
-                    self.turns.leave()
+                    self.turns.abort()
                 others = self.turns is None and self.total([1, not full])[1]
             self.parted = True
             if full and others:

@@ -178,8 +178,8 @@ def _trainer(config: Config, policy: Any, image: str | None, meta: MetaGPU) -> T
         for parameter in policy.weights.parameters():
             parameter.grad = torch.empty_like(parameter)
         trainer.optimization.optimizer.step()
-    trainer.rollouts.old_policy.begin(trainer.epoch)
-    trainer.first_ratio.found = 0.0  # there are no values to compare
+    trainer.rollouts.old_policy.start_epoch(trainer.epoch)
+    trainer.first_ratio.max_log_ratio = 0.0  # there are no values to compare
     return trainer
 
 

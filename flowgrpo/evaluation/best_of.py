@@ -57,7 +57,7 @@ class BestOf:
         """Return a generator whose samples are the best of several of another one's."""
         return BestHand(hand, self)
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Return how samples are chosen, as evaluations record it."""
         return {"best_of": self.count, "by": self.name}
 

@@ -30,8 +30,9 @@ def compared(base: Measured, after: Measured, samples: int) -> dict[str, Rows]:
     for name in base.scores:
         old, new = (np.array(measured.scores[name]).reshape(-1, samples) for measured in (base, after))
         method = method_of(old, new)
-        rows[name] = {task: {"before": interval(old[at], method).told(), "after": interval(new[at], method).told(),
-                             "change": change(old[at], new[at], method).told()} for task, at in places.items()}
+        rows[name] = {task: {"before": interval(old[at], method).as_json(),
+                             "after": interval(new[at], method).as_json(),
+                             "change": change(old[at], new[at], method).as_json()} for task, at in places.items()}
     return rows
 
 

@@ -66,7 +66,7 @@ class Enhancer:
         written = self.policy.generate(self.policy.encode(list(some)), seeds)
         self.known.update(zip(some, map(rewritten, written)))
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Return how prompts are rewritten, as evaluations record it."""
         return {"enhancer": self.source, "enhancer_weights": weights_digest(self.weights)}
 

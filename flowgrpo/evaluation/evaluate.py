@@ -79,7 +79,7 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
         rewards.require_modality(functions, plan.medium.modality)
     rewards.require_routes(functions, [prompt.metadata for prompt in chosen.prompts])
     ledger = plan.medium.ledger(Path(output), processes.rank)
-    settings = plan.told() | {"suite": digest([str(case) for case in chosen.cases]),
+    settings = plan.as_json() | {"suite": digest([str(case) for case in chosen.cases]),
                               "rewards": held_out.rules(functions)}
     ledger.check(settings)
     known = _known(ledger, plan, functions)

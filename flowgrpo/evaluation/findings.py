@@ -40,27 +40,27 @@ def summarise(suite: Suite, scores: Scores, spread: dict[str, np.ndarray], train
     """
     places = {ALL: list(range(len(suite.cases)))} | suite.categories
     kinds = {name: method_of(*(of_arm[name] for of_arm in scores.values())) for name in next(iter(scores.values()))}
-    arms = {arm: {name: {place: interval(values[rows], kinds[name]).told() for place, rows in places.items()}
+    arms = {arm: {name: {place: interval(values[rows], kinds[name]).as_json() for place, rows in places.items()}
                   for name, values in of_arm.items()} for arm, of_arm in scores.items()}
     summary: dict[str, Any] = {"confidence": CONFIDENCE, "arms": arms, "category_means": {
         arm: {name: _over_categories(categories) for name, categories in of_arm.items()}
         for arm, of_arm in arms.items()},
-        "diversity": {arm: interval(values, BOOTSTRAP).told() for arm, values in spread.items()}}
+        "diversity": {arm: interval(values, BOOTSTRAP).as_json() for arm, values in spread.items()}}
     if scores.keys() != {"base", "tuned"}:
         return summary | {"compared": {}, "drift": []}
     base, tuned = scores.values()
-    summary["compared"] = {name: {what: {place: of(base[name][rows], tuned[name][rows], kinds[name]).told()
+    summary["compared"] = {name: {what: {place: of(base[name][rows], tuned[name][rows], kinds[name]).as_json()
                                          for place, rows in places.items()}
                                   for what, of in (("change", change), ("win_rate", win_rate))} for name in base}
     changes = {name: change(base[name], tuned[name], kinds[name]) for name in base}
     closer = interval(spread["tuned"] - spread["base"], BOOTSTRAP) if spread else None
     if closer is not None:
-        summary["diversity"]["change"] = closer.told()
+        summary["diversity"]["change"] = closer.as_json()
     return summary | {"drift": drift(changes, trained, closer, unit)}
 
 
 def _over_categories(categories: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return mean_of([Interval(**entry) for name, entry in categories.items() if name != ALL]).told()
+    return mean_of([Interval(**entry) for name, entry in categories.items() if name != ALL]).as_json()
 
 
 def table(results: dict[str, Any], reward: str) -> tuple[list[str], list[list[str]]]:

@@ -164,7 +164,7 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
         "sampled_pictures": progress.sampled,
         "rollout_evaluations_per_picture": round(trainer.rollouts.rollout_evaluations / max(progress.sampled, 1), 3),
         "rollout_evaluations_saved_by_sharing": trainer.rollouts.saved_evaluations,
-        "max_first_log_ratio": trainer.first_ratio.found, "skipped_updates": trainer.optimization.skipped,
+        "max_first_log_ratio": trainer.first_ratio.max_log_ratio, "skipped_updates": trainer.optimization.skipped,
         "reward_wait_seconds": round(progress.reward_seconds, 1),
         "reward_failures": {"trained": trainer.scoring.reward_failures, "before": base.failed, "after": after.failed},
         "rewards": {"trained": config.rewards, "measured": list(functions)}}

@@ -70,4 +70,4 @@ def tries(scores: dict[str, np.ndarray], answers: dict[str, list[list[Hashable |
 
 
 def _told(values: Sequence[float], samples: int) -> dict[str, Any]:
-    return interval(np.array(values)[:, None], WILSON, samples).told()
+    return interval(np.array(values)[:, None], WILSON, samples).as_json()

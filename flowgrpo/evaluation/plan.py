@@ -24,7 +24,7 @@ class BestOf(Protocol):
     def over(self, hand: Hand) -> Hand:
         """Return a generator whose samples are the best of several of another one's."""
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Return how samples are chosen."""
 
 
@@ -34,7 +34,7 @@ class Enhancer(Protocol):
     def __call__(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts with rewritten texts."""
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Return how prompts are rewritten."""
 
 
@@ -108,13 +108,13 @@ class Plan:
         """Return the first arm that draws with the base, if any."""
         return next((arm for arm, weight in self.arms.items() if weight == 0), None)
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Return the settings that the pictures depend on, besides the prompts."""
         return {"model": self.model, "tuned": str(self.tuned) if self.tuned else None,
                 "weights": weights_digest(self.tuned),
                 "samples": self.samples, "seed": self.seed, "call": self.asked, "negative_prompt": self.negative,
                 "rlg": self.rlg, **({"precision": self.precision} if self.precision else {}),
-                **(self.best.told() if self.best else {}), **(self.enhancer.told() if self.enhancer else {})}
+                **(self.best.as_json() if self.best else {}), **(self.enhancer.as_json() if self.enhancer else {})}
 
 
 def weights_digest(path: Path | None) -> str | None:

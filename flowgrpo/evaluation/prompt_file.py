@@ -50,7 +50,7 @@ def sample(source: str, prompts: str | Path, output: str | Path, *, lora: str | 
     images.require_disk(output, len(given) * count)
     require_generators(len(given) * count, "samples")
     ledger = plan.medium.ledger(Path(output))
-    settings = plan.told() | {"prompt file": digest([repr(prompt) for prompt in given]), "rewards": {}}
+    settings = plan.as_json() | {"prompt file": digest([repr(prompt) for prompt in given]), "rewards": {}}
     ledger.check(settings)
     ledger.settle(settings)
     places = [Place(arm, i, k) for i in range(len(given)) for k in range(count)]

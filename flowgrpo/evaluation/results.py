@@ -36,7 +36,7 @@ def write(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedge
         if plan.samples > 1 else {}
     trained = list(plan.config.trained) if plan.config else None
     summary = findings.summarise(suite, scores, spread, trained, f"{plan.medium.unit}s")
-    results = {"suite": {"name": suite.name, "format": suite.form, "prompts": shape[0]}, **plan.told(),
+    results = {"suite": {"name": suite.name, "format": suite.form, "prompts": shape[0]}, **plan.as_json(),
                "unit": plan.medium.unit, "failed": failed, **summary,
                "tries": {arm: tries({name: scores[arm][name] for name in verdicts(functions)},
                                     _answers(arm, shape, functions, ledger)) for arm in plan.arms}}

@@ -34,7 +34,7 @@ class Interval:
     method: str
     prompts: int
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 

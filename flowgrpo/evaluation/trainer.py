@@ -41,7 +41,7 @@ class Best(Protocol):
 class FirstRatio(Protocol):
     """Result of the check before the first update."""
 
-    found: float | None
+    max_log_ratio: float | None
     limit: float
     rescore: bool
     clip: float | None
@@ -50,7 +50,7 @@ class FirstRatio(Protocol):
 class Extremes(Protocol):
     """Best and worst samples of the last epoch."""
 
-    def told(self) -> dict[str, list[dict[str, Any]]]:
+    def as_json(self) -> dict[str, list[dict[str, Any]]]:
         """Return both lists for JSON."""
 
 

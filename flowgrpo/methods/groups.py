@@ -29,6 +29,7 @@ from flowgrpo.objectives.ratios import LogRatio
 from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.samplers import kernels, old_policy, plans, preview, pruning, solvers
 from flowgrpo.samplers.grids import TailPoints
+from flowgrpo.samplers.learned_noise import LearnedNoise
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,6 @@ class Denoising:
     of_text: ClassVar[bool] = False
 
     @property
-    def learns_noise(self) -> bool:
-        """True where the kernel has a network that is trained, which gives every latent value a deviation."""
-        return hasattr(self.kernel, "network")
-
-    @property
     def noisy(self) -> str:
         """Return which steps draw noise, as the plan says: "every", "none" or, where it says nothing, "some"."""
         return str(getattr(self.plan, "noisy", "some"))
@@ -74,6 +70,11 @@ class Denoising:
         object.__setattr__(self, "strides", tuple(self.strides))  # a recipe gives a list
         if not isinstance(self.tail, TailPoints) and not 0 < self.tail <= 1:
             raise ValueError(f"tail is {self.tail}, expected above 0 and at most 1")
+
+    @property
+    def learned_noise(self) -> LearnedNoise | None:
+        """Return the kernel if a network that is trained gives the std of every latent value; None for another."""
+        return self.kernel if isinstance(self.kernel, LearnedNoise) else None
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ class Method:
 
     def _on_vp(self, given: Collection[str]) -> Method:
         wrong = self.of_flows_alone()
-        learned = {"kernel"} if self.denoising.learns_noise else set()  # the method is about this kernel
+        learned = {"kernel"} if self.denoising.learned_noise else set()  # the method is about this kernel
         if refused := [name for name in wrong if name in learned | {*given}]:
             parts = self.parts()
             got = ", ".join(f"{name} {parts[name]}" for name in refused)

@@ -169,7 +169,7 @@ def _explorations(method: Method, config: Config, process: str) -> list[RolloutS
 def _require_noise(method: Method, explorations: list[RolloutSpec]) -> None:
     """ValueError where a method whose deviations differ from value to value has parts that read one per step."""
     denoising, weight = method.denoising, method.loss.step_weight
-    if not denoising.learns_noise:
+    if not denoising.learned_noise:
         return
     grows = any(spec.schedule.noise for spec in explorations)
     wrong = {"a part that reads means or deviations (kl GaussianKL, Guard, SquaredErrorRatio, DivergenceMask, tuning) "

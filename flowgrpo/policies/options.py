@@ -199,7 +199,7 @@ def require_context_parallel(setup: Setup) -> None:
              denoising.pruning is not None or method.credit.progress is not None,
              "text encoders that are trained: set parts.adapted.encoders: false": denoising.adapted.encoders,
              f"method {config.method}, which trains more than the denoiser: use another":
-             isinstance(method.target, (RewardGradient, LatentEdits)) or denoising.learns_noise}
+             isinstance(method.target, (RewardGradient, LatentEdits)) or denoising.learned_noise is not None}
     for option in (option for option, conflicts in wrong.items() if conflicts):
         raise UserError(f"memory.context_parallel is {config.memory.context_parallel}, which does not go with {option},"
                         " or memory.context_parallel: 1")
@@ -211,7 +211,7 @@ def require_sizes(setup: Setup) -> None:
     if not config.picture.sizes or method.for_tokens:
         return
     wrong = {f"method {config.method}, which trains more than the denoiser: use another":
-             isinstance(method.target, LatentEdits) or method.denoising.learns_noise,
+             isinstance(method.target, LatentEdits) or method.denoising.learned_noise is not None,
              "preferences, whose pictures have sizes of their own: leave one of them out":
              config.preferences is not None,
              "parts.preview, which compares pictures of one size: leave sol_rl out":

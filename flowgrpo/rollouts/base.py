@@ -18,7 +18,7 @@ from flowgrpo.rollouts.loss_inputs import LossInputs
 from flowgrpo.rollouts.split_groups import SplitGroups
 from flowgrpo.samplers.old_policy import OldPolicy
 from flowgrpo.samplers.replay import rescored
-from flowgrpo.samplers.rollout import Part, Seed, seeder
+from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed, seeder
 from flowgrpo.storage.checkpoint import Stateful
 from flowgrpo.types import Scored
 
@@ -166,6 +166,10 @@ class GroupSampler(Generic[C]):
     def stateful(self) -> dict[str, Stateful]:
         """Return what has a state in a checkpoint, by name, beside the weights."""
         return {}
+
+    def explorations(self, epoch: int) -> list[RolloutSpec]:
+        """Return an epoch's plans, one per schedule; none of a language model."""
+        return []
 
     def splits(self, epoch: int) -> tuple[int, ...]:
         """Return the children per state at each split that the plan lists, in order; none of a language model."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -30,9 +29,9 @@ from flowgrpo.rollouts.targets import Drawer, Replayed, target
 from flowgrpo.samplers import cost, learned_noise, reward_gradient
 from flowgrpo.samplers.base_samples import BasePictures
 from flowgrpo.samplers.grids import make_grid
-from flowgrpo.samplers.quiet_steps import LEAST, deviation, quiet, told
+from flowgrpo.samplers.quiet_steps import LEAST, deviation, message, quiet
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
-from flowgrpo.types import Gaussian, Scored
+from flowgrpo.types import Gaussian, Scored, required
 
 
 class DenoisingRollouts(GroupSampler[Conditioning]):
@@ -52,8 +51,8 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         self.grid, self.timesteps = self.make_grid(config.train.steps)
         self.shift = config.train.own_shift
         self._base_pictures = dict[Size | None, BasePictures]()
-        kernel: Any = method.denoising.kernel
-        self.network = kernel.network().to(policy.device) if method.denoising.learns_noise else None
+        learned = method.denoising.learned_noise
+        self.network = learned.network().to(policy.device) if learned else None
         if self.network is not None:
             policy.weights.add(learned_noise.NAME, self.network)
         if method.denoising.preview:
@@ -84,7 +83,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             except ValueError as error:
                 raise UserError(f"epoch {epoch + 1}: {error}") from None
         if found and self.processes.first:
-            print(told(found, len(self.grid) - 1), flush=True)
+            print(message(found, len(self.grid) - 1), flush=True)
 
     @property
     def exact(self) -> float | None:
@@ -144,8 +143,8 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         if (epoch, size) not in self.planned:
             train, method = self.config.train, self.method
             if self.network is not None:
-                kernel: Any = method.denoising.kernel
-                method = method.having(kernel=kernel.with_network(self.network, epoch, train.epochs))
+                learned = required(method.denoising.learned_noise)
+                method = method.having(kernel=learned.with_network(self.network, epoch, train.epochs))
             grid, timesteps = self.grid_of(size)
             specs = method.explorations(grid, self.target.drawn, self.shift, epoch, self.config.seed, timesteps)
             self.planned = {key: planned for key, planned in self.planned.items() if key[0] == epoch}
@@ -175,7 +174,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         seed, explorations = self.seeds(epoch, turn, len(conditioning.prompts)), self.explorations(epoch)
         lags = self.method.denoising.lag.most > 0
         if lags:
-            self.old_policy.begin(epoch)
+            self.old_policy.start_epoch(epoch)
         drawing = self.old_policy.drawing if lags else nullcontext
         if self.method.denoising.preview:
             with drawing():

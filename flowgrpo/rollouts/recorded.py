@@ -61,7 +61,7 @@ class RecordedRollouts(DenoisingRollouts):
         judge, value: of methods that draw; unused here. turn: how often the epoch has taken pairs before.
         """
         assert isinstance(conditioning, Paired)
-        self.old_policy.begin(epoch)
+        self.old_policy.start_epoch(epoch)
         seed = self.seeds(epoch, turn, len(conditioning.prompts))
         for groups, prompts, _, _ in self.whole_groups(len(conditioning.prompts)):
             with self.clock("encode"):

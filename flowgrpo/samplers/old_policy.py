@@ -66,7 +66,7 @@ class OldPolicy:
         self.held: Snapshot | None = None
         self.epoch = 0
 
-    def begin(self, epoch: int) -> None:
+    def start_epoch(self, epoch: int) -> None:
         """Update the old weights from the present ones at the start of an epoch; a repeated call in one epoch does
         nothing."""
         if not self.lag.most:

@@ -48,7 +48,7 @@ def trained_by_noise(specs: Sequence[RolloutSpec]) -> list[RolloutSpec]:
     return left
 
 
-def told(found: Mapping[int, float], steps: int) -> str:
+def message(found: Mapping[int, float], steps: int) -> str:
     """Return a line on the quiet steps of a run, by their deviations, among the steps of its grid."""
     listed = ", ".join(f"{step} ({found[step]:.2g})" for step in sorted(found))
     return f"of the steps 0 to {steps - 1} these are not trained, their deviation is below {LEAST}: {listed}"

@@ -176,7 +176,7 @@ class Part:
         if all(taken.old.entropy is not None for taken in self.transitions):
             found["entropy"] = torch.stack(
                 self._per_leaf(lambda old: _mean(required(old.entropy), old.mask))).mean(0)
-        expert = getattr(self.transitions[-1], "expert", None)  # of texts alone
+        expert = self.transitions[-1].expert  # of texts alone
         if expert is not None:
             found["expert"] = expert
         return {name: value.cpu().double() for name, value in found.items()}

@@ -34,7 +34,7 @@ Estimate = Callable[[int, float], float]  # bytes of a micro-batch and a share o
 
 def check_epoch(setup: Setup) -> None:
     """Raise UserError for more samples of an epoch than the host's memory has room for."""
-    require_generators(setup.shape.rows, "samples of an epoch (train.prompts x train.group)")
+    require_generators(setup.shape.samples, "samples of an epoch (train.prompts x train.group)")
 
 
 def check_evaluation(setup: Setup) -> None:

@@ -49,7 +49,7 @@ def run(trainer: Run, folder: Path, measured: dict[str, Any]) -> None:
         if progress.evaluation_due:  # the run was stopped in the evaluation of its last epoch
             log.amend(measure(trainer, folder, measured))
         while trainer.epoch < train.epochs and not progress.best.stopped:
-            metrics = throughput.epoch(lambda: trainer.run_epoch() | trainer.clock.take(), lambda: progress.sampled)
+            metrics = throughput.epoch(lambda: trainer.run_epoch() | trainer.clock.pop(), lambda: progress.sampled)
             progress.reward_seconds += metrics["seconds/reward"]
             progress.seconds = time.perf_counter() - progress.begun
             trainer.epoch += 1

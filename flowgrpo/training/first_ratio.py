@@ -20,9 +20,10 @@ UNCLIPPED = 1e-4  # the range for a surrogate without a clip, whose gradient doe
 
 
 class FirstRatio:
-    """Result of the check: `found`, the largest first |log ratio|, and `rescore`, whether old scores are recomputed.
+    """Result of the check, over all processes, which decide alike.
 
-    Both are over all processes, which decide alike.
+    max_log_ratio: the largest first |log ratio|; None before the check.
+    rescore: old scores are recomputed.
     rollouts: replay a part.
     exact: largest difference of log-probabilities of replay and rollout in fp32; None in other precisions, whose limit
         is a tenth of the clip range, for the method's own log-ratio.
@@ -37,7 +38,7 @@ class FirstRatio:
         self.most, narrow = most, min(clip.low, clip.high)
         self.clip = narrow if narrow < math.inf else None
         self.limit = self.exact or 0.1 * (narrow if narrow < math.inf else UNCLIPPED)
-        self.found: float | None = None
+        self.max_log_ratio: float | None = None
         self.rescore = False
 
     @classmethod
@@ -56,7 +57,7 @@ class FirstRatio:
         """
         if self.rescore:
             return self._again(parts, conditioning)
-        if self.found is not None or not self.processes.any(bool(parts)):
+        if self.max_log_ratio is not None or not self.processes.any(bool(parts)):
             return parts
         plain, found = self._largest(parts, conditioning)
         left = found
@@ -74,7 +75,7 @@ class FirstRatio:
             raise UserError(f"the first |log ratio| is {left:.1e}, expected at most {self.limit:.1e}: replay and "
                             "rollout disagree; look for dropout, a random module or a guidance that differs, and try "
                             "without train.checkpointing")
-        self.found, self.rescore = found, rescore
+        self.max_log_ratio, self.rescore = found, rescore
         return parts
 
     def check(self, epoch: Epoch, rollouts: GroupSampler[Any], say: Callable[[str], None]) -> None:

@@ -25,7 +25,7 @@ Replay = Callable[[Part], Iterator[tuple[int, slice, Scored]]]
 
 
 class KLReference:
-    """KL of a method with its reference: the base model, snapshots of the trained weights (`held`), or a teacher.
+    """KL of a method with its reference: the base model, snapshots of the trained weights (`snapshots`), or a teacher.
 
     memory: of the method; it holds the last epoch's KL under "kl".
     keep: an epoch has several passes, in which the reference's scores are reused.
@@ -42,8 +42,8 @@ class KLReference:
         self.active = is_active(self.kl)  # in some epoch
         if not self.active:
             self.kl = at_epoch(self.kl, RunState(epochs=train.epochs, memory=memory))
-        self.held: list[Snapshot] = self.next([], 0)
-        self.known: dict[int, list[Scored]] = {}
+        self.snapshots: list[Snapshot] = self.next([], 0)
+        self.cached: dict[int, list[Scored]] = {}
         self.likelihood: torch.Tensor | None = None  # of the epoch's samples under the reference
 
     def start_epoch(self, drawn: Epoch, rollouts: GroupSampler[Any], epoch: int, epochs: int) -> None:
@@ -53,7 +53,7 @@ class KLReference:
         """
         if self.active:
             self.kl = at_epoch(self.method.loss.kl, RunState(epoch, epochs, self.memory))
-        self.known = {}
+        self.cached = {}
         self.rollouts, self.conditioning = rollouts, drawn.conditioning
 
     def replay(self, part: Part) -> Iterator[tuple[int, slice, Scored]]:
@@ -61,11 +61,11 @@ class KLReference:
         return self.rollouts.replay(part, conditioning=self.conditioning)
 
     @property
-    def read(self) -> bool:
+    def is_read(self) -> bool:
         """Return True if this epoch's KL or the surrogate reads the reference's scores."""
         return bool(self.kl.weight) or self.method.loss.surrogate.reads_reference
 
-    def judge(self, parts: list[Part], replay: Replay, processes: Processes) -> None:
+    def score_samples(self, parts: list[Part], replay: Replay, processes: Processes) -> None:
         """Set the likelihood [P,G] of the samples of all processes, if the shaping of rewards reads it."""
         if not self.method.judges_by_reference:
             return
@@ -83,20 +83,20 @@ class KLReference:
         one is done with it.
         """
         weights = self.policy.weights
-        if self.read and (weights.large or weights.sharded) and not self._teacher and not self._present:
-            with self.policy.reference(self.held), processes.together():
-                self.known = {id(part): self._kept(self.replay(part)) for part in parts}
+        if self.is_read and (weights.large or weights.sharded) and not self._teacher and not self._present:
+            with self.policy.reference(self.snapshots), processes.together():
+                self.cached = {id(part): self._kept(self.replay(part)) for part in parts}
 
     def scores(self, part: Part) -> list[Scored]:
         """Return the reference's scores of a part's transitions, if this epoch's KL or the surrogate needs them."""
-        if not self.read:
+        if not self.is_read:
             return []
-        if id(part) in self.known:
-            return self.known[id(part)]
+        if id(part) in self.cached:
+            return self.cached[id(part)]
         with self._in_place():
             if self.keep:
-                self.known[id(part)] = self._kept(self.replay(part))
-                return self.known[id(part)]
+                self.cached[id(part)] = self._kept(self.replay(part))
+                return self.cached[id(part)]
             return [score for _, _, score in self.replay(part)]
 
     @torch.no_grad()
@@ -126,7 +126,7 @@ class KLReference:
     def _in_place(self) -> AbstractContextManager[None]:
         if self._present:
             return torch.no_grad()
-        return cast(Any, self.policy).teacher(self._teacher) if self._teacher else self.policy.reference(self.held)
+        return cast(Any, self.policy).teacher(self._teacher) if self._teacher else self.policy.reference(self.snapshots)
 
     def _kept(self, replayed: Iterator[tuple[int, slice, Scored]]) -> list[Scored]:
         return [score.to(self.policy.states) for _, _, score in replayed]
@@ -136,8 +136,8 @@ class KLReference:
 
         Returns the KL's metrics.
         """
-        self.known, self.conditioning = {}, None  # freed before the next rollout
-        self.held = self.next(self.held, epoch + 1)
+        self.cached, self.conditioning = {}, None  # freed before the next rollout
+        self.snapshots = self.next(self.snapshots, epoch + 1)
         if not self.active:
             return {}
         self.memory["kl"] = {"weight": self.kl.weight, "measured": measured}
@@ -145,7 +145,8 @@ class KLReference:
 
     def state(self) -> tuple[Snapshot, dict[str, Any]]:
         """Return the snapshots, numbered, for a checkpoint."""
-        return {f"{i}/{key}": tensor for i, snapshot in enumerate(self.held) for key, tensor in snapshot.items()}, {}
+        numbered = enumerate(self.snapshots)
+        return {f"{i}/{key}": tensor for i, snapshot in numbered for key, tensor in snapshot.items()}, {}
 
     def load_state(self, tensors: Snapshot, values: dict[str, Any]) -> None:
         """Restore the snapshots of a checkpoint. If the reference keeps some and there are none, it takes the present
@@ -154,8 +155,8 @@ class KLReference:
         for name, tensor in tensors.items():
             number, _, key = name.partition("/")
             held.setdefault(number, {})[key] = tensor
-        if self.held:
-            self.held = list(held.values()) or self.next([], values["epoch"])
+        if self.snapshots:
+            self.snapshots = list(held.values()) or self.next([], values["epoch"])
 
     def next(self, held: list[Snapshot], epoch: int) -> list[Snapshot]:
         """Return the snapshots of an epoch's reference, from those held before and the weights it starts with."""

@@ -17,7 +17,7 @@ from flowgrpo.training.run import Run
 T = TypeVar("T")
 
 
-def fitted(work: Callable[[], T], shape: BatchShape, processes: Processes, phase: Callable[[], str],
+def with_oom_retry(work: Callable[[], T], shape: BatchShape, processes: Processes, phase: Callable[[], str],
            say: Callable[[str], None]) -> T:
     """Return work(); each time that memory runs out, halve `shape.micro_batch` and repeat it from its beginning.
 
@@ -60,6 +60,6 @@ def free() -> None:
 
 def report(trainer: Run, text: str) -> None:
     """Print that the micro-batch is halved; scores of the reference of larger batches are dropped."""
-    trainer.kl_reference.known = {}
+    trainer.kl_reference.cached = {}
     if trainer.processes.first:
         trainer.say(text)

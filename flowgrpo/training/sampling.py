@@ -27,13 +27,13 @@ from flowgrpo.training.scoring import Scoring
 
 def draw(trainer: Run) -> Epoch:
     """Sample and score a group for each of the epoch's prompts."""
-    epoch = begun(trainer)
+    epoch = new_epoch(trainer)
     draw_groups(trainer, epoch, choose_prompts(trainer, trainer.epoch))
-    trainer.scoring.leave_epoch()
+    trainer.scoring.end_epoch()
     return epoch
 
 
-def begun(trainer: Run) -> Epoch:
+def new_epoch(trainer: Run) -> Epoch:
     """Return the trainer's epoch without groups, and tell its rewards that it begins."""
     trainer.scoring.start_epoch(trainer.epoch, trainer.config.train.epochs, trainer.memory)
     return Epoch(empty_batch(trainer, trainer.epoch))
@@ -84,7 +84,7 @@ def sample(trainer: Run, batch: list[Prompt], turn: int = 0) -> tuple[list[Part]
     scoring = trainer.scoring
     trainer.rollouts.old_policy.updates = trainer.optimization.update
     scoring.start_turn(turn)
-    trainer.geometry.begin()
+    trainer.geometry.start_turn()
     with trainer.processes.together(), Scorer(trainer.stop, scoring.waits) as scorer:
         conditioning = trainer.rollouts.conditioning(batch, trainer.epoch)
         for part, outputs in sampled_parts(trainer, scoring, conditioning, batch, trainer.epoch, turn):

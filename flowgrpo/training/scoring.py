@@ -124,7 +124,7 @@ class Scoring:
             self._read["memory"] = memory.setdefault("rewards", {})
         self._read["epoch"] = epoch
 
-    def leave_epoch(self) -> None:
+    def end_epoch(self) -> None:
         """End an epoch's rollouts: what rewards score from here on is of no epoch, and they do not remember it."""
         self._read["epoch"] = None
 

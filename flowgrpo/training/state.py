@@ -38,7 +38,7 @@ def counters(trainer: Run) -> dict[str, Any]:
         key: getattr(trainer.rollouts, key) for key in SAMPLING} | {
         "reward_failures": trainer.scoring.reward_failures, "evaluations": evaluations,
         "micro_batch": [trainer.config.train.micro_batch, trainer.geometry.micro_batch],
-        "first_log_ratio": trainer.first_ratio.found, "rescore": trainer.first_ratio.rescore,
+        "first_log_ratio": trainer.first_ratio.max_log_ratio, "rescore": trainer.first_ratio.rescore,
         "loss_scale": trainer.optimization.scaler.state_dict(), "memory": copy.deepcopy(trainer.memory)}
 
 
@@ -151,7 +151,7 @@ def room(trainer: Run) -> int:
     train, weights = trainer.config.train, list(trainer.policy.weights.named.values())
     one = sum(tensor.numel() * tensor.element_size() for tensor in weights)
     averages = (trainer.optimization.ema is not None) + (trainer.config.eval.best is not None)
-    snapshots = averages + len(trainer.kl_reference.held)
+    snapshots = averages + len(trainer.kl_reference.snapshots)
     moments = sum(tensor.numel() for tensor in weights) * (2 if train.optimizer == "adamw8bit" else 8)
     folders = checkpoints(trainer.config.folder / "checkpoints").values()
     kept = [file for folder in folders for file in folder.iterdir()]
@@ -209,7 +209,7 @@ def _restore(trainer: Run, folder: Path) -> None:
         trainer.geometry.micro_batch = lowered
     trainer.scoring.reward_failures = state["reward_failures"]
     trainer.policy.evaluations = state["evaluations"] if trainer.processes.first else 0
-    trainer.first_ratio.found, trainer.first_ratio.rescore = state["first_log_ratio"], state["rescore"]
+    trainer.first_ratio.max_log_ratio, trainer.first_ratio.rescore = state["first_log_ratio"], state["rescore"]
     if trainer.optimization.scaler.is_enabled() and state.get("loss_scale"):
         trainer.optimization.scaler.load_state_dict(state["loss_scale"])
     trainer.memory.clear()

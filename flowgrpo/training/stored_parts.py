@@ -44,9 +44,9 @@ def restored(tensors: Tensors, values: dict[str, Any], rollouts: GroupSampler[An
     """Return the part of `stored`. epoch: the one that drew it."""
     transitions = tuple(record_of(kind, step, within(tensors, f"{place}."))
                         for place, (kind, step) in enumerate(values["steps"]))
-    specs: Any = getattr(rollouts, "explorations", None)
+    specs = rollouts.explorations(epoch)
     measured = {name: value for name, value in tensors.items() if "." not in name}  # others are of a step or a final
-    return Part(range(*values["groups"]), measured.pop("prompts"), specs(epoch)[0] if specs else None, transitions,
+    return Part(range(*values["groups"]), measured.pop("prompts"), specs[0] if specs else None, transitions,
                 tuple(tensors[f"final.{place}"] for place in range(values["finals"])),
                 seeds=measured.pop("seeds", None), measured=measured)
 

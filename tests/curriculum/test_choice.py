@@ -173,7 +173,7 @@ def test_further_groups_are_trained_and_compared_as_one():
         float(prompt == "1+2=" and place % 2) for place, prompt in enumerate(prompts)]},
         train__prompts=6, parts={"redraw": {"type": "ExtraRollouts", "most": 1}, "advantage": {"type": "Pooled"}})
     metrics = trainer.run_epoch()
-    assert metrics["extra_groups"] == 5 and trainer.first_ratio.found <= 1e-5
+    assert metrics["extra_groups"] == 5 and trainer.first_ratio.max_log_ratio <= 1e-5
 
 
 PARTS = [{"type": "CategoryBandit", "key": "sign"}, {"type": "VarianceSampling"}, {"type": "InformationGain"},

@@ -78,7 +78,7 @@ def test_an_epoch_trains_on_the_prompt_with_its_hint():
     """And rewards and the report see the prompt without it."""
     trainer, seen, read = led()
     metrics = trainer.run_epoch()
-    assert metrics["reward/short/mean"] == 0 and metrics["grad_norm"] > 0 and trainer.first_ratio.found <= 1e-5
+    assert metrics["reward/short/mean"] == 0 and metrics["grad_norm"] > 0 and trainer.first_ratio.max_log_ratio <= 1e-5
     assert [*map(sorted, read[:3])] == [["2+2=", "7+7="], ["2+2=5", "7+7=8"], ["2+2=5\n8"]]
     assert sorted(read[3]) == ["2+2=", "2+2=5", "2+2=5\n8", "7+7=", "7+7=8"]  # what is learned
     four, fourteen = (prompt.metadata for prompt in trainer.prompts)

@@ -67,7 +67,7 @@ def test_an_epoch_learns_and_the_next_one_reads_it():
         assert len(drawn.prompts) == 4 and len(set(drawn.prompts)) == 2
     assert 2 <= len(trainer.memory["beliefs"]) <= 4
     trainer.run_epoch()
-    assert trainer.optimization.update == 1 and trainer.first_ratio.found <= 1e-5
+    assert trainer.optimization.update == 1 and trainer.first_ratio.max_log_ratio <= 1e-5
 
 
 # --- GVM -------------------------------------------------------------------------------------------------------------

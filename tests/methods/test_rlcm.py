@@ -156,5 +156,5 @@ def test_an_epoch_counts_one_evaluation_per_step_and_begins_at_ratio_one(process
     metrics = run.run_epoch()
     assert run.rollouts.rollout_evaluations == 2 * 4 * STEPS
     assert run.policy.evaluations - before >= 2 * 4 * (2 * STEPS - 1)  # and the last step is not replayed
-    assert run.first_ratio.found <= 1e-6 and math.isfinite(metrics["loss"]) and metrics["grad_norm"] > 0
+    assert run.first_ratio.max_log_ratio <= 1e-6 and math.isfinite(metrics["loss"]) and metrics["grad_norm"] > 0
     assert any(not torch.equal(value, weights[key]) for key, value in run.policy.weights.snapshot().items())

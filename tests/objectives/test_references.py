@@ -152,7 +152,7 @@ def made(reference: dict, **options):
     parts = recipe(reference, **options.pop("kl", {})) | {"plan": {"size": 2}}
     trainer = tiny.trainer(parts=parts, train__steps=4, train__lr=1e-2, **options)
     tiny.stir(trainer.policy)
-    trainer.kl_reference.held = trainer.kl_reference.next([], 0)
+    trainer.kl_reference.snapshots = trainer.kl_reference.next([], 0)
     return trainer
 
 
@@ -179,7 +179,7 @@ def test_the_average_follows_the_weights_at_the_end_of_every_epoch():
     for trainer.epoch in range(3):
         trainer.run_epoch()
         expected = {key: 0.75 * value + 0.25 * own[key].detach() for key, value in expected.items()}
-        [held] = trainer.kl_reference.held
+        [held] = trainer.kl_reference.snapshots
         assert held.keys() == own.keys()  # of all that the model holds, the trainable weights alone
         for key, value in expected.items():
             torch.testing.assert_close(held[key], value)
@@ -190,12 +190,12 @@ def test_a_run_stays_at_the_soup_of_two_runs(tmp_path):
         tiny.stir(tiny.policy(), scale).weights.save(tmp_path / str(number))
     models = [str(tmp_path / "0"), str(tmp_path / "1")]
     trainer = made({"type": "Soup", "models": models}, train__epochs=2)
-    first = trainer.kl_reference.held
+    first = trainer.kl_reference.snapshots
     for trainer.epoch in range(2):
         assert trainer.run_epoch()["kl"] > 0
-    assert trainer.kl_reference.held is first and len(first) == 1
+    assert trainer.kl_reference.snapshots is first and len(first) == 1
     of_one = made({"type": "Soup", "models": models[:1]})  # a LoRA's soup of one is that LoRA
-    torch.testing.assert_close(of_one.kl_reference.held[0], tiny.stir(tiny.policy(), 0.2).weights.snapshot())
+    torch.testing.assert_close(of_one.kl_reference.snapshots[0], tiny.stir(tiny.policy(), 0.2).weights.snapshot())
 
 
 def test_every_reference_gives_a_loss_of_its_own():
@@ -221,13 +221,13 @@ def test_a_resumed_run_holds_to_the_same_to_the_last_bit(reference, tmp_path):
         metrics = trainer.run_epoch()
     again = made(PARTS[reference], **options)
     state.restore(again, checkpoint.latest(tmp_path / "checkpoints"))
-    assert again.epoch == 2 and len(again.kl_reference.held) == (2 if reference == "soup" else 1)
+    assert again.epoch == 2 and len(again.kl_reference.snapshots) == (2 if reference == "soup" else 1)
     for again.epoch in (2, 3):
         repeated = again.run_epoch()
     assert {key: value for key, value in repeated.items() if "seconds" not in key} == metrics
-    assert again.memory == trainer.memory and len(again.kl_reference.held) == len(trainer.kl_reference.held)
-    for ours, theirs in zip([again.policy.weights.snapshot(), *again.kl_reference.held],
-                            [trainer.policy.weights.snapshot(), *trainer.kl_reference.held]):
+    assert again.memory == trainer.memory and len(again.kl_reference.snapshots) == len(trainer.kl_reference.snapshots)
+    for ours, theirs in zip([again.policy.weights.snapshot(), *again.kl_reference.snapshots],
+                            [trainer.policy.weights.snapshot(), *trainer.kl_reference.snapshots]):
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
@@ -238,10 +238,10 @@ def test_a_run_that_goes_on_with_another_reference_begins_it_anew(tmp_path):
     for reference, kept in ((PARTS["ema"], 1), ({"type": "Base"}, 0)):
         again = made(reference)
         state.restore(again, checkpoint.latest(tmp_path / "checkpoints"))
-        assert len(again.kl_reference.held) == kept
+        assert len(again.kl_reference.snapshots) == kept
         if kept:
             now = again.policy.weights.snapshot()
-            assert all(torch.equal(again.kl_reference.held[0][key], now[key]) for key in now)
+            assert all(torch.equal(again.kl_reference.snapshots[0][key], now[key]) for key in now)
             state.save(again, tmp_path)  # which the second one passes over
 
 

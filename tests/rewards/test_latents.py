@@ -42,7 +42,7 @@ def test_a_run_hands_latents_to_the_reward_and_decodes_nothing(monkeypatch):
     parts, _, scores = sampling.sample(trainer, trainer.prompts)
     expected = torch.cat([part.finals[0].float().cpu().flatten(1).std(1) for part in parts])
     torch.testing.assert_close(scores.flatten(), expected)
-    assert decoded == [] and trainer.scoring.extremes.told() == {"best": [], "worst": []}
+    assert decoded == [] and trainer.scoring.extremes.as_json() == {"best": [], "worst": []}
 
 
 def test_pictures_are_decoded_for_a_reward_that_looks_at_them(monkeypatch):

@@ -186,8 +186,8 @@ def test_the_old_policy_follows_once_per_epoch():
     for epoch, (value, updates) in enumerate([(8.0, 0), (4.0, 1), (0.0, 2), (8.0, 4)]):
         one.value.fill_(value)
         old_policy.updates = updates
-        old_policy.begin(epoch)
-        old_policy.begin(epoch)  # an interrupted epoch is begun again
+        old_policy.start_epoch(epoch)
+        old_policy.start_epoch(epoch)  # an interrupted epoch is begun again
         found.append(old_policy.held["w"].item())
     # 8, then 1/2 * 8 + 1/2 * 4, 3/4 * 6 + 1/4 * 0 and 3/4 * 4.5 + 1/4 * 8
     assert found == [8.0, 6.0, 4.5, 5.375]
@@ -209,7 +209,7 @@ def test_the_decay_counts_updates_of_which_an_epoch_may_make_several():
 
 def test_without_a_lag_nothing_is_copied():
     old_policy = OldPolicy(Lag(), None)
-    old_policy.begin(3)
+    old_policy.start_epoch(3)
     assert old_policy.held is None
 
 
@@ -219,7 +219,7 @@ def test_rollouts_and_old_scores_are_the_old_policys():
         lag = {"start": 0.5, "most": 0.5, "draws": draws}
         trainer = tiny.trainer(method="diffusion_nft", parts__lag=lag)
         tiny.stir(trainer.policy)
-        trainer.rollouts.old_policy.begin(0)
+        trainer.rollouts.old_policy.start_epoch(0)
         tiny.stir(trainer.policy)
         parts, conditioning, _ = sampling.sample(trainer, trainer.prompts[:2])
         found[draws] = torch.cat([part.finals[0] for part in parts])
@@ -331,7 +331,7 @@ def test_in_half_precision_old_scores_stand_as_they_are():
     policy = tiny.stir(tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16"))
     trainer = tiny.trainer(policy, precision="bf16", method="diffusion_nft")
     trainer.first_ratio(*epoch(trainer), print)
-    assert trainer.first_ratio.found == 0 and not trainer.first_ratio.rescore
+    assert trainer.first_ratio.max_log_ratio == 0 and not trainer.first_ratio.rescore
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -413,7 +413,7 @@ def test_a_variance_preserving_model_is_refused_in_one_line():
 
 def test_a_comparison_with_the_reference_keeps_it_without_a_kl():
     trainer = tiny.trainer(method="diffusion_dpo", parts__reference={"type": "PreviousPolicy"})
-    assert trainer.method.loss.kl.weight == 0 and len(trainer.kl_reference.held) == 1
+    assert trainer.method.loss.kl.weight == 0 and len(trainer.kl_reference.snapshots) == 1
     assert "kl_weight" not in trainer.run_epoch()
 
 

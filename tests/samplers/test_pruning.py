@@ -71,7 +71,7 @@ def test_a_run_with_pruning_and_progress_trains():
     assert tiny_runs.epochs(trainer, 1)[0]["clip_fraction"] == 0
     trainer = made(progress={"type": "Progress"})
     [metrics] = tiny_runs.epochs(trainer, 1)
-    assert trainer.first_ratio.found < 1e-6 and metrics["grad_norm"] > 0
+    assert trainer.first_ratio.max_log_ratio < 1e-6 and metrics["grad_norm"] > 0
 
 
 @pytest.mark.parametrize("parts, message", [

@@ -107,7 +107,7 @@ def test_two_epochs_on_the_starter(name):
     for trainer.epoch in range(2):
         metrics = trainer.run_epoch()
         assert math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]) and not metrics["skipped_updates"]
-    assert trainer.first_ratio.found <= 1e-6
+    assert trainer.first_ratio.max_log_ratio <= 1e-6
     assert all(torch.equal(*pair) for pair in zip(frozen, before[0])) and len(frozen) > 100
     changed = [key for key, value in before[1].items() if not torch.equal(value, policy.weights.named[key])]
     assert len(changed) > 0.9 * len(before[1])  # the last block's text rows lead nowhere

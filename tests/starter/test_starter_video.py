@@ -93,7 +93,7 @@ def test_the_recipe_trains_it_and_the_first_ratio_is_one():
     conditioning = policy.encode(PROMPTS)
     parts = list(explore(policy, conditioning, trainer.rollouts.explorations(trainer.epoch), 8, seeder(0, 0)))
     trainer.first_ratio(parts, conditioning, print)
-    assert trainer.first_ratio.found <= 1e-6
+    assert trainer.first_ratio.max_log_ratio <= 1e-6
     assert policy.decode(parts[0].finals[0][:2], conditioning).shape == (2, 5, 3, 64, 64)
 
 

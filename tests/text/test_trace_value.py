@@ -162,7 +162,7 @@ def test_of_a_causal_model_states_are_those_before_each_token():
                 advantage[row, place] = deltas[row, place] + (0 if last else 0.95 * advantage[row, place + 1])
         torch.testing.assert_close(after.advantages[0], advantage, rtol=1e-5, atol=1e-5)
     own.run_epoch()
-    assert own.first_ratio.found <= 1e-5 and loop.critic(own).head.weight.grad.abs().max() > 0
+    assert own.first_ratio.max_log_ratio <= 1e-5 and loop.critic(own).head.weight.grad.abs().max() > 0
 
 
 def test_the_head_finds_known_values():
@@ -200,7 +200,7 @@ def test_epochs_train_policy_and_values_and_the_first_ratio_is_one():
     for own.epoch in range(3):
         metrics = own.run_epoch()
         assert metrics["value_loss"] > 0 and metrics["grad_norm"] > 0
-    assert own.first_ratio.found <= 1e-5 and loop.critic(own).head.weight.abs().max() > 0
+    assert own.first_ratio.max_log_ratio <= 1e-5 and loop.critic(own).head.weight.abs().max() > 0
     assert any(not torch.equal(each, before[key]) for key, each in own.policy.weights.snapshot().items())
     assert not loop.critic(own).head.weight.grad.isnan().any() and NoBaseline()(f64([[[2.0]]]), f64([0.5])).item() == 1
 

@@ -48,7 +48,7 @@ def test_without_a_clip_old_scores_that_differ_are_computed_again_too():
     off = replace(taken, old=replace(taken.old, logp=taken.old.logp + 1e-4))
     first = replace(first, transitions=(off, *first.transitions[1:]))
     again = trainer.first_ratio([first, *rest], conditioning, print)
-    assert trainer.first_ratio.rescore and trainer.first_ratio.found == pytest.approx(1e-4, rel=0.1)
+    assert trainer.first_ratio.rescore and trainer.first_ratio.max_log_ratio == pytest.approx(1e-4, rel=0.1)
     torch.testing.assert_close(again[0].transitions[0].old.logp, taken.old.logp, rtol=0, atol=1e-5)
 
 
@@ -62,4 +62,4 @@ def test_the_limit_is_for_the_methods_own_log_ratio():
     off = replace(taken, old=replace(taken.old, logp=taken.old.logp + 1e-4))
     trainer.first_ratio([replace(first, transitions=(off, *first.transitions[1:])), *rest], conditioning, print)
     std = taken.old.std.flatten()[0].item()
-    assert 0 < std < 1 and trainer.first_ratio.found == pytest.approx(1e-4 * std, rel=0.05)
+    assert 0 < std < 1 and trainer.first_ratio.max_log_ratio == pytest.approx(1e-4 * std, rel=0.05)

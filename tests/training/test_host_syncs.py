@@ -44,7 +44,7 @@ def test_no_step_of_a_rollout_and_no_replayed_micro_batch_waits(method):
         trainer = Trainer(settings, Accelerator(cpu=True), policy,
                           {"red": lambda images, prompts: [float(next(scores)) for _ in prompts]},
                           ([Prompt(text) for text in tiny.PROMPTS], []))
-        trainer.first_ratio.found = 0.0  # there are no values to compare
+        trainer.first_ratio.max_log_ratio = 0.0  # there are no values to compare
         epoch = loop.draw(trainer)
         parts, conditioning = epoch.parts, epoch.conditioning
         epoch.parts = credit.compared(trainer, epoch)

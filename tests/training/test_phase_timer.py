@@ -17,7 +17,7 @@ def test_without_a_gpu_phases_take_the_hosts_seconds(monkeypatch):
     for phase in ("rollout", "update", "rollout"):
         with clock(phase):
             pass
-    assert clock.take() == {"seconds/rollout": 2.25, "seconds/update": 0.5} and clock.take() == {}
+    assert clock.pop() == {"seconds/rollout": 2.25, "seconds/update": 0.5} and clock.pop() == {}
 
 
 def test_on_a_gpu_phases_take_the_seconds_between_its_events_and_wait_once(monkeypatch):
@@ -46,5 +46,5 @@ def test_on_a_gpu_phases_take_the_seconds_between_its_events_and_wait_once(monke
         gpu[0] += 8
         raise ArithmeticError
     assert waits == []
-    assert clock.take() == {"seconds/rollout": 5, "seconds/decode": 2, "seconds/update": 8}
-    assert waits == [15] and clock.take() == {}
+    assert clock.pop() == {"seconds/rollout": 5, "seconds/decode": 2, "seconds/update": 8}
+    assert waits == [15] and clock.pop() == {}

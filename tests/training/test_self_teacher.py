@@ -101,7 +101,7 @@ def test_only_samples_of_smaller_rewards_are_held_where_that_is_set():
 
 def test_prompts_of_later_turns_follow_those_of_the_first_and_a_repeated_turn_is_one():
     trainer = tiny_text.trainer(parts=TEACH)
-    teacher, sample, drawn = trainer.kl_reference, trainer.rollouts.sample, sampling.begun(trainer)
+    teacher, sample, drawn = trainer.kl_reference, trainer.rollouts.sample, sampling.new_epoch(trainer)
     a, b, c = trainer.prompts[:3]
     sampling.draw_groups(trainer, drawn, [a])
     failures = iter([torch.OutOfMemoryError("no room")])

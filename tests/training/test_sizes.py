@@ -69,7 +69,7 @@ def test_every_group_is_sampled_scored_and_learned_in_its_size(method, micro_bat
     for part, size in zip(parts, seen.sizes):
         assert part.finals[0].shape[-2:] == (size[0] // 2, size[1] // 2)
     metrics = made.run_epoch()
-    assert made.first_ratio.found == 0 and metrics["grad_norm"] > 0
+    assert made.first_ratio.max_log_ratio == 0 and metrics["grad_norm"] > 0
     assert any(not torch.equal(before[key], value) for key, value in made.policy.weights.snapshot().items())
 
 
@@ -86,7 +86,7 @@ def test_each_size_has_the_pipelines_own_grid():
     areas = {size[0] * size[1]: grid for size, grid in grids.items()}
     assert len(areas) == 2 and not torch.equal(*areas.values())
     made.run_epoch()
-    assert made.first_ratio.found == 0
+    assert made.first_ratio.max_log_ratio == 0
 
 
 def test_a_resumed_run_draws_the_same_sizes(tmp_path):

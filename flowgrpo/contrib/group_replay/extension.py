@@ -162,9 +162,9 @@ class GroupReplay(Extension):
                 advantages.append(given.pop("advantage"))
                 totals.append(given.pop("reward"))
                 transitions.append(record_of(kind, step, given))
-            specs: Any = getattr(self.trainer.rollouts, "explorations", None)
+            specs = self.trainer.rollouts.explorations(entry["epoch"])
             part = Part(range(1), torch.zeros(len(transitions[0].old.logp), dtype=torch.int64),
-                        specs(entry["epoch"])[0] if specs else None, tuple(transitions), (), tuple(advantages),
+                        specs[0] if specs else None, tuple(transitions), (), tuple(advantages),
                         rewards=tuple(totals), weights={step: weight for step, weight in entry["weights"]})
             [prompt] = of_records([entry["prompt"]])
             prompt = replace(prompt, guided=Guidance(**entry["guided"])) if "guided" in entry else prompt

@@ -329,4 +329,4 @@ def _aspects(names: Sequence[str], scores: Tensor) -> dict[str, Aspect]:
 
 
 def _told(estimate: Interval) -> dict[str, Any]:
-    return {key: None if value != value else value for key, value in estimate.told().items()}
+    return {key: None if value != value else value for key, value in estimate.as_json().items()}

@@ -60,7 +60,7 @@ class OnePass(Extension):
             f"train.updates {train.updates}, which trains samples by other weights than drew them": train.updates > 1,
             "train.pack, which is about replays": train.pack,
             "parts.pruning, which stops samples on their way": denoising.pruning is not None,
-            f"the kernel {type(denoising.kernel).__name__}, which learns": denoising.learns_noise,
+            f"the kernel {type(denoising.kernel).__name__}, which learns": denoising.learned_noise is not None,
             "memory.context_parallel, whose processes share every call": memory.context_parallel > 1,
             "memory.offload or memory.denoiser, whose weights come and go": memory.offload != "none"
                 or memory.denoiser != "keep",
@@ -89,7 +89,7 @@ class OnePass(Extension):
         held = [part.held for part in epoch.parts if isinstance(part, HeldPart) and part.held is not None]
         self.states = sum(len(output) for each in held for outputs in each.outputs.values() for output in outputs)
         trainer, first = self.trainer, self.trainer.first_ratio
-        if first.found is None:
+        if first.max_log_ratio is None:
             first.rollouts = trainer.rollouts
             trainer.with_oom_retry(partial(first, epoch.parts[:1], epoch.conditioning, lambda line: None), "update")
         first.rescore = False
@@ -124,14 +124,14 @@ def setup_of(config: Config, processes: int) -> Setup:
 def _chosen(trainer: Run) -> bool:
     """Return True if a run can keep its graphs and all processes have the memory for them; say so."""
     setup = Setup(trainer.config, build.PIPELINE, trainer.method, processes=trainer.processes.count)
-    fits, told = False, next(extensions.obstacles(OnePass, setup), "")
-    if not told:
+    fits, reason = False, next(extensions.obstacles(OnePass, setup), "")
+    if not reason:
         needed, free = _needed(trainer), MOST * free_memory(trainer.policy.device)
         fits = not trainer.processes.any(not needed <= free)
-        told = f"{needed / 2**30:.3g} GiB of {free / 2**30:.3g}, {MOST:.0%} of the free memory" if needed < math.inf \
+        reason = f"{needed / 2**30:.3g} GiB of {free / 2**30:.3g}, {MOST:.0%} of the free memory" if needed < math.inf \
             else "the size of a reward model is not known"
     if trainer.processes.first:
-        trainer.say(f"train.one_pass: {str(fits).lower()} (auto: {told})")
+        trainer.say(f"train.one_pass: {str(fits).lower()} (auto: {reason})")
     return fits
 
 

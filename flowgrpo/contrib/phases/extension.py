@@ -66,7 +66,7 @@ def _require(setup: Setup) -> None:
                         "text.engine and text.engine_precision out")
     for number, phase in enumerate(config.phases):
         where, changed = f"phases[{number}]", config_of(config, number)
-        require_generators(geometry(changed.train, setup.processes).rows, "samples of an epoch of a phase")
+        require_generators(geometry(changed.train, setup.processes).samples, "samples of an epoch of a phase")
         inner = replace(setup, config=changed, method=resolve(changed, process), where=f"{where}.set: ")
         keys_read.check(inner)
         supervised_term.check(inner)
@@ -77,7 +77,7 @@ def _require(setup: Setup) -> None:
         if not any(matches(prompt, phase.when) for prompt in setup.split[0]):
             raise UserError(f"{where}.when: no training prompt has {phase.when}: expected values of its metadata")
         _require_read(phase, where, first=starts[number] == 0)
-    if not setup.method.for_tokens and setup.method.denoising.learns_noise:
+    if not setup.method.for_tokens and setup.method.denoising.learned_noise:
         kernel = type(setup.method.denoising.kernel).__name__
         raise UserError(f"phases are set, but the kernel {kernel} is trained with one grid: leave one of them out")
 

@@ -132,7 +132,7 @@ class Staleness(Extension):
 
     def _sampled(self, epoch: int, batch: list[Prompt]) -> Drawn:
         run, drawn = self.run, Drawn(epoch, self.run.epoch, self.run.optimization.update, batch)
-        run.geometry.begin()
+        run.geometry.start_turn()
         with self._scoring(drawn):
             drawn.conditioning = run.rollouts.conditioning(batch, epoch)
             parts = sampling.sampled_parts(run, required(drawn.scoring), drawn.conditioning, batch, epoch, 0)

@@ -85,7 +85,7 @@ def _data(run: Path) -> dict[str, Any]:
     return {"title": config.name, "finished": finished,
             "sentences": sentences(config, lines, reward_changes, last, finished, summary.get("kept"), nouns),
             "sample": nouns.sample,
-            "changes": [each.told() for each in reward_changes if each.known and lines],
+            "changes": [each.as_json() for each in reward_changes if each.known and lines],
             "tasks": {name: cells(rows) for name, rows in summary.get("compared", {}).items() if len(rows) > 1},
             "digits": digits(stages, last),
             "metrics": columns(lines), "charts": drawn, "zeros": zeros, "stages": thinned(stages),

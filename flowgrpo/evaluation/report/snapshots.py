@@ -96,7 +96,7 @@ class Extremes:
                                    (self.worst, -1, min(reversed(indices), key=sums.__getitem__))):
                 _insert(kept, sign, (sums[at], prompt, scores[at].tolist(), outputs[at]))
 
-    def told(self) -> dict[str, list[dict[str, Any]]]:
+    def as_json(self) -> dict[str, list[dict[str, Any]]]:
         """Return both lists for JSON, the most extreme sample first."""
         return {side: [{"prompt": prompt, "scores": finite(dict(zip(self.names, scores))), **shown(output)}
                        for _, prompt, scores, output in kept]
@@ -226,9 +226,10 @@ def last(run: Path, trainer: Trainer) -> None:
     """Keep the best and worst samples of the last epoch, and the result of the first-ratio check."""
     first = trainer.first_ratio
     write(run / FOLDER / "last.json", {
-        "epoch": trainer.epoch, "first_ratio": {"found": first.found, "limit": first.limit, "rescored": first.rescore,
-                                                  "clip": first.clip},
-        **trainer.scoring.extremes.told()})
+        "epoch": trainer.epoch,
+        "first_ratio": {"found": first.max_log_ratio, "limit": first.limit, "rescored": first.rescore,
+                        "clip": first.clip},
+        **trainer.scoring.extremes.as_json()})
 
 
 def write(path: Path, content: object) -> None:

@@ -54,7 +54,7 @@ class Change:
         """Decimals of its numbers."""
         return decimals([self.before.mean, self.now.mean], [self.change.mean])
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Return the change for the page: numbers as text."""
         shown = (("before", self.before, ""), ("now", self.now, ""), ("change", self.change, "+"))
         lines = [[label, fixed(of.mean, self.digits, sign), bounds(of.low, of.high, self.digits, sign)]

@@ -246,7 +246,7 @@ class PipelinePolicy:
     def _announce(self, kind: int, step: int | torch.Tensor = 0) -> None:
         if self.turns:
             assert isinstance(step, int), "sharded weights do not go with packed replays"
-            self.turns.take(kind, step)
+            self.turns.join(kind, step)
 
     def _accompany(self, kind: int, step: int) -> torch.Tensor:
         """Replay one row at a step that other processes replay: it counts nowhere."""

@@ -33,7 +33,7 @@ class MeasuredCredit(Extension):
         trainer, parts, replay = self.trainer, epoch.parts, self._replay(epoch)
         if trainer.method.needs:
             parts = measured(trainer.method, parts, replay, trainer.kl_reference, trainer.processes)
-        trainer.kl_reference.judge(parts, replay, trainer.processes)
+        trainer.kl_reference.score_samples(parts, replay, trainer.processes)
         return parts
 
     def on_trained(self, epoch: Epoch) -> Metrics:

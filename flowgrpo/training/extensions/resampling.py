@@ -28,7 +28,7 @@ class Resampling(Extension):
                         if expansion else {})
 
     def draw_epoch(self) -> Epoch:
-        trainer, redraw, epoch = self.trainer, self.trainer.method.redraw, sampling.begun(self.trainer)
+        trainer, redraw, epoch = self.trainer, self.trainer.method.redraw, sampling.new_epoch(self.trainer)
         batch = sampling.choose_prompts(trainer, trainer.epoch)
         begin = getattr(redraw, "begin", None)
         batch = self._expanded(begin(batch, epoch.groups) if begin else batch)
@@ -37,7 +37,7 @@ class Resampling(Extension):
             new = sampling.draw_groups(trainer, epoch, batch)
             epoch.parts[before:] = self._marked(new, epoch.own[earlier:], earlier)
             batch = self._expanded(epoch.groups.replace(redraw(epoch.groups))) if redraw else []
-        trainer.scoring.leave_epoch()
+        trainer.scoring.end_epoch()
         if learn := getattr(redraw, "learn", None):
             learn(epoch.groups)
         off = any(prompt.learned is not prompt for prompt in epoch.own)

@@ -39,11 +39,11 @@ def test_a_run_reads_the_likelihood_of_its_slow_reference():
     trainer = tiny_text.trainer(rewards={"short": lambda texts, prompts: [1.0] * len(texts)}, parts=CARE)
     tiny_text.stir(trainer.policy)
     trainer.run_epoch()
-    assert len(trainer.kl_reference.held) == 1 and trainer.kl_reference.likelihood.shape == (2, 4)
+    assert len(trainer.kl_reference.snapshots) == 1 and trainer.kl_reference.likelihood.shape == (2, 4)
     parts, asked, _ = sampling.sample(trainer, trainer.prompts[:2])
-    trainer.kl_reference.judge(parts, lambda part: trainer.rollouts.replay(part, asked), trainer.processes)
+    trainer.kl_reference.score_samples(parts, lambda part: trainer.rollouts.replay(part, asked), trainer.processes)
     found = trainer.kl_reference.likelihood
-    with trainer.policy.reference(trainer.kl_reference.held):
+    with trainer.policy.reference(trainer.kl_reference.snapshots):
         expected = torch.cat([(new.logp * new.mask).sum(1) / new.mask.sum(1) for part in parts
                               for _, _, new in trainer.rollouts.replay(part, asked)])
     torch.testing.assert_close(found.flatten(), expected, rtol=0, atol=1e-5)

@@ -77,7 +77,7 @@ def test_the_engine_has_the_lora_of_every_epoch_and_the_update_changes_the_weigh
         found = own.held()
         for key, value in held.items():  # the weights that the epoch began with
             assert torch.equal(found[key.removeprefix("transformer.").replace(".default.weight", "")], value)
-        assert made.first_ratio.found < 2e-5
+        assert made.first_ratio.max_log_ratio < 2e-5
     assert any(not torch.equal(value, before[key]) for key, value in made.policy.weights.named.items())
     assert made.rollouts.rollout_evaluations == 3 * 8 * 4
     made.extensions.close()

@@ -130,7 +130,7 @@ def test_a_jump_is_behind_all_else_of_its_epoch_and_the_next_reference_behind_it
     made, plain = run([0.1] * 3, parts=parts), tiny_text.trainer(train__epochs=8, parts=parts)
     for each in (made, plain):
         next_epochs(each, 3)
-    [held] = made.kl_reference.held
+    [held] = made.kl_reference.snapshots
     for key, tensor in made.policy.weights.snapshot().items():
         assert torch.equal(held[key], tensor)
     assert any(not torch.equal(held[key], tensor) for key, tensor in plain.policy.weights.snapshot().items())

@@ -160,7 +160,7 @@ def test_a_run_reads_the_noised_picture_and_rewards_see_the_prompt(tmp_path):
     clean, noised, learned = read[0][0], read[1][0], read[2]
     assert clean == red and np.array_equal(learned[1], noised) and learned[0] == red
     assert not np.array_equal(noised, read_picture(red)) and {*seen} == {("2+2=", red)}
-    assert metrics["extra_groups"] == 1 and trainer.first_ratio.found <= 1e-4
+    assert metrics["extra_groups"] == 1 and trainer.first_ratio.max_log_ratio <= 1e-4
 
 
 def test_noise_is_of_its_deviation_and_the_same_again(tmp_path):

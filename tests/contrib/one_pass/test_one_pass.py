@@ -166,7 +166,7 @@ def test_golden_runs_are_equal_with_one_pass_on_and_off(kind, method):
         lines = tiny_runs.epochs(made)
         found[one_pass] = lines, made.policy.weights.snapshot(), made.policy.evaluations
         assert all((line.get("one_pass/states", 0) > 0) is one_pass for line in lines)
-        assert made.first_ratio.found <= 1e-5
+        assert made.first_ratio.max_log_ratio <= 1e-5
     (off, weights, calls), (on, others, fewer) = found[False], found[True]
     for line, other in zip(off, on, strict=True):
         own = golden_files.selected(method, line)
@@ -211,7 +211,7 @@ def test_half_precision_has_a_ratio_of_exactly_one_and_scores_nothing_again():
                         policy=tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16"))
     lines = tiny_runs.epochs(made)
     assert [line["log_ratio_max"] for line in lines] == [0, 0] and made.first_ratio.rescore is False
-    assert made.first_ratio.found is not None and lines[0]["grad_norm"] > 0
+    assert made.first_ratio.max_log_ratio is not None and lines[0]["grad_norm"] > 0
 
 
 def test_a_rollout_that_a_replay_does_not_repeat_stops_the_run():

@@ -230,7 +230,7 @@ def test_a_resumed_run_goes_on_to_the_same_bit(kind, tmp_path):
         assert one == two and one["staleness/epochs"] == 2
     assert_same(made, other)
     assert made.progress.saved_counters == other.progress.saved_counters
-    assert made.scoring.extremes.told() == other.scoring.extremes.told()
+    assert made.scoring.extremes.as_json() == other.scoring.extremes.as_json()
 
 
 def test_a_stop_while_a_reward_hangs_saves_what_was_drawn(tmp_path):

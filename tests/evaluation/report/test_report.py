@@ -214,10 +214,10 @@ def test_a_small_change_is_shown_with_more_decimals(now, digits):
 
 def test_a_card_has_aligned_lines_with_intervals():
     _, [change] = judged({"a": [0.25, 0.75] * 12}, {"a": [0.5] * 24}, {"a": 1.0})
-    before, now, moved = change.told()["lines"]
+    before, now, moved = change.as_json()["lines"]
     assert before[:2] == ["before", "0.500"] and now == ["now", "0.500", "[0.500, 0.500]"]
     assert before[2] == "[0.396, 0.604]" and moved == ["change", "0.000", "[-0.104, +0.104]"]
-    assert change.told()["way"] == 0
+    assert change.as_json()["way"] == 0
 
 
 def test_pictures_of_one_prompt_are_not_counted_as_independent():
@@ -332,9 +332,9 @@ def test_extremes_by_hand():
     assert [(total, prompt) for total, prompt, *_ in found.worst] == [
         (-1.0, "p"), (pytest.approx(0.3), "r"), (0.5, "q")]
     assert [float(picture[0, 0, 0] * 8) for *_, picture in found.worst] == [6, 5, 3]  # of equal ones another than best
-    told = found.told()
-    assert told["worst"][1]["scores"] == {"a": pytest.approx(0.3), "b": None}
-    assert decoded(told["best"][0]["picture"]).getpixel((0, 0)) == (round(255 * 7 / 8),) * 3
+    listed = found.as_json()
+    assert listed["worst"][1]["scores"] == {"a": pytest.approx(0.3), "b": None}
+    assert decoded(listed["best"][0]["picture"]).getpixel((0, 0)) == (round(255 * 7 / 8),) * 3
 
 
 def test_a_sample_that_lost_a_score_is_no_extreme():
@@ -353,7 +353,7 @@ def test_only_the_most_extreme_are_kept():
         found.add([str(i)], ["text"], totals[i:i + 1, None], totals[i:i + 1])
     assert [sample[0] for sample in found.best] == [9, 8, 7, 6, 5, 4]
     assert [sample[0] for sample in found.worst] == [0, 1, 2, 3, 4, 5]
-    assert found.told()["best"][0] == {"prompt": "1", "scores": {"a": 9.0}, "text": "text"}
+    assert found.as_json()["best"][0] == {"prompt": "1", "scores": {"a": 9.0}, "text": "text"}
 
 
 def test_what_an_earlier_run_has_kept_is_dropped(tmp_path):

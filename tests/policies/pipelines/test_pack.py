@@ -203,7 +203,7 @@ def test_losses_and_gradients_are_those_of_a_replay_step_by_step(name, guidance,
     for pack in (False, True):
         trainer, parts, conditioning = trained(pack, name, guidance, method, train__micro_batch=20)
         parts = trainer.first_ratio(parts, conditioning, print)
-        assert trainer.first_ratio.found <= 1e-6
+        assert trainer.first_ratio.max_log_ratio <= 1e-6
         found.append(learned(trainer, parts, conditioning))
     (gradient, scores, before), (other, others, after) = found
     assert (before, after) == (alone, packed)

@@ -112,4 +112,4 @@ def test_a_run_scores_the_steps_of_its_texts(whole):
             steps += 1
     assert steps > len(given.ids) and given.values.isnan().any()
     tiny_runs.epochs(made, 1)
-    assert made.first_ratio.found < 1e-4
+    assert made.first_ratio.max_log_ratio < 1e-4

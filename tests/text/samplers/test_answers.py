@@ -82,7 +82,7 @@ def test_an_answer_among_failures_is_pulled_up():
     before = likely()
     for own.epoch in range(6):
         own.run_epoch()
-    assert own.first_ratio.found <= 1e-5 and likely() > before + 0.5
+    assert own.first_ratio.max_log_ratio <= 1e-5 and likely() > before + 0.5
 
 
 def test_answers_go_with_causal_models_alone():
@@ -199,7 +199,7 @@ def test_the_loop_knows_which_samples_are_answers(size):
     kept = parts[0].transitions[0].kept(torch.tensor([False, True, True, True] * (len(parts[0].prompts) // 4)))
     assert kept.expert[2] and kept.expert.sum() == parts[0].transitions[0].expert.sum()
     metrics = own.run_epoch()
-    assert metrics["grad_norm"] > 0 and own.first_ratio.found <= 1e-5
+    assert metrics["grad_norm"] > 0 and own.first_ratio.max_log_ratio <= 1e-5
 
 
 def test_a_mixture_without_answers_is_refused():
@@ -307,7 +307,7 @@ def test_the_answers_that_the_policy_comprehends_best_join_a_group_that_failed()
     assert epoch.sampled is None and second.old.guided is None
     credited = loop.credit(own, parts, torch.rand(2, 4, 1), ["5;1=", "x"])
     metrics = loop.learn(own, credited, learned, epoch.own)
-    assert own.first_ratio.found <= 1e-5 and metrics["grad_norm"] > 0
+    assert own.first_ratio.max_log_ratio <= 1e-5 and metrics["grad_norm"] > 0
 
 
 def test_teachers_need_a_place_in_the_group_and_a_language_model():

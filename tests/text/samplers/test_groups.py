@@ -90,7 +90,7 @@ def test_an_epoch_of_serial_groups():
     trainer = tiny_text.trainer(tiny_text.policy(max_tokens=9), {"short": lambda texts, prompts: [
         float(len(text)) for text in texts]}, method="s_grpo", text__max_tokens=9,
         parts={"draws": {"exit": "=", "close": "+"}})
-    assert trainer.run_epoch()["grad_norm"] > 0 and trainer.first_ratio.found <= 1e-5
+    assert trainer.run_epoch()["grad_norm"] > 0 and trainer.first_ratio.max_log_ratio <= 1e-5
 
 
 def test_an_exit_without_room_for_an_answer_is_told_in_a_line():

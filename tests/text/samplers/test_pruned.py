@@ -105,7 +105,7 @@ def test_the_head_of_a_run_learns_what_succeeds():
     for trainer.epoch in range(8):
         trainer.run_epoch()
     off = (torch.tensor(earned).view(8, 4, 8).mean(2) - 0.5).abs()  # of every group
-    assert off[-3:].mean() < 0.75 * off[:2].mean() and trainer.first_ratio.found <= 1e-5
+    assert off[-3:].mean() < 0.75 * off[:2].mean() and trainer.first_ratio.max_log_ratio <= 1e-5
     own, rows = trainer.policy, torch.arange(6).repeat_interleave(24)
     asked = own.encode(tiny_text.PROMPTS)
     made = own.sample(asked.rows(rows), Decoding(), own.generators(range(144)), torch.zeros(144, dtype=torch.bool))

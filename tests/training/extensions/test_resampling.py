@@ -66,7 +66,7 @@ def test_the_first_ratio_of_a_hinted_text_is_that_of_both_prompts():
     assert (new.logp - taken.old.logp).abs().max() > 1e-3
     credited = loop.credit(trainer, parts, torch.rand(3, 4, 1), ["2+2=", "7+7=", "2+2=5"])
     metrics = loop.learn(trainer, credited, learned, epoch.own, epoch.sampled)
-    assert trainer.first_ratio.found <= 1e-5 < 1e-3 < metrics["log_ratio_max"]
+    assert trainer.first_ratio.max_log_ratio <= 1e-5 < 1e-3 < metrics["log_ratio_max"]
 
 
 def test_an_expanded_prompt_of_pictures_is_sampled_and_the_plain_one_is_learned():
@@ -82,7 +82,7 @@ def test_an_expanded_prompt_of_pictures_is_sampled_and_the_plain_one_is_learned(
         ratios = [(new.logp - part.transitions[k].old.logp[rows]).abs().max().item() for part in parts
                   for k, rows, new in trainer.rollouts.replay(part, conditioning)]
         assert low <= max(ratios) <= high
-    assert trainer.run_epoch()["grad_norm"] > 0 and trainer.first_ratio.found <= 1e-6
+    assert trainer.run_epoch()["grad_norm"] > 0 and trainer.first_ratio.max_log_ratio <= 1e-6
 
 
 def test_pictures_are_sampled_at_one_scale_and_learned_at_another():
