@@ -33,7 +33,8 @@ def lacking(setup: Setup) -> dict[str, list[str]]:
         planned = denoising.plan(config.train.steps, 0, config.seed)
         reasons += [
             (ENCODED_ONCE, "text encoders that are trained", denoising.adapted.encoders),
-            (RECORDABLE, f"the kernel {type(denoising.kernel).__name__}, which learns", denoising.learned_noise is not None),
+            (RECORDABLE, f"the kernel {type(denoising.kernel).__name__}, which learns",
+             denoising.learned_noise is not None),
             (RECORDABLE, f"the plan {type(denoising.plan).__name__}, by which a prompt has several groups",
              isinstance(planned, tuple) and len(planned) > 1)]
     found: dict[str, list[str]] = {}

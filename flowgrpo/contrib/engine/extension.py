@@ -37,7 +37,7 @@ class EngineRollouts(Extension):
 
     def _placed(self) -> None:
         """Have the present rollouts draw by the engine."""
-        rollouts = self.trainer.rollouts
+        rollouts: Any = self.trainer.rollouts  # those of a denoiser, as the check of the run says
         if rollouts.drawer is None:
             rollouts.drawer = EngineSampler(self.engine, self.lora, rollouts, self.trainer.config.rollout.release)
 
