@@ -148,7 +148,7 @@ def test_command_lines_are_found():
     assert {leaf(line.split()[1:])[0] for line in command_lines() if line.startswith("flowgrpo ")} == {
         "demo", "train", "check", "sample", "eval", "report", "export", "push", "new", "list methods", "list rewards",
         "list prompts", "list runs", "compare grid", "compare vote", "compare methods", "reward score", "reward train",
-        "reward serve", "reward label", "prompts encode", "prompts mix", "prompts write"}
+        "reward serve", "reward label", "prompts encode", "prompts mix", "prompts write", "verify"}
     assert any(line.startswith("accelerate launch") for line in command_lines())
 
 

@@ -11,6 +11,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import targets
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.setup import Setup
+from flowgrpo.rewards.reward import sees_base
 from flowgrpo.samplers.kernels import CPS, FlowSDE
 from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.samplers.solvers import Euler
@@ -80,6 +81,9 @@ def check(setup: Setup) -> None:
     if setup.all_processes > 1:
         raise UserError(f"rollout.engine: got {setup.all_processes} processes, expected 1: an engine is driven by one "
                         "trainer; give the other GPUs to the engine (its --num-gpus)")
+    if seen := [name for name, reward in setup.trained.items() if sees_base(reward)]:
+        raise UserError(f"rollout.engine: the reward {seen[0]!r} compares with the base model's sample of the same "
+                        "initial noise, which only the engine knows: leave it or rollout.engine out")
     if any(prompt.brings is not None for prompt in setup.split[0]):
         raise UserError("rollout.engine: prompts bring images or other inputs, which are not sent: leave them or "
                         "rollout.engine out")

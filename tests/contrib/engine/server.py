@@ -7,6 +7,7 @@ scheduler draws the steps; its transitions are `FlowSDE` and `CPS`. A fault of F
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import struct
 import threading
@@ -205,8 +206,11 @@ class TinyEngine:
 
     def drawn(self, asked: dict[str, Any], seeds: list[int], extra: dict[str, Any]) -> list[dict[str, Any]]:
         """The answer for each seed."""
-        steps, given = self.pipe.scheduler, {key: asked[key] for key in ("width", "height", "num_inference_steps",
-                                                                         "guidance_scale") if asked[key] is not None}
+        steps, accepts = self.pipe.scheduler, inspect.signature(self.pipe.__call__).parameters
+        names = ("width", "height", "num_frames", "num_inference_steps", "guidance_scale", "true_cfg_scale")
+        given = {name: asked[name] for name in names if asked[name] is not None}
+        if "negative_prompt" in accepts:
+            given["negative_prompt"] = [asked["negative_prompt"] or ""] * len(seeds)
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         steps.set_shift({"wrong sigma": 5.0, "unsaid sigma": 3.5}.get(self.fault or "", steps.config.shift))
         steps.begin(asked, generators, self.fault)
@@ -214,8 +218,8 @@ class TinyEngine:
             self.pipe.disable_lora()
         prompt = asked["prompt"] if self.fault != "mixed prompts" or asked["prompt"] == "blue" else "blue"
         with torch.no_grad():
-            images = self.pipe([prompt] * len(seeds), negative_prompt=[asked["negative_prompt"] or ""] * len(seeds),
-                               generator=generators, output_type="pt", **given, **extra).images
+            images = self.pipe([prompt] * len(seeds), generator=generators, output_type="pt", return_dict=False,
+                               **given, **extra)[0]
         if self.lora and self.fault == "no LoRA":
             self.pipe.enable_lora()
         states = torch.stack([*steps.before, steps.last.float()], 1)

@@ -5,12 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+import flowgrpo
+from flowgrpo.check.tiny import hunyuan
 from flowgrpo.config import load
 from flowgrpo.contrib.engine import capability
 from flowgrpo.contrib.engine.client import EngineError
+from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.methods import keys_read, validate
+from flowgrpo.methods.setup import Setup
 from flowgrpo.rollouts.denoising import DenoisingRollouts
-from flowgrpo.training import sampling
+from flowgrpo.training import extensions, sampling
 from tests.contrib.engine.server import TinyEngine, serving
 from tests.helpers import tiny
 
@@ -66,6 +71,20 @@ def test_a_replay_gives_the_log_probabilities_of_the_engine(url, options):
             assert other.step != one.step + 1 or one.x_next is other.x
     finals = torch.cat([part.finals[0] for part in parts])
     assert len(finals.flatten(1).unique(dim=0)) == 8
+
+
+@pytest.mark.parametrize("made", [lambda: (tiny.flux(), tiny.FLUX_CALL), hunyuan.hunyuan], ids=["flux", "video"])
+def test_packed_latents_and_clips_are_replayed(made):
+    """FLUX packs its latents and has its guidance embedded, HunyuanVideo draws clips."""
+    (pipe, call), other = made(), made()[0]
+    call = {("num_frames" if key == "frames" else key): value for key, value in call.items()}
+    policy = tiny.stir(tiny.policy(pipe, call=call))
+    with serving(TinyEngine(other)) as address:
+        own = trainer(address, stirred=False, policy=policy, parts=ALONE, picture__call=call)
+        conditioning = own.rollouts.conditioning(own.prompts[:2])
+        parts = [part for part, _ in own.rollouts.sample(conditioning, 0, None)]
+    assert max(gap(own, part, conditioning) for part in parts) < 2e-5
+    assert sum(len(part.finals[0]) for part in parts) == 8
 
 
 def test_the_engine_has_the_lora_of_every_epoch_and_the_update_changes_the_weights(url, own):
@@ -168,11 +187,42 @@ def test_what_a_stock_engine_cannot_do_is_refused_in_one_line(options, said):
         capability.require(iter(needs))
 
 
-def test_a_key_of_an_engine_without_one_is_refused():
-    from flowgrpo.methods import keys_read
-    from flowgrpo.methods.setup import Setup
+def far(images, prompts, base):
+    """How far an image is from the base model's."""
+    return (images - torch.stack(list(base))).abs().mean((1, 2, 3))
 
+
+@pytest.mark.parametrize("facts, said", [
+    (dict(all_processes=2), "got 2 processes, expected 1"),
+    (dict(trained={"far": far}), "the reward 'far' compares with the base model's sample"),
+    (dict(split=([Prompt("red", image="a.png")], [])), "prompts bring images or other inputs"),
+    (dict(), "given sigmas: set train.grid: stock")], ids=repr)
+def test_a_run_is_refused_before_its_model_is_loaded(facts, said):
+    settings = tiny.config(method="flow_grpo", train__grid="stock" if facts else "shifted",
+                           rollout__engine="http://127.0.0.1:9")
+    method = validate.resolve(settings, "flow").having(roots=None)
+    with pytest.raises(UserError, match=said):
+        extensions.check(Setup(settings, "pipeline", method, **facts))
+
+
+def test_a_key_of_an_engine_without_one_is_refused():
     settings = load(None, {"rollout.release": True})
     with pytest.raises(UserError, match="rollout.release is True, but the pipeline itself draws"):
         keys_read.check(Setup(settings, "pipeline", tiny.trainer().method))
     assert DenoisingRollouts.drawer is None
+
+
+def test_a_whole_run_trains_by_the_engine_and_goes_on_after_its_end(tmp_path, own, url):
+    options = dict(method="flow_grpo", parts=ALONE, held_out=0.3, output=str(tmp_path), name="run", tracker="none",
+                   device="cpu", precision="fp32", rollout={"engine": url, "folder": str(tmp_path / "loras")},
+                   picture={"call": tiny.CALL}, adapter={"rank": 2},
+                   eval={"steps": 3, "guidance": 1.0, "prompts": 2})
+    train = dict(epochs=1, prompts=2, group=4, micro_batch=4, steps=4, grid="stock", guidance=1.0)
+    for epochs in (1, 2):
+        flowgrpo.align(tiny.sd3(), tiny.red, tiny.PROMPTS, resume=epochs > 1, train=train | {"epochs": epochs},
+                       **options)
+    asked = [body for path, body in own.seen if path == "/rollout/generate"]
+    assert sum(body["num_outputs_per_prompt"] for body in asked) == 2 * 8
+    assert len({tuple(body["extra_sampling_params"]["seed"]) for body in asked}) == len(asked) == 4
+    assert not [*(tmp_path / "loras").iterdir()]
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
