@@ -44,7 +44,7 @@ def of_method(config: Config, method: Method) -> Iterator[str]:
         "adapter.dora: true": config.adapter.dora,
         f"adapter.alpha {config.adapter.alpha}, expected a whole number":
             config.adapter.alpha is not None and config.adapter.alpha % 1 != 0,
-        "adapter.rslora: true without a whole adapter.alpha": config.adapter.rslora and config.adapter.alpha is None,
+        "adapter.rslora: true, whose tensors the engine holds scaled": config.adapter.rslora,
         "train.one_pass, whose graphs are the trainer's": bool(config.train.one_pass),
         "memory.shard, whose processes share every call": bool(config.memory.shard)}
     yield from (need for need, applies in needs.items() if applies)

@@ -176,11 +176,13 @@ def adapter_of(path: Path) -> dict[str, Any]:
         with safe_open(file, "pt") as opened:
             found = json.loads((opened.metadata() or {})["lora_adapter_metadata"])
         own = {key.partition(".")[2]: value for key, value in found.items() if key.startswith("transformer.")}
-        given = {"rank": own["r"], "alpha": own["lora_alpha"], "targets": own["target_modules"],
-                 "rslora": bool(own.get("use_rslora")), "dora": bool(own.get("use_dora")), "init": str(path)}
+        given = {"rank": own["r"], "alpha": own["lora_alpha"], "targets": own["target_modules"], "init": str(path)}
     except (SafetensorError, KeyError, ValueError, TypeError, AttributeError):
         raise UserError(f"--lora {file}: expected a LoRA of a denoiser with its rank, alpha and targets in the "
                         "metadata, as flowgrpo and diffusers write it") from None
+    for key in ("use_rslora", "use_dora"):
+        if own.get(key):
+            raise UserError(f"--lora {file}: has {key}, expected a plain LoRA: an engine holds no other as it is")
     return given
 
 

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from flowgrpo.cli import main
+from flowgrpo.config.sections import Adapter
 from flowgrpo.contrib.engine import verify
 from flowgrpo.contrib.engine.client import Engine, EngineError
 from flowgrpo.contrib.engine.lora import LoraSender
 from flowgrpo.contrib.engine.verify import Asked, Row
 from flowgrpo.errors import UserError
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from tests.contrib.engine.server import TinyEngine, serving
 from tests.helpers import tiny
 
@@ -166,6 +168,15 @@ def test_the_command_takes_a_lora_file_and_ends_with_2_at_a_fault(folder, tmp_pa
     with serving(TinyEngine(tiny.sd3(), "time-out", slow=1.0)) as url:
         assert main(["verify", url, str(folder), *options, "--timeout=0.2"]) == 2
     assert "flowgrpo: error: fault: time-out: " in capsys.readouterr().err
+
+
+def test_a_lora_that_an_engine_changes_is_refused(tmp_path):
+    PipelinePolicy(tiny.sd3(), Adapter(rank=2, rslora=True), call=tiny.CALL).weights.save(tmp_path / "lora")
+    with pytest.raises(UserError, match="has use_rslora, expected a plain LoRA"):
+        verify.adapter_of(tmp_path / "lora")
+    (tmp_path / "other.safetensors").write_bytes(b"other")
+    with pytest.raises(UserError, match="expected a LoRA of a denoiser with its rank"):
+        verify.adapter_of(tmp_path / "other.safetensors")
 
 
 @pytest.mark.parametrize("options, said", [
