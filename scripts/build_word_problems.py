@@ -1,10 +1,11 @@
-"""Write the word problems of our own: flowgrpo/data/packaged/word_problems_train.jsonl and word_problems.jsonl.
+"""Write the arithmetic of our own: word_problems and arithmetic, with their training sides, in flowgrpo/data/packaged.
 
     python scripts/build_word_problems.py
 
 Problems in the manner of GSM8K, for a small language model: five kinds of one step, three of two, numbers below 100.
-Every sentence and every word is from the lists below; none comes from GSM8K. The same on every run. No held-out problem
-has the kind and the numbers of a training problem, whatever its names and things.
+Every sentence and every word is from the lists below; none comes from GSM8K. `arithmetic` asks for a sum, a difference
+or a product of two numbers. The same on every run. No held-out problem has the kind and the numbers of a training
+problem, whatever its words.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from flowgrpo.data import sets
 
-COUNTS = {"word_problems_train": 800, "word_problems": 200}
+COUNTS = {"word_problems_train": 800, "word_problems": 200, "arithmetic_train": 800, "arithmetic": 200}
 NAMES = ("Ada", "Ben", "Carla", "Dev", "Elena", "Finn", "Grace", "Hugo", "Iris", "Jonas", "Kira", "Liam", "Mona",
          "Nils", "Olga", "Paul", "Rosa", "Samir", "Tara", "Viktor")
 THINGS = ("apples", "books", "buttons", "cards", "coins", "cups", "eggs", "keys", "marbles", "oranges", "pencils",
@@ -24,6 +25,9 @@ THINGS = ("apples", "books", "buttons", "cards", "coins", "cups", "eggs", "keys"
 BOXES = (("bag", "bags"), ("basket", "baskets"), ("box", "boxes"), ("crate", "crates"), ("tray", "trays"))
 GOODS = (("pen", "notebook"), ("sandwich", "juice"), ("rose", "vase"), ("ball", "racket"), ("stamp", "letter"),
          ("candle", "lamp"))
+SUMS = ("What is {} + {}?", "What is {} plus {}?", "Add {} and {}.")
+DIFFERENCES = ("What is {} - {}?", "What is {} minus {}?", "Take {1} from {0}.")
+PRODUCTS = ("What is {} * {}?", "What is {} times {}?", "Multiply {} by {}.")
 MULTIPLES = ((2, "twice"), (3, "three times"), (4, "four times"))
 Numbers = tuple[int, ...]
 Draw = Callable[[random.Random], tuple[Numbers, str, int]]  # the numbers, the problem in words, and its answer
@@ -89,18 +93,43 @@ def paid(dice: random.Random) -> tuple[Numbers, str, int]:
                        f"{name} get back?"), c - a * b
 
 
+def sum_of(dice: random.Random) -> tuple[Numbers, str, int]:
+    """Return a sum, asked for without a story."""
+    a, b = dice.randint(2, 59), dice.randint(2, 40)
+    return (a, b), dice.choice(SUMS).format(a, b), a + b
+
+
+def difference_of(dice: random.Random) -> tuple[Numbers, str, int]:
+    """Return a positive difference."""
+    b = dice.randint(2, 40)
+    a = b + dice.randint(1, 59)
+    return (a, b), dice.choice(DIFFERENCES).format(a, b), a - b
+
+
+def product_of(dice: random.Random) -> tuple[Numbers, str, int]:
+    """Return a product of small numbers."""
+    a, b = dice.randint(2, 25), dice.randint(2, 15)
+    return (a, b), dice.choice(PRODUCTS).format(a, b), a * b
+
+
+BARE: dict[str, Draw] = {"sum": sum_of, "difference": difference_of, "product": product_of}
 KINDS: dict[str, Draw] = {"gained": gained, "packed": packed, "bought": bought, "shared": shared, "read": read,
                           "together": together, "aged": aged, "paid": paid}
 
 
 def build() -> dict[str, list[dict[str, Any]]]:
     """Return the rows of each file by its name: the kinds in turn, held-out ones first."""
+    return of("word_problems", KINDS) | of("arithmetic", BARE)
+
+
+def of(name: str, kinds: dict[str, Draw]) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of a set's two files."""
     dice, seen, rows = random.Random(0), set[tuple[str, Numbers]](), dict[str, list[dict[str, Any]]]()
-    for name, count in reversed(COUNTS.items()):
+    for name in (name, f"{name}_train"):
         held_out, rows[name] = frozenset(seen), []
-        while len(rows[name]) < count:
-            kind = list(KINDS)[len(rows[name]) % len(KINDS)]
-            numbers, prompt, answer = KINDS[kind](dice)
+        while len(rows[name]) < COUNTS[name]:
+            kind = list(kinds)[len(rows[name]) % len(kinds)]
+            numbers, prompt, answer = kinds[kind](dice)
             if (kind, numbers) in held_out or any(row["prompt"] == prompt for row in rows[name]):
                 continue
             seen.add((kind, numbers))

@@ -45,9 +45,24 @@ FORCED: dict[str, Any] = {
     "eval.prompts": 1, "eval.grid": 1, "train.epochs": 1, "train.prompts": 1, "train.group": 2, "train.updates": 1,
     "train.micro_batch": 2, "train.steps": 4, "train.compile": False}
 LANGUAGE: dict[str, Any] = {
-    "device": "cpu", "tracker": "none", "eval.every": 0, "eval.prompts": 2, "eval.grid": 2, "train.epochs": 2,
+    "device": "cpu", "tracker": "none", "eval.every": 2, "eval.prompts": 2, "eval.grid": 2, "train.epochs": 2,
     "train.prompts": 2, "train.group": 4, "train.updates": 1, "train.micro_batch": 4, "text.max_tokens": 16,
     "train.compile": False}
+
+HEAD = """# Recipes on a CPU
+
+Written by `scripts/train_recipes.py --json docs/recipe_round.json --page docs/recipe_round.md`: do not edit. Each
+recipe was taken through `check`, `train`, `sample`, `compare grid`, `export` and stock libraries on one core. The
+pipelines have their real classes and widths, seeded random weights, one or two blocks, and stand-in tokenizers. So the
+round shows that a recipe runs from end to end at these shapes. It shows nothing about quality, speed or the memory of
+a GPU.
+
+*stock libraries* compares the image of `flowgrpo sample` with that of the model card's lines, in steps of 255.
+*training* is the resident memory of the whole process, its libraries and the loading included; *estimate* is what
+`flowgrpo check FOLDER` says of the same settings, without libraries. A recipe that is not listed was not taken through
+the round.
+
+"""
 
 
 def recipes() -> list[str]:
@@ -70,7 +85,7 @@ def forced(name: str, folder: Path) -> dict[str, Any]:
     config = load(ROOT / "configs" / f"{name}.yaml")
     known = model_of(name)
     if known is None:
-        return LANGUAGE | ({} if config.prompts in ("word_problems", "gsm8k") else {"prompts": "word_problems"})
+        return LANGUAGE | ({} if config.prompts == "arithmetic" else {"prompts": "arithmetic"})
     keys = FORCED | {f"picture.{side}": SIDE for side in ("height", "width")} | call_keys(config, known)
     if config.picture.frames and config.picture.frames > 1:
         keys |= {"picture.frames": FRAMES + 4 * (known.pipeline == "LTX2Pipeline"),
@@ -142,6 +157,7 @@ def build(name: str, folder: Path, language: Path | None) -> None:
     known = model_of(name)
     if known is None:
         (folder / "model").symlink_to((language or tiny_language(folder / "tiny")).resolve())
+        print("a tiny language model" if language is None else language.name)
         return
     import diffusers
     import transformers
@@ -204,7 +220,7 @@ def tiny_language(folder: Path) -> Path:
 
 def stock(name: str, folder: Path) -> None:
     """Run the lines that the run's model card has for stock libraries, with the seed of what `sample` drew, and print
-    the largest difference."""
+    the largest difference; of a language model, whether the greedy texts are equal."""
     import numpy as np
     from PIL import Image
 
@@ -213,17 +229,21 @@ def stock(name: str, folder: Path) -> None:
 
     run = folder / "runs" / "run"
     lines = snippet(load(run / "config.yaml"), run, str(run), PROMPT)
-    files = sorted(file for file in (folder / "samples").iterdir() if file.suffix in (".png", ".mp4", ".gif"))
-    if not files:
-        exec(lines, {})  # of this repository: our own model card
+    if model_of(name) is None:
+        names: dict[str, Any] = {}
+        exec(lines, names)  # of this repository: our own model card
+        ids = names["output"][0, names["inputs"]["input_ids"].shape[1]:]
+        text = names["tokenizer"].decode(ids, skip_special_tokens=True)
+        print("the same text" if text.strip() in (folder / "sample.log").read_text() else f"another text: {text!r}")
         return
+    files = sorted(file for file in (folder / "samples").iterdir() if file.suffix in (".png", ".mp4", ".gif"))
     if files[0].suffix != ".png":
         exec(loading(lines), {})
         print("loads; a clip was not compared")
         return
     image = Image.open(files[0])
     seed = int(re.search(r"Seed: (\d+)", str(image.info["parameters"]))[1])  # type: ignore[index]
-    names: dict[str, Any] = {}
+    names = {}
     os.chdir(folder)
     seeded = lines.replace("= pipe(", f"= pipe(generator=torch.Generator().manual_seed({seed}), prompt=")
     if reference := (folder / "red.png") if reads_pictures(name) else None:
@@ -244,13 +264,12 @@ def loading(lines: str) -> str:
 @dataclasses.dataclass
 class Step:
     """One step that has run: exit code, seconds of a clock and of the processor, the peak of its resident memory in
-    GiB, how much of it the libraries had before, and the last line that it said."""
+    GiB, and the last line that it said."""
 
     code: int
     seconds: float
     processor: float
     peak: float
-    libraries: float
     said: str
     estimate: float | None = None  # GiB by `check`
     commit: str = ""
@@ -269,7 +288,7 @@ def commands(name: str, folder: Path) -> dict[str, list[str]]:
             "train": ["train", recipe, f"--model={model}", *keys, f"--output={folder / 'runs'}", "--name=run"],
             "sample": ["sample", run, f"--prompt={PROMPT}", *drawn, *image, *(
                 [f"--output={folder / 'samples'}"] if known else [])],
-            "grid": ["grid", run, "--count=1", f"--output={folder / ('grid.png' if known else 'grid.md')}"],
+            "grid": ["compare", "grid", run, "--count=1", f"--output={folder / ('grid.png' if known else 'grid.md')}"],
             "export": ["export", run, f"--output={folder / ('lora.safetensors' if known else 'merged')}"]}
 
 
@@ -295,7 +314,7 @@ def work_of(step: str, name: str, folder: Path, language: Path | None) -> Callab
 def ran(work: Callable[[], int | None], log: Path, limit: float) -> Step | None:
     """Run a step in a process of its own with its output in a file; None if it took longer than `limit` seconds and was
     stopped."""
-    began, before = time.monotonic(), resident()
+    began = time.monotonic()
     if not (child := os.fork()):
         file = log.open("w", buffering=1)
         os.dup2(file.fileno(), 1)
@@ -321,14 +340,7 @@ def ran(work: Callable[[], int | None], log: Path, limit: float) -> Step | None:
         time.sleep(0.1)
     said = log.read_text(errors="replace").replace("\r", "\n").strip().splitlines() or [""]
     return Step(os.waitstatus_to_exitcode(status), round(time.monotonic() - began, 1),
-                round(used.ru_utime + used.ru_stime, 1), round(used.ru_maxrss / 2**20, 2), round(before, 2),
-                said[-1][:300])
-
-
-def resident() -> float:
-    """Return this process's memory in GiB."""
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 2**20  # type: ignore[index]
+                round(used.ru_utime + used.ru_stime, 1), round(used.ru_maxrss / 2**20, 2), said[-1][:300])
 
 
 def estimated(log: Path) -> tuple[float | None, str]:
@@ -366,12 +378,18 @@ def take(name: str, folder: Path, until: float, language: Path | None) -> bool:
 def load_libraries(names: list[str]) -> None:
     """Import what the steps need, so that their processes begin with it."""
     import diffusers
+    import matplotlib.pyplot  # noqa: F401
+    import peft  # noqa: F401
     import torch
     import transformers
+    from diffusers import StableDiffusionPipeline  # noqa: F401
+    from transformers import AutoModelForCausalLM, Qwen3ForCausalLM  # noqa: F401
 
     import flowgrpo.check.report
     import flowgrpo.cli
     import flowgrpo.export.export
+    import flowgrpo.text.check
+    import flowgrpo.text.evaluation
     import flowgrpo.train  # noqa: F401
 
     torch.set_num_threads(1)
@@ -405,7 +423,6 @@ def rows(names: list[str], root: Path) -> list[dict[str, Any]]:
             "seconds": round(sum(step.seconds for step in done.values())),
             "processor": round(sum(step.processor for step in done.values())),
             "peak": train.peak if train and not train.code else None,
-            "libraries": train.libraries if train and not train.code else None,
             "estimate": check.estimate if check else None,
             "stock": drawn.said if drawn and not drawn.code else None,
             "forced": {key: value for key, value in forced(name, root / name).items()}})
@@ -414,14 +431,34 @@ def rows(names: list[str], root: Path) -> list[dict[str, Any]]:
 
 def table(found: list[dict[str, Any]]) -> str:
     """Return the rows as Markdown."""
-    lines = ["| recipe | size | ran | seconds of one core | training, GiB | of it libraries | estimate, GiB | "
-             "stock libraries |", "|---|---|---|---:|---:|---:|---:|---|"]
+    lines = ["| recipe | size | ran | seconds of one core | training, GiB | estimate, GiB | stock libraries |",
+             "|---|---|---|---:|---:|---:|---|"]
     for row in found:
         bad = f"; failed: {row['failed']}" if row["failed"] else ""
         cells = [f"`{row['recipe']}`", row["size"], ", ".join(row["ran"]) + bad, row["processor"], row["peak"],
-                 row["libraries"], row["estimate"], row["stock"]]
+                 row["estimate"], row["stock"]]
         lines.append("| " + " | ".join("-" if cell is None else str(cell).replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
+
+
+def joined(file: Path, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of a file, by name, with those that have run since in their places."""
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+    return sorted({row["recipe"]: row for row in [*kept, *found]}.values(), key=lambda row: row["recipe"])
+
+
+def changes(found: list[dict[str, Any]]) -> str:
+    """Return what a CPU forced, as a list: what all recipes have in common, and the rest of each."""
+    lines = ["## What a CPU forces", "", "Keys of every recipe of a pipeline, and of every language recipe:", ""]
+    for kind in (FORCED, LANGUAGE):
+        lines.append("- " + ", ".join(f"`{key}: {json.dumps(value)}`" for key, value in kind.items()))
+    lines += ["", "Further ones:", ""]
+    for row in found:
+        rest = {key: value for key, value in row["forced"].items() if key not in FORCED and key not in LANGUAGE}
+        told = ", ".join(f"`{key}: {'FILE' if str(value).startswith('/') else json.dumps(value)}`"
+                         for key, value in rest.items())
+        lines.append(f"- `{row['recipe']}`, commit {row['commit']}: {told or 'none'}")
+    return "\n".join(lines) + "\n"
 
 
 def commit() -> str:
@@ -438,7 +475,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--language", type=Path, help="folder of a language model; without: a tiny one")
     parser.add_argument("--table", action="store_true")
-    parser.add_argument("--json", type=Path, help="file that gets the table's rows")
+    parser.add_argument("--json", type=Path, help="file that gets the table's rows, beside those of other recipes")
+    parser.add_argument("--page", type=Path, help="file that gets the rows of --json as a page")
     given = parser.parse_args()
     folder, names = given.folder.resolve(), given.names or recipes()
     until = time.monotonic() + given.seconds
@@ -452,7 +490,10 @@ def main() -> None:
             break
     found = rows(names, folder)
     if given.json:
+        found = joined(given.json, found)
         given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if given.page:
+        given.page.write_text(HEAD + table(found) + "\n\n" + changes(found), encoding="utf-8")
     print(table(found))
 
 

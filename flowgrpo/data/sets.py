@@ -88,6 +88,9 @@ SETS: dict[str, PromptSet] = {
                                "held-out problem has the kind and the numbers of a training problem", "text",
                                FOLDER / "word_problems_train.jsonl", FOLDER / "word_problems.jsonl",
                                rewards=("numeric_match",)),
+    "arithmetic": PromptSet("sums, differences and products of two numbers, for the smallest chat models; held-out "
+                            "problems as above", "text", FOLDER / "arithmetic_train.jsonl",
+                            FOLDER / "arithmetic.jsonl", rewards=("numeric_match",)),
     "geneval_coco": PromptSet("535 further prompts of GenEval's six tasks, in correct English", "image",
                               FOLDER / "geneval_coco.jsonl", rewards=("geneval",), role="test"),
     "partiprompts": PromptSet("1,632 prompts of 12 categories and 11 challenges", "image",

@@ -62,7 +62,7 @@ def test_a_step_that_fails_ends_a_recipe_and_is_in_the_table(tmp_path):
 
 
 def test_the_table_tells_what_ran_and_what_failed(tmp_path):
-    step = {"code": 0, "seconds": 2.0, "processor": 1.0, "peak": 0.5, "libraries": 0.4, "said": "fine"}
+    step = {"code": 0, "seconds": 2.0, "processor": 1.0, "peak": 0.5, "said": "fine"}
     (tmp_path / "sd15").mkdir()
     (tmp_path / "sd15" / "steps.json").write_text(json.dumps({
         "build": step | {"said": "678 M parameters"}, "check": step | {"estimate": 1.4},
@@ -71,4 +71,4 @@ def test_the_table_tells_what_ran_and_what_failed(tmp_path):
     assert row["ran"] == ["build", "check"] and row["failed"] == "train: error: a | b" and row["processor"] == 3
     assert row["forced"]["picture.height"] == 64 and row["forced"]["train.epochs"] == 1
     last = train_recipes.table([row]).splitlines()[-1]
-    assert last == "| `sd15` | 678 M parameters | build, check; failed: train: error: a \\| b | 3 | - | - | 1.4 | - |"
+    assert last == "| `sd15` | 678 M parameters | build, check; failed: train: error: a \\| b | 3 | - | 1.4 | - |"

@@ -1,0 +1,34 @@
+"""The whole round of the three shallowest recipes: build, check, train, sample, grid, export, stock libraries."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STEPS = ["build", "check", "train", "sample", "grid", "export", "stock"]
+
+
+@pytest.mark.parametrize("names, stock", [(["qwen3_0_6b", "smollm2_135m"], "the same text"),
+                                          (["sd15"], "largest difference 0 of 255, mean 0;")], ids=["texts", "images"])
+def test_a_recipe_runs_from_its_model_to_stock_libraries(names, stock, tmp_path):
+    """The card's lines draw and write what `sample` does, bit for bit; the table can be printed again."""
+    command = [sys.executable, str(ROOT / "scripts" / "train_recipes.py"), *names, f"--folder={tmp_path}",
+               f"--json={tmp_path / 'rows.json'}", f"--page={tmp_path / 'page.md'}"]
+    told = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert told.returncode == 0, told.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["recipe"] for row in rows] == sorted(names)
+    for row in rows:
+        assert row["failed"] is None and row["ran"] == STEPS, told.stdout
+        assert row["stock"].startswith(stock) and row["peak"] > 0.1 and row["estimate"] > 0
+    page = (tmp_path / "page.md").read_text()
+    assert all(f"| `{name}` |" in page and f"- `{name}`, commit" in page for name in names)
+    again = subprocess.run([*command, "--table"], capture_output=True, text=True)
+    assert again.returncode == 0
+    assert sorted(json.loads((tmp_path / "rows.json").read_text()), key=str) == sorted(rows, key=str)
