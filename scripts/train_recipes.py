@@ -356,7 +356,7 @@ def take(name: str, folder: Path, until: float, language: Path | None) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     done = read(folder)
     for step in STEPS:
-        if step in done and done[step].code == 0:
+        if step in done and done[step].code == 0 and (step != "build" or (folder / "model").exists()):
             continue
         left = until - time.monotonic()
         found = ran(work_of(step, name, folder, language), folder / f"{step}.log", left) if left > 5 else None
