@@ -17,7 +17,8 @@ reward.py has the type that all of these become, with its facts and its one argu
 recipe (config/reward_rules.py) around one, in their order; combine.py rewards made of rewards; pairwise.py judges of
 pairs. What every model in this process shares is in local_model.py and preprocessing.py, the place of weights in
 placement.py. A published model has a file of its name (pickscore.py, hpsv2.py, clip.py ...), or a folder (geneval/,
-vlm_judge/); starter/ judges the worlds of the starters.
+vlm_judge/). The toy worlds of the starters are judged in flowgrpo/starter/rewards; rewards that no recipe names are in
+contrib (find.py lists all).
 """
 
 from __future__ import annotations
