@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo.rewards.geneval.detections import Detection
-from flowgrpo.rewards.local_model import LocalModel, loading
+from flowgrpo.rewards.geneval.detections import Detection, released
+from flowgrpo.rewards.local_model import LocalModel
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,7 @@ class Owl(LocalModel):
     def _loaded(self) -> tuple[Any, Any]:
         from transformers import Owlv2ForObjectDetection, Owlv2Processor
 
-        with loading(f"detector owl: {self.model}", "fetch it and give its folder as args: {detector: 'owl:FOLDER'}",
-                     self.model):
-            options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": False}
-            return (Owlv2ForObjectDetection.from_pretrained(self.model, dtype=self.float_type, **options),
-                    Owlv2Processor.from_pretrained(self.model, **options))
+        return released(self, "owl", self.model, self.revision, Owlv2ForObjectDetection, Owlv2Processor)
 
     @torch.no_grad()
     def __call__(self, images: Tensor, names: Sequence[Sequence[str]]) -> list[list[Detection]]:

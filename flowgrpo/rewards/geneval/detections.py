@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
+
+from flowgrpo.rewards.local_model import LocalModel, loading
 
 OBJECTS = tuple("""person,bicycle,car,motorcycle,airplane,bus,train,truck,boat,traffic light,fire hydrant,stop sign,
 parking meter,bench,bird,cat,dog,horse,sheep,cow,elephant,bear,zebra,giraffe,backpack,umbrella,handbag,tie,suitcase,
@@ -35,3 +37,17 @@ Detector = Callable[[Tensor], list[list[Detection]]]
 def named(label: str) -> str:
     """Return GenEval's name of an object that a detector calls by another one."""
     return ALIASES.get(label, label)
+
+
+def released(detector: LocalModel, name: str, model: str, revision: str | None, network: Any, processor: Any
+             ) -> tuple[Any, Any]:
+    """Load a detector's network, in its dtype, and its processor: classes of transformers, without code from the hub.
+
+    name: of the detector in a recipe. model: a folder or hub id.
+    Raises UserError if they are unavailable.
+    """
+    with loading(f"detector {name}: {model}", f"fetch it and give its folder as args: {{detector: '{name}:FOLDER'}}",
+                 model):
+        options = {"revision": revision, "trust_remote_code": False}
+        return (network.from_pretrained(model, dtype=detector.float_type, **options),
+                processor.from_pretrained(model, **options))

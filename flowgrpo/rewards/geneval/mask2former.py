@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from flowgrpo.rewards.geneval.detections import Detection, named
-from flowgrpo.rewards.local_model import LocalModel, loading
+from flowgrpo.rewards.geneval.detections import Detection, named, released
+from flowgrpo.rewards.local_model import LocalModel
 
 MOST = 100  # detections of a picture
 
@@ -40,11 +40,8 @@ class Mask2Former(LocalModel):
     def _loaded(self) -> tuple[Any, Any]:
         from transformers import AutoImageProcessor, Mask2FormerForUniversalSegmentation
 
-        with loading(f"detector mask2former: {self.model}",
-                     "fetch it and give its folder as args: {detector: 'mask2former:FOLDER'}", self.model):
-            options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": False}
-            return (Mask2FormerForUniversalSegmentation.from_pretrained(self.model, dtype=self.float_type, **options),
-                    AutoImageProcessor.from_pretrained(self.model, **options))
+        return released(self, "mask2former", self.model, self.revision, Mask2FormerForUniversalSegmentation,
+                        AutoImageProcessor)
 
     @property
     def labels(self) -> tuple[str, ...]:
