@@ -6,19 +6,16 @@ A kind is a function of a run and the user's column values. A column can change 
 
 from __future__ import annotations
 
-import contextlib
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from flowgrpo import rewards
-from flowgrpo.config.schema import Config
 from flowgrpo.data import splits
-from flowgrpo.data.prompts import Prompt, load_prompts
+from flowgrpo.data.prompts import load_prompts
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import images, picture_files, run_rewards
@@ -28,14 +25,12 @@ from flowgrpo.evaluation.pages import singles
 from flowgrpo.evaluation.pages.before_after import captions, means_of
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.pages.html_page import write_page, write_table
+from flowgrpo.evaluation.plan import Arm
+from flowgrpo.evaluation.sampler import Pipelines, Texts
 from flowgrpo.policies import build
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage import paths
 from flowgrpo.storage.places import is_checkpoint, listed, run_of
-from flowgrpo.types import Completion
-
-if TYPE_CHECKING:
-    from flowgrpo.text.policies.causal_lm import CausalLM
 
 SEEDS = ("0", "1", "2", "3")
 RLG = ("0", "0.5", "1", "1.5", "2")
@@ -57,6 +52,10 @@ class Column:
     seed: int
     asked: dict[str, Any]
     rlg: float | None = None
+
+    @property
+    def arm(self) -> Arm:
+        return Arm(self.weights, self.asked, self.rlg)
 
 
 @images.memory_told()
@@ -86,11 +85,20 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
     chosen = KINDS[kind](Column("tuned", run, seed, arguments), list(values))
     shown = spread(load_prompts(prompts) if prompts else splits.resolve(config)[1], count)
     functions = run_rewards.measured(config)
-    drawn = _written(config, run, chosen, shown) if written else _drawn(config, run, chosen, shown)
+    sampler = Texts(config.model, config, None, images.place()) if written else Pipelines(
+        config.model, config, drawing(config.precision if config.adapter.rank else "fp32", images.place()),
+        images.place())
+
+    def sampled(column: Column) -> list[Any]:
+        of, together = seeder(column.seed, 0), AT_ONCE if written else 1
+        batches = [range(len(shown))[at:at + together] for at in range(0, len(shown), together)]
+        return [sample for rows in batches for sample in
+                sampler.draw(column.arm, [shown[i] for i in rows], [of(i, 0) for i in rows])]
+
+    drawn: list[list[Any]] = [sampled(column) for column in chosen]
     bases: list[Any] = [None] * len(chosen)
     if any(map(rewards.sees_base, functions.values())):
-        of_base = _drawn(config, run, [replace(column, weights=None, rlg=None) for column in chosen], shown)
-        bases = [torch.stack(samples) for samples in of_base]
+        bases = [torch.stack(sampled(replace(column, weights=None, rlg=None))) for column in chosen]
     scores = [captions(functions, samples if written else torch.stack(samples), shown, base)
               for samples, base in zip(drawn, bases)]
     rows = [Row(prompt.text, [pictures[i] for pictures in drawn],
@@ -175,52 +183,3 @@ def _number(kind: str, value: str, number: type, least: float = 0) -> Any:
         raise UserError(f"--columns {kind}: got {value!r} in --values, expected {'whole ' * (number is int)}numbers "
                         f"from {least} up, parted by commas")
     return parsed
-
-
-# --- drawing ---------------------------------------------------------------------------------------------------------
-
-def _drawn(config: Config, run: Path, chosen: Sequence[Column], prompts: Sequence[Prompt]) -> list[list[Any]]:
-    """Draw the pictures of each column. The pipeline is reloaded only after weights that cannot be unloaded."""
-    pictures, pipe, loaded, branches = [], None, None, None
-    for column in chosen:
-        if pipe is None or loaded not in (None, column.weights):
-            precision = drawing(config.precision if config.adapter.rank else "fp32", images.place())
-            pipe = branches = loaded = None
-            gc.collect()  # two models at once may not fit
-            pipe = images.make_pipeline(config.model, precision, config.trust_remote_code, memory=config.memory,
-                                        files=config.load)
-        if column.weights != loaded:
-            assert column.weights is not None  # the base is what a new pipeline has
-            if column.rlg is None:
-                images.load_tuned(pipe, column.weights)
-            else:
-                branches = images.load_branches(pipe, column.weights)
-            loaded = column.weights
-        seed_of = seeder(column.seed, 0)
-        with contextlib.nullcontext() if column.rlg is None else branches.at(column.rlg):
-            pictures.append([images.draw_one(pipe, prompt, seed_of(i, 0), column.asked, config.negative_prompt)
-                             for i, prompt in enumerate(prompts)])
-    return pictures
-
-
-def _written(config: Config, run: Path, chosen: Sequence[Column], prompts: Sequence[Prompt]
-             ) -> list[list[Completion]]:
-    """Write the texts of each column."""
-    from flowgrpo.text import evaluation as texts
-
-    completions: list[list[Completion]] = []
-    policy: CausalLM | None = None
-    loaded: Path | None = run / "nothing yet"
-    for column in chosen:
-        if column.weights != loaded:
-            policy, loaded = None, column.weights  # two models at once may not fit
-            policy = texts.load(texts.settings(config.model, config, column.asked), column.weights)
-        seed_of = seeder(column.seed, 0)
-        samples: list[Completion] = []
-        for start in range(0, len(prompts), AT_ONCE):
-            some = prompts[start:start + AT_ONCE]
-            conditioning = policy.encode([prompt.text for prompt in some], images=[prompt.brings for prompt in some])
-            generators = policy.generators(seed_of(start + i, 0) for i in range(len(some)))
-            samples += policy.generate(conditioning, generators)
-        completions.append(samples)
-    return completions

@@ -5,7 +5,6 @@ Only this file separates the two; `evaluate` handles both alike.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,55 +17,40 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import images, lora_fit, picture_files
-from flowgrpo.evaluation.batched import Together
 from flowgrpo.evaluation.ledger import Ledger, Place, TextLedger
 from flowgrpo.evaluation.plan import Medium
-from flowgrpo.policies.pipelines.call import unchecked
-from flowgrpo.policies.weights.rlg import Branches
+from flowgrpo.evaluation.sampler import Pipelines, Texts
 from flowgrpo.rewards import guards
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.types import Completion
 
 if TYPE_CHECKING:
     from flowgrpo.evaluation.plan import Plan
-    from flowgrpo.text.policies.causal_lm import CausalLM
 
 
 class Painter:
-    """Draw with a pipeline, loaded on first use. The base is drawn before the tuned model and never after it, unless
-    RLG is requested, which keeps both."""
+    """Draw with a pipeline. The base is drawn before the tuned model, so that it is loaded once."""
 
     def __init__(self, plan: Plan, device: torch.device):
-        self.plan, self.device, self.tuned = plan, device, False
-        self.pipe: Any = None
-        self.branches: Branches | None = None
-        self.seed_of, self.together = seeder(plan.seed, 0), Together()
+        config = plan.config or Config()
+        self.plan, self.seed_of = plan, seeder(plan.seed, 0)
+        self.sampler = Pipelines(plan.model, config, drawing(config.precision, device, plan.precision), device)
         self.settings: dict[str, dict[str, Any]] = {}
 
     def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[torch.Tensor]:
         """Draw pictures [3, H, W] or clips [F, 3, H, W] in [0, 1]."""
-        if self.pipe is None:
-            config = self.plan.config or Config()
-            precision = drawing(config.precision, self.device, self.plan.precision)
-            files = images.files_of(config, self.plan.model)
-            if self.plan.tuned is not None:
-                lora_fit.require_fit(self.plan.model, self.plan.tuned, files)
-            self.pipe = images.make_pipeline(self.plan.model, precision, config.trust_remote_code, self.device,
-                                             config.memory, files)
-        weight = self.plan.arms[arm]
-        if weight and not self.tuned:
-            self._tune()
-        assert weight or not self.tuned or self.branches, "what was loaded into the pipeline does not leave it"
-        with self.branches.at(weight) if self.branches else contextlib.nullcontext(), unchecked(self.pipe):
-            seeds = [self.seed_of(place.prompt, place.sample) for place in places]
-            return self.together.draw(self.pipe, self._written(prompts), seeds, self.plan.asked, self.plan.negative)
+        plan = self.plan
+        if self.sampler.pipe is None and plan.tuned is not None:
+            lora_fit.require_fit(plan.model, plan.tuned, images.files_of(plan.config, plan.model))
+        seeds = [self.seed_of(place.prompt, place.sample) for place in places]
+        return self.sampler.draw(plan.arm(arm), self._written(prompts), seeds)
 
     def facts(self, arm: str, prompt: Prompt, place: Place, sample: torch.Tensor) -> str:
         """Return how a picture was drawn, as AUTOMATIC1111 and ComfyUI read it."""
         plan, weight = self.plan, self.plan.arms[arm]
         if arm not in self.settings:
             tuned = plan.tuned if weight else None
-            self.settings[arm] = picture_files.settings(self.pipe, plan.model, plan.asked, tuned,
+            self.settings[arm] = picture_files.settings(self.sampler.pipe, plan.model, plan.asked, tuned,
                                                         None if weight in (0, 1) else weight)
         negative = plan.negative if prompt.negative is None else prompt.negative
         [written] = self._written([prompt])
@@ -77,37 +61,18 @@ class Painter:
         """Return the prompts that pictures are drawn from: the users', or as an enhancer rewrites them."""
         return self.plan.enhancer(prompts) if self.plan.enhancer else prompts
 
-    def _tune(self) -> None:
-        assert self.plan.tuned is not None
-        self.tuned = True
-        if self.plan.rlg is None:
-            images.load_tuned(self.pipe, self.plan.tuned)
-        else:
-            self.branches = images.load_branches(self.pipe, self.plan.tuned)
-
 
 class Writer:
-    """Write with a language model, reloaded for every arm."""
+    """Write with a language model."""
 
     def __init__(self, plan: Plan, device: torch.device):
-        self.plan, self.device, self.arm = plan, device, ""
-        self.policy: CausalLM | None = None
-        self.seed_of = seeder(plan.seed, 0)
+        self.plan, self.seed_of = plan, seeder(plan.seed, 0)
+        self.sampler = Texts(plan.model, plan.config, plan.precision, device)
 
     def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[Completion]:
         """Write one completion per place, each sampled only from the seed of its place."""
-        if arm != self.arm:
-            from flowgrpo.text import evaluation as texts
-
-            self.policy = None  # two models at once may not fit
-            config = texts.settings(self.plan.model, self.plan.config, self.plan.asked, self.device,
-                                    self.plan.precision)
-            self.policy = texts.load(config, self.plan.tuned if self.plan.arms[arm] else None, self.device)
-            self.arm = arm
-        conditioning = self.policy.encode([prompt.text for prompt in prompts],
-                                          images=[prompt.brings for prompt in prompts])
-        seeds = (self.seed_of(place.prompt, place.sample) for place in places)
-        return self.policy.generate(conditioning, self.policy.generators(seeds))
+        return self.sampler.draw(self.plan.arm(arm), prompts,
+                                 [self.seed_of(place.prompt, place.sample) for place in places])
 
     def facts(self, arm: str, prompt: Prompt, place: Place, sample: Completion) -> None:
         """Return nothing: a text stores no settings."""

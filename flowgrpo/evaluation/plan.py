@@ -18,6 +18,20 @@ from flowgrpo.types import Completion
 BASE, TUNED = "base", "tuned"
 
 
+@dataclass(frozen=True)
+class Arm:
+    """Weights to sample from, and the settings of a call.
+
+    weights: a run's folder, one of its checkpoints, a LoRA, or None for the base.
+    asked: arguments of a pipeline's call, or a language model's `text` settings.
+    rlg: draw with base + rlg * (tuned - base); None: with the weights.
+    """
+
+    weights: Path | None
+    asked: dict[str, Any]
+    rlg: float | None = None
+
+
 class BestOf(Protocol):
     """Choice of one of several draws (`best_of.BestOf`)."""
 
@@ -98,6 +112,12 @@ class Plan:
         """Return what makes the samples."""
         hand = self.medium.hand(self, device)
         return hand if self.best is None else self.best.over(hand)
+
+    def arm(self, name: str) -> Arm:
+        """Return the arm of that name. With RLG all arms but the base are blends of one loaded pair."""
+        weight = self.arms[name]
+        return Arm(self.tuned if weight else None, self.asked) if self.rlg is None else Arm(
+            self.tuned, self.asked, weight)
 
     @property
     def negative(self) -> str:
