@@ -49,6 +49,8 @@ def evaluate(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
     features: Annotated[str, typer.Option(help="Features whose distances are the diversity: pixels, clip, or "
                                                "path/to/file.py:function.")] = "pixels",
+    distance: Annotated[str, typer.Option(metavar="fid,kid", help="FID, KID or both, of the tuned images to the "
+                                          "base's, in --features; needs --base.")] = "",
     rlg: Annotated[str | None, typer.Option(metavar="W|W,W", help=f"{RLG} Several: each is scored, and rlg.png shows "
                                             "the rewards over them.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Samples per call of the model; several give the same to "
@@ -77,7 +79,8 @@ def evaluate(
             local_source(source), suite, named, output, lora=local_lora(lora), base=base, samples=samples, steps=steps,
             guidance=guidance, seed=seed, features=features, rlg=weights, batch=batch, temperature=temperature,
             max_tokens=max_tokens, precision=precision, epoch=epoch, best_of=best_of, by=scorer,
-            enhancer=enhancer and local_source(enhancer))
+            enhancer=enhancer and local_source(enhancer),
+            distance=[name.strip() for name in distance.split(",")] if distance else [])
     except KeyboardInterrupt:
         typer.echo(f"flowgrpo: interrupted; the same command goes on with what is in {output}", err=True)
         raise

@@ -47,7 +47,8 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
              guidance: float | None = None, seed: int = 0, features: str | Callable = "pixels",
              rlg: Sequence[float] = (), batch: int | None = None, temperature: float | None = None,
              max_tokens: int | None = None, precision: str | None = None, epoch: int | None = None, best_of: int = 1,
-             by: str | dict[str, Any] = "", enhancer: str | None = None) -> dict[str, Any]:
+             by: str | dict[str, Any] = "", enhancer: str | None = None, distance: Sequence[str] = ()
+             ) -> dict[str, Any]:
     """Sample a suite, score it, and write samples, `results.json`, `table.md` and `grid.png` to the folder `output`;
     returns the results.
 
@@ -64,6 +65,7 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
     precision: None takes the run's, or the device's default. epoch: of a run's checkpoint, in place of its result.
     best_of: draws per sample, of which the one with the highest reward `by` is kept, a name or its rule by name.
     enhancer: language model or run that rewrites the prompts of pictures; rewards judge for the suite's prompts.
+    distance: "fid", "kid" or both, of the tuned images to the base's, in `features`; see distances.py.
     A sample depends only on the seed, its prompt's number and its number within the prompt. With a `batch` of several
     per call (None: 1 picture, 8 texts) this holds up to rounding.
     Raises UserError for what cannot be loaded, and for a folder that holds another evaluation.
@@ -75,6 +77,8 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
         paths.require_folder(output)
     chosen, functions = load_suite(suite), _functions(plan.config, names)
     require_generators(len(chosen.cases) * samples, "samples")
+    if distance:
+        _require_distance(plan, distance, features, len(chosen.cases) * samples)
     if plan.medium.modality:
         rewards.require_modality(functions, plan.medium.modality)
     rewards.require_routes(functions, [prompt.metadata for prompt in chosen.prompts])
@@ -89,7 +93,7 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
     failed = _make(plan, chosen, functions, ledger, known, processes, batch or plan.medium.together)
     if not processes.first:
         return {}
-    return results.write(plan, chosen, functions, ledger, failed, apart)
+    return results.write(plan, chosen, functions, ledger, failed, apart, (distance, features))
 
 
 def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, steps: int | None,
@@ -129,6 +133,16 @@ def _require_fitting(medium: Medium, of_pictures: dict[str, Any], of_texts: dict
     for name, value in unread.items():
         if value is not None:
             raise UserError(f"--{name}: is of {of}, and the model draws {medium.unit}s: leave it out")
+
+
+def _require_distance(plan: Plan, distance: Sequence[str], features: str | Callable, images: int) -> None:
+    """Raise UserError for a distance without two sets of images, or with too few. images: of each set."""
+    if plan.medium is draw.TEXTS:
+        raise UserError("--distance: is of images, and the model writes texts: leave it out")
+    if plan.arms.keys() != {BASE, TUNED}:
+        raise UserError("--distance: is of the tuned images to the base's: add --base")
+    side = (plan.config or Config()).picture
+    distances.require(distance, features, images, (side.height or distances.SIDE, side.width or distances.SIDE))
 
 
 def _functions(config: Config | None, names: Sequence[str] | dict[str, WatchRule]) -> dict[str, Any]:

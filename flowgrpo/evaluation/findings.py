@@ -10,6 +10,7 @@ import numpy as np
 from flowgrpo.data.suites import Suite
 from flowgrpo.escaped import markdown as markdown_of
 from flowgrpo.escaped import plain
+from flowgrpo.evaluation.distances import DISTANCES
 from flowgrpo.evaluation.nouns import counted
 from flowgrpo.evaluation.numbers import decimals, ranged
 from flowgrpo.evaluation.statistics import (
@@ -108,6 +109,10 @@ def notes(results: dict[str, Any]) -> list[str]:
         cells = ", ".join(f"{name} {_cell(entry, sign='+' * (name == 'change'))}"
                           for name, entry in results["diversity"].items())
         said.append(f"distance between the {unit} of a prompt: {cells}")
+    if found := results.get("distances"):
+        values = ", ".join(f"{name} {found[name]:.4g}" for name in DISTANCES if name in found)
+        said.append(f"tuned {unit} to the base's, {found['images']} each, in the features {found['features']}: "
+                    f"{values}")
     return [*said, *results["drift"]]
 
 

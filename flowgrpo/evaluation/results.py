@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from flowgrpo.data.suites import Suite
-from flowgrpo.evaluation import findings, measured
+from flowgrpo.evaluation import distances, findings, measured
 from flowgrpo.evaluation.ledger import BaseLedger, Place
 from flowgrpo.evaluation.pages import rlg_sweep
 from flowgrpo.evaluation.pages.before_after import means_of
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.pass_at_k import tries, verdicts
-from flowgrpo.evaluation.plan import Plan
+from flowgrpo.evaluation.plan import BASE, TUNED, Plan
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import finite
 
@@ -24,10 +24,11 @@ SHOWN = 12  # prompts of the page
 
 
 def write(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedger, failed: dict[str, int],
-          apart: Callable) -> dict[str, Any]:
+          apart: Callable, distance: tuple[Sequence[str], str | Callable] = ((), "")) -> dict[str, Any]:
     """Write the table, the page and the findings of a finished evaluation to its folder; return the findings.
 
     failed: the number of samples without a score, by reward. apart: the distance between a prompt's samples.
+    distance: names of distances between the tuned and the base's images, and their features.
     """
     known, shape = ledger.read(), (len(suite.cases), plan.samples)
     scores = {arm: {name: np.array([[known[place].get(name, math.nan) for place in row] for row in _places(arm, shape)])
@@ -40,6 +41,9 @@ def write(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedge
                "unit": plan.medium.unit, "failed": failed, **summary,
                "tries": {arm: tries({name: scores[arm][name] for name in verdicts(functions)},
                                     _answers(arm, shape, functions, ledger)) for arm in plan.arms}}
+    if distance[0]:
+        base, tuned = ((ledger.batch(row) for row in _places(arm, shape)) for arm in (BASE, TUNED))
+        results["distances"] = distances.measured(*distance, base, tuned)
     text = json.dumps(finite(results), indent=2)
     atomic.write_text(ledger.folder / "results.json", text + "\n")
     atomic.write_text(ledger.folder / "table.md", findings.markdown(results))

@@ -1,0 +1,96 @@
+"""Distances of two sets of images in a feature space: FID and KID of the tuned model's images to the base's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation.statistics import LEAST
+from flowgrpo.rewards import guards
+
+SIDE = 256  # pixels of the image by which the number of features is found, where the run has no size
+
+
+def fid(one: Tensor, other: Tensor) -> float:
+    """Return the Frechet distance of two Gaussians with the means and covariances of features [N, D] and [M, D].
+
+    |m1 - m2|^2 + tr(S1 + S2 - 2 (S1 S2)^(1/2)), Heusel et al. 2017 (1706.08500), equation 6; the covariances have a
+    divisor of N - 1, as in torchmetrics. Computed in float64. It is biased upwards by few images.
+    """
+    one, other = one.double(), other.double()
+    covariances = torch.atleast_2d(torch.cov(one.T)), torch.atleast_2d(torch.cov(other.T))
+    values, vectors = torch.linalg.eigh(covariances[0])
+    root = vectors * values.clamp(min=0).sqrt() @ vectors.T
+    shared = torch.linalg.eigvalsh(root @ covariances[1] @ root).clamp(min=0).sqrt().sum()
+    traces = covariances[0].trace() + covariances[1].trace()
+    return float((one.mean(0) - other.mean(0)).square().sum() + traces - 2 * shared)
+
+
+def kid(one: Tensor, other: Tensor) -> float:
+    """Return the unbiased squared MMD of features [N, D] and [M, D] under the kernel (x y / D + 1)^3.
+
+    Binkowski et al. 2018 (1801.01401), section 3; of all images, where torchmetrics averages over random subsets.
+    Computed in float64. An unbiased estimate may be below 0.
+    """
+    one, other = one.double(), other.double()
+    n, m = len(one), len(other)
+    within = [(kernel.sum() - kernel.trace()) / (k * (k - 1))
+              for kernel, k in ((_cubic(one, one), n), (_cubic(other, other), m))]
+    return float(within[0] + within[1] - 2 * _cubic(one, other).mean())
+
+
+def _cubic(one: Tensor, other: Tensor) -> Tensor:
+    return (one @ other.T / one.shape[1] + 1) ** 3
+
+
+DISTANCES: dict[str, Callable[[Tensor, Tensor], float]] = {"fid": fid, "kid": kid}
+
+
+def require(names: Sequence[str], features: str | Callable, images: int, size: tuple[int, int]) -> None:
+    """Raise UserError for an unknown distance, for features of pixels, and for fewer images than a distance needs.
+
+    images: of each set. FID needs more images than features, since a covariance has full rank only then; KID needs
+    LEAST. size: height and width of an image, at which the features are counted.
+    """
+    for name in names:
+        if name not in DISTANCES:
+            raise UserError(f"--distance: got {name!r}, expected {' or '.join(DISTANCES)}, or both with a comma")
+    if names and features == "pixels":
+        raise UserError("--distance: is of the features of a network: add --features clip, or path/to/file.py:function "
+                        "of an Inception network of your own")
+    least = {name: LEAST if name == "kid" else _count(features, size) + 1 for name in names}
+    for name, count in least.items():
+        if images < count:
+            raise UserError(f"--distance {name}: got {images} images of each model, expected at least {count}"
+                            f"{', one more than there are features' if name == 'fid' else ''}: raise --samples, or use "
+                            f"a longer suite{', or kid' if name == 'fid' else ''}")
+
+
+def _count(features: str | Callable, size: tuple[int, int]) -> int:
+    """Return the number of features of an image."""
+    return int(torch.as_tensor(guards.extractor(features)(torch.zeros(2, 3, *size))).flatten(1).shape[1])
+
+
+def measured(names: Sequence[str], features: str | Callable, base: Iterable[Tensor], tuned: Iterable[Tensor]
+             ) -> dict[str, Any]:
+    """Return the distances by name, the features and the number of images of each set.
+
+    base, tuned: batches of images [B, 3, H, W] in [0, 1], or of clips [B, F, 3, H, W], of which the middle frame is
+    taken. Raises UserError for features that are not finite.
+    """
+    extract = guards.extractor(features)
+    sets = [torch.cat([torch.as_tensor(extract(_images(batch))).detach().cpu().flatten(1) for batch in batches])
+            for batches in (base, tuned)]
+    for each in sets:
+        if not each.isfinite().all():
+            raise UserError("--distance: --features returned nan or inf")
+    shown = features if isinstance(features, str) else getattr(features, "__name__", type(features).__name__)
+    return {"features": shown, "images": len(sets[0]), **{name: DISTANCES[name](*sets) for name in names}}
+
+
+def _images(batch: Tensor) -> Tensor:
+    return batch if batch.ndim == 4 else batch[:, batch.shape[1] // 2]
