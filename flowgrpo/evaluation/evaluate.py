@@ -28,7 +28,7 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import best_of as choice
-from flowgrpo.evaluation import checkpoints, draw, held_out, images, results, run_rewards
+from flowgrpo.evaluation import checkpoints, distances, draw, held_out, images, results, run_rewards
 from flowgrpo.evaluation import enhancer as rewriter
 from flowgrpo.evaluation.ledger import BaseLedger, Place
 from flowgrpo.evaluation.plan import BASE, TUNED, Medium, Plan, digest
