@@ -196,7 +196,8 @@ def far(images, prompts, base):
     (dict(all_processes=2), "got 2 processes, expected 1"),
     (dict(trained={"far": far}), "the reward 'far' compares with the base model's sample"),
     (dict(split=([Prompt("red", image="a.png")], [])), "prompts bring images or other inputs"),
-    (dict(), "given sigmas: set train.grid: stock")], ids=repr)
+    (dict(), "given sigmas: set train.grid: stock")],
+    ids=["processes", "reward", "images", "grid"])
 def test_a_run_is_refused_before_its_model_is_loaded(facts, said):
     settings = tiny.config(method="flow_grpo", train__grid="stock" if facts else "shifted",
                            rollout__engine="http://127.0.0.1:9")
