@@ -88,7 +88,7 @@ def test_no_recipe_trains_on_a_test_set(path):
         splits.require_suited(config)
 
 
-@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+@pytest.mark.parametrize("name", sorted(LANGUAGE_MODELS))
 def test_a_recipe_fits_its_language_model(name):
     """Its method, its rewards and its adapter on every layer, of a tiny model of the same class."""
     config = load(FOLDER / f"{name}.yaml")

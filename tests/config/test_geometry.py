@@ -26,7 +26,7 @@ def train(**options) -> Train:
 ])
 def test_rows_and_parts_of_whole_groups(options, processes, expected):
     found = geometry(train(**options), processes)
-    assert (found.prompts, found.rows, found.parts) == expected
+    assert (found.prompts, found.samples, found.parts) == expected
     assert found.updates == 1
 
 

@@ -149,7 +149,7 @@ def test_an_old_lora_and_its_average_stay_on_the_device(monkeypatch):
     weights = TrainableWeights(pipe, {"transformer": pipe.transformer}, Adapter(rank=2))
     old = OldPolicy(Lag(0.5, most=0.5), weights)
     for epoch in range(2):
-        old.begin(epoch)
+        old.start_epoch(epoch)
     assert {tensor.device.type for tensor in old.held.values()} == {"meta"}
     loaded = {key: torch.zeros(tensor.shape) for key, tensor in old.held.items()}
     old.load_state(loaded, {"epoch": 1})
