@@ -203,9 +203,9 @@ def _counted_replays(trainer: Trainer, meta: MetaGPU) -> Counter[str]:
             backward(*args)
         waits.update(work.waits)
 
-    def stepped() -> torch.Tensor:
+    def stepped(*args: Any) -> torch.Tensor:
         with meta.during(ONCE), meta.sharded():
-            return step()
+            return step(*args)
 
     def loaded(values: dict[str, torch.Tensor]) -> None:
         with meta.during(ONCE):

@@ -26,6 +26,8 @@ OTHER = {"load.config": "folder", "load.denoiser": "file.safetensors", "load.lor
          "picture.height": 64, "picture.width": 64,
          "picture.frames": 9,
          "picture.call": {"max_sequence_length": 7}, "negative_prompt": "grey",
+         "rollout.engine": "http://127.0.0.1:1", "rollout.timeout": 9.0, "rollout.retries": 9, "rollout.folder": "folder",
+         "rollout.release": True,
          "preferences": "pairs.jsonl", "labels": "rewards", "adapter.encoder_targets": ["q"], "train.compile": True,
          "train.pack": True, "train.one_pass": True, "train.steps": 4, "train.guidance": 2.0, "train.grid": "stock",
          "train.shift": 1.0,
@@ -99,6 +101,8 @@ IDLE = [
      "the model itself draws", TEXT | {"precision": "fp32", "text.engine_precision": "bf16"}),
     ("text.correction_level", "sequence", TEXT | {"text.engine": "vllm", "text.correction": "none"},
      "text.correction is 'none'", TEXT | {"text.engine": "vllm", "text.correction": "mis"}),
+    *((f"rollout.{key}", value, {}, "the pipeline itself draws", {"rollout.engine": "http://127.0.0.1:1"})
+      for key, value in (("timeout", 9.0), ("retries", 9), ("folder", "folder"), ("release", True))),
     ("train.steps", 8, DPO, "no picture is drawn", {"method": "diffusion_dpo"}),
     ("train.grid", "stock", DPO, "parts.times Stratified reads no grid",
      DPO | {"method": "diffusion_nft", "parts": {"times": {"type": "GridTimes"}}}),

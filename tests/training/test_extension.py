@@ -48,7 +48,7 @@ def made_of_all() -> list[Extension]:
                                                    "rehearsal": {"type": "Rehearsal", "weight": 1.0},
                                                    "curriculum": {"type": "Variations"},
                                                    "spread": {"type": "Exploring"}}),
-                tiny_text.trainer(train__staleness=1),
+                tiny_text.trainer(train__staleness=1), tiny_text.trainer(train__lr="auto"),
                 tiny_text.trainer(rewards={"short": tiny_text.short, "long": tiny_text.short},
                                   reward={"short": 1.0, "long": {"limit": {"at_least": 0.5}}}),
                 tiny_runs.trainer("tokens", tiny_runs.config("tokens", "grpo", {"value": {"type": "ValueHead"}})),
@@ -62,7 +62,7 @@ def made_of_all() -> list[Extension]:
 
 def test_the_moments_are_those_of_an_epoch_in_its_order():
     assert OF_AN_EPOCH == ["around_epoch", "draw_epoch", "on_drawn", "on_credited", "add_steps", "on_backward",
-                           "on_gradients", "on_trained"]
+                           "on_gradients", "on_stepped", "on_trained"]
     assert MOMENTS[len(OF_AN_EPOCH):] == ["state", "load_state", "close"]
     passed_on = [name for name, value in vars(Extensions).items() if inspect.isfunction(value) and name in MOMENTS]
     assert passed_on == [*OF_AN_EPOCH, "close"]
@@ -162,6 +162,9 @@ class Toy(Extension):
     def on_gradients(self, update: int) -> None:
         self.calls.append(f"on_gradients {update}")
 
+    def on_stepped(self) -> None:
+        self.calls.append("on_stepped")
+
     def on_trained(self, epoch: Epoch) -> dict[str, Any]:
         self.calls.append("on_trained")
         self.at, self.count = self.trainer.epoch, self.count + 1
@@ -191,8 +194,9 @@ def test_a_toy_gets_every_moment_of_an_epoch_in_order(table):
     made = tiny_text.trainer(train__updates=2, train__inner_epochs=2)
     assert loop.names(made)[-1] == "Toy"
     metrics = made.run_epoch()
-    passes = [["add_steps", f"on_backward {update}", f"on_gradients {update}", f"on_backward {update + 1}",
-               f"on_gradients {update + 1}", "end of add_steps"] for update in (0, 2)]
+    passes = [["add_steps", f"on_backward {update}", f"on_gradients {update}", "on_stepped",
+               f"on_backward {update + 1}", f"on_gradients {update + 1}", "on_stepped", "end of add_steps"]
+              for update in (0, 2)]
     assert loop.extension(made, "Toy").calls == ["around_epoch", "draw_epoch", "on_drawn", "on_credited", *passes[0],
                                                  *passes[1], "on_trained", "end of around_epoch"]
     assert metrics["toy"] == 1.0 and made.optimization.update == 4

@@ -20,12 +20,12 @@ def test_an_epoch_reads_no_scores_of_an_earlier_one():
     def scores() -> torch.Tensor:
         return torch.cat([score.logp for score in trainer.kl_reference.scores(part)])
 
-    trainer.kl_reference.start_epoch(epoch, 0, 2)
+    trainer.kl_reference.start_epoch(epoch, trainer.rollouts, 0, 2)
     before = scores()
     with torch.no_grad():
         for name, weight in trainer.policy.pipe.transformer.named_parameters():
             if "lora" not in name:
                 weight.mul_(1.1)
     assert torch.equal(scores(), before)  # the second pass
-    trainer.kl_reference.start_epoch(epoch, 1, 2)
+    trainer.kl_reference.start_epoch(epoch, trainer.rollouts, 1, 2)
     assert (scores() - before).abs().max() > 1e-4

@@ -37,7 +37,7 @@ class Redrawn:
     generators: tuple[torch.Generator, ...]
     old: Scored
     step = 0
-    goal = correction = None
+    goal = correction = expert = None
 
     @property
     def parent(self) -> Tensor:
