@@ -1,6 +1,7 @@
 """Tables of published settings beside our recipes' in docs/get_started/papers.md.
 
-    python scripts/paper_tables.py
+    python scripts/paper_tables.py             # the page, with the costs of scripts/paper_costs.json
+    python scripts/paper_tables.py --costs     # computes the costs first: a dry run of each recipe, minutes each
 
 Published settings with their sources are typed in scripts/papers.json, as read in a repository at the commit that it
 names. Ours are read from the recipes in configs/papers/: none is typed.
@@ -9,18 +10,23 @@ names. Ours are read from the recipes in configs/papers/: none is typed.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from flowgrpo.config import load
 from flowgrpo.config.schema import Config
+from flowgrpo.dry_run.estimate import dry_run, gib
+from flowgrpo.gpus import gpu_named
 from flowgrpo.methods import validate
 from flowgrpo.methods.method import Method
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "get_started" / "papers.md"
 FOLDER = ROOT / "configs" / "papers"
-GPUS = 8  # of the recipes
+COSTS = ROOT / "scripts" / "paper_costs.json"
+GPU, GPUS = "A100", 8  # of the recipes
+MOST = 200  # GPU-hours that one GPU may be asked for
 HEAD = """# Three papers, setting by setting
 
 Written by `scripts/paper_tables.py` from `scripts/papers.json` and the recipes in `configs/papers/`: do not edit. A
@@ -34,7 +40,10 @@ flowgrpo check --recipe configs/papers/flow_grpo_geneval.yaml --gpu A100 --proce
 accelerate launch --multi_gpu --num_processes 8 -m flowgrpo train configs/papers/flow_grpo_geneval.yaml
 ```
 
-`check` computes memory and hours. The held-out numbers of a run are on its own held-out prompts. For the published test
+`check` computed the memory and hours below. They leave out rewards, evaluations and the exchange of gradients. GPU
+hours of the papers were not looked up.
+
+The held-out numbers of a run are on its own held-out prompts. For the published test
 sets use `flowgrpo eval` with a [suite](../prompts.md) after training.
 """
 
@@ -97,17 +106,52 @@ def rows(paper: str, task: str) -> list[str]:
     return lines
 
 
+def compute() -> None:
+    """Write the costs of all recipes: a dry run of each on one of its GPUs."""
+    found = {}
+    for paper, facts in papers().items():
+        for task in facts["recipes"]:
+            config, _ = recipe(paper, task)
+            counts = dry_run(config, gpu_named(GPU), GPUS)
+            found[f"{paper}_{task}"] = {"gpu": GPU, "processes": GPUS, "peak": round(gib(counts.peak), 2),
+                                        "seconds": round(counts.seconds, 1), "epochs": config.train.epochs}
+    COSTS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def costs() -> dict[str, Any]:
+    """Return the computed costs by recipe: peak in GiB of each GPU, seconds of an epoch."""
+    content: dict[str, Any] = json.loads(COSTS.read_text(encoding="utf-8"))
+    return content
+
+
+def cost(paper: str, task: str) -> str:
+    """Return the sentences on a recipe's cost. Raises ValueError for costs of another number of epochs."""
+    found, epochs = costs()[f"{paper}_{task}"], recipe(paper, task)[0].train.epochs
+    if found["epochs"] != epochs:
+        raise ValueError(f"{paper}_{task}: its costs are of {found['epochs']} epochs, and it has {epochs}: run "
+                         "scripts/paper_tables.py --costs")
+    hours = found["seconds"] * epochs / 3600
+    total = hours * found["processes"]
+    several = " That is too long for one GPU: use several." if total > MOST else ""
+    return (f"Computed on {found['processes']} {found['gpu']} (80 GB): {found['peak']:.1f} GiB each, "
+            f"{found['seconds']:,.0f} s an epoch, {hours:,.0f} h for {epochs:,} epochs, "
+            f"{total:,.0f} GPU-hours.{several}")
+
+
 def page() -> str:
     """Return docs/get_started/papers.md."""
     text = [HEAD]
     for paper, facts in papers().items():
         text.append(f"## {facts['title']}\n\nSettings: {facts['source']}.\n\nPublished result: {facts['result']}\n")
         for task, name in facts["recipes"].items():
-            text.append(f"### `configs/papers/{paper}_{task}.yaml`\n\n| setting | `{name}` | ours | equal, or why not |"
-                        "\n|---|---|---|---|\n" + "\n".join(rows(paper, task)) + "\n")
+            text.append(f"### `configs/papers/{paper}_{task}.yaml`\n\n{cost(paper, task)}\n\n"
+                        f"| setting | `{name}` | ours | equal, or why not |\n|---|---|---|---|\n"
+                        + "\n".join(rows(paper, task)) + "\n")
     return "\n".join(text)
 
 
 if __name__ == "__main__":
+    if "--costs" in sys.argv[1:]:
+        compute()
     PAGE.write_text(page(), encoding="utf-8")
     print(f"{PAGE} written")

@@ -27,6 +27,7 @@ from flowgrpo.gpus import gpu_named
 from flowgrpo.published import MODELS
 
 ROOT = Path(__file__).parent.parent
+MOST = 200  # hours on one GPU
 PAGE = ROOT / "docs" / "recipes.md"
 LINE = re.compile(r"^# (?P<count>One|\d+) (?P<gpu>\w+) \((?P<memory>\d+) GB\):(?P<said>.*)$", re.M)
 REWARDS = re.compile(r"^# Trained on: .*\n", re.M)
@@ -39,8 +40,8 @@ names ([what is counted](dry_run.md)). The column *verified* says what was run o
 rewards and a measurement of the base), a number of epochs, or `curve` (all epochs, after which each trained reward has
 risen on held-out prompts, 95 %). `scripts/verify_recipe.py` fills it from a run's files. Hours are those of all
 epochs' rollouts, decoding and updates, without rewards, evaluation and the exchange of gradients; N GPUs share the
-pictures of an epoch, and the peak is that of each. A run can end earlier: `eval.best` keeps the best weights, and
-`eval.stop` ends it. Check a licence on the model's page before you publish weights; a gated model is downloaded after
+pictures of an epoch, and the peak is that of each. A recipe of more than 200 hours on one GPU says so. A run can end
+earlier: `eval.best` keeps the best weights, and `eval.stop` ends it. Check a licence on the model's page before you publish weights; a gated model is downloaded after
 you have accepted it there and have run `hf auth login`.
 
 A recipe for another memory class extends the one of the same model (`extends:`,
@@ -131,6 +132,8 @@ def row(name: str) -> str:
     _, seconds, epochs, hours, peak = facts.groups()
     prompts = f"`{config.prompts}`" if not Path(str(config.prompts)).suffix else "your own, with pictures"
     gpus = f"{line['gpu']} ({line['memory']} GB)"
+    if line["count"] == "One" and float(hours.replace(",", "")) > MOST:
+        hours += ", needs several GPUs"
     named = [*rewards(config.trained | config.watched)]
     downloads = 2 * recipe_downloads.billions(config, named)
     cells = [f"[`{name}`](../configs/{name}.yaml)", verify_recipe.verified(name),

@@ -45,6 +45,18 @@ def test_a_value_is_that_of_the_resolved_recipe(paper, task, key, ours):
     assert paper_tables.value(key, *paper_tables.recipe(paper, task)) == ours
 
 
+def test_costs_are_those_of_a_dry_run_and_what_one_gpu_cannot_do_is_said(monkeypatch):
+    """246.8 s, 1,000 epochs, 8 GPUs: 68.6 h, 548 GPU-hours."""
+    assert set(paper_tables.costs()) == {f"{paper}_{task}" for paper, task in RECIPES}
+    text = paper_tables.cost("flow_grpo", "geneval")
+    assert "62.8 GiB each, 247 s an epoch, 69 h for 1,000 epochs, 548 GPU-hours. That is too long for one GPU" in text
+    known = paper_tables.costs()
+    known["flow_grpo_geneval"] |= {"epochs": 10}
+    monkeypatch.setattr(paper_tables, "costs", lambda: known)
+    with pytest.raises(ValueError, match="its costs are of 10 epochs, and it has 1000: run scripts/paper_tables.py"):
+        paper_tables.cost("flow_grpo", "geneval")
+
+
 def test_a_difference_needs_a_reason(monkeypatch):
     changed = paper_tables.papers()
     row = next(row for row in changed["flow_grpo"]["rows"] if row[1] == "train.lr")
