@@ -177,4 +177,4 @@ class Trainer:
     def with_oom_retry(self, work: Callable[[], T], phase: str = "") -> T:
         """Return work(), repeated with half the micro-batch while memory runs out. phase: its name, or the clock's."""
         return out_of_memory.with_oom_retry(work, self.geometry, self.processes, lambda: phase or self.clock.phase,
-                                    partial(out_of_memory.report, self))
+                                            partial(out_of_memory.report, self))
