@@ -36,9 +36,10 @@ COLUMNS = 5  # panels beside each other
 HEAD = """# Benchmark
 
 Each method trains the same packaged model with the same budget of evaluations, by
-[`flowgrpo compare methods`](bench.md). That page says what is counted and measured, and
-[how it is tested](bench.md#statistical-test). Models and worlds are small and favour methods that train early steps, so
-the order may differ on large models. Intervals are not corrected for the number of pairs; p-values are (Holm).
+[`flowgrpo compare methods`](bench.md#statistical-test). Models and worlds are small and favour methods that train early
+steps, so the order may differ on large models. Intervals are not corrected for the number of pairs; p-values are
+(Holm). Commits, settings and the parts that differ from the published ones are in `docs/bench_results.json`;
+`python scripts/bench_pages.py --commands` prints the commands.
 """
 
 # --- docs/benchmark.md -----------------------------------------------------------------------------------------------
@@ -51,29 +52,12 @@ def page(results: Iterable[Mapping[str, Any]]) -> str:
 def section(model: Mapping[str, Any]) -> str:
     """Return the section of a model: one figure and one table."""
     name, [first, *rest] = model["model"], [line for line in table.notes(dict(model)) if line]
-    lines = [f"## {name}", "", wrapped(first), "", wrapped(facts(model)), "",
+    rest = [note for note in rest if " runs with " not in note]
+    lines = [f"## {name}", "", wrapped(first), "",
              f"![Accuracy of each method against {model['unit']}; the reference is grey]({figure_of(name)})", "",
              wrapped(f"Accuracy against {model['unit']}: each method is blue, `{model['reference']}` grey, the base "
                      "dashed. Bands are the lowest and the highest seed."), "", *markdown(accuracies(model))]
     return "\n".join([*lines, *([""] * bool(rest)), *(wrapped(f"- {note}", "  ") for note in rest)])
-
-
-def facts(model: Mapping[str, Any]) -> str:
-    """Return commit, version, precision, sizes of the prompt sets and shared settings in words."""
-    commits = ", ".join(map(brief, model["commits"]))
-    settings = ", ".join(f"`{key}` {shown(value)}" for key, value in model["settings"].items())
-    sizes = model["prompts"]
-    return (f"Commit {commits}, version {', '.join(model['versions'])}, {', '.join(model['precisions'])}. "
-            f"{sizes['train']:,} prompts are trained on, and {sizes['validation']:,} are left to validation. "
-            f"Settings of all methods: {settings}.")
-
-
-def brief(commit: str) -> str:
-    return f"{commit[:8]}{' with changes' * commit.endswith(' with changes')}"
-
-
-def shown(value: Any) -> str:
-    return f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)
 
 
 def command(model: Mapping[str, Any]) -> str:
@@ -96,13 +80,13 @@ def swept(model: Mapping[str, Any]) -> list[str]:
 
 def accuracies(model: Mapping[str, Any]) -> table.Rows:
     """Return the table of accuracies, the most accurate first, with what each needed for the reference's gain."""
-    heads = ["method", "accuracy, 95 %", "gain", f"difference to `{model['reference']}`, 95 %", "p, Holm",
+    heads = ["method", "accuracy, 95 %", f"difference to `{model['reference']}`, 95 %", "p, Holm",
              f"{model['unit']} to {model['goals'][-1][0]:.0%} of the reference's gain"]
-    rows = [["base", fixed(model["base"], 3), "", "", "", ""]]
+    rows = [["base", fixed(model["base"], 3), "", "", ""]]
     for method in model["methods"]:
         test, needed = method["difference"], method["reached"][-1]
         rows.append([linked(method["label"]), ranged(method["accuracy"], method["low"], method["high"]),
-                     fixed(method["gain"], 3, "+"), difference(test) or "the reference",
+                     difference(test) or "the reference",
                      "" if test is None else probability(test["holm"]),
                      "not reached" if needed is None else f"{needed:,.0f}"])
     return heads, rows

@@ -1,6 +1,6 @@
-"""Write docs/configuration.md from the fields of the configuration, docs/methods/index.md from presets and parts,
-the table of docs/reward_catalogue.md from what the built-in rewards say of themselves, docs/reference/cli.md from the
-commands.
+"""Write docs/configuration.md from the fields of the configuration, docs/methods/index.md from presets,
+docs/reference/parts.md from parts, the table of docs/reward_catalogue.md from what the built-in rewards say of
+themselves, docs/reference/cli.md from the commands.
 
     python scripts/build_docs.py            # tests/test_docs.py tells when a file is not current
 """
@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import sys
 import types
 import typing
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,9 @@ train: {lr: 1e-4, group: 16}
 
 On the command line a key is dotted, `--train.lr=1e-4`; `--KEY=VALUE` overrides the recipe. Paths (of prompts, rewards,
 models, `output`) are relative to the working directory, not to the recipe. An unknown key, a wrong type and a number
-out of range are errors that name the key. Every run writes its resolved configuration to `config.yaml`, which is a
-recipe itself. `parts` changes fields of the method's parts, such as `parts: {plan: {size: 2}}`: see
-[methods/index.md](methods/index.md).
+out of range are errors that name the key. In brackets are the default and the type. Every run writes its resolved
+configuration to `config.yaml`, which is a recipe itself. `parts` changes fields of the method's parts, such as
+`parts: {plan: {size: 2}}`: see [parts](reference/parts.md).
 
 A recipe can extend another one: a packaged one by its name, or a file relative to its own.
 
@@ -87,14 +87,14 @@ def limits(field: Any) -> str:
     return "".join(f", {text}" for text in found)
 
 
-def row(key: str, field: FieldInfo) -> str:
+def item(key: str, field: FieldInfo) -> str:
     default = json.dumps(field.default, ensure_ascii=False)
-    return f"| `{key}` | {kind(field.annotation)}{limits(field)} | `{default}` | {field.description or ''} |"
+    about = f": {field.description}" if field.description else ""
+    return f"- `{key}` (`{default}`; {kind(field.annotation)}{limits(field)}){about}"
 
 
 def section(title: str, about: str, fields: dict[str, FieldInfo]) -> str:
-    table = ["| key | type | default | description |", "|---|---|---|---|", *(row(*item) for item in fields.items())]
-    return "\n".join([f"## {title}", "", about, "", *table, ""])
+    return "\n".join([f"## {title}", "", about, "", *(item(*field) for field in fields.items()), ""])
 
 
 def configuration() -> str:
@@ -112,11 +112,11 @@ def _about(model: type) -> str:
     return " ".join(model.__doc__.split())
 
 
-METHODS_HEAD = """# Methods
+METHODS_HEAD = r"""# Methods
 
-A method consists of five stages: rollout, target, advantage, loss and prompt order. A preset (`--method=mix_grpo`)
-fills them in, and `mix_grpo+grpo_guard` applies presets from left to right. A preset sets the algorithm only: batch
-size, steps and guidance come from the recipe. `parts` changes single settings, or replaces a component with a `type`:
+A preset (`--method=mix_grpo`) sets the algorithm only: batch size, steps and guidance come from the recipe.
+`mix_grpo+grpo_guard` applies presets from left to right. `parts` changes single settings, or replaces a component with
+a `type` ([all parts](../reference/parts.md)):
 
 ```yaml
 method: mix_grpo
@@ -132,59 +132,53 @@ parts: {plan: {size: 2, order: random}, kernel: {type: CPS, level: 0.8}}
 | recorded pairs of images | [`diffusion_dpo`](clean_latents.md#diffusion_dpo) |
 | a language model | [`grpo`](text_policy_gradients.md#grpo); if long [`dapo`](text_policy_gradients.md#dapo) |
 
-**Notation.** The noise level sigma runs from 1 (noise) to 0 (data) on a grid of T steps. A step goes from sigma to
-sigma', and D = sigma - sigma'. The model's output is v; it predicts the data x0 = x - sigma v and the noise
-x1 = x + (1 - sigma) v. An SDE step samples one Gaussian N(mean, s^2), where s is the std of the whole step and z the
-noise. A group is the G samples of one prompt, and A is a sample's advantage. NFE counts evaluations of the denoiser.
+## Notation
 
-**Shared by all.** Ratio r = exp(log p_new - log p_old), loss max(-A r, -A clip(r, 1 - e, 1 + e)) with e = 1e-4 and A
-within +-5, summed over trained decisions and divided by their number. A recorded latent is rounded to the pipeline's
-dtype *before* it is scored, so that the first ratio is 1. The last step adds no noise and is never trained: its noise
-would remain in the image, and its std can vanish; as an Euler step to sigma' = 0 it gives x0. The network receives
-1000 sigma as it is (DanceGRPO and MixGRPO round it down to an integer). A group without variance has advantage 0.
+| symbol | meaning |
+|---|---|
+| $\sigma$, $\sigma'$, $D$ | the noise level, 1 (noise) to 0 (data) in T steps; the next one; $D = \sigma - \sigma'$ |
+| $v$, $x_0$, $x_1$ | the model's output; the data that it predicts, $x - \sigma v$; the noise, $x + (1-\sigma)v$ |
+| $\mu$, $s$, $z$ | an SDE step samples $\mathcal{N}(\mu, s^2)$; s is the std of the whole step, z its noise |
+| $G$, $R$, $A$ | samples of one prompt (a group); a sample's reward; its advantage |
+| $r$ | $\exp(\log p_\text{new} - \log p_\text{old})$ |
+| $\overline{y}$ | the mean over a latent's values, or over a group |
+| NFE | evaluations of the denoiser |
 
-**Clip ranges** are in the unit of a *mean* log-density: log p is the mean over the latent's values of the full normal
-log-density, as in every released trainer. The joint log-ratio is as many times larger as there are values. The
-released CPS drops 1/(2 s^2) from it, ours is the true density: a released clip range e on it corresponds to e/(2 s^2)
-here. With `log_ratio: {type: SquaredErrorRatio}`, which is the released one, it is taken as it is.
+## Shared by all methods for images
 
-**Models that predict noise or v** (SD 1.5, SDXL, CogVideoX) take all methods for images except `reinflow`,
-`diffusion_nft`, `awm`, `dgpo` and `crd`, which are not supported there. The run
-replaces components for flow matching only, and prints it. The SDE step becomes `FlowDDIM` with eta 1, which is DDIM
-here, the solver `Euler`, the step weight `Uniform`, `tail` 1.0 and `strides` [1].
+$$
+\mathcal{L} = \max\bigl(-A r,\; -A\operatorname{clip}(r, 1-\epsilon, 1+\epsilon)\bigr), \qquad \epsilon = 10^{-4}
+$$
 
-**At inference** `--rlg W` guides a tuned model by its base: [`rlg`](modifiers.md#rlg). `--best-of N --by REWARD` of
-`sample` and `eval` generates N samples and keeps the one with the highest reward, such as one that
-`flowgrpo reward train` learned (Gen-Drive, 2410.05582); an image records N, the reward and its score.
+- It is summed over trained decisions and divided by their number. A lies within +-5, and a group without variance has
+  A = 0.
+- A recorded latent is rounded to the pipeline's dtype *before* it is scored, so that the first ratio is 1. The network
+  receives $1000\,\sigma$ as it is (DanceGRPO and MixGRPO round it down to an integer).
+- The last step adds no noise and is never trained: its noise would remain in the image, and its std can vanish.
+- Clip ranges are in the unit of a *mean* log-density, as in every released trainer: log p is the mean over the latent's
+  values. The released CPS drops $1/(2s^2)$ from it; a released clip range e on it corresponds to $e/(2s^2)$ here. With
+  `log_ratio: {type: SquaredErrorRatio}`, the released one, it is used as it is.
+- Models that predict noise or v (SD 1.5, SDXL, CogVideoX) take all methods but `reinflow`, `diffusion_nft`, `awm`,
+  `dgpo` and `crd`. The run replaces components for flow matching only, and prints it. The SDE step becomes `FlowDDIM`
+  with eta 1, which is DDIM here, the solver `Euler`, the step weight `Uniform`, `tail` 1.0 and `strides` [1].
+- At inference `--rlg W` guides a tuned model by its base ([`rlg`](modifiers.md#rlg)). `--best-of N --by REWARD` of
+  `sample` and `eval` generates N samples and keeps the one with the highest reward (Gen-Drive, 2410.05582).
 """
 
-METHODS_TAIL = """## How to add a method
+PARTS_HEAD = """# Parts of a method
 
-A method of your own needs no change here: see [Methods of your own](../extending.md). To add one to the package:
-
-1. Is it a change of one thing? Find the place above whose parts are called as it would be.
-2. If no part does it, write one beside them: a frozen dataclass whose fields are its configuration, with `__call__`.
-   A part that no preset of images names goes into a folder of `flowgrpo/contrib/`, with its name in `LATER` of
-   `flowgrpo/methods/registry.py`.
-   It extends the base class of its place where there is one; `flowgrpo/methods/parts.py` has the others.
-3. Its docstring says what, with shapes and source: `(Name, 2501.01234)` names its paper.
-4. Refuse impossible fields in `__post_init__`, in one line: what was got, what was expected.
-5. Test it on values worked by hand, in the test file of its module.
-6. Write the preset in a module of `flowgrpo/methods/presets/`, a `method.having(...)` of what defines it. One of
-   language models goes into `flowgrpo/text/presets/`, its name into `TEXT` of `flowgrpo/methods/presets/__init__.py`.
-7. Its first line is what `flowgrpo list methods` shows: `Name: what it does (2501.01234).`
-8. Test its defining property in `tests/methods/test_presets.py` and its defaults in `tests/methods/test_methods.py`.
-9. Write a section `## <preset>` in the page of its family in `docs/methods/`, as the others: idea and paper, formula as
-   implemented, parameters, when to use it, differences from the paper, recipe.
-10. Run `python scripts/build_docs.py` and `make lint`.
+Set a part by its key in `parts`: `parts: {plan: {size: 2}}` changes one field, `parts: {kernel: {type: CPS}}` replaces
+the component. A field without a value has to be given. `null` removes an optional part: preview, shaping, selection,
+spread, value, data, expansion, redraw, replay, and the schedule of a KL or of a temperature.
+[Methods](../methods/index.md) says which preset sets which part.
 """
 
 PLACES = {"target": "what the loss scores",
-          "kernel": "the Gaussian transition of a step that draws noise",
-          "decoding": "what the tokens of a language model are drawn from",
-          "plan": "which steps draw noise, split and are trained",
-          "solver": "the steps that draw no noise",
-          "tail": "how many steps are left behind the last one that draws noise; or a share of them, a number",
+          "kernel": "the SDE step: the Gaussian of a step that adds noise",
+          "decoding": "the distribution that tokens of a language model are sampled from",
+          "plan": "which steps add noise, split and are trained",
+          "solver": "the steps that add no noise",
+          "tail": "how many steps are left after the last one that adds noise; or a share of them, a number",
           "shaping": "what rewards become before they are compared",
           "advantage": "how the rewards of a group are compared",
           "selection": "which samples are trained",
@@ -205,9 +199,9 @@ PLACES = {"target": "what the loss scores",
           "times": "when finals are noised and trained in place of recorded steps",
           "lag": "how slowly the old policy follows",
           "backprop": "how the last steps become data whose reward's gradient is followed",
-          "relaxation": "what stands for drawn tokens where a reward's gradient is followed through an unmasking",
+          "relaxation": "what replaces sampled tokens where a reward's gradient is followed through an unmasking",
           "adapted": "which modules are trained",
-          "draws": "how the texts of a group are drawn",
+          "draws": "how the completions of a group are sampled",
           "spread": "how the advantage of a sample is spread over its tokens or steps",
           "curriculum": "which prompts an epoch begins with",
           "expansion": "input under which prompts are sampled, where the loss reads another",
@@ -217,20 +211,18 @@ PLACES = {"target": "what the loss scores",
           "progress": "credit of every step, by the reward of the clean prediction before it",
           "value": "a language model's value model, whose advantages are per token, or how the critic of edits learns",
           "edit": "how a small policy edits the final latents of a model that stays as it is"}
+CLAUSE = re.compile(r"(?<!eq)\.(?: |$)|: |; | \((?=[A-Za-z][\w-]*[ ,']|[A-Z]|\d{4}\.)|, \[")
 PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
-
-
-NULLS = ("By their key in `parts`; a field without a value has to be given. `null` takes an optional part away: "
-         "preview, shaping, selection, spread, value, data, expansion, redraw, replay, and the schedule of a KL or of "
-         "a temperature.")
 
 
 def methods_index() -> str:
     """Text of docs/methods/index.md."""
-    parts = [listing(key, about) for key, about in PLACES.items()]
-    return "\n".join([
-        METHODS_HEAD, "## Presets", "", *presets(),
-        "## Parts", "", NULLS, "", *parts, METHODS_TAIL])
+    return "\n".join([METHODS_HEAD, "## Presets", "", *presets()])
+
+
+def parts() -> str:
+    """Text of docs/reference/parts.md."""
+    return "\n".join([PARTS_HEAD, *(listing(key, about) for key, about in PLACES.items())])
 
 
 BENCHED = """`bench` is the accuracy on [the benchmark](../benchmark.md), of the first of these models that a preset
@@ -258,26 +250,36 @@ def table(heads: str, rows: list[str]) -> list[str]:
 
 def listing(key: str, about: str) -> str:
     """Parts that go to one place of a method."""
-    rows = [f"| `{name}` | {values(part)} | {first(part)} |"
-            for name, part in registry.TYPES.items() if registry.PLACES[name] == key]
+    names = [name for name in registry.TYPES if registry.PLACES[name] == key]
     base = registry.BASES.get(key)
-    extends = [f"A part of your own extends `{base.__module__}.{base.__name__}`.", ""] if base else []
-    return "\n".join([f"### `{key}`: {about}", "", *extends, *table("part | fields | what it is", rows)])
+    extends = f" Your own part extends `{base.__module__}.{base.__name__}`." if base else ""
+    items = [f"- `{name}`{values(registry.TYPES[name])}: {brief(registry.TYPES[name])}" for name in names]
+    return "\n".join([f"## `{key}`", "", f"{about[0].upper()}{about[1:]}.{extends}", "", *items, ""])
 
 
 def values(part: Any) -> str:
-    """Fields of a part with their defaults, such as `size: 4`."""
-    fields = {field.name: field.default for field in dataclasses.fields(part)}
-    return ", ".join(f"`{name}`" if default is dataclasses.MISSING else f"`{name}: {shown(default)}`"
-                     for name, default in fields.items()) or "none"
+    """Fields of a part with their defaults in brackets, such as `size: 4`; of one that extends another, its own."""
+    base = next((base for base in part.__mro__[1:] if base in registry.TYPES.values()), None)
+    known = {field.name: field.default for field in dataclasses.fields(base)} if base else {}
+    own = {field.name: field.default for field in dataclasses.fields(part)
+           if field.name not in known or field.default != known[field.name]}
+    said = [f"those of `{base.__name__}`"] if known else []
+    said += [f"`{name}`" if default is dataclasses.MISSING else f"`{name}: {shown(default)}`"
+             for name, default in own.items()]
+    return f" ({', '.join(said)})" if said else ""
 
 
 def shown(value: Any) -> str:
-    """Default as a recipe writes it."""
-    if not dataclasses.is_dataclass(value):
-        return json.dumps(value)
-    other = [f"{field.name}: {shown(getattr(value, field.name))}" for field in dataclasses.fields(value)]
-    return "{" + ", ".join([f"type: {type(value).__name__}", *other]) + "}"
+    """Default as a recipe writes it; a part by its name, since it is listed with its own fields."""
+    return type(value).__name__ if dataclasses.is_dataclass(value) else json.dumps(value)
+
+
+def brief(thing: Any) -> str:
+    """First clause of a docstring, and the first paper that it names."""
+    text = " ".join(thing.__doc__.split())
+    clause = CLAUSE.split(text)[0].replace("|", "\\|")
+    found = PAPER.search(text)
+    return clause + (f" ([{found[0]}](https://arxiv.org/abs/{found[0]}))" if found else "")
 
 
 def first(thing: Any) -> str:
@@ -298,8 +300,8 @@ COMMANDS_HEAD = """# Commands
 
 `RUN` is a run's folder, one of its checkpoints (`RUN/checkpoints/epoch-00050`, or `RUN --epoch 50`), or
 `hub:OWNER/NAME`. `MODEL` is `starter`, a folder, a file, a hub id or a run. A mistake is one line and exit code 2,
-before a model is loaded. An option without a default changes nothing when it is left out, or its meaning says what it
-takes then. `train` takes such values from the recipe, then from the [defaults](../configuration.md).
+before a model is loaded. Defaults are in brackets; an option without one is off. `train` takes such values from the
+recipe, then from the [defaults](../configuration.md).
 
 """
 
@@ -310,20 +312,29 @@ def commands() -> str:
 
     from flowgrpo.cli import app
 
-    parts, every = [], dict[str, Any]()
+    sections, every = list[str](), dict[str, Any]()
     root = typer.main.get_command(app)
     for name in root.list_commands(None):
         inner = getattr(root.commands[name], "commands", {name: root.commands[name]})
         every |= {name if each is root.commands[name] else f"{name} {of}": each for of, each in inner.items()}
+    lines = Counter(_item(parameter) for command in every.values() for parameter in command.params)
+    shared = sorted(line for line, count in lines.items() if count > 1 and not re.search("--help`|required", line))
+    sections.append("\n".join(["## Shared options", "", "Options of several commands:", "", *shared, ""]))
     for name, command in every.items():
         about = " ".join((command.help or "").split())
         usage = " ".join([f"flowgrpo {name}", *(_usage(parameter) for parameter in command.params), "[OPTIONS]"])
         shown = [parameter for parameter in command.params if parameter.name != "help"]
-        rows = [f"| {_spelling(parameter)} | {' '.join((parameter.help or '').split())} | {_default(parameter)} |"
-                .replace("\\[", "[") for parameter in shown]
-        listed = ["", *table("argument or option | meaning | default", rows)] if rows else [""]
-        parts.append("\n".join([f"## {name}", "", about, "", f"`{' '.join(usage.split())}`", *listed]))
-    return COMMANDS_HEAD + "\n".join(parts).rstrip() + "\n"
+        own = [line for line in map(_item, shown) if line not in shared]
+        also = ", ".join(_spelling(parameter) for parameter in shown if _item(parameter) in shared)
+        own += [f"- [Shared options](#shared-options): {also}"] if also else []
+        sections.append("\n".join([f"## {name}", "", about, "", f"`{' '.join(usage.split())}`", "", *own, ""]))
+    return COMMANDS_HEAD + "\n".join(sections).rstrip() + "\n"
+
+
+def _item(parameter: Any) -> str:
+    """Return the line of an argument or option."""
+    about = " ".join((parameter.help or "").split())
+    return f"- {_spelling(parameter)}{_default(parameter)}{f': {about}' if about else ''}".replace("\\[", "[")
 
 
 def _usage(parameter: Any) -> str:
@@ -341,20 +352,18 @@ def _spelling(parameter: Any) -> str:
 
 
 def _default(parameter: Any) -> str:
-    """Return the default of an argument or option; empty if its help says what happens without it."""
+    """Return the default of an argument or option in brackets; empty for a flag and without one."""
     if parameter.required:
-        return "required"
-    if parameter.param_type_name == "option" and parameter.is_flag:
-        return "off"
-    return "" if parameter.default in (None, "") else f"`{parameter.default}`"
+        return " (required)"
+    flag = parameter.param_type_name == "option" and parameter.is_flag
+    return "" if flag or parameter.default in (None, "") else f" (`{parameter.default}`)"
 
 
 CATALOGUE = ROOT / "docs" / "reward_catalogue.md"
 ALL_REWARDS = """## All rewards
 
-Generated by `scripts/build_docs.py` from what the rewards say of themselves: edit their docstrings. Nothing is imported
-or downloaded before a recipe names a reward. `needs`: an extra of flowgrpo (`pip install 'flowgrpo[clip]'`), or a
-package.
+Nothing is imported or downloaded before a recipe names a reward. In brackets are modality, range,
+what it needs (an extra of flowgrpo, `pip install 'flowgrpo[clip]'`, or a package) and licence.
 """
 
 
@@ -363,19 +372,14 @@ def reward_catalogue() -> str:
     from flowgrpo.rewards import BUILT_IN, locate
     from flowgrpo.rewards.table import cells, listed
 
-    rows = []
+    items = []
     for reward in (reward for reward in listed() if reward["name"] in BUILT_IN):
-        _, modality, low_high, needs, licence, _ = cells(reward)
-        module = BUILT_IN[reward["name"]].partition(":")[0]
-        thing = locate(reward["name"])
-        papers = dict.fromkeys(PAPER.findall(f"{sys.modules[module].__doc__} {thing.__doc__}"))
-        source = ", ".join([f"`{module.replace('.', '/')}.py`",
-                            *(f"[{number}](https://arxiv.org/abs/{number})" for number in papers)])
-        facts = [f"`{reward['name']}`", first(thing), modality, low_high, needs, licence, source]
-        rows.append(f"| {' | '.join(facts)} |")
-    heads = "name | what it scores | modality | range | needs | licence | source"
+        name, (_, modality, low_high, needs, licence, _) = f"`{reward['name']}`", cells(reward)
+        does = brief(locate(reward["name"]))
+        facts = [modality, low_high, *([f"needs {needs}"] if needs != "nothing" else []), licence]
+        items.append(f"- {name} ({'; '.join(facts)}): {does}")
     written = CATALOGUE.read_text(encoding="utf-8").partition(ALL_REWARDS.partition("\n")[0])[0]
-    return written + "\n".join([ALL_REWARDS, *table(heads, rows)])
+    return written + "\n".join([ALL_REWARDS, *items, ""])
 
 
 def reward_facts() -> str:
@@ -389,6 +393,7 @@ def reward_facts() -> str:
 
 PAGES = {ROOT / "flowgrpo" / "rewards" / "built_in.json": reward_facts,  # first: pages are made of it
          CONFIGURATION: configuration, METHODS / "index.md": methods_index,
+         ROOT / "docs" / "reference" / "parts.md": parts,
          CATALOGUE: reward_catalogue, ROOT / "docs" / "reference" / "cli.md": commands}
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 
     python scripts/dry_run_table.py                              # every recipe, a minute each at most; prints Markdown
     python scripts/dry_run_table.py flux_dev sdxl --json FILE    # those two; the file keeps the rows of other recipes
-    python scripts/dry_run_table.py --json FILE --docs           # and puts the table into docs/dry_run.md
-    python scripts/dry_run_table.py --none --json FILE --docs    # the table of the file's rows
+    python scripts/dry_run_table.py --none --json FILE           # the table of the file's rows
 
 Nothing is downloaded: the models' configurations are those of flowgrpo/published.py.
 """
@@ -24,8 +23,6 @@ from flowgrpo.dry_run.estimate import Estimate, dry_run, gib
 from flowgrpo.gpus import GPUS, gpu_named
 
 ROOT = Path(__file__).parent.parent
-PAGE, BEGIN, END = ROOT / "docs" / "dry_run.md", "<!-- dry runs: begin -->\n", "<!-- dry runs: end -->\n"
-PHASES = ("encode", "rollout", "decode", "update")
 
 
 def row(name: str, gpu: str) -> dict[str, Any]:
@@ -56,26 +53,15 @@ def commit() -> str:
 def markdown(rows: dict[str, dict[str, Any]]) -> str:
     """Return the table, and what it was computed with."""
     gpus, commits = ({row[key] for row in rows.values()} for key in ("gpu", "commit"))
-    lines = [f"Written by `scripts/dry_run_table.py` at commit {', '.join(sorted(commits))}: the recipe as it stands, "
-             f"on its number of GPUs, each an {', '.join(sorted(gpus))}.", "",
-             "| recipe | GPUs | encode | rollout | decode | update | rewards | peak, GiB | PFLOP | seconds "
-             "| rollout / update | waits per step / replay | smallest GPU |", "|---|" + "---:|" * 11 + "---|"]
+    lines = [f"Computed at commit {', '.join(sorted(commits))}: the recipe as it stands, on its number of GPUs, each "
+             f"an {', '.join(sorted(gpus))}. GiB by phase, without the rewards.", "",
+             "| recipe | encode | rollout | update | peak with rewards | smallest GPU |",
+             "|---|" + "---:|" * 4 + "---|"]
     for name, row in rows.items():
-        phases, seconds = row["phases"], max(row["seconds"], 1)
-        shares = " / ".join(f"{phases[key]['seconds'] / seconds:.0%}" for key in ("rollout", "update"))
-        waits = " / ".join(f"{sum(row[key].values()):.2g}" for key in ("waits_per_step", "waits_per_replay"))
-        cells = [f"`{name}`", f"{row['processes']}", *(f"{phases[key]['gib']:.1f}" for key in PHASES),
-                 f"{row['rewards_gib']:.1f}", f"{row['peak_gib']:.1f}",
-                 f"{sum(phase['pflop'] for phase in phases.values()):,.0f}",
-                 f"{row['seconds']:,}", shares, waits, row["fits"] or "none"]
+        cells = [f"`{name}`", *(f"{row['phases'][key]['gib']:.1f}" for key in ("encode", "rollout", "update")),
+                 f"{row['peak_gib']:.1f}", row["fits"] or "none"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def write(page: Path, table: str) -> None:
-    """Replace what stands between the page's two marks."""
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    page.write_text(before + BEGIN + table + END + rest.partition(END)[2], encoding="utf-8")
 
 
 def main() -> None:
@@ -85,17 +71,13 @@ def main() -> None:
     parser.add_argument("--none", action="store_true", help="run none, and use the rows of the file")
     parser.add_argument("--gpu", default="H200")
     parser.add_argument("--json", type=Path, help="rows by recipe, which are read and written there")
-    parser.add_argument("--docs", action="store_true", help="put the table into docs/dry_run.md")
     args = parser.parse_args()
     rows = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     for name in [] if args.none else args.recipes or names:
         rows[name] = row(name, args.gpu.upper())
         if args.json:
             args.json.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n")
-    table = markdown(dict(sorted(rows.items())))
-    print(table)
-    if args.docs:
-        write(PAGE, table)
+    print(markdown(dict(sorted(rows.items()))))
 
 
 if __name__ == "__main__":

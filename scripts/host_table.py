@@ -22,7 +22,7 @@ from flowgrpo.policies.weights.trainable import TrainableWeights
 
 ROOT = Path(__file__).parent.parent
 PAGES = {ROOT / "docs" / "get_started" / "one_gpu.md": ("24gb", 1),
-         ROOT / "docs" / "get_started" / "eight_gpus.md": ("8x80", 8)}
+         ROOT / "docs" / "distributed.md": ("8x80", 8)}
 SIZES = ["| recipe | model on disk | rewards on disk | one checkpoint, MB | disk in all | host: model | "
          "host: rewards |",
          "|---|" + "---:|" * 6]

@@ -29,9 +29,9 @@ GPU, GPUS = "A100", 8  # of the recipes
 MOST = 200  # GPU-hours that one GPU may be asked for
 HEAD = """# Three papers, setting by setting
 
-Written by `scripts/paper_tables.py` from `scripts/papers.json` and the recipes in `configs/papers/`: do not edit. A
-published setting is that of the released code at the named commit, which may differ from the paper's text. **None of
-these recipes has been run at full size**, so there is no result of ours beside the published one.
+You will find here the settings of three papers' released code, at the named commit, beside those of our recipes.
+**None of these recipes has been run at full size**, so there is no result of ours beside the published one.
+`scripts/paper_tables.py` writes the tables from `scripts/papers.json` and the recipes.
 
 Run one in a clone, on eight GPUs of 80 GB:
 
@@ -93,17 +93,23 @@ def same(published: Any, ours: Any) -> bool:
     return published == ours or isinstance(ours, str) and str(published) == ours.split("/")[-1]
 
 
-def rows(paper: str, task: str) -> list[str]:
-    """Return the rows of a recipe. Raises ValueError for a difference without a reason."""
+def rows(paper: str, task: str) -> tuple[list[str], list[str]]:
+    """Return the rows of the settings that differ, and the names of those that are equal.
+
+    Raises ValueError for a difference without a reason.
+    """
     config, method = recipe(paper, task)
-    lines = []
+    lines, alike = list[str](), list[str]()
     for name, key, published, note in papers()[paper]["rows"]:
         theirs, ours, why = of(task, published), value(key, config, method), of(task, note)
         equal = same(theirs, ours)
         if not equal and not why:
             raise ValueError(f"{paper}_{task}: {name} is {theirs} there and {ours} here: write why into papers.json")
-        lines.append(f"| {name} | {shown(theirs)} | {shown(ours)} | {why or 'equal'} |")
-    return lines
+        if why:
+            lines.append(f"| {name} | {shown(theirs)} | {shown(ours)} | {why} |")
+        else:
+            alike.append(name)
+    return lines, alike
 
 
 def compute() -> None:
@@ -144,9 +150,10 @@ def page() -> str:
     for paper, facts in papers().items():
         text.append(f"## {facts['title']}\n\nSettings: {facts['source']}.\n\nPublished result: {facts['result']}\n")
         for task, name in facts["recipes"].items():
-            text.append(f"### `configs/papers/{paper}_{task}.yaml`\n\n{cost(paper, task)}\n\n"
-                        f"| setting | `{name}` | ours | equal, or why not |\n|---|---|---|---|\n"
-                        + "\n".join(rows(paper, task)) + "\n")
+            lines, alike = rows(paper, task)
+            said = f"{cost(paper, task)}\n\n{len(alike)} settings equal those of `{name}`. These differ:"
+            text.append(f"### `configs/papers/{paper}_{task}.yaml`\n\n{said}\n\n| setting | `{name}` | ours | why |"
+                        "\n|---|---|---|---|\n" + "\n".join(lines) + "\n")
     return "\n".join(text)
 
 

@@ -25,10 +25,9 @@ HEAD = """
 ## Downloads
 
 Each model is downloaded at its first use, to the hub's cache (`HF_HOME`) or torch's (`TORCH_HOME`). Sizes are
-computed from the parameters, at two bytes each: fp32 files, such as those of SDXL, take twice as much, and the
-repository's page states the exact size. Names without a slash are those of open_clip or torchvision, which download
-them. Of a reward's second repository only a tokenizer or a small head is downloaded. Other rewards of the recipes
-download nothing. A reward's licence is that of its code and of its weights.
+computed from the parameters, at two bytes each; fp32 files, such as those of SDXL, take twice as much. Names without a
+slash are those of open_clip or torchvision. Other rewards of the recipes download nothing. A reward's licence is that
+of its code and of its weights.
 
 | model or reward | downloaded | parameters, billion | GB in bf16 | licence |
 |---|---|---:|---:|---|

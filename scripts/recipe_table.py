@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,31 +35,31 @@ REWARDS = re.compile(r"^# Trained on: .*\n", re.M)
 LICENCE = re.compile(r"^# Licence: (?P<name>.+?), (?P<gated>gated|not gated)\b", re.M)
 HEAD = """# Recipes of full-size models
 
-Written by `scripts/recipe_table.py` from the recipes: do not edit. Memory and time are **computed, not measured**, by
-`flowgrpo check --recipe RECIPE --gpu GPU --processes N`, for the GPUs of the memory class that the recipe's comment
-names ([what is counted](dry_run.md)). The column *verified* says what was run on a GPU: `never`, `loads` (the model, the
-rewards and a measurement of the base), a number of epochs, or `curve` (all epochs, after which each trained reward has
-risen on held-out prompts, 95 %). `scripts/verify_recipe.py` fills it from a run's files. Hours are those of all
-epochs' rollouts, decoding and updates, without rewards, evaluation and the exchange of gradients; N GPUs share the
-pictures of an epoch, and the peak is that of each. A recipe of more than 200 hours on one GPU says so. A run can end
-earlier: `eval.best` keeps the best weights, and `eval.stop` ends it. Check a licence on the model's page before you publish weights; a gated model is downloaded after
-you have accepted it there and have run `hf auth login`.
+Each recipe aligns one published model on GPUs of one memory class. `flowgrpo train sdxl_24gb` and
+`flowgrpo check sdxl_24gb --gpu 4090` find it by name in any folder. Your own recipe extends one by
+`extends: sdxl_24gb` and states what differs ([configuration](configuration.md)); a local file of that name wins.
 
-A recipe for another memory class extends the one of the same model (`extends:`,
-[docs/configuration.md](configuration.md)), and states what differs. Recipes of edits and of clips from a picture read a
-prompt file of your own, with a picture in each line: `{"prompt": "make the dog red", "image": "dog.png"}`, the path
-relative to the file; `geneval` reads `metadata` too, `{"tag": "colors", "include": [{"class": "dog", "count": 1,
-"color": "red"}]}` ([docs/prompts.md](prompts.md)).
+Peak memory and hours are **computed, not measured**, by `flowgrpo check --recipe RECIPE --gpu GPU --processes N`
+([what is counted](dry_run.md)). Hours are those of all epochs, without rewards, evaluation and the exchange of
+gradients; the peak is that of each GPU. `eval.best` keeps the best weights, and `eval.stop` can end a run earlier.
+No recipe has been run at full size on a GPU unless its row says so: `loads` (the model, the rewards and a measurement
+of the base), a number of epochs, or `curve` (all epochs, after which each trained reward has risen on held-out
+prompts, 95 %). `scripts/verify_recipe.py` fills that in from a run's files.
 
-The recipes are in the package: `flowgrpo train sdxl_24gb` and `flowgrpo check sdxl_24gb --gpu 4090` find them by name
-in any folder, and a recipe of your own extends one by `extends: sdxl_24gb`. A local file of that name is taken instead.
+Check a licence on the model's page before you publish weights. You can download a gated model after you have accepted
+its licence there and have run `hf auth login`.
 
-The column of extras names what `pip install 'flowgrpo[...]'` has to install, and that of downloads the GB of the model
-and of the rewards, which the [second table](#downloads) lists.
+Recipes of edits and of clips from an image read your own prompt file, with an image in each line:
+`{"prompt": "make the dog red", "image": "dog.png"}`, the path relative to the file ([prompts](prompts.md)). `geneval`
+reads `metadata` too: `{"tag": "colors", "include": [{"class": "dog", "count": 1, "color": "red"}]}`.
 
-| recipe | verified | model | method | GPUs | peak, GiB | height x width (x frames) | prompts x group | epochs | seconds per epoch | hours | prompts | rewards | measured only | extras | downloads, GB in bf16 | licence |
-|---|---|---|---|---|---:|---|---|---:|---:|---:|---|---|---|---|---:|---|
-"""  # noqa: E501
+`scripts/recipe_table.py` writes these tables from the recipes. A recipe's file also states size, prompts, group,
+epochs and eval-only rewards.
+"""
+TABLE = """
+| recipe | method | GPUs | peak, GiB | hours | trained on |
+|---|---|---|---:|---:|---|
+"""
 
 
 def names() -> list[str]:
@@ -90,7 +91,7 @@ def said(config: Config, seconds: float, peak: float) -> str:
 
 
 def noun(config: Config) -> str:
-    return "clips" if (config.picture.frames or 1) > 1 else "pictures"
+    return "clips" if (config.picture.frames or 1) > 1 else "images"
 
 
 def path(name: str) -> Path:
@@ -118,7 +119,7 @@ def write_rewards(name: str) -> None:
     trained, watched = (", ".join(rewards(rules)) for rules in (config.trained, config.watched))
     place = LINE.search(source)
     at = place.start() if place else 0
-    said = f"# Trained on: {trained}. Only measured: {watched}.\n"
+    said = f"# Trained on: {trained}. Eval-only: {watched}.\n"
     path(name).write_text(source[:at] + said + source[at:], encoding="utf-8")
 
 
@@ -129,38 +130,40 @@ def row(name: str) -> str:
                          line["said"].strip())
     if facts is None:
         raise SystemExit(f"{name} says {line['said']!r}: run this script with its name")
-    _, seconds, epochs, hours, peak = facts.groups()
-    prompts = f"`{config.prompts}`" if not Path(str(config.prompts)).suffix else "your own, with pictures"
+    *_, hours, peak = facts.groups()
+    level = verify_recipe.verified(name)
     gpus = f"{line['gpu']} ({line['memory']} GB)"
     if line["count"] == "One" and float(hours.replace(",", "")) > MOST:
         hours += ", needs several GPUs"
-    named = [*rewards(config.trained | config.watched)]
-    downloads = 2 * recipe_downloads.billions(config, named)
-    cells = [f"[`{name}`](../configs/{name}.yaml)", verify_recipe.verified(name),
-             config.model.split("/")[-1], f"`{config.method}`",
-             gpus if line["count"] == "One" else f"{line['count']} x {gpus}", peak, size(config),
-             f"{config.train.prompts} x {config.train.group}", epochs, seconds, hours,
-             prompts, listed(rewards(config.trained)), listed(rewards(config.watched)),
-             listed(recipe_downloads.extras(config, named)), f"{downloads:.1f}", licence(name)]
+    cells = [f"[`{name}`](../configs/{name}.yaml)" + (f" ({level})" if level != "never" else ""), f"`{config.method}`",
+             gpus if line["count"] == "One" else f"{line['count']} x {gpus}", peak, hours,
+             listed(rewards(config.trained))]
     return f"| {' | '.join(cells)} |"
 
 
-def size(config: Config) -> str:
-    """Return height, width and, of clips, the number of frames."""
-    frames = config.picture.frames or 1
-    return " x ".join(map(str, (config.picture.height, config.picture.width, *([frames] if frames > 1 else []))))
+def section(model: str, names: list[str]) -> str:
+    """Return the section of a model: its licence, what its recipes need, and their table."""
+    configs = [load(path(name)) for name in names]
+    named = {reward for config in configs for reward in rewards(config.trained | config.watched)}
+    extras = listed(sorted({extra for config in configs for extra in recipe_downloads.extras(
+        config, [*rewards(config.trained | config.watched)])}))
+    largest = 2 * max(recipe_downloads.billions(config, named) for config in configs)
+    needs = f" Extras: {extras}." if extras else ""
+    text = f"{licence(names[0])}. Downloads: at most {largest:.1f} GB in bf16, rewards included.{needs}"
+    return f"\n## {model.split('/')[-1]}\n\n{textwrap.fill(text, 120)}\n{TABLE}" + "\n".join(map(row, names)) + "\n"
 
 
 def page() -> str:
-    """Return docs/recipes.md: the table of recipes, and that of what they download."""
+    """Return docs/recipes.md: the recipes of each model, and what they download."""
     recipes = {name: load(path(name)) for name in names()}
     first = {config.model: name for name, config in reversed(recipes.items())}
     models = [recipe_downloads.model_row(recipes[name], path(name).read_text(encoding="utf-8"), licence(name))
               for name in sorted(first.values())]
     used = {reward for config in recipes.values() for reward in rewards(config.trained | config.watched)}
     rows = [recipe_downloads.reward_row(name) for name in sorted(used) if recipe_downloads.of_reward(name)]
-    lines = [*map(row, recipes), recipe_downloads.HEAD.rstrip("\n"), *models, *rows]
-    return HEAD + "\n".join(lines) + "\n"
+    models_of = {model: [name for name, config in recipes.items() if config.model == model] for model in first}
+    sections = [section(model, models_of[model]) for model in sorted(models_of, key=str.lower)]
+    return HEAD + "".join(sections) + recipe_downloads.HEAD + "\n".join([*models, *rows]) + "\n"
 
 
 def licence(name: str) -> str:
@@ -172,7 +175,7 @@ def licence(name: str) -> str:
 
 
 def rewards(rules: dict[str, Any]) -> Iterator[str]:
-    """Yield the rewards' names; that of a reward of pictures for one of frames."""
+    """Yield the rewards' names; that of a reward of images for one of frames."""
     for label, rule in rules.items():
         yield rule.args.get("reward", label) if rule.use == "frames" else rule.use or label
 

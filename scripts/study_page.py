@@ -1,4 +1,4 @@
-"""Page of the study of parts, docs/studies.md, from docs/studies.json.
+"""Section of the study of parts in docs/bench.md, from docs/studies.json.
 
     python scripts/study_page.py             # tests/test_study.py reports a page that is not current
     python scripts/study_page.py --details   # prints all rows, their settings and what was seen
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import textwrap
 from collections import Counter
 from pathlib import Path
@@ -29,10 +28,9 @@ from flowgrpo.storage import atomic
 
 QUOTE = '"'
 ROOT = Path(__file__).parent.parent
-PAGE, DATA = ROOT / "docs" / "studies.md", ROOT / "docs" / "studies.json"
-HEAD = """# Studies of parts
-
-{summary}
+PAGE, DATA = ROOT / "docs" / "bench.md", ROOT / "docs" / "studies.json"
+BEGIN, END = "<!-- studies: begin -->\n", "<!-- studies: end -->\n"
+HEAD = """{summary}
 
 {surest}
 
@@ -91,8 +89,14 @@ LIMITS = """
 
 
 def page(results: dict[str, Any]) -> str:
-    """Return the page of a study's results: what the rows say together, and which parts helped most surely."""
+    """Return the section of a study's results: what the rows say together, and which parts helped most surely."""
     return HEAD.format(**facts(results))
+
+
+def written(text: str, results: dict[str, Any]) -> str:
+    """Return the page's text with the section of these results between its two marks."""
+    before, _, rest = text.partition(BEGIN)
+    return before + BEGIN + page(results) + END + rest.partition(END)[2]
 
 
 def surest(rows: list[dict[str, Any]]) -> str:
@@ -144,14 +148,12 @@ def shown(options: Options) -> str:
 
 
 def linked(result: dict[str, Any]) -> str:
-    """Return the part of a row with a link to its page, or to its place in the index or among the rewards."""
+    """Return the part of a row with a link to its page, or to its place among the parts or the rewards."""
     name, text = result["name"], named(result)
     if name in PRESETS:
         return f"[{text}](methods/{build_docs.page_of(name)})"
     if name in registry.TYPES:
-        place = registry.PLACES[name]
-        heading = f"{place} {build_docs.PLACES[place]}".lower()
-        return f"[{text}](methods/index.md#{re.sub(r'[^a-z -]', '', heading).replace(' ', '-')})"
+        return f"[{text}](reference/parts.md#{registry.PLACES[name].replace('.', '')})"
     return f"[{text}](reward_catalogue.md#all-rewards)" if name in BUILT_IN else text
 
 
@@ -198,9 +200,9 @@ def summary(results: dict[str, Any]) -> str:
     helping = [row for row in rows if row["verdict"] == 1]
     also = " or the [image starter](starter.md#images)" if pictured else ""
     share = f" ({sum(row in pictured for row in helping)} of {len(pictured)} on images)" if pictured else ""
-    return (f"Does a part do what its paper claims? Each row trains the [text starter](starter.md#texts){also} with "
-            f"and without one part, with {results['seeds']} seeds. The part helped in {len(helping)} of {len(rows)} "
-            f"rows{share}, with {len({row['name'] for row in helping})} different parts. It hurt in "
+    return (f"Does a part do what its paper claims? Each row trains the [text starter](starter.md#language-models)"
+            f"{also} with and without one part, with {results['seeds']} seeds. The part helped in {len(helping)} of "
+            f"{len(rows)} rows{share}, with {len({row['name'] for row in helping})} different parts. It hurt in "
             f"{sum(row['verdict'] == -1 for row in rows)}, and nothing was shown in "
             f"{sum(row['verdict'] == 0 for row in rows)}. After Holm's correction over all rows, "
             f"{sum(row['holm'] < 0.05 for row in helping)} of the {len(helping)} are below 5 %; in Welch's test, "
@@ -236,7 +238,8 @@ def main() -> None:
     if args.tried:
         known["tried"] = json.loads(args.tried.read_text(encoding="utf-8"))["rows"]
     atomic.write_text(DATA, json.dumps(known, indent=1) + "\n")
-    atomic.write_text(PAGE, page(json.loads(DATA.read_text(encoding="utf-8"))))
+    results = json.loads(DATA.read_text(encoding="utf-8"))
+    atomic.write_text(PAGE, written(PAGE.read_text(encoding="utf-8"), results))
 
 
 if __name__ == "__main__":

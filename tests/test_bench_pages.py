@@ -89,16 +89,16 @@ def test_folders_of_benches_become_pages_and_the_same_ones_change_nothing(folder
 def test_the_benchmark_says_what_the_benches_found(folders, docs):
     text = bench_pages.page(bench_results.merged([], [bench_results.collected(folder) for folder in folders]))
     starter, texts = re.split("^## ", text, flags=re.M)[1:]
-    assert starter.startswith("starter\n") and "Commit 01234567, version 0.1.0, fp32." in " ".join(starter.split())
+    assert starter.startswith("starter\n") and "Commit" not in starter and "runs with" not in text
     assert re.findall(r"^\| \[?`([\w+]+)`", starter, re.M) == ["mix_grpo+grpo_guard", "flow_grpo", "draft", "ddpo"]
-    assert "| base | 0.250 | | | | |" in starter.replace("  ", " ")
-    assert re.search(r"\| `mix_grpo\+grpo_guard` \| 0\.900 \(0\.\d+ to [01]\.\d+\) \| \+0\.650 \| "
+    assert "| base | 0.250 | | | |" in starter.replace("  ", " ")
+    assert re.search(r"\| `mix_grpo\+grpo_guard` \| 0\.900 \(0\.\d+ to [01]\.\d+\) \| "
                      r"\+0\.400 \(\+0\.\d+ to \+0\.\d+\) \| (0\.0\d+|< 0\.001) \| [\d,]+ \|", starter)
-    assert re.search(r"\| \[`flow_grpo`\]\(methods/sde_steps\.md#flow_grpo\) \| 0\.500 .* \+0\.250 \| the reference \|",
+    assert re.search(r"\| \[`flow_grpo`\]\(methods/sde_steps\.md#flow_grpo\) \| 0\.500 .* \| the reference \|",
                      starter)
     assert re.search(r"#ddpo\) \| 0\.300 .* \| -0\.200 .* \| not reached \|", starter)
-    assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {7}
-    assert "`draft` runs with `reward: {scene_soft: 1.0}`" in " ".join(starter.split()) and "One seed:" in texts
+    assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {6}
+    assert "One seed:" in texts
 
 
 def test_the_command_of_a_section_makes_the_same_bench(folders):

@@ -272,4 +272,4 @@ def test_an_interrupted_evaluation_says_how_it_goes_on(tmp_path, capsys):
     file, out = tmp_path / "interrupting.py", tmp_path / "out"
     file.write_text("raise KeyboardInterrupt\n")
     assert main(["eval", "starter", "--suite=starter", f"--rewards={file}:f", f"--output={out}"]) == 130
-    assert f"flowgrpo: interrupted; the same command goes on with what is in {out}" in capsys.readouterr().err
+    assert f"flowgrpo: interrupted; the same command continues with what is in {out}" in capsys.readouterr().err

@@ -58,7 +58,7 @@ class Signed(AdvantageRule):
 
 @dataclass(frozen=True)
 class Decoupled(AdvantageRule):
-    """`Correctness` whose right samples share their weight by an auxiliary reward, compared among right ones alone
+    """`Correctness` whose right samples share their weight by an auxiliary reward, compared only among right ones
     (DRPO): (1 - p) n w for a right sample, w = softmax(auxiliary / temperature) over the group's n right ones, and -p
     for a wrong one.
 

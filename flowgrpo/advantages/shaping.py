@@ -104,7 +104,7 @@ class Overlong(Shaping):
 
 @dataclass(frozen=True)
 class BradleyTerry(Shaping):
-    """Labels drawn from rewards, anew each epoch: the first of two samples is above the second with the probability
+    """Labels sampled from rewards, anew each epoch: the first of two samples is above the second with the probability
     sigmoid(scale * (r_1 - r_2)) of Bradley and Terry (RPO, 2407.12164, its code).
 
     r is the weighted sum of the rewards, which the label replaces: [P, G, 1]. The label is the share of the group's

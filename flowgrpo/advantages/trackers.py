@@ -114,7 +114,7 @@ class ValueTracker(Tracked):
 
 @dataclass(frozen=True)
 class SmoothStandardised(Tracked):
-    """Advantage by the present group's mean and deviation, smoothed with that by all rewards of the prompt so far
+    """Advantage by the present group's mean and std, smoothed with that by all rewards of the prompt so far
     (DCPO, 2509.02333).
 
     With N the reward less the mean, over the deviation, of the present samples, T the same of all samples of the

@@ -30,15 +30,15 @@ def check(
                                                "precision and memory.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; without it cuda where it is there.")] = None,
     gpu: Annotated[str | None, typer.Option(help="A100, H100, H200, B200, L40S, 4090 or 5090: predict memory and "
-                                            "seconds of the recipe's epoch on it, from configuration files "
-                                            "alone.")] = None,
+                                            "seconds of the recipe's epoch on it, from only configuration "
+                                            "files.")] = None,
     processes: Annotated[int, typer.Option(min=1, help="With --gpu: processes that share an epoch's prompts.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="With --gpu: print memory and seconds by phase, and "
                                           "what is counted.")] = False,
 ) -> None:
-    """Report whether a pipeline or a language model can be trained, what it needs, and why not; exit code 2 where it
-    cannot, or where that is unknown."""
+    """Check that a model can be trained, and estimate memory and time; exit code 2 where it cannot, or where
+    that is unknown."""
     from flowgrpo.cli.train import recipe_and_options
     from flowgrpo.config import parse, recipes
     from flowgrpo.starter import FOLDERS

@@ -18,7 +18,7 @@ def bench(
                                          "commas: presets, presets joined by +, path/to/file.py:function, or recipe "
                                          "files with parts.")],
     output: Annotated[Path, typer.Option(show_default=False, help="The folder of the bench. One that was interrupted "
-                                         "goes on there, and finished runs are kept.")],
+                                         "continues there, and finished runs are kept.")],
     model: Annotated[BenchModel, typer.Option(help="The packaged model that all methods train.")] = "starter",
     evaluations: Annotated[int, typer.Option(min=1, help="Denoiser evaluations that each run spends in training; of "
                                              "starter_text, tokens through the model.")] = 40_000,

@@ -29,7 +29,7 @@ def data(
     rates: Annotated[Path | None, typer.Option(metavar="EVAL|RUN|FILE.jsonl", help="Success rates: an evaluation of "
                                                "the set, a run that records them, or lines of prompt and rate.")
                      ] = None,
-    measure: Annotated[str | None, typer.Option(metavar="MODEL", help="Measure them: draw --samples of every prompt "
+    measure: Annotated[str | None, typer.Option(metavar="MODEL", help="Measure them: sample --samples of every prompt "
                                                 "and score them by --reward; kept beside the output.")] = None,
     likelihood: Annotated[str | None, typer.Option(metavar="MODEL", help="Use as the rate the likelihood of every "
                                                    "prompt's answer under a language model.")] = None,

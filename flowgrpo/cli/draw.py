@@ -34,30 +34,30 @@ from flowgrpo.storage import places
 
 TEMPERATURE = ("Temperature of a language model; 0 takes the likeliest token. Without: the run's, or 0 for one text, "
                "1 for several.")
-IMAGE = "Picture that a pipeline starts from, or that a language model reads."
-BATCH = "With --prompts: samples per call of the model. Without: 1 picture, 8 texts."
+IMAGE = "Image that a pipeline starts from, or that a language model reads."
+BATCH = "With --prompts: samples per call of the model. Without: 1 image, 8 completions."
 KEY = "With --prompts: what prompts.jsonl calls a sample in the metadata. Without: base_image or base_text. With " \
       "prompt, a text becomes the line's prompt, and the user's stands in the metadata as user_prompt."
 ColumnKind = Literal["checkpoints", "runs", "seeds", "guidance", "steps", "rlg"]
 
 
-@app.command(rich_help_panel=LOOK, short_help="Generate images, videos or texts, with or without a LoRA.")
+@app.command(rich_help_panel=LOOK, short_help="Generate images, videos or completions, with or without a LoRA.")
 def sample(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="starter, a local directory, a hub id; or a "
                                          "finished run, its checkpoint or hub:OWNER/NAME, for its model and weights.")],
     prompt: Annotated[list[str] | None, typer.Option(show_default=False,
-                                                     help="Text to draw; may be given several times.")] = None,
+                                                     help="A prompt; may be given several times.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="A prompt file in place of --prompt; the folder gets a "
                                                  "prompts.jsonl, which names each sample, too. The same again goes "
                                                  "on.")] = None,
     lora: Annotated[str | None, typer.Option(help=LORA)] = None,
-    count: Annotated[int, typer.Option(min=1, help="Pictures per prompt.")] = 1,
+    count: Annotated[int, typer.Option(min=1, help="Images per prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; without: the run's or pipeline's.")] = None,
     guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale; likewise.")] = None,
     rlg: Annotated[str | None, typer.Option(metavar="W", help=RLG)] = None,
-    output: Annotated[Path, typer.Option(help="The folder of the pictures; or x.mp4, for one clip.")] = Path("samples"),
+    output: Annotated[Path, typer.Option(help="The folder of the images; or x.mp4, for one clip.")] = Path("samples"),
     temperature: Annotated[float | None, typer.Option(min=0, help=TEMPERATURE)] = None,
     image: Annotated[Path | None, typer.Option(help=IMAGE)] = None,
     batch: Annotated[int | None, typer.Option(min=1, help=BATCH)] = None,
@@ -69,7 +69,7 @@ def sample(
     enhancer: Annotated[str | None, typer.Option(metavar="MODEL_OR_RUN", help=ENHANCER)] = None,
     trust_run: Annotated[bool, typer.Option(trust.FLAG, help=TRUST)] = False,
 ) -> None:
-    """Draw pictures with a model, or write texts, with or without a LoRA."""
+    """Generate images, or completions, with a model, with or without a LoRA."""
     scorer = best_by(by)
     opening(context, trust_run, scorer)
     weight = one_weight(rlg)
@@ -120,7 +120,7 @@ def _require_options(prompt: list[str] | None, prompts: Path | None, image: Path
     if prompts is not None and image is not None:
         raise UserError("--image: goes with --prompt; in a prompt file, every prompt may bring an `image`")
     if prompts is not None and output.suffix == ".mp4":
-        raise UserError(f"--output {output}: names one clip, but --prompts draws several: name a folder")
+        raise UserError(f"--output {output}: names one clip, but --prompts generates several: name a folder")
     for name, value in of_files.items() if prompts is None else ():
         if value is not None:
             raise UserError(f"--{name}: goes with --prompts FILE; leave it out")
@@ -169,17 +169,17 @@ def grid(
                                                             "tuned.")] = None,
     values: Annotated[str, typer.Option(metavar="A,B", help="Values of --columns: epochs, run folders, numbers.")] = "",
     rlg: Annotated[str | None, typer.Option(metavar="W", help=RLG)] = None,
-    output: Annotated[Path | None, typer.Option(help="The PNG file, of texts the .md; without: grid.png in the run's "
-                                               "folder.")] = None,
+    output: Annotated[Path | None, typer.Option(help="The PNG file, for completions the .md; without: grid.png in the "
+                                               "run's folder.")] = None,
     epoch: Annotated[int | None, typer.Option(min=0, help=EPOCH)] = None,
     trust_run: Annotated[bool, typer.Option(trust.FLAG, help=TRUST)] = False,
 ) -> None:
-    """Draw before and after: the base and a run's LoRA on the same prompts and seeds. Or, with --columns, a page of
-    several columns as PNG and HTML, of texts as Markdown and HTML."""
+    """Compare before and after: the base and a run's LoRA on the same prompts and seeds. Or, with --columns, a page of
+    several columns as PNG and HTML, for completions as Markdown and HTML."""
     opening(context, trust_run)
     given_run, run = run, places.weights_of(local(run), epoch)
     if output is not None and output.suffix.lower() == ".html":
-        raise UserError(f"--output {output}: expected the name of the PNG, or for texts the .md; the HTML page "
+        raise UserError(f"--output {output}: expected the name of the PNG, or for completions the .md; the HTML page "
                         "of --columns is written beside it")
     weight = one_weight(rlg)
     if columns is None:

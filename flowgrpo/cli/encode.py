@@ -26,7 +26,7 @@ def encode(
 ) -> None:
     """Encode a recipe's prompts ahead of its run, training and held-out ones, on any machine.
 
-    Loads text encoders and tokenizers alone. A run with this `cache` then loads no text encoder.
+    Loads only text encoders and tokenizers. A run with this `cache` then loads no text encoder.
     """
     from flowgrpo.config import parse
 

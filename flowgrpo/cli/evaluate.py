@@ -38,12 +38,12 @@ def evaluate(
     source: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A model, or a finished run or its checkpoint, "
                                           "as for sample.")],
     suite: Annotated[str, typer.Option(metavar="NAME|PATH", help=SUITE)],
-    output: Annotated[Path, typer.Option(help="The folder of samples, scores and tables; the same again goes on.")],
+    output: Annotated[Path, typer.Option(help="The folder of samples, scores and tables; the same command continues.")],
     rewards: Annotated[str, typer.Option(metavar="A,B|FILE.yaml", help="Rewards, or a file of them with their args, as "
                                          "under eval.rewards; without: those of the run.")] = "",
     lora: Annotated[str | None, typer.Option(help=LORA)] = None,
-    base: Annotated[bool, typer.Option("--base", help="Draw the base too, and compare.")] = False,
-    samples: Annotated[int, typer.Option(min=1, help="Pictures or texts per prompt; with several, also pass@k.")] = 1,
+    base: Annotated[bool, typer.Option("--base", help="Sample the base too, and compare.")] = False,
+    samples: Annotated[int, typer.Option(min=1, help="Images or completions per prompt; several: also pass@k.")] = 1,
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; without: the run's or pipeline's.")] = None,
     guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale; likewise.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
@@ -54,7 +54,7 @@ def evaluate(
     rlg: Annotated[str | None, typer.Option(metavar="W|W,W", help=f"{RLG} Several: each is scored, and rlg.png shows "
                                             "the rewards over them.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Samples per call of the model; several give the same to "
-                                              "rounding, sooner. Without: 1 picture, 8 texts.")] = None,
+                                              "rounding, sooner. Without: 1 image, 8 completions.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="Temperature of a language model. Without: the "
                                                       "run's, and 1 for several samples where that is 0.")] = None,
     max_tokens: Annotated[int | None, typer.Option(
@@ -82,7 +82,7 @@ def evaluate(
             enhancer=enhancer and local_source(enhancer),
             distance=[name.strip() for name in distance.split(",")] if distance else [])
     except KeyboardInterrupt:
-        typer.echo(f"flowgrpo: interrupted; the same command goes on with what is in {output}", err=True)
+        typer.echo(f"flowgrpo: interrupted; the same command continues with what is in {output}", err=True)
         raise
     if results:  # the first of several processes has them
         _show(results, output, ["rlg.png"] if len(weights) > 1 else [])

@@ -24,20 +24,20 @@ def label(
     context: typer.Context,
     places: Annotated[list[str], typer.Argument(
         metavar="FOLDER... | MODEL_OR_RUN", show_default=False, help="Folders of samples, of `flowgrpo sample "
-        "--prompts` or of pictures; or with --prompts a model or run, which draws them.")],
+        "--prompts` or of images; or with --prompts a model or run, which generates them.")],
     rewards: Annotated[str, typer.Option(metavar="A,B|FILE.yaml", help="Rewards or judges, or a file of them with "
                                          "weights and args, as under `reward`. Several are aspects of each pair.")],
     output: Annotated[Path, typer.Option(help="The pairs, for --preferences and `flowgrpo reward train`. Scores are "
-                                         "kept beside them, and the same again goes on.")] = Path("pairs.jsonl"),
-    prompts: Annotated[str | None, typer.Option(metavar="FILE|SET", help="Draw samples of these: a prompt file, or a "
-                                                "set that `flowgrpo list prompts` lists.")] = None,
+                                         "kept beside them, and the same command continues.")] = Path("pairs.jsonl"),
+    prompts: Annotated[str | None, typer.Option(metavar="FILE|SET", help="Generate samples of these: a prompt file, or "
+                                                "a set that `flowgrpo list prompts` lists.")] = None,
     count: Annotated[int, typer.Option(min=2, help="With --prompts: samples per prompt.")] = 4,
     lora: Annotated[str | None, typer.Option(help=f"With --prompts: {LORA}")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="With --prompts: seed of the drawing.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="With --prompts: seed of the samples.")] = 0,
     temperature: Annotated[float | None, typer.Option(min=0, help="With --prompts: temperature of a language model; "
                                                       "without: 1.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="With --prompts: samples per call of the model. Without: 1 "
-                                              "picture, 8 texts.")] = None,
+                                              "image, 8 completions.")] = None,
     precision: Annotated[Precision | None, typer.Option(help=f"With --prompts: {PRECISION}")] = None,
     key: Annotated[str | None, typer.Option(metavar="NAME", help="Metadata key that names a sample in a folder's "
                                             "prompts.jsonl. Without: base_image or base_text.")] = None,
@@ -48,7 +48,7 @@ def label(
     tie: Annotated[float, typer.Option(min=0, max=LARGEST, help="Call an aspect a tie up to this difference.")] = 0.0,
     trust_run: Annotated[bool, typer.Option(trust.FLAG, help=TRUST)] = False,
 ) -> None:
-    """Label preference pairs of pictures or texts with rewards or judges: a verdict and a margin for each."""
+    """Label preference pairs of images or completions with rewards or judges: a verdict and a margin for each."""
     rules = rules_of(rewards)
     from flowgrpo.vote import judged, labels
 

@@ -22,10 +22,10 @@ LORA = "The folder of a finished run; a checkpoint's folder, such as RUN/checkpo
        f"LoRA, or its .safetensors file; or {HUB_NAME}"
 TRUST = "Execute code that the run's recipe names: FILE.py:NAME of rewards, methods and parts, trust_remote_code, " \
         "and rewards with an address. Without: only what this command line names."
-RLG = "Draw with base + W * (tuned - base): 0 the base, 1 the tuned model, above 1 beyond it (RLG). Other weights " \
+RLG = "Sample with base + W * (tuned - base): 0 the base, 1 the tuned model, above 1 beyond it (RLG). Other weights " \
       "run the denoiser twice as often."
-BEST_OF = "Draw N for each kept sample, and keep the one that --by scores highest."
-ENHANCER = "A language model, or a run that trained one, that rewrites the prompts that a pipeline draws from."
+BEST_OF = "Generate N for each kept sample, and keep the one that --by scores highest."
+ENHANCER = "A language model, or a run that trained one, that rewrites the prompts of a pipeline."
 BY = "The reward of --best-of: a name that `flowgrpo list rewards` lists, the run's, or a file of one with its args."
 
 

@@ -25,7 +25,7 @@ def push(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the card and list the files, without a network.")]
     = False,
 ) -> None:
-    """Upload a run's weights, model card, pictures and configuration to the hub."""
+    """Upload a run's weights, model card, images and configuration to the hub."""
     from flowgrpo.export import push as hub
 
     opening(context, False)

@@ -77,7 +77,7 @@ def report(
     = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="With --live; 0: a free one.")] = 8899,
 ) -> None:
-    """Write report.html: a run's curves, pictures through training, best and worst samples, in one file. Of several
+    """Write report.html: a run's curves, images through training, best and worst samples, in one file. Of several
     runs: their curves in one page, and the settings that differ."""
     if len(runs) > 1:
         if live:

@@ -41,7 +41,7 @@ def rewards(
 @reward_app.command("score", short_help="Score image, video or text files with a reward.")
 def score(
     reward: Annotated[str, typer.Argument(metavar="REWARD", help="A reward's name, or path/to/file.py:function.")],
-    images: Annotated[list[Path], typer.Argument(metavar="IMAGES...", help="Pictures; or folders of frames, or .txt "
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGES...", help="Images; or folders of frames, or .txt "
                                                                            "files, for a reward that judges these.")],
     prompt: Annotated[str | None, typer.Option(help="The prompt of all files.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="A prompt file: a prompt for each, in order.")] = None,
@@ -84,8 +84,8 @@ def fetch_text(
 @reward_app.command("train", short_help="Train a reward from preference pairs.")
 def train_reward(
     pairs: Annotated[Path, typer.Argument(metavar="PAIRS", help="A .jsonl file: in each line `prompt`, `chosen` and "
-                                          "`rejected` (pictures, relative to the file, or with --model texts), and "
-                                          "maybe `aspects`, an object of names with chosen, rejected or tie.")],
+                                          "`rejected` (images, relative to the file, or with --model completions), "
+                                          "and maybe `aspects`, an object of names with chosen, rejected or tie.")],
     output: Annotated[Path, typer.Option(help="The folder of the reward: --reward FOLDER, or FOLDER:ASPECT.")],
     held_out: Annotated[str, typer.Option("--held-out", "--held_out", metavar="SHARE|FILE", help=
                                           "Pairs to measure with: a share of the prompts, or another file of pairs.")
@@ -96,10 +96,10 @@ def train_reward(
     clip: Annotated[str | None, typer.Option(metavar="NAME", help="Another network: a head on this model of open_clip, "
                                              "frozen; --text and --size are not used then.")] = None,
     pretrained: Annotated[str | None, typer.Option(metavar="TAG|FILE", help="The weights of --clip.")] = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="For pairs of texts: a head on this language "
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="For pairs of completions: a head on this language "
                                               "model, starter_text, a folder or a hub id, all of it trained; a large "
                                               "one takes a lower --lr.")] = None,
-    frozen: Annotated[bool, typer.Option("--frozen", help="With --model: train the head alone.")] = False,
+    frozen: Annotated[bool, typer.Option("--frozen", help="With --model: train only the head.")] = False,
     margins: Annotated[float, typer.Option(min=0, metavar="W", help="Learn scores that differ by W times the pair's "
                                            "margins at least, which `flowgrpo reward label` writes.")] = 0.0,
     epochs: Annotated[int, typer.Option(min=1, help="Epochs at most.")] = 20,
@@ -111,7 +111,7 @@ def train_reward(
     bf16: Annotated[bool, typer.Option("--bf16", help="Train in bfloat16; scores are float32 all the same.")] = False,
     device: Annotated[str | None, typer.Option(help="Without: a GPU where there is one.")] = None,
 ) -> None:
-    """Train a reward from preference pairs of pictures or texts (Bradley-Terry), with one or several aspects."""
+    """Train a reward from preference pairs of images or completions (Bradley-Terry), with one or several aspects."""
     from flowgrpo.data.pairs import aspects, load_pairs, split
 
     texts = model is not None
@@ -135,7 +135,7 @@ def _share_or_file(text: str) -> float | str:
         return text
 
 
-@reward_app.command("train-text", short_help="Train a linear reward of texts from labels or pairs.")
+@reward_app.command("train-text", short_help="Train a linear reward of completions from labels or pairs.")
 def train_text_reward(
     texts: Annotated[Path, typer.Argument(metavar="TEXTS", help="A .jsonl file: in each line `text` and `labels`, an "
                                           "object of names and numbers, or `chosen` and `rejected`; maybe `prompt` and "
@@ -145,19 +145,19 @@ def train_text_reward(
                                                 "are the features; without: hashed words and pairs of words.")] = None,
     penalty: Annotated[float, typer.Option(min=1e-9, help="Penalty on the squared weights.")] = 1.0,
     held_out: Annotated[float, typer.Option("--held-out", "--held_out", min=0.001, max=0.9,
-                                            help="Share of the texts to measure with.")] = 0.1,
-    degrade: Annotated[bool, typer.Option("--degrade", help="Learn to prefer the texts to degraded copies of "
+                                            help="Share of the completions to measure with.")] = 0.1,
+    degrade: Annotated[bool, typer.Option("--degrade", help="Learn to prefer the completions to degraded copies of "
                                           "themselves; labels are not read.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the held-out share, and of --degrade.")] = 0,
 ) -> None:
-    """Train a reward of texts from labels or pairs: a linear head per aspect and category."""
+    """Train a reward of completions from labels or pairs: a linear head per aspect and category."""
     from flowgrpo.contrib.learned_rewards.labelled_texts import load_labelled
 
     labelled = load_labelled(texts)
     from flowgrpo.contrib.learned_rewards import text_training as training
 
     results = training.train(labelled, output, training.Settings(encoder, penalty, held_out, degrade, seed))
-    print_table(["category", "aspect", "measure", "value", "held-out texts"],
+    print_table(["category", "aspect", "measure", "value", "held-out completions"],
                 [[category or "-", aspect, measure, f"{value:.3f}", str(count)]
                  for category, aspect, measure, value, count in results])
     typer.echo(f"Use it as the reward text_scorer with args: {{file: {output}}}")

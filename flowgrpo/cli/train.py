@@ -49,11 +49,11 @@ def train(
     model: Annotated[str | None, typer.Option(help="starter, a local directory, or a hub id.")] = None,
     output: Annotated[str | None, typer.Option(help="The folder that holds the runs.")] = None,
     seed: Annotated[str | None, typer.Option(metavar="INTEGER", help="Seed of the run.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint. --resume=auto also "
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the run's last checkpoint. --resume=auto also "
                                          "begins a run of which there is none.")] = False,
     resume_auto: Annotated[bool, typer.Option("--resume-auto", hidden=True)] = False,
 ) -> None:
-    """Align a model to a reward, as a recipe and the options say."""
+    """Train a model on a reward. Settings come from a YAML recipe and --KEY=VALUE."""
     from flowgrpo.config import parse
 
     recipe, options = recipe_and_options(arguments or [])
@@ -69,7 +69,7 @@ def train(
 def demo(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="--KEY=VALUE", show_default=False, help="Any key of "
                          "the configuration, such as --output=FOLDER.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the run's last checkpoint.")] = False,
     resume_auto: Annotated[bool, typer.Option("--resume-auto", hidden=True)] = False,
 ) -> None:
     """Train the starter, a small packaged model: minutes on a laptop, without a GPU or a download."""

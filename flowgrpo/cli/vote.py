@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 def vote(
     places: Annotated[list[Path], typer.Argument(
         metavar="RUN_OR_GRID | A B", show_default=False, help="A finished run (before and after), the PNG of `flowgrpo "
-        "grid` (its first and last column), or two folders of pictures with equal file names.")],
+        "grid` (its first and last column), or two folders of images with equal file names.")],
     lora: Annotated[list[Path] | None, typer.Option(
-        show_default=False, help="Draw the pairs, of the run's model or of a model: with two LoRAs, or with the base "
-        "and one.")] = None,
+        show_default=False, help="Generate the pairs, by the run's model or of a model: with two LoRAs, or with the "
+        "base and one.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="With --lora: a prompt file; without: the run's held-out "
                                                  "prompts.")] = None,
     count: Annotated[int, typer.Option(min=1, help="With --lora: number of prompts.")] = 50,
     output: Annotated[Path, typer.Option(help="The file of pairs, for `flowgrpo reward train` and --preferences. Votes "
                                          "in it are kept, and only the other pairs are shown.")] = Path("pairs.jsonl"),
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the order, the sides and the drawing.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the order, the sides and the samples.")] = 0,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8890,
 ) -> None:
-    """Collect preferences: serve pairs of pictures or clips side by side to browsers of this machine, blind and in
+    """Collect preferences: serve pairs of images or clips side by side to browsers of this machine, blind and in
     random order, and write the votes as a file of pairs. Ctrl-C ends it."""
     from flowgrpo.vote.ballot import Ballot
     from flowgrpo.vote.server import address, server
@@ -56,7 +56,7 @@ def _pairs(places: list[Path], loras: list[Path], prompts: Path | None, count: i
     """Return the pairs and the names of their sides."""
     if not loras:
         if prompts is not None:
-            raise UserError("--prompts: draws pairs with a LoRA: give --lora too")
+            raise UserError("--prompts: generates pairs with a LoRA: give --lora too")
         from flowgrpo.vote import sources
 
         return sources.pairs(places)

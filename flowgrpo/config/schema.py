@@ -41,8 +41,8 @@ class Config(Section):
                                                  "them; sets with held-out prompts of their own take no share")
     train_on_test_set: bool = Field(False, description="train on `prompts` even if they are a published test set; the "
                                                        "report and the model card then say so")
-    preferences: str | None = Field(None, min_length=1, description="a .jsonl of pairs of pictures or texts that are "
-                                                                    "trained on: none is drawn; see "
+    preferences: str | None = Field(None, min_length=1, description="a .jsonl of pairs of images or completions, "
+                                                                    "trained on without sampling; see "
                                                                     "docs/preferences.md")
     labels: Literal["file", "rewards"] = Field("file", description="who says which side of such a pair is better; "
                                                "with `file` the rewards are only measured")
@@ -59,7 +59,7 @@ class Config(Section):
         "tensorboard", description="beside `metrics.jsonl`: metrics, configuration and samples")
     trust_remote_code: bool = Field(False, description="run code that comes with a model from a hub")
     phases: list[Phase] = Field([], description="stages of the run, such as {at: 0.5, when: {task: count}, set: "
-                                                "{train.group: 16}}; see docs/curricula.md")
+                                                "{train.group: 16}}; see docs/credit.md")
     load: Load = Load()
     picture: Picture = Picture()
     text: Text = Text()

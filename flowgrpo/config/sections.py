@@ -24,7 +24,7 @@ class Picture(Section):
     width: int | None = Field(None, ge=8, le=2**16, description="pixels")
     frames: int | None = Field(None, ge=1, le=2**16, description="number of frames, for video pipelines")
     sizes: list[tuple[Side, Side]] = Field(
-        [], description="[height, width] pairs in pixels: each group of an epoch is sampled in one of them, drawn by "
+        [], description="[height, width] pairs in pixels: each group of an epoch is sampled in one of them, chosen by "
                         "the seed; evaluations take `height` and `width`, or the first pair")
     call: dict[str, Any] = Field({}, description="further arguments of the pipeline's call: {max_sequence_length: 77}")
 
@@ -47,20 +47,20 @@ class Text(Section):
                                                            "`penalty` taken off")
     penalty: float = Field(1.0, gt=0, description="of `truncated: penalise`, off every transformed reward")
     over_provision: float = Field(0.0, ge=0, description="groups that are begun beyond those of an epoch, as a share "
-                                  "of `train.prompts`; the unfinished ones go on in the next epoch; 0: none; see "
+                                  "of `train.prompts`; the unfinished ones continue in the next epoch; 0: none; see "
                                   "docs/performance.md")
     chunk: int = Field(64, ge=1, description="tokens between two looks at which completions have ended, with "
                                              "`over_provision`")
     shared_prefix: bool = Field(True, description="a prompt is read once for all samples of its group, where the model "
                                                   "allows it")
     eval_temperature: float = Field(0.0, ge=0, description="of the evaluation; 0 takes the likeliest token")
-    engine: Literal["transformers", "vllm"] = Field("transformers", description="what draws completions; `vllm` has "
+    engine: Literal["transformers", "vllm"] = Field("transformers", description="what samples completions; `vllm` has "
                                                     "not been run: docs/language_models.md")
     engine_precision: Literal["fp32", "bf16", "fp16"] | None = Field(
-        None, description="in which completions are drawn, by a copy of the model where it is not `precision`; None: "
+        None, description="in which completions are sampled, by a copy of the model where it is not `precision`; None: "
                           "`precision`")
     engine_memory: float = Field(0.4, gt=0, lt=1, description="share of the GPU that vLLM takes")
-    correction: Literal["tis", "mis", "none"] = Field("tis", description="of tokens that an engine drew, or half "
+    correction: Literal["tis", "mis", "none"] = Field("tis", description="of tokens of an engine, or of half "
                                                       "precision, weighted by r = trainer's probability / theirs: "
                                                       "min(r, cap), or 0 above the cap, or not at all")
     correction_cap: float = Field(2.0, ge=1, description="largest r")
@@ -95,7 +95,7 @@ class IPAdapter(Section):
     subfolder: str | None = Field(None, min_length=1, description="of the file: models")
     encoder: str | None = Field(None, min_length=1, description="folder of the image encoder, inside `subfolder`; "
                                 "FLUX: its folder or hub id; None: image_encoder")
-    scale: float = Field(1.0, ge=0, description="factor of the picture's part")
+    scale: float = Field(1.0, ge=0, description="factor of the image part")
 
 
 class Load(Section):
@@ -180,7 +180,7 @@ class Optimizer(Section):
 class Train(Optimizer):
     """Training loop: its geometry, sampler and optimizer."""
 
-    epochs: int = Field(100, ge=1, description="rollout rounds; each draws prompts, samples groups and updates")
+    epochs: int = Field(100, ge=1, description="rollout rounds; each chooses prompts, samples groups and updates")
     prompts: int = Field(8, ge=1, description="prompts per epoch, over all processes")
     group: int = Field(12, ge=1, description="samples per prompt; 1 where the method compares no samples of a group")
     micro_batch: Rows | Literal["auto"] = Field(8, description="rows that go through the denoiser at once; `auto`: as "
@@ -195,7 +195,7 @@ class Train(Optimizer):
     steps: int = Field(10, ge=2, le=STEPS, description="denoising steps of a rollout")
     guidance: float = Field(1.0, ge=0, description="guidance scale of the rollout and of its replay")
     grid: Literal["shifted", "stock"] = Field("shifted", description="shift(linspace(1, 0)), or what the pipeline's "
-                                          "own call samples with (its sigmas, its shift by the picture's size); a "
+                                          "own call samples with (its sigmas, its shift by the image's size); a "
                                           "model that predicts noise has its own always")
     shift: float = Field(3.0, gt=0, description="the shift of the `shifted` sigma grid")
     checkpointing: bool | Share | Literal["auto"] = Field(
@@ -203,9 +203,9 @@ class Train(Optimizer):
         "recompute, such as 0.5; `auto`: as few as fit")
     compile: bool = Field(False, description="torch.compile for the denoiser's blocks")
     ema: float = Field(0.0, ge=0, lt=1, description="decay of the moving average of the weights; 0 keeps none")
-    staleness: int = Field(0, ge=0, description="epochs that are drawn before the update that they wait for: a thread "
-                           "computes their rewards meanwhile; 0: none; see docs/performance.md")
-    staleness_cap: float = Field(5.0, ge=1, description="of a decision that older weights drew, its weight, the "
+    staleness: int = Field(0, ge=0, description="epochs that are sampled before the update that they wait for: a "
+                           "thread computes their rewards meanwhile; 0: none; see docs/performance.md")
+    staleness_cap: float = Field(5.0, ge=1, description="largest weight of a decision of older weights, the "
                                  "probability before the update over theirs; above the cap it is 0")
     extrapolate: int = Field(0, ge=0, description="epochs by which a LoRA jumps ahead along its own low-rank path; a "
                              "jump is taken back if the next epoch's reward is lower; 0: none; see docs/performance.md")
@@ -234,9 +234,9 @@ class Phase(Section):
 
     at: float = Field(ge=0, description="epochs before it; below 1 a share of all epochs")
     reach: float | None = Field(None, description="mean weighted reward of an epoch with which it begins earlier")
-    when: dict[str, Any] = Field({}, description="metadata of the prompts that are drawn: {task: counting}, or a list "
-                                                 "of values")
-    carry: Share = Field(0.0, description="share of the prompts that are drawn from earlier phases, rather hard ones")
+    when: dict[str, Any] = Field({}, description="metadata of the prompts that are sampled: {task: counting}, or a "
+                                                 "list of values")
+    carry: Share = Field(0.0, description="share of the prompts that come from earlier phases, rather hard ones")
     weights: dict[str, float] = Field({}, description="of rewards, by name, in place of the recipe's")
     set: dict[str, Any] = Field({}, description="keys with values, such as {train.steps: 20, text.max_tokens: 512}")
 
@@ -251,11 +251,11 @@ class Memory(Section):
     denoiser: Literal["keep", "cpu"] = Field("keep", description="where frozen weights of the denoiser wait while "
                                              "prompts are encoded; `cpu` goes with `encoders: cpu`")
     offload: Literal["none", "block_level", "leaf_level"] = Field(
-        "none", description="frozen weights of the denoiser's blocks that wait in the CPU's memory and come for their "
-                            "forward alone: block by block, or layer by layer")
+        "none", description="frozen weights of the denoiser's blocks that wait in CPU memory and are copied only for "
+                            "their forward: block by block, or layer by layer")
     rewards: Literal["keep", "cpu"] = Field("keep", description="where reward models wait while nothing is scored")
-    vae: Literal["whole", "sliced", "tiled"] = Field("whole", description="a batch decoded at once, picture by "
-                                                     "picture, or tile by tile too")
+    vae: Literal["whole", "sliced", "tiled"] = Field("whole", description="a batch decoded at once, image by "
+                                                     "image, or tile by tile too")
     states: Literal["device", "cpu"] = Field("device", description="where a rollout's recorded states wait for their "
                                              "replay")
     attention: Literal["auto", "native", "cudnn", "flash", "flash3", "xformers"] = Field(
@@ -279,9 +279,9 @@ class Eval(Section):
 
     steps: int = Field(20, ge=1, le=STEPS, description="denoising steps of the evaluation")
     guidance: float = Field(4.5, ge=0, description="guidance scale of the evaluation, before and after alike")
-    every: int = Field(0, ge=0, description="epochs between pictures and held-out scores; 0: only before and after")
+    every: int = Field(0, ge=0, description="epochs between images and held-out scores; 0: only before and after")
     prompts: int = Field(64, ge=1, description="held-out prompts, evenly spread over the file")
-    samples: int = Field(1, ge=1, description="pictures per held-out prompt")
+    samples: int = Field(1, ge=1, description="images per held-out prompt")
     weights: Literal["current", "ema"] = Field("current", description="which weights are evaluated and saved")
     best: str | None = Field(None, min_length=1, description="the measured reward by which the best of the weights "
                                                              "that `every` measures are kept for the end; None: the "

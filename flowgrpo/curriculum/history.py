@@ -92,7 +92,7 @@ class VarianceSampling:
 
 @dataclass(frozen=True)
 class InformationGain:
-    """Prompts with the largest gain p (1 - p)^power, for a rate p drawn from a posterior that forgets on two scales
+    """Prompts with the largest gain p (1 - p)^power, for a rate p sampled from a posterior that forgets on two scales
     (VADE, 2511.18902). The paper's power 2 prefers a rate of 1/3; power 1 is the variance of a reward, largest at 1/2.
 
     A sampled prompt's posterior Beta(a, b) keeps `keep` of its counts and gets those of the new samples. All others

@@ -43,7 +43,7 @@ class EpochPermutation:
 
 @dataclass(frozen=True)
 class ThompsonSampling:
-    """Prompts with success rates nearest to `target`, drawn from their posteriors, among `candidates` times as many
+    """Prompts with success rates nearest to `target`, sampled from their posteriors, among `candidates` times as many
     (MoPPS, 2507.04632).
 
     The rate of a prompt has the posterior Beta(a, b), which begins as Beta(prior, prior). After k samples with the mean

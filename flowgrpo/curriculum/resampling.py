@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DynamicSampling:
-    """Replace a group whose samples all earn the same by a fresh prompt, until all differ or an epoch was drawn `turns`
-    times (DAPO's dynamic sampling, 2503.14476, equation 11; 10 in its released recipe).
+    """Replace a group whose samples all earn the same by a fresh prompt, until all differ or an epoch was sampled
+    `turns` times (DAPO's dynamic sampling, 2503.14476, equation 11; 10 in its released recipe).
 
     It compares the weighted sum of rewards before any shaping. Every turn draws only as many prompts as are missing.
     Groups that still agree after the last turn stay, with advantage 0.

@@ -100,7 +100,7 @@ def _counted(file: Path) -> list[str]:
 
 def rewards(config: Config) -> str:
     """Return the list of rewards with what tells their version."""
-    return "\n".join(f"- {code(label)}{', watched only' * (label not in config.rewards)}: {_version(label, rule)}"
+    return "\n".join(f"- {code(label)}{', eval-only' * (label not in config.rewards)}: {_version(label, rule)}"
                      for label, rule in (config.trained | config.watched).items())
 
 

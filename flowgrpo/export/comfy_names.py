@@ -63,7 +63,7 @@ def namer(part: str, known: dict[str, str]) -> Callable[[str], str]:
     if part in PLACES and cls in ENCODERS.get(denoiser, ()):
         return lambda layer: _joined(PLACES[part], _clip(layer) if cls in CLIP else layer)
     raise UserError(f"ComfyUI has no name for the {part} ({cls or 'of an unknown class'}): expected a denoiser among "
-                    f"{', '.join(DENOISERS)}, and text encoders of the first of them alone; use --form merged, or load "
+                    f"{', '.join(DENOISERS)}, and text encoders only of the first of them; use --form merged, or load "
                     "the run's own pytorch_lora_weights.safetensors with diffusers")
 
 

@@ -187,7 +187,7 @@ def _merged_pipeline(config: Config, run: Path, output: Path) -> None:
 
 
     if (run / edit_networks.FILE).is_file():
-        raise UserError(f"{run} holds an edit policy, which merges into no pipeline: draw with it by `flowgrpo sample`")
+        raise UserError(f"{run} holds an edit policy, which merges into no pipeline: use it by `flowgrpo sample`")
     sources.require_full(config.load)
     stock = _modules(load_pipeline(config.model, config.precision, config.trust_remote_code, files=config.load))
     kinds = {name: {key: value.dtype for key, value in module.state_dict().items()} for name, module in stock.items()}

@@ -56,14 +56,14 @@ def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
 def limits(config: Config, summary: dict[str, Any]) -> str:
     """Return what the measurements do not say."""
     watched = [name for name in config.watched if name not in config.rewards]
-    hacking = f"{', '.join(map(code, watched))} {'was' if len(watched) == 1 else 'were'} only measured." if watched \
+    hacking = f"{', '.join(map(code, watched))} {'was' if len(watched) == 1 else 'were'} eval-only." if watched \
         else "All of these rewards were trained on, so that reward hacking would not show in them."
     return "\n".join([
         f"- Measured on {summary['evaluation']['prompts']} held-out {summary['evaluation']['of']} of one set of "
         "prompts; other prompts and other settings of the sampler were not measured.",
         f"- {hacking}",
-        f"- The weights go with {code(config.model)} alone, and have its biases and limits besides.",
-        "- Nothing was done for safety: what the base draws or writes, these weights do too."])
+        f"- The weights are for {code(config.model)} only, and have its biases and limits besides.",
+        "- Nothing was done for safety: what the base generates, these weights generate too."])
 
 
 def _licence(config: Config, licence: dict[str, str]) -> str:

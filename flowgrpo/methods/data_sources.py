@@ -14,7 +14,7 @@ from flowgrpo.ranges import at_least
 
 @dataclass(frozen=True)
 class Recorded:
-    """All recorded examples, drawn anew for every optimizer step.
+    """All recorded examples, sampled anew for every optimizer step.
 
     path: the file; empty: the answers of the run's prompts.
     """

@@ -77,7 +77,8 @@ class NextToken(DataLoss):
 
 @dataclass(frozen=True)
 class PreferencePairs(DataLoss):
-    """Preference loss of recorded pairs of texts, a mean over the batch's pairs: HyPO's offline term (2406.01462).
+    """Preference loss of recorded pairs of completions, a mean over the batch's pairs: HyPO's offline term
+    (2406.01462).
 
     source: a file of pairs (`data.pairs`); the margin of a line is its reward's difference, 1 without one.
     loss: of the pairs; its reference is the base model.
@@ -169,7 +170,7 @@ class GuidanceDistillation(NoisedData):
 
 @dataclass(frozen=True)
 class PicturePairs(NoisedData):
-    """Preference loss of recorded pairs of pictures, a mean over the batch's pairs, at noised examples with one noise
+    """Preference loss of recorded pairs of images, a mean over the batch's pairs, at noised examples with one noise
     for both: Diffusion-DPO's (2311.12908) beside another loss, as HyPO's of texts.
 
     source: a file of pairs (`data.pairs`); the margin of a line is its reward's difference, 1 without one.
@@ -194,7 +195,7 @@ def _require_pairs(part: PreferencePairs | PicturePairs) -> None:
 
 @dataclass(frozen=True)
 class SelfAnswers(DataLoss):
-    """Answers of the trained denoiser about the pictures that it drew itself (UniRL, 2505.23380).
+    """Answers of the trained denoiser about its own images (UniRL, 2505.23380).
 
     A head on the denoiser's states learns the answers to the questions of the pictures' prompts. Its gradient reaches
     the weights that draw. The reward `self_answers` scores by these answers in the same run.

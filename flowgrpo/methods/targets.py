@@ -109,7 +109,7 @@ class JointDensity(Target):
 
 @dataclass(frozen=True)
 class NoisedFinals(Target):
-    """Final states, noised to drawn times and scored by the old policy (DiffusionNFT and its variants).
+    """Final states, noised to sampled times and scored by the old policy (DiffusionNFT and its variants).
 
     times: when they are noised.
     """

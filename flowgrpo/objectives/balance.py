@@ -88,8 +88,8 @@ class WarmupCosine(Balance):
 
 @dataclass(frozen=True)
 class GradientNorms(Balance):
-    """One of the two losses in each step, drawn: data with probability |g_data| / (|g_data| + gamma |g_RL|) (SASR,
-    2505.13026). The first `warmup` optimizer steps learn from data alone.
+    """One of the two losses in each step, chosen at random: data with probability |g_data| / (|g_data| + gamma |g_RL|)
+    (SASR, 2505.13026). The first `warmup` optimizer steps learn from data alone.
 
     Far from the data their gradient is large, and they are drawn often. Draws go by the run's seed and the step.
     """

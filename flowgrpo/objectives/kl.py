@@ -110,7 +110,7 @@ ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 @dataclass(frozen=True)
 class SampledKL(Penalty):
-    """weight * an estimate of the KL to the reference policy from the samples' log-probabilities alone, [B, N] (`k1`,
+    """weight * an estimate of the KL to the reference policy from the samples' log-probabilities, [B, N] (`k1`,
     `k2` or `k3`).
 
     For tokens, and for transitions without means. A transition's log-probability is a mean over the latent's values. So

@@ -79,7 +79,7 @@ class EntropyAware(TokenWeight):
 
 @dataclass(frozen=True)
 class OneToken(TokenWeight):
-    """Policy gradient on tokens drawn at every place of the answer (One-Token Rollout, 2509.26313).
+    """Policy gradient on tokens sampled at every position of the answer (One-Token Rollout, 2509.26313).
 
     At each place `samples` tokens are drawn from the policy, behind the answer's own beginning. A drawn token of the
     answer has the reward 1, another one `wrong`. The loss of a place is -(1/K) sum of R log p(drawn). Where the

@@ -17,7 +17,7 @@ from flowgrpo.rewards.preprocessing import Preparation
 
 @dataclass(frozen=True)
 class Aesthetic(LocalModel):
-    """LAION's aesthetic score, trained on ratings from 1 to 10: a head on a picture's normalised CLIP embedding.
+    """LAION's aesthetic score, trained on ratings from 1 to 10: a head on an image's normalised CLIP embedding.
 
     head: a file, or `owner/name/file` on the hub. The default is the improved predictor (a perceptron, the file
     sac+logos+ava1-l14-linearMSE.pth of its repository); the linear heads of the first (sa_0_4_vit_l_14_linear.pth and

@@ -27,7 +27,7 @@ SCORES = ("clipscore", "cosine")
 
 @dataclass(frozen=True)
 class ClipScore(LocalModel):
-    """CLIPScore: 2.5 max(cos, 0) of a picture's and its prompt's embedding, by the paper's model and prefix (section 3
+    """CLIPScore: 2.5 max(cos, 0) of an image's and its prompt's embedding, by the paper's model and prefix (section 3
     of 2104.08718). `clip_cosine` is the plain cosine by a larger model.
 
     model, pretrained: a model of open_clip with its tag or a file of weights (OpenAI's need a `-quickgelu` model).
@@ -90,7 +90,7 @@ class ClipScore(LocalModel):
 
 @dataclass(frozen=True)
 class ClipCosine(ClipScore):
-    """Cosine of a picture's and its prompt's embedding by CLIP ViT-L/14, without a prefix.
+    """Cosine of an image's and its prompt's embedding by CLIP ViT-L/14, without a prefix.
 
     Arguments: as in `ClipScore`.
     """
@@ -141,7 +141,7 @@ class SubjectClip(ClipCosine):
 
 @dataclass(frozen=True)
 class SubjectScore(LocalModel):
-    """CLIP-I: cosine of the embeddings of a picture and of the subject's picture that its prompt brings.
+    """CLIP-I: cosine of the embeddings of an image and of the subject's image that its prompt brings.
 
     key: metadata key of the subject's picture, a path relative to the working folder; None for a prompt without one.
     `image` is the picture that a prompt brings to an editing pipeline; in recorded pairs `chosen` is the subject too.

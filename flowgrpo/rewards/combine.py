@@ -244,7 +244,7 @@ class Checklist(Combined):
 
 @dataclass(frozen=True, eq=False)
 class Harmonic(Combined):
-    """Weighted harmonic mean of two similarities, to a subject's picture and to the prompt, in this order (RPO).
+    """Weighted harmonic mean of two similarities, to a subject's image and to the prompt, in this order (RPO).
     share: weight of the first. cosines: the rewards are cosines, each counted as (cos + 1) / 2."""
 
     share: float = 0.5

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DeQA(Asking):
-    """Quality of a picture as DeQA-Score: the mean of the levels bad (1) to excellent (5) under their probabilities.
+    """Quality of an image as DeQA-Score: the mean of the levels bad (1) to excellent (5) under their probabilities.
 
     2501.11561. The probabilities are those of the token that names the level, if the endpoint gives them; else only the
     named level counts. alternatives: number of alternatives requested, 0 if the endpoint refuses to give any.

@@ -77,7 +77,7 @@ class Diversity:
 
 @dataclass(frozen=True)
 class BaseSimilarity:
-    """Similarity to the base model's picture of the prompt: 1 minus the distance of features, 1 for equal features.
+    """Similarity to the base model's image of the prompt: 1 minus the distance of features, 1 for equal features.
 
     key: metadata key of that picture's path (`flowgrpo sample --prompts` writes such a file). The file is read again
     each time and resized to the sample's size. A prompt without one is compared with the base's picture from the same
@@ -132,7 +132,7 @@ def _read(path: str, size: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class GridArtefacts:
-    """Minus the share of a picture's edges that repeat with the latent grid: 0 none, -1 all.
+    """Minus the share of an image's edges that repeat with the latent grid: 0 none, -1 all.
 
     period: pixels of one patch: those of a latent pixel (8 in most autoencoders) times the transformer's patch size (2
     in most).
@@ -173,7 +173,7 @@ def periodic(profile: Tensor, period: int) -> Tensor:
 
 @dataclass(frozen=True)
 class OverSaturation:
-    """Minus the excess of a picture's colourfulness, 0 to -1.
+    """Minus the excess of an image's colourfulness, 0 to -1.
 
     0 if no pixel's largest and smallest channel differ by more than `limit`, -1 if all differ by 1.
     """

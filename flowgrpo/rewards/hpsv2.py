@@ -18,7 +18,7 @@ from flowgrpo.rewards.preprocessing import Preparation
 
 @dataclass(frozen=True)
 class HpsV2(LocalModel):
-    """HPSv2.1: the cosine of picture and prompt, around 0.2 to 0.35; tables print it times 100.
+    """HPSv2.1: the cosine of image and prompt, around 0.2 to 0.35; tables print it times 100.
 
     The whole picture is scaled to 224 pixels and padded with black, as in the release (img_score.py), which does not
     crop it.

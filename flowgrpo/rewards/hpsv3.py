@@ -29,7 +29,7 @@ MARK = "<|Reward|>"
 
 @dataclass(frozen=True)
 class HpsV3(LocalModel):
-    """HPSv3: mean preference for a picture given its prompt, around -5 to 15.
+    """HPSv3: mean preference for an image given its prompt, around -5 to 15.
 
     The weights were trained on one instruction. It is read from the source of the package hpsv3, which is never run
     (`pip install --no-deps hpsv3`: its requirements are old), or from a text file.

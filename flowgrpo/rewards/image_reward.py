@@ -40,7 +40,7 @@ NAMES = (  # release's name of a tensor, this network's name
 
 @dataclass(frozen=True)
 class ImageReward(LocalModel):
-    """ImageReward: the head's value of a picture with its prompt, minus 0.167, divided by 1.033; around -2 to 2.
+    """ImageReward: the head's value of an image with its prompt, minus 0.167, divided by 1.033; around -2 to 2.
 
     checkpoint: a file, or `owner/name/file` on the hub. revision: of the hub. tokenizer: BERT's, a folder or hub id.
     parts: network and tokenizer, ready-made. dtype (fp32; the head's is always), device and batch_size (32): as in

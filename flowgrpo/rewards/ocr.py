@@ -76,7 +76,7 @@ SCORES = {"edit": edit, "exact": exact, "partial": partial}
 
 @dataclass(frozen=True)
 class Ocr:
-    """Share of the wanted text that a picture shows, read by PP-OCRv6; None if the prompt asks for none.
+    """Share of the wanted text that an image shows, read by PP-OCRv6; None if the prompt asks for none.
 
     score: `edit`, `exact` or `partial`.
     Raises UserError for another score, and if rapidocr or onnxruntime is missing.

@@ -16,7 +16,7 @@ from flowgrpo.rewards.preprocessing import Preparation
 
 @dataclass(frozen=True)
 class PickScore(LocalModel):
-    """PickScore: the model's logit scale (100) times the cosine of picture and prompt, around 15 to 25.
+    """PickScore: the model's logit scale (100) times the cosine of image and prompt, around 15 to 25.
 
     This is the score of the paper and of its tables. Flow-GRPO trains with a 26th of it, so that it is near 1 like
     other rewards: `args: {divide: 26}`.

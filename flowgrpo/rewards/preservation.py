@@ -26,7 +26,7 @@ STEADY = 0.01**2, 0.03**2  # SSIM's constants, for values in [0, 1]
 
 @dataclass(frozen=True)
 class Preservation:
-    """Likeness of an edit to its source picture, outside of the region that the edit may change.
+    """Likeness of an edit to its source image, outside of the region that the edit may change.
 
     The source is scaled to fill the output's size, and cut at the sides that stand over. None for a prompt without a
     source, and for one whose mask leaves nothing to compare.

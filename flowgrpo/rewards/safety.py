@@ -21,7 +21,7 @@ from flowgrpo.rewards.preprocessing import eight_bit
 
 @dataclass(frozen=True, eq=False)
 class Safety(LocalModel):
-    """Probability that a picture is safe: 1 minus that of the classes `unsafe`.
+    """Probability that an image is safe: 1 minus that of the classes `unsafe`.
 
     model: a folder or a hub id of an image classifier. revision: of a hub id. unsafe: names of classes.
     dtype (fp32), device and batch_size (32): as in `LocalModel`.

@@ -95,7 +95,7 @@ def _difference(one: np.ndarray, other: np.ndarray, flow: np.ndarray) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Frames(Reward):
-    """Mean or minimum score of a clip's frames by a reward of pictures.
+    """Mean or minimum score of a clip's frames by a reward of images.
 
     None if that reward applies to no frame, Failed if it failed on one.
 

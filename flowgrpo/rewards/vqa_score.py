@@ -23,7 +23,7 @@ LONGEST = 128  # tokens of a question
 
 @dataclass(frozen=True)
 class VqaScore(LocalModel):
-    """VQAScore: the probability of the answer "yes" to whether the picture shows its prompt.
+    """VQAScore: the probability of the answer "yes" to whether the image shows its prompt.
 
     As in the release, it is the geometric mean over the answer's tokens, including the end of the text, each given
     those before it.

@@ -132,7 +132,7 @@ class JointDensity(RecordedSteps):
 
 
 class NoisedFinals(RecordedSteps):
-    """Final states noised to drawn times and scored by the old policy (DiffusionNFT and its variants)."""
+    """Final states noised to sampled times and scored by the old policy (DiffusionNFT and its variants)."""
 
     own: targets.NoisedFinals
 

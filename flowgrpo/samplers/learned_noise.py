@@ -55,7 +55,7 @@ class Noisy:
 
 @dataclass(frozen=True)
 class LearnedNoise:
-    """Euler step with noise of deviation l * sqrt(D), its level l between low and high for every latent value: log l =
+    """Euler step with noise of std l * sqrt(D), its level l between low and high for every latent value: log l =
     log low + n (log high - log low), n of a `NoiseNet` on state and time (ReinFlow, 2505.22094).
 
     The network is trained with the policy and left out at inference. The upper bound stays for the share `hold` of the

@@ -59,7 +59,7 @@ class GridTimes:
 
 @dataclass(frozen=True)
 class RandomGridTimes:
-    """int(share * T) of the T sigmas of the rollout, drawn anew each epoch, all with equal probability
+    """int(share * T) of the T sigmas of the rollout, chosen anew each epoch, all with equal probability
     (DiffusionNFT, 2509.16117; its code draws them per sample).
 
     share: above 0 and at most 1.
@@ -84,7 +84,7 @@ class RandomGridTimes:
 
 @dataclass(frozen=True)
 class Stratified:
-    """`count` times between `low` and `high`, one drawn uniformly in each of `count` equal slices, anew each epoch.
+    """`count` times between `low` and `high`, one sampled uniformly in each of `count` equal slices, anew each epoch.
 
     0 <= low < high <= 1; shared: one noise for the samples of a group.
     """

@@ -54,7 +54,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class AllSteps:
-    """Every step but the last draws noise and is trained (Flow-GRPO, 2505.05470)."""
+    """Every step but the last adds noise and is trained (Flow-GRPO, 2505.05470)."""
 
     noisy = "every"
 
@@ -65,7 +65,7 @@ class AllSteps:
 
 @dataclass(frozen=True)
 class RandomSubset:
-    """Every step but the last draws noise; int((T-1) * fraction) of them, at least one, are trained, drawn anew each
+    """Every step but the last adds noise; int((T-1) * fraction) of them, at least one, are trained, drawn anew each
     epoch (DanceGRPO, 2505.07818, whose code draws them per sample)."""
 
     fraction: float = 0.6
@@ -83,7 +83,7 @@ class RandomSubset:
 
 @dataclass(frozen=True)
 class NoSteps:
-    """No step draws noise or is trained: rollouts by the solver alone, for methods that train on noised finals
+    """No step adds noise or is trained: rollouts by the solver alone, for methods that train on noised finals
     (`times`)."""
 
     noisy = "none"
@@ -94,7 +94,7 @@ class NoSteps:
 
 @dataclass(frozen=True)
 class Single:
-    """One given step draws noise and is trained, in every epoch."""
+    """One given step adds noise and is trained, in every epoch."""
 
     step: int
 
@@ -106,7 +106,7 @@ class Single:
 
 @dataclass(frozen=True)
 class EachStep:
-    """Each step below `stop` in turn draws noise and is trained, on a shared ODE prefix: one schedule per step
+    """Each step below `stop` in turn adds noise and is trained, on a shared ODE prefix: one schedule per step
     (TempFlow-GRPO, 2508.04324, all but the last; G2RPO, 2510.01982, the first half: stop=0.5).
 
     stop below 1 is a share of the T steps; None takes every step but the last.
@@ -156,7 +156,7 @@ class Branches:
 
 @dataclass(frozen=True)
 class GrowingTail:
-    """Every step but the last draws noise; the last n before it are trained, and every state splits into `branch` at
+    """Every step but the last adds noise; the last n before it are trained, and every state splits into `branch` at
     the first trained step (B2-DiffuRL, 2503.11240, backward progressive training).
 
     n grows from `first` to `final` shares of the steps over `stages` epochs (14 to 20 of 20 steps over 100 there).
@@ -182,7 +182,7 @@ class GrowingTail:
 
 @dataclass(frozen=True)
 class LastSteps:
-    """Every step draws the kernel's noise, and the last `count` are trained as one, for methods with `backprop`, whose
+    """Every step adds the SDE step's noise, and the last `count` are trained as one, for methods with `backprop`, whose
     graph begins at the first of them (DRaFT-K, 2309.17400: K = 1).
 
     Such methods draw no noise at the last step.
@@ -202,7 +202,7 @@ class LastSteps:
 
 @dataclass(frozen=True)
 class RandomLast:
-    """`LastSteps` with a count drawn anew each epoch from a normal distribution, as shares of the steps, clipped to 1
+    """`LastSteps` with a count sampled anew each epoch from a normal distribution, as shares of the steps, clipped to 1
     to all of them (AlignProp, 2310.03739, released code: the graph begins at N(42, 5) of 50 steps)."""
 
     mean: float = 0.16
@@ -221,7 +221,7 @@ class RandomLast:
 
 @dataclass(frozen=True)
 class LateStep:
-    """`LastSteps` that begin at a step drawn anew each epoch, uniformly from the share `first` of the steps on (ReFL,
+    """`LastSteps` that begin at a step chosen anew each epoch, uniformly from the share `first` of the steps on (ReFL,
     2304.05977: 30 to 39 of 40)."""
 
     first: float = 0.75
@@ -238,7 +238,7 @@ class LateStep:
 
 @dataclass(frozen=True)
 class Sliding:
-    """Sliding window of `size` consecutive steps that draw noise and are trained; the others are deterministic.
+    """Sliding window of `size` consecutive steps that add noise and are trained; the others are deterministic.
 
     MixGRPO (2507.21802) and its code; the random window of Flow-GRPO-Fast is Sliding(size=3, order="random", stop=0.5).
     The window's first step l runs from `start` to T-1-size, or to stop-size if `stop` keeps the window below that step.

@@ -51,10 +51,10 @@ class Completions(Target):
 
 @dataclass(frozen=True)
 class RecordedCompletions(Completions):
-    """Tokens of recorded pairs of texts, without sampling: the target of a run with `preferences`.
+    """Tokens of recorded pairs of completions, without sampling: the target of a run with `preferences`.
     """
 
-    trains: ClassVar[str] = "recorded pairs of texts"
+    trains: ClassVar[str] = "recorded pairs of completions"
     unread: ClassVar[frozenset[str]] = Completions.unread | {"draws", "spread", "value", "redraw", "replay",
                                                              "rehearsal"}
 

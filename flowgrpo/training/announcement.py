@@ -29,7 +29,7 @@ def lines(config: Config, loaded: bool = False) -> Iterator[str]:
     yield f"method: {config.method}" + (f", parts: {config.parts}" if config.parts else "")
     rewards = ", ".join(f"{name} ({rule.strength})" for name, rule in config.trained.items())
     measured = ", ".join(name for name in config.watched if name not in config.rewards)
-    yield f"rewards: {rewards}" + (f"; only measured: {measured}" if measured else "")
+    yield f"rewards: {rewards}" + (f"; eval-only: {measured}" if measured else "")
     train = config.train
     yield (f"prompts: {config.prompts}; {counted(train.epochs, 'epoch')} of {counted(train.prompts, 'prompt')} with "
            f"{counted(train.group, 'sample')}" + " each" * (train.prompts != 1))

@@ -79,7 +79,7 @@ def test_the_table(capsys):
     assert line.split() == ["scene_graded", "image", "0", "to", "1", "nothing", "Apache-2.0", "yes"]
     [scene] = [row for row in json.loads(shown(capsys, "rewards", "--json")) if row["name"] == "scene"]
     assert scene == {"name": "scene", "modality": "image", "range": [0, 1], "needs": "", "licence": "Apache-2.0",
-                     "installed": True, "does": "1.0 where a picture shows exactly what its prompt claims and nothing "
+                     "installed": True, "does": "1.0 where an image shows exactly what its prompt claims and nothing "
                                                 "else, otherwise 0.0", "source": "built in", "broken": None}
 
 

@@ -253,7 +253,7 @@ def test_a_run_speaks_before_torch_is_loaded():
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[1:] == [
         "model: starter (packaged)", "method: mix_grpo, parts: {'plan': {'size': 2}}",
-        "rewards: scene (weight 2); only measured: sharpness",
+        "rewards: scene (weight 2); eval-only: sharpness",
         "prompts: starter; 100 epochs of 8 prompts with 12 samples each"]
 
 

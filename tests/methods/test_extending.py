@@ -131,7 +131,7 @@ def test_a_part_reports_a_metric_of_its_own():
 # --- contracts -------------------------------------------------------------------------------------------------------
 
 ROWS = {place: (extends, methods) for place, extends, methods in re.findall(
-    r"^\| `([\w.]+)` \| ([^|]+) \| ([^|]+) \| [^|]+ \| [^|]+ \|$", PAGE.split("## Examples")[0], re.M)}
+    r"^\| `([\w.]+)` \| ([^|]+) \| ([^|]+) \| [^|]+ \| [^|]+ \|$", PAGE.split("## Contracts")[1], re.M)}
 
 
 def test_every_place_of_the_registry_has_its_contract():

@@ -273,7 +273,7 @@ def test_folders_without_a_common_name_or_prompt(tmp_path):
 @pytest.mark.parametrize("arguments, line", [
     (["none"], "none: expected a finished run, the PNG that"), (["a", "b", "c"], "got 3 paths, expected a run"),
     (["a", "none"], "no folder at"), (["a", "b", "--output", "x.json"], "expected a .jsonl file"),
-    (["a", "--prompts", "p.txt"], "--prompts: draws pairs with a LoRA: give --lora too"),
+    (["a", "--prompts", "p.txt"], "--prompts: generates pairs with a LoRA: give --lora too"),
     (["a/0.png"], "names no two folders of pictures"),
     (["a", "b", "--lora", "x"], "--lora: goes with one run or model, got 2 paths"),
     (["starter", "--lora", "x"], "starter is no run, whose held-out prompts would be drawn: expected --prompts")])

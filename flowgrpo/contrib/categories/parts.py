@@ -24,7 +24,7 @@ ARMS = "categories"  # key of the memory: by category [value, groups so far, the
 
 @dataclass(frozen=True)
 class CategoryBandit:
-    """Prompts of categories that are drawn by softmax(value / temperature), the categories being a bandit's arms.
+    """Prompts of categories that are sampled by softmax(value / temperature), the categories being a bandit's arms.
 
     The return of an arm is the mean |advantage| of its groups in an epoch, by the group's own deviation: groups that
     all agree return 0. Its value follows by temporal differences, Q <- (1 - rate) Q + rate return (SEC, 2505.14970), or

@@ -42,7 +42,7 @@ class Answering(VqaScore):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class QuestionAnswers:
-    """Share of the prompt's questions that a model answers correctly about the picture.
+    """Share of the prompt's questions that a model answers correctly about the image.
 
     by: "vqa", the model of `vqascore`, with its arguments in `vqa`; "judge", with those of `judge.Asking` in `judge`,
     whose template holds {question} and {choices}; or the folder of a network for `learned_answers`.

@@ -151,7 +151,7 @@ class Scaled(Combined):
 
 @dataclass(frozen=True, eq=False)
 class UserPrompt(Combined):
-    """Score of a reward for the user's prompt in the metadata, in place of the rewritten prompt that was drawn from.
+    """Score of a reward for the user's prompt in the metadata, in place of the rewritten prompt that was sampled from.
 
     key: of the metadata; a prompt without it is the user's.
     """

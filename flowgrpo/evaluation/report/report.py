@@ -226,7 +226,7 @@ def _reward(config: Config, name: str, lines: list[dict[str, Any]], stages: list
     if points:
         series.append({"label": "held-out prompts", "x": [x for x, _ in points], "y": [y for _, y in points]})
     trained = name in config.rewards
-    return {"title": name, "note": f"trained on, {config.trained[name].strength}" if trained else "only watched",
+    return {"title": name, "note": f"trained on, {config.trained[name].strength}" if trained else "eval-only",
             "kind": "reward", "series": series}
 
 

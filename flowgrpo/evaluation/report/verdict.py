@@ -20,7 +20,7 @@ from flowgrpo.evaluation.statistics import LEAST, Interval, change, interval, me
 class Change:
     """Reward on the same held-out prompts and seeds, before training and now.
 
-    weight: in training, of a limited reward its sign; None if only watched.
+    weight: in training, of a limited reward its sign; None if eval-only.
     before, now, change: means over prompts, with intervals.
     count: samples that have a score at both times.
     """
@@ -121,7 +121,7 @@ def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[
 
 def _moved(moved: Change, sample: str) -> tuple[str, str]:
     """Describe one reward's change in a sentence."""
-    kind = "trained on" if moved.weight is not None else "only watched"
+    kind = "trained on" if moved.weight is not None else "eval-only"
     before, now = (fixed(of.mean, moved.digits) for of in (moved.before, moved.now))
     by, low, high = (fixed(value, moved.digits, "+")
                      for value in (moved.change.mean, moved.change.low, moved.change.high))
@@ -140,9 +140,9 @@ def _hacking(reward_changes: list[Change], sample: str) -> list[tuple[str, str]]
     fallen = [each.name for each in reward_changes if each.weight is None and each.way < 0]
     if risen and fallen:
         return [("warn", f"Possible reward hacking: {_listed(risen)} got better, while {_listed(fallen)}, which was "
-                         f"only watched, fell. Look at the {sample}s.")]
+                         f"eval-only, fell. Look at the {sample}s.")]
     if all(each.weight is not None for each in reward_changes):
-        return [("plain", "No reward was only watched, so reward hacking would not show in these numbers: name one or "
+        return [("plain", "No reward was eval-only, so reward hacking would not show in these numbers: name one or "
                           f"two under eval.rewards, and look at the {sample}s.")]
     return []
 

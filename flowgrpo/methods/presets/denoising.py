@@ -47,7 +47,7 @@ def ddpo(method: Method = Method()) -> Method:
 
 
 def mix_grpo(method: Method = Method()) -> Method:
-    """MixGRPO: a sliding window of stochastic, trained steps; the others deterministic (2507.21802, section 3)."""
+    """MixGRPO: a sliding window of SDE steps, which are trained; the others are ODE steps (2507.21802, section 3)."""
     return method.having(kernel=kernels.FlowSDE(0.7), plan=plans.Sliding(size=4, stride=1, every=25),
                          roots=1, advantage=group.Advantage(scale="group", order="advantages"),
                          kl=objectives.GaussianKL(0.0))
@@ -72,7 +72,7 @@ def tempflow_grpo(method: Method = Method()) -> Method:
 
 
 def granular_grpo(method: Method = Method()) -> Method:
-    """Granular-GRPO (G2RPO): one stochastic step from a shared anchor, scored in three granularities (2510.01982).
+    """Granular-GRPO (G2RPO): one SDE step from a shared anchor, scored in three granularities (2510.01982).
 
     Every branch is finished on the grid and on every second and third of its sigmas, and its advantages are summed; the
     released code has the first two.

@@ -58,7 +58,7 @@ def diffusion_dpo(method: Method = Method()) -> Method:
 
 
 def rpo(method: Method = Method()) -> Method:
-    """RPO: recorded pairs of a subject's picture and a drawn one, labelled anew by a harmonic reward (2407.12164).
+    """RPO: recorded pairs of a subject's image and a generated one, labelled anew by a harmonic reward (2407.12164).
 
     The labels are drawn, and the subject's picture is matched whichever it prefers; beta as in the released code.
     """

@@ -72,7 +72,7 @@ def ghpo(method: Method = Method()) -> Method:
 
 
 def kdrl(method: Method = Method()) -> Method:
-    """KDRL over any base method, GRPO of texts without one: the reward, and a KL to a teacher that fades (2506.02208).
+    """KDRL over any base method, GRPO without one: the reward, and a KL to a teacher that fades (2506.02208).
 
     The teacher is `reference.model`.
     """

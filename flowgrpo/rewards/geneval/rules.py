@@ -152,7 +152,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class GenEval:
-    """GenEval: 1 if a picture has the objects of its prompt's metadata in number, colour and position, else 0.
+    """GenEval: 1 if an image has the objects of its prompt's metadata in number, colour and position, else 0.
 
     None if the metadata has no `include`.
     detector: a function or a name (detectors.py; torchvision's are under BSD-3-Clause, as are their weights). GenEval's

@@ -277,7 +277,7 @@ def _slots(prompt: str) -> _Slots:
 @described(ABOUT)
 def scene_graded(images: Tensor | np.ndarray, prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]] | None = None) -> list[float]:
-    """Degree in [0, 1] to which each picture shows what its prompt claims; 1 exactly where `scene` is 1.
+    """Degree in [0, 1] to which each image shows what its prompt claims; 1 exactly where `scene` is 1.
 
     ground * direction * (credit of the claimed objects) / (claimed objects + extra blobs), where each claimed object
     gets one blob and the credit crispness * unity * shape * colour.
@@ -297,7 +297,7 @@ def scene_graded(images: Tensor | np.ndarray, prompts: Sequence[str],
 @described(ABOUT)
 def scene(images: Tensor | np.ndarray, prompts: Sequence[str],
           metadata: Sequence[dict[str, Any]] | None = None) -> list[float]:
-    """1.0 where a picture shows exactly what its prompt claims and nothing else, otherwise 0.0.
+    """1.0 where an image shows exactly what its prompt claims and nothing else, otherwise 0.0.
 
     Arguments and errors are those of `scene_graded`.
     """

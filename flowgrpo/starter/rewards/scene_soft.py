@@ -90,7 +90,7 @@ def _correlated(maps: Tensor, transforms: Tensor) -> Tensor:
 @differentiable
 @described(About(modality="image", range=(0, 1), needs="", licence="Apache-2.0"))
 def scene_soft(images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]] | None = None) -> Tensor:
-    """Soft, differentiable form of `scene_graded`: degree in [0, 1] to which each picture shows its prompt's claims.
+    """Soft, differentiable form of `scene_graded`: degree in [0, 1] to which each image shows its prompt's claims.
 
     images: float [B, 3, 64, 64] in [0, 1]; prompts: B strings. Returns [B]. A faithful picture has about 0.8.
     Raises ValueError for other pictures, for another number of prompts, and for a prompt outside the grammar of

@@ -235,7 +235,7 @@ class ExpertMixture(WrappedLoss, GroupLoss):
 
 @dataclass(frozen=True)
 class Calibrated(WrappedLoss, GroupLoss):
-    """Surrogate loss plus weight * |A| * LeakyReLU(-s d, slope) on drawn completions, 0 on answers, [B, L]
+    """Surrogate loss plus weight * |A| * LeakyReLU(-s d, slope) on sampled completions, 0 on answers, [B, L]
     (CalibRL, 2602.20197, and its code).
 
     s: the sign of the advantage A, that of the sample's correctness for rewards 0 and 1.

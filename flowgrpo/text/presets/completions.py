@@ -27,7 +27,7 @@ def grpo(method: Method = Method()) -> Method:
 
 
 def dr_grpo(method: Method = Method()) -> Method:
-    """Dr.GRPO: no division by deviation or length, which favour easy prompts and long failures (2503.20783)."""
+    """Dr.GRPO: no division by std or length, which favour easy prompts and long failures (2503.20783)."""
     return grpo(method).having(advantage=group.Advantage(scale="none", order="rewards", clamp=math.inf),
                                reduction=reductions.SequenceSum(budgeted=True), kl=objectives.SampledKL(0.0))
 
@@ -134,7 +134,7 @@ def sdpo(method: Method = Method()) -> Method:
 
 
 def dpo(method: Method = Method()) -> Method:
-    """DPO: the chosen text of a recorded pair preferred to the rejected one, against the base model (2305.18290).
+    """DPO: the chosen completion of a recorded pair preferred to the rejected one, against the base model (2305.18290).
 
     Online, without `preferences`, the pair is the best and the worst of every group.
     """
@@ -144,7 +144,7 @@ def dpo(method: Method = Method()) -> Method:
 
 
 def simpo(method: Method = Method()) -> Method:
-    """SimPO: mean log-probabilities of a pair's texts at least a margin apart, without a reference (2405.14734)."""
+    """SimPO: mean log-probabilities of a pair's completions a margin apart, without a reference (2405.14734)."""
     return dpo(method).having(surrogate=pair_losses.PairLoss(2.0, mean=True, reference=False, margin=1.0))
 
 
@@ -190,7 +190,7 @@ def spo_chain(method: Method = Method()) -> Method:
 
 
 def spo_tree(method: Method = Method()) -> Method:
-    """SPO-tree: a tree of completions, whose segments are compared with what else went on from there (2505.23564)."""
+    """SPO-tree: a tree of completions, whose segments are compared with the other continuations (2505.23564)."""
     return spo_chain(method).having(draws=trees.Tree(), spread=token_credit.SegmentTree())
 
 
@@ -200,13 +200,13 @@ def gigpo(method: Method = Method()) -> Method:
 
 
 def s_grpo(method: Method = Method()) -> Method:
-    """S-GRPO: one thought left at several places; of right answers the earlier ones earn more (2505.07686)."""
+    """S-GRPO: one chain of thought is left early in several ways; earlier right answers earn more (2505.07686)."""
     return grpo(method).having(draws=groups.EarlyExits(), shaping=length_shaping.ExitDecay(),
                                kl=objectives.SampledKL(0.0))
 
 
 def latr(method: Method = Method()) -> Method:
-    """LATR: completions that branch where the model wavers, and stay where they go apart (2510.24302)."""
+    """LATR: completions that branch at uncertain tokens, and stay if they diverge (2510.24302)."""
     return grpo(method).having(draws=lookahead.BranchingLookahead(), kl=objectives.SampledKL(0.0))
 
 

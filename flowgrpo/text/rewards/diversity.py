@@ -66,7 +66,7 @@ class TextDiversity:
 
 @dataclass(frozen=True)
 class ReferenceBand:
-    """Agreement with the reference answer, as good within a range of deviation as an exact copy, plus a bonus for
+    """Agreement with the reference answer, as good within a range of std as an exact copy, plus a bonus for
     diverse answers there (DARL).
 
     The deviation is 1 - the largest share of common n-grams with an accepted answer. Up to `deviation` the score is 1,

@@ -97,7 +97,7 @@ class FrozenPipeline(LocalModel):
 
 @dataclass(frozen=True, eq=False)
 class Pictured(Combined):
-    """Weighted sum of picture rewards of what a frozen pipeline draws from a completion; they judge the user's prompt.
+    """Weighted sum of image rewards of what a frozen pipeline makes of a completion; they judge the user's prompt.
 
     rewards: of pictures or clips, by name or rule; weights: theirs, 1 each without.
     pipeline, lora, steps, guidance, call, parts: of `FrozenPipeline`. images: pictures per completion, whose mean

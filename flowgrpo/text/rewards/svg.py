@@ -78,7 +78,7 @@ def render(code: str, height: int, width: int) -> Tensor | None:
 
 @dataclass(frozen=True)
 class SvgRender:
-    """Likeness of the picture that a completion's SVG code draws to a reference picture; 0 for code that draws none.
+    """Likeness of the image that a completion's SVG code makes to a reference image; 0 for code that makes none.
 
     key: metadata key of the reference's path; None for a prompt without it. Where a prompt brings an `image`, that is
     the one. size: pixels of either side of both pictures. edges: weight of edges beside colours, see `similarity`.

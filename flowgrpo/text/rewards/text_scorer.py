@@ -62,7 +62,7 @@ def hashed(texts: Sequence[str]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class TextScorer(TextEncoder):
-    """Weighted sum of the aspects that `flowgrpo reward train-text` learned from labelled texts.
+    """Weighted sum of the aspects that `flowgrpo reward train-text` learned from labelled completions.
 
     file: what it wrote. weights: of aspects; omitted ones get 0, and without weights all get 1.
     category: key of the metadata that names a text's category, of a reward with a head for each; a category without a

@@ -255,7 +255,7 @@ def test_reward_hacking_is_hinted_at(trained, weight, watched, hinted):
     told = verdict.sentences(config, [{"epoch": 1, "evaluations": 5, "seconds": 3.0}], found, {}, True)
     texts = [each["text"] for each in told]
     assert any("Possible reward hacking: a got better, while b" in text for text in texts) == hinted
-    assert not any("No reward was only watched" in text for text in texts)
+    assert not any("No reward was eval-only" in text for text in texts)
 
 
 def test_the_summary_in_words(tmp_path):
@@ -269,7 +269,7 @@ def test_the_summary_in_words(tmp_path):
                        "6 s of training.")
     assert told[1] == ("scene, trained on, rose from 0.125 to 0.875 on 24 held-out pictures (+0.750, 95 %: +0.646 to "
                        "+0.854).")
-    assert told[2] == ("piqe, only watched, fell from 0.500 to 0.250 on 25 held-out pictures (-0.250, 95 %: -0.250 to "
+    assert told[2] == ("piqe, eval-only, fell from 0.500 to 0.250 on 25 held-out pictures (-0.250, 95 %: -0.250 to "
                        "-0.250).")
     assert told[3].startswith("Possible reward hacking")
     assert "was 2.0e-08 (at most 1.0e-06 is right)" in told[4]
