@@ -54,6 +54,6 @@ def _mean_over_dims(values: Tensor) -> Tensor:
 def _require_noise(gaussian: Gaussian) -> None:
     if gaussian.std.device.type == "cpu" and not bool((gaussian.std > 0).all()):
         raise ValueError(
-            "this transition has std 0, so it has no density: train only steps that draw noise "
+            "this transition has std 0, so it has no density: train only steps that add noise "
             "(a kernel level above 0, and never the last step of the grid)"
         )

@@ -1,7 +1,8 @@
 """Hook of mkdocs: links to files outside of docs/ become their text, formulas become MathML.
 
 A formula is LaTeX between dollars, `$x_0$` in a line or `$$` around a block, as GitHub shows it too. It is written as
-MathML when the site is built: a browser needs no script, no font and no network for it.
+MathML when the site is built: a browser needs no script, no font and no network for it. `\\qquad` separates the
+formulas of a block, which a narrow page shows below each other.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ def on_page_content(content: str, **_) -> str:
     from latex2mathml.converter import convert
 
     def typeset(match: re.Match) -> str:
-        block = match[1] == "div"
-        formula = convert(html.unescape(match[2]).strip(), display="block" if block else "inline")
-        return f'<div class="formula">{formula}</div>' if block else formula
+        latex = html.unescape(match[2]).strip()
+        if match[1] == "span":
+            return convert(latex)
+        parts = (convert(part.strip(), display="block") for part in latex.split(r"\qquad"))
+        return f'<div class="formula">{"".join(f"<div>{part}</div>" for part in parts)}</div>'
 
     return FORMULA.sub(typeset, content)

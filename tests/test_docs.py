@@ -108,6 +108,27 @@ def test_the_parts_of_a_guides_tables_can_be_set():
         assert overlay.with_parts(method, parts) != method, parts
 
 
+def formulas() -> list[tuple[str, str]]:
+    """(page, LaTeX) of every formula, in a line or in a block."""
+    found = []
+    for page in (ROOT / "docs").rglob("*.md"):
+        text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+        assert text.count("$$") % 2 == 0, page
+        pairs = re.findall(r"\$\$(.*?)\$\$|\$([^$]+)\$", text, re.S)
+        found += [(page.name, latex) for pair in pairs for latex in pair if latex]
+    return found
+
+
+def test_formulas_of_the_pages_are_whole():
+    """scripts/docs_site.py writes them as MathML when the site is built, each formula between `qquad` for itself."""
+    assert len(formulas()) > 150
+    for page, latex in formulas():
+        for part in latex.split("\\qquad"):
+            plain = re.sub(r"\\[{}]", "", part)
+            assert plain.count("{") == plain.count("}") and len(re.findall(r"\\left\b", part)) == len(
+                re.findall(r"\\right\b", part)) and "$" not in part, (page, part)
+
+
 def test_no_page_names_a_test_or_opens_with_a_note_of_its_generator():
     texts = {str(page): page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md")}
     assert [page for page, text in texts.items() if "::test_" in text] == []

@@ -68,7 +68,7 @@ def _demonstration(line: str, path: Path, number: int) -> Demonstration:
             raise _wrong(path, number, f"the text under {key!r} holds {why}")
     picture = path.parent / record["picture"] if "picture" in record else None
     if picture is not None and (why := unfit(picture)):
-        raise _wrong(path, number, f"no picture at {picture}" + ("" if why == "does not exist" else f": it {why}"))
+        raise _wrong(path, number, f"no image at {picture}" + ("" if why == "does not exist" else f": it {why}"))
     return Demonstration(record["prompt"].strip(), picture, record.get("text"),
                          _number(record.get("reward", 1.0), path, number), record.get("source", ""))
 

@@ -142,7 +142,7 @@ def _picture(name: Any, key: str, path: Path, line: int) -> Path:
     if not isinstance(name, str) or not name:
         raise _wrong(path, line, f"expected the path of a picture under {key!r}, got {name!r}")
     if why := unfit(path.parent / name):
-        raise _wrong(path, line, f"no picture at {path.parent / name}"
+        raise _wrong(path, line, f"no image at {path.parent / name}"
                      + ("" if why == "does not exist" else f": it {why}"))
     return path.parent / name
 

@@ -39,7 +39,7 @@ class Together:
                 return self._tried(pipe, prompts, seeds, arguments, negative)
             return list(_drawn(pipe, prompts, seeds, arguments, negative))
         except torch.OutOfMemoryError as error:
-            raise UserError(f"{len(prompts)} pictures in one call do not fit into the device's memory: give a --batch "
+            raise UserError(f"{len(prompts)} images in one call do not fit into the device's memory: give a --batch "
                             f"below {len(prompts)}") from error
 
     def _tried(self, pipe: Any, prompts: Sequence[Prompt], seeds: Sequence[int], arguments: dict[str, Any],
@@ -75,5 +75,5 @@ def _drawn(pipe: Any, prompts: Sequence[Prompt], seeds: Sequence[int], arguments
                     generator=[torch.Generator().manual_seed(seed) for seed in seeds],
                     negative_prompt=[negative if prompt.negative is None else prompt.negative for prompt in prompts])
     if pictures.ndim not in (4, 5) or len(pictures) != len(prompts):
-        raise ValueError(f"expected {len(prompts)} pictures or clips, got {list(pictures.shape)}")
+        raise ValueError(f"expected {len(prompts)} images or clips, got {list(pictures.shape)}")
     return pictures.float().cpu()

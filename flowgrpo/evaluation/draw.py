@@ -96,10 +96,10 @@ def of_words(features: str | Callable) -> Callable:
     """Return the distance of texts, which has no features.
     Raises UserError if features are requested."""
     if features != "pixels":
-        raise UserError("--features: are of pictures; leave it out for a language model")
+        raise UserError("--features: are of images; leave it out for a language model")
     return written_apart
 
 
-PICTURES = Medium("picture", Painter, Ledger, lambda features: partial(drawn_apart, guards.extractor(features)), 1,
+PICTURES = Medium("image", Painter, Ledger, lambda features: partial(drawn_apart, guards.extractor(features)), 1,
                   None)
 TEXTS = Medium("text", Writer, TextLedger, of_words, 8, "text")

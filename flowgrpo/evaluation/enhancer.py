@@ -39,7 +39,7 @@ class Enhancer:
         model, self.weights = checkpoints.source(source)
         run = checkpoints.config_of(self.weights)
         if not build.writes(model, run):
-            raise UserError(f"--enhancer {source}: draws pictures, expected a language model, or a run that trained "
+            raise UserError(f"--enhancer {source}: generates images, expected a language model, or a run that trained "
                             "one")
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         asked = texts.asked(run, 1, None) | ({} if run else {"system": INSTRUCTION})

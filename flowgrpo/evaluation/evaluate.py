@@ -132,7 +132,7 @@ def _require_fitting(medium: Medium, of_pictures: dict[str, Any], of_texts: dict
     unread, of = (of_pictures, "a denoiser") if medium is draw.TEXTS else (of_texts, "a language model")
     for name, value in unread.items():
         if value is not None:
-            raise UserError(f"--{name}: is of {of}, and the model draws {medium.unit}s: leave it out")
+            raise UserError(f"--{name}: is of {of}, and the model generates {medium.unit}s: leave it out")
 
 
 def _require_distance(plan: Plan, distance: Sequence[str], features: str | Callable, images: int) -> None:

@@ -32,7 +32,7 @@ Scores = dict[str, dict[str, np.ndarray]]  # arm, reward: [N, S], NaN where the 
 
 
 def summarise(suite: Suite, scores: Scores, spread: dict[str, np.ndarray], trained: Sequence[str] | None,
-              unit: str = "pictures") -> dict:
+              unit: str = "images") -> dict:
     """Summarise an evaluation: means with intervals per arm, reward and category (including `all prompts`). With both
     arms also the change, tuned minus base on the same prompt and seed, the win rate, diversity, and drift in words.
 

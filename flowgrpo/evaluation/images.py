@@ -103,7 +103,7 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     if image is not None and "image" not in inspect.signature(pipe.__call__).parameters:
         raise UserError(f"--image: {type(pipe).__name__} takes no image: leave it out")
     if film and modality(pipe) != "video":
-        raise UserError(f"--output {output}: {type(pipe).__name__} draws pictures: name a folder")
+        raise UserError(f"--output {output}: {type(pipe).__name__} generates images: name a folder")
     arguments = call_arguments(model, run, steps, guidance)
     require_steps(pipe.scheduler, arguments.get("num_inference_steps"))
     folder, paths = Path(output), []
@@ -357,7 +357,7 @@ def _draw(pipe: Any, prompts: list[Prompt], count: int, seed: int, arguments: di
     """Draw pictures [3, H, W] or clips [F, 3, H, W] in [0, 1], `count` per prompt, one pipeline call each."""
     seed_of, rows = seeder(seed, 0), ((i, k) for i in range(len(prompts)) for k in range(count))
     unit = SAMPLE["video" if "num_frames" in inspect.signature(pipe.__call__).parameters else "image"]
-    for i, k in tqdm(rows, total=len(prompts) * count, desc="drawing", unit=unit, leave=False):
+    for i, k in tqdm(rows, total=len(prompts) * count, desc="sampling", unit=unit, leave=False):
         yield draw_one(pipe, prompts[i], seed_of(i, k), arguments, negative)
 
 
@@ -375,8 +375,8 @@ def draw_one(pipe: Any, prompt: Prompt, seed: int, arguments: dict[str, Any], ne
         pictures = call(pipe, arguments, prompt=prompt.text, generator=generator, output_type="pt", **image,
                     negative_prompt=negative if prompt.negative is None else prompt.negative)
     if pictures.ndim not in (4, 5):
-        raise UserError(f"{type(pipe).__name__} gives {list(pictures.shape)}: only pictures [1, 3, H, W] and clips "
-                        "[1, F, 3, H, W] can be drawn")
+        raise UserError(f"{type(pipe).__name__} gives {list(pictures.shape)}: only images [1, 3, H, W] and clips "
+                        "[1, F, 3, H, W] can be written")
     return pictures[0].float().cpu()
 
 

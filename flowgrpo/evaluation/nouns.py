@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SAMPLE = {"image": "picture", "video": "clip", "text": "completion"}
+SAMPLE = {"image": "image", "video": "clip", "text": "completion"}
 
 
 def named(count: int, noun: str) -> str:

@@ -43,8 +43,8 @@ def sample(source: str, prompts: str | Path, output: str | Path, *, lora: str | 
     plan = make_plan(source, lora, False, count, steps, guidance, seed, [] if rlg is None else [rlg], temperature,
                      precision=precision, best_of=best_of, by=by, enhancer=enhancer)
     if key == PROMPT and plan.medium is draw.PICTURES:
-        raise UserError("--key prompt: makes a text the prompt of its line, and the model draws pictures: name another "
-                        "key")
+        raise UserError("--key prompt: makes a text the prompt of its line, and the model generates images: name "
+                        "another key")
     paths.require_folder(output)
     given, [arm] = load_prompts(prompts), plan.arms
     images.require_disk(output, len(given) * count)
@@ -76,7 +76,7 @@ def _draw(plan: Plan, prompts: Sequence[Prompt], places: Sequence[Place], ledger
     """Make the missing samples, `batch` per call, and save each call's immediately."""
     hand = plan.drawer(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     missing = [place for place in places if not ledger.has(place)]
-    with tqdm(total=len(places), initial=len(places) - len(missing), desc="drawing", unit=plan.medium.unit,
+    with tqdm(total=len(places), initial=len(places) - len(missing), desc="sampling", unit=plan.medium.unit,
               leave=False) as bar:
         for first in range(0, len(missing), batch):
             some = missing[first:first + batch]

@@ -150,7 +150,7 @@ def wins(base: np.ndarray, tuned: np.ndarray) -> np.ndarray:
 
 
 def drift(changes: dict[str, Interval], trained: Iterable[str] | None, diversity: Interval | None = None,
-          unit: str = "pictures") -> list[str]:
+          unit: str = "images") -> list[str]:
     """Describe the effects of tuning, one sentence each. A change counts if its interval excludes 0.
 
     changes: tuned minus base, by reward. trained: the trained rewards, None if unknown. diversity: change of the

@@ -24,8 +24,8 @@ from flowgrpo.starter import FOLDERS
 
 TOKENS = "tokens"  # unit of a language model's count
 LICENCES = ("license", "license_name", "license_link")
-PIPELINE_TAGS = {"picture": "text-to-image", "clip": "text-to-video", "completion": "text-generation"}
-PROMPTS = {"picture": "a photo of a cat", "clip": "a cat walks", "completion": "Hello"}
+PIPELINE_TAGS = {"image": "text-to-image", "clip": "text-to-video", "completion": "text-generation"}
+PROMPTS = {"image": "a photo of a cat", "clip": "a cat walks", "completion": "Hello"}
 
 
 def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:

@@ -58,7 +58,7 @@ CONDITIONS = (
     Condition(("text.chunk",), lambda c, m: c.text.over_provision > 0,
               "text.over_provision is 0", "set text.over_provision"),
     Condition(("text.truncated",), lambda c, m: c.preferences is None,
-              "preferences is set, so that no text is drawn", "leave preferences out"),
+              "preferences is set, so that no completion is sampled", "leave preferences out"),
     Condition(("text.truncated",), lambda c, m: not (m.for_tokens and m.target.follows_reward),
               "method {0.method} trains {1.target.trains}, whose tokens are not cut off", "use another method"),
     Condition(("text.penalty",), lambda c, m: c.text.truncated == "penalise",
@@ -73,7 +73,7 @@ CONDITIONS = (
               "text.correction is 'none'", "set text.correction: tis or mis"),
     Condition(("train.steps", "train.grid", "train.shift"), lambda c, m: not (
               isinstance(m.target, targets.RecordedPairs) and isinstance(m.target.times, Stratified)),
-              "preferences is set, so that no picture is drawn, and parts.times Stratified reads no grid",
+              "preferences is set, so that no image is sampled, and parts.times Stratified reads no grid",
               "set parts.times: {type: GridTimes}"),
     Condition(("train.shift",), lambda c, m: c.train.grid != "stock",
               "train.grid is 'stock', the pipeline's own", "set train.grid: shifted"),

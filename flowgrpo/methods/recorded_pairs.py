@@ -28,7 +28,7 @@ def check(setup: Setup) -> None:
         if config.labels != "file":
             raise UserError(f"labels is {config.labels!r}, but preferences is not set: set it to a file of pairs")
         if getattr(method.loss.surrogate, "similarity", False):
-            raise UserError(f"method {config.method} pulls to the first picture of recorded pairs, but preferences is "
+            raise UserError(f"method {config.method} pulls to the first image of recorded pairs, but preferences is "
                             "not set: set it to a file of pairs, or parts.surrogate.similarity: 0")
         return
     _require_recorded(config, method)
@@ -42,8 +42,8 @@ def check(setup: Setup) -> None:
                         "but labels is 'rewards', which may prefer the other picture: set labels: file, or similarity: "
                         "0")
     if method.rollout.preview:
-        raise UserError(f"preferences is set, so no picture is drawn, but method {config.method} chooses among "
-                        "previews of drawn ones: leave sol_rl out")
+        raise UserError(f"preferences is set, so no image is sampled, but method {config.method} chooses among "
+                        "previews of sampled ones: leave sol_rl out")
     if config.train.group != 2:
         raise UserError(f"train.group is {config.train.group}, but preferences brings pairs: set train.group: 2")
 
@@ -61,8 +61,8 @@ def _require_recorded(config: Config, method: Method) -> None:
     if isinstance(method.target, RecordedPairs):
         return
     if not method.for_tokens:
-        raise UserError(f"preferences is set, so no picture is drawn, but method {config.method} trains steps of "
-                        "drawing one, or edits of drawn ones: use a method of noised finals, such as diffusion_dpo")
+        raise UserError(f"preferences is set, so no image is sampled, but method {config.method} trains steps of "
+                        "sampling one, or edits of sampled ones: use a method of noised finals, such as diffusion_dpo")
     from flowgrpo.text.targets import RecordedCompletions
 
     if not isinstance(method.target, RecordedCompletions):
@@ -70,9 +70,9 @@ def _require_recorded(config: Config, method: Method) -> None:
                         "which recorded texts have none of: expected a causal language model and a method such as dpo")
     decoding = method.generation.decoding
     if decoding.greedy or decoding.expert:
-        raise UserError(f"preferences is set, so no text is drawn, but method {config.method} keeps "
+        raise UserError(f"preferences is set, so no completion is sampled, but method {config.method} keeps "
                         f"{decoding.greedy} greedy samples and {decoding.expert} answers per group: set "
                         "parts.decoding: {greedy: 0, expert: 0}, or use a method such as dpo")
     if config.text.engine != "transformers" or config.text.engine_precision is not None:
-        raise UserError("preferences is set, so no text is drawn, but text.engine or text.engine_precision is "
+        raise UserError("preferences is set, so no completion is sampled, but text.engine or text.engine_precision is "
                         "set too: leave them out")

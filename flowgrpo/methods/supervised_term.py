@@ -32,5 +32,5 @@ def check(setup: Setup) -> None:
     elif part.source.path:
         load_demonstrations(part.source.path)
     elif not method.for_tokens and not (isinstance(part.source, PassRate) and part.source.collects_own):
-        raise UserError(f"parts.data.source is {type(part.source).__name__}, which takes recorded pictures, but it has "
+        raise UserError(f"parts.data.source is {type(part.source).__name__}, which takes recorded images, but it has "
                         "no path: set it to a .jsonl file of demonstrations")

@@ -127,7 +127,7 @@ def wanted(model: Any, reward: str) -> Preparation:
     size = config.get("size", model.visual.image_size)
     sizes = {size} if isinstance(size, int) else set(size)
     if len(sizes) > 1 or config.get("interpolation", "bicubic") != "bicubic":
-        raise UserError(f"reward {reward!r}: this model takes pictures of {size} pixels, scaled "
+        raise UserError(f"reward {reward!r}: this model takes images of {size} pixels, scaled "
                         f"{config.get('interpolation')}: expected one that takes squares, scaled bicubic")
     known = {"mean": config.get("mean"), "deviation": config.get("std"), "fit": config.get("resize_mode")}
     return Preparation(sizes.pop(), **{key: value for key, value in known.items() if value is not None})

@@ -36,11 +36,11 @@ def require_gradient(rewards: Mapping[str, RewardFunction | Reward]) -> None:
 def _require_plain(name: str, reward: Reward) -> None:
     """Raise UserError for a reward whose inputs or rule a gradient does not reach."""
     if sees_base(reward):
-        raise UserError(f"reward {name!r} compares with the base's picture (base = True), which a method that "
+        raise UserError(f"reward {name!r} compares with the base's image (base = True), which a method that "
                         "follows a reward's gradient does not draw: take `base` away")
     if scores_latents(reward):
         raise UserError(f"reward {name!r} scores latents, and this method follows a reward's gradient through "
-                        "decoded pictures: take `scores` away")
+                        "decoded images: take `scores` away")
     rule = reward.rule if isinstance(reward, Composed) else WatchRule()
     if isinstance(rule, RewardRule) and rule.transform:
         raise UserError(f"reward {name!r} has a transform, which a method that follows its gradient does not see: "

@@ -126,7 +126,7 @@ def _read(path: str, size: Sequence[int]) -> Tensor:
     try:
         picture = read_tensor(path)
     except UserError as error:
-        raise UserError(f"reward 'base_similarity': the base model's picture {error}") from None
+        raise UserError(f"reward 'base_similarity': the base model's image {error}") from None
     return picture if picture.shape[-2:] == tuple(size) else resize(picture, list(size), antialias=True)
 
 
@@ -152,7 +152,7 @@ class GridArtefacts:
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         light = grey(images)
         if min(light.shape[-2:]) < 3 * self.period + 1:
-            raise UserError(f"reward 'grid_artefacts' got pictures of {list(light.shape[-2:])} pixels, expected at "
+            raise UserError(f"reward 'grid_artefacts' got images of {list(light.shape[-2:])} pixels, expected at "
                             f"least {3 * self.period + 1}, three periods")
         profiles = light.diff(dim=-1).abs().mean(-2), light.diff(dim=-2).abs().mean(-1)
         return -torch.maximum(*(periodic(profile, self.period) for profile in profiles))

@@ -73,7 +73,7 @@ def measured(trained: Mapping[str, T], further: Mapping[str, T]) -> dict[str, T]
     if wrong or not (alone or further):
         name = next(iter(wrong or trained))
         raise UserError(f"reward {name!r} compares the samples of a group, and a held-out evaluation has no groups: "
-                        "expected a reward in eval.rewards that scores one picture at a time")
+                        "expected a reward in eval.rewards that scores one image at a time")
     return {**alone, **further}
 
 

@@ -50,7 +50,7 @@ class Preservation:
     def __call__(self, images: Tensor, prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         if self.measure == "ssim" and min(images.shape[-2:]) < SIDE:
-            raise UserError(f"reward 'preservation': got pictures of {images.shape[-1]} x {images.shape[-2]} pixels, "
+            raise UserError(f"reward 'preservation': got images of {images.shape[-1]} x {images.shape[-2]} pixels, "
                             f"expected {SIDE} x {SIDE} or more, or measure: distance")
         return [self._score(image, entry) if self.key in entry else None for image, entry in zip(images, metadata)]
 

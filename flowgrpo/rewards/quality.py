@@ -49,7 +49,7 @@ def sharpness(images: Tensor, prompts: Sequence[str]) -> Tensor:
     """Variance of the Laplacian of a picture's luminance, in [0, 1], without its outermost pixels."""
     light = grey(images)
     if min(light.shape[-2:]) < 3:
-        raise UserError(f"reward 'sharpness': got pictures of {light.shape[-1]} x {light.shape[-2]} pixels, expected "
+        raise UserError(f"reward 'sharpness': got images of {light.shape[-1]} x {light.shape[-2]} pixels, expected "
                         "3 x 3 or more")
     inside = light[..., 1:-1, 1:-1]
     around = light[..., :-2, 1:-1] + light[..., 2:, 1:-1] + light[..., 1:-1, :-2] + light[..., 1:-1, 2:]

@@ -276,7 +276,7 @@ def require_base(rewards: Mapping[str, object], modality: str) -> None:
     """
     for name, reward in rewards.items():
         if modality == "text" and sees_base(reward):
-            raise UserError(f"reward {name!r} compares with the base's picture from the same noise (base = True), and "
+            raise UserError(f"reward {name!r} compares with the base's image from the same noise (base = True), and "
                             "this model writes texts: take `base` away")
 
 
@@ -321,8 +321,8 @@ class Checked(Wrapped):
         import torch
 
         if self.unit == "group" and batch.group < 2:
-            raise UserError(f"reward {self.name!r} compares the samples of a group, but here every picture is scored "
-                            "alone: choose a reward that scores one picture at a time")
+            raise UserError(f"reward {self.name!r} compares the samples of a group, but here every image is scored "
+                            "alone: choose a reward that scores one image at a time")
         shared, on = self._reads_only, f"on {len(batch)} samples (first prompt of the batch: {batch.prompts[0]!r})"
         given = batch.copied(tensors=not shared)
         before = _writes(given)

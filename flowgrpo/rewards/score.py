@@ -121,7 +121,7 @@ def require_clips(rewards: Mapping[str, Composed], prompt: str, metadata: dict[s
         failed = _failure(reward, (1, FRAMES, 3, SIDE, SIDE), *given)
         if failed is not None and _failure(reward, (1, 3, SIDE, SIDE), *given) is None:
             used = reward.rule.use or name
-            raise UserError(f"reward {name!r} judges pictures, but what is generated here is video ({failed}): score "
+            raise UserError(f"reward {name!r} judges images, but what is generated here is video ({failed}): score "
                             f'its frames, reward: {{{_short(used)}: {{use: frames, args: {{reward: "{used}"}}}}}}')
 
 

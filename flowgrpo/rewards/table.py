@@ -125,5 +125,5 @@ def read_output(path: Path) -> torch.Tensor | str:
         frames = read_tensors(path)
         return torch.stack(frames) if len(frames) > 1 else frames[0]
     except RuntimeError as error:  # frames of several sizes, or none
-        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())[:200]}): expected a picture, a folder "
+        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())[:200]}): expected an image, a folder "
                         "of frames of one size, or a .txt file") from None

@@ -119,7 +119,7 @@ class Frames(Reward):
         function = find(self.reward, self.args) if isinstance(self.reward, str) else self.reward
         made = as_reward(function, "of frames")
         if made.unit != "sample" or "image" not in made.judges:
-            raise UserError(f"reward 'frames': {self.reward!r} is no reward of single pictures: choose one that is")
+            raise UserError(f"reward 'frames': {self.reward!r} is no reward of single images: choose one that is")
         for name, value in (("reward", function), ("judges", ["video"]), ("parts", [made])):
             object.__setattr__(self, name, value)
 

@@ -107,8 +107,8 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         with self.clock("encode"):
             encoded = self.encode([p.shown for p in batch], self._negatives(batch), [p.brings for p in batch])
             if self.config.train.pack and encoded.mixed:
-                raise UserError("train.pack is true, but the prompts' pictures differ in size, so that every row is a "
-                                "call of its own: set it to false, or bring the pictures to one size")
+                raise UserError("train.pack is true, but the prompts' images differ in size, so that every row is a "
+                                "call of its own: set it to false, or bring the images to one size")
             if self.config.train.pack and not self.policy.vector(encoded):
                 raise UserError(f"train.pack is true, but {type(self.policy.pipe).__name__} takes one timestep per "
                                 f"call at guidance {self.policy.guidance:g}: set it to false")

@@ -28,7 +28,7 @@ class NoisedLosses(DataLosses):
         self.part, self.run = part, run
         self.policy = cast(Any, run.policy)  # a pipeline
         if part.source.path and run.policy.modality != "image":
-            raise UserError(f"parts.data.source.path is {part.source.path!r}, which brings pictures, but "
+            raise UserError(f"parts.data.source.path is {part.source.path!r}, which brings images, but "
                             f"{type(self.policy.pipe).__name__} makes videos: leave it out")
         self.encoder = ImageEncoder(self.policy, "demonstrations")
 

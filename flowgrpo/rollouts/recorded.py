@@ -46,7 +46,7 @@ class RecordedRollouts(DenoisingRollouts):
                  processes: Processes, clock: PhaseTimer, first: Prompt):
         super().__init__(config, policy, method, geometry, processes, clock, first)
         if policy.modality != "image":
-            raise UserError(f"preferences is set, which brings pictures, but {type(policy.pipe).__name__} makes videos")
+            raise UserError(f"preferences is set, which brings images, but {type(policy.pipe).__name__} makes videos")
         self.latents = ImageEncoder(policy)
 
     def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> Paired:

@@ -65,10 +65,10 @@ def require(policy: PipelinePolicy, encode: Callable[[], Conditioning], sizes: S
                         "processes divide")
     conditioning, before = encode(), policy.evaluations
     if conditioning.inputs:
-        raise UserError("picture.sizes is set, but prompts bring pictures, whose size is theirs: leave it out")
+        raise UserError("picture.sizes is set, but prompts bring images, whose size is theirs: leave it out")
     for size in sizes:
         if (made := _made(policy, replace(conditioning, sizes=[size]), name)) != size:
-            raise UserError(f"picture.sizes: {name} makes pictures of {made[0]} x {made[1]} where {size[0]} x {size[1]}"
+            raise UserError(f"picture.sizes: {name} makes images of {made[0]} x {made[1]} where {size[0]} x {size[1]}"
                             " are asked for: use sizes that it makes, such as multiples of 16")
     policy.evaluations = before
 

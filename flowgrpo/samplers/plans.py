@@ -49,7 +49,7 @@ class Schedule:
             if not steps and self.stochastic or list(steps) != sorted(set(steps)) or min(steps, default=0) < 0:
                 raise ValueError(f"{name} steps are {steps}, expected at least one, sorted, from 0 up")
         if extra := sorted(set(self.trained) - set(self.stochastic)):
-            raise ValueError(f"steps {extra} are trained but draw no noise: add them to the stochastic steps")
+            raise ValueError(f"steps {extra} are trained but add no noise: add them to the stochastic steps")
 
 
 @dataclass(frozen=True)

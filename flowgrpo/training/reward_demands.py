@@ -27,7 +27,7 @@ def check(setup: Setup) -> None:
     for name in chosen_weights(dict.fromkeys(trained, 1.0), progress.rewards if progress else ()):
         if pairwise.sees_groups(trained[name]) or rewards.sees_base(trained[name]):
             part = "parts.progress" if progress else "parts.advantage"
-            raise UserError(f"{part} scores pictures one by one, but the reward {name!r} compares several: name others "
+            raise UserError(f"{part} scores images one by one, but the reward {name!r} compares several: name others "
                             "in parts.progress.rewards, or leave it out")
 
 

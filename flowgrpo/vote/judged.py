@@ -60,10 +60,10 @@ def groups(folders: Sequence[Path], key: str | None = None) -> list[Group]:
             prompts.setdefault(prompt.key, prompt)
             samples.setdefault(prompt.key, {})[sample] = None
     if len({type(sample) is str for several in samples.values() for sample in several}) > 1:
-        raise UserError(f"{', '.join(map(str, folders))} hold texts and pictures: expected samples of one kind")
+        raise UserError(f"{', '.join(map(str, folders))} hold texts and images: expected samples of one kind")
     several = [Group(prompts[name], tuple(given)) for name, given in samples.items() if len(given) > 1]
     if not several:
-        raise UserError(f"no prompt in {', '.join(map(str, folders))} has two different samples: draw several per "
+        raise UserError(f"no prompt in {', '.join(map(str, folders))} has two different samples: sample several per "
                         "prompt (--count), or name several folders")
     return several
 
@@ -84,7 +84,7 @@ def _of_folder(folder: Path, key: str | None) -> Iterator[tuple[Prompt, str | Pa
             raise UserError(f"no folder at {folder}: expected a folder of samples, or --prompts too, with a model")
         pictures = listed(folder)
         if not pictures:
-            raise UserError(f"{folder} holds no samples: expected what `flowgrpo sample --prompts` writes, or pictures")
+            raise UserError(f"{folder} holds no samples: expected what `flowgrpo sample --prompts` writes, or images")
         yield from ((prompt, path) for path, prompt in pictures.values())
 
 
@@ -95,7 +95,7 @@ def _is_picture(key: str, sample: str) -> bool:
 
 def _existing(path: Path) -> Path:
     if not path.is_file():
-        raise UserError(f"no picture at {path}, which prompts.jsonl names: draw it again, or remove its line")
+        raise UserError(f"no image at {path}, which prompts.jsonl names: sample it again, or remove its line")
     return path
 
 

@@ -88,7 +88,7 @@ def label(groups: Sequence[Group], rules: dict[str, RewardRule], output: Path, c
     if not lines:
         why = f"; {failed[next(iter(failed))][1]}" if failed else ""
         raise UserError(f"no prompt has a pair: the samples of each score the same, or differ by {choice.least:g} at "
-                        f"most: draw more per prompt, or lower --least{why}")
+                        f"most: sample more per prompt, or lower --least{why}")
     atomic.write_text(output, "".join(lines))
     return Labelled(len(lines), len(groups), sum(not several for several in rows), failed)
 

@@ -31,14 +31,14 @@ def pairs(places: Sequence[Path]) -> tuple[list[Comparison], Sides]:
     if len(places) == 2:
         return of_folders(places[0], places[1])
     if len(places) != 1:
-        raise UserError(f"got {len(places)} paths, expected a run, the PNG of a grid, or two folders of pictures")
+        raise UserError(f"got {len(places)} paths, expected a run, the PNG of a grid, or two folders of images")
     [place] = places
     if (place / CONFIG).is_file():
         return of_page(place / PAGE)
     if place.suffix.lower() == ".png" and place.is_file():
         return of_page(place)
     raise UserError(f"{place}: expected a finished run, the PNG that `flowgrpo compare grid` wrote, or two folders of "
-                    "pictures")
+                    "images")
 
 
 def of_page(page: Path) -> tuple[list[Comparison], Sides]:
@@ -50,18 +50,18 @@ def of_page(page: Path) -> tuple[list[Comparison], Sides]:
     folders, names, prompts = (_texts(facts.get(key)) for key in ("folders", "columns", "prompts"))
     tasks = _texts(facts.get("tasks"), str, NoneType)
     if len(folders) < 2 or not names:
-        raise UserError(f"{page} names no two folders of pictures: expected the page of an image or video run, drawn "
+        raise UserError(f"{page} names no two folders of images: expected the page of an image or video run, drawn "
                         "by this version; `flowgrpo compare grid RUN` draws one")
     sides = [page.parent / folders[at] for at in (0, -1)]
     if not all(side.resolve().is_relative_to(page.parent.resolve()) for side in sides):
-        raise UserError(f"{page} names pictures outside its folder: expected what `flowgrpo compare grid` wrote")
+        raise UserError(f"{page} names images outside its folder: expected what `flowgrpo compare grid` wrote")
     try:
         columns = [_numbered(side) for side in sides]
     except OSError as error:
-        raise UserError(f"{page} names a folder that cannot be read ({error.strerror}): draw it again") from None
+        raise UserError(f"{page} names a folder that cannot be read ({error.strerror}): sample it again") from None
     if not all(len(column) == len(prompts) > 0 for column in columns):
-        raise UserError(f"{page} has {len(prompts)} prompts, but {len(columns[0])} and {len(columns[1])} pictures in "
-                        f"{sides[0]} and {sides[1]}: draw it again")
+        raise UserError(f"{page} has {len(prompts)} prompts, but {len(columns[0])} and {len(columns[1])} images in "
+                        f"{sides[0]} and {sides[1]}: sample it again")
     tasks = tasks if len(tasks) == len(prompts) else [None] * len(prompts)
     return [Comparison(prompt, a, b, task) for prompt, a, b, task in zip(prompts, *columns, tasks)], \
         (names[0], names[-1])
@@ -76,13 +76,13 @@ def _texts(value: Any, *kinds: type) -> list[Any]:
 def _facts(page: Path) -> dict[str, Any]:
     """Return the JSON of a page's text chunk `flowgrpo`; empty without one."""
     if not page.is_file():
-        raise UserError(f"no pictures at {page}: expected a finished run, or the PNG that `flowgrpo compare grid` "
+        raise UserError(f"no images at {page}: expected a finished run, or the PNG that `flowgrpo compare grid` "
                         "wrote")
     try:
         with opened(page, PAGE_PIXELS, "a page") as picture:  # which tells of text that is no JSON too
             facts = decoded(str(picture.info.get("flowgrpo", "{}")))
     except UserError as error:
-        raise UserError(f"{error}: draw it again") from None
+        raise UserError(f"{error}: sample it again") from None
     return facts if isinstance(facts, dict) else {}
 
 
@@ -101,10 +101,10 @@ def of_folders(a: Path, b: Path) -> tuple[list[Comparison], Sides]:
     """
     for folder in (a, b):
         if not folder.is_dir():
-            raise UserError(f"no folder at {folder}: expected two folders of pictures with equal file names")
+            raise UserError(f"no folder at {folder}: expected two folders of images with equal file names")
     left, right = listed(a), listed(b)
     if not left.keys() & right.keys():
-        raise UserError(f"{a} and {b} have no pictures of equal file names ({len(left)} and {len(right)} pictures)")
+        raise UserError(f"{a} and {b} have no images of equal file names ({len(left)} and {len(right)} images)")
     comparisons = []
     for name in left:
         if name not in right:
@@ -142,7 +142,7 @@ def _prompt(file: Path) -> str:
         with opened(file) as picture:
             said = picture.info.get("parameters") or _comment(picture)
     except UserError as error:
-        raise UserError(f"{error}: expected a picture") from None
+        raise UserError(f"{error}: expected an image") from None
     beside = file.with_suffix(".txt")
     if not said and beside.is_file():
         said = text_of(beside)

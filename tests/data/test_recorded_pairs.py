@@ -94,11 +94,11 @@ def test_the_files_verdicts_as_a_reward():
 
 
 @pytest.mark.parametrize("options, told", [
-    ({"method": "flow_grpo"}, "method flow_grpo trains steps of drawing one, or edits"),
-    ({"method": "draft"}, "method draft trains steps of drawing one"),
-    ({"method": "expo"}, "method expo trains steps of drawing one, or edits of drawn ones: use a method of noised"),
+    ({"method": "flow_grpo"}, "method flow_grpo trains steps of sampling one, or edits"),
+    ({"method": "draft"}, "method draft trains steps of sampling one"),
+    ({"method": "expo"}, "method expo trains steps of sampling one, or edits of sampled ones: use a method of noised"),
     ({"method": "rpo"}, "labels is 'file', but method rpo draws labels from rewards"),
-    ({"method": "sol_rl+diffusion_dpo"}, "chooses among previews of drawn ones: leave sol_rl out"),
+    ({"method": "sol_rl+diffusion_dpo"}, "chooses among previews of sampled ones: leave sol_rl out"),
     ({"method": "diffusion_dpo", "train.group": 4}, "train.group is 4, but preferences brings pairs: set train.group"),
     ({"method": "diffusion_dpo", "labels": "rewards", "parts.surrogate.similarity": 1}, "pulls to what the file calls"),
     ({"method": "diffusion_dpo", "preferences": None, "labels": "rewards"},
@@ -191,5 +191,5 @@ def test_a_run_measures_and_saves_as_ever(tmp_path):
     assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert (settings.folder / "report.html").exists() and (settings.folder / "before_after.png").exists()
     assert load(settings.folder / "config.yaml") == settings
-    with pytest.raises(UserError, match="method mix_grpo trains steps of drawing one"):
+    with pytest.raises(UserError, match="method mix_grpo trains steps of sampling one"):
         align(tiny.config(tmp_path, preferences=file, train__group=2))

@@ -48,7 +48,7 @@ def test_a_file_of_texts_and_its_mistakes(tmp_path):
                                 "aspects": {"tone": "rejected"}}))
     assert load_pairs(file, text=True) == [Pair("a", "b", "", {"overall": 1.0, "tone": 0.0},
                                                 {"overall": 2.0, "tone": -0.5})]
-    with pytest.raises(UserError, match="no picture at"):
+    with pytest.raises(UserError, match="no image at"):
         load_pairs(file)
     for row, told in (({"chosen": "b", "rejected": "b"}, "chosen and rejected are the same text, b"),
                       ({"chosen": 1, "rejected": "b"}, "expected a text under 'chosen', got 1"),
@@ -129,7 +129,7 @@ def test_a_masked_model_and_a_part_that_draws_are_refused():
     with pytest.raises(UserError, match="trains traces of an unmasking, which recorded texts have none of"):
         pairs_check.check(loop.setup(config, "masked_lm"))
     drawn = config.model_copy(update={"parts": {"spread": {"type": "StepGroups"}}})
-    with pytest.raises(UserError, match="trains recorded pairs of texts reads no spread"):
+    with pytest.raises(UserError, match="trains recorded pairs of completions reads no spread"):
         resolve(drawn, "tokens")
 
 

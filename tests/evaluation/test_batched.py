@@ -140,7 +140,7 @@ def test_too_little_memory_is_told():
         def __call__(self, prompt, generator, return_dict):
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
 
-    with pytest.raises(UserError, match="2 pictures in one call do not fit .*: give a --batch below 2$"):
+    with pytest.raises(UserError, match="2 images in one call do not fit .*: give a --batch below 2$"):
         Together().draw(Large(), PROMPTS[:2], SEEDS[:2], {}, "")
 
 

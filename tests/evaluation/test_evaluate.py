@@ -321,7 +321,7 @@ def test_what_failed_is_asked_for_again_by_the_same_command(world, model, tmp_pa
         (tmp_path / "down").write_text(down)
         results = evaluate(str(model), str(world / "suite.jsonl"), rules, tmp_path / "out", steps=1)
         entry = results["arms"]["base"]["service"]["all prompts"]
-        said = f"service failed on {results['failed']['service']} pictures, which are left out: the same command asks"
+        said = f"service failed on {results['failed']['service']} images, which are left out: the same command asks"
         told.append((results["failed"]["service"], entry["prompts"], said in (tmp_path / "out/table.md").read_text()))
     assert told == [(5, 0, True), (1, 3, True), (0, 4, False)] and entry["mean"] == 0.25
     assert (tmp_path / "asked").read_text().split("\n") == [*(text for text, _ in SUITE), ""]

@@ -26,7 +26,7 @@ def measured(*scores: float, tasks=TASKS) -> Measured:
 
 
 def summary(before: Measured, after: Measured) -> dict:
-    return {"evaluation": {"prompts": len(before.prompts), "of": "pictures"}, "before": before.mean(),
+    return {"evaluation": {"prompts": len(before.prompts), "of": "images"}, "before": before.mean(),
             "after": after.mean(), "compared": compared(before, after, 1), "total_seconds": 24.3, "resumed": False,
             "seconds": 1.0, "denoiser_evaluations": 2, "unit": "evaluations", "rollout_evaluations_per_picture": 1.0,
             "rollout_evaluations_saved_by_sharing": 0, "max_first_log_ratio": None, "kept": "kept [bold]",
@@ -43,7 +43,7 @@ def test_tasks_may_be_anything_that_json_has(capsys):
     assert [row[1].strip() for row in rows] == ["1", "['a', 'b']", "[/red]x", "[red]y", ":cat:", "{'of': 2}",
                                                 "all prompts"]
     assert "24 s in all, with loading and evaluation, 1 s of training; 2 evaluations" in out
-    assert "[b] on 6 held-out pictures" in out and "kept [bold]\nweights: runs/c[red]\n" in out
+    assert "[b] on 6 held-out images" in out and "kept [bold]\nweights: runs/c[red]\n" in out
     assert "before and after: runs/c[red]/before_after.png; report: runs/c[red]/report.html" in out
     assert "2 updates were skipped, because the gradient was not finite, and 5 were made\n" in out
 

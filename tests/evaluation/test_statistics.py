@@ -157,5 +157,5 @@ def test_nothing_is_said_on_a_few_prompts():
 
 def test_pictures_that_became_alike_are_told():
     assert drift({"a": UP, "b": SAME}, ["a"], DOWN)[1] == (
-        "the pictures of a prompt became more alike: diversity fell by 0.100 (95 %: -0.110 to -0.090)")
+        "the images of a prompt became more alike: diversity fell by 0.100 (95 %: -0.110 to -0.090)")
     assert len(drift({"a": UP, "b": SAME}, ["a"], UP)) == 1

@@ -274,5 +274,5 @@ def test_the_card_has_commit_versions_and_cost(tmp_path):
 
 def test_a_base_without_a_licence_is_other_with_a_line(tmp_path):
     config = validate({"model": "owner/model", "reward": "scene"})
-    assert model_card.metadata(config, {}, "picture", True)["license"] == "other"
+    assert model_card.metadata(config, {}, "image", True)["license"] == "other"
     assert "Of the base model `owner/model`: unknown" in model_card._licence(config, {})

@@ -47,7 +47,7 @@ def test_torchmetrics_with_a_reference():
 
 @pytest.mark.parametrize("name", ["FrechetInceptionDistance", "KernelInceptionDistance", "InceptionScore"])
 def test_torchmetrics_of_sets(name):
-    with pytest.raises(UserError, match="measures sets of pictures"):
+    with pytest.raises(UserError, match="measures sets of images"):
         rewards.find(f"torchmetrics:{name}")
 
 

@@ -103,7 +103,7 @@ IDLE = [
      "text.correction is 'none'", TEXT | {"text.engine": "vllm", "text.correction": "mis"}),
     *((f"rollout.{key}", value, {}, "the pipeline itself draws", {"rollout.engine": "http://127.0.0.1:1"})
       for key, value in (("timeout", 9.0), ("retries", 9), ("folder", "folder"), ("release", True))),
-    ("train.steps", 8, DPO, "no picture is drawn", {"method": "diffusion_dpo"}),
+    ("train.steps", 8, DPO, "no image is sampled", {"method": "diffusion_dpo"}),
     ("train.grid", "stock", DPO, "parts.times Stratified reads no grid",
      DPO | {"method": "diffusion_nft", "parts": {"times": {"type": "GridTimes"}}}),
     ("train.shift", 2.0, {"train.grid": "stock"}, "train.grid is 'stock'", {}),

@@ -186,7 +186,7 @@ def test_published_defaults():
 
 def test_without_recorded_pairs_it_is_refused():
     config = load(None, {"method": "rpo", "train.group": 2})
-    with pytest.raises(UserError, match="pulls to the first picture of recorded pairs, but preferences is not set"):
+    with pytest.raises(UserError, match="pulls to the first image of recorded pairs, but preferences is not set"):
         recorded_pairs.check(loop.setup(config))
     for more in ({"parts.surrogate.similarity": 0}, {"preferences": "pairs.jsonl", "labels": "rewards"}):
         config = load(None, {"method": "rpo", "train.group": 2} | more)

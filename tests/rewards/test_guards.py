@@ -70,7 +70,7 @@ def test_likeness_to_the_base_models_picture(tmp_path):
     metadata = [{"base_image": f"{tmp_path}/base.png"}] * 2 + [{"base_image": f"{tmp_path}/large.png"}, {}]
     found = scored("base_similarity", flat(0.2, 0.7, 0.7, 0.7), metadata=metadata)
     assert found[:3] == pytest.approx([1, 0.5, 0.7], abs=1e-5) and math.isnan(found[3])
-    with pytest.raises(UserError, match="the base model's picture .*gone.png cannot be read"):
+    with pytest.raises(UserError, match="the base model's image .*gone.png cannot be read"):
         scored("base_similarity", flat(0.2), metadata=[{"base_image": f"{tmp_path}/gone.png"}])
 
 
@@ -131,7 +131,7 @@ def test_white_noise_has_no_grid_in_the_mean():
 
 
 def test_pictures_too_small_for_a_grid_are_refused():
-    with pytest.raises(UserError, match=r"got pictures of \[32, 32\] pixels, expected at least 49, three periods"):
+    with pytest.raises(UserError, match=r"got images of \[32, 32\] pixels, expected at least 49, three periods"):
         scored("grid_artefacts", flat(0.5))
     with pytest.raises(UserError, match="period is 1, expected 2 pixels or more"):
         rewards.find("grid_artefacts", {"period": 1})

@@ -212,7 +212,7 @@ def marked(function):
 
 
 def test_a_picture_alone_has_nothing_to_be_compared_with():
-    with pytest.raises(UserError, match="reward 'mine' compares the samples of a group, but here every picture is"):
+    with pytest.raises(UserError, match="reward 'mine' compares the samples of a group, but here every image is"):
         judged(larger, [1, 2], 1)
 
 

@@ -66,7 +66,7 @@ def test_distance_is_a_root_mean_square_of_colours(source):
 def test_mistakes_are_one_line(source, tmp_path):
     with pytest.raises(UserError, match="measure is 'lpips', expected ssim or distance"):
         Preservation(measure="lpips")
-    with pytest.raises(UserError, match="got pictures of 8 x 8 pixels, expected 11 x 11 or more"):
+    with pytest.raises(UserError, match="got images of 8 x 8 pixels, expected 11 x 11 or more"):
         Preservation()(torch.zeros(1, 3, 8, 8), ["p"], [{"image": source[1]}])
     with pytest.raises(UserError, match=r"reward 'preservation': .*no\.png cannot be read as a picture"):
         Preservation()(torch.zeros(1, 3, 16, 16), ["p"], [{"image": str(tmp_path / "no.png")}])

@@ -85,7 +85,7 @@ def test_sharpness_by_hand():
 
 @pytest.mark.parametrize("height, width", [(1, 1), (2, 9), (9, 2)])
 def test_a_picture_without_an_inside_has_no_sharpness(height, width):
-    with pytest.raises(UserError, match=f"got pictures of {width} x {height} pixels, expected 3 x 3 or more"):
+    with pytest.raises(UserError, match=f"got images of {width} x {height} pixels, expected 3 x 3 or more"):
         scored(sharpness, np.zeros((height, width)))
 
 

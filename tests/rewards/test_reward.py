@@ -85,7 +85,7 @@ def test_what_its_names_ask_for_is_what_it_gets():
     assert score(beside, base=PICTURES) == [0] * 4
     assert score(of_latents, latents=torch.full((4, 2), 3.0)) == [3] * 4
     assert score(better, group=2) == (mean > mean.view(2, 2).flip(1).flatten()).float().tolist()
-    with pytest.raises(UserError, match="reward 'it' compares the samples of a group, but here every picture"):
+    with pytest.raises(UserError, match="reward 'it' compares the samples of a group, but here every image"):
         score(of_groups)
 
 

@@ -56,5 +56,5 @@ def of_a_key(images, prompts, metadata):
 def test_only_a_function_that_scores_a_picture_and_no_clip_is_told():
     rules = {name: WATCH for name in ("any", "key", "still")}
     require_clips(compose(rules, None, {"any": any_form, "key": of_a_key, "still": any_form}), "red", {})
-    with pytest.raises(UserError, match=r"'still' judges pictures, .* video .*returned .*: score its frames"):
+    with pytest.raises(UserError, match=r"'still' judges images, .* video .*returned .*: score its frames"):
         require_clips(compose({"still": WATCH}, None, {"still": by_place}), "red", {})

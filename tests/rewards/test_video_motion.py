@@ -127,7 +127,7 @@ def test_what_cannot_be_lifted_is_refused():
     with pytest.raises(UserError, match="frames is 'max' and every 1, expected mean or min and 1 or more"):
         Frames(level, "max")
     for name in ("flow_amount", "diversity"):
-        with pytest.raises(UserError, match=f"'{name}' is no reward of single pictures: choose one that is"):
+        with pytest.raises(UserError, match=f"'{name}' is no reward of single images: choose one that is"):
             rewards.find("frames", {"reward": name})
     with pytest.raises(UserError, match="unknown reward 'sharpnes': did you mean 'sharpness'"):
         rewards.find("frames", {"reward": "sharpnes"})

@@ -190,14 +190,14 @@ def test_kept_scores_are_of_one_base(tmp_path):
 
 def test_a_gradient_is_not_followed_beside_the_base():
     reward = rewards.differentiable(Far())
-    with pytest.raises(UserError, match="compares with the base's picture .*take `base` away"):
+    with pytest.raises(UserError, match="compares with the base's image .*take `base` away"):
         rewards.require_gradient({"far": reward})
 
 
 def test_texts_have_no_noise_to_share():
     rewards.require_base({"far": Far()}, "image")
     rewards.require_base({"near": len}, "text")
-    with pytest.raises(UserError, match="reward 'far' compares with the base's picture from the same noise"):
+    with pytest.raises(UserError, match="reward 'far' compares with the base's image from the same noise"):
         rewards.require_base({"far": Far()}, "text")
 
 

@@ -191,7 +191,7 @@ def tensors(**named: torch.Tensor) -> str:
     (of({"png": png(1, 1, "RGBA")}), "a PNG of the mode RGBA, expected RGB"),
     (of({"png": []}), "frames"),
     (of({"png": [png(1, 1), png(2, 1)]}), "frames of a video to be of one size"),
-    (of({"png": png(1, 1)}, {"png": png(2, 1)}), "pictures or videos of one size"),
+    (of({"png": png(1, 1)}, {"png": png(2, 1)}), "images or videos of one size"),
     (of({"safetensors": "AAAA"}), "not a safetensors file"),
     (of({"safetensors": tensors(a=torch.zeros(1), b=torch.zeros(1))}), "not a safetensors file with one tensor"),
     (of({"safetensors": tensors(output=torch.zeros(1, 4, 4))}), "expected floats 'output'"),

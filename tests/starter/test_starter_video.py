@@ -139,7 +139,7 @@ def test_sample_writes_one_mp4(tmp_path, monkeypatch):
     assert "128x128" in arguments and len(pixels) % size == 0 and len(pixels) > size
     assert f"comment={PROMPTS[0]}\n" in arguments[arguments.index("-metadata") + 1]
     assert [path.name for path in file.parent.iterdir()] == ["x.mp4"] and file.read_bytes() == ffmpeg.BYTES
-    with pytest.raises(UserError, match="x.mp4: .*Pipeline draws pictures: name a folder"):
+    with pytest.raises(UserError, match="x.mp4: .*Pipeline generates images: name a folder"):
         images.sample("starter", None, ["a"], 1, 0, 1, None, file)
 
 

@@ -182,11 +182,11 @@ def test_a_picture_is_shown_on_the_command_line(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("options, told", [
-    ({"steps": 3}, "--steps: is of a denoiser, and the model draws texts"),
-    ({"rlg": [2.0]}, "--rlg: is of a denoiser"), ({"features": "x.py:x"}, "--features: are of pictures"),
+    ({"steps": 3}, "--steps: is of a denoiser, and the model generates texts"),
+    ({"rlg": [2.0]}, "--rlg: is of a denoiser"), ({"features": "x.py:x"}, "--features: are of images"),
     ({"names": ["scene"]}, "'scene' judges image, but what is generated here is text"),
     ({"lora": "x"}, "is a run, which brings its weights"),
-    ({"source": "starter", "temperature": 1.0}, "--temperature: is of a language model, and the model draws pictures")])
+    ({"source": "starter", "temperature": 1.0}, "--temperature: is of a language model, and the model generates")])
 def test_mistakes_are_told_before_anything_is_drawn(world, tmp_path, options, told):
     given = {"source": str(world / "run"), "suite": str(world / "suite.jsonl"), "names": ["numeric_match"]} | options
     with pytest.raises(UserError, match=told):

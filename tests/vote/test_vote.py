@@ -230,7 +230,7 @@ def test_a_page_of_pictures_names_its_columns_and_tasks(tmp_path):
     assert shown["all prompts"] == {"votes": 4, "ties": 1, "b": 3, "share": "1.00 [0.44, 1.00]"}
     assert (shown["few"]["b"], shown["few"]["ties"], shown["many"]["votes"]) == (2, 1, 1)
     (tmp_path / "grid" / "0-base" / "000.png").unlink()
-    with pytest.raises(UserError, match="grid.png has 6 prompts, but 5 and 6 pictures in"):
+    with pytest.raises(UserError, match="grid.png has 6 prompts, but 5 and 6 images in"):
         pairs([file])
 
 
@@ -258,7 +258,7 @@ def test_clips_have_a_video_and_its_fallback(tmp_path, monkeypatch):
 def test_folders_without_a_common_name_or_prompt(tmp_path):
     a, b = folders(tmp_path, 1)
     (tmp_path / "c").mkdir()
-    with pytest.raises(UserError, match=r"no pictures of equal file names \(1 and 0 pictures\)"):
+    with pytest.raises(UserError, match=r"no images of equal file names \(1 and 0 images\)"):
         pairs([a, tmp_path / "c"])
     picture_files.save(b / "0.png", torch.zeros(3, 8, 8), "another\nNegative prompt: \nSteps: 2")
     with pytest.raises(UserError, match="was drawn for 'prompt 0', and .* for 'another'"):
@@ -274,7 +274,7 @@ def test_folders_without_a_common_name_or_prompt(tmp_path):
     (["none"], "none: expected a finished run, the PNG that"), (["a", "b", "c"], "got 3 paths, expected a run"),
     (["a", "none"], "no folder at"), (["a", "b", "--output", "x.json"], "expected a .jsonl file"),
     (["a", "--prompts", "p.txt"], "--prompts: generates pairs with a LoRA: give --lora too"),
-    (["a/0.png"], "names no two folders of pictures"),
+    (["a/0.png"], "names no two folders of images"),
     (["a", "b", "--lora", "x"], "--lora: goes with one run or model, got 2 paths"),
     (["starter", "--lora", "x"], "starter is no run, whose held-out prompts would be drawn: expected --prompts")])
 def test_what_is_no_source_is_told(tmp_path, monkeypatch, capsys, arguments, line):

@@ -172,7 +172,7 @@ class Torchmetrics(Adapted):
         _require_of_one(self.who, self.metric)
         takes = list(inspect.signature(metric.update).parameters)[1:]
         if "real" in takes or not 1 <= len(takes) <= 2:
-            raise UserError(f"{self.who} measures sets of pictures, and a reward scores one: choose another metric")
+            raise UserError(f"{self.who} measures sets of images, and a reward scores one: choose another metric")
         higher = metric.higher_is_better if self.higher_is_better is None else self.higher_is_better
         if higher is None:
             raise UserError(f"{self.who}: torchmetrics does not say whether higher is better: add args: "
@@ -235,7 +235,7 @@ def package(name: str, who: str) -> ModuleType:
 
 def _require_of_one(who: str, metric: str) -> None:
     if metric in OF_SETS:
-        raise UserError(f"{who} measures sets of pictures, and a reward scores one: choose another metric")
+        raise UserError(f"{who} measures sets of images, and a reward scores one: choose another metric")
 
 
 def _near(name: str, known: list[str]) -> str:

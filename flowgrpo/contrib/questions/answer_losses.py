@@ -67,7 +67,7 @@ def questions_of(prompt: Prompt) -> list[Question]:
     if prompt.brings is not None or not questions:
         got = "brings a picture, and is read without it" if prompt.brings is not None else "gives no question"
         raise UserError(f"parts.data SelfAnswers: the prompt {prompt.text[:60]!r} {got}: expected metadata with "
-                        "questions, GenEval's metadata, or a prompt of the starter, and no picture")
+                        "questions, GenEval's metadata, or a prompt of the starter, and no image")
     return questions
 
 

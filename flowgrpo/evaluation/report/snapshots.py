@@ -168,7 +168,7 @@ def _bytes(url: str) -> bytes:
 
 
 def begin(run: Path, epoch: int, device: str | torch.device, processes: int, precision: str,
-          sample: str = "picture", unit: str = "denoiser evaluations") -> None:
+          sample: str = "image", unit: str = "denoiser evaluations") -> None:
     """Record the run's machine, and delete snapshots of an earlier run, or of this one after that epoch.
 
     sample: name of a sample; unit: what evaluations are.

@@ -68,7 +68,7 @@ class Change:
 class Nouns:
     """Names of a sample, and of what evaluations are."""
 
-    sample: str = "picture"
+    sample: str = "image"
     unit: str = "denoiser evaluations"
 
 

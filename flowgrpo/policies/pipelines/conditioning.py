@@ -295,7 +295,7 @@ def join(parts: Sequence[Conditioning]) -> Conditioning:
     """
     first = parts[0]
     if len({frozenset(part.inputs) for part in parts}) > 1:
-        raise UserError("some prompts of a batch bring a reference picture and others do not: give all an `image`, or "
+        raise UserError("some prompts of a batch bring a reference image and others do not: give all an `image`, or "
                         "none; or the same keys of other inputs")
     calls = tuple(
         tuple(_stack([part.calls[c][v] for part in parts]) if per_row else first.calls[c][v]

@@ -50,7 +50,7 @@ class ImageEncoder:
     def _learn(self, row: Conditioning) -> None:
         policy = self.policy
         if self.vae is None:
-            raise UserError(f"{self.key}: {type(policy.pipe).__name__} has no autoencoder (vae) to encode pictures")
+            raise UserError(f"{self.key}: {type(policy.pipe).__name__} has no autoencoder (vae) to encode images")
         self.noise = policy.run(START, row, None, policy.generators([0]))[0].detach()
         height, width = policy.decode(self.noise, row).shape[-2:]
         self.size = height, width
@@ -63,12 +63,12 @@ class ImageEncoder:
         message = f"{self.key}: the pictures of {type(self.policy.pipe).__name__} cannot be encoded"
         if latent.shape[1:] != self.noise.shape[1:]:
             raise UserError(f"{message}: its latents are {list(self.noise.shape[1:])}, and those of its autoencoder "
-                            f"{list(latent.shape[1:])}; use a method that draws its pictures")
+                            f"{list(latent.shape[1:])}; use a method that samples its images")
         latent = latent.to(self.noise.dtype)
         apart = 0.0 if self.known else self._apart(latent, plain, row)
         if apart > WITHIN.get(self.policy.dtype, ROUNDED):
-            raise UserError(f"{message}: it decodes what its autoencoder gives to another picture ({apart:.2g} apart "
-                            "in the mean); use a method that draws its pictures")
+            raise UserError(f"{message}: it decodes what its autoencoder gives to another image ({apart:.2g} apart "
+                            "in the mean); use a method that samples its images")
         return latent
 
     def _packed(self, latent: Tensor) -> Tensor:

@@ -48,8 +48,8 @@ def require(policy: PipelinePolicy, conditioning: Conditioning, segments: bool =
     if again > _most(policy):
         raise UserError(f"two equal runs of {name} differ, by {again:.2%}: look for dropout or a random module")
     raise UserError(f"{name} does not go on from the middle of its loop as the whole loop does, but {apart:.0%} off: "
-                    "it may put a picture back in after every step, under noise of the whole run; for inpainting take "
-                    "a model that reads mask and picture as channels")
+                    "it may put an image back in after every step, under noise of the whole run; for inpainting take "
+                    "a model that reads mask and image as channels")
 
 
 def goes_on(method: Method, explorations: Sequence[RolloutSpec]) -> bool:

@@ -61,7 +61,7 @@ class PictureReader:
         states = torch.cat([state.flatten(2).transpose(1, 2) if state.ndim == 4 else state for state in seen])
         if len(states) != len(x):
             raise UserError(f"parts.data SelfAnswers: {type(policy.pipe).__name__} calls its denoiser for "
-                            f"{len(states)} rows to read {len(x)} pictures, expected one each: use another pipeline")
+                            f"{len(states)} rows to read {len(x)} images, expected one each: use another pipeline")
         return states
 
 

@@ -69,7 +69,7 @@ class Remote:
             parts = wire.parted([len(sample) for sample in samples], pixels, self.info.limits, group, len(self._urls))
         except wire.TooLarge as error:
             raise UserError(f"reward {self.name!r}: {error}: start the server with a larger --max-mb or --max-batch, "
-                            "or make the pictures or groups smaller") from None
+                            "or make the images or groups smaller") from None
 
         def ask(part: range) -> list[float | None | Failed]:
             body = wire.request([samples[row] for row in part], group)

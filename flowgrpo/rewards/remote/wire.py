@@ -239,7 +239,7 @@ def _outputs(samples: list[dict[str, Any]], limits: Limits) -> Tensor | list[str
     import torch
 
     if len({output.shape for output in contents}) > 1:
-        raise ValueError("expected pictures or videos of one size")
+        raise ValueError("expected images or videos of one size")
     outputs = torch.stack(contents)
     return outputs.float() / 255 if kind == "png" else outputs.float()
 

@@ -148,7 +148,7 @@ def detect(image: Tensor | np.ndarray) -> list[Detected]:
 def _pixels(images: Tensor | np.ndarray) -> np.ndarray:
     pixels = torch.as_tensor(images).detach().to("cpu", torch.float32)
     if pixels.shape[1:] != (3, SIZE, SIZE):
-        raise ValueError(f"the scene reward got pictures of shape {list(pixels.shape)}, "
+        raise ValueError(f"the scene reward got images of shape {list(pixels.shape)}, "
                          f"expected [B, 3, {SIZE}, {SIZE}]: resize them first")
     if pixels.numel() and not (pixels.min() >= -0.01 and pixels.max() <= 1.01):
         raise ValueError(f"the scene reward got pixels from {pixels.min():.3g} to {pixels.max():.3g}, "
@@ -289,8 +289,8 @@ def scene_graded(images: Tensor | np.ndarray, prompts: Sequence[str],
     slots = [_slots(prompt) for prompt in prompts]
     pixels = _pixels(images)
     if len(pixels) != len(slots):
-        raise ValueError(f"the scene reward got {len(pixels)} pictures and {len(slots)} prompts, "
-                         "expected one prompt for each picture")
+        raise ValueError(f"the scene reward got {len(pixels)} images and {len(slots)} prompts, "
+                         "expected one prompt for each image")
     return [_grade(_read_once(picture.tobytes()), slot) for picture, slot in zip(pixels, slots)]
 
 

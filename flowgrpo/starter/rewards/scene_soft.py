@@ -97,7 +97,7 @@ def scene_soft(images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[s
     `scenes.parse`.
     """
     if images.shape[1:] != (3, SIZE, SIZE) or len(images) != len(prompts):
-        raise ValueError(f"the reward scene_soft got pictures of shape {list(images.shape)} and {len(prompts)} "
+        raise ValueError(f"the reward scene_soft got images of shape {list(images.shape)} and {len(prompts)} "
                          f"prompts, expected [B, 3, {SIZE}, {SIZE}] and B prompts")
     if not len(images):
         return images.new_zeros(0)

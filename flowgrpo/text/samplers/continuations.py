@@ -26,7 +26,7 @@ def continued(policy: CausalModel, tokenized: TokenizedPrompts, prefixes: Sequen
     Raises UserError for prompts with images.
     """
     if type(tokenized) is not TokenizedPrompts:
-        raise UserError("the method continues completions from the middle, for which prompts with pictures are not "
+        raise UserError("the method continues completions from the middle, for which prompts with images are not "
                         "made: use another method")
     begun = [torch.cat(both) for both in zip(tokenized.ids, prefixes)]
     sampled = torch.zeros(len(begun), dtype=torch.bool)

@@ -51,7 +51,7 @@ class PrunedDraws:
         most = policy.text.max_tokens
         if type(tokenized) is not TokenizedPrompts:
             raise UserError("parts.draws PrunedDraws continues completions from the middle, for which prompts with "
-                            "pictures are not made: use another")
+                            "images are not made: use another")
         if self.tokens >= most:
             raise UserError(f"text.max_tokens is {most}, and parts.draws.tokens is {self.tokens}, after which samples "
                             "are stopped: set it below")

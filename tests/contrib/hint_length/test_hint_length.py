@@ -171,7 +171,7 @@ def test_noise_is_of_its_deviation_and_the_same_again(tmp_path):
 
 
 def test_noise_is_refused_for_what_reads_no_picture():
-    with pytest.raises(UserError, match="parts.redraw.noise is about pictures that language models read"):
+    with pytest.raises(UserError, match="parts.redraw.noise is about images that language models read"):
         resolve(tiny_runs.config("flow", "flow_grpo", {"redraw": {"type": "HintLength", "noise": 0.1}}), "flow")
 
 

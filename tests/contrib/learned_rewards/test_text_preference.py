@@ -82,7 +82,7 @@ def test_texts_of_other_prompts_share_no_batch():
 
 @pytest.mark.parametrize("options, told", [
     (["--model", "starter_text", "--margins", "1"], "--margins: no training pair has a margin"),
-    (["--frozen"], "no picture at"),
+    (["--frozen"], "no image at"),
     (["--model", "starter_text", "--clip", "x", "--pretrained", "y"], "expected a language model (model) without clip"),
     (["--model", "nowhere/at/all"], "expected starter_text, or a folder or hub id of a language model")])
 def test_mistakes_are_one_line(tmp_path, capsys, options, told):

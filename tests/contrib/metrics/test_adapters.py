@@ -165,7 +165,7 @@ def test_licences_are_stated(packages, name, licence):
 @pytest.mark.parametrize("name, said", [
     ("imscore:pick", "imscore has no scorer 'pick': did you mean 'pickscore'?"),
     ("pyiqa:brigt", "pyiqa has no metric 'brigt': did you mean 'bright'?"),
-    ("pyiqa:fid", "measures sets of pictures"), ("torchmetrics:FrechetInceptionDistance", "measures sets of pictures"),
+    ("pyiqa:fid", "measures sets of images"), ("torchmetrics:FrechetInceptionDistance", "measures sets of images"),
     ("torchmetrics:Brigt", "torchmetrics has no image metric 'Brigt': did you mean 'Bright'?"),
     ("torchmetrics:Unsaid", "does not say whether higher is better: add args: {higher_is_better: true} or false"),
     ("pyiqa:", "unknown reward 'pyiqa:'")])

@@ -267,9 +267,9 @@ def test_the_summary_in_words(tmp_path):
     told = [each["text"] for each in report.data(run)["sentences"]]
     assert told[0] == ("starter was aligned to scene (weight 2) with mix_grpo: 4 of 4 epochs, 40 denoiser evaluations, "
                        "6 s of training.")
-    assert told[1] == ("scene, trained on, rose from 0.125 to 0.875 on 24 held-out pictures (+0.750, 95 %: +0.646 to "
+    assert told[1] == ("scene, trained on, rose from 0.125 to 0.875 on 24 held-out images (+0.750, 95 %: +0.646 to "
                        "+0.854).")
-    assert told[2] == ("piqe, eval-only, fell from 0.500 to 0.250 on 25 held-out pictures (-0.250, 95 %: -0.250 to "
+    assert told[2] == ("piqe, eval-only, fell from 0.500 to 0.250 on 25 held-out images (-0.250, 95 %: -0.250 to "
                        "-0.250).")
     assert told[3].startswith("Possible reward hacking")
     assert "was 2.0e-08 (at most 1.0e-06 is right)" in told[4]

@@ -86,7 +86,7 @@ def test_a_pipeline_with_other_latents_is_refused(tmp_path):
     """Flux.2 folds and normalises its latents in a way of its own."""
     policy = policy_of(images.flux2())
     path, _ = saved(tmp_path / "a.png")
-    with pytest.raises(UserError, match="Flux2Pipeline cannot be encoded: .*use a method that draws its pictures"):
+    with pytest.raises(UserError, match="Flux2Pipeline cannot be encoded: .*use a method that samples its images"):
         ImageEncoder(policy)(path, policy.encode(["red"]))
 
 
@@ -96,5 +96,5 @@ def test_a_wrong_scale_is_found_out(tmp_path):
     path, _ = saved(tmp_path / "a.png")
     row, latents = policy.encode(["red"]), ImageEncoder(policy)
     latents.vae = images.sd3(seed=1).vae
-    with pytest.raises(UserError, match="it decodes what its autoencoder gives to another picture"):
+    with pytest.raises(UserError, match="it decodes what its autoencoder gives to another image"):
         latents(path, row)

@@ -17,7 +17,7 @@ from tests.helpers import tiny
 
 PROMPTS = [Prompt("red"), Prompt("sky")]
 FOUR = "StableDiffusionInpaintPipeline (4 channels)"
-TOLD = "Pipeline does not go on from the middle of its loop as the whole loop does, but .*% off: it may put a picture"
+TOLD = "Pipeline does not go on from the middle of its loop as the whole loop does, but .*% off: it may put an image"
 
 
 def policy(name: str, dtype: torch.dtype = torch.float32) -> PipelinePolicy:

@@ -135,7 +135,7 @@ def test_mistakes_with_pictures_are_told(files):
     bare.given.clear()
     with pytest.raises(UserError, match="some prompts of a batch bring an `image` and others do not"):
         bare.encode(["a", "b"], images=[files[0], None])
-    with pytest.raises(UserError, match="bring a reference picture and others do not"):
+    with pytest.raises(UserError, match="bring a reference image and others do not"):
         join([bare.encode(["a"]), bare.encode(["a"], images=files[:1])])
 
 

@@ -345,7 +345,7 @@ def test_wrong_calls_are_errors_of_one_line():
     picture = RING_STAR[None]
     for images, prompts, message in [
         (picture, ["a photo of a dog"], "cannot read the prompt 'a photo of a dog'"),
-        (picture, ["a ring", "a star"], "got 1 pictures and 2 prompts"),
+        (picture, ["a ring", "a star"], "got 1 images and 2 prompts"),
         (picture[:, :, :32], ["a ring"], "expected [B, 3, 64, 64]"),
         (picture[0], ["a ring"], "expected [B, 3, 64, 64]"),
         (picture * 255, ["a ring"], "expected [0, 1]"),

@@ -113,6 +113,6 @@ def test_it_is_a_reward_like_others():
     picture = drawn([parse("a red star")], np.random.default_rng(0))
     found = score({"soft": reward}, picture, ["a red star"], [{}])
     assert found.shape == (1, 1) and found[0, 0].item() == pytest.approx(scene_soft(picture, ["a red star"]).item())
-    with pytest.raises(ValueError, match="got pictures of shape"):
+    with pytest.raises(ValueError, match="got images of shape"):
         scene_soft(torch.ones(1, 3, 32, 32), ["a star"])
     assert scene_soft(torch.ones(0, 3, 64, 64), []).shape == (0,)

@@ -404,7 +404,7 @@ def test_a_file_of_demonstrations(tmp_path):
                                          Demonstration("1+2=", text="3", reward=0.1)]
     for line, told in (('{"prompt": "red"}', "line 1: expected either 'picture' or 'text'"),
                        ('{"prompt": "red", "text": "a", "picture": "a.png"}', "expected either"),
-                       ('{"prompt": "red", "picture": "c.png"}', "no picture at"),
+                       ('{"prompt": "red", "picture": "c.png"}', "no image at"),
                        ('{"prompt": "", "text": "a"}', "expected a text under 'prompt', got ''"),
                        ('{"prompt": "a", "text": "a", "reward": "high"}', "expected a number under 'reward'"),
                        ('{"prompt": "a", "txt": "a"}', "unknown key 'txt': did you mean 'text'"),
