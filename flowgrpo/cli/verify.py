@@ -28,7 +28,7 @@ def verify(
     precision: Annotated[str, typer.Option(help="Precisions of the pipeline, joined by commas: bf16,fp32.")] = "bf16",
     lora: Annotated[str | None, typer.Option(help="A LoRA, compared too: a run's folder or a file that the engine can "
                                              f"read; {RANDOM}: one of rank 4.")] = None,
-    prompt: Annotated[list[str] | None, typer.Option(show_default=False, help="Text to draw; may be given several "
+    prompt: Annotated[list[str] | None, typer.Option(show_default=False, help="Prompt to sample; may be given several "
                                                      "times. Without: two.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Samples of each prompt.")] = 2,
     kernel: Annotated[Literal["sde", "cps"], typer.Option(help="Noise of the steps: FlowSDE or CPS.")] = "sde",

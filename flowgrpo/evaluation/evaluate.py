@@ -138,7 +138,7 @@ def _require_fitting(medium: Medium, of_pictures: dict[str, Any], of_texts: dict
 def _require_distance(plan: Plan, distance: Sequence[str], features: str | Callable, images: int) -> None:
     """Raise UserError for a distance without two sets of images, or with too few. images: of each set."""
     if plan.medium is draw.TEXTS:
-        raise UserError("--distance: is of images, and the model writes texts: leave it out")
+        raise UserError("--distance: is of images, and the model writes completions: leave it out")
     if plan.arms.keys() != {BASE, TUNED}:
         raise UserError("--distance: is of the tuned images to the base's: add --base")
     side = (plan.config or Config()).picture

@@ -34,19 +34,19 @@ def kilobytes(images: Tensor) -> list[float]:
 
 @described(About(modality="image", range=(None, 0), needs="", licence="Apache-2.0"))
 def jpeg_compressibility(images: Tensor, prompts: Sequence[str]) -> list[float]:
-    """Minus the size of a picture as a JPEG of quality 95, in kilobytes (DDPO)."""
+    """Minus the size of an image as a JPEG of quality 95, in kilobytes (DDPO)."""
     return [-size for size in kilobytes(images)]
 
 
 @described(About(modality="image", range=(0, None), needs="", licence="Apache-2.0"))
 def jpeg_incompressibility(images: Tensor, prompts: Sequence[str]) -> list[float]:
-    """Size of a picture as a JPEG of quality 95, in kilobytes (DDPO)."""
+    """Size of an image as a JPEG of quality 95, in kilobytes (DDPO)."""
     return kilobytes(images)
 
 
 @described(About(modality="image", range=(0, None), needs="", licence="Apache-2.0"))
 def sharpness(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Variance of the Laplacian of a picture's luminance, in [0, 1], without its outermost pixels."""
+    """Variance of the Laplacian of an image's luminance, in [0, 1], without its outermost pixels."""
     light = grey(images)
     if min(light.shape[-2:]) < 3:
         raise UserError(f"reward 'sharpness': got images of {light.shape[-1]} x {light.shape[-2]} pixels, expected "

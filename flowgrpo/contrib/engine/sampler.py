@@ -135,7 +135,7 @@ def require_grid(sigmas: Tensor, grid: Tensor) -> None:
         at = int((sigmas.double() - grid.double()).abs().argmax()) if sigmas.shape == grid.shape else 0
         raise EngineError("wrong sigma", f"the engine samples on other sigmas than the pipeline: {sigmas[at]:.6g} at "
                           f"step {at}, expected {grid[at]:.6g}: compare the scheduler's shift (--flow-shift of the "
-                          "server) and the size of the picture")
+                          "server) and the size of the image")
 
 
 def require_shape(policy: PipelinePolicy, conditioning: Conditioning, states: Tensor, spec: RolloutSpec) -> None:

@@ -106,7 +106,7 @@ def specified(policy: PipelinePolicy, conditioning: Conditioning, asked: Asked) 
     """Return the rollout on the pipeline's own sigmas, with noise in all steps but the last."""
     if policy.process != "flow":
         raise UserError("flowgrpo verify: got a pipeline that predicts noise or v, expected a flow: a stock engine "
-                        "draws no noise for others")
+                        "samples no noise for others")
     grid = policy.stock_grid(conditioning, asked.steps)
     try:
         kernel = KERNELS[asked.kind](asked.level)

@@ -63,7 +63,7 @@ class HintLength:
     def require_config(self, config: Config, of_text: bool) -> None:
         """Raise UserError for noise on pictures that no language model reads."""
         if self.noise and not of_text:
-            raise UserError("parts.redraw.noise is about pictures that language models read, and a pipeline reads its "
+            raise UserError("parts.redraw.noise is about images that language models read, and a pipeline reads its "
                             "own: leave it out")
 
     def begin(self, prompts: Sequence[Prompt], drawn: EpochBatch) -> list[Prompt]:

@@ -206,7 +206,7 @@ class Torchmetrics(Adapted):
         else:
             value = metric(image) if reference is None else metric(image, reference)
         if not isinstance(value, Tensor) or value.numel() != 1:
-            raise UserError(f"{self.who} has several values for a picture: choose options that leave one")
+            raise UserError(f"{self.who} has several values for an image: choose options that leave one")
         return value.reshape(())
 
 

@@ -23,7 +23,7 @@ WINDOW = 7 / 6  # standard deviation of the 7 x 7 Gaussian, in pixels
 
 @described(About(modality="image", range=(0, 1), needs="", licence="Apache-2.0"))
 def piqe(images: Tensor, prompts: Sequence[str]) -> list[float]:
-    """Quality of a picture, 1 - PIQE / 100 within [0, 1]: 1 without noise and blocks, 0 without any structure."""
+    """Quality of an image, 1 - PIQE / 100 within [0, 1]: 1 without noise and blocks, 0 without any structure."""
     return [min(max(1 - distortion(np.round(255 * light)) / 100, 0.0), 1.0) for light in grey(images).numpy()]
 
 

@@ -114,7 +114,7 @@ class StepSize(Extension):
     def _require_floor(self, name: str) -> None:
         floor, target = required(self.calibration.floor), self.calibration.target
         if floor > target:
-            raise UserError(f"train.lr is auto, but rounding alone gives a {name} of {floor:.2g}, expected less than "
+            raise UserError(f"train.lr is auto, but only rounding gives a {name} of {floor:.2g}, expected less than "
                             f"the target {target:.2g}: set precision: fp32, or train.lr to a number")
 
     def _tell(self, name: str) -> None:

@@ -179,5 +179,5 @@ def test_what_a_class_does_not_say_is_said_by_the_user(packages):
 
 
 def test_several_values_for_a_picture_are_told(packages):
-    with pytest.raises(UserError, match="'torchmetrics:Two' has several values for a picture"):
+    with pytest.raises(UserError, match="'torchmetrics:Two' has several values for an image"):
         scored("torchmetrics:Two")
