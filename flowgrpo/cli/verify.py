@@ -23,7 +23,7 @@ def verify(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="The pipeline that it serves: a local directory or a "
                                          "hub id.")],
     arguments: Annotated[list[str] | None, typer.Argument(
-        metavar="--KEY=VALUE", show_default=False, help="Keys of the configuration: --picture.height=512, "
+        metavar="--KEY=VALUE", show_default=False, help="Keys of the configuration: "
         "--train.steps=10, --train.guidance=4.5, --device=cuda, --memory.vae=sliced.")] = None,
     precision: Annotated[str, typer.Option(help="Precisions of the pipeline, joined by commas: bf16,fp32.")] = "bf16",
     lora: Annotated[str | None, typer.Option(help="A LoRA, compared too: a run's folder or a file that the engine can "
