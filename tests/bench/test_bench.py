@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flowgrpo.cli import main
 
-ARGUMENTS = ["--model", "starter_text", "--methods", "grpo,rloo", "--evaluations", "40000", "--seeds", "1",
+ARGUMENTS = ["--model", "starter_text", "--methods", "grpo,rloo", "--evaluations", "60000", "--seeds", "1",
              "--points", "1", "--prompts", "8", "--jobs", "1"]
 
 

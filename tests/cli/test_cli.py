@@ -78,7 +78,7 @@ def test_options_are_parted_from_the_recipe(arguments, expected):
     (["--resum"], "unknown option --resum: did you mean '--resume'?"),
     (["--selct-best=scene"], "unknown option --selct-best: did you mean '--select-best'?"),
     (["--promts=a.txt"], "unknown option --promts: did you mean '--prompts'?"),
-    (["--train=1"], "unknown option --train; there are: train.epochs"),
+    (["--train=1"], "unknown option --train; there are: train.lr"),
     (["-q"], "unknown option -q; there are: name, model"),
     (["--train.lr"], "option --train.lr needs a value: --train.lr=VALUE"),
     (["--train.lr", "--resume"], "option --train.lr needs a value: --train.lr=VALUE"),
