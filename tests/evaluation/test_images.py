@@ -17,10 +17,13 @@ from flowgrpo.config import validate
 from flowgrpo.config.sections import Adapter
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import best_of, checkpoints, columns, images, lora_fit
 from flowgrpo.evaluation.pages import grid
 from flowgrpo.evaluation.pages.clips import as_image
+from flowgrpo.evaluation.plan import Arm
+from flowgrpo.evaluation.sampler import Pipelines
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE
@@ -334,8 +337,9 @@ def test_every_command_draws_with_the_memory_of_the_run(tmp_path, model):
     prompt, seed_of = splits.resolve(config)[1][0], seeder(0, 0)
     asked = {"num_inference_steps": 2, "guidance": 1.5, **tiny.CALL}
     expected = images.draw_one(pipe, prompt, seed_of(0, 0), asked)
-    page = columns._drawn(config, low, [columns.Column("tuned", low, 0, asked)], [prompt])
-    assert torch.equal(page[0][0], expected)
+    sampler = Pipelines(config.model, config, drawing(config.precision, "cpu"), "cpu")
+    [page] = sampler.draw(Arm(low, asked, None), [prompt], [seed_of(0, 0)])
+    assert torch.equal(page, expected)
     [other] = drawn(tmp_path / "f", model, full, [prompt.text], seed=0)
     [ours] = drawn(tmp_path / "l", model, low, [prompt.text], seed=0)
     assert np.abs(ours - np.asarray(grid._picture(expected, 16))).max() <= 1 < np.abs(ours - other).max()
