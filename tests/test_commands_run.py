@@ -182,7 +182,7 @@ PROMISED = {
 # Lines that do not run to their end without a network, or within seconds: the reason, and the error in which they end.
 LOADS = "weights of the hub"
 CANNOT = {
-    "reward serve pickscore|reward label samples_a|train .*--reward=pickscore": (
+    "reward serve pickscore|reward label samples_a|train sd15_short|train .*--reward=pickscore": (
         LOADS, "PickScore_v1 cannot be loaded"),
     "train configs/(sdxl_24gb|wan22).yaml|eval RUN --epoch": (LOADS, "HPS_v2.1_compressed.pt cannot be loaded"),
     "prompts encode configs/wan22.yaml": (LOADS, "cannot load the model 'Wan-AI/Wan2.2-T2V-A14B-Diffusers'"),

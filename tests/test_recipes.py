@@ -248,7 +248,7 @@ def test_it_says_what_an_epoch_and_the_run_take_on_a_gpu(name):
     """Numbers of `scripts/recipe_table.py`, which agree with its keys and with each other; the GPU has the memory."""
     text, train = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8"), load(FOLDER / f"{name}.yaml").train
     count = 8 if name.endswith("_8x80") else "One"
-    line = re.search(rf"^# {count} (\w+) \((\d+) GB\): ([\d,]+) (?:pictures|clips) an epoch in ([\d,]+) s, "
+    line = re.search(rf"^# {count} (\w+) \((\d+) GB\): ([\d,]+) (?:images|clips) an epoch in ([\d,]+) s, "
                      r"(\d+) epochs in ([\d,.]+) h, peak ([\d.]+) GiB \(computed\)$", text, re.M)
     gpu = line[1]
     memory, count, seconds, epochs, hours = (float(each.replace(",", "")) for each in line.groups()[1:6])
@@ -286,6 +286,6 @@ def test_it_trains_on_a_set_and_measures_two_rewards_that_it_does_not_train_on(n
     used = [{rule.args.get("reward", rule.use or label) for label, rule in rules.items()}
             for rules in (config.trained, config.watched)]
     text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
-    said = re.search(r"^# Trained on: (.*)\. Only measured: (.*)\.$", text, re.M)
+    said = re.search(r"^# Trained on: (.*)\. Eval-only: (.*)\.$", text, re.M)
     assert [set(names.split(", ")) for names in said.groups()] == used
     assert len(used[1]) == 2 and not used[0] & used[1] and all(locate(reward) for reward in used[1])
