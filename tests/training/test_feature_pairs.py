@@ -31,8 +31,8 @@ REFUSED: dict[str, dict[str, str]] = {
         "group_replay": "edits learned_noise one_pass",
         "supervised": "edits",
         "supervised_apart": "edits",
-        "edits": "learned_noise progress previews reference_credit one_pass",
-        "learned_noise": "progress reference_credit one_pass",
+        "edits": "learned_noise progress previews reference_credit one_pass step_size",
+        "learned_noise": "progress reference_credit one_pass step_size",
         "base_pictures": "progress",
         "inner_epochs_ema": "one_pass"},
     "text": {
@@ -40,6 +40,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "phases_of_lengths": "staleness over_provision group_replay",
         "staleness": "extrapolate dynamic_sampling hints expansion self_teacher group_replay",
         "over_provision": "extrapolate dynamic_sampling hints expansion self_teacher group_replay quality_head",
+        "expansion": "step_size",
         "critic": "quality_head entropy_credit",
         "outcome_critic": "quality_head entropy_credit",
         "limited_cost": "drift_credit norms"}}
