@@ -61,11 +61,11 @@ def tried(arguments: list[str], folder: Path, patience: float = 60) -> Outcome:
     """Run the command line in the folder; after so many seconds it is killed, with exit code 124."""
     began = time.monotonic()
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-m", "flowgrpo", *arguments], cwd=folder, text=True,
+    process = subprocess.Popen([sys.executable, "-m", "flowgrpo", *arguments], cwd=folder,
                                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                                env=environment, preexec_fn=limited)
     try:
-        errors = process.communicate(timeout=patience)[1]
+        errors = process.communicate(timeout=patience)[1].decode()  # as text, each \r of a bar would begin a line
     except subprocess.TimeoutExpired:
         process.kill()
         return Outcome(124, time.monotonic() - began, ["no end"])
