@@ -143,7 +143,7 @@ LORAS: dict[str, list[str]] = {f"LoRA, {name}": [*DRAWN, "--steps", "2", "--lora
 LORAS |= {
     "run of NaN, sample": [*DRAWN, "--lora", "runs/of_nan"],
     "run of NaN, export": ["export", "runs/of_nan"],
-    "run of NaN, grid": ["grid", "runs/of_nan"],
+    "run of NaN, grid": ["compare", "grid", "runs/of_nan"],
     "run of NaN, init": size("--adapter.init=runs/of_nan", "--adapter.rank=32"),
     "checkpoint of NaN, resume": size("--resume", "--name=state_of_nan", "--train.epochs=2"),
     "checkpoint of NaN, sample": [*DRAWN, "--lora", "runs/state_of_nan/checkpoints/epoch-00001"],
