@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import re
@@ -9,7 +10,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -87,7 +88,13 @@ def reading() -> list[Path]:
 
 def packaged(group: str) -> dict[str, EntryPoint]:
     """Return the entry points of a group that installed packages declare, by name; imports none of them."""
-    return {point.name: point for point in entry_points(group=group)}
+    return {point.name: point for point in _entry_points(tuple(sys.path)).select(group=group)}
+
+
+@functools.cache
+def _entry_points(path: tuple[str, ...]) -> EntryPoints:
+    """Return all entry points, read once for each `sys.path`: a reading opens a file of every installed package."""
+    return entry_points()
 
 
 def guarded(what: str, call: Callable[..., T], /, *arguments: Any, error_type: type[UserError] = UserError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from typing import Annotated, Any
@@ -96,6 +97,12 @@ def _flowgrpo(
     require_versions()
 
 
+@functools.cache
+def program() -> Any:
+    """Return all commands as one click command. They are built once: it reads the types of every option."""
+    return typer.main.get_command(app)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code: 0; 2 after a user or file error; 130 after an interrupt, or 128
     and the number of a second signal.
@@ -114,7 +121,7 @@ def _run(arguments: list[str] | None) -> int:
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")  # else its import prints notes about optional packages
     silence()
     try:
-        return app(arguments, prog_name="flowgrpo", standalone_mode=False) or 0
+        return program()(arguments, prog_name="flowgrpo", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except UserError as error:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-import typer
+import flowgrpo.cli  # noqa: F401: declares all commands
+from flowgrpo.cli.root import program
 
-from flowgrpo.cli import app
 
-
+@functools.cache
 def commands() -> dict[str, Any]:
     """Every group and command by its words, such as `reward` and `reward train`."""
     found: dict[str, Any] = {}
-    for name, command in typer.main.get_command(app).commands.items():
+    for name, command in program().commands.items():
         found[name] = command
         found |= {f"{name} {inner}": each for inner, each in getattr(command, "commands", {}).items()}
     return found
