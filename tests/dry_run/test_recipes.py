@@ -26,7 +26,7 @@ SHALLOW = {
     "UNet2DConditionModel": {"layers_per_block": 1, "transformer_layers_per_block": 1},
     "T5EncoderModel": {"num_layers": 2}, "UMT5EncoderModel": {"num_layers": 2}, "CLIPTextModel": TEXT,
     "CLIPTextModelWithProjection": TEXT, "LlamaModel": {"num_hidden_layers": 3}, "Gemma2Model": TEXT,
-    "Qwen3Model": TEXT}
+    "Qwen3Model": TEXT, "Qwen2_5_VLTextModel": {"num_hidden_layers": 4}}
 SMALL = {"train.prompts": "2", "picture.height": "128", "picture.width": "128"}
 CLIPS = {"picture.frames": "5", "memory.vae": "whole"}
 RECIPES = {file.stem: load(file) for file in sorted(CONFIGS.glob("*.yaml")) if load(file).model in published.MODELS}
@@ -36,8 +36,14 @@ def settings_of_memory(name: str) -> int:
     return len(RECIPES[name].memory.model_dump(exclude_defaults=True))
 
 
-# One of each model and method, the one with the most settings of memory: the others repeat what it runs.
-RUN = {(RECIPES[name].model, RECIPES[name].method): name for name in sorted(RECIPES, key=settings_of_memory)}
+def classes(name: str) -> tuple[str, ...]:
+    """Return the classes of a recipe's pipeline and of its parts."""
+    model = published.MODELS[RECIPES[name].model]
+    return model.pipeline, *sorted(kind for kind, _ in model.parts.values())
+
+
+# One recipe of each pipeline, the one with the most settings of memory: the others repeat what it runs.
+RUN = {classes(name): name for name in sorted(RECIPES, key=settings_of_memory)}
 
 
 def shallow(model: published.Published) -> published.Published:
