@@ -42,7 +42,8 @@ SETTINGS = {"reward": "random", "train.prompts": "1", "train.updates": "1", "tra
             "tracker": "none", "eval.rewards": "[]", "memory.encoders": "keep", "train.checkpointing": "false",
             "precision": "bf16"}
 SMALL = {"layers": 1, "heads": 1, "width": 32}
-TINY = {"picture": "{height: 32, width: 32}", "train.group": "2", "train.micro_batch": "2", "adapter.rank": "2"}
+TINY = {"picture": "{height: 32, width: 32, call: {max_sequence_length: 16}}",
+        "train.group": "2", "train.micro_batch": "2", "adapter.rank": "2"}
 SWEEP = (4, 8, 16, 32)  # rows in a call
 
 
@@ -106,7 +107,7 @@ class Bench:
         picture, guidance = self.config.picture, self.config.train.guidance
         with torch.no_grad():
             self.pipe(PROMPTS[:1] * self.rows, height=picture.height, width=picture.width, guidance_scale=guidance,
-                      num_inference_steps=steps, output_type="latent", return_dict=False)
+                      num_inference_steps=steps, output_type="latent", return_dict=False, **picture.call)
 
     def _forward(self) -> None:
         args, kwargs = self.call

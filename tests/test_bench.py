@@ -49,6 +49,9 @@ def bench(request):
     return made, [*made.stock()], [*made.epoch()]
 
 
+of_sd3 = pytest.mark.parametrize("bench", ["sd35_medium"], indirect=True)  # nothing there depends on the model
+
+
 def test_the_model_alone_and_as_a_policy_are_measured(bench):
     made, (call, stock), (rollout, decode, update, ratio) = bench
     assert call["seconds"] == made.bare > 0 and call["ms per row"] == pytest.approx(1e3 * made.bare / 2)
@@ -60,6 +63,7 @@ def test_the_model_alone_and_as_a_policy_are_measured(bench):
     assert 0 <= ratio["value"] < 0.02 and made.trainer.optimization.update == 3  # warm-up and two repetitions
 
 
+@of_sd3
 def test_variants_of_the_arithmetic_leave_the_first(bench):
     made = bench[0]
     own, casts = made.variants()
@@ -79,6 +83,7 @@ def test_rows_and_checkpointing_are_swept(bench):
     assert not made.pipe.transformer.gradient_checkpointing
 
 
+@of_sd3
 def test_previews_and_what_needs_a_gpu(bench):
     made = bench[0]
     assert [line["precision"] for line in made.previews()] == ["full", "int8"]
@@ -86,6 +91,7 @@ def test_previews_and_what_needs_a_gpu(bench):
     assert [*made.synchronisations()] == [{"phase": "none without a GPU"}]
 
 
+@of_sd3
 def test_compiled_blocks_are_measured_apart_from_their_first_call(bench):
     made = bench[0]
     with torch.compiler.set_stance("force_eager"):  # compiling takes seconds
