@@ -123,6 +123,7 @@ def test_the_core_imports_nothing_that_stands_above_it():
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.fast
 def test_the_core_imports_text_only_where_it_is_needed():
     """A module outside `text` and above imports it inside a function, so that an image run loads none of it."""
     wrong = [f"{module} imports {other}" for module, file in MODULES.items() for other in sorted(at_import(file))
@@ -178,6 +179,7 @@ def above(counts: dict[str, int], limit: int) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count > limit}
 
 
+@pytest.mark.fast
 def test_classes_have_few_attributes():
     classes = {f"{name}.{node.name}": len(attributes(node)) for name, file in MODULES.items()
                for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.ClassDef)}

@@ -221,6 +221,7 @@ def test_the_lora_makes_the_difference_that_was_measured(whole_run):
 
 # --- gradients -------------------------------------------------------------------------------------------------------
 
+@pytest.mark.fast
 @pytest.mark.parametrize("method", ["mix_grpo", "flow_grpo", "mix_grpo+grpo_guard"])
 def test_the_gradient_does_not_depend_on_the_micro_batch(method):
     found = []
@@ -681,6 +682,7 @@ def test_a_run_outside_of_the_main_thread(tmp_path):
         assert pool.submit(align, tiny.config(tmp_path)).result()["updates"] == 2
 
 
+@pytest.mark.fast
 def test_the_same_seed_gives_the_same_run(tmp_path):
     files = []
     for name in ("a", "b"):

@@ -55,6 +55,7 @@ def outputs_logger(seen):
     return hook
 
 
+@pytest.mark.fast
 def test_the_ddpo_script_runs(tmp_path, monkeypatch):
     from transformers import HfArgumentParser
 

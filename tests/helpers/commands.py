@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import flowgrpo.cli  # noqa: F401: declares all commands
+import flowgrpo.cli  # noqa: F401 (declares all commands)
 from flowgrpo.cli.root import program
 
 

@@ -90,6 +90,7 @@ def test_the_gradient_of_resizing_is_that_of_its_unrounded_form():
     torch.testing.assert_close(leaf.grad, plain.grad)
 
 
+@pytest.mark.fast
 def test_refl_raises_a_tiny_pick_score(made):
     trainer = pipelines.trainer(rewards={"own": made["pick"]}, method="refl", reward="own", train__epochs=6,
                                 train__lr=2e-2)

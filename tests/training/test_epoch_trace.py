@@ -27,6 +27,7 @@ MOST = {("starter", "mix_grpo"): (44, 42, 600),
         ("starter_text", None): (34, 30, 289)}
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("recipe, method", MOST)
 def test_an_epoch_enters_no_more_files_and_classes_than_listed(recipe, method):
     with one_thread():

@@ -12,6 +12,7 @@ import pytest
 from flowgrpo.errors import UserError
 from tests.helpers import features
 
+
 def epochs(*names: str) -> int:
     """Return 2 epochs: phases begin at the second. Weights are extrapolated after the third."""
     return 3 if "extrapolate" in names else 2

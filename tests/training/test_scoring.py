@@ -18,6 +18,7 @@ def test_the_diversity_of_groups():
     assert diversity(["a", "a", "b", "a", "b", "c"], 3) == [0.5, 1.0]
 
 
+@pytest.mark.fast
 def test_a_learning_rate_of_1000_is_a_collapse_in_one_line(tmp_path, capsys):
     config = tiny.config(tmp_path, train__epochs=5, train__lr=1000.0)
     run(config, pipe=tiny.sd3(), functions={"red": tiny.red}, prompts=[Prompt(text) for text in tiny.PROMPTS])
