@@ -16,7 +16,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import bench_results
 from pydantic.fields import FieldInfo
 
 from flowgrpo import config, methods
@@ -28,7 +27,6 @@ from flowgrpo.methods import registry
 
 ROOT = Path(__file__).parent.parent
 CONFIGURATION, METHODS = ROOT / "docs" / "configuration.md", ROOT / "docs" / "methods"
-BENCH = ROOT / "docs" / "bench_results.json"
 HEAD = """# Configuration
 
 A recipe is a YAML file that states differences from these defaults, sections as nested keys:
@@ -40,9 +38,9 @@ train: {lr: 1e-4, group: 16}
 
 On the command line a key is dotted, `--train.lr=1e-4`; `--KEY=VALUE` overrides the recipe. Paths (of prompts, rewards,
 models, `output`) are relative to the working directory, not to the recipe. An unknown key, a wrong type and a number
-out of range are errors that name the key. In brackets are the default and the type. Every run writes its resolved
-configuration to `config.yaml`, which is a recipe itself. `parts` changes fields of the method's parts, such as
-`parts: {plan: {size: 2}}`: see [parts](reference/parts.md).
+out of range are errors that name the key. In brackets are the default and, where the default does not show it, the
+type. Every run writes its resolved configuration to `config.yaml`, which is a recipe itself. `parts` changes fields of
+the method's parts, such as `parts: {plan: {size: 2}}`: see [parts](reference/parts.md).
 
 A recipe can extend another one: a packaged one by its name, or a file relative to its own.
 
@@ -58,6 +56,9 @@ extend another recipe. A run's `config.yaml` holds the resulting keys, without `
 """
 
 
+PLAIN = ("text", "integer", "number", "true or false")  # types that a default shows
+
+
 def kind(annotation: Any) -> str:
     """Type as a reader of YAML names it."""
     if annotation is type(None):
@@ -66,7 +67,7 @@ def kind(annotation: Any) -> str:
     if origin is typing.Literal:
         return " or ".join(f"`{value}`" for value in inner)
     if origin is typing.Annotated:
-        return kind(inner[0]) + limits(inner[1])
+        return kind(inner[0])
     if origin in (typing.Union, types.UnionType):
         return " or ".join(dict.fromkeys(map(kind, inner)))
     if isinstance(annotation, type) and issubclass(annotation, Section):
@@ -79,18 +80,12 @@ def kind(annotation: Any) -> str:
     return names[annotation]
 
 
-def limits(field: Any) -> str:
-    """Range of a number, such as ", >= 1"."""
-    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    found = [f"{sign} {getattr(rule, name)}" for rule in getattr(field, "metadata", ()) for name, sign in signs.items()
-             if getattr(rule, name, None) is not None]
-    return "".join(f", {text}" for text in found)
-
-
 def item(key: str, field: FieldInfo) -> str:
     default = json.dumps(field.default, ensure_ascii=False)
     about = f": {field.description}" if field.description else ""
-    return f"- `{key}` (`{default}`; {kind(field.annotation)}{limits(field)}){about}"
+    name = kind(field.annotation)
+    shown_by_default = name in PLAIN and field.default not in (None, {}, [])
+    return f"- `{key}` (`{default}`{'' if shown_by_default else f'; {name}'}){about}"
 
 
 def section(title: str, about: str, fields: dict[str, FieldInfo]) -> str:
@@ -168,9 +163,10 @@ $$
 PARTS_HEAD = """# Parts of a method
 
 Set a part by its key in `parts`: `parts: {plan: {size: 2}}` changes one field, `parts: {kernel: {type: CPS}}` replaces
-the component. A field without a value has to be given. `null` removes an optional part: preview, shaping, selection,
-spread, value, data, expansion, redraw, replay, and the schedule of a KL or of a temperature.
-[Methods](../methods/index.md) says which preset sets which part.
+the component. In brackets are its fields with their defaults; a field without a value has to be given. `null` removes
+an optional part: preview, shaping, selection, spread, value, data, expansion, redraw, replay, and the schedule of a KL
+or of a temperature. [Methods](../methods/index.md) says which preset sets which part, and
+[methods of your own](../extending.md#contracts) which class your own part extends.
 """
 
 PLACES = {"target": "what the loss scores",
@@ -225,23 +221,20 @@ def parts() -> str:
     return "\n".join([PARTS_HEAD, *(listing(key, about) for key, about in PLACES.items())])
 
 
-BENCHED = """`bench` is the accuracy on [the benchmark](../benchmark.md), of the first of these models that a preset
-trained. Their bases have: {bases}. Presets without a number were
-not compared, or only on top of others."""
-
-
 def presets() -> list[str]:
     """Table of the presets of every kind, under its heading."""
-    results = bench_results.load(BENCH)
-    bases = ", ".join(f"`{model['model']}` {model['base']:.3f}" for model in results)
-    found = {method["label"]: f"{method['accuracy']:.3f}" for model in reversed(results) for method in model["methods"]}
-    lines = [BENCHED.format(bases=bases), ""]
+    lines = []
     for title, modules in GROUPS.items():
-        rows = [f"| [`{name}`]({page_of(name)}) | {first(preset)} | {found.get(name, '')} |"
-                for module in modules for name, preset in methods.PRESETS.items()
-                if preset.__module__ == f"flowgrpo.{module}"]
-        lines += [f"### {title}", "", *table("preset | what it does | bench", rows)]
+        rows = [f"| [`{name}`]({page_of(name)}) | {line(preset)} |" for module in modules
+                for name, preset in methods.PRESETS.items() if preset.__module__ == f"flowgrpo.{module}"]
+        lines += [f"### {title}", "", *table("preset | what it does", rows)]
     return lines
+
+
+def line(preset: Any) -> str:
+    """First sentence of a preset's docstring, without the paper and the base methods, which its page has."""
+    return re.sub(r" over (?:a|any) base method(?: of (?:causal )?language models)?(?:, \w+ without one)?| \([^()]*\)$",
+                  "", first(preset))
 
 
 def table(heads: str, rows: list[str]) -> list[str]:
@@ -251,26 +244,39 @@ def table(heads: str, rows: list[str]) -> list[str]:
 def listing(key: str, about: str) -> str:
     """Parts that go to one place of a method."""
     names = [name for name in registry.TYPES if registry.PLACES[name] == key]
-    base = registry.BASES.get(key)
-    extends = f" Your own part extends `{base.__module__}.{base.__name__}`." if base else ""
-    items = [f"- `{name}`{values(registry.TYPES[name])}: {brief(registry.TYPES[name])}" for name in names]
-    return "\n".join([f"## `{key}`", "", f"{about[0].upper()}{about[1:]}.{extends}", "", *items, ""])
+    shared = common([registry.TYPES[name] for name in names])
+    items = [f"- `{name}`{values(registry.TYPES[name], shared)}: {brief(registry.TYPES[name])}" for name in names]
+    fields = f" All have `{', '.join(shared.values())}`." if shared else ""
+    return "\n".join([f"## `{key}`", "", f"{about[0].upper()}{about[1:]}.{fields}", "", *items, ""])
 
 
-def values(part: Any) -> str:
-    """Fields of a part with their defaults in brackets, such as `size: 4`; of one that extends another, its own."""
+def common(parts: list[Any]) -> dict[str, str]:
+    """Return the fields that several parts share with equal defaults, by their names."""
+    if len(parts) < 3:
+        return {}
+    first, *others = [{field.name: said(field) for field in dataclasses.fields(part)} for part in parts]
+    return {name: text for name, text in first.items() if all(other.get(name) == text for other in others)}
+
+
+def values(part: Any, shared: dict[str, str]) -> str:
+    """Fields of a part with their defaults in brackets, such as `size=4`; of one that extends another, its own."""
     base = next((base for base in part.__mro__[1:] if base in registry.TYPES.values()), None)
     known = {field.name: field.default for field in dataclasses.fields(base)} if base else {}
-    own = {field.name: field.default for field in dataclasses.fields(part)
-           if field.name not in known or field.default != known[field.name]}
-    said = [f"those of `{base.__name__}`"] if known else []
-    said += [f"`{name}`" if default is dataclasses.MISSING else f"`{name}: {shown(default)}`"
-             for name, default in own.items()]
-    return f" ({', '.join(said)})" if said else ""
+    own = ", ".join(said(field) for field in dataclasses.fields(part)
+                    if (field.name not in known or field.default != known[field.name]) and field.name not in shared)
+    listed = [f"those of `{base.__name__}`"] if base and known else []
+    listed += [f"`{own}`"] if own else []
+    return f" ({', '.join(listed)})" if listed else ""
+
+
+def said(field: dataclasses.Field[Any]) -> str:
+    return field.name if field.default is dataclasses.MISSING else f"{field.name}={shown(field.default)}"
 
 
 def shown(value: Any) -> str:
-    """Default as a recipe writes it; a part by its name, since it is listed with its own fields."""
+    """Default as a recipe writes it, a long text in short; a part by its name, since it is listed with its fields."""
+    if isinstance(value, str) and len(value) > 40:
+        return "..."
     return type(value).__name__ if dataclasses.is_dataclass(value) else json.dumps(value)
 
 
@@ -362,24 +368,26 @@ def _default(parameter: Any) -> str:
 CATALOGUE = ROOT / "docs" / "reward_catalogue.md"
 ALL_REWARDS = """## All rewards
 
-Nothing is imported or downloaded before a recipe names a reward. In brackets are modality, range,
-what it needs (an extra of flowgrpo, `pip install 'flowgrpo[clip]'`, or a package) and licence.
+Nothing is imported or downloaded before a recipe names a reward. In brackets are the range where it is bounded, what it
+needs (an extra of flowgrpo, `pip install 'flowgrpo[clip]'`, or a package), and the licence unless it is Apache-2.0.
 """
 
 
 def reward_catalogue() -> str:
-    """Text of docs/reward_catalogue.md: what is written there, and the table of all rewards."""
+    """Text of docs/reward_catalogue.md: what is written there, and the lists of all rewards."""
     from flowgrpo.rewards import BUILT_IN, locate
     from flowgrpo.rewards.table import cells, listed
 
-    items = []
+    kinds: dict[str, list[str]] = {}
     for reward in (reward for reward in listed() if reward["name"] in BUILT_IN):
-        name, (_, modality, low_high, needs, licence, _) = f"`{reward['name']}`", cells(reward)
-        does = brief(locate(reward["name"]))
-        facts = [modality, low_high, *([f"needs {needs}"] if needs != "nothing" else []), licence]
-        items.append(f"- {name} ({'; '.join(facts)}): {does}")
+        _, modality, low_high, needs, licence, _ = cells(reward)
+        facts = [low_high] * ("inf" not in low_high) + [f"needs {needs}"] * (needs != "nothing")
+        facts += [licence.removeprefix("Apache-2.0, ")] * (licence != "Apache-2.0")
+        brackets = f" ({'; '.join(facts)})" if facts else ""
+        kinds.setdefault(modality, []).append(f"- `{reward['name']}`{brackets}: {brief(locate(reward['name']))}")
     written = CATALOGUE.read_text(encoding="utf-8").partition(ALL_REWARDS.partition("\n")[0])[0]
-    return written + "\n".join([ALL_REWARDS, *items, ""])
+    lists = [line for kind in sorted(kinds) for line in (f"### {kind.replace('/', ', ')}", "", *kinds[kind], "")]
+    return written + "\n".join([ALL_REWARDS, *lists])
 
 
 def reward_facts() -> str:
