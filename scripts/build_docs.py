@@ -222,12 +222,12 @@ def parts() -> str:
 
 
 def presets() -> list[str]:
-    """Table of the presets of every kind, under its heading."""
+    """Lists of the presets of every kind, under its heading."""
     lines = []
     for title, modules in GROUPS.items():
-        rows = [f"| [`{name}`]({page_of(name)}) | {line(preset)} |" for module in modules
-                for name, preset in methods.PRESETS.items() if preset.__module__ == f"flowgrpo.{module}"]
-        lines += [f"### {title}", "", *table("preset | what it does", rows)]
+        items = [f"- [`{name}`]({page_of(name)}): {line(preset)}" for module in modules
+                 for name, preset in methods.PRESETS.items() if preset.__module__ == f"flowgrpo.{module}"]
+        lines += [f"### {title}", "", *items, ""]
     return lines
 
 
@@ -237,15 +237,11 @@ def line(preset: Any) -> str:
                   "", first(preset))
 
 
-def table(heads: str, rows: list[str]) -> list[str]:
-    return [f"| {heads} |", "|---" * (heads.count("|") + 1) + "|", *rows, ""]
-
-
 def listing(key: str, about: str) -> str:
     """Parts that go to one place of a method."""
     names = [name for name in registry.TYPES if registry.PLACES[name] == key]
     shared = common([registry.TYPES[name] for name in names])
-    items = [f"- `{name}`{values(registry.TYPES[name], shared)}: {brief(registry.TYPES[name])}" for name in names]
+    items = [f"- `{name}`{values(registry.TYPES[name], shared)}: {brief(registry.TYPES[name], 15)}" for name in names]
     fields = f" All have `{', '.join(shared.values())}`." if shared else ""
     return "\n".join([f"## `{key}`", "", f"{about[0].upper()}{about[1:]}.{fields}", "", *items, ""])
 
@@ -280,12 +276,26 @@ def shown(value: Any) -> str:
     return type(value).__name__ if dataclasses.is_dataclass(value) else json.dumps(value)
 
 
-def brief(thing: Any) -> str:
-    """First clause of a docstring, and the first paper that it names."""
+def brief(thing: Any, most: int = 100) -> str:
+    """First clause of a docstring, with about `most` words, and the first paper that it names."""
     text = " ".join(thing.__doc__.split())
-    clause = CLAUSE.split(text)[0].replace("|", "\\|")
+    clause = shortened(CLAUSE.split(text)[0], ", ", most).replace("|", "\\|")
     found = PAPER.search(text)
     return clause + (f" ([{found[0]}](https://arxiv.org/abs/{found[0]}))" if found else "")
+
+
+def shortened(text: str, end: str, most: int) -> str:
+    """Return a text up to the first `end` after which it would have more than `most` words, outside of brackets.
+
+    What is left has at least half of that many words.
+    """
+    pieces = text.split(end)
+    for count in range(1, len(pieces)):
+        kept, longer = end.join(pieces[:count]), end.join(pieces[:count + 1])
+        whole = all(kept.count(a) == kept.count(b) for a, b in ("()", "[]", "{}"))
+        if whole and len(longer.split()) > most and 2 * len(kept.split()) >= most:
+            return kept
+    return text
 
 
 def first(thing: Any) -> str:
@@ -307,7 +317,7 @@ COMMANDS_HEAD = """# Commands
 `RUN` is a run's folder, one of its checkpoints (`RUN/checkpoints/epoch-00050`, or `RUN --epoch 50`), or
 `hub:OWNER/NAME`. `MODEL` is `starter`, a folder, a file, a hub id or a run. A mistake is one line and exit code 2,
 before a model is loaded. Defaults are in brackets; an option without one is off. `train` takes such values from the
-recipe, then from the [defaults](../configuration.md).
+recipe, then from the [defaults](../configuration.md). `flowgrpo COMMAND --help` says more of each option.
 
 """
 
@@ -328,7 +338,7 @@ def commands() -> str:
     sections.append("\n".join(["## Shared options", "", "Options of several commands:", "", *shared, ""]))
     for name, command in every.items():
         about = " ".join((command.help or "").split())
-        usage = " ".join([f"flowgrpo {name}", *(_usage(parameter) for parameter in command.params), "[OPTIONS]"])
+        usage = " ".join([f"flowgrpo {name}", *(_usage(parameter) for parameter in command.params)])
         shown = [parameter for parameter in command.params if parameter.name != "help"]
         own = [line for line in map(_item, shown) if line not in shared]
         also = ", ".join(_spelling(parameter) for parameter in shown if _item(parameter) in shared)
@@ -338,8 +348,9 @@ def commands() -> str:
 
 
 def _item(parameter: Any) -> str:
-    """Return the line of an argument or option."""
-    about = " ".join((parameter.help or "").split())
+    """Return the line of an argument or option, with the first sentence of its help."""
+    sentence = re.split(r"(?<=[\w)])\. ", " ".join((parameter.help or "").split()))[0].rstrip(".")
+    about = shortened(sentence, "; ", 14)
     return f"- {_spelling(parameter)}{_default(parameter)}{f': {about}' if about else ''}".replace("\\[", "[")
 
 
@@ -370,6 +381,7 @@ ALL_REWARDS = """## All rewards
 
 Nothing is imported or downloaded before a recipe names a reward. In brackets are the range where it is bounded, what it
 needs (an extra of flowgrpo, `pip install 'flowgrpo[clip]'`, or a package), and the licence unless it is Apache-2.0.
+[Rewards for language models](text_rewards.md#the-rewards) describes those without a description.
 """
 
 
@@ -379,12 +391,15 @@ def reward_catalogue() -> str:
     from flowgrpo.rewards.table import cells, listed
 
     kinds: dict[str, list[str]] = {}
+    tables = (ROOT / "docs" / "text_rewards.md").read_text(encoding="utf-8")
+    described = {name for row in re.findall(r"^\| (`[^|]+) \|", tables, re.M) for name in row.split(", ")}
     for reward in (reward for reward in listed() if reward["name"] in BUILT_IN):
         _, modality, low_high, needs, licence, _ = cells(reward)
         facts = [low_high] * ("inf" not in low_high) + [f"needs {needs}"] * (needs != "nothing")
         facts += [licence.removeprefix("Apache-2.0, ")] * (licence != "Apache-2.0")
         brackets = f" ({'; '.join(facts)})" if facts else ""
-        kinds.setdefault(modality, []).append(f"- `{reward['name']}`{brackets}: {brief(locate(reward['name']))}")
+        does = "" if f"`{reward['name']}`" in described else f": {brief(locate(reward['name']))}"
+        kinds.setdefault(modality, []).append(f"- `{reward['name']}`{brackets}{does}")
     written = CATALOGUE.read_text(encoding="utf-8").partition(ALL_REWARDS.partition("\n")[0])[0]
     lists = [line for kind in sorted(kinds) for line in (f"### {kind.replace('/', ', ')}", "", *kinds[kind], "")]
     return written + "\n".join([ALL_REWARDS, *lists])

@@ -57,7 +57,7 @@ def test_every_part_has_its_place_in_the_reference():
 def test_every_preset_has_a_short_section_and_its_line_in_the_index():
     assert PRESETS.keys() == methods.PRESETS.keys() and len(FAMILIES) <= 12
     assert [name for name, text in PAGES.items() if len(text.splitlines()) > 75] == []
-    assert [name for name in methods.PRESETS if f"| [`{name}`]({SECTIONS[name][0]}#{name}) |" not in INDEX] == []
+    assert [name for name in methods.PRESETS if f"- [`{name}`]({SECTIONS[name][0]}#{name}): " not in INDEX] == []
     assert [name for name in INFERENCE if f"[`{name}`]({SECTIONS[name][0]}#{name})" not in INDEX] == []
 
 
