@@ -80,7 +80,7 @@ def swept(model: Mapping[str, Any]) -> list[str]:
 
 def accuracies(model: Mapping[str, Any]) -> table.Rows:
     """Return the table of accuracies, the most accurate first, with what each needed for the reference's gain."""
-    heads = ["method", "accuracy, 95 %", f"difference to `{model['reference']}`, 95 %", "p, Holm",
+    heads = ["method", "accuracy, 95 %", f"less `{model['reference']}`", "p, Holm",
              f"{model['unit']} to {model['goals'][-1][0]:.0%} of the reference's gain"]
     rows = [["base", fixed(model["base"], 3), "", "", ""]]
     for method in model["methods"]:
@@ -96,12 +96,12 @@ def linked(label: str) -> str:
     return f"[`{label}`](methods/{page_of(label)})" if label in PRESETS else f"`{label}`"
 
 
-def ranged(mean: float, low: float, high: float, sign: str = "") -> str:
-    return f"{fixed(mean, 3, sign)} ({fixed(low, 3, sign)}, {fixed(high, 3, sign)})"
+def ranged(mean: float, low: float, high: float) -> str:
+    return f"{fixed(mean, 3)} ({fixed(low, 3)}, {fixed(high, 3)})"
 
 
 def difference(test: Mapping[str, Any] | None) -> str:
-    return "" if test is None else ranged(test["mean"], test["low"], test["high"], "+")
+    return "" if test is None else fixed(test["mean"], 3, "+")
 
 
 def probability(p: float) -> str:

@@ -241,7 +241,7 @@ def listing(key: str, about: str) -> str:
     """Parts that go to one place of a method."""
     names = [name for name in registry.TYPES if registry.PLACES[name] == key]
     shared = common([registry.TYPES[name] for name in names])
-    items = [f"- `{name}`{values(registry.TYPES[name], shared)}: {brief(registry.TYPES[name], 15)}" for name in names]
+    items = [f"- `{name}`{values(registry.TYPES[name], shared)}: {brief(registry.TYPES[name], 13)}" for name in names]
     fields = f" All have `{', '.join(shared.values())}`." if shared else ""
     return "\n".join([f"## `{key}`", "", f"{about[0].upper()}{about[1:]}.{fields}", "", *items, ""])
 
@@ -350,7 +350,7 @@ def commands() -> str:
 def _item(parameter: Any) -> str:
     """Return the line of an argument or option, with the first sentence of its help."""
     sentence = re.split(r"(?<=[\w)])\. ", " ".join((parameter.help or "").split()))[0].rstrip(".")
-    about = shortened(sentence, "; ", 14)
+    about = shortened(sentence, "; ", 9)
     return f"- {_spelling(parameter)}{_default(parameter)}{f': {about}' if about else ''}".replace("\\[", "[")
 
 

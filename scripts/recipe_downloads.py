@@ -23,9 +23,9 @@ from flowgrpo.rewards.reward import about
 HEAD = """
 ## Downloads
 
-Each model is downloaded at its first use, to the hub's cache (`HF_HOME`) or torch's (`TORCH_HOME`). Sizes above and
-below are computed from the parameters, at two bytes each, with the rewards; fp32 files, such as those of SDXL, take
-twice as much. Hours with a star are too many for one GPU. Rewards of the recipes that download weights:
+Each model is downloaded at its first use, to the hub's cache (`HF_HOME`) or torch's (`TORCH_HOME`). Sizes above,
+with the rewards, and below are computed from the parameters, at two bytes each; fp32 files, such as those of SDXL,
+take twice as much. Rewards of the recipes that download weights:
 
 | reward | downloaded | GB in bf16 | licence of code and weights |
 |---|---|---:|---|

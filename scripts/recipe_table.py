@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,8 +53,19 @@ reads `metadata` too: `{"tag": "colors", "include": [{"class": "dog", "count": 1
 A recipe's file states size, prompts, group, epochs and eval-only rewards.
 """
 TABLE = """
+## All recipes
+
 | recipe | method | GPUs | peak, GiB | hours | trained on |
 |---|---|---|---:|---:|---|
+"""
+MODELS_HEAD = """
+
+Hours with a star are too many for one GPU: use several.
+
+## Models
+
+| model | licence | GB to download | extras |
+|---|---|---:|---|
 """
 
 
@@ -138,16 +148,14 @@ def row(name: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def section(model: str, names: list[str]) -> str:
-    """Return the section of a model: its licence, what its recipes need, and their table."""
+def model_row(model: str, names: list[str]) -> str:
+    """Return the row of a model: its licence, and what its recipes need."""
     configs = [load(path(name)) for name in names]
     named = {reward for config in configs for reward in rewards(config.trained | config.watched)}
     extras = listed(sorted({extra for config in configs for extra in recipe_downloads.extras(
         config, [*rewards(config.trained | config.watched)])}))
     largest = 2 * max(recipe_downloads.billions(config, named) for config in configs)
-    needs = f" Extras: {extras}." if extras else ""
-    text = f"`{model}`. {licence(names[0])}. Downloads: {largest:.1f} GB at most.{needs}"
-    return f"\n## {model.split('/')[-1]}\n\n{textwrap.fill(text, 120)}\n{TABLE}" + "\n".join(map(row, names)) + "\n"
+    return f"| `{model}` | {licence(names[0])} | {largest:.1f} | {extras} |"
 
 
 def page() -> str:
@@ -157,8 +165,10 @@ def page() -> str:
     used = {reward for config in recipes.values() for reward in rewards(config.trained | config.watched)}
     rows = [recipe_downloads.reward_row(name) for name in sorted(used) if recipe_downloads.of_reward(name)]
     models_of = {model: [name for name, config in recipes.items() if config.model == model] for model in first}
-    sections = [section(model, models_of[model]) for model in sorted(models_of, key=str.lower)]
-    return HEAD + "".join(sections) + recipe_downloads.HEAD + "\n".join(rows) + "\n"
+    models = sorted(models_of, key=str.lower)
+    tables = [TABLE, "\n".join(row(name) for model in models for name in models_of[model]), MODELS_HEAD,
+              "\n".join(model_row(model, models_of[model]) for model in models), "\n"]
+    return HEAD + "".join(tables) + recipe_downloads.HEAD + "\n".join(rows) + "\n"
 
 
 def licence(name: str) -> str:
