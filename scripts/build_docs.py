@@ -61,15 +61,13 @@ PLAIN = ("text", "integer", "number", "true or false")  # types that a default s
 
 def kind(annotation: Any) -> str:
     """Type as a reader of YAML names it."""
-    if annotation is type(None):
-        return "null"
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
-        return " or ".join(f"`{value}`" for value in inner)
+        return ", ".join(f"`{value}`" for value in inner)
     if origin is typing.Annotated:
         return kind(inner[0])
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(dict.fromkeys(map(kind, inner)))
+        return " or ".join(dict.fromkeys(kind(each) for each in inner if each is not type(None)))
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return "keys"
     names = {str: "text", int: "integer", float: "number", bool: "true or false", Any: "values"}
@@ -241,7 +239,7 @@ def listing(key: str, about: str) -> str:
     """Parts that go to one place of a method."""
     names = [name for name in registry.TYPES if registry.PLACES[name] == key]
     shared = common([registry.TYPES[name] for name in names])
-    items = [f"- `{name}`{values(registry.TYPES[name], shared)}: {brief(registry.TYPES[name], 13)}" for name in names]
+    items = [f"- `{name}`{values(registry.TYPES[name], shared)}: {brief(registry.TYPES[name], 11)}" for name in names]
     fields = f" All have `{', '.join(shared.values())}`." if shared else ""
     return "\n".join([f"## `{key}`", "", f"{about[0].upper()}{about[1:]}.{fields}", "", *items, ""])
 
@@ -392,7 +390,7 @@ def reward_catalogue() -> str:
 
     kinds: dict[str, list[str]] = {}
     tables = (ROOT / "docs" / "text_rewards.md").read_text(encoding="utf-8")
-    described = {name for row in re.findall(r"^\| (`[^|]+) \|", tables, re.M) for name in row.split(", ")}
+    described = {name for row in re.findall(r"^- (`[\w, `]+`)", tables, re.M) for name in row.split(", ")}
     for reward in (reward for reward in listed() if reward["name"] in BUILT_IN):
         _, modality, low_high, needs, licence, _ = cells(reward)
         facts = [low_high] * ("inf" not in low_high) + [f"needs {needs}"] * (needs != "nothing")

@@ -99,7 +99,7 @@ def test_the_parts_that_are_shown_can_be_set(name, snippet):
 def test_the_parts_of_a_guides_tables_can_be_set():
     """Lay each over a method of pipelines, or over one of language models."""
     text = (ROOT / "docs" / "credit.md").read_text(encoding="utf-8")
-    shown = [yaml.safe_load(code) for line in re.findall(r"^\|.*$", text, re.M)
+    shown = [yaml.safe_load(code) for line in re.findall(r"^- .*(?:\n  .*)*", text, re.M)
              for code in re.findall(r"`(\{\w+: \{.*?\})`", line)]
     assert len(shown) > 40
     for parts in shown:
