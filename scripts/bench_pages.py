@@ -37,7 +37,7 @@ HEAD = """# Benchmark
 
 Each method trains the same packaged model with the same budget of evaluations, by
 [`flowgrpo compare methods`](bench.md#statistical-test). Models and worlds are small and favour methods that train early
-steps, so the order may differ on large models. Intervals are not corrected for the number of pairs; p-values are
+steps, so the order may differ on large models. Intervals are not corrected for the number of pairs, p-values are
 (Holm). In the charts each method is blue, the reference grey and the base dashed; bands are the lowest and the highest
 seed. Commits, settings and the parts that differ from the published ones are in `docs/bench_results.json`;
 `python scripts/bench_pages.py --commands` prints the commands.
@@ -80,7 +80,7 @@ def swept(model: Mapping[str, Any]) -> list[str]:
 
 def accuracies(model: Mapping[str, Any]) -> table.Rows:
     """Return the table of accuracies, the most accurate first, with what each needed for the reference's gain."""
-    heads = ["method", "accuracy, 95 %", f"less `{model['reference']}`", "p, Holm",
+    heads = ["method", "accuracy, 95 %", f"minus `{model['reference']}`", "p, Holm",
              f"{model['unit']} to {model['goals'][-1][0]:.0%} of the reference's gain"]
     rows = [["base", fixed(model["base"], 3), "", "", ""]]
     for method in model["methods"]:
