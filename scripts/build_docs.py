@@ -80,7 +80,8 @@ def kind(annotation: Any) -> str:
 
 def item(key: str, field: FieldInfo) -> str:
     default = json.dumps(field.default, ensure_ascii=False)
-    about = f": {field.description}" if field.description else ""
+    described = re.sub(r"; see docs/[\w/]+\.md$", "", field.description or "")
+    about = f": {described}" if described else ""
     name = kind(field.annotation)
     shown_by_default = name in PLAIN and field.default not in (None, {}, [])
     return f"- `{key}` (`{default}`{'' if shown_by_default else f'; {name}'}){about}"
@@ -231,8 +232,9 @@ def presets() -> list[str]:
 
 def line(preset: Any) -> str:
     """First sentence of a preset's docstring, without the paper and the base methods, which its page has."""
-    return re.sub(r" over (?:a|any) base method(?: of (?:causal )?language models)?(?:, \w+ without one)?| \([^()]*\)$",
+    said = re.sub(r" over (?:a|any) base method(?: of (?:causal )?language models)?(?:, \w+ without one)?| \([^()]*\)$",
                   "", first(preset))
+    return shortened(said, ", ", 16)
 
 
 def listing(key: str, about: str) -> str:
