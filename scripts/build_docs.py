@@ -146,15 +146,12 @@ $$
 
 - It is summed over trained decisions and divided by their number. A lies within +-5, and a group without variance has
   A = 0.
-- A recorded latent is rounded to the pipeline's dtype *before* it is scored, so that the first ratio is 1. The network
-  receives $1000\,\sigma$ as it is (DanceGRPO and MixGRPO round it down to an integer).
+- A recorded latent is rounded to the pipeline's dtype *before* it is scored, so that the first ratio is 1.
 - The last step adds no noise and is never trained: its noise would remain in the image, and its std can vanish.
 - Clip ranges are in the unit of a *mean* log-density, as in every released trainer: log p is the mean over the latent's
-  values. The released CPS drops $1/(2s^2)$ from it; a released clip range e on it corresponds to $e/(2s^2)$ here. With
-  `log_ratio: {type: SquaredErrorRatio}`, the released one, it is used as it is.
+  values. The released CPS drops $1/(2s^2)$ from it, as does `log_ratio: {type: SquaredErrorRatio}`.
 - Models that predict noise or v (SD 1.5, SDXL, CogVideoX) take all methods but `reinflow`, `diffusion_nft`, `awm`,
-  `dgpo` and `crd`. The run replaces components for flow matching only, and prints it. The SDE step becomes `FlowDDIM`
-  with eta 1, which is DDIM here, the solver `Euler`, the step weight `Uniform`, `tail` 1.0 and `strides` [1].
+  `dgpo` and `crd`. The run replaces components for flow matching only, and prints it: the SDE step becomes DDIM.
 - At inference `--rlg W` guides a tuned model by its base ([`rlg`](modifiers.md#rlg)). `--best-of N --by REWARD` of
   `sample` and `eval` generates N samples and keeps the one with the highest reward (Gen-Drive, 2410.05582).
 """
@@ -241,7 +238,7 @@ def listing(key: str, about: str) -> str:
     """Parts that go to one place of a method."""
     names = [name for name in registry.TYPES if registry.PLACES[name] == key]
     shared = common([registry.TYPES[name] for name in names])
-    items = [f"- `{name}`{values(registry.TYPES[name], shared)}: {brief(registry.TYPES[name], 11)}" for name in names]
+    items = [f"- `{name}`{values(registry.TYPES[name], shared)}: {brief(registry.TYPES[name], 10)}" for name in names]
     fields = f" All have `{', '.join(shared.values())}`." if shared else ""
     return "\n".join([f"## `{key}`", "", f"{about[0].upper()}{about[1:]}.{fields}", "", *items, ""])
 
