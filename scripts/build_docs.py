@@ -334,7 +334,7 @@ def commands() -> str:
     shared = sorted(line for line, count in lines.items() if count > 1 and not re.search("--help`|required", line))
     sections.append("\n".join(["## Shared options", "", "Options of several commands:", "", *shared, ""]))
     for name, command in every.items():
-        about = " ".join((command.help or "").split())
+        about = re.split(r"(?<=\w)\. (?=[A-Z])", " ".join((command.help or "").split()))[0].rstrip(".") + "."
         usage = " ".join([f"flowgrpo {name}", *(_usage(parameter) for parameter in command.params)])
         shown = [parameter for parameter in command.params if parameter.name != "help"]
         own = [line for line in map(_item, shown) if line not in shared]
@@ -368,7 +368,7 @@ def _spelling(parameter: Any) -> str:
 def _default(parameter: Any) -> str:
     """Return the default of an argument or option in brackets; empty for a flag and without one."""
     if parameter.required:
-        return " (required)"
+        return " (required)" if parameter.param_type_name == "option" else ""
     flag = parameter.param_type_name == "option" and parameter.is_flag
     return "" if flag or parameter.default in (None, "") else f" (`{parameter.default}`)"
 
