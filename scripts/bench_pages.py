@@ -37,8 +37,9 @@ HEAD = """# Benchmark
 
 Each method trains the same packaged model with the same budget of evaluations, by
 [`flowgrpo compare methods`](bench.md#statistical-test). Models and worlds are small and favour methods that train early
-steps, so the order may differ on large models. Intervals are not corrected for the number of pairs; p-values are
-(Holm). Commits, settings and the parts that differ from the published ones are in `docs/bench_results.json`;
+steps, so the order may differ on large models. Intervals are not corrected for the number of pairs, p-values are
+(Holm). In the charts each method is blue, the reference grey and the base dashed; bands are the lowest and the highest
+seed. Commits, settings and the parts that differ from the published ones are in `docs/bench_results.json`;
 `python scripts/bench_pages.py --commands` prints the commands.
 """
 
@@ -55,8 +56,7 @@ def section(model: Mapping[str, Any]) -> str:
     rest = [note for note in rest if " runs with " not in note]
     lines = [f"## {name}", "", wrapped(first), "",
              f"![Accuracy of each method against {model['unit']}; the reference is grey]({figure_of(name)})", "",
-             wrapped(f"Accuracy against {model['unit']}: each method is blue, `{model['reference']}` grey, the base "
-                     "dashed. Bands are the lowest and the highest seed."), "", *markdown(accuracies(model))]
+             *markdown(accuracies(model))]
     return "\n".join([*lines, *([""] * bool(rest)), *(wrapped(f"- {note}", "  ") for note in rest)])
 
 
@@ -80,7 +80,7 @@ def swept(model: Mapping[str, Any]) -> list[str]:
 
 def accuracies(model: Mapping[str, Any]) -> table.Rows:
     """Return the table of accuracies, the most accurate first, with what each needed for the reference's gain."""
-    heads = ["method", "accuracy, 95 %", f"difference to `{model['reference']}`, 95 %", "p, Holm",
+    heads = ["method", "accuracy, 95 %", f"minus `{model['reference']}`", "p, Holm",
              f"{model['unit']} to {model['goals'][-1][0]:.0%} of the reference's gain"]
     rows = [["base", fixed(model["base"], 3), "", "", ""]]
     for method in model["methods"]:
@@ -96,12 +96,12 @@ def linked(label: str) -> str:
     return f"[`{label}`](methods/{page_of(label)})" if label in PRESETS else f"`{label}`"
 
 
-def ranged(mean: float, low: float, high: float, sign: str = "") -> str:
-    return f"{fixed(mean, 3, sign)} ({fixed(low, 3, sign)} to {fixed(high, 3, sign)})"
+def ranged(mean: float, low: float, high: float) -> str:
+    return f"{fixed(mean, 3)} ({fixed(low, 3)}, {fixed(high, 3)})"
 
 
 def difference(test: Mapping[str, Any] | None) -> str:
-    return "" if test is None else ranged(test["mean"], test["low"], test["high"], "+")
+    return "" if test is None else fixed(test["mean"], 3, "+")
 
 
 def probability(p: float) -> str:

@@ -16,7 +16,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import bench_results
 from pydantic.fields import FieldInfo
 
 from flowgrpo import config, methods
@@ -28,7 +27,6 @@ from flowgrpo.methods import registry
 
 ROOT = Path(__file__).parent.parent
 CONFIGURATION, METHODS = ROOT / "docs" / "configuration.md", ROOT / "docs" / "methods"
-BENCH = ROOT / "docs" / "bench_results.json"
 HEAD = """# Configuration
 
 A recipe is a YAML file that states differences from these defaults, sections as nested keys:
@@ -40,9 +38,9 @@ train: {lr: 1e-4, group: 16}
 
 On the command line a key is dotted, `--train.lr=1e-4`; `--KEY=VALUE` overrides the recipe. Paths (of prompts, rewards,
 models, `output`) are relative to the working directory, not to the recipe. An unknown key, a wrong type and a number
-out of range are errors that name the key. In brackets are the default and the type. Every run writes its resolved
-configuration to `config.yaml`, which is a recipe itself. `parts` changes fields of the method's parts, such as
-`parts: {plan: {size: 2}}`: see [parts](reference/parts.md).
+out of range are errors that name the key. In brackets are the default and, where the default does not show it, the
+type. Every run writes its resolved configuration to `config.yaml`, which is a recipe itself. `parts` changes fields of
+the method's parts, such as `parts: {plan: {size: 2}}`: see [parts](reference/parts.md).
 
 A recipe can extend another one: a packaged one by its name, or a file relative to its own.
 
@@ -58,17 +56,18 @@ extend another recipe. A run's `config.yaml` holds the resulting keys, without `
 """
 
 
+PLAIN = ("text", "integer", "number", "true or false")  # types that a default shows
+
+
 def kind(annotation: Any) -> str:
     """Type as a reader of YAML names it."""
-    if annotation is type(None):
-        return "null"
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
-        return " or ".join(f"`{value}`" for value in inner)
+        return ", ".join(f"`{value}`" for value in inner)
     if origin is typing.Annotated:
-        return kind(inner[0]) + limits(inner[1])
+        return kind(inner[0])
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(dict.fromkeys(map(kind, inner)))
+        return " or ".join(dict.fromkeys(kind(each) for each in inner if each is not type(None)))
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return "keys"
     names = {str: "text", int: "integer", float: "number", bool: "true or false", Any: "values"}
@@ -79,18 +78,13 @@ def kind(annotation: Any) -> str:
     return names[annotation]
 
 
-def limits(field: Any) -> str:
-    """Range of a number, such as ", >= 1"."""
-    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    found = [f"{sign} {getattr(rule, name)}" for rule in getattr(field, "metadata", ()) for name, sign in signs.items()
-             if getattr(rule, name, None) is not None]
-    return "".join(f", {text}" for text in found)
-
-
 def item(key: str, field: FieldInfo) -> str:
     default = json.dumps(field.default, ensure_ascii=False)
-    about = f": {field.description}" if field.description else ""
-    return f"- `{key}` (`{default}`; {kind(field.annotation)}{limits(field)}){about}"
+    described = re.sub(r"; see docs/[\w/]+\.md$", "", field.description or "")
+    about = f": {described}" if described else ""
+    name = kind(field.annotation)
+    shown_by_default = name in PLAIN and field.default not in (None, {}, [])
+    return f"- `{key}` (`{default}`{'' if shown_by_default else f'; {name}'}){about}"
 
 
 def section(title: str, about: str, fields: dict[str, FieldInfo]) -> str:
@@ -152,15 +146,12 @@ $$
 
 - It is summed over trained decisions and divided by their number. A lies within +-5, and a group without variance has
   A = 0.
-- A recorded latent is rounded to the pipeline's dtype *before* it is scored, so that the first ratio is 1. The network
-  receives $1000\,\sigma$ as it is (DanceGRPO and MixGRPO round it down to an integer).
+- A recorded latent is rounded to the pipeline's dtype *before* it is scored, so that the first ratio is 1.
 - The last step adds no noise and is never trained: its noise would remain in the image, and its std can vanish.
 - Clip ranges are in the unit of a *mean* log-density, as in every released trainer: log p is the mean over the latent's
-  values. The released CPS drops $1/(2s^2)$ from it; a released clip range e on it corresponds to $e/(2s^2)$ here. With
-  `log_ratio: {type: SquaredErrorRatio}`, the released one, it is used as it is.
+  values. The released CPS drops $1/(2s^2)$ from it, as does `log_ratio: {type: SquaredErrorRatio}`.
 - Models that predict noise or v (SD 1.5, SDXL, CogVideoX) take all methods but `reinflow`, `diffusion_nft`, `awm`,
-  `dgpo` and `crd`. The run replaces components for flow matching only, and prints it. The SDE step becomes `FlowDDIM`
-  with eta 1, which is DDIM here, the solver `Euler`, the step weight `Uniform`, `tail` 1.0 and `strides` [1].
+  `dgpo` and `crd`. The run replaces components for flow matching only, and prints it: the SDE step becomes DDIM.
 - At inference `--rlg W` guides a tuned model by its base ([`rlg`](modifiers.md#rlg)). `--best-of N --by REWARD` of
   `sample` and `eval` generates N samples and keeps the one with the highest reward (Gen-Drive, 2410.05582).
 """
@@ -168,9 +159,10 @@ $$
 PARTS_HEAD = """# Parts of a method
 
 Set a part by its key in `parts`: `parts: {plan: {size: 2}}` changes one field, `parts: {kernel: {type: CPS}}` replaces
-the component. A field without a value has to be given. `null` removes an optional part: preview, shaping, selection,
-spread, value, data, expansion, redraw, replay, and the schedule of a KL or of a temperature.
-[Methods](../methods/index.md) says which preset sets which part.
+the component. In brackets are its fields with their defaults; a field without a value has to be given. `null` removes
+an optional part: preview, shaping, selection, spread, value, data, expansion, redraw, replay, and the schedule of a KL
+or of a temperature. [Methods](../methods/index.md) says which preset sets which part, and
+[methods of your own](../extending.md#contracts) which class your own part extends.
 """
 
 PLACES = {"target": "what the loss scores",
@@ -225,61 +217,82 @@ def parts() -> str:
     return "\n".join([PARTS_HEAD, *(listing(key, about) for key, about in PLACES.items())])
 
 
-BENCHED = """`bench` is the accuracy on [the benchmark](../benchmark.md), of the first of these models that a preset
-trained. Their bases have: {bases}. Presets without a number were
-not compared, or only on top of others."""
-
-
 def presets() -> list[str]:
-    """Table of the presets of every kind, under its heading."""
-    results = bench_results.load(BENCH)
-    bases = ", ".join(f"`{model['model']}` {model['base']:.3f}" for model in results)
-    found = {method["label"]: f"{method['accuracy']:.3f}" for model in reversed(results) for method in model["methods"]}
-    lines = [BENCHED.format(bases=bases), ""]
+    """Lists of the presets of every kind, under its heading."""
+    lines = []
     for title, modules in GROUPS.items():
-        rows = [f"| [`{name}`]({page_of(name)}) | {first(preset)} | {found.get(name, '')} |"
-                for module in modules for name, preset in methods.PRESETS.items()
-                if preset.__module__ == f"flowgrpo.{module}"]
-        lines += [f"### {title}", "", *table("preset | what it does | bench", rows)]
+        items = [f"- [`{name}`]({page_of(name)}): {line(preset)}" for module in modules
+                 for name, preset in methods.PRESETS.items() if preset.__module__ == f"flowgrpo.{module}"]
+        lines += [f"### {title}", "", *items, ""]
     return lines
 
 
-def table(heads: str, rows: list[str]) -> list[str]:
-    return [f"| {heads} |", "|---" * (heads.count("|") + 1) + "|", *rows, ""]
+def line(preset: Any) -> str:
+    """First sentence of a preset's docstring, without the paper and the base methods, which its page has."""
+    said = re.sub(r" over (?:a|any) base method(?: of (?:causal )?language models)?(?:, \w+ without one)?| \([^()]*\)$",
+                  "", first(preset))
+    return shortened(said, ", ", 16)
 
 
 def listing(key: str, about: str) -> str:
     """Parts that go to one place of a method."""
     names = [name for name in registry.TYPES if registry.PLACES[name] == key]
-    base = registry.BASES.get(key)
-    extends = f" Your own part extends `{base.__module__}.{base.__name__}`." if base else ""
-    items = [f"- `{name}`{values(registry.TYPES[name])}: {brief(registry.TYPES[name])}" for name in names]
-    return "\n".join([f"## `{key}`", "", f"{about[0].upper()}{about[1:]}.{extends}", "", *items, ""])
+    shared = common([registry.TYPES[name] for name in names])
+    items = [f"- `{name}`{values(registry.TYPES[name], shared)}: {brief(registry.TYPES[name], 10)}" for name in names]
+    fields = f" All have `{', '.join(shared.values())}`." if shared else ""
+    return "\n".join([f"## `{key}`", "", f"{about[0].upper()}{about[1:]}.{fields}", "", *items, ""])
 
 
-def values(part: Any) -> str:
-    """Fields of a part with their defaults in brackets, such as `size: 4`; of one that extends another, its own."""
+def common(parts: list[Any]) -> dict[str, str]:
+    """Return the fields that several parts share with equal defaults, by their names."""
+    if len(parts) < 3:
+        return {}
+    first, *others = [{field.name: said(field) for field in dataclasses.fields(part)} for part in parts]
+    return {name: text for name, text in first.items() if all(other.get(name) == text for other in others)}
+
+
+def values(part: Any, shared: dict[str, str]) -> str:
+    """Fields of a part with their defaults in brackets, such as `size=4`; of one that extends another, its own."""
     base = next((base for base in part.__mro__[1:] if base in registry.TYPES.values()), None)
     known = {field.name: field.default for field in dataclasses.fields(base)} if base else {}
-    own = {field.name: field.default for field in dataclasses.fields(part)
-           if field.name not in known or field.default != known[field.name]}
-    said = [f"those of `{base.__name__}`"] if known else []
-    said += [f"`{name}`" if default is dataclasses.MISSING else f"`{name}: {shown(default)}`"
-             for name, default in own.items()]
-    return f" ({', '.join(said)})" if said else ""
+    own = ", ".join(said(field) for field in dataclasses.fields(part)
+                    if (field.name not in known or field.default != known[field.name]) and field.name not in shared)
+    listed = [f"those of `{base.__name__}`"] if base and known else []
+    listed += [f"`{own}`"] if own else []
+    return f" ({', '.join(listed)})" if listed else ""
+
+
+def said(field: dataclasses.Field[Any]) -> str:
+    return field.name if field.default is dataclasses.MISSING else f"{field.name}={shown(field.default)}"
 
 
 def shown(value: Any) -> str:
-    """Default as a recipe writes it; a part by its name, since it is listed with its own fields."""
+    """Default as a recipe writes it, a long text in short; a part by its name, since it is listed with its fields."""
+    if isinstance(value, str) and len(value) > 40:
+        return "..."
     return type(value).__name__ if dataclasses.is_dataclass(value) else json.dumps(value)
 
 
-def brief(thing: Any) -> str:
-    """First clause of a docstring, and the first paper that it names."""
+def brief(thing: Any, most: int = 100) -> str:
+    """First clause of a docstring, with about `most` words, and the first paper that it names."""
     text = " ".join(thing.__doc__.split())
-    clause = CLAUSE.split(text)[0].replace("|", "\\|")
+    clause = shortened(CLAUSE.split(text)[0], ", ", most).replace("|", "\\|")
     found = PAPER.search(text)
     return clause + (f" ([{found[0]}](https://arxiv.org/abs/{found[0]}))" if found else "")
+
+
+def shortened(text: str, end: str, most: int) -> str:
+    """Return a text up to the first `end` after which it would have more than `most` words, outside of brackets.
+
+    What is left has at least half of that many words.
+    """
+    pieces = text.split(end)
+    for count in range(1, len(pieces)):
+        kept, longer = end.join(pieces[:count]), end.join(pieces[:count + 1])
+        whole = all(kept.count(a) == kept.count(b) for a, b in ("()", "[]", "{}"))
+        if whole and len(longer.split()) > most and 2 * len(kept.split()) >= most:
+            return kept
+    return text
 
 
 def first(thing: Any) -> str:
@@ -301,7 +314,7 @@ COMMANDS_HEAD = """# Commands
 `RUN` is a run's folder, one of its checkpoints (`RUN/checkpoints/epoch-00050`, or `RUN --epoch 50`), or
 `hub:OWNER/NAME`. `MODEL` is `starter`, a folder, a file, a hub id or a run. A mistake is one line and exit code 2,
 before a model is loaded. Defaults are in brackets; an option without one is off. `train` takes such values from the
-recipe, then from the [defaults](../configuration.md).
+recipe, then from the [defaults](../configuration.md). `flowgrpo COMMAND --help` says more of each option.
 
 """
 
@@ -321,8 +334,8 @@ def commands() -> str:
     shared = sorted(line for line, count in lines.items() if count > 1 and not re.search("--help`|required", line))
     sections.append("\n".join(["## Shared options", "", "Options of several commands:", "", *shared, ""]))
     for name, command in every.items():
-        about = " ".join((command.help or "").split())
-        usage = " ".join([f"flowgrpo {name}", *(_usage(parameter) for parameter in command.params), "[OPTIONS]"])
+        about = re.split(r"(?<=\w)\. (?=[A-Z])", " ".join((command.help or "").split()))[0].rstrip(".") + "."
+        usage = " ".join([f"flowgrpo {name}", *(_usage(parameter) for parameter in command.params)])
         shown = [parameter for parameter in command.params if parameter.name != "help"]
         own = [line for line in map(_item, shown) if line not in shared]
         also = ", ".join(_spelling(parameter) for parameter in shown if _item(parameter) in shared)
@@ -332,8 +345,9 @@ def commands() -> str:
 
 
 def _item(parameter: Any) -> str:
-    """Return the line of an argument or option."""
-    about = " ".join((parameter.help or "").split())
+    """Return the line of an argument or option, with the first sentence of its help."""
+    sentence = re.split(r"(?<=[\w)])\. ", " ".join((parameter.help or "").split()))[0].rstrip(".")
+    about = shortened(sentence, "; ", 9)
     return f"- {_spelling(parameter)}{_default(parameter)}{f': {about}' if about else ''}".replace("\\[", "[")
 
 
@@ -354,7 +368,7 @@ def _spelling(parameter: Any) -> str:
 def _default(parameter: Any) -> str:
     """Return the default of an argument or option in brackets; empty for a flag and without one."""
     if parameter.required:
-        return " (required)"
+        return " (required)" if parameter.param_type_name == "option" else ""
     flag = parameter.param_type_name == "option" and parameter.is_flag
     return "" if flag or parameter.default in (None, "") else f" (`{parameter.default}`)"
 
@@ -362,24 +376,30 @@ def _default(parameter: Any) -> str:
 CATALOGUE = ROOT / "docs" / "reward_catalogue.md"
 ALL_REWARDS = """## All rewards
 
-Nothing is imported or downloaded before a recipe names a reward. In brackets are modality, range,
-what it needs (an extra of flowgrpo, `pip install 'flowgrpo[clip]'`, or a package) and licence.
+Nothing is imported or downloaded before a recipe names a reward. In brackets are the range where it is bounded, what it
+needs (an extra of flowgrpo, `pip install 'flowgrpo[clip]'`, or a package), and the licence unless it is Apache-2.0.
+[Rewards for language models](text_rewards.md#the-rewards) describes those without a description.
 """
 
 
 def reward_catalogue() -> str:
-    """Text of docs/reward_catalogue.md: what is written there, and the table of all rewards."""
+    """Text of docs/reward_catalogue.md: what is written there, and the lists of all rewards."""
     from flowgrpo.rewards import BUILT_IN, locate
     from flowgrpo.rewards.table import cells, listed
 
-    items = []
+    kinds: dict[str, list[str]] = {}
+    tables = (ROOT / "docs" / "text_rewards.md").read_text(encoding="utf-8")
+    described = {name for row in re.findall(r"^- (`[\w, `]+`)", tables, re.M) for name in row.split(", ")}
     for reward in (reward for reward in listed() if reward["name"] in BUILT_IN):
-        name, (_, modality, low_high, needs, licence, _) = f"`{reward['name']}`", cells(reward)
-        does = brief(locate(reward["name"]))
-        facts = [modality, low_high, *([f"needs {needs}"] if needs != "nothing" else []), licence]
-        items.append(f"- {name} ({'; '.join(facts)}): {does}")
+        _, modality, low_high, needs, licence, _ = cells(reward)
+        facts = [low_high] * ("inf" not in low_high) + [f"needs {needs}"] * (needs != "nothing")
+        facts += [licence.removeprefix("Apache-2.0, ")] * (licence != "Apache-2.0")
+        brackets = f" ({'; '.join(facts)})" if facts else ""
+        does = "" if f"`{reward['name']}`" in described else f": {brief(locate(reward['name']))}"
+        kinds.setdefault(modality, []).append(f"- `{reward['name']}`{brackets}{does}")
     written = CATALOGUE.read_text(encoding="utf-8").partition(ALL_REWARDS.partition("\n")[0])[0]
-    return written + "\n".join([ALL_REWARDS, *items, ""])
+    lists = [line for kind in sorted(kinds) for line in (f"### {kind.replace('/', ', ')}", "", *kinds[kind], "")]
+    return written + "\n".join([ALL_REWARDS, *lists])
 
 
 def reward_facts() -> str:

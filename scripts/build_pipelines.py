@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 TARGET = Path(__file__).parent.parent / "docs" / "pipelines.md"
-HEADINGS = ("pipeline", "drivable", "prediction", "guidance", "LoRA loader", "reason")
 INTRODUCTION = """# Pipelines
 
-You can align any class of this table without adapter code. Each row is what `flowgrpo check NAME` says of a tiny random
-instance, with real diffusers code and no weights (`scripts/build_pipelines.py`). A class that is not listed may work
-too: `flowgrpo check MODEL` tells, for a hub id or a directory.
+You can align any class of the first table without adapter code. It states what `flowgrpo check NAME` says of a tiny
+random instance, with real diffusers code and no weights: rollout and replay agree before any update, with a log-ratio
+below 1e-6 in fp32. A class that is not listed may work too: `flowgrpo check MODEL` tells, for a hub id or a folder.
 
-- *guidance*: what a step runs. With two calls, or a batch of twice the rows, guidance costs twice a plain step.
-- *LoRA loader*: what reads a saved LoRA into the stock pipeline. Where diffusers has no loader, `peft`'s own format is
-  used: `inject_adapter_in_model` with the folder's `adapter_config.json`, then `set_peft_model_state_dict`.
-- In all rows with yes, rollout and replay agree before any update: their log-ratio is below 1e-6 in fp32.
+With two calls, or a batch of twice the rows, guidance costs twice a plain step. `load_lora_weights` reads a saved LoRA
+into the stock pipeline. A star marks classes without it, which need peft: `inject_adapter_in_model` with the folder's
+`adapter_config.json`, then `set_peft_model_state_dict`. The second expert of Wan takes
+`load_lora_weights(load_into_transformer_2=True)` too.
 
 """
 
@@ -32,15 +31,23 @@ def rows() -> list[dict[str, Any]]:
     return [report(name) for name in sorted({*tiny.factories(), *tiny.UNFIT}, key=str.lower)]
 
 
-def line(told: dict[str, Any]) -> str:
-    cells = [told["model"], "yes" if told["drivable"] else "no", told["prediction"] or "", told["guidance"] or "",
-             ", ".join(told["lora_loader"] or []), told["reason"] or ""]
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
 def table(found: list[dict[str, Any]]) -> str:
-    head = [f"| {' | '.join(HEADINGS)} |", "|" + " --- |" * len(HEADINGS)]
-    return "\n".join([*head, *map(line, found)]) + "\n"
+    """Return the drivable pipelines by prediction and guidance, then the others with what stops them."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for told in found:
+        if told["drivable"]:
+            groups.setdefault((told["prediction"], told["guidance"]), []).append(named(told))
+    lines = ["| prediction | guidance | pipelines |", "| --- | --- | --- |"]
+    lines += [f"| {prediction} | {guidance} | {', '.join(names)} |"
+              for (prediction, guidance), names in sorted(groups.items())]
+    lines += ["", "Not supported:", "", "| pipeline | reason |", "| --- | --- |"]
+    lines += [f"| {told['model']} | {told['reason']} |" for told in found if not told["drivable"]]
+    return "\n".join(lines) + "\n"
+
+
+def named(told: dict[str, Any]) -> str:
+    """Return a pipeline's name, with a star where diffusers has no loader of its LoRAs."""
+    return told["model"] + "*" * (not any("load_lora_weights" in loader for loader in told["lora_loader"] or []))
 
 
 def main() -> None:

@@ -17,7 +17,12 @@ FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>',
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
-    """Return the page's Markdown without links that leave docs/, since the site has no such files."""
+    """Return the page's Markdown without links that leave docs/, since the site has no such files.
+
+    The first page has no side columns, so that its picture is as wide as the window.
+    """
+    if page.file.src_uri == "index.md":
+        page.meta["hide"] = ["navigation", "toc"]
     folder = os.path.join("docs", os.path.dirname(page.file.src_uri))
 
     def rewritten(match: re.Match) -> str:

@@ -23,9 +23,8 @@ from flowgrpo.policies.weights.trainable import TrainableWeights
 ROOT = Path(__file__).parent.parent
 PAGES = {ROOT / "docs" / "get_started" / "one_gpu.md": ("24gb", 1),
          ROOT / "docs" / "distributed.md": ("8x80", 8)}
-SIZES = ["| recipe | model on disk | rewards on disk | one checkpoint, MB | disk in all | host: model | "
-         "host: rewards |",
-         "|---|" + "---:|" * 6]
+SIZES = ["| recipe | model on disk | rewards on disk | disk in all | host: model | host: rewards |",
+         "|---|" + "---:|" * 5]
 BEGIN, END = "<!-- sizes: begin -->\n", "<!-- sizes: end -->\n"
 MOMENTS = {"adamw": 2.0, "adamw8bit": 0.5}  # AdamW's two, in copies of the fp32 weights
 
@@ -54,7 +53,7 @@ def copies(config: Config) -> float:
 
 
 def size_row(name: str, processes: int) -> str:
-    """Return a recipe's row of sizes in GB, of a checkpoint in MB.
+    """Return a recipe's row of sizes in GB.
 
     Model and rewards are stored at two bytes per parameter; `train.keep` checkpoints and the LoRA are kept.
     """
@@ -63,8 +62,8 @@ def size_row(name: str, processes: int) -> str:
     judged = sum(map(recipe_downloads.of_reward, {*rewards(config.trained | config.watched)}))
     checkpoint = 4 * adapter * copies(config)
     disk = 2 * (model + judged) + config.train.keep * checkpoint + 4 * adapter
-    return (f"| `{name}` | {2 * model:.1f} | {2 * judged:.1f} | {1e3 * checkpoint:.0f} | {disk:.1f} | "
-            f"{2 * model * processes:.1f} | {4 * judged * processes:.1f} |")
+    return (f"| `{name}` | {2 * model:.1f} | {2 * judged:.1f} | {disk:.1f} | {2 * model * processes:.1f} | "
+            f"{4 * judged * processes:.1f} |")
 
 
 def sizes(ending: str, processes: int) -> str:

@@ -29,19 +29,17 @@ GPU, GPUS = "A100", 8  # of the recipes
 MOST = 200  # GPU-hours that one GPU may be asked for
 HEAD = """# Three papers, setting by setting
 
-You will find here the settings of three papers' released code, at the named commit, beside those of our recipes.
-**None of these recipes has been run at full size**, so there is no result of ours beside the published one.
-`scripts/paper_tables.py` writes the tables from `scripts/papers.json` and the recipes.
-
-Run one in a clone, on eight GPUs of 80 GB:
+This page compares the settings of three papers' released code, at the named commit, with those of our recipes. **None
+of these recipes has been run at full size**, so there is no result of ours beside the published one. Run one in a
+clone, on eight GPUs of 80 GB:
 
 ```
 flowgrpo check --recipe configs/papers/flow_grpo_geneval.yaml --gpu A100 --processes 8
 accelerate launch --multi_gpu --num_processes 8 -m flowgrpo train configs/papers/flow_grpo_geneval.yaml
 ```
 
-`check` computed the memory and hours below. They leave out rewards, evaluations and the exchange of gradients. GPU
-hours of the papers were not looked up.
+`check` computed the memory and hours below, on eight A100 of 80 GB. They leave out rewards, evaluations and the
+exchange of gradients. GPU hours of the papers were not looked up.
 
 The held-out numbers of a run are on its own held-out prompts. For the published test
 sets use `flowgrpo eval` with a [suite](../prompts.md) after training.
@@ -145,16 +143,31 @@ def cost(paper: str, task: str) -> str:
 
 
 def page() -> str:
-    """Return docs/get_started/papers.md."""
+    """Return docs/get_started/papers.md: of each paper the costs of its recipes, and the settings that differ."""
     text = [HEAD]
     for paper, facts in papers().items():
-        text.append(f"## {facts['title']}\n\nSettings: {facts['source']}.\n\nPublished result: {facts['result']}\n")
-        for task, name in facts["recipes"].items():
-            lines, alike = rows(paper, task)
-            said = f"{cost(paper, task)}\n\n{len(alike)} settings equal those of `{name}`. These differ:"
-            text.append(f"### `configs/papers/{paper}_{task}.yaml`\n\n{said}\n\n| setting | `{name}` | ours | why |"
-                        "\n|---|---|---|---|\n" + "\n".join(lines) + "\n")
+        tasks = facts["recipes"]
+        named = "\n".join(f"- `configs/papers/{paper}_{task}.yaml`, as `{name}`: "
+                          f"{cost(paper, task).partition(': ')[2].partition('. That')[0].rstrip('.')}"
+                          for task, name in tasks.items())
+        alike = ", ".join(str(len(rows(paper, task)[1])) for task in list(tasks)[:1])
+        text.append(f"## {facts['title']}\n\nSettings: {facts['source']}.\n\nPublished result: {facts['result']}\n\n"
+                    f"{named}\n\n{alike} settings of each are equal. These differ:\n\n| setting | published | ours | "
+                    "why |\n|---|---|---|---|\n" + "\n".join(differences(paper, list(tasks))) + "\n")
     return "\n".join(text)
+
+
+def differences(paper: str, tasks: list[str]) -> list[str]:
+    """Return the rows of the settings that differ, one for all tasks where these agree, else with the task's name."""
+    tables = {task: {line.split(" | ")[0]: line for line in rows(paper, task)[0]} for task in tasks}
+    first, *others = tables.values()
+    lines = list[str]()
+    for name, line in first.items():
+        if all(other.get(name) == line for other in others):
+            lines.append(line)
+        else:
+            lines += [table[name].replace(name, f"{name} ({task})", 1) for task, table in tables.items()]
+    return lines
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
@@ -24,13 +23,12 @@ from flowgrpo.rewards.reward import about
 HEAD = """
 ## Downloads
 
-Each model is downloaded at its first use, to the hub's cache (`HF_HOME`) or torch's (`TORCH_HOME`). Sizes are
-computed from the parameters, at two bytes each; fp32 files, such as those of SDXL, take twice as much. Names without a
-slash are those of open_clip or torchvision. Other rewards of the recipes download nothing. A reward's licence is that
-of its code and of its weights.
+Each model is downloaded at its first use, to the hub's cache (`HF_HOME`) or torch's (`TORCH_HOME`). Sizes above,
+with the rewards, and below are computed from the parameters, at two bytes each; fp32 files, such as those of SDXL,
+take twice as much. Rewards of the recipes that download weights:
 
-| model or reward | downloaded | parameters, billion | GB in bf16 | licence |
-|---|---|---:|---:|---|
+| reward | downloaded | GB in bf16 | licence of code and weights |
+|---|---|---:|---|
 """
 
 
@@ -76,16 +74,11 @@ def _part(described: str) -> float:
     return sum(p.numel() for p in module.parameters()) / 1e9 if isinstance(module, torch.nn.Module) else 0.0
 
 
-def model_row(config: Config, text: str, licence: str) -> str:
-    """Return a pipeline's row. text: the recipe, whose comment names the repositories of a folder put together."""
-    taken = re.findall(r'from_pretrained\("([^"]+)"', text) or [config.model]
-    return _row(config.model.split("/")[-1], taken, of_model(config.model), licence)
-
-
 def reward_row(name: str) -> str:
     """Return a reward's row."""
     taken = [weights for model in local_models(made(name)) if model.parameters for weights in _named(model)]
-    return _row(f"`{name}`", taken, of_reward(name), about(made(name)).licence or "?")
+    cells = [f"`{name}`", ", ".join(f"`{each}`" for each in taken), f"{2 * of_reward(name):.1f}"]
+    return f"| {' | '.join([*cells, about(made(name)).licence or '?'])} |"
 
 
 def _named(model: LocalModel) -> list[str]:
@@ -93,7 +86,3 @@ def _named(model: LocalModel) -> list[str]:
     values = [value for entry in fields(model) if isinstance(value := getattr(model, entry.name), str)
               and entry.name in (*CHECKPOINTS, "tokenizer", "base")]
     return ["/".join(value.split("/")[:2]) for value in values if "/" in value] or [", ".join(values)]
-
-
-def _row(name: str, taken: Iterable[str], size: float, licence: str) -> str:
-    return f"| {name} | {', '.join(f'`{each}`' for each in taken)} | {size:.2f} | {2 * size:.1f} | {licence} |"

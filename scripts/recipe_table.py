@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,26 +38,34 @@ Each recipe aligns one published model on GPUs of one memory class. `flowgrpo tr
 `flowgrpo check sdxl_24gb --gpu 4090` find it by name in any folder. Your own recipe extends one by
 `extends: sdxl_24gb` and states what differs ([configuration](configuration.md)); a local file of that name wins.
 
-Peak memory and hours are **computed, not measured**, by `flowgrpo check --recipe RECIPE --gpu GPU --processes N`
-([what is counted](dry_run.md)). Hours are those of all epochs, without rewards, evaluation and the exchange of
-gradients; the peak is that of each GPU. `eval.best` keeps the best weights, and `eval.stop` can end a run earlier.
-No recipe has been run at full size on a GPU unless its row says so: `loads` (the model, the rewards and a measurement
-of the base), a number of epochs, or `curve` (all epochs, after which each trained reward has risen on held-out
-prompts, 95 %). `scripts/verify_recipe.py` fills that in from a run's files.
+Peak memory of each GPU and hours of all epochs are **computed, not measured**, by
+`flowgrpo check RECIPE --gpu GPU --processes N` ([what is counted](performance.md#estimate-memory-and-time)). No recipe
+has been run at full size on a GPU unless its row says so: `loads` (the model, the rewards and a measurement of the
+base), a number of epochs, or `curve` (all epochs, after which each trained reward has risen on held-out prompts, 95 %).
 
-Check a licence on the model's page before you publish weights. You can download a gated model after you have accepted
-its licence there and have run `hf auth login`.
+Check a licence on the model's page before you publish weights. For a gated model, accept its licence there and run
+`hf auth login`.
 
-Recipes of edits and of clips from an image read your own prompt file, with an image in each line:
+Recipes of edits and of videos from an image read your own prompt file, with an image in each line:
 `{"prompt": "make the dog red", "image": "dog.png"}`, the path relative to the file ([prompts](prompts.md)). `geneval`
 reads `metadata` too: `{"tag": "colors", "include": [{"class": "dog", "count": 1, "color": "red"}]}`.
 
-`scripts/recipe_table.py` writes these tables from the recipes. A recipe's file also states size, prompts, group,
-epochs and eval-only rewards.
+A recipe's file states size, prompts, group, epochs and eval-only rewards.
 """
 TABLE = """
+## All recipes
+
 | recipe | method | GPUs | peak, GiB | hours | trained on |
 |---|---|---|---:|---:|---|
+"""
+MODELS_HEAD = """
+
+Hours with a star are too many for one GPU: use several.
+
+## Models
+
+| model | licence | GB to download | extras |
+|---|---|---:|---|
 """
 
 
@@ -134,36 +141,34 @@ def row(name: str) -> str:
     level = verify_recipe.verified(name)
     gpus = f"{line['gpu']} ({line['memory']} GB)"
     if line["count"] == "One" and float(hours.replace(",", "")) > MOST:
-        hours += ", needs several GPUs"
-    cells = [f"[`{name}`](../configs/{name}.yaml)" + (f" ({level})" if level != "never" else ""), f"`{config.method}`",
+        hours += "*"
+    cells = [f"`{name}`" + (f" ({level})" if level != "never" else ""), f"`{config.method}`",
              gpus if line["count"] == "One" else f"{line['count']} x {gpus}", peak, hours,
              listed(rewards(config.trained))]
     return f"| {' | '.join(cells)} |"
 
 
-def section(model: str, names: list[str]) -> str:
-    """Return the section of a model: its licence, what its recipes need, and their table."""
+def model_row(model: str, names: list[str]) -> str:
+    """Return the row of a model: its licence, and what its recipes need."""
     configs = [load(path(name)) for name in names]
     named = {reward for config in configs for reward in rewards(config.trained | config.watched)}
     extras = listed(sorted({extra for config in configs for extra in recipe_downloads.extras(
         config, [*rewards(config.trained | config.watched)])}))
     largest = 2 * max(recipe_downloads.billions(config, named) for config in configs)
-    needs = f" Extras: {extras}." if extras else ""
-    text = f"{licence(names[0])}. Downloads: at most {largest:.1f} GB in bf16, rewards included.{needs}"
-    return f"\n## {model.split('/')[-1]}\n\n{textwrap.fill(text, 120)}\n{TABLE}" + "\n".join(map(row, names)) + "\n"
+    return f"| `{model}` | {licence(names[0])} | {largest:.1f} | {extras} |"
 
 
 def page() -> str:
     """Return docs/recipes.md: the recipes of each model, and what they download."""
     recipes = {name: load(path(name)) for name in names()}
     first = {config.model: name for name, config in reversed(recipes.items())}
-    models = [recipe_downloads.model_row(recipes[name], path(name).read_text(encoding="utf-8"), licence(name))
-              for name in sorted(first.values())]
     used = {reward for config in recipes.values() for reward in rewards(config.trained | config.watched)}
     rows = [recipe_downloads.reward_row(name) for name in sorted(used) if recipe_downloads.of_reward(name)]
     models_of = {model: [name for name, config in recipes.items() if config.model == model] for model in first}
-    sections = [section(model, models_of[model]) for model in sorted(models_of, key=str.lower)]
-    return HEAD + "".join(sections) + recipe_downloads.HEAD + "\n".join([*models, *rows]) + "\n"
+    models = sorted(models_of, key=str.lower)
+    tables = [TABLE, "\n".join(row(name) for model in models for name in models_of[model]), MODELS_HEAD,
+              "\n".join(model_row(model, models_of[model]) for model in models), "\n"]
+    return HEAD + "".join(tables) + recipe_downloads.HEAD + "\n".join(rows) + "\n"
 
 
 def licence(name: str) -> str:

@@ -230,7 +230,7 @@ def test_settings_of_a_row_are_those_that_its_runs_change():
 
 
 @pytest.mark.parametrize("name, target", [
-    ("chord", "methods/text_modifiers.md#chord"), ("step_match", "reward_catalogue.md#all-rewards"),
+    ("chord", "methods/modifiers.md#chord"), ("step_match", "reward_catalogue.md#all-rewards"),
     ("SampledKL", "reference/parts.md#kl")])
 def test_a_part_links_to_where_it_is_described(name, target):
     assert study_page.linked({"name": name, "setting": "weight 1"}) == f"[`{name}` (weight 1)]({target})"

@@ -16,10 +16,8 @@ Precision = Literal["auto", "fp32", "bf16", "fp16"]
 PRECISION = "Precision of weights and arithmetic; auto: what suits the device. Without: the run's, or auto."
 EPOCH = "Of a run: the checkpoint of this epoch, in place of its result."
 HUB_NAME = "OWNER/NAME of the hub, with @REVISION behind it for a branch, a tag or a commit."
-RUN = "The folder of a finished run; a checkpoint's folder, such as RUN/checkpoints/epoch-00050, or RUN with --epoch " \
-      f"50; or hub:{HUB_NAME}"
-LORA = "The folder of a finished run; a checkpoint's folder, such as RUN/checkpoints/epoch-00050; a folder with a " \
-       f"LoRA, or its .safetensors file; or {HUB_NAME}"
+RUN = f"A finished run's folder, its checkpoint (RUN/checkpoints/epoch-00050, or RUN --epoch 50), or hub:{HUB_NAME}"
+LORA = f"A finished run's folder or checkpoint; a LoRA's folder or .safetensors file; or {HUB_NAME}"
 TRUST = "Execute code that the run's recipe names: FILE.py:NAME of rewards, methods and parts, trust_remote_code, " \
         "and rewards with an address. Without: only what this command line names."
 RLG = "Sample with base + W * (tuned - base): 0 the base, 1 the tuned model, above 1 beyond it (RLG). Other weights " \
