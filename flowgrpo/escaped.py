@@ -45,3 +45,9 @@ def fenced(text: str, language: str) -> str:
 
 def _ticks(text: str, least: int) -> str:
     return "`" * max(least, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+
+
+def one_line(text: object) -> str:
+    """Return one printable line of an untrusted text."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in str(text)[:2000]).split())
+    return line if len(line) <= 400 else line[:397] + "..."

@@ -384,8 +384,8 @@ needs (an extra of flowgrpo, `pip install 'flowgrpo[clip]'`, or a package), and 
 
 def reward_catalogue() -> str:
     """Text of docs/reward_catalogue.md: what is written there, and the lists of all rewards."""
+    from flowgrpo.cli.reward_table import cells, listed
     from flowgrpo.rewards import BUILT_IN, locate
-    from flowgrpo.rewards.table import cells, listed
 
     kinds: dict[str, list[str]] = {}
     tables = (ROOT / "docs" / "text_rewards.md").read_text(encoding="utf-8")
@@ -404,14 +404,14 @@ def reward_catalogue() -> str:
 
 def reward_facts() -> str:
     """Return the facts of the built-in rewards as JSON, for a listing that imports none of them."""
+    from flowgrpo.cli.reward_table import stated
     from flowgrpo.rewards import BUILT_IN
-    from flowgrpo.rewards.table import stated
 
     facts = {name: vars(about) | {"does": does} for name in sorted(BUILT_IN) for about, does, _ in [stated(name)]}
     return json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
 
 
-PAGES = {ROOT / "flowgrpo" / "rewards" / "built_in.json": reward_facts,  # first: pages are made of it
+PAGES = {ROOT / "flowgrpo" / "cli" / "built_in.json": reward_facts,  # first: pages are made of it
          CONFIGURATION: configuration, METHODS / "index.md": methods_index,
          ROOT / "docs" / "reference" / "parts.md": parts,
          CATALOGUE: reward_catalogue, ROOT / "docs" / "reference" / "cli.md": commands}

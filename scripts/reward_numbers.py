@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowgrpo.cli.reward_table import FACTS
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report.snapshots import commit
 from flowgrpo.rewards import BUILT_IN, find, score
 from flowgrpo.rewards.preprocessing import eight_bit
-from flowgrpo.rewards.table import FACTS
 
 SIZE, FRAMES, SEED = 512, 8, 46
 PROMPTS = ("a red disc on a blue field", 'a sign that says "HELLO"', "soft clouds of many colours")

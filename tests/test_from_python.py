@@ -16,10 +16,10 @@ from flowgrpo.cli import main
 from flowgrpo.config import load
 from flowgrpo.data import prompts, provenance, splits
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import checkpoints
 from flowgrpo.evaluation.report.report import data
 from flowgrpo.methods import PRESETS, Method, naming, preset, registry
 from flowgrpo.methods.overlay import with_parts
+from flowgrpo.policies import checkpoints
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.rewards import find
 from flowgrpo.samplers import plans

@@ -161,7 +161,7 @@ ATTRIBUTES, OWN_IMPORTS = 20, 25  # of a class; of a module, the modules of the 
 MORE_ATTRIBUTES = {"flowgrpo.config.schema.Config": 27, "flowgrpo.config.sections.Train": 21,
                    "flowgrpo.policies.pipelines.pipeline.PipelinePolicy": 32, "flowgrpo.training.scoring.Scoring": 21,
                    "flowgrpo.trl.DDPOConfig": 42, "flowgrpo.trl.FlowGRPOConfig": 31}  # TRL's names
-MORE_IMPORTS = {"flowgrpo.evaluation.images": 33, "flowgrpo.policies.pipelines.pipeline": 28}
+MORE_IMPORTS = {"flowgrpo.policies.pipelines.pipeline": 27}
 
 
 def attributes(node: ast.ClassDef) -> set[str]:

@@ -17,8 +17,8 @@ from flowgrpo.config.schema import Config
 from flowgrpo.methods import validate
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.pipelines.conditioning import Conditioning
-from flowgrpo.policies.pipelines.mid_loop_check import few_steps
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.policies.pipelines.probes import few_steps
 from flowgrpo.policies.weights.compiled import blocks
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.rollout import RolloutSpec

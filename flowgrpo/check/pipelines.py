@@ -22,7 +22,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.presets.denoising import mix_grpo
 from flowgrpo.policies import build, options
-from flowgrpo.policies.pipelines import conditioned, mid_loop_check
+from flowgrpo.policies.pipelines import conditioned, probes
 from flowgrpo.policies.pipelines.conditioned import has_ip_adapter
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
@@ -66,7 +66,7 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
     policy.guidance = config.train.guidance
     result["timesteps_per_call"] = "one per row" if policy.vector(conditioning) else "one"
     replays.replayed(policy, conditioning, result, min(GROUP, config.train.rows))
-    mid_loop_check.require(policy, conditioning, recipe is None or _goes_on(method, config))
+    probes.require_middle(policy, conditioning, recipe is None or _goes_on(method, config))
     replays.require_equal(policy, result)
     if policy.dtype == torch.float32 and not config.adapter.dora:
         replays.differentiated(policy, conditioning, result)
@@ -111,7 +111,7 @@ def _sizes(policy: PipelinePolicy, adapter: Adapter) -> dict[str, Any]:
 def _guidance(policy: PipelinePolicy, conditioning: Conditioning) -> str:
     """Describe the pipeline's guidance: the denoiser calls of a step at scale 4, compared with scale 1 (or 0 if that
     turns it off)."""
-    rows, (grid, timesteps) = {}, mid_loop_check.few_steps(policy, 2)
+    rows, (grid, timesteps) = {}, probes.few_steps(policy, 2)
     for policy.guidance in (4.0, 0.0, 1.0):
         with _counted(policy) as batches:
             policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
@@ -141,7 +141,7 @@ def _counted(policy: PipelinePolicy) -> Iterator[list[int]]:
 def _goes_on(method: Method, config: Config) -> bool:
     train = config.train
     grid = shifted(train.steps, train.shift)
-    return mid_loop_check.goes_on(method, method.explorations(grid, train.group, train.shift, 0, config.seed))
+    return probes.goes_on(method, method.explorations(grid, train.group, train.shift, 0, config.seed))
 
 
 def _cost(recipe: Config | None, method: Method) -> dict[str, float]:

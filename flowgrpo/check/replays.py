@@ -9,7 +9,7 @@ import torch
 from flowgrpo.check.gradients import GROUP, gradient_error, gradient_norm, require_exact
 from flowgrpo.errors import UserError
 from flowgrpo.methods.method import Method
-from flowgrpo.policies.pipelines import mid_loop_check
+from flowgrpo.policies.pipelines import probes
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.samplers.growth import explore
@@ -24,7 +24,7 @@ from flowgrpo.samplers.solvers import Euler
 def replayed(policy: PipelinePolicy, conditioning: Conditioning, result: dict[str, Any], rows: int = GROUP) -> None:
     """Roll out three steps from two noises, the first two steps stochastic, and replay these two with gradients, both
     in batches of `rows`. The second step's states come from the pipeline's own loop, not from a replay."""
-    grid, timesteps = mid_loop_check.few_steps(policy, 3)
+    grid, timesteps = probes.few_steps(policy, 3)
     kernel, both = Method().having(kernel=FlowDDIM()).on(policy.process).rollout.kernel, Schedule((0, 1), (0, 1))
     exploration = RolloutSpec(grid, both, kernel, Euler(), GROUP, GROUP, keep_means=True, timesteps=timesteps)
     [part] = explore(policy, conditioning, [exploration], rows, seeder(0, 0))
@@ -54,7 +54,7 @@ def require_equal(policy: PipelinePolicy, result: dict[str, Any]) -> None:
 
 def differentiated(policy: PipelinePolicy, conditioning: Conditioning, result: dict[str, Any]) -> None:
     """Store the gradient error of a step's squared output."""
-    grid, timesteps = mid_loop_check.few_steps(policy, 3)
+    grid, timesteps = probes.few_steps(policy, 3)
     x, _ = policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
 
     def size() -> torch.Tensor:

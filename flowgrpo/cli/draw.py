@@ -130,7 +130,7 @@ def _require_options(prompt: list[str] | None, prompts: Path | None, image: Path
 
 def _source(model: str, lora: str | None, epoch: int | None, weight: float | None) -> tuple[str, Path | None]:
     """Return (model, weights or None). Raises UserError for a weight of RLG without weights."""
-    from flowgrpo.evaluation import checkpoints
+    from flowgrpo.policies import checkpoints
 
     model, weights = checkpoints.source(model, lora, epoch)
     if weight is not None and weights is None:
@@ -143,8 +143,8 @@ def _writes(model: str, run: Path | None = None, weight: float | None = None) ->
 
     Raises UserError for a language model with a weight of RLG.
     """
-    from flowgrpo.evaluation.checkpoints import config_of
     from flowgrpo.policies.build import writes
+    from flowgrpo.policies.checkpoints import config_of
     from flowgrpo.starter import FOLDERS
 
     config = config_of(run)

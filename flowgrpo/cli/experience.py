@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,14 +56,15 @@ def _sampling(config: Any) -> tuple[Any, Any]:
     from flowgrpo.data import splits
     from flowgrpo.device import pick_device
     from flowgrpo.distributed.signals import promptly
+    from flowgrpo.evaluation.plan import Arm
+    from flowgrpo.evaluation.sampler import Texts
     from flowgrpo.policies import build
     from flowgrpo.samplers.rollout import seeder
-    from flowgrpo.text import evaluation as texts
 
     if build.kind(config) == build.PIPELINE:
         raise UserError(f"learn-experience: got the pipeline {config.model}, expected a language model")
     device, group = pick_device(config.device), config.train.group
-    policy: Any = texts.load(texts.settings(config.model, config, {"eval_temperature": 1.0}), None, device)
+    sampler, base = Texts(config.model, config, None, torch.device(device)), Arm(None, {"eval_temperature": 1.0})
     functions, prompts = rewards.compose(config.trained, config.cache), splits.resolve(config)[0]
     rewards.require_modality(functions, "text")
     weights = torch.tensor([config.trained[name].weight for name in functions])
@@ -74,10 +76,10 @@ def _sampling(config: Any) -> tuple[Any, Any]:
         of, seed = drawn(epoch), seeder(config.seed, epoch)
         groups, totals = [], []
         for place, prompt in enumerate(of):
-            encoded = policy.encode([shown[place]] * group, images=[prompt.brings] * group)
-            written = policy.generate(encoded, policy.generators(seed(place, number) for number in range(group)))
+            written = sampler.draw(base, [replace(prompt, text=shown[place])] * group,
+                                   [seed(place, number) for number in range(group)])
             scores = promptly(partial(rewards.score, functions, written, [prompt.text] * group,
-                                      [prompt.metadata] * group, group, policy=policy))
+                                      [prompt.metadata] * group, group, policy=sampler.policy))
             groups.append([str(text) for text in written])
             totals.append((scores @ weights.to(scores)).tolist())
         return groups, totals

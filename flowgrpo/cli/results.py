@@ -39,7 +39,7 @@ def export(
         if form == "card":
             raise UserError(f"--form card: got the checkpoint {place}, expected a finished run: use --form kohya or "
                             "merged")
-        from flowgrpo.evaluation.checkpoints import as_finished
+        from flowgrpo.policies.checkpoints import as_finished
 
         with as_finished(place) as folder:
             _write(folder, run, place, form, output)

@@ -21,7 +21,7 @@ def rewards(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with what each does.")] = False,
 ) -> None:
     """List the rewards that --reward takes by name: what they judge, their range, needs and licence."""
-    from flowgrpo.rewards import table
+    from flowgrpo.cli import reward_table as table
 
     listed = table.listed(word)
     if not listed:
@@ -49,8 +49,8 @@ def score(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Score files with a reward."""
+    from flowgrpo.cli import reward_table as table
     from flowgrpo.data.prompts import Prompt, load_prompts
-    from flowgrpo.rewards import table
 
     if prompt is not None and prompts is not None:
         raise UserError("got --prompt and --prompts, expected one of them")
@@ -178,8 +178,8 @@ def serve_reward(
     """Serve a reward to other processes or machines: its name in their recipes is the URL that this prints."""
     from flowgrpo.packages import needed
     from flowgrpo.rewards import find
-    from flowgrpo.rewards.remote.client import token
-    from flowgrpo.rewards.remote.wire import Limits
+    from flowgrpo.serving.client import token
+    from flowgrpo.serving.wire import Limits
 
     needed("uvicorn", "server", "serve-reward")
     from flowgrpo.serving.server import serve

@@ -6,13 +6,10 @@ scorer, such as one that `flowgrpo reward train` made. Draw j of the k-th kept s
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from flowgrpo import rewards
 from flowgrpo.config.schema import Config
@@ -25,7 +22,6 @@ from flowgrpo.evaluation.ledger import Place
 from flowgrpo.evaluation.plan import Hand
 from flowgrpo.rewards import Failed
 from flowgrpo.rewards.score import columns
-from flowgrpo.samplers.rollout import seeder
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,20 +79,6 @@ def make(count: int, by: str | dict[str, Any], config: Config | None) -> BestOf 
         raise UserError(f"--by: got {', '.join(rules)}, expected one reward")
     [(name, reward)] = rewards.compose(rules, config.cache if config else None).items()
     return BestOf(count, name, reward)
-
-
-def kept(pictures: Iterator[torch.Tensor], prompts: Sequence[Prompt], count: int, seed: int, settings: dict[str, Any],
-         best: BestOf | None, written: Sequence[Prompt]) -> Iterator[tuple[torch.Tensor, str]]:
-    """Yield `count` pictures per prompt, each with how it was drawn: all, or of consecutive draws the best.
-
-    written: the prompts that they were drawn from. As many are taken from `pictures` at a time as one choice needs.
-    """
-    seed_of, draws = seeder(seed, 0), best.count if best else 1
-    for i, k in ((i, k) for i in range(len(prompts)) for k in range(count)):
-        drawn = list(itertools.islice(pictures, draws))
-        [(number, score)] = best.pick(drawn, [prompts[i]]) if best else [(0, 0.0)]
-        picture, told = drawn[number], settings | (best.facts(score) if best else {})
-        yield picture, picture_files.parameters(written[i].text, seed_of(i, k * draws + number), picture, told)
 
 
 @dataclass

@@ -18,24 +18,22 @@ from flowgrpo.data import splits
 from flowgrpo.data.prompts import load_prompts
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import images, picture_files, run_rewards
-from flowgrpo.evaluation.checkpoints import run_config
+from flowgrpo.evaluation import calls, picture_files, run_rewards
 from flowgrpo.evaluation.measured import spread
 from flowgrpo.evaluation.pages import singles
 from flowgrpo.evaluation.pages.before_after import captions, means_of
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.pages.html_page import write_page, write_table
 from flowgrpo.evaluation.plan import Arm
-from flowgrpo.evaluation.sampler import Pipelines, Texts
-from flowgrpo.policies import build
-from flowgrpo.samplers.rollout import seeder
+from flowgrpo.evaluation.sampler import Pipelines, Texts, first_of_each
+from flowgrpo.policies import build, loading
+from flowgrpo.policies.checkpoints import run_config
 from flowgrpo.storage import paths
 from flowgrpo.storage.places import is_checkpoint, listed, run_of
 
 SEEDS = ("0", "1", "2", "3")
 RLG = ("0", "0.5", "1", "1.5", "2")
 OF_TEXTS = ("checkpoints", "runs", "seeds")
-AT_ONCE = 8  # texts
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class Column:
         return Arm(self.weights, self.asked, self.rlg)
 
 
-@images.memory_told()
+@loading.memory_told()
 def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Path | None, count: int, seed: int,
             output: str | Path) -> list[Path]:
     """Draw `count` prompts in columns of one kind, with the run's rewards below each picture. Writes a PNG (with clips
@@ -77,23 +75,20 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
         raise UserError(f"--columns {kind}: is of denoisers, and {run} trained a language model; expected one of "
                         f"{', '.join(OF_TEXTS)}")
     if written:
-        from flowgrpo.text import evaluation as texts
+        from flowgrpo.text.policies import sampling as texts
 
         arguments = texts.asked(config, 2 if kind == "seeds" else 1, None)
     else:
-        arguments = images.call_arguments(config.model, run)
+        arguments = calls.call_arguments(config.model, run)
     chosen = KINDS[kind](Column("tuned", run, seed, arguments), list(values))
     shown = spread(load_prompts(prompts) if prompts else splits.resolve(config)[1], count)
     functions = run_rewards.measured(config)
-    sampler = Texts(config.model, config, None, images.place()) if written else Pipelines(
-        config.model, config, drawing(config.precision if config.adapter.rank else "fp32", images.place()),
-        images.place())
+    device = loading.place()
+    sampler = Texts(config.model, config, None, device) if written else Pipelines(
+        config.model, config, drawing(config.precision if config.adapter.rank else "fp32", device), device)
 
     def sampled(column: Column) -> list[Any]:
-        of, together = seeder(column.seed, 0), AT_ONCE if written else 1
-        batches = [range(len(shown))[at:at + together] for at in range(0, len(shown), together)]
-        return [sample for rows in batches for sample in
-                sampler.draw(column.arm, [shown[i] for i in rows], [of(i, 0) for i in rows])]
+        return first_of_each(sampler, column.arm, shown, column.seed)
 
     drawn: list[list[Any]] = [sampled(column) for column in chosen]
     bases: list[Any] = [None] * len(chosen)

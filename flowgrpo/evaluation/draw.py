@@ -16,10 +16,11 @@ from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import images, lora_fit, picture_files
+from flowgrpo.evaluation import picture_files
 from flowgrpo.evaluation.ledger import Ledger, Place, TextLedger
 from flowgrpo.evaluation.plan import Medium
 from flowgrpo.evaluation.sampler import Pipelines, Texts
+from flowgrpo.policies import loading, lora_fit
 from flowgrpo.rewards import guards
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.types import Completion
@@ -39,11 +40,15 @@ class Painter:
 
     def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[torch.Tensor]:
         """Draw pictures [3, H, W] or clips [F, 3, H, W] in [0, 1]."""
-        plan = self.plan
-        if self.sampler.pipe is None and plan.tuned is not None:
-            lora_fit.require_fit(plan.model, plan.tuned, images.files_of(plan.config, plan.model))
+        if self.sampler.pipe is None:
+            self.require_fit()
         seeds = [self.seed_of(place.prompt, place.sample) for place in places]
-        return self.sampler.draw(plan.arm(arm), self._written(prompts), seeds)
+        return self.sampler.draw(self.plan.arm(arm), self._written(prompts), seeds)
+
+    def require_fit(self) -> None:
+        """Raise UserError if the tuned weights do not fit the model, by the headers of their files."""
+        if self.plan.tuned is not None:
+            lora_fit.require_fit(self.plan.model, self.plan.tuned, loading.files_of(self.plan.config, self.plan.model))
 
     def facts(self, arm: str, prompt: Prompt, place: Place, sample: torch.Tensor) -> str:
         """Return how a picture was drawn, as AUTOMATIC1111 and ComfyUI read it."""

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import checkpoints
-from flowgrpo.evaluation.plan import weights_digest
-from flowgrpo.policies import build
+from flowgrpo.evaluation.plan import Arm, weights_digest
+from flowgrpo.evaluation.sampler import Texts
+from flowgrpo.policies import build, checkpoints, loading
 
-if TYPE_CHECKING:
-    from flowgrpo.text.policies.causal_lm import CausalLM
-
-TOGETHER = 8  # prompts per call of the model
 INSTRUCTION = ("Rewrite the user's prompt for a text-to-image model. Keep what it says. Add details of the scene, the "
                "light and the style. Answer with the new prompt alone.")
 
@@ -33,7 +28,7 @@ class Enhancer:
     """
 
     def __init__(self, source: str, seed: int = 0):
-        from flowgrpo.text import evaluation as texts
+        from flowgrpo.text.policies import sampling as texts
 
         self.source, self.seed = source, seed
         model, self.weights = checkpoints.source(source)
@@ -41,29 +36,23 @@ class Enhancer:
         if not build.writes(model, run):
             raise UserError(f"--enhancer {source}: generates images, expected a language model, or a run that trained "
                             "one")
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        asked = texts.asked(run, 1, None) | ({} if run else {"system": INSTRUCTION})
-        self.config = texts.settings(model, run, asked, self.device)
-        self.policy: CausalLM | None = None
+        self.sampler = Texts(model, run, None, loading.place())
+        self.arm = Arm(self.weights, texts.asked(run, 1, None) | ({} if run else {"system": INSTRUCTION}))
         self.known: dict[str, str] = {}
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts with rewritten texts."""
         missing = [text for text in dict.fromkeys(prompt.text for prompt in prompts) if text not in self.known]
-        if missing and self.policy is None:
-            from flowgrpo.text import evaluation as texts
-
-            self.policy = texts.load(self.config, self.weights, self.device)
-        for at in tqdm(range(0, len(missing), TOGETHER), desc="rewriting", leave=False):
-            self._rewrite(missing[at:at + TOGETHER])
+        together = self.sampler.together
+        for at in tqdm(range(0, len(missing), together), desc="rewriting", leave=False):
+            self._rewrite(missing[at:at + together])
         return [replace(prompt, text=self.known[prompt.text]) for prompt in prompts]
 
     def _rewrite(self, some: Sequence[str]) -> None:
         from flowgrpo.text.rewards.pictured import noise_seed, rewritten
 
-        assert self.policy is not None  # it is loaded before the first text
-        seeds = self.policy.generators(noise_seed(self.seed, None, text, 0) for text in some)
-        written = self.policy.generate(self.policy.encode(list(some)), seeds)
+        seeds = [noise_seed(self.seed, None, text, 0) for text in some]
+        written = self.sampler.draw(self.arm, [Prompt(text) for text in some], seeds)
         self.known.update(zip(some, map(rewritten, written)))
 
     def as_json(self) -> dict[str, Any]:

@@ -28,12 +28,12 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import best_of as choice
-from flowgrpo.evaluation import checkpoints, distances, draw, held_out, images, results, run_rewards
+from flowgrpo.evaluation import calls, distances, draw, held_out, results, run_rewards
 from flowgrpo.evaluation import enhancer as rewriter
 from flowgrpo.evaluation.ledger import BaseLedger, Place
 from flowgrpo.evaluation.plan import BASE, TUNED, Medium, Plan, digest
-from flowgrpo.policies import build
-from flowgrpo.rewards import Failed, pairwise
+from flowgrpo.policies import build, checkpoints, loading
+from flowgrpo.rewards import Failed
 from flowgrpo.rewards.remote import exchange
 from flowgrpo.rewards.score import columns
 from flowgrpo.storage import paths
@@ -41,7 +41,7 @@ from flowgrpo.storage import paths
 AT_ONCE = 8  # samples scored in one call
 
 
-@images.memory_told()
+@loading.memory_told()
 def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule], output: str | Path, *,
              lora: str | Path | None = None, base: bool = False, samples: int = 1, steps: int | None = None,
              guidance: float | None = None, seed: int = 0, features: str | Callable = "pixels",
@@ -75,7 +75,7 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
     processes, apart = _processes(), plan.medium.apart(features)
     if processes.first:
         paths.require_folder(output)
-    chosen, functions = load_suite(suite), _functions(plan.config, names)
+    chosen, functions = load_suite(suite), run_rewards.asked(plan.config, names)
     require_generators(len(chosen.cases) * samples, "samples")
     if distance:
         _require_distance(plan, distance, features, len(chosen.cases) * samples)
@@ -113,11 +113,11 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
     _require_fitting(medium, {"steps": steps, "guidance": guidance, "rlg": rlg or None, "enhancer": enhancer},
                      {"temperature": temperature, "max-tokens": max_tokens})
     if medium is draw.TEXTS:
-        from flowgrpo.text import evaluation as texts
+        from flowgrpo.text.policies import sampling as texts
 
         arguments = texts.asked(config, samples * best_of, temperature, max_tokens)
     else:
-        arguments = images.call_arguments(model, tuned, steps, guidance)
+        arguments = calls.call_arguments(model, tuned, steps, guidance)
     arms = {BASE: 0.0} if base or tuned is None else {}
     arms |= {f"rlg-{weight:g}": weight for weight in sorted(rlg)} if len(rlg) > 1 else \
         {TUNED: rlg[0] if rlg else 1.0} if tuned is not None else {}
@@ -143,21 +143,6 @@ def _require_distance(plan: Plan, distance: Sequence[str], features: str | Calla
         raise UserError("--distance: is of the tuned images to the base's: add --base")
     side = (plan.config or Config()).picture
     distances.require(distance, features, images, (side.height or distances.SIDE, side.width or distances.SIDE))
-
-
-def _functions(config: Config | None, names: Sequence[str] | dict[str, WatchRule]) -> dict[str, Any]:
-    chosen: dict[str, WatchRule] = names if isinstance(names, dict) else \
-        {name: run_rewards.rule(config, name) for name in names}
-    if config and not chosen:
-        of_trained, of_watched = run_rewards.rules(config, needed=True)
-        chosen = of_trained | of_watched
-    if not chosen:
-        raise UserError("--rewards: expected the names of rewards, such as --rewards scene (`flowgrpo list rewards` "
-                        "lists them)")
-    composed = rewards.compose(chosen, config.cache if config else None)
-    # The run's rewards that need groups are dropped; one requested by name raises.
-    trained = {name: composed.pop(name) for name in chosen if config and not names and name in config.trained}
-    return pairwise.measured(trained, composed)
 
 
 def _processes() -> Processes:

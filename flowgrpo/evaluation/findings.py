@@ -12,7 +12,7 @@ from flowgrpo.escaped import markdown as markdown_of
 from flowgrpo.escaped import plain
 from flowgrpo.evaluation.distances import DISTANCES
 from flowgrpo.evaluation.nouns import counted
-from flowgrpo.evaluation.numbers import decimals, ranged
+from flowgrpo.evaluation.numbers import decimals
 from flowgrpo.evaluation.statistics import (
     ALL,
     BOOTSTRAP,
@@ -23,41 +23,37 @@ from flowgrpo.evaluation.statistics import (
     drift,
     interval,
     mean_of,
-    method_of,
     win_rate,
 )
+from flowgrpo.evaluation.table import Scores, cell
+from flowgrpo.evaluation.table import show as print_table
 from flowgrpo.log import plain_console
 
-Scores = dict[str, dict[str, np.ndarray]]  # arm, reward: [N, S], NaN where the reward does not apply
 
-
-def summarise(suite: Suite, scores: Scores, spread: dict[str, np.ndarray], trained: Sequence[str] | None,
-              unit: str = "images") -> dict:
+def summarise(suite: Suite, scores: dict[str, dict[str, np.ndarray]], spread: dict[str, np.ndarray],
+              trained: Sequence[str] | None, unit: str = "images") -> dict:
     """Summarise an evaluation: means with intervals per arm, reward and category (including `all prompts`). With both
     arms also the change, tuned minus base on the same prompt and seed, the win rate, diversity, and drift in words.
 
-    spread: distance between the samples of each prompt [N, 1] by arm, or empty. unit: name of the samples.
+    scores: [N, S] by arm and reward. spread: distance between the samples of each prompt [N, 1] by arm, or empty.
+    unit: name of the samples.
     `category_means` is the mean over the categories, the score of some suites (GenEval).
     """
-    places = {ALL: list(range(len(suite.cases)))} | suite.categories
-    kinds = {name: method_of(*(of_arm[name] for of_arm in scores.values())) for name in next(iter(scores.values()))}
-    arms = {arm: {name: {place: interval(values[rows], kinds[name]).as_json() for place, rows in places.items()}
-                  for name, values in of_arm.items()} for arm, of_arm in scores.items()}
+    table = Scores(scores, {ALL: list(range(len(suite.cases)))} | suite.categories)
+    arms = table.means()
     summary: dict[str, Any] = {"confidence": CONFIDENCE, "arms": arms, "category_means": {
         arm: {name: _over_categories(categories) for name, categories in of_arm.items()}
         for arm, of_arm in arms.items()},
         "diversity": {arm: interval(values, BOOTSTRAP).as_json() for arm, values in spread.items()}}
     if scores.keys() != {"base", "tuned"}:
         return summary | {"compared": {}, "drift": []}
-    base, tuned = scores.values()
-    summary["compared"] = {name: {what: {place: of(base[name][rows], tuned[name][rows], kinds[name]).as_json()
-                                         for place, rows in places.items()}
-                                  for what, of in (("change", change), ("win_rate", win_rate))} for name in base}
-    changes = {name: change(base[name], tuned[name], kinds[name]) for name in base}
+    moved, won = table.pairs(change), table.pairs(win_rate)
     closer = interval(spread["tuned"] - spread["base"], BOOTSTRAP) if spread else None
     if closer is not None:
         summary["diversity"]["change"] = closer.as_json()
-    return summary | {"drift": drift(changes, trained, closer, unit)}
+    changes = {name: Interval(**of_reward[ALL]) for name, of_reward in moved.items()}
+    return summary | {"compared": {name: {"change": moved[name], "win_rate": won[name]} for name in moved},
+                      "drift": drift(changes, trained, closer, unit)}
 
 
 def _over_categories(categories: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -73,15 +69,11 @@ def table(results: dict[str, Any], reward: str) -> tuple[list[str], list[list[st
     lines = []
     for name in [*(name for name in first if name != ALL), ALL]:
         columns = [arms[arm][reward][name] for arm in arms]
-        cells = [_cell(column, digits) for column in columns]
+        cells = [cell(column, digits) for column in columns]
         if compared:
-            cells += [_cell(compared["change"][name], digits, "+"), _cell(compared["win_rate"][name], 3)]
+            cells += [cell(compared["change"][name], digits, "+"), cell(compared["win_rate"][name], 3)]
         lines.append([name, str(columns[0]["prompts"]), *cells])
     return ["category", "prompts", *arms, *(["change", "win rate"] if compared else [])], lines
-
-
-def _cell(entry: dict[str, Any], digits: int = 3, sign: str = "") -> str:
-    return ranged(entry["mean"], entry["low"], entry["high"], digits, sign)
 
 
 def methods(results: dict[str, Any], reward: str) -> str:
@@ -98,15 +90,15 @@ def notes(results: dict[str, Any]) -> list[str]:
         means = {arm: of_arm[name] for arm, of_arm in results["category_means"].items()}
         if all(entry["prompts"] for entry in means.values()):
             digits = decimals(entry["mean"] for entry in means.values())
-            listed = ", ".join(f"{arm} {_cell(entry, digits)}" for arm, entry in means.items())
+            listed = ", ".join(f"{arm} {cell(entry, digits)}" for arm, entry in means.items())
             said.append(f"{name}, mean over the categories: {listed}")
     unit = f"{results['unit']}s"
     said += [f"{name} failed on {count} {unit}, which are left out: the same command asks for them again"
              for name, count in results["failed"].items() if count]
-    said += [f"{name}, {arm}: {', '.join(f'{what} {_cell(entry)}' for what, entry in entries.items())}"
+    said += [f"{name}, {arm}: {', '.join(f'{what} {cell(entry)}' for what, entry in entries.items())}"
              for arm, rewards in results["tries"].items() for name, entries in rewards.items()]
     if results["diversity"]:
-        cells = ", ".join(f"{name} {_cell(entry, sign='+' * (name == 'change'))}"
+        cells = ", ".join(f"{name} {cell(entry, sign='+' * (name == 'change'))}"
                           for name, entry in results["diversity"].items())
         said.append(f"distance between the {unit} of a prompt: {cells}")
     if found := results.get("distances"):
@@ -137,16 +129,8 @@ def markdown(results: dict[str, Any]) -> str:
 
 def show(results: dict[str, Any]) -> None:
     """Print the tables."""
-    from rich.table import Table
-
     console = plain_console()
     for reward in next(iter(results["arms"].values())):
-        heads, lines = table(results, reward)
-        drawn = Table(title=plain(title(results, reward)), caption=methods(results, reward))
-        for head in heads:
-            drawn.add_column(plain(head), justify="left" if head == "category" else "right")
-        for line in lines:
-            drawn.add_row(*map(plain, line), style="bold" if line[0] == ALL else "")
-        console.print(drawn)
+        print_table(console, title(results, reward), methods(results, reward), *table(results, reward))
     for note in notes(results):
         console.print(plain(note), highlight=False)

@@ -23,7 +23,6 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import plain
 from flowgrpo.evaluation import picture_files
-from flowgrpo.evaluation.compared import cells, compared
 from flowgrpo.evaluation.measured import EVAL_SEED, Generating, Measured, measure, spread
 from flowgrpo.evaluation.nouns import SAMPLE, named
 from flowgrpo.evaluation.pages import singles
@@ -32,6 +31,7 @@ from flowgrpo.evaluation.pages.clips import save_clip, tall, untall
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.report import report, snapshots
 from flowgrpo.evaluation.statistics import ALL
+from flowgrpo.evaluation.table import cells, compared, show
 from flowgrpo.evaluation.trainer import Trainer
 from flowgrpo.log import plain_console
 from flowgrpo.policies.policy import Policy
@@ -216,21 +216,11 @@ def print_report(summary: dict[str, Any], said: str, folder: Path, verdict: Sequ
 
     said: what was saved. verdict: the sentences.
     """
-    from rich.table import Table
-
-    console = plain_console()
+    console, of = plain_console(), summary["evaluation"]
     for name, rows in summary["compared"].items():
-        method = rows[ALL]["before"]["method"]
-        table = Table(title=f"{plain(name)} on "
-                            f"{summary['evaluation']['prompts']} held-out {summary['evaluation']['of']}",
-                      caption=f"95 % intervals: {method}")
-        for heading in ("task", "before", "after", "change"):
-            table.add_column(heading, justify="left" if heading == "task" else "right")
-        lines = cells(rows)
-        for number, line in enumerate(lines, 1):
-            table.add_row(*map(plain, line),
-                          end_section=number == len(lines) - 1, style="bold" if number == len(lines) else "")
-        console.print(table)
+        show(console, f"{name} on {of['prompts']} held-out {of['of']}",
+             f"95 % intervals: {rows[ALL]['before']['method']}", ("task", "before", "after", "change"), cells(rows),
+             rule=True)
     first = "-" if summary["max_first_log_ratio"] is None else f"{summary['max_first_log_ratio']:.1e}"
     console.print(f"{spent(summary)}; {summary['denoiser_evaluations']:,} {summary['unit']} "
                   f"({summary['rollout_evaluations_per_picture']:.2f} per sample in the rollout; shared "

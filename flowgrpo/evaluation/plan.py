@@ -13,7 +13,6 @@ import torch
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.evaluation.ledger import BaseLedger, Place
-from flowgrpo.types import Completion
 
 BASE, TUNED = "base", "tuned"
 
@@ -55,7 +54,7 @@ class Enhancer(Protocol):
 class Hand(Protocol):
     """Generator of an evaluation's samples."""
 
-    def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> Sequence[torch.Tensor | Completion]:
+    def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> Sequence[Any]:
         """Return a sample per place."""
 
     def facts(self, arm: str, prompt: Prompt, place: Place, sample: Any) -> str | None:

@@ -19,6 +19,7 @@ from flowgrpo.evaluation import draw, images
 from flowgrpo.evaluation.evaluate import make_plan
 from flowgrpo.evaluation.ledger import BaseLedger, Place
 from flowgrpo.evaluation.plan import Plan, digest
+from flowgrpo.policies import loading
 from flowgrpo.storage import atomic, paths
 
 FILE = "prompts.jsonl"
@@ -26,7 +27,7 @@ PROMPT = "prompt"  # the key that makes a text the prompt of its line
 KEYS = {draw.PICTURES: "base_image", draw.TEXTS: "base_text"}
 
 
-@images.memory_told()
+@loading.memory_told()
 def sample(source: str, prompts: str | Path, output: str | Path, *, lora: str | Path | None = None, count: int = 1,
            seed: int = 0, steps: int | None = None, guidance: float | None = None, rlg: float | None = None,
            batch: int | None = None, temperature: float | None = None, key: str | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from flowgrpo import rewards, trust
@@ -44,6 +45,25 @@ def rule(config: Config | None, name: str) -> WatchRule:
         raise UserError(f"reward {name!r} {WHY}: give its rule in --rewards FILE.yaml, or add {trust.FLAG} if you "
                         "trust the run")
     return known
+
+
+def asked(config: Config | None, names: Sequence[str] | dict[str, WatchRule]) -> dict[str, Any]:
+    """Return rewards by their names or rules, made; the run's where none is named.
+
+    Raises UserError if there are none.
+    """
+    chosen: dict[str, WatchRule] = names if isinstance(names, dict) else \
+        {name: rule(config, name) for name in names}
+    if config and not chosen:
+        of_trained, of_watched = rules(config, needed=True)
+        chosen = of_trained | of_watched
+    if not chosen:
+        raise UserError("--rewards: expected the names of rewards, such as --rewards scene (`flowgrpo list rewards` "
+                        "lists them)")
+    composed = rewards.compose(chosen, config.cache if config else None)
+    # The run's rewards that need groups are dropped; one requested by name raises.
+    trained = {name: composed.pop(name) for name in chosen if config and not names and name in config.trained}
+    return pairwise.measured(trained, composed)
 
 
 def _kept(given: dict[str, Rule]) -> dict[str, Rule]:

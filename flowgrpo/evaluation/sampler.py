@@ -6,21 +6,40 @@ import contextlib
 import gc
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from tqdm import tqdm
 
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.evaluation import images
-from flowgrpo.evaluation.batched import Together
+from flowgrpo.evaluation import calls
 from flowgrpo.evaluation.plan import Arm
+from flowgrpo.policies import loading
 from flowgrpo.policies.pipelines.call import unchecked
 from flowgrpo.policies.weights.rlg import Branches
+from flowgrpo.samplers.rollout import seeder
 from flowgrpo.types import Completion
 
 if TYPE_CHECKING:
     from flowgrpo.text.policies.causal_lm import CausalLM
+
+
+class Sampler(Protocol):
+    """Sampler of one model. together: samples per call by default."""
+
+    together: int
+
+    def draw(self, arm: Arm, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Sequence[Any]:
+        """Return a sample per prompt and seed."""
+
+
+def first_of_each(sampler: Sampler, arm: Arm, prompts: Sequence[Prompt], seed: int) -> list[Any]:
+    """Return the first sample of every prompt."""
+    of, places = seeder(seed, 0), range(len(prompts))
+    parts = [places[at:at + sampler.together] for at in range(0, len(prompts), sampler.together)]
+    return [sample for rows in tqdm(parts, desc="sampling", leave=False)
+            for sample in sampler.draw(arm, [prompts[i] for i in rows], [of(i, 0) for i in rows])]
 
 
 class Pipelines:
@@ -30,37 +49,41 @@ class Pipelines:
     without that, and so do several arms with RLG.
     """
 
+    together = 1
+
     def __init__(self, model: str, config: Config, precision: str, device: torch.device):
         self.model, self.config, self.precision, self.device = model, config, precision, device
         self.pipe: Any = None
         self.loaded: Path | None = None
         self.branches: Branches | None = None
-        self.together = Together()
+        self.batched = calls.Together()
 
     def draw(self, arm: Arm, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[torch.Tensor]:
         """Draw images [3, H, W] or clips [F, 3, H, W] in [0, 1], one per prompt and seed."""
-        self._load(arm)
+        self.load(arm)
         weighted: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.branches is not None:
-            assert arm.rlg is not None  # the same kind of arm, else `_load` had loaded it
+            assert arm.rlg is not None  # the same kind of arm, else `load` had loaded it
             weighted = self.branches.at(arm.rlg)
         with weighted, unchecked(self.pipe):
-            return self.together.draw(self.pipe, prompts, seeds, arm.asked, self.config.negative_prompt)
+            return self.batched.draw(self.pipe, prompts, seeds, arm.asked, self.config.negative_prompt)
 
-    def _load(self, arm: Arm) -> None:
+    def load(self, arm: Arm) -> Any:
+        """Load the pipeline with an arm's weights, unless they are in it, and return it."""
         as_loaded = (self.loaded, self.branches is not None) == (arm.weights, arm.rlg is not None)
         if self.pipe is None or not (self.loaded is None or as_loaded):
             self.pipe = self.loaded = self.branches = None
             gc.collect()  # two models at once may not fit
-            self.pipe = images.make_pipeline(self.model, self.precision, self.config.trust_remote_code, self.device,
-                                             self.config.memory, images.files_of(self.config, self.model))
+            self.pipe = loading.make_pipeline(self.model, self.precision, self.config.trust_remote_code, self.device,
+                                             self.config.memory, loading.files_of(self.config, self.model))
         if self.loaded is not None or arm.weights is None or arm.rlg == 0:
-            return
+            return self.pipe
         self.loaded = arm.weights
         if arm.rlg is None:
-            images.load_tuned(self.pipe, arm.weights)
+            loading.load_tuned(self.pipe, arm.weights)
         else:
-            self.branches = images.load_branches(self.pipe, arm.weights)
+            self.branches = loading.load_branches(self.pipe, arm.weights)
+        return self.pipe
 
 
 class Texts:
@@ -68,6 +91,8 @@ class Texts:
 
     precision: None takes the run's, or the device's default.
     """
+
+    together = 8
 
     def __init__(self, model: str, config: Config | None, precision: str | None, device: torch.device):
         self.model, self.config, self.precision, self.device = model, config, precision, device
@@ -77,7 +102,7 @@ class Texts:
     def draw(self, arm: Arm, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Completion]:
         """Write a completion per prompt and seed."""
         if arm != self.arm:
-            from flowgrpo.text import evaluation as texts
+            from flowgrpo.text.policies import sampling as texts
 
             self.policy = None  # two models at once may not fit
             config = texts.settings(self.model, self.config, arm.asked, self.device, self.precision)

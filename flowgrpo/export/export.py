@@ -17,11 +17,11 @@ from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Load
 from flowgrpo.device import DTYPES, pick_device
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.checkpoints import run_config
 from flowgrpo.evaluation.runs import whole
 from flowgrpo.export import comfy_names, model_card
 from flowgrpo.files import decoded, tensors_of
 from flowgrpo.policies import sources
+from flowgrpo.policies.checkpoints import run_config
 from flowgrpo.policies.pipelines import edit_networks
 from flowgrpo.policies.precision import resolve_precision
 from flowgrpo.policies.weights import finite
@@ -181,7 +181,7 @@ def _merged_language_model(config: Config, run: Path, output: Path) -> None:
 
 
 def _merged_pipeline(config: Config, run: Path, output: Path) -> None:
-    from flowgrpo.evaluation.images import load_tuned
+    from flowgrpo.policies.loading import load_tuned
     from flowgrpo.policies.pipelines.load import load_pipeline
     from flowgrpo.policies.weights.adapters import merge
 

@@ -12,11 +12,11 @@ import yaml
 
 from flowgrpo.config.schema import Config
 from flowgrpo.escaped import code, fenced, line, markdown
-from flowgrpo.evaluation.compared import Rows, digits_of
 from flowgrpo.evaluation.nouns import SAMPLE, counted
 from flowgrpo.evaluation.numbers import decimals, fixed, ranged
 from flowgrpo.evaluation.pages import figures
 from flowgrpo.evaluation.statistics import ALL
+from flowgrpo.evaluation.table import Rows, digits_of
 from flowgrpo.export import card_facts
 from flowgrpo.export.usage import snippet
 from flowgrpo.policies import sources

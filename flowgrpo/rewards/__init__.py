@@ -8,7 +8,7 @@ that sample. A name is one of
 - a built-in reward,
 - `path/to/file.py:function`,
 - a folder that `flowgrpo reward train` wrote, or `folder:aspect` (contrib/learned_rewards/preference.py),
-- `http://host:port/NAME`, of a server (rewards/remote/client.py, server.py),
+- `http://host:port/NAME`, of a server (serving/client.py, server.py),
 - an entry point in the group `flowgrpo.rewards`.
 
 A class is instantiated once, when the reward is found, with the `args` of its rule; the instance is the reward.

@@ -42,7 +42,7 @@ def tiered(scores: Tensor, thresholds: Sequence[float], weights: Sequence[float]
     passed = below.isnan() | (below >= scores.new_tensor(thresholds))
     reached = torch.cat([torch.ones_like(scores[:, :1], dtype=torch.bool), passed.cumprod(1).bool()], 1)
     weighted = scores * scores.new_tensor([1.0] * scores.shape[1] if weights is None else weights)
-    return _where_any(scores, (weighted * reached).nansum(1))
+    return where_any(scores, (weighted * reached).nansum(1))
 
 
 def gated(scores: Tensor, thresholds: Sequence[float]) -> Tensor:
@@ -54,18 +54,6 @@ def gated(scores: Tensor, thresholds: Sequence[float]) -> Tensor:
     gates = scores[:, :-1]
     opened = (gates.isnan() | (gates >= gates.new_tensor(thresholds))).all(1)
     return scores[:, -1] * opened
-
-
-def ternary(score: Tensor, right: float, wrong: float) -> Tensor:
-    """Return 1 from `right` on, -1 up to `wrong`, and 0 between and for a sample without an answer (NaN): abstaining
-    costs less than being wrong (TruthRL). [B] -> [B]."""
-    return (score >= right).to(score) - (score <= wrong).to(score)
-
-
-def checklist(scores: Tensor, thresholds: Sequence[float]) -> Tensor:
-    """Return the share of applicable items that reach their threshold (ACE-RL); NaN if none applies. [B, R] -> [B]."""
-    met = (scores >= scores.new_tensor(thresholds)).sum(1)
-    return _where_any(scores, met / (~scores.isnan()).sum(1).clamp(min=1).to(scores))
 
 
 def harmonic(image: Tensor, text: Tensor, share: float) -> Tensor:
@@ -80,14 +68,8 @@ def harmonic(image: Tensor, text: Tensor, share: float) -> Tensor:
     return (mean * positive).masked_fill(image.isnan() | text.isnan(), torch.nan)
 
 
-def corrected(score: Tensor, false_positive: float, false_negative: float) -> Tensor:
-    """Correct a verdict r in {0, 1} of a verifier with known error rates: (r - fp) / (1 - fp - fn), whose mean over the
-    errors is the true verdict (backward correction, "RL with Verifiable yet Noisy Rewards under Imperfect Verifiers").
-    [B] -> [B]."""
-    return (score - false_positive) / (1 - false_positive - false_negative)
-
-
-def _where_any(scores: Tensor, values: Tensor) -> Tensor:
+def where_any(scores: Tensor, values: Tensor) -> Tensor:
+    """Return the values, NaN where no column of the scores applies."""
     return values.masked_fill(scores.isnan().all(1), torch.nan)
 
 
@@ -210,39 +192,6 @@ class Gated(Combined):
 
 
 @dataclass(frozen=True, eq=False)
-class Ternary(Combined):
-    """1 where a reward reaches `right`, -1 where it is at most `wrong`, 0 between and where it answers None."""
-
-    right: float = 1.0
-    wrong: float = 0.0
-    about = replace(LIKE_ITS_PARTS, range=(-1, 1))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require(len(self.rewards) == 1, "rewards", "one reward")
-        self._require(self.wrong < self.right, "wrong", f"less than right, which is {self.right!r}")
-
-    def combined(self, scores: Tensor) -> Tensor:
-        return ternary(scores[:, 0], self.right, self.wrong)
-
-
-@dataclass(frozen=True, eq=False)
-class Checklist(Combined):
-    """Share of several rewards, among those that apply, that reach their thresholds (1 for each by default)."""
-
-    thresholds: Sequence[float] | None = None
-    about = replace(LIKE_ITS_PARTS, range=(0, 1))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require(self.thresholds is None or len(self.thresholds) == len(self.rewards), "thresholds",
-                      f"{len(self.rewards)}, one per reward")
-
-    def combined(self, scores: Tensor) -> Tensor:
-        return checklist(scores, [1.0] * scores.shape[1] if self.thresholds is None else self.thresholds)
-
-
-@dataclass(frozen=True, eq=False)
 class Harmonic(Combined):
     """Weighted harmonic mean of two similarities, to a subject's image and to the prompt, in this order (RPO).
     share: weight of the first. cosines: the rewards are cosines, each counted as (cos + 1) / 2."""
@@ -259,23 +208,3 @@ class Harmonic(Combined):
     def combined(self, scores: Tensor) -> Tensor:
         image, text = ((scores + 1) / 2 if self.cosines else scores).unbind(1)
         return harmonic(image, text, self.share)
-
-
-@dataclass(frozen=True, eq=False)
-class Corrected(Combined):
-    """Verdict, 0 or 1, of a verifier with known error rates, corrected to be unbiased."""
-
-    false_positive: float = 0.0
-    false_negative: float = 0.0
-    smooth = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require(len(self.rewards) == 1, "rewards", "one reward")
-        for name in ("false_positive", "false_negative"):
-            self._require(0 <= getattr(self, name) < 1, name, "a rate from 0 to below 1")
-        self._require(self.false_positive + self.false_negative < 1, "false_positive",
-                      f"less than 1 - false_negative, {1 - self.false_negative:g}: such a verdict says nothing")
-
-    def combined(self, scores: Tensor) -> Tensor:
-        return corrected(scores[:, 0], self.false_positive, self.false_negative)

@@ -10,12 +10,11 @@ from flowgrpo.config.reward_rules import Limit, Transform, WatchRule
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import transforms
 from flowgrpo.rewards.about import RewardFunction
-from flowgrpo.rewards.cache import Scores
 from flowgrpo.rewards.find import find
 from flowgrpo.rewards.pairwise import sees_groups
 from flowgrpo.rewards.placement import Placement, leave
 from flowgrpo.rewards.reward import EPOCH, LATENTS, MEMORY, POLICY, Batch, Reward, as_reward, inside, named
-from flowgrpo.rewards.wrap import ready
+from flowgrpo.rewards.wrap import Scores, ready
 
 if TYPE_CHECKING:
     from torch import Tensor

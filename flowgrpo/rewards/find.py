@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from flowgrpo.errors import LIKE, UserError, nearest
 from flowgrpo.rewards.about import TRAINED, RewardFunction
-from flowgrpo.rewards.remote import client
+from flowgrpo.rewards.remote import exchange
 from flowgrpo.user_code import from_file, guarded, packaged
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ BUILT_IN = {
     "clip_score": "flowgrpo.rewards.clip:ClipScore",
     "clip_cosine": "flowgrpo.rewards.clip:ClipCosine",
     "subject_score": "flowgrpo.rewards.clip:SubjectScore",
-    "preservation": "flowgrpo.rewards.preservation:Preservation",
+    "preservation": "flowgrpo.contrib.edits.preservation:Preservation",
     "aesthetic": "flowgrpo.rewards.aesthetic:Aesthetic",
     "pickscore": "flowgrpo.rewards.pickscore:PickScore",
     "hpsv2.0": "flowgrpo.rewards.hpsv2:HpsV20",
@@ -49,29 +49,29 @@ BUILT_IN = {
     "question_answers": "flowgrpo.contrib.questions.question_answers:QuestionAnswers",
     "self_answers": "flowgrpo.contrib.questions.self_answers:SelfAnswers",
     "t2i_compbench": "flowgrpo.contrib.questions.t2i_compbench:T2ICompBench",
-    "flow_amount": "flowgrpo.rewards.video_motion:FlowAmount",
-    "flow_direction": "flowgrpo.contrib.pixels.flow_direction:FlowDirection",
+    "flow_amount": "flowgrpo.contrib.pixels.motion:FlowAmount",
+    "flow_direction": "flowgrpo.contrib.pixels.motion:FlowDirection",
     "temporal_consistency": "flowgrpo.rewards.video_motion:TemporalConsistency",
     "temporal_flickering": "flowgrpo.contrib.vbench.dimensions:temporal_flickering",
     "subject_consistency": "flowgrpo.contrib.vbench.dimensions:SubjectConsistency",
     "background_consistency": "flowgrpo.contrib.vbench.dimensions:BackgroundConsistency",
     "vbench": "flowgrpo.contrib.vbench.package:VBench",
     "videoalign": "flowgrpo.rewards.videoalign:VideoReward",
-    "http": "flowgrpo.rewards.http:Http",
+    "http": "flowgrpo.contrib.json_api.http:Http",
     "judge": "flowgrpo.rewards.vlm_judge.judge:Judge",
     "judge_pairs": "flowgrpo.rewards.vlm_judge.judge:JudgePairs",
-    "judge_rubric": "flowgrpo.rewards.vlm_judge.rubric:JudgeRubric",
+    "judge_rubric": "flowgrpo.contrib.criteria.rubric:JudgeRubric",
     "unified_reward": "flowgrpo.rewards.vlm_judge.unified_reward:UnifiedReward",
     "unified_reward_pairs": "flowgrpo.rewards.vlm_judge.unified_reward:UnifiedRewardPairs",
-    "edit_judge": "flowgrpo.rewards.vlm_judge.edit:EditJudge",
+    "edit_judge": "flowgrpo.contrib.edits.judge:EditJudge",
     "deqa": "flowgrpo.rewards.deqa:DeQA",
     "frames": "flowgrpo.rewards.video_motion:Frames",
     "tiered": "flowgrpo.rewards.combine:Tiered",
     "gated": "flowgrpo.rewards.combine:Gated",
-    "ternary": "flowgrpo.rewards.combine:Ternary",
-    "checklist": "flowgrpo.rewards.combine:Checklist",
+    "ternary": "flowgrpo.contrib.verdicts.combined:Ternary",
+    "checklist": "flowgrpo.contrib.verdicts.combined:Checklist",
     "harmonic": "flowgrpo.rewards.combine:Harmonic",
-    "corrected": "flowgrpo.rewards.combine:Corrected",
+    "corrected": "flowgrpo.contrib.verdicts.combined:Corrected",
     "votes": "flowgrpo.contrib.verdicts.rewards:Votes",
     "flawed": "flowgrpo.contrib.verdicts.rewards:Flawed",
     "rechecked": "flowgrpo.contrib.verdicts.rewards:Rechecked",
@@ -106,7 +106,7 @@ BUILT_IN = {
     "code_run": "flowgrpo.text.rewards.code_tests:CodeRun",
     "rubric": "flowgrpo.text.rewards.rubric:Rubric",
     "text_judge": "flowgrpo.text.rewards.judge:TextJudge",
-    "text_judge_rubric": "flowgrpo.text.rewards.judge:TextJudgeRubric",
+    "text_judge_rubric": "flowgrpo.contrib.criteria.rubric:TextJudgeRubric",
     "reference_likelihood": "flowgrpo.text.rewards.reference_likelihood:ReferenceLikelihood",
     "reasoning_depth": "flowgrpo.text.rewards.reasoning_depth:ReasoningDepth",
     "multi_choice": "flowgrpo.text.rewards.choices:MultiChoice",
@@ -125,6 +125,7 @@ ALIASES = {"pick_score": "pickscore", "hps_v2": "hpsv2.1", "hps_v3": "hpsv3", "i
 REMOVED = {name: "it asked any model a question of ours: choose videoalign, VideoAlign's own weights, with args: "
                  f"{{axes: {{{axis}: 1}}}}, or judge with a template of yours"
            for name, axis in (("videoalign_vq", "VQ"), ("videoalign_mq", "MQ"), ("videoalign_ta", "TA"))}
+REMOTE = "flowgrpo.serving.client:Remote"  # of http://host:port/NAME
 METRICS = "flowgrpo.contrib.metrics.adapters:adapted"
 ADAPTED = ("imscore", "pyiqa", "torchmetrics")  # packages of PACKAGE:NAME
 _told: set[str] = set()  # aliases whose new names were printed
@@ -187,9 +188,9 @@ def locate(name: str) -> Any:
     name = present(name)
     if name in BUILT_IN:
         return guarded(f"reward {name!r} does not import", _by_place, BUILT_IN[name])
-    if client.is_address(name):
-        client.addresses(name)
-        return functools.partial(client.Remote, name)
+    if exchange.is_address(name):
+        exchange.addresses(name)
+        return functools.partial(_by_place(REMOTE), name)
     if ".py" in name:
         return from_file(name, "reward", _in_file)
     if name.partition(":")[0] in ADAPTED and (made := guarded(f"reward {name!r} does not import", _adapted, name)):

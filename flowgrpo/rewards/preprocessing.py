@@ -14,6 +14,7 @@ from torch.nn.functional import interpolate, pad
 
 from flowgrpo.data.open_picture import FLOATS, opened, upright
 from flowgrpo.errors import UserError
+from flowgrpo.files import text_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -127,3 +128,19 @@ def eight_bit(pictures: Tensor) -> np.ndarray:
 def grey(pictures: Tensor) -> Tensor:
     """Return the luminance [..., H, W] in [0, 1] of pictures [..., 3, H, W] in [0, 1], in float64 on the CPU."""
     return torch.einsum("...chw,c->...hw", pictures.detach().cpu().double(), torch.tensor(LUMA, dtype=torch.float64))
+
+
+def read_output(path: Path) -> torch.Tensor | str:
+    """Read a picture [3,H,W] in [0, 1], a video [F,3,H,W], or a text. Raises UserError if it cannot be read."""
+    if not path.exists():
+        raise UserError(f"no file at {path}")
+    try:
+        if path.suffix == ".txt":
+            return text_of(path)
+        if path.is_dir():
+            return torch.stack([read_tensor(file) for file in sorted(path.iterdir())])
+        frames = read_tensors(path)
+        return torch.stack(frames) if len(frames) > 1 else frames[0]
+    except RuntimeError as error:  # frames of several sizes, or none
+        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())[:200]}): expected an image, a folder "
+                        "of frames of one size, or a .txt file") from None

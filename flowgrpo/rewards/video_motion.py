@@ -26,7 +26,6 @@ from flowgrpo.rewards.reward import Batch, Reward, as_reward
 
 LICENCE = "Apache-2.0"
 LIFTS = ("mean", "min")
-FASTEST = 0.05  # share of the fastest pixels that give a clip's speed, as in VBench's dynamic degree (2311.17982)
 
 
 def flows(videos: Tensor) -> list[np.ndarray]:
@@ -41,28 +40,6 @@ def flows(videos: Tensor) -> list[np.ndarray]:
     method.setFinestScale(0)  # full resolution: at half, small objects of small clips come out too slow
     frames = (grey(videos).numpy() * 255).round().clip(0, 255).astype(np.uint8)
     return [np.stack([method.calc(one, other, None) for one, other in zip(clip, clip[1:])]) for clip in frames]
-
-
-def fastest(flow: np.ndarray) -> np.ndarray:
-    """Return the flow [N, 2] of the fastest twentieth of the pixels of each step of a clip [F-1, H, W, 2]."""
-    steps = flow.reshape(len(flow), -1, 2)
-    count = max(1, int(FASTEST * steps.shape[1]))
-    rows = np.argpartition(-np.linalg.norm(steps, axis=-1), count - 1, axis=1)[:, :count]
-    return np.take_along_axis(steps, rows[..., None], 1).reshape(-1, 2)
-
-
-@dataclass(frozen=True)
-class FlowAmount:
-    """Speed of a clip: mean of the fastest twentieth of its pixels, per frame, as a share of the shorter side."""
-
-    about = About(modality="video", range=(0, None), needs="video", licence=LICENCE)
-
-    def __post_init__(self) -> None:
-        needed("cv2", "video", "reward 'flow_amount'")
-
-    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> list[float]:
-        side = min(videos.shape[-2:])
-        return [float(np.linalg.norm(fastest(flow), axis=-1).mean() / side) for flow in flows(videos)]
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,40 @@
 """Rules of a recipe as rewards around a reward, with the same facts; `ready` alone knows their order.
 
 Before all of them a batch of several sizes is split, by `by_size`.
+
+Cached scores lie in `rewards.sqlite` in the folder `cache`, shared by runs. The key is a hash of the reward's name,
+arguments and source file, those of the rewards and functions it is made of (attribute `made_of`), the picture, the
+prompt and its metadata. Anything else that a reward reads is not seen (weights changed under the same name, a replaced
+server): delete the file then. SQLite locks the file for each write; a network file system may not honour that, so keep
+the folder on a local disk.
 """
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import json
 import math
-from collections.abc import Callable
+import sqlite3
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.failures import Failed, settled, within
 from flowgrpo.rewards.pairwise import WinRates, pairing
-from flowgrpo.rewards.reward import BASE, Batch, Checked, Reward, Wrapped
+from flowgrpo.rewards.reward import BASE, Batch, Checked, Reward, Wrapped, as_reward
 
 if TYPE_CHECKING:
-    from flowgrpo.rewards.cache import Scores
+    from torch import Tensor
+
     from flowgrpo.rewards.placement import Placement
+
+FILE = "rewards.sqlite"
 
 
 def ready(name: str, reward: Reward, rule: WatchRule = WatchRule(), kept: Scores | None = None,
@@ -118,3 +135,73 @@ def by_size(batch: Batch, columns: Callable[[Batch], list[list[float | Failed]]]
                         "expected one size in each group")
     scored = {row: scores for rows in alike.values() for row, scores in zip(rows, zip(*columns(batch.of_size(rows))))}
     return [list(column) for column in zip(*(scored.get(row, ()) for row in range(len(batch))))]
+
+
+# --- cached scores ---------------------------------------------------------------------------------------------------
+
+class Scores:
+    """Cached scores of one reward, including NaN (not applicable).
+
+    Raises UserError for a reward whose source file cannot be found, and for a file that is not a cache.
+    """
+
+    def __init__(self, folder: str | Path, name: str, function: RewardFunction, arguments: dict[str, Any]) -> None:
+        self.path = Path(folder) / FILE
+        self.identity = json.dumps([name, arguments, version(name, function)], sort_keys=True, default=str)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._with("CREATE TABLE IF NOT EXISTS scores (key TEXT PRIMARY KEY, identity TEXT, score REAL)")
+
+    def key(self, output: Tensor | str, prompt: str, metadata: dict[str, Any], base: Tensor | None = None) -> str:
+        """Return the hash of a sample, and of the base's sample if compared.
+
+        A picture is hashed by its numbers, dtype and shape.
+        """
+        hashed = hashlib.sha256()
+        for part in (self.identity.encode(), prompt.encode(),
+                     json.dumps(metadata, sort_keys=True, default=str).encode(), *_content(output),
+                     *(() if base is None else _content(base))):
+            hashed.update(len(part).to_bytes(8, "little") + part)
+        return hashed.hexdigest()
+
+    def read(self, keys: list[str]) -> dict[str, float]:
+        """Return the cached scores by key."""
+        marks = ",".join("?" * len(keys))
+        rows = self._with(f"SELECT key, score FROM scores WHERE key IN ({marks})", keys)
+        return {key: math.nan if score is None else score for key, score in rows}
+
+    def write(self, scores: dict[str, float]) -> None:
+        """Cache scores by key."""
+        rows = [(key, self.identity, None if math.isnan(score) else score) for key, score in scores.items()]
+        self._with("INSERT OR REPLACE INTO scores VALUES (?, ?, ?)", rows, many=True)
+
+    def _with(self, statement: str, values: Sequence[Any] = (), many: bool = False) -> list[tuple]:
+        """Run a statement in a new connection: SQLite connections belong to one thread."""
+        try:
+            with closing(sqlite3.connect(self.path, timeout=60)) as connection, connection:
+                return (connection.executemany if many else connection.execute)(statement, values).fetchall()
+        except sqlite3.Error as error:
+            raise UserError(f"the kept scores {self.path} cannot be used ({error}): remove the file") from None
+
+
+def version(name: str, function: RewardFunction) -> str:
+    """Return the hash of a reward's source file, with its package's version if stated, and those of its parts."""
+    thing = inspect.unwrap(getattr(function, "__func__", function))
+    thing = thing if inspect.isfunction(thing) else type(thing)
+    try:
+        source = Path(inspect.getsourcefile(thing) or "").read_bytes()
+    except (TypeError, OSError):
+        raise UserError(f"reward {name!r} has no source file by which its scores could be known again: set "
+                        "cache: false") from None
+    package = sys.modules.get(thing.__module__.partition(".")[0])
+    digest = f"{getattr(package, '__version__', '')} {hashlib.sha256(source).hexdigest()[:16]}"
+    return " ".join([digest, *(version(name, part.origin) for part in as_reward(function).parts)])
+
+
+def _content(output: Tensor | str) -> tuple[bytes, ...]:
+    """Return the bytes of a text, or of the numbers of a picture or video."""
+    if isinstance(output, str):
+        return (output.encode(),)
+    import torch
+
+    held = torch.as_tensor(output).detach().cpu().contiguous()
+    return f"{held.dtype} {tuple(held.shape)}".encode(), held.view(torch.uint8).numpy().tobytes()

@@ -19,7 +19,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods import targets
 from flowgrpo.methods.method import Method
-from flowgrpo.policies.pipelines import encoded_prompts, mid_loop_check
+from flowgrpo.policies.pipelines import encoded_prompts, probes
 from flowgrpo.policies.pipelines.conditioning import Conditioning, Size
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rollouts import measured, sizes
@@ -63,8 +63,8 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         sizes.require(policy, lambda: self.conditioning([first]), config.picture.sizes, geometry.slices)
         # Only what is given pictures can put them back in; edits replay nothing of the pipeline.
         if not isinstance(method.target, targets.LatentEdits) and (policy.given or first.brings is not None):
-            mid_loop_check.require(policy, DenoisingRollouts.conditioning(self, [first]),
-                                   mid_loop_check.goes_on(method, self.explorations(0)))
+            probes.require_middle(policy, DenoisingRollouts.conditioning(self, [first]),
+                                   probes.goes_on(method, self.explorations(0)))
 
     def _require_noise(self) -> None:
         """Print which steps of the run are not trained. Raises UserError for an epoch that has no others."""

@@ -11,8 +11,8 @@ import torch
 
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.conditioning import Conditioning, Size
-from flowgrpo.policies.pipelines.mid_loop_check import few_steps
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.policies.pipelines.probes import few_steps
 from flowgrpo.samplers.rollout import Part, Seed
 from flowgrpo.samplers.scheduler import Segment
 

@@ -64,7 +64,7 @@ class Segment:
     timesteps: int64 [T], of a variance-preserving process only: its grid holds alpha-bars, its model output is the
         noise (see predictions.as_noise), and its deterministic steps are DDIM's.
     rows: int64 [B], of a replay only, the step of every row if they differ.
-    copies: how often the denoiser's batch repeats the rows (see policies/pipelines/timestep_vector.py).
+    copies: how often the denoiser's batch repeats the rows (see `probes.copies` in policies/pipelines).
     unrolled: gradients go through all steps, from the last state back to the first.
     """
 

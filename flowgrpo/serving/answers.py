@@ -13,9 +13,9 @@ from flowgrpo.data.client_files import closed
 from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.pairwise import sees_groups
-from flowgrpo.rewards.remote import wire
 from flowgrpo.rewards.reward import about
 from flowgrpo.rewards.score import columns
+from flowgrpo.serving import wire
 from flowgrpo.serving.gate import Bounds, Gate, Receive, Refused, in_thread
 from flowgrpo.serving.hosts import known
 from flowgrpo.serving.metrics import KIND, Metrics

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from flowgrpo.rewards.remote.wire import one_line
+from flowgrpo.escaped import one_line
 from flowgrpo.serving.metrics import Metrics
 
 T = TypeVar("T")

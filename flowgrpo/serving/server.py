@@ -1,6 +1,6 @@
 """Reward server over HTTP: POST /NAME scores a batch; GET /info describes the reward, /health and /metrics the server.
 
-The protocol is in rewards/remote/wire.py, the client in rewards/remote/client.py, queue and time-outs are in
+The protocol is in wire.py, the client in client.py, queue and time-outs are in
 serving/gate.py. Only serving imports this module: it needs the extra `server`.
 """
 
@@ -18,10 +18,10 @@ import uvicorn
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import RewardFunction
-from flowgrpo.rewards.remote import wire
-from flowgrpo.rewards.remote.client import TOKEN
 from flowgrpo.rewards.reward import privileged
+from flowgrpo.serving import wire
 from flowgrpo.serving.answers import Application, served
+from flowgrpo.serving.client import TOKEN
 from flowgrpo.serving.gate import Bounds
 from flowgrpo.serving.hosts import is_loopback, names
 

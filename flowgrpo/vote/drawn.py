@@ -10,8 +10,8 @@ from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt, as_line, load_prompts
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import prompt_file
-from flowgrpo.evaluation.checkpoints import config_of
 from flowgrpo.evaluation.measured import spread
+from flowgrpo.policies.checkpoints import config_of
 from flowgrpo.storage import atomic
 from flowgrpo.vote.ballot import Comparison
 from flowgrpo.vote.sources import Sides, of_folders

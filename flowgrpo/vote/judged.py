@@ -23,8 +23,8 @@ from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.ledger import append, entries
 from flowgrpo.rewards import Composed, Failed, Tally
+from flowgrpo.rewards.preprocessing import read_output
 from flowgrpo.rewards.score import columns
-from flowgrpo.rewards.table import read_output
 from flowgrpo.vote.sources import ENDINGS, listed
 
 AT_ONCE = 32  # samples scored in one call, and a whole group at least

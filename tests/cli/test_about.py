@@ -14,7 +14,8 @@ from torchvision.utils import save_image
 
 from flowgrpo import packages, rewards
 from flowgrpo.cli import main
-from flowgrpo.rewards import About, table
+from flowgrpo.cli import reward_table as table
+from flowgrpo.rewards import About
 
 
 def told(capsys, *arguments: object) -> str:
@@ -96,7 +97,7 @@ def test_a_broken_package_does_not_hide_the_others(tmp_path, monkeypatch, capsys
 
 
 def test_the_table_imports_nothing_heavy():
-    code = ("import sys; from flowgrpo.rewards import table; table.listed(); "
+    code = ("import sys; from flowgrpo.cli import reward_table; reward_table.listed(); "
             "sys.exit(bool({'transformers', 'diffusers', 'torchvision', 'open_clip', 'onnxruntime', 'cv2'} & "
             "set(sys.modules)))")
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

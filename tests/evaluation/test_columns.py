@@ -18,10 +18,11 @@ from flowgrpo.cli import main
 from flowgrpo.cli.draw import ColumnKind
 from flowgrpo.data import splits
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import checkpoints, columns, evaluate, images
+from flowgrpo.evaluation import calls, columns, evaluate, images
 from flowgrpo.evaluation.pages import grid
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.pages.html_page import write_page
+from flowgrpo.policies import checkpoints, loading
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers import rollout
@@ -94,12 +95,12 @@ def alone(run, prompt: int, seed: int = 0, lora: bool = True, **asked) -> np.nda
     config = checkpoints.run_config(run)
     pipe = load_pipeline(config.model)
     if lora:
-        images.load_tuned(pipe, run)
+        loading.load_tuned(pipe, run)
     texts = [f"picture {i}" for i in range(20)]
     held = splits.resolve(config)[1]
     assert held[prompt].text in texts
     call = {"num_inference_steps": 2, "guidance_scale": 1.5, **tiny.CALL, **asked}
-    picture = images.draw_one(pipe, held[prompt], rollout.seeder(seed, 0)(prompt, 0), call)
+    picture = calls.draw_one(pipe, held[prompt], rollout.seeder(seed, 0)(prompt, 0), call)
     return np.asarray(grid._picture(picture)).astype(int)
 
 
@@ -129,7 +130,7 @@ def test_checkpoints_go_from_the_base_to_the_result(runs, tmp_path):
 
 
 def test_a_pipeline_is_gone_before_the_next_is_loaded(runs, tmp_path, monkeypatch):
-    load, alive = images.make_pipeline, []
+    load, alive = loading.make_pipeline, []
 
     def watched(*given, **options):
         assert not any(module() for module in alive)
@@ -137,7 +138,7 @@ def test_a_pipeline_is_gone_before_the_next_is_loaded(runs, tmp_path, monkeypatc
         alive.append(weakref.ref(pipe.transformer))
         return pipe
 
-    monkeypatch.setattr(images, "make_pipeline", watched)
+    monkeypatch.setattr(loading, "make_pipeline", watched)
     drawn(runs[0], "checkpoints", [], tmp_path, count=1)
     assert len(alive) == 2  # the base leaves room for the first checkpoint, and nothing else for the second
 

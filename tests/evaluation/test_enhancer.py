@@ -9,10 +9,10 @@ from PIL import Image
 
 from flowgrpo.cli import main
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.evaluation.calls import draw_one
 from flowgrpo.evaluation.enhancer import INSTRUCTION, Enhancer
-from flowgrpo.evaluation.images import draw_one
 from flowgrpo.samplers.rollout import seeder
-from flowgrpo.text import evaluation as texts
+from flowgrpo.text.policies import sampling as texts
 from tests.evaluation.test_images import pixels
 from tests.helpers import tiny
 
@@ -48,7 +48,7 @@ def test_prompts_are_rewritten_once(written):
     made = enhancer([Prompt(ASKED[0], metadata={"n": 1}), Prompt(ASKED[1]), Prompt(ASKED[0])])
     assert [prompt.text for prompt in made] == [written[0], written[1], written[0]]
     assert made[0].metadata == {"n": 1} and enhancer.known == dict(zip(ASKED, written))
-    enhancer.policy.generate = None  # known texts ask no model
+    enhancer.sampler.policy.generate = None  # known texts ask no model
     assert enhancer([Prompt(ASKED[1])])[0].text == written[1]
 
 

@@ -19,11 +19,12 @@ from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import best_of, checkpoints, columns, images, lora_fit
+from flowgrpo.evaluation import calls, columns, images
 from flowgrpo.evaluation.pages import grid
 from flowgrpo.evaluation.pages.clips import as_image
 from flowgrpo.evaluation.plan import Arm
 from flowgrpo.evaluation.sampler import Pipelines
+from flowgrpo.policies import checkpoints, loading, lora_fit
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE
@@ -128,7 +129,7 @@ def test_all_weights_are_loaded_too(tmp_path, model):
     ("other", 4, None, {"num_inference_steps": 4}),
 ])
 def test_defaults(model, steps, guidance, expected):
-    assert images.call_arguments(model, None, steps, guidance) == expected
+    assert calls.call_arguments(model, None, steps, guidance) == expected
 
 
 @pytest.mark.parametrize("raw, expected", [
@@ -151,8 +152,8 @@ def test_guidance_is_the_scale_that_a_run_evaluates_with(name, more):
     conditioning = policy.encode(["red"], ["old"])
     pictures = []
     for guidance in (1.0, 4.0):
-        asked = images.call_arguments("other", None, 2, guidance) | call | more
-        pictures.append(images.draw_one(pipe, Prompt("red"), 0, asked, "old"))
+        asked = calls.call_arguments("other", None, 2, guidance) | call | more
+        pictures.append(calls.draw_one(pipe, Prompt("red"), 0, asked, "old"))
         expected = policy.generate(conditioning, policy.generators([0]), 2, guidance)[0]
         torch.testing.assert_close(pictures[-1], expected, rtol=0, atol=1e-5)
     assert (pictures[0] - pictures[1]).abs().max() > 1e-4
@@ -162,9 +163,9 @@ def test_arguments_of_a_call_come_from_the_user_then_from_the_runs_evaluation_th
     config = {"model": "x", "eval": {"steps": 9}, "picture": {"height": 64, "call": {"num_inference_steps": 7}}}
     (tmp_path / "config.yaml").write_text(validate(config).yaml())
     of_run = {"height": 64, "num_inference_steps": 9, "guidance": 4.5}
-    assert images.call_arguments("x", tmp_path) == of_run
-    assert images.call_arguments("x", tmp_path, 3, 4.0) == of_run | {"num_inference_steps": 3, "guidance": 4.0}
-    assert images.call_arguments("x", None) == {}
+    assert calls.call_arguments("x", tmp_path) == of_run
+    assert calls.call_arguments("x", tmp_path, 3, 4.0) == of_run | {"num_inference_steps": 3, "guidance": 4.0}
+    assert calls.call_arguments("x", None) == {}
 
 
 @pytest.mark.parametrize("change", [0.0, 0.5])
@@ -257,7 +258,7 @@ def test_sizes_that_differ_are_told_with_the_model_that_a_lora_goes_with(tmp_pat
                for key, value in tensors.items()}, run / LORA_FILE)
     with pytest.raises(UserError, match=r"does not load into StableDiffusion3Pipeline: size mismatch for .*to_q.lora_A"
                                         r".*, \[2, 4\] in the file and \[2, 16\] in the model; its run was trained on"):
-        images.load_tuned(load_pipeline(str(model)), run)
+        loading.load_tuned(load_pipeline(str(model)), run)
 
 
 # --- pictures to start from ------------------------------------------------------------------------------------------
@@ -285,7 +286,7 @@ def test_a_picture_on_the_command_line_is_what_a_pipeline_starts_from(moving, tm
                      "--precision", "fp32", "--output", str(output)]) == 0
         assert "clip/s" in capsys.readouterr().err
         asked = small | {"num_inference_steps": 2, "guidance": 2.0}
-        expected = images.draw_one(pipe, Prompt("a cat", image=picture), seeder(0, 0)(0, 0), asked)
+        expected = calls.draw_one(pipe, Prompt("a cat", image=picture), seeder(0, 0)(0, 0), asked)
         [file] = output.glob("*.webp")  # beside an .mp4, where the extra for it is installed
         first.append(np.asarray(Image.open(file).convert("RGB")).astype(int))
         assert (first[-1] == np.asarray(as_image(expected[0]))).all()
@@ -308,7 +309,7 @@ def test_a_prompt_without_the_picture_that_a_pipeline_needs_is_told(name):
     pipe, call = pipelines.make(name)
     asked = {key: value for key, value in call.items() if key != "image"}
     with pytest.raises(UserError, match=f"{name} takes an image, and fails without one") as error:
-        images.draw_one(pipe, Prompt("red"), 0, asked | {"num_inference_steps": 1})
+        calls.draw_one(pipe, Prompt("red"), 0, asked | {"num_inference_steps": 1})
     assert "\n" not in str(error.value)
 
 
@@ -318,13 +319,13 @@ LOW = {"weights": "int8", "encoders": "cpu", "vae": "tiled"}
 
 
 def test_a_pipeline_takes_the_memory_that_its_run_takes(model):
-    pipe = images.make_pipeline(str(model), "bf16", memory=validate({"memory": LOW}).memory)
+    pipe = loading.make_pipeline(str(model), "bf16", memory=validate({"memory": LOW}).memory)
     assert any(hasattr(parameter, "qdata") for parameter in pipe.transformer.parameters())
     assert pipe.vae.use_slicing and pipe.vae.use_tiling
-    plain = images.make_pipeline(str(model), "bf16")
+    plain = loading.make_pipeline(str(model), "bf16")
     assert not any(hasattr(parameter, "qdata") for parameter in plain.transformer.parameters())
     assert not plain.vae.use_slicing and not plain.vae.use_tiling
-    low, full = (images.draw_one(each, Prompt("red"), 0, tiny.CALL | {"num_inference_steps": 2})
+    low, full = (calls.draw_one(each, Prompt("red"), 0, tiny.CALL | {"num_inference_steps": 2})
                  for each in (pipe, plain))
     assert 0 < (low - full).abs().mean() < 0.05
 
@@ -333,10 +334,10 @@ def test_every_command_draws_with_the_memory_of_the_run(tmp_path, model):
     low, full = make_run(tmp_path / "low", model, 0.3, memory=LOW), make_run(tmp_path / "full", model, 0.3)
     config = checkpoints.run_config(low)
     pipe = load_pipeline(str(model), weights="int8")
-    images.load_tuned(pipe, low)
+    loading.load_tuned(pipe, low)
     prompt, seed_of = splits.resolve(config)[1][0], seeder(0, 0)
     asked = {"num_inference_steps": 2, "guidance": 1.5, **tiny.CALL}
-    expected = images.draw_one(pipe, prompt, seed_of(0, 0), asked)
+    expected = calls.draw_one(pipe, prompt, seed_of(0, 0), asked)
     sampler = Pipelines(config.model, config, drawing(config.precision, "cpu"), "cpu")
     [page] = sampler.draw(Arm(low, asked, None), [prompt], [seed_of(0, 0)])
     assert torch.equal(page, expected)
@@ -359,16 +360,21 @@ COMMANDS = [["sample", "MODEL", "--prompt", "red", "--output", "out"], ["compare
 
 def test_a_picture_is_saved_before_the_next_is_drawn(tmp_path):
     """A count is never a list: of these pictures none is drawn in advance."""
-    drawn = []
+    class Hand:
+        drawn = 0
 
-    def pictures():
-        while True:
-            drawn.append(len(drawn))
-            yield torch.full((3, 2, 2), len(drawn) / 100)
+        def draw(self, arm, prompts, places):
+            assert len([*tmp_path.glob("*.png")]) == self.drawn
+            self.drawn += 1
+            return [torch.full((3, 2, 2), self.drawn / 100)]
 
-    kept = best_of.kept(pictures(), [Prompt("a")], 10**18, 0, {}, None, [Prompt("a")])
-    assert [next(kept)[0][0, 0, 0].item() for _ in range(3)] == pytest.approx([0.01, 0.02, 0.03])
-    assert drawn == [0, 1, 2] and next(images._names(["a"], 10**18)) == f"000000000000000000-a-{0:018}.png"
+        def facts(self, arm, prompt, place, sample):
+            return f"{place.sample}"
+
+    saved = images._saved(Hand(), "base", [Prompt("a")], 10**18, tmp_path, images._names(["a"], 10**18), "image")
+    paths = [next(saved) for _ in range(3)]
+    assert paths[0].name == f"000000000000000000-a-{0:018}.png"
+    assert [pixels(path).max() for path in paths] == [3, 5, 8]  # of 255
 
 
 @pytest.mark.parametrize("arguments", [["MODEL", "--prompt", "a"], ["MODEL", "--prompts", "a.txt"]])

@@ -7,9 +7,10 @@ import torch
 
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.evaluation import images
+from flowgrpo.evaluation import calls
 from flowgrpo.evaluation.plan import Arm
 from flowgrpo.evaluation.sampler import Pipelines
+from flowgrpo.policies import loading
 from tests.evaluation.test_images import make_run
 from tests.helpers import tiny
 
@@ -23,13 +24,13 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sampler")
     model = str(tiny.save(tiny.sd3(), folder / "tiny"))
     run = make_run(folder / "run", model, 0.3)
-    pipe = images.make_pipeline(model, "fp32", device=torch.device("cpu"))
+    pipe = loading.make_pipeline(model, "fp32", device=torch.device("cpu"))
 
     def each() -> list[torch.Tensor]:
-        return [images.draw_one(pipe, prompt, seed, ASKED) for prompt, seed in zip(PROMPTS, SEEDS)]
+        return [calls.draw_one(pipe, prompt, seed, ASKED) for prompt, seed in zip(PROMPTS, SEEDS)]
 
     base = each()
-    images.load_tuned(pipe, run)
+    loading.load_tuned(pipe, run)
     return model, run, base, each()
 
 

@@ -10,12 +10,13 @@ import pytest
 from flowgrpo.cli import main
 from flowgrpo.data import prompts
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import checkpoints, columns
+from flowgrpo.evaluation import columns
 from flowgrpo.evaluation.pages.grid import Row
 from flowgrpo.evaluation.pages.html_page import write_page, write_table
+from flowgrpo.policies import checkpoints
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage import checkpoint
-from flowgrpo.text import evaluation as texts
+from flowgrpo.text.policies import sampling as texts
 from flowgrpo.text.policies.causal_lm import CausalLM
 from tests.helpers import tiny_text as tiny
 from tests.text.test_text_evaluate import SHORT, finished, save

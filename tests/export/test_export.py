@@ -16,8 +16,8 @@ from flowgrpo.check.tiny import make
 from flowgrpo.config import validate
 from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.images import load_tuned
 from flowgrpo.export import comfy_names, export
+from flowgrpo.policies.loading import load_tuned
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.adapters import merge

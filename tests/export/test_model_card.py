@@ -17,9 +17,9 @@ from flowgrpo.config import validate
 from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.escaped import plain
-from flowgrpo.evaluation.compared import compared
 from flowgrpo.evaluation.measured import Measured
 from flowgrpo.evaluation.report.snapshots import commit, data_url, write
+from flowgrpo.evaluation.table import compared
 from flowgrpo.export import export, model_card, usage
 from flowgrpo.storage.json_files import finite
 from tests.export.test_export import SUMMARY, make_run

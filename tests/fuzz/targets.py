@@ -150,7 +150,7 @@ def video(case: tuple[str, bytes], folder: Path) -> None:
 
 
 def scored(case: tuple[str, bytes], folder: Path) -> None:
-    from flowgrpo.rewards.table import read_output
+    from flowgrpo.rewards.preprocessing import read_output
 
     read_output(written(folder, f"picture.{case[0]}", case[1]))
 
@@ -216,7 +216,7 @@ def tensors(content: bytes, folder: Path) -> None:
 def request(content: bytes, folder: Path) -> None:
     import safetensors.torch  # noqa: F401  # before the limit of memory, whatever the first case is
 
-    from flowgrpo.rewards.remote import wire
+    from flowgrpo.serving import wire
 
     _ = wire.refusal(content)
     errors = []

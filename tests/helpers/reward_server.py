@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from flowgrpo.rewards.remote import wire
+from flowgrpo.serving import wire
 from flowgrpo.serving.answers import Application
 from flowgrpo.serving.gate import Bounds
 from flowgrpo.serving.hosts import names

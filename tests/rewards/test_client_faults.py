@@ -18,10 +18,10 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.failures import TimedOut
 from flowgrpo.rewards.geneval import detectors
 from flowgrpo.rewards.remote import http
-from flowgrpo.rewards.remote.client import Remote
 from flowgrpo.rewards.remote.exchange import Later, Service
 from flowgrpo.rewards.remote.http import LONGEST_ANSWER, unpacked
 from flowgrpo.rewards.vlm_judge.client import Endpoint
+from flowgrpo.serving.client import Remote
 from tests.helpers.loopback_faults import HEAD, misbehaving, mute, once, packed, repeated, zeros
 
 SHORT, GENEROUS = 0.5, 15.0  # seconds: the time-out, and what a loaded machine may add to it

@@ -91,11 +91,12 @@ def test_the_gradient_of_resizing_is_that_of_its_unrounded_form():
 
 
 @pytest.mark.fast
-def test_refl_raises_a_tiny_pick_score(made):
-    trainer = pipelines.trainer(rewards={"own": made["pick"]}, method="refl", reward="own", train__epochs=6,
+@pytest.mark.parametrize("kind, least", [("pick", 0.1), ("hps", 0.015), ("imagereward", 0.08), ("aesthetic", 0.003)])
+def test_refl_raises_a_tiny_reward_model_in_every_epoch(made, kind, least):
+    trainer = pipelines.trainer(rewards={"own": made[kind]}, method="refl", reward="own", train__epochs=6,
                                 train__lr=2e-2)
     means = [trainer.run_epoch()["reward/own/mean"] for _ in range(6)]
-    assert means == sorted(means) and means[-1] > means[0] + 0.1
+    assert means == sorted(means) and means[-1] > means[0] + least
 
 
 def test_a_reward_without_a_gradient_is_refused_before_its_weights_are_fetched(tmp_path, monkeypatch):

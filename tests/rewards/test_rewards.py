@@ -207,6 +207,19 @@ def test_earlier_names_run_and_say_the_present_one_once(capsys):
     assert "is taken by a built-in reward" in message(rewards.reward, "pick_score")
 
 
+def test_a_recipe_with_earlier_names_says_the_present_ones(capsys, tmp_path):
+    _told.clear()
+    (tmp_path / "old.yaml").write_text("method: flow_grpo\nreward: {pick_score: 1, image_reward: {weight: 0.5}}\n"
+                                       "eval: {rewards: {hps_v2: {}}}\n")
+    recipe = config.load(tmp_path / "old.yaml")
+    with rewards.lazily():
+        composed = rewards.compose(recipe.trained | recipe.watched)
+    assert [type(reward.function).__name__ for reward in composed.values()] == ["PickScore", "ImageReward", "HpsV2"]
+    assert capsys.readouterr().err.splitlines() == [
+        f"the reward {old!r} is now called {new!r}"
+        for old, new in (("pick_score", "pickscore"), ("image_reward", "imagereward"), ("hps_v2", "hpsv2.1"))]
+
+
 @pytest.mark.parametrize("name, axis", [("videoalign_vq", "VQ"), ("videoalign_mq", "MQ"), ("videoalign_ta", "TA")])
 def test_a_reward_that_was_removed_says_what_to_use(name, axis):
     told = message(rewards.find, name)

@@ -12,7 +12,7 @@ import torch
 from flowgrpo import rewards
 from flowgrpo.config.reward_rules import RewardRule
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.cache import FILE, version
+from flowgrpo.rewards.wrap import FILE, version
 
 PROMPTS = ["a", "bb", "ccc"]
 METADATA = [{"n": 1}, {"n": 2}, {}]

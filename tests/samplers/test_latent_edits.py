@@ -17,7 +17,6 @@ from flowgrpo.advantages.gae import Recall
 from flowgrpo.cli import main
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.images import load_branches, load_tuned
 from flowgrpo.evaluation.ledger import Ledger, Place
 from flowgrpo.evaluation.statistics import BOOTSTRAP, interval
 from flowgrpo.export.export import card, kohya, merged
@@ -27,6 +26,7 @@ from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives import GaussianKL, actor_critic
 from flowgrpo.objectives.actor_critic import ActorCritic
+from flowgrpo.policies.loading import load_branches, load_tuned
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.edit_networks import Editor, EditWeights, load_editor, tokens, untokens
 from flowgrpo.policies.pipelines.edit_policy import EditPolicy, attached

@@ -38,11 +38,11 @@ from flowgrpo.config.reward_rules import Retry, RewardRule
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import About, Composed, Failed, Tally
 from flowgrpo.rewards.failures import TimedOut
-from flowgrpo.rewards.remote import wire
-from flowgrpo.rewards.remote.client import TOKEN, Remote, addresses, token
 from flowgrpo.rewards.remote.exchange import Places, Unanswered, side_by_side
-from flowgrpo.rewards.remote.wire import Limits, TooLarge
+from flowgrpo.serving import wire
+from flowgrpo.serving.client import TOKEN, Remote, addresses, token
 from flowgrpo.serving.server import application, served
+from flowgrpo.serving.wire import Limits, TooLarge
 
 PROMPTS = ["a", "bb", "ccc", "dddd", "eeeee"]
 FACTS = [{"task": "größe", "count": i} for i in range(5)]

@@ -12,14 +12,14 @@ from PIL import Image
 from safetensors.torch import save
 
 from flowgrpo import rewards
+from flowgrpo.contrib.edits.preservation import Preservation
 from flowgrpo.data import pictures
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import clip
 from flowgrpo.rewards.guards import BaseSimilarity
-from flowgrpo.rewards.preservation import Preservation
-from flowgrpo.rewards.remote import wire
 from flowgrpo.rewards.reward import privileged
 from flowgrpo.rewards.vlm_judge.judge import Judge
+from flowgrpo.serving import wire
 from flowgrpo.serving.answers import scored
 from flowgrpo.serving.gate import Refused
 from tests.helpers.reward_server import lengths, raw, request, running, status_of

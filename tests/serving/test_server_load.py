@@ -13,8 +13,8 @@ import time
 
 import pytest
 
-from flowgrpo.rewards.remote import wire
-from flowgrpo.rewards.remote.client import TOKEN
+from flowgrpo.serving import wire
+from flowgrpo.serving.client import TOKEN
 from flowgrpo.serving.gate import Bounds
 from tests.helpers.reward_server import JSON, held_reward, raw, request, running, status_of
 

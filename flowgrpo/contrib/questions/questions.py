@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flowgrpo.contrib.criteria.writer import CachedWriter
 from flowgrpo.errors import UserError
+from flowgrpo.escaped import one_line
 from flowgrpo.rewards.geneval.colours import NAMES
-from flowgrpo.rewards.remote.wire import one_line
 from flowgrpo.rewards.vlm_judge.client import Answer
 from flowgrpo.rewards.vlm_judge.parse import conclusion, objects, refused
-from flowgrpo.rewards.vlm_judge.writer import CachedWriter
 from flowgrpo.starter.scenes import SHAPES, Claims, parse
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from flowgrpo.data.prompts import USER_PROMPT
 from flowgrpo.errors import UserError
+from flowgrpo.escaped import one_line
 from flowgrpo.rewards.combine import LIKE_ITS_PARTS, Combined
 from flowgrpo.rewards.failures import Failed
-from flowgrpo.rewards.remote.wire import one_line
 from flowgrpo.rewards.reward import Batch
 
 # --- pure ------------------------------------------------------------------------------------------------------------

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from flowgrpo.config.parse import load
 from flowgrpo.config.schema import Config
-from flowgrpo.evaluation.compared import cells
 from flowgrpo.evaluation.numbers import decimals
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.evaluation.report.verdict import Nouns, changes, mean, sentences
 from flowgrpo.evaluation.runs import whole
+from flowgrpo.evaluation.table import cells
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import read_lines, read_object
 from flowgrpo.storage.places import run_of

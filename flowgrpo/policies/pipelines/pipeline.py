@@ -23,10 +23,9 @@ from flowgrpo.policies.pipelines.attention import use_attention
 from flowgrpo.policies.pipelines.call import EncodePrompt, PipelineCall, unlogged, until_set
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.load import modality, trained_modules
+from flowgrpo.policies.pipelines.probes import copies, stay_apart
 from flowgrpo.policies.pipelines.prompt_inputs import SHARED, parted, pictures_of
-from flowgrpo.policies.pipelines.reference_images import stay_apart
 from flowgrpo.policies.pipelines.teacher import Teachers
-from flowgrpo.policies.pipelines.timestep_vector import copies
 from flowgrpo.policies.weights import context_parallel, host_weights, sharding
 from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recomputed, supported
 from flowgrpo.policies.weights.compiled import compile_blocks

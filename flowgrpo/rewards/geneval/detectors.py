@@ -13,7 +13,7 @@ import io
 import json
 import os
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.packages import needed
-from flowgrpo.rewards.geneval.detections import OBJECTS, Detection, Detector, named
+from flowgrpo.rewards.geneval.detections import Detection, Detector, named
 from flowgrpo.rewards.local_model import LocalModel
 from flowgrpo.rewards.preprocessing import eight_bit
 
@@ -37,7 +37,7 @@ ADDRESSES = ("http://", "https://")
 
 def in_process(name: str) -> bool:
     """Return True for the name of a detector that is a `LocalModel`."""
-    return not (name.startswith(ADDRESSES) or name.endswith(".onnx") or ".py:" in name)
+    return not (name.startswith(ADDRESSES) or ".py:" in name)
 
 
 def detector(name: str, **arguments: Any) -> Detector:
@@ -47,8 +47,6 @@ def detector(name: str, **arguments: Any) -> Detector:
     """
     if name.startswith(ADDRESSES):
         return Remote(name)
-    if name.endswith(".onnx"):
-        return FastestDet(name)
     if ".py:" in name:
         from flowgrpo.user_code import load
 
@@ -129,59 +127,6 @@ def _reading(name: str, url: str) -> Iterator[None]:
     finally:
         os.environ.pop(WEIGHTS_ONLY)
         os.environ.update({WEIGHTS_ONLY: before} if before is not None else {})
-
-
-@dataclass(frozen=True)
-class FastestDet:
-    """FastestDet (BSD-3-Clause) from its ONNX file: 0.25 M parameters, fast and coarse.
-
-    Its scores seldom reach GenEval's 0.9: set lower thresholds.
-    """
-
-    path: str
-    least: float = 0.1  # minimum score of a returned detection
-    size: int = 352  # training size in pixels
-    labels = OBJECTS
-
-    def __post_init__(self) -> None:
-        if not Path(self.path).is_file():
-            raise UserError(f"no detector at {self.path}: expected FastestDet's .onnx file")
-        self.session
-
-    @cached_property
-    def session(self) -> Any:
-        """Session of onnxruntime with the file's network."""
-        return needed("onnxruntime", "ocr", f"detector {self.path}").InferenceSession(self.path)
-
-    def __call__(self, images: Tensor) -> list[list[Detection]]:
-        sides = (self.size, self.size)
-        small = torch.nn.functional.interpolate(images.cpu().float(), sides, mode="bilinear", antialias=True)
-        name = self.session.get_inputs()[0].name
-        inputs = small.flip(1)[:, None].numpy()  # blue, green, red; one picture at a time
-        return [decoded(self.session.run(None, {name: one})[0][0], images.shape[-2:], self.least) for one in inputs]
-
-
-def decoded(features: np.ndarray, size: Sequence[int], least: float) -> list[Detection]:
-    """Decode FastestDet's output [5 + 80, h, w] into detections in a picture of `size` (H, W), highest score first.
-
-    Channels: objectness; the centre's offset from its cell's corner (tanh, in cells) and the box's width and height
-    (sigmoid, in pictures); the classes. Of boxes that overlap by more than 0.35 the highest score is kept, regardless
-    of class.
-    """
-    from torchvision.ops import nms
-
-    maps = torch.from_numpy(features).double()
-    h, w = maps.shape[1:]
-    scores = maps[0] * maps[5:].amax(0)
-    row, column = (scores > least).nonzero(as_tuple=True)
-    at = maps[:, row, column]
-    x, y = (column + at[1].tanh()) / w, (row + at[2].tanh()) / h
-    half_w, half_h = at[3].sigmoid() / 2, at[4].sigmoid() / 2
-    scale = torch.tensor([size[1], size[0]] * 2)
-    boxes = torch.stack([x - half_w, y - half_h, x + half_w, y + half_h], 1) * scale
-    labels, scores = at[5:].argmax(0), scores[row, column]
-    return [Detection(tuple(boxes[i].tolist()), OBJECTS[labels[i]], scores[i].item())
-            for i in nms(boxes, scores, OVERLAP).tolist()]
 
 
 @dataclass(frozen=True)

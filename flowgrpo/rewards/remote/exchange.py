@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from flowgrpo.errors import UserError
+from flowgrpo.escaped import one_line
 from flowgrpo.packages import needed
 from flowgrpo.rewards.failures import LONGEST_WAIT, TimedOut
-from flowgrpo.rewards.remote.wire import one_line
 
 CONNECT = 10.0  # seconds within which a live server accepts a connection
 REST = 30.0  # seconds for which a failed URL is used only if all others failed as well
@@ -163,6 +164,26 @@ class Service:
     def _connect(self) -> float:
         """Return the connection timeout in seconds."""
         return min(self.timeout, BRIEF_CONNECT if _brief else CONNECT)
+
+
+def is_address(name: str) -> bool:
+    """True if a reward's name is a URL."""
+    return name.startswith(("http://", "https://"))
+
+
+def addresses(urls: str) -> list[str]:
+    """Split URLs joined by commas.
+    Raises UserError for one that is not http(s)://host[:port]/NAME."""
+    split = [url.strip().rstrip("/") for url in urls.split(",")]
+    for url in split:
+        try:
+            parts = urlsplit(url)
+            port, proper = parts.port, is_address(url) and parts.hostname and parts.path.strip("/")
+        except ValueError:
+            port, proper = 0, False
+        if not proper or port == 0 or parts.query or parts.fragment or parts.username is not None:
+            raise UserError(f"reward {urls!r}: got {url!r}, expected http://host:port/NAME, several joined by commas")
+    return split
 
 
 def seconds(after: str) -> float:

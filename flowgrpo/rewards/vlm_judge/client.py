@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowgrpo.errors import UserError
+from flowgrpo.escaped import one_line
 from flowgrpo.rewards.failures import Failed
-from flowgrpo.rewards.remote.client import addresses
-from flowgrpo.rewards.remote.exchange import Later, Service, Unanswered, seconds, side_by_side
-from flowgrpo.rewards.remote.wire import one_line
+from flowgrpo.rewards.remote.exchange import Later, Service, Unanswered, addresses, seconds, side_by_side
 
 FILTERED = ("content_filter", "content_policy_violation")  # codes of a refusal
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo.errors import UserError
+from flowgrpo.escaped import one_line
 from flowgrpo.rewards.about import About, Pairing
 from flowgrpo.rewards.failures import Failed
-from flowgrpo.rewards.remote.wire import one_line
 from flowgrpo.rewards.reward import modality_of
 from flowgrpo.rewards.vlm_judge.client import Answer, Endpoint, user
 from flowgrpo.rewards.vlm_judge.parse import compared, parser

@@ -1,4 +1,4 @@
-"""Parsers of a judge's answer: a score, a verdict on two, met criteria, or a level; None if it states none.
+"""Parsers of a judge's answer: a score, a verdict on two, or a level; None if it states none.
 
 All functions are pure. An answer is untrusted text: reasoning before it (`<think>`), fences, markup and prose around it
 are skipped. A number outside its range, a refusal or two contradicting answers count as no answer.
@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from flowgrpo.errors import UserError
 
@@ -149,8 +149,16 @@ def _number(value: object, known: Range | None) -> float | None:
     if isinstance(value, str):
         match = _ALONE.fullmatch(value.strip())
         marks: dict[bool | None, float] = {True: 1.0, False: 0.0}
-        return _of(match[1], match[2], known) if match else marks.get(_yes(value))
+        return _of(match[1], match[2], known) if match else marks.get(yes(value))
     return float(value) if isinstance(value, (bool, int)) and abs(value) < 2**53 or isinstance(value, float) else None
+
+
+_WORDS = {**dict.fromkeys(("yes", "true", "1", "met", "fulfilled", "satisfied", "pass", "passed"), True),
+          **dict.fromkeys(("no", "false", "0", "not met", "unmet", "fail", "failed"), False)}
+
+
+def yes(value: object) -> bool | None:
+    return _WORDS.get(" ".join(str(value).lower().strip(" .\"'").split()))
 
 
 def objects(text: str) -> Iterator[dict[str, Any]]:
@@ -234,54 +242,6 @@ def _meant(match: re.Match[str]) -> float | None:
         return None
     first = _FIRST[subject.lower()]
     return 1 - first if (match["how"] or "").lower() in ("worse", "inferior") else first
-
-
-# --- criteria --------------------------------------------------------------------------------------------------------
-
-_ITEM = re.compile(r"^[\s\-*>#\"]*(?:criterion\s*)?(\d+)[\s\".:)\-–=]+(?!\d)(\w+(?: met)?)\b", re.I | re.M)
-_WORDS = {**dict.fromkeys(("yes", "true", "1", "met", "fulfilled", "satisfied", "pass", "passed"), True),
-          **dict.fromkeys(("no", "false", "0", "not met", "unmet", "fail", "failed"), False)}
-
-
-def _yes(value: object) -> bool | None:
-    return _WORDS.get(" ".join(str(value).lower().strip(" .\"'").split()))
-
-
-def answers(text: str, count: int) -> list[bool | None]:
-    """Return for each of `count` numbered criteria whether it is met: from JSON, {"1": "yes", ...}, or lines ("2. no");
-    None if unstated or contradictory."""
-    readings: list[set[bool | None]] = [set() for _ in range(count)]
-    text = "" if refused(text) else conclusion(text)
-    keyed = [record for record in objects(text) if any(re.search(r"\d", key) for key in record)]
-    pairs = keyed[-1].items() if keyed else _ITEM.findall(text)
-    for key, value in pairs:
-        number = re.search(r"(\d{1,6})\W*$", str(key))
-        if number and 1 <= int(number[1]) <= count:
-            readings[int(number[1]) - 1].add(_yes(value))
-    return [values.pop() if len(values) == 1 else None for values in readings]
-
-
-class Criterion(NamedTuple):
-    """Criterion of a rubric. weight: below 0 for a flaw. needed: an output that misses it, or has the flaw, scores 0.
-    """
-
-    text: str
-    weight: float = 1.0
-    needed: bool = False
-
-
-def share(met: Sequence[bool | None], criteria: Sequence[Criterion]) -> float | None:
-    """Return the weight of the met criteria over that of the positive ones, both of those with an answer, in [0, 1].
-
-    Met criteria of negative weight lower it. 0 where a needed one is unmet, or one of negative weight is met that was
-    needed to stay away. None if no positive one, and no veto, has an answer.
-    """
-    known = [(value, criterion) for value, criterion in zip(met, criteria) if value is not None]
-    if any(criterion.needed and value == (criterion.weight < 0) for value, criterion in known):
-        return 0.0
-    total = sum(criterion.weight for value, criterion in known if value)
-    positive = sum(criterion.weight for _, criterion in known if criterion.weight > 0)
-    return min(1.0, max(0.0, total / positive)) if positive else None
 
 
 # --- levels ----------------------------------------------------------------------------------------------------------

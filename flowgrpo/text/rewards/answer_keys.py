@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.remote.wire import one_line
+from flowgrpo.escaped import one_line
 
 LICENCE = "Apache-2.0"
 T = TypeVar("T")

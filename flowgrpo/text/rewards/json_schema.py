@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo.errors import UserError
+from flowgrpo.escaped import one_line
 from flowgrpo.packages import needed
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.remote.wire import one_line
 from flowgrpo.text.rewards.answer_keys import keys, spoken, tagged
 
 _FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.S | re.I)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowgrpo.errors import UserError
+from flowgrpo.escaped import one_line
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.remote.wire import one_line
 from flowgrpo.text.rewards.answer_keys import LICENCE, abstains, keys, several, spoken, stated
 
 OUTER = " \t\n\r.,;:!?\"'`*_$()[]{}\u00ab\u00bb\u2018\u2019\u201c\u201d\u3002"

@@ -13,9 +13,9 @@ from flowgrpo.contrib.questions.questions import Question, of_prompt
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.signals import Stop
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import checkpoints
 from flowgrpo.methods.supervised import SelfAnswers
 from flowgrpo.methods.validate import resolve
+from flowgrpo.policies import checkpoints
 from flowgrpo.policies.pipelines import picture_reader
 from flowgrpo.rewards import compose, find
 from flowgrpo.rollouts.data_losses import Example

@@ -21,7 +21,7 @@ from flowgrpo.config.sections import Adapter
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.pipelines.load import denoisers
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.policies.pipelines.reference_images import other
+from flowgrpo.policies.pipelines.probes import other
 from flowgrpo.policies.weights.lora_files import load_lora
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.growth import explore

@@ -12,7 +12,7 @@ from flowgrpo.check.tiny import make
 from flowgrpo.check.tiny.unets import lcm
 from flowgrpo.config.sections import Memory
 from flowgrpo.errors import UserError
-from flowgrpo.policies.pipelines.timestep_vector import copies
+from flowgrpo.policies.pipelines.probes import copies
 from flowgrpo.samplers.grids import make_grid, shifted
 from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.kernels import FlowSDE

@@ -13,11 +13,11 @@ from transformers import CLIPConfig, CLIPImageProcessor
 from flowgrpo.check.report import report
 from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.images import make_pipeline
 from flowgrpo.methods import preset
 from flowgrpo.methods.presets import suited
 from flowgrpo.methods.targets import RecordedSteps
 from flowgrpo.policies import build
+from flowgrpo.policies.loading import make_pipeline
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy

@@ -19,7 +19,7 @@ from flowgrpo.config.sections import Adapter, Load
 from flowgrpo.data.inputs import Inputs
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.policies.pipelines import conditioned, mid_loop_check
+from flowgrpo.policies.pipelines import conditioned, probes
 from flowgrpo.policies.pipelines.conditioning import PromptCache
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
@@ -58,7 +58,7 @@ def encoded(live, brought):
 
 def replayed(live, conditioning, one):
     """The model outputs of a replay, every row of the same state `one`."""
-    grid, timesteps = mid_loop_check.few_steps(live, 3)
+    grid, timesteps = probes.few_steps(live, 3)
     with torch.no_grad():
         x = one.expand(len(conditioning.prompts), *one.shape[1:]).contiguous()
         return live.replay(conditioning, x, grid, 1, timesteps)
@@ -67,9 +67,9 @@ def replayed(live, conditioning, one):
 def sees_its_own(live, brought):
     """Rows see what their own prompt brings, in a batch as alone; the loop resumes in its middle as the whole runs."""
     conditioning = encoded(live, brought)
-    mid_loop_check.require(live, conditioning)
+    probes.require_middle(live, conditioning)
     row = conditioning.rows(torch.tensor([0]))
-    grid, timesteps = mid_loop_check.few_steps(live, 3)
+    grid, timesteps = probes.few_steps(live, 3)
     state = live.run(Segment(grid, range(1), timesteps=timesteps), row, None, live.generators([3]))[0]
     together = replayed(live, conditioning, state)
     for output, one in zip(together, brought, strict=True):

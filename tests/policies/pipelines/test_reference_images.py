@@ -16,7 +16,7 @@ from flowgrpo.policies.pipelines.call import EncoderCache
 from flowgrpo.policies.pipelines.call import join as join_rows
 from flowgrpo.policies.pipelines.conditioning import PromptCache, digest, join
 from flowgrpo.policies.pipelines.pipeline import PLACED, PipelinePolicy
-from flowgrpo.policies.pipelines.reference_images import other
+from flowgrpo.policies.pipelines.probes import other
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.scheduler import Segment
 

@@ -14,8 +14,7 @@ from flowgrpo.check.tiny.unets import sdxl
 from flowgrpo.config import validate
 from flowgrpo.config.sections import Load
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import images
-from flowgrpo.policies import build, options
+from flowgrpo.policies import build, loading, options
 from flowgrpo.policies.pipelines import single_file
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
 from tests.helpers import loop, tiny
@@ -90,9 +89,9 @@ def test_a_run_with_a_file_is_drawn_with_that_file(tmp_path):
     folder = tiny.save(tiny.sd3(), tmp_path / "folder")
     file = checkpoint(tiny.sd3(OTHER), tmp_path / "denoiser.safetensors")
     config = validate({"model": str(folder), "load": {"denoiser": file}})
-    loaded = images.make_pipeline(str(folder), "fp32", files=images.files_of(config, str(folder)))
+    loaded = loading.make_pipeline(str(folder), "fp32", files=loading.files_of(config, str(folder)))
     assert same(loaded.transformer, tiny.sd3(OTHER).transformer)
-    assert images.files_of(config, "another/model") == images.files_of(None, "x") == Load()
+    assert loading.files_of(config, "another/model") == loading.files_of(None, "x") == Load()
 
 
 def message(call, *arguments, **options) -> str:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.images import load_tuned
+from flowgrpo.policies.loading import load_tuned
 from flowgrpo.policies.weights import adapters
 from flowgrpo.policies.weights.trainable import lora_layers
 from flowgrpo.text.policies import text_weights

@@ -10,7 +10,7 @@ from flowgrpo.check import memory, report, tiny
 from flowgrpo.config import Config
 from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
-from flowgrpo.policies.pipelines import mid_loop_check
+from flowgrpo.policies.pipelines import probes
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights import checkpointing
 from flowgrpo.samplers.scheduler import Segment
@@ -30,7 +30,7 @@ def replayed(name: str, checkpointing: float) -> tuple[torch.Tensor, torch.Tenso
     with torch.no_grad():
         for parameter in policy.weights.parameters():
             parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-    conditioning, (grid, timesteps) = policy.encode(["red"], ["old"]), mid_loop_check.few_steps(policy, 3)
+    conditioning, (grid, timesteps) = policy.encode(["red"], ["old"]), probes.few_steps(policy, 3)
     x, _ = policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
     modules = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
     held = memory.kept(modules, lambda: policy.replay(conditioning, x, grid, 1, timesteps))
@@ -69,7 +69,7 @@ def test_a_share_of_the_blocks_is_evenly_spread(share, chosen):
 def test_the_share_can_change_on_a_policy(name):
     pipe, call = tiny.make(name)
     policy = PipelinePolicy(pipe, Adapter(rank=2), call=call)
-    conditioning, (grid, timesteps) = policy.encode(["red"]), mid_loop_check.few_steps(policy, 3)
+    conditioning, (grid, timesteps) = policy.encode(["red"]), probes.few_steps(policy, 3)
     x, _ = policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
     modules, held = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)], []
     for share in (0.0, 1.0, 0.0, 0.5):

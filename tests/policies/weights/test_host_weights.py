@@ -16,7 +16,7 @@ from flowgrpo.config import load
 from flowgrpo.config.sections import Adapter, Memory
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import images
+from flowgrpo.policies import loading
 from flowgrpo.policies.options import require_waiting
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
@@ -123,8 +123,8 @@ def test_quantised_blocks_wait_too(weights, saved):
 @pytest.mark.parametrize("options", [TURNS, {"offload": "leaf_level"}])
 def test_pictures_of_a_run_are_drawn_with_weights_that_wait(options, saved, monkeypatch):
     """The pipeline takes a LoRA that is loaded later, on whatever device its block is."""
-    monkeypatch.setattr(images, "place", lambda device=None: META)
-    pipe = images.make_pipeline(str(saved), "fp32", memory=Memory(**options))
+    monkeypatch.setattr(loading, "place", lambda device=None: META)
+    pipe = loading.make_pipeline(str(saved), "fp32", memory=Memory(**options))
     [block, *_] = pipe.transformer.transformer_blocks
     assert frozen(block) == {"cpu"} and pipe.vae.device.type == "meta"
     pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))

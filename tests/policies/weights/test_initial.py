@@ -10,9 +10,8 @@ from flowgrpo.check import report
 from flowgrpo.config import validate
 from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import checkpoints, images
 from flowgrpo.export import model_card, usage
-from flowgrpo.policies import build, options, sources
+from flowgrpo.policies import build, checkpoints, loading, options, sources
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE
@@ -139,7 +138,7 @@ def test_loras_are_fused_before_another_is_trained(tmp_path):
         torch.testing.assert_close(pipe.transformer.get_parameter(key), value, atol=1e-6, rtol=1e-5)
     policy = build.make_policy(config, "cpu", pipe)
     assert all((value == 0).all() for key, value in policy.weights.named.items() if "lora_B" in key)
-    drawn = images.make_pipeline(str(model), "fp32", files=images.files_of(config, str(model)))
+    drawn = loading.make_pipeline(str(model), "fp32", files=loading.files_of(config, str(model)))
     key = "transformer_blocks.0.attn.to_q.weight"
     torch.testing.assert_close(drawn.transformer.get_parameter(key), merged(tmp_path / "turbo", 1.5)[key])
 

@@ -17,9 +17,10 @@ from PIL import Image
 from flowgrpo.cli import main
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import findings, images
+from flowgrpo.evaluation import calls, findings, images
 from flowgrpo.evaluation.evaluate import evaluate
 from flowgrpo.evaluation.pages import figures, rlg_sweep
+from flowgrpo.policies import loading
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.policies.weights.rlg import Branches, blended, guided
@@ -123,7 +124,7 @@ def test_modules_are_left_as_they_were():
 
 def picture(pipe, at=None, **asked) -> torch.Tensor:
     def draw():
-        return images.draw_one(pipe, Prompt("a cat"), 5, ASKED | asked)
+        return calls.draw_one(pipe, Prompt("a cat"), 5, ASKED | asked)
 
     if at is None:
         return draw()
@@ -140,8 +141,8 @@ def latents(pipe, steps: int, **asked) -> torch.Tensor:
 def test_at_0_it_is_the_base_and_at_1_the_tuned_model_bit_for_bit(model, run):
     pipe, touched = load_pipeline(str(model)), load_pipeline(str(model))
     base = picture(pipe)
-    images.load_tuned(pipe, run)
-    tuned, branches = picture(pipe), images.load_branches(touched, run)
+    loading.load_tuned(pipe, run)
+    tuned, branches = picture(pipe), loading.load_branches(touched, run)
     assert torch.equal(picture(touched, branches.at(0)), base)
     assert torch.equal(picture(touched, branches.at(1)), tuned)
     between, beyond = picture(touched, branches.at(0.5)), picture(touched, branches.at(1.5))
@@ -160,7 +161,7 @@ def test_the_blend_itself_ends_at_base_and_tuned_bit_for_bit(model, run):
             return True
 
     pipe = load_pipeline(str(model))
-    base, branches = picture(pipe), images.load_branches(pipe, run)
+    base, branches = picture(pipe), loading.load_branches(pipe, run)
     tuned, calls = picture(pipe), []
     [module] = denoisers(pipe).values()
     module.register_forward_hook(lambda *_: calls.append(1))

@@ -19,7 +19,7 @@ from PIL import Image, ImageColor
 from flowgrpo import rewards
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.geneval import colours, detectors
-from flowgrpo.rewards.geneval.detectors import OBJECTS, Detection, decoded
+from flowgrpo.rewards.geneval.detections import OBJECTS, Detection
 from flowgrpo.rewards.geneval.rules import GenEvalFast, Rules, relations
 
 PROMPT = "a photo"
@@ -234,8 +234,6 @@ def test_other_scores_and_detectors_are_refused(tmp_path):
         rewards.find("geneval_fast", {"score": "loose"})
     with pytest.raises(UserError, match="no detector 'fasterrcnn': expected one of torchvision's"):
         rewards.find("geneval_fast", {"detector": "fasterrcnn"})
-    with pytest.raises(UserError, match="no detector at .*gone.onnx: expected FastestDet's .onnx file"):
-        rewards.find("geneval_fast", {"detector": str(tmp_path / "gone.onnx")})
 
 
 def test_a_detector_from_a_file(tmp_path):
@@ -327,28 +325,6 @@ def test_a_model_of_torchvision():
             assert [one.score for one in detections] == expected["scores"].tolist()
             assert [one.box for one in detections] == [tuple(box) for box in expected["boxes"].tolist()]
             assert {one.label for one in detections} <= {"computer mouse", "dog", "cat"}
-
-
-def test_the_output_of_fastest_det_by_hand():
-    features = np.full((85, 2, 4), -20.0)
-    features[0] = 0.0
-    features[5:] = 0.0
-    # Cell (row 1, column 2): centre half a cell to the right and down, half the width and a quarter of the height.
-    features[:5, 1, 2] = [0.9, math.atanh(0.5), math.atanh(0.5), 0.0, math.log(1 / 3)]
-    features[5 + 16, 1, 2] = 0.5  # a dog
-    # Beside it the same box, less sure: suppressed. Far away a box that overlaps neither, and one below the threshold.
-    features[:5, 1, 3] = [0.8, math.atanh(-0.5), math.atanh(0.5), 0.0, math.log(1 / 3)]
-    features[5 + 15, 1, 3] = 0.5
-    features[:5, 0, 0] = [0.6, 0.0, 0.0, math.log(0.1 / 0.9), math.log(0.1 / 0.9)]
-    features[5 + 15, 0, 0] = 1.0
-    features[:5, 0, 3] = [0.5, 0.0, 0.0, math.log(0.1 / 0.9), math.log(0.1 / 0.9)]
-    features[5 + 15, 0, 3] = 0.19
-    found = decoded(features, (100, 200), 0.1)
-    assert [(one.label, round(one.score, 9)) for one in found] == [("cat", 0.6), ("dog", 0.45)]
-    # Centre (2.5 / 4, 1.5 / 2) of 200 by 100: (125, 75); size 0.5 * 200 by 0.25 * 100.
-    assert found[1].box == pytest.approx((75, 62.5, 175, 87.5))
-    assert found[0].box == pytest.approx((-10, -5, 10, 5))
-    assert decoded(features, (100, 200), 0.7) == []
 
 
 class Answering(BaseHTTPRequestHandler):

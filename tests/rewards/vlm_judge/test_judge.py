@@ -20,16 +20,15 @@ from PIL import Image
 
 from flowgrpo import rewards
 from flowgrpo.config.reward_rules import Retry, RewardRule
+from flowgrpo.contrib.criteria.rubric import Criterion, JudgeRubric, TextJudgeRubric, answers, share
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import Composed, Failed, Tally
 from flowgrpo.rewards.deqa import DeQA
 from flowgrpo.rewards.failures import TimedOut
 from flowgrpo.rewards.remote.exchange import seconds
 from flowgrpo.rewards.vlm_judge.judge import Judge, JudgePairs, filled
-from flowgrpo.rewards.vlm_judge.parse import Criterion, answers, compared, expected_level, level, parser, share, verdict
+from flowgrpo.rewards.vlm_judge.parse import compared, expected_level, level, parser, verdict
 from flowgrpo.rewards.vlm_judge.pictures import data_url, spaced
-from flowgrpo.rewards.vlm_judge.rubric import JudgeRubric
-from flowgrpo.text.rewards.judge import TextJudgeRubric
 
 
 def message(call, *arguments, error=UserError, **keywords) -> str:

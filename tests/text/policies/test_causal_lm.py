@@ -283,7 +283,7 @@ def test_the_adapter_is_saved_with_the_same_bytes(tmp_path):
 
 
 def test_all_weights_are_saved_with_what_reads_prompts(tmp_path):
-    from flowgrpo.text import evaluation as texts
+    from flowgrpo.text.policies import sampling as texts
 
     own = tiny.stir(CausalLM(*tiny.model(), tiny.Adapter(rank=0), tiny.Text(max_tokens=6)))
     own.weights.save(tmp_path)

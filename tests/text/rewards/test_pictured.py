@@ -8,7 +8,7 @@ import torch
 from flowgrpo import rewards
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.images import draw_one
+from flowgrpo.evaluation.calls import draw_one
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rewards import Batch

@@ -11,7 +11,7 @@ from flowgrpo.config import Config
 from flowgrpo.config.sections import Adapter
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.policies.pipelines import mid_loop_check
+from flowgrpo.policies.pipelines import probes
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from tests.helpers import tiny
 
@@ -51,7 +51,7 @@ def test_where_replays_are_right_only_methods_that_share_steps_are_refused():
 def test_a_picture_that_the_denoiser_reads_stops_nothing(name, dtype):
     trained = policy(name, dtype)
     conditioning, before = trained.encode(["red"]), trained.evaluations
-    mid_loop_check.require(trained, conditioning)
+    probes.require_middle(trained, conditioning)
     assert trained.evaluations == before
 
 
@@ -59,4 +59,4 @@ def test_a_random_module_is_told_as_such():
     trained = policy("StableDiffusion3Pipeline")
     trained.pipe.transformer.register_forward_hook(lambda _, args, out: (out[0] + 0.01 * torch.randn(out[0].shape),))
     with pytest.raises(UserError, match="two equal runs of StableDiffusion3Pipeline differ, by .*: look for dropout"):
-        mid_loop_check.require(trained, trained.encode(["red"]))
+        probes.require_middle(trained, trained.encode(["red"]))

@@ -7,8 +7,8 @@ import torch
 from PIL import Image
 from torchvision.transforms.functional import to_tensor
 
+from flowgrpo.contrib.edits.preservation import Preservation, ssim
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.preservation import Preservation, ssim
 from tests.rewards.test_clip import saved
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo.errors import UserError, nearest
+from flowgrpo.escaped import one_line
 from flowgrpo.rewards.failures import Failed
-from flowgrpo.rewards.remote.wire import one_line
 from flowgrpo.rewards.vlm_judge.pictures import data_url, spaced
 
 if TYPE_CHECKING:

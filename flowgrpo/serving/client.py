@@ -1,6 +1,6 @@
 """Reward computed by a server: `http://host:port/NAME` in a recipe, several URLs joined by commas.
 
-The protocol is in wire.py, the server in serving/server.py.
+The protocol is in wire.py, the server in server.py.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed, TimedOut
-from flowgrpo.rewards.remote import wire
-from flowgrpo.rewards.remote.exchange import Later, Service, Unanswered, brief, seconds, side_by_side
+from flowgrpo.rewards.remote.exchange import Later, Service, Unanswered, addresses, brief, seconds, side_by_side
+from flowgrpo.serving import wire
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,26 +105,6 @@ class Remote:
             raise UserError(f"reward {self.name!r}: {message}")
         after = headers.get("retry-after")
         raise Later(message, seconds(after)) if after else Unanswered(message)
-
-
-def is_address(name: str) -> bool:
-    """True if a reward's name is a URL."""
-    return name.startswith(("http://", "https://"))
-
-
-def addresses(urls: str) -> list[str]:
-    """Split URLs joined by commas.
-    Raises UserError for one that is not http(s)://host[:port]/NAME."""
-    split = [url.strip().rstrip("/") for url in urls.split(",")]
-    for url in split:
-        try:
-            parts = urlsplit(url)
-            port, proper = parts.port, is_address(url) and parts.hostname and parts.path.strip("/")
-        except ValueError:
-            port, proper = 0, False
-        if not proper or port == 0 or parts.query or parts.fragment or parts.username is not None:
-            raise UserError(f"reward {urls!r}: got {url!r}, expected http://host:port/NAME, several joined by commas")
-    return split
 
 
 def token(file: str | Path | None) -> str | None:

@@ -27,12 +27,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import parse_qsl, urlsplit
 
+from flowgrpo.contrib.json_api.template import Template, reached
 from flowgrpo.errors import UserError
+from flowgrpo.escaped import one_line
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed, TimedOut
-from flowgrpo.rewards.json_template import Template, reached
 from flowgrpo.rewards.remote.exchange import Later, Service, Unanswered, seconds, side_by_side
-from flowgrpo.rewards.remote.wire import one_line
 from flowgrpo.rewards.vlm_judge.pictures import ENCODINGS
 
 if TYPE_CHECKING:

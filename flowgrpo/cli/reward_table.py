@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
-from flowgrpo.files import text_of
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.find import find, locate, names, source
 from flowgrpo.rewards.reward import about
@@ -90,6 +89,8 @@ def score_files(name: str, arguments: dict[str, Any], files: Sequence[Path], pro
     A file is a picture; a folder of pictures, or an animated GIF or WebP, is a video; a .txt file a text.
     Raises UserError for an unreadable file, and as `find` and `score` do.
     """
+    from flowgrpo.rewards.preprocessing import read_output  # loads torch
+
     reward, outputs = find(name, arguments), [read_output(file) for file in files]
     scores: dict[int, float] = {}
     alike: dict[Any, list[int]] = defaultdict(list)
@@ -107,23 +108,3 @@ def _stacked(outputs: list[Any]) -> torch.Tensor | list[str]:
     import torch
 
     return outputs if isinstance(outputs[0], str) else torch.stack(outputs)
-
-
-def read_output(path: Path) -> torch.Tensor | str:
-    """Read a picture [3,H,W] in [0, 1], a video [F,3,H,W], or a text. Raises UserError if it cannot be read."""
-    import torch
-
-    from flowgrpo.rewards.preprocessing import read_tensor, read_tensors
-
-    if not path.exists():
-        raise UserError(f"no file at {path}")
-    try:
-        if path.suffix == ".txt":
-            return text_of(path)
-        if path.is_dir():
-            return torch.stack([read_tensor(file) for file in sorted(path.iterdir())])
-        frames = read_tensors(path)
-        return torch.stack(frames) if len(frames) > 1 else frames[0]
-    except RuntimeError as error:  # frames of several sizes, or none
-        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())[:200]}): expected an image, a folder "
-                        "of frames of one size, or a .txt file") from None

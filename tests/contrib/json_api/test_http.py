@@ -21,13 +21,13 @@ import torch
 from PIL import Image
 
 from flowgrpo import rewards
+from flowgrpo.contrib.json_api.http import Http, Meter
+from flowgrpo.contrib.json_api.template import Template, reached
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import Failed
 from flowgrpo.rewards.failures import TimedOut
-from flowgrpo.rewards.http import Http, Meter
-from flowgrpo.rewards.json_template import Template, reached
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 KEY = "k-2f9a.secret_of-the-test"
 PICTURE = torch.arange(48).view(3, 4, 4) / 255
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.remote.wire import one_line
+from flowgrpo.escaped import one_line
 from flowgrpo.rewards.vlm_judge.client import Answer, Endpoint, user
 from flowgrpo.storage import atomic
 

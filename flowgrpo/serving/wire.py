@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo.errors import UserError
+from flowgrpo.escaped import one_line
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed, numbers
 
@@ -325,9 +326,3 @@ def _object(body: bytes | bytearray) -> dict[str, Any]:
         got = one_line(repr(record.get("format"))) if isinstance(record, dict) else "no object"
         raise ValueError(f"format: got {got}, expected {FORMAT}; both sides have to be of versions that agree")
     return record
-
-
-def one_line(text: object) -> str:
-    """Return one printable line of an untrusted text."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in str(text)[:2000]).split())
-    return line if len(line) <= 400 else line[:397] + "..."

@@ -1,4 +1,4 @@
-"""Direction of a clip's motion, by dense optical flow."""
+"""Speed and direction of a clip's motion, by dense optical flow."""
 
 from __future__ import annotations
 
@@ -12,10 +12,33 @@ from torch import Tensor
 from flowgrpo.errors import UserError
 from flowgrpo.packages import needed
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.video_motion import LICENCE, fastest, flows
+from flowgrpo.rewards.video_motion import LICENCE, flows
 
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 STILL = 0.1  # pixels per frame, below which motion counts as none
+FASTEST = 0.05  # share of the fastest pixels that give a clip's speed, as in VBench's dynamic degree (2311.17982)
+
+
+def fastest(flow: np.ndarray) -> np.ndarray:
+    """Return the flow [N, 2] of the fastest twentieth of the pixels of each step of a clip [F-1, H, W, 2]."""
+    steps = flow.reshape(len(flow), -1, 2)
+    count = max(1, int(FASTEST * steps.shape[1]))
+    rows = np.argpartition(-np.linalg.norm(steps, axis=-1), count - 1, axis=1)[:, :count]
+    return np.take_along_axis(steps, rows[..., None], 1).reshape(-1, 2)
+
+
+@dataclass(frozen=True)
+class FlowAmount:
+    """Speed of a clip: mean of the fastest twentieth of its pixels, per frame, as a share of the shorter side."""
+
+    about = About(modality="video", range=(0, None), needs="video", licence=LICENCE)
+
+    def __post_init__(self) -> None:
+        needed("cv2", "video", "reward 'flow_amount'")
+
+    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> list[float]:
+        side = min(videos.shape[-2:])
+        return [float(np.linalg.norm(fastest(flow), axis=-1).mean() / side) for flow in flows(videos)]
 
 
 @dataclass(frozen=True)

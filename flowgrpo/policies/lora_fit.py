@@ -6,9 +6,9 @@ from pathlib import Path
 
 from flowgrpo.config.sections import Load
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.checkpoints import config_of
 from flowgrpo.files import shapes_of
 from flowgrpo.policies import sources
+from flowgrpo.policies.checkpoints import config_of
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.starter import FOLDERS
 from flowgrpo.storage.places import STATE, is_checkpoint

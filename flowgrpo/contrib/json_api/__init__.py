@@ -1,0 +1,1 @@
+"""A JSON API of anybody's as a reward: `http`."""
