@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import recipe_downloads
+import train_recipes
 import verify_recipe
 
 from flowgrpo.config import load
@@ -163,7 +164,8 @@ def page() -> str:
     rows = [recipe_downloads.reward_row(name) for name in sorted(used) if recipe_downloads.of_reward(name)]
     models_of = {model: [name for name, config in recipes.items() if config.model == model] for model in first}
     sections = [section(model, models_of[model]) for model in sorted(models_of, key=str.lower)]
-    return HEAD + "".join(sections) + recipe_downloads.HEAD + "\n".join([*models, *rows]) + "\n"
+    downloads = recipe_downloads.HEAD + "\n".join([*models, *rows]) + "\n"
+    return HEAD + "".join(sections) + downloads + train_recipes.section()
 
 
 def licence(name: str) -> str:
