@@ -28,6 +28,7 @@ GOODS = (("pen", "notebook"), ("sandwich", "juice"), ("rose", "vase"), ("ball", 
 SUMS = ("What is {} + {}?", "What is {} plus {}?", "Add {} and {}.")
 DIFFERENCES = ("What is {} - {}?", "What is {} minus {}?", "Take {1} from {0}.")
 PRODUCTS = ("What is {} * {}?", "What is {} times {}?", "Multiply {} by {}.")
+ANSWER = "Answer with a number."  # in the user's turn: a small chat model keeps to its own system prompt
 MULTIPLES = ((2, "twice"), (3, "three times"), (4, "four times"))
 Numbers = tuple[int, ...]
 Draw = Callable[[random.Random], tuple[Numbers, str, int]]  # the numbers, the problem in words, and its answer
@@ -95,21 +96,21 @@ def paid(dice: random.Random) -> tuple[Numbers, str, int]:
 
 def sum_of(dice: random.Random) -> tuple[Numbers, str, int]:
     """Return a sum, asked for without a story."""
-    a, b = dice.randint(2, 59), dice.randint(2, 40)
-    return (a, b), dice.choice(SUMS).format(a, b), a + b
+    a, b = dice.randint(2, 30), dice.randint(2, 20)
+    return (a, b), f"{dice.choice(SUMS).format(a, b)} {ANSWER}", a + b
 
 
 def difference_of(dice: random.Random) -> tuple[Numbers, str, int]:
     """Return a positive difference."""
-    b = dice.randint(2, 40)
-    a = b + dice.randint(1, 59)
-    return (a, b), dice.choice(DIFFERENCES).format(a, b), a - b
+    b = dice.randint(2, 20)
+    a = b + dice.randint(1, 30)
+    return (a, b), f"{dice.choice(DIFFERENCES).format(a, b)} {ANSWER}", a - b
 
 
 def product_of(dice: random.Random) -> tuple[Numbers, str, int]:
     """Return a product of small numbers."""
-    a, b = dice.randint(2, 25), dice.randint(2, 15)
-    return (a, b), dice.choice(PRODUCTS).format(a, b), a * b
+    a, b = dice.randint(2, 20), dice.randint(2, 12)
+    return (a, b), f"{dice.choice(PRODUCTS).format(a, b)} {ANSWER}", a * b
 
 
 BARE: dict[str, Draw] = {"sum": sum_of, "difference": difference_of, "product": product_of}

@@ -6,7 +6,7 @@ Both train a LoRA of rank 32 on every linear layer in fp32, without a KL, with o
 first of the packaged word problems. The reward counts different characters, so that every group has a gradient. A step
 is what lies between two calls of the reward: an update and the next completions. The first step is left out. Runs
 alternate. Seconds are the processor's, so that other work on the machine counts little; ratios are printed, since they
-alone carry over. TRL needs an environment of its own with `trl` and this package.
+alone carry over. `letters` are those of a completion. TRL needs an environment of its own with `trl` and this package.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def ours(model: Path, steps: int, tokens: int, folder: Path) -> None:
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in problems(PROMPTS * steps + 1)))
     code = flowgrpo(["train", str(ROOT / "configs" / "smollm2_135m.yaml"), f"--model={model}", f"--prompts={file}",
                      f"--held_out={1 / (PROMPTS * steps + 1)}", f"--reward={Path(__file__).resolve()}:characters",
-                     f"--text.max_tokens={tokens}", f"--adapter.rank={RANK}", "--precision=fp32", "--device=cpu",
+                     f"--text.max_tokens={tokens}", f"--text.system={SYSTEM}", f"--adapter.rank={RANK}",
+                     "--precision=fp32", "--device=cpu",
                      f"--train.epochs={steps}", f"--train.prompts={PROMPTS}", f"--train.group={GROUP}",
                      f"--train.micro_batch={PROMPTS * GROUP}", f"--train.lr={RATE}", "--train.updates=1",
                      "--eval.prompts=1", "--eval.grid=1", "--tracker=none", f"--output={folder}", "--name=ours"])
@@ -102,6 +103,17 @@ def run(side: str, python: str, given: argparse.Namespace) -> dict[str, float]:
             "letters": statistics.mean(line["letters"] for line in lines)}
 
 
+def table(found: list[dict[str, Any]]) -> str:
+    """Return the repetitions as Markdown."""
+    lines = ["| repetition | flowgrpo, s | TRL, s | TRL / flowgrpo | flowgrpo, GiB | TRL, GiB | TRL / flowgrpo |",
+             "|---:|---:|---:|---:|---:|---:|---:|"]
+    for each in found:
+        ours, theirs = each["ours"], each["theirs"]
+        lines.append(f"| {each['repeat'] + 1} | {ours['seconds']:.1f} | {theirs['seconds']:.1f} | {each['time']:.2f} | "
+                     f"{ours['peak']:.1f} | {theirs['peak']:.1f} | {each['memory']:.2f} |")
+    return "\n".join(lines)
+
+
 def training(lines: list[dict[str, float]], steps: int) -> list[dict[str, float]]:
     """Return the calls of the training: an evaluation of one text is before and after it."""
     return lines[1:1 + steps]
@@ -121,10 +133,13 @@ def main() -> None:
     if given.side:
         {"ours": ours, "theirs": theirs}[given.side](given.model, given.steps, given.tokens, given.folder)
         return
+    done: list[dict[str, Any]] = []
     for number in range(given.repeats):
         found = {"ours": run("ours", sys.executable, given), "theirs": run("theirs", given.trl_python, given)}
-        print(json.dumps({"repeat": number, **found, "time": found["theirs"]["seconds"] / found["ours"]["seconds"],
-                          "memory": found["theirs"]["peak"] / found["ours"]["peak"]}), flush=True)
+        done.append({"repeat": number, **found, "time": found["theirs"]["seconds"] / found["ours"]["seconds"],
+                     "memory": found["theirs"]["peak"] / found["ours"]["peak"]})
+        print(json.dumps(done[-1]), flush=True)
+    print(table(done))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import recipe_downloads
+import train_recipes
 import verify_recipe
 
 from flowgrpo.config import load
@@ -168,7 +169,7 @@ def page() -> str:
     models = sorted(models_of, key=str.lower)
     tables = [TABLE, "\n".join(row(name) for model in models for name in models_of[model]), MODELS_HEAD,
               "\n".join(model_row(model, models_of[model]) for model in models), "\n"]
-    return HEAD + "".join(tables) + recipe_downloads.HEAD + "\n".join(rows) + "\n"
+    return HEAD + "".join(tables) + recipe_downloads.HEAD + "\n".join(rows) + "\n" + train_recipes.section()
 
 
 def licence(name: str) -> str:

@@ -7,7 +7,8 @@
 The same command goes on where it stopped; it ends after `--seconds`, also within a step, which then begins anew. A step
 is what a user's command runs, in a process of its own that has the libraries loaded. Classes, widths and autoencoders
 are published ones (flowgrpo/published.py), tokenizers stand-ins, and an encoder's vocabulary is theirs. What a
-CPU forces is changed and listed; nothing else is. `--json FILE` writes the table's rows, each with its commit.
+CPU forces is changed and listed; nothing else is. `--json FILE` writes the table's rows, each with its commit;
+`scripts/recipe_table.py --none` shows those of docs/recipe_round.json in docs/recipes.md.
 """
 
 from __future__ import annotations
@@ -49,19 +50,20 @@ LANGUAGE: dict[str, Any] = {
     "train.prompts": 2, "train.group": 4, "train.updates": 1, "train.micro_batch": 4, "text.max_tokens": 16,
     "train.compile": False}
 
-HEAD = """# Recipes on a CPU
+ROUND = ROOT / "docs" / "recipe_round.json"
+SECTION = """
+## Runs on a CPU
 
-Written by `scripts/train_recipes.py --json docs/recipe_round.json --page docs/recipe_round.md`: do not edit. Each
-recipe was taken through `check`, `train`, `sample`, `compare grid`, `export` and stock libraries on one core. The
-pipelines have their real classes and widths, seeded random weights, one or two blocks, and stand-in tokenizers. So the
-round shows that a recipe runs from end to end at these shapes. It shows nothing about quality, speed or the memory of
-a GPU.
+`scripts/train_recipes.py` took these recipes through `check`, `train`, `sample`, `compare grid`, `export` and the lines
+of the model card. Models have their published classes and widths, one or two blocks, random weights and 64 pixels; a
+run has one epoch. It shows that a recipe runs from end to end, and nothing about quality, speed or a GPU.
 
-*stock libraries* compares the image of `flowgrpo sample` with that of the model card's lines, in steps of 255.
-*training* is the resident memory of the whole process, its libraries and the loading included; *estimate* is what
-`flowgrpo check FOLDER` says of the same settings, without libraries. A recipe that is not listed was not taken through
-the round.
+*card* is the largest difference of the image by stock libraries from that of `flowgrpo sample`, in steps of 255.
+*resident* is the peak memory of the training's process with its libraries, *computed* the peak by `check FOLDER`
+without them. The last column is the commit. `docs/recipe_round.json` has what a CPU forced, recipe by recipe.
 
+| recipe | ran | card | resident, GiB | computed, GiB | commit |
+|---|---|---|---:|---:|---|
 """
 
 
@@ -289,7 +291,18 @@ def commands(name: str, folder: Path) -> dict[str, list[str]]:
             "sample": ["sample", run, f"--prompt={PROMPT}", *drawn, *image, *(
                 [f"--output={folder / 'samples'}"] if known else [])],
             "grid": ["compare", "grid", run, "--count=1", f"--output={folder / ('grid.png' if known else 'grid.md')}"],
-            "export": ["export", run, f"--output={folder / ('lora.safetensors' if known else 'merged')}"]}
+            "export": ["export", run, *exported(name, folder)]}
+
+
+def exported(name: str, folder: Path) -> list[str]:
+    """Return the arguments of `export`: the LoRA for ComfyUI, or the merged model where ComfyUI has no names for it."""
+    from flowgrpo.export import comfy_names
+
+    known = model_of(name)
+    kinds = {kind for kind, _ in known.parts.values()} if known else set()
+    if known and not kinds & comfy_names.DENOISERS.keys():
+        return ["--form=merged", f"--output={folder / 'merged'}"]
+    return [f"--output={folder / ('lora.safetensors' if known else 'merged')}"]
 
 
 def reads_pictures(name: str) -> bool:
@@ -447,18 +460,16 @@ def joined(file: Path, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted({row["recipe"]: row for row in [*kept, *found]}.values(), key=lambda row: row["recipe"])
 
 
-def changes(found: list[dict[str, Any]]) -> str:
-    """Return what a CPU forced, as a list: what all recipes have in common, and the rest of each."""
-    lines = ["## What a CPU forces", "", "Keys of every recipe of a pipeline, and of every language recipe:", ""]
-    for kind in (FORCED, LANGUAGE):
-        lines.append("- " + ", ".join(f"`{key}: {json.dumps(value)}`" for key, value in kind.items()))
-    lines += ["", "Further ones:", ""]
-    for row in found:
-        rest = {key: value for key, value in row["forced"].items() if key not in FORCED and key not in LANGUAGE}
-        told = ", ".join(f"`{key}: {'FILE' if str(value).startswith('/') else json.dumps(value)}`"
-                         for key, value in rest.items())
-        lines.append(f"- `{row['recipe']}`, commit {row['commit']}: {told or 'none'}")
-    return "\n".join(lines) + "\n"
+def section() -> str:
+    """Return the section of docs/recipes.md: a row per recipe of docs/recipe_round.json."""
+    lines = []
+    for row in json.loads(ROUND.read_text(encoding="utf-8")):
+        whole = "all" if row["ran"] == list(STEPS) else ", ".join(row["ran"])
+        failed = f"; failed: {row['failed'].partition(':')[0]}" if row["failed"] else ""
+        cells = [f"`{row['recipe']}`", whole + failed, (row["stock"] or "-").partition(",")[0].removeprefix(
+            "largest difference "), row["peak"], row["estimate"], row["commit"]]
+        lines.append("| " + " | ".join("-" if cell is None else str(cell) for cell in cells) + " |\n")
+    return SECTION + "".join(lines)
 
 
 def commit() -> str:
@@ -476,7 +487,6 @@ def main() -> None:
     parser.add_argument("--language", type=Path, help="folder of a language model; without: a tiny one")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--json", type=Path, help="file that gets the table's rows, beside those of other recipes")
-    parser.add_argument("--page", type=Path, help="file that gets the rows of --json as a page")
     given = parser.parse_args()
     folder, names = given.folder.resolve(), given.names or recipes()
     until = time.monotonic() + given.seconds
@@ -492,8 +502,6 @@ def main() -> None:
     if given.json:
         found = joined(given.json, found)
         given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    if given.page:
-        given.page.write_text(HEAD + table(found) + "\n\n" + changes(found), encoding="utf-8")
     print(table(found))
 
 

@@ -59,7 +59,7 @@ def row(run: Path) -> dict[str, Any]:
     problems before and after."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     epochs = [line for line in lines if f"reward/{REWARD}/mean" in line]
-    before, after = (json.loads((run / f"{side}.json").read_text(encoding="utf-8"))["scores"][REWARD]
+    before, after = (json.loads((run / "report" / f"{side}.json").read_text(encoding="utf-8"))["scores"][REWARD]
                      for side in ("before", "after"))
     return {"seed": int(run.name.removeprefix("seed")), "rewards": [line[f"reward/{REWARD}/mean"] for line in epochs],
             "seconds": [line["seconds/rollout"] + line["seconds/update"] for line in epochs],

@@ -13,10 +13,11 @@ from huggingface_hub import ModelCard
 from PIL import Image
 
 from flowgrpo.check.tiny import make
-from flowgrpo.config import validate
+from flowgrpo.config import load, validate
 from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.escaped import plain
+from flowgrpo.evaluation.calls import call_arguments, draw_one
 from flowgrpo.evaluation.measured import Measured
 from flowgrpo.evaluation.report.snapshots import commit, data_url, write
 from flowgrpo.evaluation.table import compared
@@ -103,6 +104,19 @@ def test_the_snippet_of_a_pipeline_runs_as_it_is(sd3, which, tmp_path, monkeypat
     states = here["pipe"].transformer.state_dict()
     assert all(torch.isfinite(value).all() for value in states.values() if value.is_floating_point())
     assert (tuned != np.asarray(Image.open("base.png")).astype(int)).any()
+
+
+@pytest.mark.parametrize("name", ["StableDiffusionXLPipeline", "QwenImagePipeline"])
+def test_the_snippet_draws_what_sample_does_under_guidance(name, tmp_path):
+    """Without a negative prompt SDXL takes zeros in its place, and Qwen-Image has no guidance."""
+    run = make_run(tmp_path / "run", *make(name), eval={"steps": 2, "guidance": 4.0})
+    config, here = load(run / "config.yaml"), {}
+    lines = usage.snippet(config, run, str(run), "a star").replace("image.save", "str")
+    exec(lines.replace("= pipe(", "= pipe(generator=torch.Generator().manual_seed(3), prompt="), here)
+    ours = draw_one(here["pipe"], Prompt("a star"), 3, call_arguments(config.model, run))
+    assert ours.std() > 0
+    theirs = torch.from_numpy(np.array(here["image"])).permute(2, 0, 1)
+    assert torch.equal((ours * 255).round().to(torch.uint8), theirs)
 
 
 @pytest.mark.parametrize("rank", [2, 0])

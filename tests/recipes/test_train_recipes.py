@@ -72,3 +72,8 @@ def test_the_table_tells_what_ran_and_what_failed(tmp_path):
     assert row["forced"]["picture.height"] == 64 and row["forced"]["train.epochs"] == 1
     last = train_recipes.table([row]).splitlines()[-1]
     assert last == "| `sd15` | 678 M parameters | build, check; failed: train: error: a \\| b | 3 | - | 1.4 | - |"
+
+
+def test_a_lora_without_names_in_comfyui_is_exported_as_a_merged_model(tmp_path):
+    assert train_recipes.exported("sana_24gb", tmp_path) == ["--form=merged", f"--output={tmp_path / 'merged'}"]
+    assert train_recipes.exported("wan22", tmp_path) == [f"--output={tmp_path / 'lora.safetensors'}"]
