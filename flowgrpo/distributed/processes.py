@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence, Sized
-from contextlib import contextmanager, nullcontext
+import zlib
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -208,6 +209,15 @@ class Processes:
             self.parted = self.parted or failed > 0
             if failed:
                 raise Stopped(ELSEWHERE) if otherwise else OutOfMemoryElsewhere("out of memory on another process")
+
+    def in_step(self, calls: Callable[[], object]) -> AbstractContextManager[Callable[[int], object]]:
+        """Return a context, inside `together`, in which sharded processes with the same calls make them without
+        agreeing on each: `Lockstep.in_step`.
+
+        calls: returns what this process's calls go by; equal values have the same `repr` everywhere.
+        """
+        return nullcontext(lambda number: None) if self.turns is None else \
+            self.turns.in_step(zlib.crc32(repr(calls()).encode()))
 
     def add_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Sum the gradients of all processes, in one flat tensor. Members of a team each have a part of their sum.
