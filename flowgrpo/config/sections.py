@@ -68,7 +68,8 @@ class Text(Section):
 
 
 class Rollout(Section):
-    """Engine that samples the images or clips of a rollout, in the place of the pipeline; see docs/engine.md."""
+    """Engine that samples the images or clips of a rollout (see docs/engine.md), or a cache for the pipeline's calls
+    (see docs/feature_caches.md)."""
 
     engine: str | None = Field(None, min_length=1, description="address of an SGLang-Diffusion server, such as "
                                "http://127.0.0.1:30000; None: the pipeline itself")
@@ -78,6 +79,12 @@ class Rollout(Section):
                                "reads too; None: a temporary one, for an engine on this machine")
     release: bool = Field(False, description="the engine leaves the GPU's memory between rollouts, where both share a "
                                              "GPU")
+    cache: Literal["first_block", "taylorseer", "mag"] | None = Field(
+        None, description="diffusers' feature cache in the rollouts of methods that read only final samples")
+    cache_threshold: float | None = Field(None, gt=0, description="difference below which `first_block` and `mag` skip "
+                                          "blocks: a higher one skips more; None: diffusers' own")
+    cache_interval: int | None = Field(None, ge=1, description="steps from one computed step of `taylorseer` to the "
+                                                               "next; None: diffusers' own")
 
 
 class Fused(Section):

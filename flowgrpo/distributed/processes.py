@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager, nullcontext
+import zlib
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, distributed
 
 from flowgrpo.device import ran_out
-from flowgrpo.distributed import signals
+from flowgrpo.distributed import launchers, signals
 from flowgrpo.distributed.lockstep import DONE, Lockstep
 from flowgrpo.distributed.shards import is_shard
 from flowgrpo.distributed.signals import Stopped
@@ -209,6 +210,15 @@ class Processes:
             if failed:
                 raise Stopped(ELSEWHERE) if otherwise else OutOfMemoryElsewhere("out of memory on another process")
 
+    def in_step(self, calls: Callable[[], object]) -> AbstractContextManager[Callable[[int], object]]:
+        """Return a context, inside `together`, in which sharded processes with the same calls make them without
+        agreeing on each: `Lockstep.in_step`.
+
+        calls: returns what this process's calls go by; equal values have the same `repr` everywhere.
+        """
+        return nullcontext(lambda number: None) if self.turns is None else \
+            self.turns.in_step(zlib.crc32(repr(calls()).encode()))
+
     def add_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Sum the gradients of all processes, in one flat tensor. Members of a team each have a part of their sum.
 
@@ -252,28 +262,10 @@ def _failing(error: Exception) -> Iterator[None]:
 def make_accelerator(device: str) -> Accelerator:
     """Return the accelerator; launch, device and collectives are accelerate's.
 
-    Raises UserError if it was configured to shard the model.
+    Raises UserError if it was configured to shard the model, and the run has not taken that over (`launchers`).
     """
     from accelerate import Accelerator, InitProcessGroupKwargs
 
-    require_replicated(os.environ)
+    launchers.require_taken(os.environ)
     patience = InitProcessGroupKwargs(timeout=PATIENCE)
     return Accelerator(cpu=device == "cpu", kwargs_handlers=[patience])
-
-
-def require_replicated(environment: Mapping[str, str]) -> None:
-    """Raise UserError if accelerate was asked to share out weights or tokens, which a run does itself; the line names
-    the keys of the recipe that do so."""
-    used = [kind for kind in ("PARALLELISM_CONFIG", "FSDP", "DEEPSPEED", "MEGATRON_LM")
-            if environment.get(f"ACCELERATE_USE_{kind}", "false").lower() == "true"]
-    if not used:
-        return
-    shard, replicate, tokens, sequence, tensor = (int(environment.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) for name
-                                                  in ("DP_SHARD", "DP_REPLICATE", "CP", "SP", "TP"))
-    keys = [f"memory.context_parallel: {most}"] if (most := max(tokens, sequence)) > 1 else []
-    if shard > 1 or used != ["PARALLELISM_CONFIG"]:
-        keys = [f"memory.shard: {'nodes' if shard > 1 and replicate > 1 else 'true'}", *keys]
-    name = "a ParallelismConfig" if used[0] == "PARALLELISM_CONFIG" else used[0]
-    raise UserError(f"launched with {name}{' with tensor parallelism, which is not supported' if tensor > 1 else ''}, "
-                    "but accelerate only launches a run: use accelerate launch --multi_gpu, or "
-                    f"configs/accelerate/one_machine.yaml{', and in the recipe ' if keys else ''}{' or '.join(keys)}")

@@ -17,7 +17,9 @@ RECORDABLE = "recordable"  # samples with their old scores can be stored, and tr
 ENCODED_ONCE = "encoded once"  # the encoding of a prompt stays the same in the whole run
 LORA = "LoRA"  # the trained weights are a LoRA, whose base model stays
 WHOLE_WEIGHTS = "whole weights"  # every process holds all trained weights
-ALL = (PRESENT_WEIGHTS, ONE_DRAW, AS_LEARNED, ONE_POLICY, OWN_SAMPLES, RECORDABLE, ENCODED_ONCE, LORA, WHOLE_WEIGHTS)
+FINALS_ALONE = "finals alone"  # the loss reads final samples, and no step on the way to them
+ALL = (PRESENT_WEIGHTS, ONE_DRAW, AS_LEARNED, ONE_POLICY, OWN_SAMPLES, RECORDABLE, ENCODED_ONCE, LORA, WHOLE_WEIGHTS,
+       FINALS_ALONE)
 
 
 def lacking(setup: Setup) -> dict[str, list[str]]:
@@ -32,6 +34,8 @@ def lacking(setup: Setup) -> dict[str, list[str]]:
         denoising = method.denoising
         planned = denoising.plan(config.train.steps, 0, config.seed)
         reasons += [
+            (FINALS_ALONE, f"a method that trains {method.target.trains}, which reads the steps of a rollout",
+             method.target.scores_sampling),
             (ENCODED_ONCE, "text encoders that are trained", denoising.adapted.encoders),
             (RECORDABLE, f"the kernel {type(denoising.kernel).__name__}, which learns",
              denoising.learned_noise is not None),

@@ -52,6 +52,12 @@ class Condition:
 CONDITIONS = (
     Condition(("rollout.timeout", "rollout.retries", "rollout.folder", "rollout.release"),
               lambda c, m: c.rollout.engine is not None, "the pipeline itself draws", "set rollout.engine"),
+    Condition(("rollout.cache_threshold",), lambda c, m: c.rollout.cache in ("first_block", "mag"),
+              "rollout.cache is {0.rollout.cache!r}", "set rollout.cache: first_block or mag"),
+    Condition(("rollout.cache_interval",), lambda c, m: c.rollout.cache == "taylorseer",
+              "rollout.cache is {0.rollout.cache!r}", "set rollout.cache: taylorseer"),
+    Condition(("rollout.cache",), lambda c, m: not isinstance(m.target, targets.RecordedPairs),
+              "preferences is set, so that no image is sampled", "leave preferences out"),
     Condition(("cache",), lambda c, m: not m.for_tokens or any(rule.cache for rule in (c.trained | c.watched).values()),
               "prompts of a language model are not kept, and no reward keeps its scores",
               "set cache: true of a reward"),

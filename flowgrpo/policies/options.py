@@ -192,7 +192,7 @@ def require_context_parallel(setup: Setup) -> None:
         raise UserError(f"memory.context_parallel is {config.memory.context_parallel}, but a language model is trained:"
                         " use 1")
     denoising = method.denoising
-    wrong = {"memory.shard: use false": config.memory.shard, "train.compile: use false": config.train.compile,
+    wrong = {"train.compile: use false": config.train.compile,
              "cache, from which some processes would read what others compute: leave it out": config.cache is not None,
              "parts.preview: leave sol_rl out": denoising.preview is not None,
              "parts.pruning or parts.progress, whose choices are by rewards of one process: use null":

@@ -187,7 +187,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             if part is None:
                 break
             sampled = self.policy.evaluations
-            part = self.target.record(part, conditioning.learned or conditioning, epoch, seed)
+            part = self._recorded(part, conditioning, epoch, seed)
             before += self.policy.evaluations - sampled  # they are the update's
             if self.method.credit.progress is not None:
                 part = measured.predicted(self, part, conditioning, judge, self.method.credit.progress)
@@ -204,6 +204,13 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             yield part, pictures
             before += self.policy.evaluations - sampled  # of the base, which counts its own
         self._count(self.policy.evaluations - before, explorations)
+
+    def _recorded(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
+        """Return a sampled part with the transitions that are trained, which may be scored; all processes do alike."""
+        learned, scored = conditioning.learned or conditioning, not self.method.target.scores_sampling
+        alike = self.processes.in_step(lambda: (len(part.prompts), learned.scales and self.processes.rank))
+        with alike if scored else nullcontext():
+            return self.target.record(part, learned, epoch, seed)
 
     def _sampled(self, conditioning: Conditioning, epoch: int, seed: Seed, judge: TotalReward) -> Iterator[Part]:
         """Sample a group per prompt, groups of different sizes by themselves."""

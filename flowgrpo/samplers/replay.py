@@ -47,6 +47,11 @@ def replay(policy: Replayer[C], conditioning: C, part: Part, micro_batch: int, p
             v.backward(gathered.grad)
 
 
+def calls(part: Part) -> list[tuple[int, int, int]]:
+    """Return what the calls of a part's replay go by: of every recorded step its place, states and transitions."""
+    return [(taken.step, len(taken.x), len(taken.parent)) for taken in recorded(part)]
+
+
 def _batches(sizes: list[int], micro_batch: int, pack: bool) -> list[list[tuple[int, range]]]:
     """Return the batches of the denoiser as lists of (recorded step, its states).
 

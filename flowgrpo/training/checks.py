@@ -9,17 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from flowgrpo import rewards
-from flowgrpo.config.geometry import teams
 from flowgrpo.config.schema import Config
 from flowgrpo.data import recorded_pairs, splits
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import pick_device
-from flowgrpo.distributed.processes import make_accelerator
 from flowgrpo.methods import keys_read
 from flowgrpo.methods.setup import Setup, check_parts
 from flowgrpo.methods.validate import resolve
 from flowgrpo.policies import build, options
-from flowgrpo.policies.precision import resolve_precision
 from flowgrpo.policies.weights import sharding
 from flowgrpo.rewards import pairwise
 from flowgrpo.storage import paths
@@ -28,6 +25,7 @@ from flowgrpo.training import (
     best,
     extensions,
     inputs,
+    machine,
     reward_demands,
     run_folder,
     tracker,
@@ -81,9 +79,12 @@ def check(config: Config, resume: bool | Literal["auto"] = False, pipe: Any = No
     """
     began, device = time.perf_counter(), pick_device(config.device)
     kind = build.kind(config, pipe)
+    config, launched = machine.as_launched(config, kind)
     setup = Setup(config, kind, resolve(config, build.process(kind)), loaded=pipe, device=device)
     require(OF_KEYS, setup)
-    setup, accelerator, precision = _on_machine(setup, resume)
+    setup, accelerator, precision = machine.placed(setup, resume)
+    for line in launched if setup.first else ():
+        print(line, flush=True)
     require(OF_MACHINE, setup)
     setup = _with_rewards(setup, functions)
     require(OF_REWARDS, setup)
@@ -101,28 +102,6 @@ def require(checks: tuple[Check, ...], setup: Setup) -> None:
     """Make checks in their order. Raises UserError on the first problem."""
     for each in checks:
         each(setup)
-
-
-def _on_machine(setup: Setup, resume: bool | Literal["auto"]) -> tuple[Setup, Accelerator, str]:
-    """Return the setup on its device and processes, accelerate's object, and the precision in words."""
-    config = setup.config
-    accelerator = make_accelerator(str(setup.device))  # before rewards: it selects the GPU that they will use
-    count, first = accelerator.num_processes, accelerator.is_main_process
-    device = accelerator.device if count > 1 else setup.device
-    resumes = run_folder.resumes(config, accelerator, resume)
-    config, precision = _settled(replace(setup, config=config, device=device, first=first, resumes=resumes))
-    return replace(setup, config=config, device=device, processes=teams(config.memory.context_parallel, count),
-                   all_processes=count, first=first, resumes=resumes), accelerator, precision
-
-
-def _settled(setup: Setup) -> tuple[Config, str]:
-    """Return the configuration with the precision that the first process chooses for all, and its description."""
-    from accelerate.utils import broadcast_object_list
-
-    begun = run_folder.precision(setup.config) if setup.resumes else None
-    config = run_folder.with_batch(setup.config) if setup.resumes else setup.config
-    chosen = [resolve_precision(config, setup.device, setup.loaded, begun) if setup.first else None]
-    return broadcast_object_list(chosen)[0]
 
 
 def _with_rewards(setup: Setup, functions: Functions | None) -> Setup:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from flowgrpo.objectives import at_epoch, is_active
 from flowgrpo.objectives.references import SelfTeacher, Soup
 from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.base import GroupSampler
-from flowgrpo.samplers.replay import rescored
+from flowgrpo.samplers.replay import calls, rescored
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.types import RunState, Scored
@@ -84,8 +84,20 @@ class KLReference:
         """
         weights = self.policy.weights
         if self.is_read and (weights.large or weights.sharded) and not self._teacher and not self._present:
-            with self.policy.reference(self.snapshots), processes.together():
-                self.cached = {id(part): self._kept(self.replay(part)) for part in parts}
+            with (self.policy.reference(self.snapshots), processes.together(),
+                  processes.in_step(lambda: self.calls_of(parts, processes)) as begin):
+                self.cached = {}
+                for number, part in enumerate(parts):
+                    begin(number)
+                    self.cached[id(part)] = self._kept(self.replay(part))
+
+    def calls_of(self, parts: Sequence[Part], processes: Processes) -> list[Any]:
+        """Return what the denoiser's calls of this process go by, in an update of parts or in their scoring.
+
+        Of prompts with guidance scales of their own nothing is known: the rank stands for them.
+        """
+        scales = getattr(self.conditioning, "scales", None)
+        return [(processes.rank if scales else None, id(part) in self.cached, calls(part)) for part in parts]
 
     def scores(self, part: Part) -> list[Scored]:
         """Return the reference's scores of a part's transitions, if this epoch's KL or the surrogate needs them."""

@@ -15,11 +15,14 @@ from flowgrpo.check.tiny.wan import wan
 from flowgrpo.config import load
 from flowgrpo.config.geometry import teams
 from flowgrpo.config.sections import Memory
+from flowgrpo.distributed import shards
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import measure
 from flowgrpo.policies.options import require_context_parallel
 from flowgrpo.policies.weights import context_parallel
+from flowgrpo.training import state
+from tests.distributed.test_processes import held
 from tests.distributed.test_split_groups import launch
 from tests.helpers import loop, tiny
 
@@ -27,6 +30,12 @@ SMALL = dict(train__prompts=4, train__group=4, train__micro_batch=2, train__lr=1
 CASES = {
     "mix_grpo": dict(method="mix_grpo", parts__plan__size=2, train__updates=2, train__checkpointing=True),
     "diffusion_nft": dict(method="diffusion_nft"),
+}
+# The same with weights that the processes hold in shares: under a LoRA, and all of them, which are trained.
+SHARDED = {
+    "lora": CASES["mix_grpo"],
+    "nft": CASES["diffusion_nft"],
+    "full": CASES["mix_grpo"] | dict(adapter__rank=0, train__lr=1e-4),
 }
 
 
@@ -36,17 +45,18 @@ def bright(images, prompts):
     return images.flatten(1).mean(1)
 
 
-def trained(case: str, members: int = 1):
+def trained(case: str, members: int = 1, shard: bool = False, epochs: int = 2):
     """A trainer of a tiny Wan after two epochs, and their metrics."""
     pipe, call = wan()
-    settings = SMALL | CASES[case] | dict(memory__context_parallel=members)
+    settings = SMALL | (CASES | SHARDED)[case] | dict(memory__context_parallel=members, memory__shard=shard)
     bright.seen = 0
     torch.manual_seed(0)
-    policy = tiny.policy(pipe, call=call, memory=Memory(context_parallel=members),
+    policy = tiny.policy(pipe, settings.get("adapter__rank", 2), call=call,
+                         memory=Memory(context_parallel=members, shard=shard),
                          checkpointing=settings.get("train__checkpointing", False))
     trainer = tiny.trainer(policy, {"bright": bright}, reward={"bright": 1.0}, **settings)
     metrics = []
-    for trainer.epoch in range(2):
+    for trainer.epoch in range(epochs):
         metrics.append({key: value for key, value in trainer.run_epoch().items() if "seconds" not in key})
     return trainer, metrics
 
@@ -65,6 +75,56 @@ def one_of_several(folder: Path, members: int) -> None:
                      "first": trainer.processes.first, "any": trainer.processes.any(processes.member == 1),
                      "total": trainer.processes.total([1, processes.rank])}
             (folder / f"{case}{place}.json").write_text(json.dumps(found))
+
+
+def whole(trainer) -> dict[str, torch.Tensor]:
+    """All trained weights, gathered from the processes that hold them; every process calls it."""
+    return {key: (value.full_tensor() if shards.is_shard(value) else value).detach().clone()
+            for key, value in trainer.policy.weights.named.items()}
+
+
+def one_of_sharded(folder: Path, members: int) -> None:
+    """Train every sharded case in teams; each process leaves its weights, its metrics, how much it holds, and whether a
+    checkpoint has the same weights."""
+    processes = Processes(Accelerator(cpu=True), members)
+    place = f"{processes.rank}{processes.member}"
+    with mock.patch("torch.accelerator.device_count", return_value=1):
+        for case in SHARDED:
+            trainer, metrics = trained(case, members, shard=True)
+            save_file(whole(trainer), folder / f"{case}{place}.safetensors")
+            trainer.epoch = 2
+            trainer.progress.saved_counters = state.counters(trainer)
+            state.save(trainer, folder / case)
+            again, _ = trained(case, members, shard=True, epochs=1)
+            state.restore(again, folder / case / "checkpoints" / "epoch-00002")
+            same = all(torch.equal(*pair) for pair in zip(whole(again).values(), whole(trainer).values(), strict=True))
+            found = {"metrics": metrics, "held": held(trainer.policy), "same": same and again.epoch == 2}
+            (folder / f"{case}{place}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["one team", "two teams"])
+def sharded(request, tmp_path_factory):
+    """What one team or two, of two processes each, have left behind, with shares of the weights."""
+    folder = tmp_path_factory.mktemp("sharded")
+    ended = launch(one_of_sharded, request.param, folder, 2)
+    assert [code for code, _ in ended] == [0] * request.param, ended
+    return folder
+
+
+@pytest.mark.parametrize("case", SHARDED)
+def test_a_team_that_shares_tokens_and_weights_trains_as_one_process(case, sharded):
+    trainer, alone = trained(case)
+    weights, files = whole(trainer), sorted(sharded.glob(f"{case}*.safetensors"))
+    exact = 1e-4 if case == "nft" else 1e-6
+    assert len(files) in (2, 4)
+    for file in files:
+        found, share = load_file(file), json.loads(file.with_suffix(".json").read_text())
+        for key, value in weights.items():
+            torch.testing.assert_close(found[key], value, rtol=0, atol=exact)
+        assert share["same"] and share["held"] < 0.75 * held(trainer.policy)
+        for ours, theirs in zip(share["metrics"], alone, strict=True):
+            assert ours["reward/bright/mean"] == pytest.approx(theirs["reward/bright/mean"], abs=1e-6)
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["one team", "two teams"])
@@ -103,7 +163,6 @@ def test_a_team_trains_as_one_process(case, folder):
 
 
 @pytest.mark.parametrize("options, told", [
-    ({"memory.shard": True}, "memory.shard: use false"),
     ({"train.compile": True}, "train.compile: use false"),
     ({"cache": "k"}, "cache, from which"),
     ({"method": "draft"}, "method draft, which trains more than the denoiser"),

@@ -24,7 +24,7 @@ from flowgrpo.cli import main
 from flowgrpo.config import load
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.distributed.processes import Processes, require_replicated
+from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import UserError
 from flowgrpo.policies.options import require_shardable
@@ -325,28 +325,6 @@ def test_a_part_goes_to_the_step_of_its_place_among_all():
     steps = [chunks(everywhere[at], 3, range(11)[at], 11) for at in shares]
     assert [sum(each, []) for each in zip(*steps, strict=True)] == chunks(everywhere, 3)
     assert chunks([], 3, [], 2) == [[], []] and chunks([7], 3, [1], 2) == [[], [7]]
-
-
-@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
-def test_sharding_is_refused_in_one_line(kind):
-    require_replicated({f"ACCELERATE_USE_{kind}": "false"})
-    with pytest.raises(UserError, match=f"launched with {kind}, but accelerate only launches .* memory.shard"):
-        require_replicated({f"ACCELERATE_USE_{kind}": "true"})
-
-
-@pytest.mark.parametrize("sizes, told", [
-    ({"DP_SHARD": 4}, "a ParallelismConfig, but .* and in the recipe memory.shard: true$"),
-    ({"DP_SHARD": 4, "DP_REPLICATE": 2}, "and in the recipe memory.shard: nodes$"),
-    ({"CP": 2}, "and in the recipe memory.context_parallel: 2$"),
-    ({"DP_SHARD": 2, "SP": 4}, "and in the recipe memory.shard: true or memory.context_parallel: 4$"),
-    ({"TP": 2}, "a ParallelismConfig with tensor parallelism, which is not supported, but .*one_machine.yaml$"),
-    ({}, "a ParallelismConfig, but .*one_machine.yaml$")])
-def test_accelerates_own_parallelism_is_refused_with_the_keys_that_stand_for_it(sizes, told):
-    launched = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"} | {
-        f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in sizes.items()}
-    with pytest.raises(UserError, match=told):
-        require_replicated(launched)
-    require_replicated({key: value for key, value in launched.items() if not key.startswith("ACCELERATE")})
 
 
 @pytest.mark.parametrize("options", [

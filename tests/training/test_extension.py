@@ -12,12 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 
+from flowgrpo.check import tiny as pipelines
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import UserError
 from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
+from flowgrpo.policies import build
+from flowgrpo.train import Trainer
 from flowgrpo.training import extensions, state
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Extensions
@@ -53,6 +57,10 @@ def made_of_all() -> list[Extension]:
                                   reward={"short": 1.0, "long": {"limit": {"at_least": 0.5}}}),
                 tiny_runs.trainer("tokens", tiny_runs.config("tokens", "grpo", {"value": {"type": "ValueHead"}})),
                 tiny_runs.trainer("flow", tiny_runs.config("flow", "mix_grpo", train__one_pass=True))]
+    pipe, call = pipelines.make("FluxPipeline")
+    cached = tiny.config(method="diffusion_nft", picture__call=call, rollout__cache="mag")
+    trainers.append(Trainer(cached, Accelerator(cpu=True), build.make_policy(cached, torch.device("cpu"), pipe),
+                            {"red": tiny.red}, ([Prompt(text) for text in tiny.PROMPTS], [])))
     with serving(TinyEngine(tiny.sd3())) as url:
         trainers.append(tiny.trainer(method="flow_grpo", train__grid="stock", rollout__engine=url))
     return [extension for trainer in trainers for extension in trainer.extensions.present]

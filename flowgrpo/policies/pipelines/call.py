@@ -67,6 +67,7 @@ class PipelineCall:
                                    and not timed(part)})
         self._idle = IdleSteps(self.scheduler, self.denoisers, skipped)
         self.casts = dtype != torch.float32  # autocast surrounds calls
+        self.around_rollout: Callable[[Segment], contextlib.AbstractContextManager] | None = None  # given its task
         self.loads: bool | None = None  # whether a state has to be put in place by an idle step; known once it is tried
 
     def try_loading(self, first: Callable[..., torch.Tensor]) -> None:
@@ -166,6 +167,8 @@ class PipelineCall:
             return
         if conditioning.inputs:
             yield self._memo()
+        if self.around_rollout is not None and not task.replay:
+            yield self.around_rollout(task)
         if self.scheduler.idle or self.loads is None:  # a first call does not idle, but shows what denoisers return
             yield self._idle()
 

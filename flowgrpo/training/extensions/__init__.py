@@ -24,6 +24,7 @@ Wanted: TypeAlias = Callable[[Config, Method], Any]
 TABLE: dict[str, Wanted] = {
     "contrib.phases.extension:Phases": lambda config, method: config.phases,
     "contrib.engine.extension:EngineRollouts": lambda config, method: config.rollout.engine,
+    "contrib.feature_cache.extension:RolloutCache": lambda config, method: config.rollout.cache,
     "contrib.staleness.extension:Staleness":
         lambda config, method: config.train.staleness or config.text.over_provision,
     "contrib.one_pass.extension:OnePass": lambda config, method: config.train.one_pass,

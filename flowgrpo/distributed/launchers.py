@@ -1,0 +1,105 @@
+"""Configuration of `accelerate launch`, as keys of the recipe: FSDP2, and the sizes of a ParallelismConfig.
+
+A run shards weights and shares tokens itself (`memory.shard`, `memory.context_parallel`). It reads what accelerate was
+configured for from the environment, and then turns it off there: accelerate would wrap the denoiser, and transformers
+would load weights on the first process alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from flowgrpo.errors import UserError
+
+KINDS = ("PARALLELISM_CONFIG", "FSDP", "DEEPSPEED", "MEGATRON_LM")
+THEIRS, OURS = "ACCELERATE_USE_", "FLOWGRPO_USE_"  # the second of what a run has taken over
+PLAIN = "use accelerate launch --multi_gpu, or configs/accelerate/one_machine.yaml"
+
+
+def used(environment: Mapping[str, str], prefixes: tuple[str, ...] = (THEIRS, OURS)) -> list[str]:
+    """Return what accelerate was configured for, of KINDS."""
+    return [kind for kind in KINDS if any(_true(environment, f"{prefix}{kind}") for prefix in prefixes)]
+
+
+def _true(environment: Mapping[str, str], name: str) -> bool:
+    return environment.get(name, "false").lower() == "true"
+
+
+def require_taken(environment: Mapping[str, str]) -> None:
+    """Raise UserError for a configuration of accelerate's that this command does not read."""
+    for kind in used(environment, (THEIRS,)):
+        raise UserError(f"launched with {kind}, which only flowgrpo train and align read: {PLAIN}")
+
+
+def take_over(environment: MutableMapping[str, str]) -> dict[str, Any]:
+    """Return the keys of the recipe that stand for accelerate's configuration, and turn it off in the environment.
+
+    Raises UserError for what a run cannot do.
+    """
+    keys = asked(environment)
+    for kind in used(environment, (THEIRS,)):
+        environment |= {f"{THEIRS}{kind}": "false", f"{OURS}{kind}": "true"}
+    return keys
+
+
+def asked(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the keys of the recipe that stand for accelerate's configuration.
+
+    Raises UserError for what a run cannot do.
+    """
+    kinds = used(environment)
+    for kind in ("DEEPSPEED", "MEGATRON_LM"):
+        if kind in kinds:
+            raise UserError(f"launched with {kind}, which is not supported: use FSDP2 (fsdp_version: 2) or, without "
+                            f"sharding, {PLAIN}")
+    keys = _of_sizes(environment, "FSDP" in kinds) if "PARALLELISM_CONFIG" in kinds else \
+        {"memory.shard": True} if "FSDP" in kinds else {}
+    return keys | (_of_fsdp(environment) if "FSDP" in kinds else {})
+
+
+def _of_fsdp(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the key of accelerate's FSDP besides sharding. Raises UserError for other options than a run has."""
+    version = environment.get("FSDP_VERSION", "1")
+    wrong = {f"fsdp_version {version}, expected 2: set fsdp_version: 2": version != "2",
+             "fsdp_offload_params: true, which does not go with sharding: set it to false":
+                 _true(environment, "FSDP_OFFLOAD_PARAMS"),
+             "fsdp_reshard_after_forward: false, but shards are always dropped after use: set it to true":
+                 environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false"}
+    for reason in (reason for reason, applies in wrong.items() if applies):
+        raise UserError(f"launched with FSDP, with {reason} in accelerate's configuration")
+    return {"train.checkpointing": True} if _true(environment, "FSDP_ACTIVATION_CHECKPOINTING") else {}
+
+
+def _of_sizes(environment: Mapping[str, str], fsdp: bool) -> dict[str, Any]:
+    """Return the keys for the sizes of a ParallelismConfig. fsdp: FSDP is on too.
+
+    Raises UserError for sizes that a run cannot have.
+    """
+    names = ("DP_REPLICATE", "DP_SHARD", "CP", "SP", "TP")
+    sizes = {name: int(environment.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) for name in names}
+    replicate, shard, tokens, sequence, tensor = sizes.values()
+    members, count = tokens * sequence, int(environment.get("WORLD_SIZE", "1"))
+    said = "launched with a ParallelismConfig "
+    if tensor > 1:
+        raise UserError(f"{said}of tp_size {tensor}, but tensor parallelism is not supported: set it to 1, and "
+                        f"dp_shard_size to {shard * tensor}")
+    if tokens > 1 and sequence > 1:
+        raise UserError(f"{said}of cp_size {tokens} and sp_size {sequence}, which are the same here: set one of them "
+                        "to 1")
+    product = replicate * shard * members
+    if product not in (1, count):
+        raise UserError(f"{said}whose sizes multiply to {product}, but there are {count} processes: set dp_shard_size, "
+                        "dp_replicate_size, cp_size or sp_size so that they multiply to it")
+    shards = shard * members if fsdp else shard
+    if fsdp and shards == 1:
+        raise UserError(f"{said}of dp_shard_size 1, but with FSDP: set dp_shard_size to {count}, or use no FSDP")
+    keys: dict[str, Any] = {"memory.context_parallel": members} if members > 1 else {}
+    if shards == 1:
+        return keys
+    node = int(environment.get("LOCAL_WORLD_SIZE", count))
+    if replicate > 1 and shard * members != node:
+        raise UserError(f"{said}of dp_replicate_size {replicate}, but its shards of {shard * members} processes are "
+                        f"not those of a node, {node}: set dp_shard_size to {max(node // members, 1)}, or "
+                        "dp_replicate_size to 1")
+    return keys | {"memory.shard": "nodes" if replicate > 1 else True}

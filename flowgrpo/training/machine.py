@@ -1,0 +1,64 @@
+"""Machine of a run: what its launcher was configured for, its device, its processes and its precision."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from flowgrpo.config.geometry import teams
+from flowgrpo.config.schema import Config
+from flowgrpo.distributed import launchers
+from flowgrpo.distributed.processes import make_accelerator
+from flowgrpo.errors import UserError
+from flowgrpo.methods.setup import Setup
+from flowgrpo.policies import build
+from flowgrpo.policies.precision import resolve_precision
+from flowgrpo.training import run_folder
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def as_launched(config: Config, kind: str) -> tuple[Config, list[str]]:
+    """Return the configuration with what accelerate was configured for, and a line on each key that this sets.
+
+    Raises UserError for a recipe that says otherwise, and for a language model.
+    """
+    lines = []
+    for key, value in launchers.take_over(os.environ).items():
+        if kind != build.PIPELINE:
+            raise UserError(f"launched with accelerate's FSDP or ParallelismConfig, which stands for {key}, but a "
+                            f"language model is trained: {launchers.PLAIN}")
+        section, name = key.split(".")
+        group = getattr(config, section)
+        if (got := getattr(group, name)) == value:
+            continue
+        if got != type(group).model_fields[name].default:
+            raise UserError(f"{key} is {got} in the recipe, but accelerate was configured for {value}: make them equal,"
+                            " or leave the key out")
+        config = config.model_copy(update={section: group.model_copy(update={name: value})})
+        lines.append(f"{key}: {str(value).lower()} (from accelerate's configuration)")
+    return config, lines
+
+
+def placed(setup: Setup, resume: bool | Literal["auto"]) -> tuple[Setup, Accelerator, str]:
+    """Return the setup on its device and processes, accelerate's object, and the precision in words."""
+    config = setup.config
+    accelerator = make_accelerator(str(setup.device))  # before rewards: it selects the GPU that they will use
+    count, first = accelerator.num_processes, accelerator.is_main_process
+    device = accelerator.device if count > 1 else setup.device
+    resumes = run_folder.resumes(config, accelerator, resume)
+    config, precision = _settled(replace(setup, config=config, device=device, first=first, resumes=resumes))
+    return replace(setup, config=config, device=device, processes=teams(config.memory.context_parallel, count),
+                   all_processes=count, first=first, resumes=resumes), accelerator, precision
+
+
+def _settled(setup: Setup) -> tuple[Config, str]:
+    """Return the configuration with the precision that the first process chooses for all, and its description."""
+    from accelerate.utils import broadcast_object_list
+
+    begun = run_folder.precision(setup.config) if setup.resumes else None
+    config = run_folder.with_batch(setup.config) if setup.resumes else setup.config
+    chosen = [resolve_precision(config, setup.device, setup.loaded, begun) if setup.first else None]
+    return broadcast_object_list(chosen)[0]
