@@ -231,6 +231,9 @@ def line(preset: Any) -> str:
     """First sentence of a preset's docstring, without the paper and the base methods, which its page has."""
     said = re.sub(r" over (?:a|any) base method(?: of (?:causal )?language models)?(?:, \w+ without one)?| \([^()]*\)$",
                   "", first(preset))
+    title, _, does = said.partition(": ")
+    if re.sub(r"\W", "", title).lower() == preset.__name__.replace("_", ""):  # the name says it already
+        said = does
     return shortened(said, ", ", 16)
 
 

@@ -150,7 +150,8 @@ def page() -> str:
         named = "\n".join(f"- `configs/papers/{paper}_{task}.yaml`, as `{name}`: "
                           f"{cost(paper, task).partition(': ')[2].partition('. That')[0].rstrip('.')}"
                           for task, name in tasks.items())
-        alike = ", ".join(str(len(rows(paper, task)[1])) for task in list(tasks)[:1])
+        lines, equal = rows(paper, next(iter(tasks)))
+        alike = len(equal) + sum(map(same_by_another_name, lines))
         text.append(f"## {facts['title']}\n\nSettings: {facts['source']}.\n\nPublished result: {facts['result']}\n\n"
                     f"{named}\n\n{alike} settings of each are equal. These differ:\n\n| setting | published | ours | "
                     "why |\n|---|---|---|---|\n" + "\n".join(differences(paper, list(tasks))) + "\n")
@@ -158,16 +159,30 @@ def page() -> str:
 
 
 def differences(paper: str, tasks: list[str]) -> list[str]:
-    """Return the rows of the settings that differ, one for all tasks where these agree, else with the task's name."""
+    """Return the rows of the settings that differ, one for all tasks where these agree, else with the task's name.
+
+    A setting that is the same under another name is none.
+    """
     tables = {task: {line.split(" | ")[0]: line for line in rows(paper, task)[0]} for task in tasks}
     first, *others = tables.values()
     lines = list[str]()
     for name, line in first.items():
+        if same_by_another_name(line):
+            continue
         if all(other.get(name) == line for other in others):
             lines.append(line)
-        else:
-            lines += [table[name].replace(name, f"{name} ({task})", 1) for task, table in tables.items()]
+            continue
+        of: dict[str, list[str]] = {}
+        for task, table in tables.items():
+            of.setdefault(table[name], []).append(task)
+        lines += [each.replace(name, f"{name} ({', '.join(same)})", 1) for each, same in of.items()]
     return lines
+
+
+def same_by_another_name(line: str) -> bool:
+    """True for a row whose reason says no more than that the setting is the same."""
+    return any(line.endswith(f"| {reason} |") for reason in (
+        "the same", "the same: `batch`", "every step but the last: the same nine"))
 
 
 if __name__ == "__main__":
