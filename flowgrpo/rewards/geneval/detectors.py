@@ -210,7 +210,6 @@ class Remote:
 
     @cached_property
     def _client(self) -> Any:
-        needed("httpcore", "server", f"detector {self.url}")
         from flowgrpo.rewards.remote.http import Client
 
         return Client({"Content-Type": "application/json"}, connections=8)
