@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from flowgrpo.config.base import Section
 from flowgrpo.config.reward_rules import RewardRule, WatchRule, Weighted
-from flowgrpo.config.sections import Adapter, Eval, Load, Memory, Phase, Picture, Rollout, Text, Train
+from flowgrpo.config.sections import Adapter, Eval, Guard, Load, Memory, Phase, Picture, Rollout, Text, Train
 from flowgrpo.config.yaml_text import Dumper
 from flowgrpo.escaped import plain
 from flowgrpo.starter import CALLS
@@ -67,6 +67,7 @@ class Config(Section):
     adapter: Adapter = Adapter()
     memory: Memory = Memory()
     train: Train = Train()
+    guard: Guard = Guard()
     eval: Eval = Eval()
 
     @field_validator("name")
@@ -110,6 +111,17 @@ class Config(Section):
         given, rules = self.eval.rewards, self._rules
         further = given if isinstance(given, dict) else {name: WatchRule() for name in given if name not in rules}
         return rules | further if self._labelled else further
+
+    @property
+    def guarded(self) -> str:
+        """Reward whose fall on held-out prompts the guard sees."""
+        return self.guard.reward or self.eval.best or max(self.rewards, key=self.rewards.__getitem__)
+
+    @property
+    def best_by(self) -> str | None:
+        """Reward by which the best measured weights are kept for the end; None: the last weights are."""
+        guards = self.guard.window and self.guard.best and self.eval.every
+        return self.eval.best or (self.guarded if guards else None)
 
     @property
     def call(self) -> dict[str, Any]:

@@ -281,6 +281,20 @@ class EarlyStop(Section):
     patience: int = Field(ge=1, description="evaluations in a row without a better mean")
 
 
+class Guard(Section):
+    """Guard against collapse: returns to the last good weights; see docs/guard.md."""
+
+    window: int = Field(0, ge=0, description="epochs that make the run's own band, such as 4; an update or a reward "
+                                             "out of it sends the run back to its last good weights; 0: off")
+    false_alarms: float = Field(0.01, gt=0, lt=1, description="probability that a run goes back without a cause, from "
+                                                              "which all bounds follow")
+    reward: str | None = Field(None, min_length=1, description="measured reward whose fall on held-out prompts counts, "
+                               "with `eval.every`; None: `eval.best`, or the trained one of the largest weight")
+    lr: float = Field(0.5, gt=0, le=1, description="factor of the learning rate at each return")
+    best: bool = Field(True, description="the run ends with the best of the weights that `eval.every` measures, as by "
+                                         "`eval.best`; false: with the last ones")
+
+
 class Eval(Section):
     """Evaluation on held-out prompts, with the pipeline's own scheduler."""
 

@@ -160,7 +160,8 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
         "tasks": {name: {"before": base.by_task(name), "after": after.by_task(name)} for name in functions},
         "compared": compared(base, after, config.eval.samples),
         "seconds": round(progress.seconds, 1), "epochs": trainer.epoch, "updates": trainer.optimization.update,
-        "kept": progress.best.summary(), "denoiser_evaluations": evaluations, "unit": policy.unit,
+        "kept": "; ".join(filter(None, [progress.best.summary(), *trainer.extensions.summary()])) or None,
+        "denoiser_evaluations": evaluations, "unit": policy.unit,
         "sampled_pictures": progress.sampled,
         "rollout_evaluations_per_picture": round(trainer.rollouts.rollout_evaluations / max(progress.sampled, 1), 3),
         "rollout_evaluations_saved_by_sharing": trainer.rollouts.saved_evaluations,
@@ -197,8 +198,8 @@ def described(policy: Policy, config: Config, count: int) -> str:
     return f"{named(count, SAMPLE[policy.modality])} ({how})"
 
 
-def sample_pictures(trainer: Trainer, functions: dict[str, Any], folder: Path) -> dict[str, float]:
-    """Measure held-out scores during training and write a grid page per epoch to `samples/`."""
+def sample_pictures(trainer: Trainer, functions: dict[str, Any], folder: Path) -> Measured:
+    """Measure held-out scores during training, and write a grid page per epoch to `samples/`; return the scores."""
     evaluations = trainer.policy.evaluations
     with trainer.policy.weights.swapped(trainer.optimization.evaluated_weights()):
         measured = _measure(trainer, functions, f"held-out prompts, epoch {trainer.epoch}", trainer.policy.reference)
@@ -208,7 +209,7 @@ def sample_pictures(trainer: Trainer, functions: dict[str, Any], folder: Path) -
         draw_grid(folder / "samples" / f"epoch-{trainer.epoch:05d}.png", [f"epoch {trainer.epoch}"], rows,
                   means_of([arrays(measured)]))
         snapshots.stage(folder, f"epoch-{trainer.epoch:05d}", trainer.epoch, measured)
-    return {f"held_out/{name}": value for name, value in measured.mean().items()}
+    return measured
 
 
 def print_report(summary: dict[str, Any], said: str, folder: Path, verdict: Sequence[str] = ()) -> None:

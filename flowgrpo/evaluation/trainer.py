@@ -86,6 +86,13 @@ class Progress(Protocol):
         """Return the best weights so far."""
 
 
+class Extended(Protocol):
+    """Features of a run that most runs lack."""
+
+    def summary(self) -> list[str]:
+        """Return what they say in the run's summary."""
+
+
 class Trainer(Protocol):
     """Trainer of a run, as far as evaluation reads it. rollouts: a `GroupSampler` with an `encode`."""
 
@@ -104,6 +111,10 @@ class Trainer(Protocol):
     @property
     def progress(self) -> Progress:
         """Return what the run has done so far."""
+
+    @property
+    def extensions(self) -> Extended:
+        """Return the features that most runs lack."""
 
     @property
     def first_ratio(self) -> FirstRatio:

@@ -37,11 +37,14 @@ class Peak:
 
 
 class BestWeights:
-    """State of `eval.best` and `eval.stop`; weights: those of the best epoch on the CPU, empty without one."""
+    """State of `eval.best` and `eval.stop`; weights: those of the best epoch on the CPU, empty without one.
 
-    def __init__(self, settings: Eval):
+    by: the reward of the best weights where `eval.best` names none.
+    """
+
+    def __init__(self, settings: Eval, by: str | None = None):
         self.patience = settings.stop.patience if settings.stop else None
-        self.best, self.stop = Peak(settings.best), Peak(settings.stop.reward if settings.stop else None)
+        self.best, self.stop = Peak(settings.best or by), Peak(settings.stop.reward if settings.stop else None)
         self.weights: dict[str, Tensor] = {}
 
     def see(self, metrics: dict[str, Any], epoch: int, weights: Callable[[], dict[str, Tensor]]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo.evaluation import held_out
+from flowgrpo.evaluation.runs import HELD_OUT
 from flowgrpo.training import state
 from flowgrpo.training.best import BestWeights
 from flowgrpo.training.endings import saved
@@ -33,7 +34,7 @@ class Progress:
         self.reward_seconds = 0.0
         self.begun = 0.0
         self.evaluation_due = False
-        self.best = BestWeights(trainer.config.eval)
+        self.best = BestWeights(trainer.config.eval, trainer.config.best_by)
         self.saving = Saving(trainer)
         self.saved_counters: dict[str, Any] = {}
 
@@ -73,8 +74,10 @@ def run(trainer: Run, folder: Path, measured: dict[str, Any]) -> None:
 def measure(trainer: Run, folder: Path, measured: dict[str, Any]) -> dict[str, float]:
     """Measure held-out scores after an epoch and return them; the time is not training's."""
     paused, progress = time.perf_counter(), trainer.progress
-    metrics = held_out.sample_pictures(trainer, measured, folder)
+    scores = held_out.sample_pictures(trainer, measured, folder)
+    metrics = {f"{HELD_OUT}{name}": value for name, value in scores.mean().items()}
     progress.best.see(metrics, trainer.epoch, trainer.optimization.evaluated_weights)
+    metrics |= trainer.extensions.on_measured(scores)
     progress.evaluation_due = progress.saved_counters["unmeasured"] = False
     progress.begun += time.perf_counter() - paused
     return metrics

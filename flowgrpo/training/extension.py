@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
@@ -16,6 +16,9 @@ from flowgrpo.methods.setup import Setup
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.run import Run
+
+if TYPE_CHECKING:
+    from flowgrpo.evaluation.measured import Measured
 
 Metrics: TypeAlias = dict[str, Any]
 Step: TypeAlias = tuple[list[Part], int]  # parts of one optimizer step, and its decisions on all processes
@@ -87,6 +90,13 @@ class Extension:
         """Return metrics of an epoch whose updates are done."""
         return {}
 
+    def on_measured(self, measured: Measured) -> Metrics:
+        """Return metrics of an evaluation on the way, whose weights may be replaced."""
+        return {}
+
+    def summary(self) -> str | None:
+        """Return what the run's summary and its report say of it."""
+
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return (tensors, values) for a checkpoint."""
         return {}, {}
@@ -147,6 +157,15 @@ class Extensions:
         for extension in self.present:
             metrics |= extension.on_trained(epoch)
         return metrics
+
+    def on_measured(self, measured: Measured) -> Metrics:
+        metrics: Metrics = {}
+        for extension in self.present:
+            metrics |= extension.on_measured(measured)
+        return metrics
+
+    def summary(self) -> list[str]:
+        return [said for extension in self.present if (said := extension.summary())]
 
     def stateful(self) -> dict[str, Any]:
         return {extension.name: extension for extension in self.present if extension.name}

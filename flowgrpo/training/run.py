@@ -25,6 +25,8 @@ from flowgrpo.training.scoring import Scoring
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from flowgrpo.evaluation.measured import Measured
+
 T = TypeVar("T")
 
 
@@ -62,6 +64,12 @@ class Extended(Protocol):
 
     def stateful(self) -> dict[str, Stateful]:
         """Return those that have a state in a checkpoint, by name."""
+
+    def on_measured(self, measured: Measured) -> dict[str, Any]:
+        """Return their metrics of an evaluation on the way."""
+
+    def summary(self) -> list[str]:
+        """Return what they say in the run's summary."""
 
     def close(self) -> None:
         """End their threads."""

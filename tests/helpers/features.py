@@ -65,6 +65,7 @@ IMAGE: dict[str, Options] = {
     "inner_epochs_ema": {"train__inner_epochs": 2, "train__ema": 0.5, "eval__weights": "ema"},
     "one_pass": {"train__one_pass": True},
     "step_size": {"train__lr": {"updates": 2}},
+    "guard": {"guard__window": 2},
 }
 
 TEXT: dict[str, Options] = {
@@ -97,6 +98,7 @@ TEXT: dict[str, Options] = {
     "drift_credit": {"parts": {"advantage": {"type": "ValueTracker"}}},
     "inner_epochs_ema": {"train__inner_epochs": 2, "train__ema": 0.5, "eval__weights": "ema"},
     "step_size": {"train__lr": {"updates": 2}},
+    "guard": {"guard__window": 2},
 }
 TABLES = {"image": IMAGE, "text": TEXT}
 TEXTS = {"image": tiny.PROMPTS, "text": tiny_text.PROMPTS}

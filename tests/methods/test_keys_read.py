@@ -118,6 +118,10 @@ IDLE = [
     ("train.staleness_cap", 2.0, {}, "train.staleness and text.over_provision are 0", {"train.staleness": 1}),
     ("train.staleness_cap", 2.0, TEXT, "text.over_provision are 0", TEXT | {"text.over_provision": 0.5}),
     ("train.extrapolate_every", 4, {}, "train.extrapolate is 0", {"train.extrapolate": 2}),
+    *((f"guard.{key}", value, {}, "guard.window is 0", {"guard.window": 2, "eval.every": 1})
+      for key, value in (("false_alarms", 0.1), ("reward", "red"), ("lr", 0.1), ("best", False))),
+    *((f"guard.{key}", value, {"guard.window": 2}, "eval.every is 0", {"guard.window": 2, "eval.every": 1})
+      for key, value in (("reward", "red"), ("best", False))),
     ("train.ema", 0.9, {}, "eval.weights is 'current'", {"eval.weights": "ema"}),
     ("adapter.alpha", 8.0, {"adapter.rank": 0}, "adapter.rank is 0", {}),
     ("adapter.targets", ["to_q"], {"adapter.rank": 0}, "adapter.rank is 0", TEXT),

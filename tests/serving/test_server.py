@@ -746,8 +746,3 @@ def test_the_help_loads_neither_torch_nor_a_server():
             "sys.exit(r or any(m in sys.modules for m in ('torch', 'uvicorn', 'httpx')) * 7)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and "--token-file" in done.stdout
-
-
-def test_a_missing_package_is_told(monkeypatch):
-    monkeypatch.setitem(sys.modules, "httpcore", None)
-    assert "pip install 'flowgrpo[server]'" in message(rewards.find, dead())

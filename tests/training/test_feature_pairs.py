@@ -23,32 +23,34 @@ CRASHES: dict[str, dict[str, str]] = {"image": {}, "text": {}}
 # Those of a cost and a part that counts success rates are refused when a reward is below 0, the others before a run.
 REFUSED: dict[str, dict[str, str]] = {
     "image": {
-        "phases_of_prompts": "staleness group_replay learned_noise",
-        "phases_of_sizes": "staleness group_replay learned_noise supervised supervised_apart",
+        "phases_of_prompts": "staleness group_replay learned_noise guard",
+        "phases_of_sizes": "staleness group_replay learned_noise supervised supervised_apart guard",
         "two_sizes": "staleness group_replay supervised supervised_apart edits learned_noise previews",
         "staleness": "extrapolate dynamic_sampling hints expansion self_teacher group_replay edits learned_noise "
-                     "one_pass",
+                     "one_pass guard",
         "dynamic_sampling": "one_pass",
         "hints": "one_pass",
         "expansion": "one_pass",
         "self_teacher": "edits learned_noise",
         "rehearsal": "edits learned_noise one_pass",
-        "group_replay": "edits learned_noise one_pass",
+        "group_replay": "edits learned_noise one_pass guard",
         "supervised": "edits",
         "supervised_apart": "edits",
         "edits": "learned_noise progress previews reference_credit one_pass step_size",
         "learned_noise": "progress reference_credit one_pass step_size",
         "base_pictures": "progress",
-        "inner_epochs_ema": "one_pass"},
+        "inner_epochs_ema": "one_pass",
+        "extrapolate": "guard", "limit": "guard", "categories": "guard"},
     "text": {
-        "phases_of_prompts": "staleness over_provision group_replay limited_cost",
-        "phases_of_lengths": "staleness over_provision group_replay",
-        "staleness": "extrapolate dynamic_sampling hints expansion self_teacher group_replay",
-        "over_provision": "extrapolate dynamic_sampling hints expansion self_teacher group_replay quality_head",
+        "phases_of_prompts": "staleness over_provision group_replay limited_cost guard",
+        "phases_of_lengths": "staleness over_provision group_replay guard",
+        "staleness": "extrapolate dynamic_sampling hints expansion self_teacher group_replay guard",
+        "over_provision": "extrapolate dynamic_sampling hints expansion self_teacher group_replay quality_head guard",
         "expansion": "step_size",
         "critic": "quality_head entropy_credit",
         "outcome_critic": "quality_head entropy_credit",
-        "limited_cost": "drift_credit norms"}}
+        "limited_cost": "drift_credit norms guard",
+        "extrapolate": "guard", "group_replay": "guard", "limit": "guard", "variants": "guard", "norms": "guard"}}
 
 ROWS = [(kind, name) for kind in features.KINDS for name in features.TABLES[kind]]
 

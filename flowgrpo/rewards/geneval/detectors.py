@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from flowgrpo.errors import UserError
-from flowgrpo.packages import needed
 from flowgrpo.rewards.geneval.detections import Detection, Detector, named
 from flowgrpo.rewards.local_model import LocalModel
 from flowgrpo.rewards.preprocessing import eight_bit
@@ -155,7 +154,6 @@ class Remote:
 
     @cached_property
     def _client(self) -> Any:
-        needed("httpcore", "server", f"detector {self.url}")
         from flowgrpo.rewards.remote.http import Client
 
         return Client({"Content-Type": "application/json"}, connections=8)

@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
-from flowgrpo.packages import needed
 from flowgrpo.rewards.failures import LONGEST_WAIT, TimedOut
 
 CONNECT = 10.0  # seconds within which a live server accepts a connection
@@ -102,8 +101,7 @@ class Service:
 
     def __init__(self, who: str, urls: Sequence[str], timeout: float, retries: int, wait: float,
                  headers: dict[str, str], connections: int = 100) -> None:
-        self._httpcore = needed("httpcore", "server", who)
-        from flowgrpo.rewards.remote.http import Client
+        from flowgrpo.rewards.remote.http import Client  # here: httpx takes time to import
 
         self.who, self.timeout, self.wait = who, timeout, wait
         self.urls, self.attempts, self._places = len(urls), retries + len(urls), Places(urls)
@@ -140,17 +138,18 @@ class Service:
         """Return `read` of an answer, or `refused(url, status, headers, answer)` for a status other than 200.
         Raises Unanswered if none came in time, or a redirect; `Absent` without a connection, and if `read` raises
         ValueError."""
-        core = self._httpcore
+        import httpx
+
         try:
             status, headers, answer = self._http.exchange(method, url, body, self.timeout, self._connect())
             if status == 200:
                 return read(answer)
-        except core.ConnectTimeout:
+        except httpx.ConnectTimeout:
             raise Absent(f"{url} took no connection within {self._connect():g} s") from None
-        except core.TimeoutException:
+        except httpx.TimeoutException:
             raise Unanswered(f"{url} gave no answer within {self.timeout:g} s") from None
         except self._http.faults as error:
-            absent = isinstance(error, (core.ConnectError, core.UnsupportedProtocol))
+            absent = isinstance(error, (httpx.ConnectError, httpx.UnsupportedProtocol, httpx.InvalidURL))
             kind = Absent if absent else Unanswered
             raise kind(f"{url} gave no answer ({type(error).__name__}: {one_line(error)})") from None
         except ValueError as error:

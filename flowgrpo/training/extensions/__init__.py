@@ -40,8 +40,9 @@ TABLE: dict[str, Wanted] = {
     "contrib.rehearsal.extension:Rehearsal": lambda config, method: method.loss.rehearsal,
     "contrib.group_replay.extension:GroupReplay": lambda config, method: method.replay,
     "contrib.step_size.extension:StepSize": lambda config, method: config.train.calibration,
-    "contrib.extrapolation.extension:Extrapolation":
-        lambda config, method: config.train.extrapolate,  # last: it moves the weights
+    # The last ones move the weights.
+    "contrib.extrapolation.extension:Extrapolation": lambda config, method: config.train.extrapolate,
+    "contrib.guard.extension:Guard": lambda config, method: config.guard.window,
 }
 
 
