@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
-from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -88,13 +88,13 @@ def reading() -> list[Path]:
 
 def packaged(group: str) -> dict[str, EntryPoint]:
     """Return the entry points of a group that installed packages declare, by name; imports none of them."""
-    return {point.name: point for point in _entry_points(tuple(sys.path)).select(group=group)}
+    return {point.name: point for point in _declared(group, tuple(sys.path))}
 
 
 @functools.cache
-def _entry_points(path: tuple[str, ...]) -> EntryPoints:
-    """Return all entry points, read once for each `sys.path`: a reading opens a file of every installed package."""
-    return entry_points()
+def _declared(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """Return a group's entry points, read once for each `sys.path`: a reading opens a file of every package."""
+    return tuple(entry_points(group=group))
 
 
 def guarded(what: str, call: Callable[..., T], /, *arguments: Any, error_type: type[UserError] = UserError,
