@@ -126,11 +126,8 @@ class Trainer:
         self.optimization.zero_grad()
         self.rollouts.meet(share, epoch.conditioning, self.kl_reference.scores)
         with self.processes.together():
-            with self.processes.in_step(lambda: self.kl_reference.calls_of(share, self.processes)) as begin:
-                for number, part in enumerate(share):
-                    self.stop_if_asked()
-                    begin(number)
-                    self.backward(epoch, part, count, stats)
+            for part in self.processes.in_step(share, self.kl_reference.calls_of, before=self.stop_if_asked):
+                self.backward(epoch, part, count, stats)
             self.extensions.on_backward(self.optimization.update)
         return stats.decisions
 

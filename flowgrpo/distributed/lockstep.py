@@ -63,7 +63,7 @@ class Lockstep:
         self.alike = self.meet(value)
         try:
             yield self.meet if self.alike else _unannounced
-        except Exception:
+        except (Exception, GeneratorExit):  # the latter: an error ended the loop over the parts
             self.left = self.left or self.alike
             raise
         finally:

@@ -39,6 +39,7 @@ PATIENCE = timedelta(hours=2)
 # Since when (time.monotonic), and of what, this process has failed while it waits for the others.
 failures: list[tuple[float, Exception]] = []
 
+T = TypeVar("T")
 Rows = TypeVar("Rows", bound="Sliceable")
 
 
@@ -210,7 +211,7 @@ class Processes:
             if failed:
                 raise Stopped(ELSEWHERE) if otherwise else OutOfMemoryElsewhere("out of memory on another process")
 
-    def in_step(self, calls: Callable[[], object]) -> AbstractContextManager[Callable[[int], object]]:
+    def alike(self, calls: Callable[[], object]) -> AbstractContextManager[Callable[[int], object]]:
         """Return a context, inside `together`, in which sharded processes with the same calls make them without
         agreeing on each: `Lockstep.in_step`.
 
@@ -218,6 +219,18 @@ class Processes:
         """
         return nullcontext(lambda number: None) if self.turns is None else \
             self.turns.in_step(zlib.crc32(repr(calls()).encode()))
+
+    def in_step(self, parts: Sequence[T], calls: Callable[[Sequence[T], Processes], object],
+                before: Callable[[], object] = lambda: None) -> Iterator[T]:
+        """Yield parts, `alike` by what `calls` returns of them and this object.
+
+        before: called before each part, where a process may still leave with the others.
+        """
+        with self.alike(lambda: calls(parts, self)) as begin:
+            for number, part in enumerate(parts):
+                before()
+                begin(number)
+                yield part
 
     def add_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Sum the gradients of all processes, in one flat tensor. Members of a team each have a part of their sum.

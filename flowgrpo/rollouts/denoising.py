@@ -208,7 +208,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
     def _recorded(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
         """Return a sampled part with the transitions that are trained, which may be scored; all processes do alike."""
         learned, scored = conditioning.learned or conditioning, not self.method.target.scores_sampling
-        alike = self.processes.in_step(lambda: (len(part.prompts), learned.scales and self.processes.rank))
+        alike = self.processes.alike(lambda: (len(part.prompts), learned.scales and self.processes.rank))
         with alike if scored else nullcontext():
             return self.target.record(part, learned, epoch, seed)
 

@@ -84,11 +84,9 @@ class KLReference:
         """
         weights = self.policy.weights
         if self.is_read and (weights.large or weights.sharded) and not self._teacher and not self._present:
-            with (self.policy.reference(self.snapshots), processes.together(),
-                  processes.in_step(lambda: self.calls_of(parts, processes)) as begin):
+            with self.policy.reference(self.snapshots), processes.together():
                 self.cached = {}
-                for number, part in enumerate(parts):
-                    begin(number)
+                for part in processes.in_step(parts, self.calls_of):
                     self.cached[id(part)] = self._kept(self.replay(part))
 
     def calls_of(self, parts: Sequence[Part], processes: Processes) -> list[Any]:

@@ -71,27 +71,30 @@ def one_of_two(folder: Path) -> None:
 def failed(processes: Processes, folder: Path) -> None:
     """Leave before the second part on the first process, then fail within a part on both; the other one is told."""
     turns = processes.turns = Lockstep(torch.device("cpu"), lambda kind, step: torch.zeros(1))
-    told = []
+    told, begun = [], []
+
+    def stop_if_asked() -> None:
+        if processes.rank == 0 and begun:
+            raise Stopped("asked")
+
     try:
-        with processes.together(), processes.in_step(lambda: 1) as begin:
-            begin(0)
-            if processes.rank == 0:
-                raise Stopped("asked")
-            begin(1)
+        with processes.together():
+            for part in processes.in_step([0, 1], lambda *_: 1, before=stop_if_asked):
+                begun.append(part)
     except Stopped as error:
         told.append(str(error))
     told.append(turns.left or turns.alike)
     try:
-        with processes.together(), processes.in_step(lambda: 1) as begin:
-            begin(0)
-            turns.join(TRAIN, 3)  # without a word
-            raise ZeroDivisionError("alone")
+        with processes.together():
+            for _ in processes.in_step([0], lambda *_: 1):
+                turns.join(TRAIN, 3)  # without a word
+                raise ZeroDivisionError("alone")
     except ZeroDivisionError as error:
         told.append(str(error))
     told.append(turns.left or turns.alike)
-    with processes.together(), processes.in_step(lambda: processes.rank) as begin:
-        begin(processes.rank)  # of unequal shares nothing is said here
-        told.append(turns.alike)
+    with processes.together():
+        for _ in processes.in_step([0], lambda *_: processes.rank):  # of unequal shares nothing is said here
+            told.append(turns.alike)
     (folder / f"told{processes.rank}.json").write_text(json.dumps(told))
     processes.turns = None
     processes.wait()
