@@ -14,7 +14,7 @@ random instance, with real diffusers code and no weights: rollout and replay agr
 below 1e-6 in fp32. A class that is not listed may work too: `flowgrpo check MODEL` tells, for a hub id or a folder.
 
 With two calls, or a batch of twice the rows, guidance costs twice a plain step. `load_lora_weights` reads a saved LoRA
-into the stock pipeline. A star marks classes without it, which need peft: `inject_adapter_in_model` with the folder's
+into the stock pipeline. A dagger marks classes without it, which need peft: `inject_adapter_in_model` with the folder's
 `adapter_config.json`, then `set_peft_model_state_dict`. The second expert of Wan takes
 `load_lora_weights(load_into_transformer_2=True)` too.
 
@@ -46,8 +46,8 @@ def table(found: list[dict[str, Any]]) -> str:
 
 
 def named(told: dict[str, Any]) -> str:
-    """Return a pipeline's name, with a star where diffusers has no loader of its LoRAs."""
-    return told["model"] + "*" * (not any("load_lora_weights" in loader for loader in told["lora_loader"] or []))
+    """Return a pipeline's name, with a dagger where diffusers has no loader of its LoRAs."""
+    return told["model"] + "\u2020" * (not any("load_lora_weights" in loader for loader in told["lora_loader"] or []))
 
 
 def main() -> None:

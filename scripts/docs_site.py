@@ -14,6 +14,7 @@ import re
 LINK = re.compile(r"\[([^\]]+)\]\((\.\./[^)#\s]+)(?:#[^)]*)?\)")
 # What pymdownx.arithmatex makes of `$...$` and of `$$...$$`
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.S)
+OVERLINE = re.compile(r'<mover>((?:(?!<mover>).)*?)<mo accent="true">&#x02015;</mo></mover>')
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
@@ -32,15 +33,23 @@ def on_page_markdown(markdown: str, page, **_) -> str:
     return LINK.sub(rewritten, markdown)
 
 
-def on_page_content(content: str, **_) -> str:
-    """Return the page's HTML with MathML in place of LaTeX."""
+def typed(latex: str, display: str = "inline") -> str:
+    """Return LaTeX as MathML. A line over a term is a border, since few fonts have one of any length."""
     from latex2mathml.converter import convert
 
+    text = convert(latex, display=display)
+    while OVERLINE.search(text):
+        text = OVERLINE.sub(r'<mrow class="over">\1</mrow>', text)
+    return text
+
+
+def on_page_content(content: str, **_) -> str:
+    """Return the page's HTML with MathML in place of LaTeX."""
     def typeset(match: re.Match) -> str:
         latex = html.unescape(match[2]).strip()
         if match[1] == "span":
-            return convert(latex)
-        parts = (convert(part.strip(), display="block") for part in latex.split(r"\qquad"))
+            return typed(latex)
+        parts = (typed(part.strip(), "block") for part in latex.split(r"\qquad"))
         return f'<div class="formula">{"".join(f"<div>{part}</div>" for part in parts)}</div>'
 
     return FORMULA.sub(typeset, content)

@@ -245,7 +245,7 @@ def test_the_page_tells_of_every_class():
     page = (Path(__file__).parents[3] / "docs" / "pipelines.md").read_text()
     works, _, fails = page.partition("Not supported:")
     rows = re.findall(r"^\| [\w, ]+ \| [^|]+ \| (\w[^|]+) \|$", works, re.M)[1:]
-    assert {name.rstrip("*") for row in rows for name in re.split(r", (?=[A-Z])", row)} == {*FACTORIES} - {*UNFIT}
+    assert {name.rstrip("\u2020") for row in rows for name in re.split(r", (?=[A-Z])", row)} == {*FACTORIES} - {*UNFIT}
     reasons = dict(re.findall(r"^\| (\w+Pipeline[^|]*) \| ([^|]+) \|$", fails, re.M))
     assert reasons.keys() == UNFIT.keys()
     assert set(UNFIT) == set(tiny.UNFIT)
