@@ -18,8 +18,8 @@ from flowgrpo.config.sections import Memory
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import measure
-from flowgrpo.policies.options import require_context_parallel
 from flowgrpo.policies.weights import context_parallel
+from flowgrpo.policies.weights.context_parallel import require_context_parallel
 from tests.distributed.test_split_groups import launch
 from tests.helpers import loop, tiny
 
