@@ -140,7 +140,7 @@ def require_layers(setting: str, path: Path, modules: dict[str, torch.nn.Module]
     for name, other in others.items():
         if INIT in adapters.named(other):
             raise UserError(f"{setting} {path}: its LoRA is also of the {name}, but the run trains "
-                            f"{' and '.join(modules)}: expected a LoRA of these alone")
+                            f"{' and '.join(modules)}: expected a LoRA of only these")
     for key, layer in layers.items():
         has, expected = INIT in layer.lora_A, LIVE in layer.lora_A
         if has != expected:
