@@ -27,7 +27,8 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
     from flowgrpo.gpus import gpu_named
     from flowgrpo.methods import keys_read, validate
     from flowgrpo.methods.setup import Setup
-    from flowgrpo.policies import build, options
+    from flowgrpo.policies import build
+    from flowgrpo.policies.weights import sharding
 
     gpu = gpu_named(name)
     if recipe is None:
@@ -36,7 +37,7 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
     kind = build.kind(config)
     setup = Setup(config, kind, validate.resolve(config, build.process(kind)))
     keys_read.check(setup)
-    options.require_shardable(setup)
+    sharding.require_shardable(setup)
     config = fit.settle(config, gpu, processes)
     counts = estimate.dry_run(config, gpu, processes)
     above = counts.above(gpu.room)

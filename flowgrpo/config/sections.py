@@ -126,6 +126,11 @@ class Load(Section):
         """LoRAs of `lora` with their scales."""
         return [Fused(path=lora) if isinstance(lora, str) else lora for lora in self.lora]
 
+    @property
+    def gguf(self) -> bool:
+        """True if the denoiser is a GGUF file, whose weights are quantised."""
+        return self.denoiser is not None and self.denoiser.endswith(".gguf")
+
 
 class Adapter(Section):
     """Trained weights: a LoRA (rank >= 1) on the denoiser (the method may say: on text encoders), or with `rank: 0` all

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,6 +11,7 @@ import torch
 from flowgrpo.config.geometry import BatchShape, geometry
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
 from flowgrpo.methods.method import Method
 
 
@@ -65,3 +67,12 @@ def check_parts(setup: Setup) -> None:
     for part in setup.method.parts().values():
         if isinstance(part, Checked):
             part.check(setup)
+
+
+def require_compatible(setting: str, conflicts: Mapping[str, object], otherwise: str = "") -> None:
+    """Raise UserError for the first option that conflicts with a setting.
+
+    conflicts: by an option and its cure, in words, True if it conflicts. otherwise: the end of the message.
+    """
+    for option in (option for option, conflict in conflicts.items() if conflict):
+        raise UserError(f"{setting}, which does not go with {option}{otherwise}")

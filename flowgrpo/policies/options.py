@@ -1,4 +1,4 @@
-"""Options of memory, adapters and sharding that do not go together."""
+"""Options that do not go together: all checks of them in their order, and those of `load`, `adapter` and `picture`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from flowgrpo.config.sections import Load
 from flowgrpo.errors import UserError
 from flowgrpo.methods import keys_read, recorded_pairs, supervised_term, validate
 from flowgrpo.methods.method import Method
-from flowgrpo.methods.setup import Setup
-from flowgrpo.methods.targets import JointDensity, LatentEdits, RewardGradient
+from flowgrpo.methods.setup import Setup, require_compatible
+from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.objectives import references
 from flowgrpo.policies import build, sources
 from flowgrpo.policies.pipelines.attention import require_attention
+from flowgrpo.policies.weights import context_parallel, host_weights, sharding
 from flowgrpo.policies.weights.lora_files import require_lora
 from flowgrpo.policies.weights.memory_options import require_package, require_quantiser
 
@@ -33,8 +34,8 @@ def checked(config: Config, kind: str, device: str | torch.device) -> Method:
 
 def check(setup: Setup) -> None:
     """Raise UserError for options that conflict with each other, the method or the device."""
-    for each in (require_load, require_init, require_memory, require_waiting, require_shardable,
-                 require_context_parallel, require_sizes, recorded_pairs.check, supervised_term.check):
+    for each in (require_load, require_init, require_memory, host_weights.require_waiting, sharding.require_shardable,
+                 context_parallel.require_context_parallel, require_sizes, recorded_pairs.check, supervised_term.check):
         each(setup)
 
 
@@ -105,7 +106,7 @@ def _quantised(config: Config) -> str | None:
     """Return the setting by which the denoiser's weights are quantised, None for full weights."""
     if config.memory.weights != "full":
         return f"memory.weights is {config.memory.weights!r}"
-    return f"load.denoiser is {config.load.denoiser!r}" if sources.is_gguf(config.load) else None
+    return f"load.denoiser is {config.load.denoiser!r}" if config.load.gguf else None
 
 
 def _require_quantisable(config: Config, device: torch.device, loaded: bool) -> None:
@@ -129,82 +130,6 @@ def _require_kept(config: Config, method: Method, setting: str) -> None:
         raise UserError(f"{setting}, and parts.preview.precision {preview.precision!r}: weights are quantised once")
 
 
-def require_waiting(setup: Setup) -> None:
-    """Raise UserError for options that conflict with `memory.denoiser` or `memory.offload`."""
-    config, method = setup.config, setup.method
-    memory, offloads = config.memory, config.memory.offload != "none"
-    if memory.denoiser == "keep" and not offloads:
-        return
-    setting = f"memory.offload is {memory.offload}" if offloads else "memory.denoiser is cpu"
-    preview = method.denoising.preview.precision if method.denoising.preview else "full"
-    wrong = {"memory.denoiser: cpu, since blocks wait there anyway: use keep": offloads and memory.denoiser == "cpu",
-             "memory.encoders: keep, beside which it would not leave: use cpu":
-             not offloads and memory.encoders == "keep",
-             f"train.checkpointing: {str(config.train.checkpointing).lower()}, without which a graph keeps the weights "
-             "of all blocks: use true": offloads and config.train.checkpointing is not True,
-             "adapter.rank: 0, whose weights are all trained: set a rank": not config.adapter.rank,
-             "adapter.dora, which reads whole weights: use false": offloads and config.adapter.dora,
-             "text encoders that are trained: set parts.adapted.encoders: false": method.denoising.adapted.encoders,
-             "memory.weights: nf4, whose packed weights do not wait: use int8 or fp8": memory.weights == "nf4",
-             f"load.denoiser: {config.load.denoiser}, whose packed weights do not wait: use a .safetensors file":
-             sources.is_gguf(config.load),
-             f"parts.preview.precision: {preview}: use full": preview != "full",
-             "memory.shard: use false": bool(memory.shard),
-             "memory.context_parallel: use 1": memory.context_parallel > 1,
-             "train.compile: use false": config.train.compile}
-    for option in (option for option, conflicts in wrong.items() if conflicts):
-        raise UserError(f"{setting}, which does not go with {option}")
-
-
-def require_shardable(setup: Setup) -> None:
-    """Raise UserError for options that conflict with `memory.shard`."""
-    config, method = setup.config, setup.method
-    if not config.memory.shard:
-        return
-    preview = method.rollout.preview.precision if method.rollout.preview else "full"
-    trained, setting = not config.adapter.rank, f"memory.shard is {str(config.memory.shard).lower()}"
-    wrong = {"adapter.rank: 0 and train.optimizer: adamw8bit, which takes no shards: use adamw":
-             trained and config.train.optimizer == "adamw8bit",
-             "adapter.rank: 0 and precision: fp16: use bf16, or set a rank": trained and config.precision == "fp16",
-             f"memory.weights: {config.memory.weights}, whose packed weights are not sharded: use full":
-             config.memory.weights != "full",
-             f"load.denoiser: {config.load.denoiser}, whose packed weights are not sharded: use a .safetensors file":
-             sources.is_gguf(config.load),
-             f"parts.preview.precision: {preview}: use full": preview != "full",
-             "adapter.dora, which reads whole weights: use false": config.adapter.dora,
-             "train.compile: use false": config.train.compile,
-             f"method {config.method}, whose graph has many steps: use another":
-             isinstance(method.target, (JointDensity, RewardGradient)),
-             f"method {config.method}, which trains nothing of the pipeline: use another":
-             isinstance(method.target, LatentEdits),
-             "train.pack, whose replays are batched by what each process has: use false": config.train.pack,
-             "cache, from which some processes would read what others compute: leave it out": config.cache is not None}
-    for option in (option for option, conflicts in wrong.items() if conflicts):
-        raise UserError(f"{setting}, which does not go with {option}, or memory.shard: false")
-
-
-def require_context_parallel(setup: Setup) -> None:
-    """Raise UserError for options that conflict with `memory.context_parallel`."""
-    config, method = setup.config, setup.method
-    if config.memory.context_parallel == 1:
-        return
-    if method.for_tokens:
-        raise UserError(f"memory.context_parallel is {config.memory.context_parallel}, but a language model is trained:"
-                        " use 1")
-    denoising = method.denoising
-    wrong = {"train.compile: use false": config.train.compile,
-             "cache, from which some processes would read what others compute: leave it out": config.cache is not None,
-             "parts.preview: leave sol_rl out": denoising.preview is not None,
-             "parts.pruning or parts.progress, whose choices are by rewards of one process: use null":
-             denoising.pruning is not None or method.credit.progress is not None,
-             "text encoders that are trained: set parts.adapted.encoders: false": denoising.adapted.encoders,
-             f"method {config.method}, which trains more than the denoiser: use another":
-             isinstance(method.target, (RewardGradient, LatentEdits)) or denoising.learned_noise is not None}
-    for option in (option for option, conflicts in wrong.items() if conflicts):
-        raise UserError(f"memory.context_parallel is {config.memory.context_parallel}, which does not go with {option},"
-                        " or memory.context_parallel: 1")
-
-
 def require_sizes(setup: Setup) -> None:
     """Raise UserError for options that conflict with `picture.sizes`."""
     config, method = setup.config, setup.method
@@ -217,5 +142,4 @@ def require_sizes(setup: Setup) -> None:
              "parts.preview, which compares pictures of one size: leave sol_rl out":
              method.denoising.preview is not None,
              "memory.shard: use false": bool(config.memory.shard)}
-    for option in (option for option, conflicts in wrong.items() if conflicts):
-        raise UserError(f"picture.sizes is set, which does not go with {option}")
+    require_compatible("picture.sizes is set", wrong)

@@ -19,11 +19,6 @@ def is_file(model: str) -> bool:
     return not Path(model).is_dir() and (Path(model).is_file() or Path(model).suffix in ENDINGS)
 
 
-def is_gguf(files: Load) -> bool:
-    """Return True if the denoiser is a GGUF file, whose weights are quantised."""
-    return files.denoiser is not None and Path(files.denoiser).suffix == QUANTISED
-
-
 def assembled(model: str, files: Load) -> bool:
     """Return True for a pipeline that stock `from_pretrained` does not load by itself."""
     return is_file(model) or any((files.denoiser, files.lora, files.controlnet, files.ip_adapter))
@@ -59,7 +54,7 @@ def require(model: str, files: Load, weights: str = "full") -> None:
     _require_conditioning(files.controlnet, files.ip_adapter)
     if files.denoiser is not None:
         _require_file("load.denoiser", files.denoiser, (CHECKPOINT, QUANTISED))
-        if is_gguf(files) and importlib.util.find_spec("gguf") is None:
+        if files.gguf and importlib.util.find_spec("gguf") is None:
             raise UserError(f"load.denoiser is {files.denoiser!r}, which needs gguf: pip install gguf")
 
 
@@ -67,7 +62,7 @@ def _require_loras(files: Load, weights: str) -> None:
     for lora in files.fused:
         require_lora("load.lora", lora.path)
     setting = f"memory.weights is {weights!r}" if weights != "full" else \
-        f"load.denoiser is {files.denoiser!r}" if is_gguf(files) else None
+        f"load.denoiser is {files.denoiser!r}" if files.gguf else None
     if files.lora and setting:
         raise UserError(f"load.lora is set, but {setting}: a LoRA is fused into full weights, leave one of them out")
 
@@ -99,7 +94,7 @@ def require_pipeline(model: str, for_tokens: bool = False) -> None:
 
 def require_full(files: Load) -> None:
     """Raise UserError for a denoiser whose weights cannot be changed."""
-    if is_gguf(files):
+    if files.gguf:
         raise UserError(f"load.denoiser is {files.denoiser!r}, whose quantised weights take no LoRA in: use the LoRA's "
                         "own file, or --form kohya")
 

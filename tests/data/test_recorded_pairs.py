@@ -13,7 +13,7 @@ from flowgrpo.config import Config, load
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.data.recorded_pairs import in_place
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.evaluate import _functions
+from flowgrpo.evaluation import run_rewards
 from flowgrpo.methods import recorded_pairs as pairs_check
 from flowgrpo.objectives.ratios import error
 from flowgrpo.rewards.pairwise import preferred
@@ -80,9 +80,9 @@ def test_who_labels_is_trained_on_and_the_rest_is_measured():
     assert list(by_file.watched) == ["scene", "jpeg_compressibility", "sharpness"]
     by_rewards = by_file.model_copy(update={"labels": "rewards"})
     assert (by_rewards.trained, by_rewards.watched) == (plain.trained, plain.watched)
-    assert list(_functions(by_file, [])) == ["scene", "jpeg_compressibility", "sharpness"]  # of `flowgrpo eval`
+    assert list(run_rewards.asked(by_file, [])) == ["scene", "jpeg_compressibility", "sharpness"]  # of `flowgrpo eval`
     with pytest.raises(UserError, match="'preferred' compares the samples of a group"):
-        _functions(by_file, ["preferred"])
+        run_rewards.asked(by_file, ["preferred"])
 
 
 def test_the_files_verdicts_as_a_reward():

@@ -19,8 +19,8 @@ from flowgrpo.distributed import shards
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import measure
-from flowgrpo.policies.options import require_context_parallel
 from flowgrpo.policies.weights import context_parallel
+from flowgrpo.policies.weights.context_parallel import require_context_parallel
 from flowgrpo.training import state
 from tests.distributed.test_processes import held
 from tests.distributed.test_split_groups import launch

@@ -27,8 +27,8 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import UserError
-from flowgrpo.policies.options import require_shardable
 from flowgrpo.policies.weights.lora_files import LORA_FILE
+from flowgrpo.policies.weights.sharding import require_shardable
 from flowgrpo.training import state, trial
 from flowgrpo.training.optimizer import chunks
 from tests.helpers import loop, tiny

@@ -19,8 +19,8 @@ from flowgrpo.cli import main
 from flowgrpo.config import load
 from flowgrpo.distributed import shards
 from flowgrpo.errors import UserError
-from flowgrpo.policies.options import require_shardable
 from flowgrpo.policies.weights import sharding
+from flowgrpo.policies.weights.sharding import require_shardable
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import saving, state
 from tests.distributed.test_processes import REWARD, SMALL, arguments, free_ports, half_flat, held, join_anew

@@ -14,6 +14,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives import RewardAscent
+from flowgrpo.policies.weights import sharding
 from flowgrpo.policies.weights.checkpointing import recomputed
 from flowgrpo.rewards import differentiable
 from flowgrpo.run import run
@@ -273,11 +274,9 @@ def test_a_reward_without_a_gradient_is_refused_before_anything_is_loaded(name, 
 
 
 def test_weights_that_are_shared_out_are_refused():
-    from flowgrpo.policies import options
-
     config = tiny.config(method="draft", memory__shard=True)
     with pytest.raises(UserError, match="method draft, whose graph has many steps"):
-        options.require_shardable(loop.setup(config))
+        sharding.require_shardable(loop.setup(config))
 
 
 # --- on pipelines ----------------------------------------------------------------------------------------------------

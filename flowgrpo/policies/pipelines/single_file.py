@@ -9,7 +9,6 @@ import torch
 
 from flowgrpo.config.sections import Load
 from flowgrpo.errors import UserError
-from flowgrpo.policies import sources
 from flowgrpo.types import required
 
 EXPECTED = ("a checkpoint of a whole pipeline, with load.config where diffusers infers another one; of a denoiser "
@@ -87,7 +86,7 @@ def denoiser(files: Load, source: str, index: dict[str, Any], names: list[str], 
     cls = getattr(diffusers, index[name][1])
     if not hasattr(cls, "from_single_file"):
         raise UserError(f"load.denoiser: diffusers reads no {cls.__name__} from a single file: leave it out")
-    form = diffusers.GGUFQuantizationConfig(compute_dtype=dtype) if sources.is_gguf(files) else None
+    form = diffusers.GGUFQuantizationConfig(compute_dtype=dtype) if files.gguf else None
     file = required(files.denoiser)
     try:
         module = cls.from_single_file(file, config=source, subfolder=name, dtype=dtype, quantization_config=form,

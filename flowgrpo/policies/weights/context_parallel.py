@@ -14,6 +14,29 @@ import torch
 from torch import distributed
 
 from flowgrpo.errors import UserError
+from flowgrpo.methods.setup import Setup, require_compatible
+from flowgrpo.methods.targets import LatentEdits, RewardGradient
+
+
+def require_context_parallel(setup: Setup) -> None:
+    """Raise UserError for options that conflict with `memory.context_parallel`."""
+    config, method = setup.config, setup.method
+    if config.memory.context_parallel == 1:
+        return
+    if method.for_tokens:
+        raise UserError(f"memory.context_parallel is {config.memory.context_parallel}, but a language model is trained:"
+                        " use 1")
+    denoising = method.denoising
+    wrong = {"train.compile: use false": config.train.compile,
+             "cache, from which some processes would read what others compute: leave it out": config.cache is not None,
+             "parts.preview: leave sol_rl out": denoising.preview is not None,
+             "parts.pruning or parts.progress, whose choices are by rewards of one process: use null":
+             denoising.pruning is not None or method.credit.progress is not None,
+             "text encoders that are trained: set parts.adapted.encoders: false": denoising.adapted.encoders,
+             f"method {config.method}, which trains more than the denoiser: use another":
+             isinstance(method.target, (RewardGradient, LatentEdits)) or denoising.learned_noise is not None}
+    require_compatible(f"memory.context_parallel is {config.memory.context_parallel}", wrong,
+                       ", or memory.context_parallel: 1")
 
 
 def enable(denoisers: Iterable[Any], members: int, device: torch.device) -> None:

@@ -16,10 +16,37 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flowgrpo.config.sections import Memory
 from flowgrpo.errors import UserError
+from flowgrpo.methods.setup import Setup, require_compatible
 from flowgrpo.policies.weights.checkpointing import WRONG, supported
 from flowgrpo.policies.weights.compiled import blocks
 
 BLOCK, LEAF = "block_level", "leaf_level"  # the names that diffusers has for them
+
+
+def require_waiting(setup: Setup) -> None:
+    """Raise UserError for options that conflict with `memory.denoiser` or `memory.offload`."""
+    config, method = setup.config, setup.method
+    memory, offloads = config.memory, config.memory.offload != "none"
+    if memory.denoiser == "keep" and not offloads:
+        return
+    setting = f"memory.offload is {memory.offload}" if offloads else "memory.denoiser is cpu"
+    preview = method.denoising.preview.precision if method.denoising.preview else "full"
+    wrong = {"memory.denoiser: cpu, since blocks wait there anyway: use keep": offloads and memory.denoiser == "cpu",
+             "memory.encoders: keep, beside which it would not leave: use cpu":
+             not offloads and memory.encoders == "keep",
+             f"train.checkpointing: {str(config.train.checkpointing).lower()}, without which a graph keeps the weights "
+             "of all blocks: use true": offloads and config.train.checkpointing is not True,
+             "adapter.rank: 0, whose weights are all trained: set a rank": not config.adapter.rank,
+             "adapter.dora, which reads whole weights: use false": offloads and config.adapter.dora,
+             "text encoders that are trained: set parts.adapted.encoders: false": method.denoising.adapted.encoders,
+             "memory.weights: nf4, whose packed weights do not wait: use int8 or fp8": memory.weights == "nf4",
+             f"load.denoiser: {config.load.denoiser}, whose packed weights do not wait: use a .safetensors file":
+             config.load.gguf,
+             f"parts.preview.precision: {preview}: use full": preview != "full",
+             "memory.shard: use false": bool(memory.shard),
+             "memory.context_parallel: use 1": memory.context_parallel > 1,
+             "train.compile: use false": config.train.compile}
+    require_compatible(setting, wrong)
 
 
 class Encoders(Protocol):

@@ -24,7 +24,8 @@ from torch import distributed
 
 from flowgrpo.distributed.shards import is_shard
 from flowgrpo.errors import UserError
-from flowgrpo.methods.setup import Setup
+from flowgrpo.methods.setup import Setup, require_compatible
+from flowgrpo.methods.targets import JointDensity, LatentEdits, RewardGradient
 from flowgrpo.policies.weights.compiled import blocks
 
 if TYPE_CHECKING:
@@ -39,6 +40,32 @@ def check(setup: Setup) -> None:
     """Raise UserError if weights are to be sharded, but not by the run's processes or not by this torch."""
     config = setup.config
     require(config.memory.shard, not config.adapter.rank, setup.all_processes, os.environ)
+
+
+def require_shardable(setup: Setup) -> None:
+    """Raise UserError for options that conflict with `memory.shard`."""
+    config, method = setup.config, setup.method
+    if not config.memory.shard:
+        return
+    preview = method.rollout.preview.precision if method.rollout.preview else "full"
+    trained, setting = not config.adapter.rank, f"memory.shard is {str(config.memory.shard).lower()}"
+    wrong = {"adapter.rank: 0 and train.optimizer: adamw8bit, which takes no shards: use adamw":
+             trained and config.train.optimizer == "adamw8bit",
+             "adapter.rank: 0 and precision: fp16: use bf16, or set a rank": trained and config.precision == "fp16",
+             f"memory.weights: {config.memory.weights}, whose packed weights are not sharded: use full":
+             config.memory.weights != "full",
+             f"load.denoiser: {config.load.denoiser}, whose packed weights are not sharded: use a .safetensors file":
+             config.load.gguf,
+             f"parts.preview.precision: {preview}: use full": preview != "full",
+             "adapter.dora, which reads whole weights: use false": config.adapter.dora,
+             "train.compile: use false": config.train.compile,
+             f"method {config.method}, whose graph has many steps: use another":
+             isinstance(method.target, (JointDensity, RewardGradient)),
+             f"method {config.method}, which trains nothing of the pipeline: use another":
+             isinstance(method.target, LatentEdits),
+             "train.pack, whose replays are batched by what each process has: use false": config.train.pack,
+             "cache, from which some processes would read what others compute: leave it out": config.cache is not None}
+    require_compatible(setting, wrong, ", or memory.shard: false")
 
 
 def require(shard: bool | str, trained: bool, count: int, environment: Mapping[str, str]) -> None:

@@ -14,7 +14,7 @@ from flowgrpo.device import free_memory
 from flowgrpo.distributed.shards import is_shard, local
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
-from flowgrpo.policies.weights import adapters, initial, sharding
+from flowgrpo.policies.weights import adapters, lora_files, sharding
 from flowgrpo.policies.weights.lora_files import EXPERT, LORA_FILE, PEFT, PIPELINE, attach, loader, save_stock
 from flowgrpo.storage import atomic, paths
 
@@ -118,9 +118,9 @@ class TrainableWeights:
 
     def _start(self, path: Path) -> None:
         """Copy an existing LoRA's values. Raises UserError if its layers, ranks or scales are others."""
-        with self._beside(path, initial.NAME):
-            initial.require_same(path, self.modules, self.layers(), self._others())
-            values = initial.values(path, self.named, self.layers())
+        with self._beside(path, lora_files.INIT):
+            lora_files.require_same(path, self.modules, self.layers(), self._others())
+            values = lora_files.initial_values(path, self.named, self.layers())
         self.load(values)
 
     def soup(self, paths: Sequence[str], shares: Sequence[float]) -> dict[str, torch.Tensor]:
@@ -134,10 +134,11 @@ class TrainableWeights:
     def _weighted(self, path: Path, weight: float) -> dict[str, torch.Tensor]:
         """Return the values at a path, multiplied: of a LoRA its B alone, also by its scale over the live one's."""
         if not self.adapter.rank:
-            return {key: weight * value for key, value in initial.whole(path, self.named).items()}
-        with self._beside(path, initial.NAME):
-            initial.require_layers("parts.reference.models", path, self.modules, self.layers(), self._others())
-            values, scales = initial.values(path, self.named, self.layers()), initial.scales(self.layers())
+            return {key: weight * value for key, value in lora_files.whole_values(path, self.named).items()}
+        with self._beside(path, lora_files.INIT):
+            lora_files.require_layers("parts.reference.models", path, self.modules, self.layers(), self._others())
+            values = lora_files.initial_values(path, self.named, self.layers())
+            scales = lora_files.initial_scales(self.layers())
         return {key: value.cpu() * (weight * scales[key.partition(".lora_B.")[0]] if ".lora_B." in key else 1)
                 for key, value in values.items()}
 

@@ -17,10 +17,9 @@ from flowgrpo.config.sections import Adapter, Memory
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.policies import loading
-from flowgrpo.policies.options import require_waiting
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.policies.weights.host_weights import offload
+from flowgrpo.policies.weights.host_weights import offload, require_waiting
 from flowgrpo.run import run
 from tests.helpers import loop, tiny
 from tests.helpers.syncs import META, HostSyncs

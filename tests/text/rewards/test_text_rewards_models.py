@@ -10,8 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from flowgrpo import rewards
+from flowgrpo.contrib.criteria.rubric import TextJudgeRubric
 from flowgrpo.errors import UserError
-from flowgrpo.text.rewards.judge import TextJudge, TextJudgeRubric
+from flowgrpo.text.rewards.judge import TextJudge
 from flowgrpo.text.rewards.reward_model import RewardModel, unused
 from tests.rewards.vlm_judge.test_judge import QUICK, endpoint, parts, said
 
