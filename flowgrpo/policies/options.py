@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from flowgrpo.config.schema import Config
-from flowgrpo.config.sections import Load
+from flowgrpo.config.sections import PIXELS, Load
 from flowgrpo.errors import UserError
 from flowgrpo.methods import keys_read, recorded_pairs, supervised_term, validate
 from flowgrpo.methods.method import Method
@@ -18,6 +18,8 @@ from flowgrpo.policies import build, sources
 from flowgrpo.policies.pipelines.attention import require_attention
 from flowgrpo.policies.weights.lora_files import require_lora
 from flowgrpo.policies.weights.memory_options import require_package, require_quantiser
+
+FACTORS = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")  # of pipelines: frames of one latent frame
 
 
 def checked(config: Config, kind: str, device: str | torch.device) -> Method:
@@ -219,3 +221,25 @@ def require_sizes(setup: Setup) -> None:
              "memory.shard: use false": bool(config.memory.shard)}
     for option in (option for option, conflicts in wrong.items() if conflicts):
         raise UserError(f"picture.sizes is set, which does not go with {option}")
+
+
+def check_frames(setup: Setup) -> None:
+    """Raise UserError for a number of frames of the evaluation that the model does not take, as far as it is known."""
+    frames, call = setup.config.eval.frames, setup.config.call
+    if frames is None:
+        return
+    if (pixels := frames * call.get("height", 8) * call.get("width", 8)) > PIXELS:
+        raise UserError(f"eval.frames is {frames}, whose clips have {pixels:,} pixels: expected {PIXELS:,} at most")
+    if setup.loaded is None:
+        return
+    from flowgrpo.policies.pipelines.prompt_inputs import accepted
+
+    cls = type(setup.loaded)
+    takes = accepted(cls)
+    if "num_frames" not in takes or "video" in takes:
+        why = "has the frames of its source video" if "video" in takes else "takes no number of frames"
+        raise UserError(f"eval.frames is {frames}, but {cls.__name__} {why}: leave it out (expected the default, None)")
+    every = next((factor for name in FACTORS if (factor := getattr(setup.loaded, name, None))), 1)
+    if (frames - 1) % every:
+        raise UserError(f"eval.frames is {frames}, but {cls.__name__} takes 1 more than a multiple of {every}: "
+                        f"expected {frames - (frames - 1) % every}")
