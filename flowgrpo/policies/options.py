@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -83,7 +84,9 @@ def require_memory(setup: Setup) -> None:
         raise UserError("adapter.rank is 0, which trains all weights without a LoRA: take adapter.dora and "
                         "adapter.rslora away, or set a rank")
     if isinstance(method.loss.reference, references.Soup):
-        _require_soup(config, method.loss.reference)
+        _require_models(config, "Soup", method.loss.reference.models)
+    if isinstance(method.loss.reference, references.Teachers):
+        _require_models(config, "Teachers", [path for _, path in method.loss.reference.models])
     if adapter.dora and isinstance(method.loss.reference, (references.WeightAverage, references.Soup)):
         raise UserError("a WeightAverage or Soup averages products of LoRAs, which with adapter.dora have lengths "
                         "besides: use the reference EMA or PreviousPolicy, or adapter.dora: false")
@@ -91,12 +94,12 @@ def require_memory(setup: Setup) -> None:
         require_package("train.optimizer is 'adamw8bit'", "bitsandbytes")
 
 
-def _require_soup(config: Config, soup: references.Soup) -> None:
-    """Raise UserError for a model of a soup that is not here, and for sharded weights."""
-    if soup.models and config.memory.shard:
-        raise UserError("parts.reference Soup reads whole weights, and memory.shard is set: set it to false, or use "
+def _require_models(config: Config, name: str, models: Sequence[str]) -> None:
+    """Raise UserError for a model of a reference that is not here, and for sharded weights."""
+    if models and config.memory.shard:
+        raise UserError(f"parts.reference {name} reads whole weights, and memory.shard is set: set it to false, or use "
                         "the reference Base")
-    for model in soup.models:
+    for model in models:
         if config.adapter.rank:
             require_lora("parts.reference.models", model)
         elif not Path(model).is_dir():
