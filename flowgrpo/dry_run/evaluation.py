@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any, cast
 
 import torch
 
@@ -40,9 +41,9 @@ def of(trainer: Trainer, meta: MetaGPU, processes: int) -> Phase:
 @torch.no_grad()
 def _run(trainer: Trainer, meta: MetaGPU, rows: int, steps: int) -> Phase:
     """Return the counts of sampling and decoding so many rows with so many steps."""
-    policy, settings, config = trainer.policy, trainer.config.eval, trainer.config
-    prompt = trainer.prompts[0]
-    conditioning = trainer.rollouts.encode([prompt.text], [config.negative_prompt], [prompt.brings])
+    policy, rollouts, config = cast(Any, trainer.policy), cast(Any, trainer.rollouts), trainer.config
+    settings, prompt = config.eval, trainer.prompts[0]
+    conditioning = rollouts.encode([prompt.text], [config.negative_prompt], [prompt.brings])
     conditioning = conditioning.rows(torch.zeros(rows, dtype=torch.int64))
     guidance, policy.guidance = policy.guidance, settings.guidance
     flow = policy.process == "flow"

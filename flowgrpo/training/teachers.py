@@ -71,6 +71,6 @@ def joined(one: Scored, other: Scored, rows: Tensor) -> Scored:
         return torch.where(rows.to(first.device).view(-1, *[1] * (first.ndim - 1)), second, first)
 
     names: Sequence[str] = ("logp", "mean", "entropy")
-    fields = {name: chosen(getattr(one, name), getattr(other, name)) for name in names}
+    fields: dict[str, Any] = {name: chosen(getattr(one, name), getattr(other, name)) for name in names}
     std = one.std if one.std is None or one.std.ndim < 2 else chosen(one.std, other.std)
     return replace(one, **fields, std=std)
