@@ -107,6 +107,17 @@ class NoBaseline(AdvantageRule):
 
 
 @dataclass(frozen=True)
+class Unrewarded(AdvantageRule):
+    """0 for every sample: rewards are measured, and the KL alone trains (DiffusionOPD, 2605.15055)."""
+
+    single = True
+    compares = False
+
+    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
+        return weighted_sum(rewards, weights).mul(0).nan_to_num(0)
+
+
+@dataclass(frozen=True)
 class Conditional(AdvantageRule):
     """`conditional` on a metric of the samples (CANON, 2509.23962).
 

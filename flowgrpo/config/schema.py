@@ -133,6 +133,11 @@ class Config(Section):
         return defaults | {key: size for key, size in sizes.items() if size is not None} | picture.call
 
     @property
+    def eval_call(self) -> dict[str, Any]:
+        """Arguments of every pipeline call of an evaluation."""
+        return self.call | ({} if self.eval.frames is None else {"num_frames": self.eval.frames})
+
+    @property
     def folder(self) -> Path:
         return Path(self.output) / self.name
 

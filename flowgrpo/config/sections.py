@@ -305,6 +305,8 @@ class Eval(Section):
 
     steps: int = Field(20, ge=1, le=STEPS, description="denoising steps of the evaluation")
     guidance: float = Field(4.5, ge=0, description="guidance scale of the evaluation, before and after alike")
+    frames: int | None = Field(None, ge=1, le=2**16, description="number of frames of the evaluation's clips; None: "
+                                                                 "`picture.frames`, as in training")
     every: int = Field(0, ge=0, description="epochs between images and held-out scores; 0: only before and after")
     prompts: int = Field(64, ge=1, description="held-out prompts, evenly spread over the file")
     samples: int = Field(1, ge=1, description="images per held-out prompt")

@@ -24,7 +24,7 @@ from flowgrpo.contrib.one_pass.extension import require_one_pass
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.data.sets import SETS
 from flowgrpo.device import AUTO, DTYPES
-from flowgrpo.dry_run import from_configs, one_pass, rescored, weights
+from flowgrpo.dry_run import evaluation, from_configs, one_pass, rescored, weights
 from flowgrpo.dry_run.meta_gpu import META, MetaGPU, Phase
 from flowgrpo.dry_run.repeats import Repeats
 from flowgrpo.dry_run.reward_models import reward_bytes
@@ -35,6 +35,7 @@ from flowgrpo.policies.build import PIPELINE, kind, make_policy
 from flowgrpo.train import Trainer
 
 ORDER = ("encode", "preview", "rollout", "decode", "base", "reward", "rescore", "update")
+EVALUATION = "evaluation"  # a phase beside the epoch
 ONCE = "once"  # a part of the update, which more prompts do not make longer
 PROMPT = "a lighthouse at dusk, two owls on a branch, and a sign that says open"
 
@@ -43,7 +44,8 @@ PROMPT = "a lighthouse at dusk, two owls on a branch, and a sign that says open"
 class Estimate:
     """Counts of an epoch on one process.
 
-    phases: by name, in the order of an epoch. rewards: bytes of the reward models, which are not in the phases.
+    phases: by name, in the order of an epoch; with `eval.frames` also an evaluation, which is no part of the epoch.
+    rewards: bytes of the reward models, which are not in the phases.
     steps: denoising steps of the rollouts that were run. replays: micro-batches that were replayed with a backward.
     step_waits, replay_waits: how often the host waits for the GPU in each of them, by reason; once per call is not.
     """
@@ -65,7 +67,7 @@ class Estimate:
     @property
     def seconds(self) -> float:
         """Seconds of the epoch, if every kernel is at its roofline."""
-        return sum(phase.seconds for phase in self.phases.values())
+        return sum(phase.seconds for name, phase in self.phases.items() if name != EVALUATION)
 
 
 class _Phases(PhaseTimer):
@@ -113,7 +115,10 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
             clock = trainer.clock = trainer.rollouts.clock = _Phases(meta, encoders)
             replay_waits = _counted_replays(trainer, meta)
             trainer.run_epoch()
+            evaluated = None if config.eval.frames is None else evaluation.of(trainer, meta, processes)
     phases = _extrapolated(meta, clock, shape.prompts, few, config.train.staleness)
+    if evaluated is not None:
+        phases[EVALUATION] = evaluated
     if config.train.one_pass is True:
         one_pass.hold(phases, calls, shape.prompts / few)
     return Estimate(phases, reward_bytes(config),

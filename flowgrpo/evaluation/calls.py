@@ -43,7 +43,7 @@ def call_arguments(model: str, lora: Path | None, steps: int | None = None, guid
     arguments: dict[str, Any] = EVAL.get(model, {}) | CALLS.get(model, {})
     config = config_of(lora)
     if config is not None:
-        arguments |= config.call | {"num_inference_steps": config.eval.steps, "guidance": config.eval.guidance}
+        arguments |= config.eval_call | {"num_inference_steps": config.eval.steps, "guidance": config.eval.guidance}
     given = {"num_inference_steps": steps, "guidance": guidance}
     return arguments | {key: value for key, value in given.items() if value is not None}
 

@@ -34,6 +34,7 @@ from flowgrpo.evaluation.statistics import ALL
 from flowgrpo.evaluation.table import cells, compared, show
 from flowgrpo.evaluation.trainer import Trainer
 from flowgrpo.log import plain_console
+from flowgrpo.policies.pipelines.frames import clips_of
 from flowgrpo.policies.policy import Policy
 from flowgrpo.policies.weights.finite import require_saved
 from flowgrpo.storage import atomic
@@ -44,11 +45,12 @@ def _measure(trainer: Trainer, functions: dict[str, Any], title: str,
              reference: Callable[[], AbstractContextManager[None]] | None = None) -> Measured:
     settings, config = trainer.config.eval, trainer.config
     policy = cast(Generating, trainer.policy)
-    return trainer.with_oom_retry(lambda: measure(
-        policy, spread(trainer.held_out, settings.prompts), functions, steps=settings.steps,
-        guidance=settings.guidance, samples=settings.samples, micro_batch=trainer.geometry.micro_batch,
-        negative=config.negative_prompt, keep=settings.grid, title=title, encode=trainer.rollouts.encode,
-        prepare=trainer.rollouts.prepare, processes=trainer.processes, reference=reference), "evaluation")
+    with clips_of(policy, settings.frames):
+        return trainer.with_oom_retry(lambda: measure(
+            policy, spread(trainer.held_out, settings.prompts), functions, steps=settings.steps,
+            guidance=settings.guidance, samples=settings.samples, micro_batch=trainer.geometry.micro_batch,
+            negative=config.negative_prompt, keep=settings.grid, title=title, encode=trainer.rollouts.encode,
+            prepare=trainer.rollouts.prepare, processes=trainer.processes, reference=reference), "evaluation")
 
 
 def before(trainer: Trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Measured:
@@ -194,7 +196,8 @@ def described(policy: Policy, config: Config, count: int) -> str:
     """Describe in words the evaluated samples, `count` of them, and their sampling."""
     warm = config.text.eval_temperature
     text = f"temperature {warm:g}" if warm else "greedy"
-    how = text if policy.modality == "text" else f"{config.eval.steps} steps, guidance {config.eval.guidance:g}"
+    frames = "" if config.eval.frames is None else f"{config.eval.frames} frames, "
+    how = text if policy.modality == "text" else f"{frames}{config.eval.steps} steps, guidance {config.eval.guidance:g}"
     return f"{named(count, SAMPLE[policy.modality])} ({how})"
 
 

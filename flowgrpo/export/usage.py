@@ -58,7 +58,7 @@ def _of_pipeline(config: Config, run: Path, place: str, prompt: str) -> list[str
     accepted = _accepted(index)
     embedded = _embeds_guidance(config.model, index)
     scale = "guidance_scale" if embedded else guidance_argument(accepted, config.call, ())
-    call = {"num_inference_steps": config.eval.steps, scale: config.eval.guidance, **config.call}
+    call = {"num_inference_steps": config.eval.steps, scale: config.eval.guidance, **config.eval_call}
     if accepted:  # without a negative prompt some take zeros for it (SDXL), others guide nothing (Qwen-Image)
         call.setdefault("negative_prompt", config.negative_prompt)
         call = {key: value for key, value in call.items() if key in accepted}

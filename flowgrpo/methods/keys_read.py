@@ -22,7 +22,7 @@ _OF_DENOISERS = (
     *(f"memory.{name}" for name in Memory.model_fields if name != "rewards"),
     "picture", "rollout", "negative_prompt", "adapter.encoder_targets",
     "train.compile", "train.pack", "train.one_pass", "train.steps", "train.guidance", "train.grid", "train.shift",
-    "eval.steps", "eval.guidance")
+    "eval.steps", "eval.guidance", "eval.frames")
 _OF_PAIRS = ("preferences", "labels")
 _OF_PARTIAL = ("text.over_provision", "text.chunk")
 _OF_ENGINES = ("text.correction", "text.correction_cap", "text.correction_level")

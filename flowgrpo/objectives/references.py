@@ -14,7 +14,7 @@ import string
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -115,6 +115,46 @@ class Teacher:
 
     def __call__(self, held: list[Snapshot], now: Callable[[], Snapshot], epoch: int) -> list[Snapshot]:
         return []
+
+
+@dataclass(frozen=True)
+class Teachers:
+    """A teacher per source of prompts, frozen, in every epoch: a KL to each on the prompts of its source distils all
+    into one policy (DiffusionOPD, 2605.15055).
+
+    models: the teachers by source, {geneval: runs/geneval}: LoRAs of the run's layers, of any rank, as finished runs,
+        folders or files; with adapter.rank 0 folders of whole models. Empty: the base model for all.
+    key: of the prompts' metadata, whose value is the source.
+    """
+
+    models: tuple[tuple[str, str], ...] = ()
+    key: str = "task"
+
+    reads_target = "model"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "models", tuple((str(source), str(path)) for source, path in
+                                                 dict(self.models).items()))  # a recipe gives keys with values
+
+    def __call__(self, held: list[Snapshot], now: Callable[[], Snapshot], epoch: int) -> list[Snapshot]:
+        return held
+
+    def place(self, metadata: dict[str, Any]) -> int:
+        """Return the number of the teacher of a prompt; 0 without any. Raises KeyError for a source without one."""
+        return {source: number for number, (source, _) in enumerate(self.models)}[
+            str(metadata[self.key])] if self.models else 0
+
+    def check(self, setup: Any) -> None:  # a Setup, of a higher layer
+        """Raise UserError without teachers, and for the first training prompt whose source has none."""
+        known = ", ".join(source for source, _ in self.models)
+        if not self.models:
+            raise UserError("parts.reference.models is empty: expected a teacher per source of prompts, such as "
+                            "{counting: runs/counting, ocr: runs/ocr}")
+        for prompt in setup.split[0]:
+            if str(prompt.metadata.get(self.key)) not in dict(self.models):
+                source = prompt.metadata.get(self.key)
+                raise UserError(f"parts.reference.models has no teacher for {self.key} {source!r} of the prompt "
+                                f"{prompt.text[:60]!r}: expected one of {known}, or add its teacher")
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from flowgrpo.config.schema import Config
-from flowgrpo.config.sections import Load
+from flowgrpo.config.sections import PIXELS, Load
 from flowgrpo.errors import UserError
 from flowgrpo.methods import keys_read, recorded_pairs, supervised_term, validate
 from flowgrpo.methods.method import Method
@@ -19,6 +20,8 @@ from flowgrpo.policies.pipelines.attention import require_attention
 from flowgrpo.policies.weights import context_parallel, host_weights, sharding
 from flowgrpo.policies.weights.lora_files import require_lora
 from flowgrpo.policies.weights.memory_options import require_package, require_quantiser
+
+FACTORS = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")  # of pipelines: frames of one latent frame
 
 
 def checked(config: Config, kind: str, device: str | torch.device) -> Method:
@@ -82,7 +85,9 @@ def require_memory(setup: Setup) -> None:
         raise UserError("adapter.rank is 0, which trains all weights without a LoRA: take adapter.dora and "
                         "adapter.rslora away, or set a rank")
     if isinstance(method.loss.reference, references.Soup):
-        _require_soup(config, method.loss.reference)
+        _require_models(config, "Soup", method.loss.reference.models)
+    if isinstance(method.loss.reference, references.Teachers):
+        _require_models(config, "Teachers", [path for _, path in method.loss.reference.models])
     if adapter.dora and isinstance(method.loss.reference, (references.WeightAverage, references.Soup)):
         raise UserError("a WeightAverage or Soup averages products of LoRAs, which with adapter.dora have lengths "
                         "besides: use the reference EMA or PreviousPolicy, or adapter.dora: false")
@@ -90,12 +95,12 @@ def require_memory(setup: Setup) -> None:
         require_package("train.optimizer is 'adamw8bit'", "bitsandbytes")
 
 
-def _require_soup(config: Config, soup: references.Soup) -> None:
-    """Raise UserError for a model of a soup that is not here, and for sharded weights."""
-    if soup.models and config.memory.shard:
-        raise UserError("parts.reference Soup reads whole weights, and memory.shard is set: set it to false, or use "
+def _require_models(config: Config, name: str, models: Sequence[str]) -> None:
+    """Raise UserError for a model of a reference that is not here, and for sharded weights."""
+    if models and config.memory.shard:
+        raise UserError(f"parts.reference {name} reads whole weights, and memory.shard is set: set it to false, or use "
                         "the reference Base")
-    for model in soup.models:
+    for model in models:
         if config.adapter.rank:
             require_lora("parts.reference.models", model)
         elif not Path(model).is_dir():
@@ -143,3 +148,25 @@ def require_sizes(setup: Setup) -> None:
              method.denoising.preview is not None,
              "memory.shard: use false": bool(config.memory.shard)}
     require_compatible("picture.sizes is set", wrong)
+
+
+def check_frames(setup: Setup) -> None:
+    """Raise UserError for a number of frames of the evaluation that the model does not take, as far as it is known."""
+    frames, call = setup.config.eval.frames, setup.config.call
+    if frames is None:
+        return
+    if (pixels := frames * call.get("height", 8) * call.get("width", 8)) > PIXELS:
+        raise UserError(f"eval.frames is {frames}, whose clips have {pixels:,} pixels: expected {PIXELS:,} at most")
+    if setup.loaded is None:
+        return
+    from flowgrpo.policies.pipelines.prompt_inputs import accepted
+
+    cls = type(setup.loaded)
+    takes = accepted(cls)
+    if "num_frames" not in takes or "video" in takes:
+        why = "has the frames of its source video" if "video" in takes else "takes no number of frames"
+        raise UserError(f"eval.frames is {frames}, but {cls.__name__} {why}: leave it out (expected the default, None)")
+    every = next((factor for name in FACTORS if (factor := getattr(setup.loaded, name, None))), 1)
+    if (frames - 1) % every:
+        raise UserError(f"eval.frames is {frames}, but {cls.__name__} takes 1 more than a multiple of {every}: "
+                        f"expected {frames - (frames - 1) % every}")

@@ -50,8 +50,8 @@ OF_MACHINE: tuple[Check, ...] = (batch_size.check_epoch, options.check, sharding
 OF_REWARDS: tuple[Check, ...] = (reward_demands.check, whole_groups.check)
 OF_PROMPTS: tuple[Check, ...] = (batch_size.check_evaluation, check_prompts, reward_demands.check_modality,
                                  reward_demands.check_clips, extensions.check, check_parts,
-                                 reward_demands.check_routes, best.check)
-OF_MODEL: tuple[Check, ...] = (reward_demands.check_modality, check_prompts)  # once it is loaded
+                                 reward_demands.check_routes, best.check, options.check_frames)
+OF_MODEL: tuple[Check, ...] = (reward_demands.check_modality, check_prompts, options.check_frames)  # once it is loaded
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,12 +11,13 @@ import torch
 from flowgrpo.config.sections import Train
 from flowgrpo.data.prompts import Prompt, answer_of
 from flowgrpo.methods.method import Method
-from flowgrpo.objectives.references import SelfTeacher
+from flowgrpo.objectives.references import SelfTeacher, Teachers
 from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.base import Encoded, GroupSampler
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.kl_reference import KLReference
+from flowgrpo.training.teachers import TeachersReference
 from flowgrpo.types import Completions, Scored
 
 if TYPE_CHECKING:
@@ -77,5 +78,5 @@ class SelfTeacherReference(KLReference):
 
 def make_reference(train: Train, method: Method, policy: Policy, memory: dict[str, Any]) -> KLReference:
     """Return the reference of a method. memory: of its parts."""
-    made = SelfTeacherReference if isinstance(method.loss.reference, SelfTeacher) else KLReference
-    return made(train, method, policy, memory)
+    kinds: dict[type, type[KLReference]] = {SelfTeacher: SelfTeacherReference, Teachers: TeachersReference}
+    return kinds.get(type(method.loss.reference), KLReference)(train, method, policy, memory)

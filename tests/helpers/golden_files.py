@@ -121,7 +121,8 @@ def help_texts() -> str:
 # --- metrics ---------------------------------------------------------------------------------------------------------
 
 OVERLAYS = {"flow": ("mix_grpo+grpo_guard", "flow_grpo+flow_dppo", "sol_rl+diffusion_nft", "ddpo+texforce",
-                     "mix_grpo+dynamic_sampling", "mix_grpo+mopps", "mix_grpo+knapsack_rl"),
+                     "mix_grpo+dynamic_sampling", "mix_grpo+mopps", "mix_grpo+knapsack_rl",
+                     "flow_grpo+diffusion_opd"),
             "tokens": ("dapo+dynamic_sampling", "grpo+scaf_grpo", "grpo+ghpo")}
 # Every preset on every kind of model that it is for, modifiers over a base method.
 RUNS = [(kind, method) for kind in tiny_runs.KINDS for method in

@@ -52,7 +52,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 KL = {"kl": {"weight": 0.1}}
 # What has to be there besides, of the host as well, for a part to be of effect.
 BESIDE: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("EMA", "PreviousPolicy", "WeightAverage", "Teacher", "Soup", "Linear", "Adaptive"), KL),
+    **dict.fromkeys(("EMA", "PreviousPolicy", "WeightAverage", "Teacher", "Teachers", "Soup", "Linear",
+                     "Adaptive"), KL),
     "Pooled": {"curriculum": {"type": "Knapsack"}}, "AdditionalGroups": {"advantage": {"type": "PriorBlend"}},
     "OneStep": {"plan": {"count": 2}}, "Preview": {"roots": None},
     "SegmentTree": {"draws": {"type": "Tree", "tokens": 1}}, "Pruning": {"roots": None},
@@ -63,8 +64,8 @@ VALUES = {"tail": 0.5, "roots": 2, "strides": [1, 2]}
 # prompts of which one is flat, both are as difficult; the noise of FlowDDIM is 0, a Teacher without a model and a
 # Soup of none are the base, in two epochs no prompt has a history or comes again, no two of the few prompts here are a
 # pair, and no two completions share a step.
-SAME = {"Influence", "MergedSteps", "Soup", "Hypervolume", "HardPrompts", "ODE", "Teacher", "AdditionalGroups",
-        "OppositePairs", "Episodic",
+SAME = {"Influence", "MergedSteps", "Soup", "Hypervolume", "HardPrompts", "ODE", "Teacher", "Teachers",
+        "AdditionalGroups", "OppositePairs", "Episodic",
         "PicturePairs"}  # needs pictures: tests/training/test_pair_term.py
 # What is first seen in a second epoch.
 LATER = {"EMA", "PreviousPolicy", "WeightAverage", "Linear", "Adaptive", "Lag", "ThompsonSampling", "Knapsack",

@@ -100,7 +100,7 @@ OTHER = {"tempflow_grpo": {"step_weight": NoiseLevel()}, "granular_grpo": {"stri
          "tree_rpo": {"surrogate": AdaptiveClip(1e-4, 2e-4, 1.0), "tuning": LayerTuning(1e-4, by="progress")},
          "pref_grpo": {"shaping": WinRate()}, "b2_diffurl": {"selection": Extremes(-0.5, 0.5)}}
 OVERLAYS = {"grpo_guard", "flow_dppo", "sol_rl", "texforce", "dynamic_sampling", "mopps", "scaf_grpo", "ghpo",
-            "knapsack_rl"}
+            "knapsack_rl", "diffusion_opd"}
 # Of language models: ratio, surrogate, reduction, advantage's scale and order, KL.
 OF_TOKENS = {
     "grpo": (PlainRatio(), Clip(0.2, 0.2), SequenceMean(), "group", "rewards", SampledKL(0.04, "k3")),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from flowgrpo import objectives
-from flowgrpo.advantages import group
+from flowgrpo.advantages import baselines, group
 from flowgrpo.curriculum import order, resampling
 from flowgrpo.methods import adapted
 from flowgrpo.methods.method import Method
@@ -82,3 +82,13 @@ def kdrl(method: Method = Method()) -> Method:
         method = grpo(method)
     kl: Any = objectives.SampledKL(0.0, "k2") if method.for_tokens else method.loss.kl
     return method.having(kl=replace(kl, weight=5e-3, schedule=schedules.Linear(1e-3)), reference=references.Teacher())
+
+
+def diffusion_opd(method: Method = Method()) -> Method:
+    """DiffusionOPD over any base method: no reward, and a KL to the teacher of each prompt's source (2605.15055).
+
+    The teachers are `reference.models`.
+    """
+    kl: Any = objectives.SampledKL(0.0, "k2") if method.for_tokens else method.loss.kl
+    return method.having(kl=replace(kl, weight=1.0), reference=references.Teachers(),
+                         advantage=baselines.Unrewarded())
