@@ -39,7 +39,7 @@ def take_over(environment: MutableMapping[str, str]) -> dict[str, Any]:
     """
     keys = asked(environment)
     for kind in used(environment, (THEIRS,)):
-        environment |= {f"{THEIRS}{kind}": "false", f"{OURS}{kind}": "true"}
+        environment.update({f"{THEIRS}{kind}": "false", f"{OURS}{kind}": "true"})
     return keys
 
 
