@@ -58,8 +58,9 @@ def recorded(trainer: Trainer) -> list[Call]:
 
 
 def detached(value: Any) -> Any:
+    """Copies of a call's inputs; those in a graph, as of text encoders that are trained, are leaves that take one."""
     if torch.is_tensor(value):
-        return value.detach().clone()
+        return value.detach().clone().requires_grad_(value.requires_grad)
     if isinstance(value, dict):
         return {key: detached(part) for key, part in value.items()}
     return type(value)(map(detached, value)) if isinstance(value, (tuple, list)) else value

@@ -32,6 +32,14 @@ def test_an_epochs_calls_of_the_denoiser_are_recorded_and_run_again():
     assert trainer.policy.evaluations - before == 2 * spent
 
 
+def test_calls_behind_a_trained_text_encoder_have_backwards_too():
+    trainer = tiny.trainer(method="mix_grpo+texforce", parts__plan__size=2, train__micro_batch=8)
+    bench_overhead.epoch(trainer)
+    calls = bench_overhead.recorded(trainer)
+    assert any(backward for *_, backward in calls)
+    bench_overhead.bare(trainer, calls)
+
+
 # --- on one GPU ------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("model, gigabytes", [("sd35_medium", 4.94), ("flux_dev", 23.80)])  # of the published files

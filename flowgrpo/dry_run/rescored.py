@@ -18,7 +18,7 @@ class Rescored(Extension):
     def draw_epoch(self) -> Epoch:
         """Draw an epoch and score its parts with the weights before the update."""
         trainer, epoch = self.trainer, sampling.draw(self.trainer)
-        drawn = Drawn(trainer.epoch, trainer.epoch - 1, 0, epoch.groups.prompts, epoch.parts,
+        drawn = Drawn(trainer.epoch, trainer.epoch - 1, 0, epoch.groups.prompts, epoch.own, epoch.parts,
                       conditioning=epoch.conditioning)
         epoch.parts = self.staleness.decoupled(drawn)
         return epoch

@@ -16,10 +16,10 @@ from tests.helpers import tiny, tiny_text
 REPLAY = {"parts": {"replay": {"type": "GroupReplay"}}}
 # Options of a run, whether it is of texts, and what its message says.
 CASES = {
-    "ahead": (dict(train__staleness=1), False, "train.staleness is 1, which does not go with 2 processes: leave one"),
-    "ahead, a row in two": (dict(train__staleness=1, memory__context_parallel=2), False,
-                            "train.staleness is 1, which does not go with 2 processes: leave one"),
-    "ahead, texts": (dict(train__staleness=2), True, "train.staleness is 2, which does not go with 2 processes: leave"),
+    "ahead": (dict(train__staleness=1), False, None),
+    "ahead, a row in two": (dict(train__staleness=1, memory__context_parallel=2), False, "train.staleness is 1, which "
+                            "does not go with memory.context_parallel, whose first process scores: leave one"),
+    "ahead, texts": (dict(train__staleness=2), True, None),
     "partial": (dict(text__over_provision=0.5), True,
                 "text.over_provision is 0.5, which does not go with 2 processes: leave one of them out"),
     "replay": (REPLAY, False, "parts.replay is GroupReplay, which does not go with 2 processes, of which"),

@@ -41,6 +41,7 @@ from flowgrpo.types import Completion, Scored, required
 class Drawn:
     """Epoch that is drawn and waits for its update.
 
+    batch: its prompts on all processes; prompts: those of this one.
     at: the epoch before whose update it was drawn; update: the optimizer updates of the oldest weights that drew it.
     older: of partial rollouts, the number of tokens that went before those weights' updates, and of all.
     conditioning, scoring, scorer: None until an epoch of a checkpoint is scored again.
@@ -50,6 +51,7 @@ class Drawn:
     epoch: int
     at: int
     update: int
+    batch: list[Prompt]
     prompts: list[Prompt]
     parts: list[Part] = field(default_factory=list)
     outputs: list[Sequence[Outputs | None]] = field(default_factory=list)
@@ -101,12 +103,13 @@ class Staleness(Extension):
         run, epochs = self.run, self.run.config.train.epochs
         self._before = run.epoch, [*self.queue], self.pool and self.pool.state()
         self.queue = [drawn for drawn in self.queue if drawn.epoch >= run.epoch]
-        for drawn in self.queue:
-            if drawn.scoring is None:
-                self._score(drawn)
-            for future in drawn.pending:
-                if future.done():
-                    future.result()
+        with run.processes.together():  # a reward that has failed on one process ends the run on all
+            for drawn in self.queue:
+                if drawn.scoring is None:
+                    self._score(drawn)
+                for future in drawn.pending:
+                    if future.done():
+                        future.result()
         last = self.queue[-1].epoch if self.queue else run.epoch - 1
         for epoch in range(last + 1, min(run.epoch + self.bound, epochs - 1) + 1):
             self.queue.append(self._drawn(epoch))
@@ -121,21 +124,24 @@ class Staleness(Extension):
             drawn = run.with_oom_retry(partial(self._sampled, epoch, batch))
         else:
             whole = run.with_oom_retry(partial(self.pool.draw, epoch))
-            drawn = Drawn(epoch, run.epoch, oldest(whole), [of.prompt for of in whole],
+            prompts = [of.prompt for of in whole]
+            drawn = Drawn(epoch, run.epoch, oldest(whole), prompts, prompts,
                           older=older(whole, run.optimization.update))
             for part, outputs in self.pool.parts(whole):
                 drawn.parts.append(part)
                 drawn.outputs.append(outputs)
             self._score(drawn)
-        run.progress.sampled += len(drawn.prompts) * run.geometry.group
+        run.progress.sampled += len(drawn.batch) * run.config.train.group
         return drawn
 
     def _sampled(self, epoch: int, batch: list[Prompt]) -> Drawn:
-        run, drawn = self.run, Drawn(epoch, self.run.epoch, self.run.optimization.update, batch)
+        run = self.run
+        own = run.processes.own(run.geometry.sliced(batch))
+        drawn = Drawn(epoch, run.epoch, run.optimization.update, batch, own)
         run.geometry.start_turn()
-        with self._scoring(drawn):
-            drawn.conditioning = run.rollouts.conditioning(batch, epoch)
-            parts = sampling.sampled_parts(run, required(drawn.scoring), drawn.conditioning, batch, epoch, 0)
+        with run.processes.together(), self._scoring(drawn):
+            drawn.conditioning = run.rollouts.conditioning(own, epoch)
+            parts = sampling.sampled_parts(run, required(drawn.scoring), drawn.conditioning, own, epoch, 0)
             for part, outputs in parts:
                 drawn.parts.append(part)
                 drawn.outputs.append(outputs)
@@ -170,16 +176,17 @@ class Staleness(Extension):
     def _scored(self, drawn: Drawn) -> Epoch:
         """Return an epoch with its scores, and parts whose old policy is the present one."""
         run, every = self.run, self.run.config.eval.every
-        with run.clock("reward"):
+        with run.clock("reward"), run.processes.together():
             scores = sampling.columns(run, required(drawn.scorer).results(drawn.pending))
             if every and (run.epoch + 1) % every == 0:  # an evaluation calls the same rewards
                 for waiting in self.queue:
                     required(waiting.scorer).results(waiting.pending)
+        scores = run.processes.gather(scores).flatten(0, 1).unflatten(0, (-1, run.config.train.group))
         run.scoring.adopt(required(drawn.scoring))
         run.scoring.start_epoch(run.epoch, run.config.train.epochs, run.memory)
         epoch_batch, count = sampling.empty_batch(run, drawn.epoch), len(run.scoring.functions)
-        epoch_batch.add(drawn.prompts, scores, run.scoring.weighted(scores[..., :count]),
-                        *sampling.group_signals(run, drawn.parts, len(drawn.prompts)))
+        epoch_batch.add(drawn.batch, scores, run.scoring.weighted(scores[..., :count]),
+                        *sampling.group_signals(run, drawn.parts, len(drawn.batch)))
         parts, self.weights = drawn.parts, []
         if drawn.update != run.optimization.update:
             parts = run.with_oom_retry(partial(self.decoupled, drawn), "update")
@@ -189,7 +196,7 @@ class Staleness(Extension):
     def decoupled(self, drawn: Drawn) -> list[Part]:
         """Return the parts of an epoch that older weights drew, scored by the present ones."""
         run, self.weights = self.run, []
-        with torch.no_grad(), run.clock("rescore"):
+        with torch.no_grad(), run.clock("rescore"), run.processes.together():
             parts = [decoupled(part, run.rollouts.replay(part, drawn.conditioning), run.method.loss.log_ratio, self.cap)
                      for part in drawn.parts]
         self.weights = [required(taken.correction).cpu()[taken.old.mask.cpu()] for part in parts
@@ -201,7 +208,8 @@ class Staleness(Extension):
         mean weight and the share above the cap. Of partial rollouts, the share of the trained tokens that are
         older than their epoch's draw, and the number of groups that go on."""
         assert self.current is not None, "no epoch is drawn"
-        values = torch.cat(self.weights) if self.weights else torch.ones(1)
+        values = self.run.processes.gather(torch.cat([torch.empty(0), *self.weights]))
+        values = values if len(values) else torch.ones(1)
         (before, every), pool = self.current.older, self.pool
         return {"staleness/epochs": self.current.epoch - self.current.at, "staleness/weight": values.mean().item(),
                 "staleness/above": (values == 0).float().mean().item()} | (
@@ -218,8 +226,11 @@ class Staleness(Extension):
     def state(self) -> tuple[Tensors, dict[str, Any]]:
         """Return the epochs that were drawn at the end of the last whole epoch, for a checkpoint.
 
-        Their samples and outputs are stored, their scores are computed again after a resume.
+        Their samples and outputs are stored, their scores are computed again after a resume. Of several processes each
+        has its own samples, and nothing is stored: a resumed run samples these epochs anew, by its present weights.
         """
+        if self.run.processes.count > 1:
+            return {}, {}
         begun, queue, pool = self._before
         if begun != self.run.epoch:
             queue, pool = self.queue, self.pool and self.pool.state()
@@ -238,10 +249,13 @@ class Staleness(Extension):
         return tensors, {"drawn": listed, "pool": values}
 
     def load_state(self, tensors: Tensors, values: dict[str, Any]) -> None:
-        """Restore the epochs of a checkpoint; the next draw scores them."""
+        """Restore the epochs of a checkpoint; the next draw scores them. Several processes sample them anew."""
         self.queue = []
+        if self.run.processes.count > 1:
+            return
         for place, entry in enumerate(values.get("drawn", ())):
-            drawn = Drawn(entry["epoch"], entry["at"], entry["update"], of_records(entry["prompts"]),
+            prompts = of_records(entry["prompts"])
+            drawn = Drawn(entry["epoch"], entry["at"], entry["update"], prompts, prompts,
                           older=(entry["older"][0], entry["older"][1]))
             for number, part in enumerate(entry["parts"]):
                 own = within(tensors, f"{place}.{number}.")

@@ -14,15 +14,16 @@ from flowgrpo.text.samplers.groups import Independent
 def refused(setup: Setup) -> dict[str, bool]:
     """Return what keeps a run from staleness or partial rollouts, besides what it lacks, in words, and whether it
     applies."""
-    config, method, processes = setup.config, setup.method, setup.all_processes
+    config, method = setup.config, setup.method
     loss, parts = method.loss, [(name, part) for name, reward in setup.trained.items() for part in inside(reward)]
     wrong = {
-        f"{processes} processes": processes > 1,
+        "memory.context_parallel, whose first process scores": config.memory.context_parallel > 1,
         f"a method that trains {method.target.trains}": not method.target.has_logp,
         f"the surrogate {type(loss.surrogate).__name__}, which compares samples": loss.surrogate.reads_groups,
         f"the reference {type(loss.reference).__name__}, whose prompts are of one epoch": method.teaches_itself,
         "memory.rewards: cpu": config.memory.rewards == "cpu"}
-    wrong |= _of_partial(config, method) if config.text.over_provision else {}
+    if config.text.over_provision:
+        wrong = {f"{setup.all_processes} processes": setup.all_processes > 1} | wrong | _of_partial(config, method)
     wrong |= {f"the reward {name!r}, which remembers earlier epochs": True for name, part in parts
               if {MEMORY, EPOCH} & part.reads}
     return wrong | {f"the reward {name!r}, which reads the policy": True for name, part in parts

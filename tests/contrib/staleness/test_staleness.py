@@ -270,10 +270,8 @@ def test_what_cannot_be_drawn_ahead_is_refused(options, named):
 
 @pytest.mark.parametrize("reward", [lambda images, prompts, metadata, memory: [], lambda images, prompts, epoch: [],
                                     lambda images, prompts, policy: []])
-def test_rewards_that_follow_the_run_and_several_processes_are_refused(reward):
+def test_rewards_that_follow_the_run_are_refused(reward):
     settings = tiny.config(train__staleness=1)
     with pytest.raises(UserError, match="the reward 'memory', which re"):
         require(Staleness, loop.setup(settings, "pipeline", rewards={"memory": reward}))
-    with pytest.raises(UserError, match="2 processes"):
-        require(Staleness, loop.setup(settings, "pipeline", processes=2))
     require(Staleness, loop.setup(settings, "pipeline", rewards={"red": tiny.red}))
