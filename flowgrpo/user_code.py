@@ -114,7 +114,9 @@ def told(error: BaseException) -> str:
     kind = type(error).__name__
     try:
         text = " ".join(f"{kind}: {error}".split())
-    except Exception:
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # as SystemExit
         text = f"{kind}, of which str() fails"
     return text + _place(error)
 

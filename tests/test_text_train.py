@@ -51,6 +51,10 @@ def test_there_are_presets_for_texts_and_they_are_not_for_pictures():
         validate.resolve(tiny_text.config(method="mix_grpo"), "tokens")
     with pytest.raises(UserError, match="got a method of language models .*flowgrpo list methods"):
         validate.resolve(tiny.config(method="gspo"), "flow")
+    for config, process in ((tiny_text.config(method="mix_grpo", parts={"shaping": None}), "tokens"),
+                            (tiny.config(method="dpo", parts={"kernel": {"type": "CPS"}}), "flow")):
+        with pytest.raises(UserError, match="got a method of .*, which this model is not"):  # not what a part lacks
+            validate.resolve(config, process)
 
 
 PARTS = tiny_text.PARTS | {"chord": {"data": {"source": {"type": "PassRate"}}}}  # no prompt brings an answer

@@ -114,6 +114,18 @@ class Method:
             return not (causal or follows or rollout.decoding.expert or self.loss.data)
         return not isinstance(rollout.decoding, Unmasking)
 
+    def require_modality(self, process: str) -> None:
+        """Raise UserError for a method of language models on a denoiser's process, or the other way round."""
+        if self.for_tokens != (process in OF_TEXT):
+            raise self._unfit(process)
+
+    def _unfit(self, process: str) -> UserError:
+        other = {"tokens": "masked language models", "masks": "causal language models"}
+        of = other.get(process, "language models") if self.for_tokens else "denoisers"
+        name = type(self.generation.decoding if self.for_tokens else self.denoising.kernel).__name__
+        return UserError(f"got a method of {of} (it samples by {name}), which this model is not: `flowgrpo list "
+                         "methods` lists the methods of every kind")
+
     def on(self, process: str, given: Collection[str] = ()) -> Method:
         """Return the method as a process samples it: a "flow", a variance-preserving one ("vp"), "tokens" one after
         the other, or "masks" that become tokens.
@@ -125,11 +137,7 @@ class Method:
         Raises UserError for what is of another process alone.
         """
         if not self.fits(process):
-            other = {"tokens": "masked language models", "masks": "causal language models"}
-            of = other.get(process, "language models") if self.for_tokens else "denoisers"
-            name = type(self.generation.decoding if self.for_tokens else self.denoising.kernel).__name__
-            raise UserError(f"got a method of {of} (it samples by {name}), which this model is not: `flowgrpo list "
-                            "methods` lists the methods of every kind")
+            raise self._unfit(process)
         if process == "masks":
             return self._unmasked()
         if process == "tokens":

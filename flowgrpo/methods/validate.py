@@ -24,6 +24,7 @@ def resolve(config: Config, process: str = "flow") -> Method:
     Raises UserError where they do not go together, and for a part that the user set and the method does not read.
     """
     base, train = preset(config.method), config.train
+    base.require_modality(process)  # before parts that the recipe has for another method
     requested = with_parts(base, config.parts)
     method = requested.on(process, given=config.parts)
     if config.preferences is not None:

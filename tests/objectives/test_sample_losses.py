@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -130,6 +131,12 @@ def test_pacs_scores_add_up_to_zero_and_an_agreeing_group_learns_too():
     close(slope, [-0.5 - 0.5, 0.5, 0.5])
     _, slope = RewardLabels("each").losses(f64([0, 0, 0]), f64([1, 1, 1]), same)
     close(slope, [-0.5, -0.5, -0.5])
+
+
+def test_the_logged_loss_is_a_mean_and_no_sum_over_tokens():
+    # Where nothing has moved all logits are 0, and the loss of any labels is log 2, whatever the lengths.
+    metrics = tiny_text.trainer(method="pacs", train__lr=1e-9).run_epoch()
+    assert metrics["loss"] == pytest.approx(math.log(2), abs=1e-5)
 
 
 # Pictures

@@ -98,12 +98,13 @@ def test_a_masked_number_is_no_score(answer):
 
 class Silent(Exception):
     def __str__(self):
-        raise RuntimeError("no text")
+        raise self.args[0]
 
 
-def test_an_exception_without_a_text_is_told_by_its_class():
+@pytest.mark.parametrize("of_the_text", [RuntimeError("no text"), SystemExit(0), GeneratorExit()])
+def test_an_exception_without_a_text_is_told_by_its_class(of_the_text):
     def silent(images, prompts):
-        raise Silent
+        raise Silent(of_the_text)
 
     with pytest.raises(UserError, match="^reward 'mine' raised on 2 .*: Silent, of which str.. fails .test_score"):
         rewards.score({"mine": silent}, torch.ones(2, 3, 4, 4), ["a", "b"], [{}, {}])

@@ -446,4 +446,9 @@ def test_accepted_risk_keeps_limits_and_verdict(tmp_path, monkeypatch):
     assert refusal(bare, "open('a', 'wb').write(bytes(2**22))", Limits(seconds=60, files=1)) == "OSError EFBIG"
     if sys.platform == "linux":
         assert refusal(bare, "import socket\nsocket.socket()") == f"PermissionError {errno.errorcode[errno.EPERM]}"
+        for call in ("syncfs(0)", "syscall(SYNC)"):  # of every disk of the machine
+            code = ("import ctypes\nSYNC = 81 if os.uname().machine == 'aarch64' else 162\n"
+                    f"libc = ctypes.CDLL(None, use_errno=True)\nlibc.{call}\n"
+                    "raise OSError(ctypes.get_errno(), '')")
+            assert refusal(bare, code) == "PermissionError EPERM", call
     assert list(tmp_path.iterdir()) == []

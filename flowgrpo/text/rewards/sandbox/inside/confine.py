@@ -30,6 +30,7 @@ REFUSED = {
     "keyctl": (250, 219), "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
     "kexec_load": (246, 104), "kexec_file_load": (320, 294), "swapon": (167, 224), "swapoff": (168, 225),
     "reboot": (169, 142), "quotactl": (179, 60), "acct": (163, 89), "syslog": (103, 116),
+    "sync": (162, 81), "syncfs": (306, 267),
 }
 
 
