@@ -94,8 +94,8 @@ def forced(name: str, folder: Path) -> dict[str, Any]:
                  "reward": {"sharpness": {"use": "frames", "args": {"reward": "sharpness"}}}}
     if "preview" in config.parts:
         keys |= {"parts.preview.pool": 4, "parts.preview.steps": 2}
-    if config.parts.get("plan", {}).get("size", 0) >= FORCED["train.steps"]:  # the last step is never trained
-        keys["parts.plan.size"] = FORCED["train.steps"] - 1
+    if config.parts.get("plan", {}).get("size", 0) > FORCED["train.steps"] // 2:  # flow_grpo_fast's window is there
+        keys["parts.plan.size"] = FORCED["train.steps"] // 2
     if config.picture.sizes:
         keys["picture.sizes"] = []
     if config.prompts == "pickapic":
