@@ -18,6 +18,7 @@ from flowgrpo.evaluation.plan import Arm
 from flowgrpo.policies import loading
 from flowgrpo.policies.pipelines.call import unchecked
 from flowgrpo.policies.weights.rlg import Branches
+from flowgrpo.samplers.grids import require_steps
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.types import Completion
 
@@ -30,12 +31,16 @@ class Sampler(Protocol):
 
     together: int
 
+    def load(self, arm: Arm) -> Any:
+        """Load the model with an arm's weights, unless they are in it, and return it."""
+
     def draw(self, arm: Arm, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Sequence[Any]:
         """Return a sample per prompt and seed."""
 
 
 def first_of_each(sampler: Sampler, arm: Arm, prompts: Sequence[Prompt], seed: int) -> list[Any]:
     """Return the first sample of every prompt."""
+    sampler.load(arm)  # before the bar: what cannot be loaded is one line
     of, places = seeder(seed, 0), range(len(prompts))
     parts = [places[at:at + sampler.together] for at in range(0, len(prompts), sampler.together)]
     return [sample for rows in tqdm(parts, desc="sampling", leave=False)
@@ -69,21 +74,27 @@ class Pipelines:
             return self.batched.draw(self.pipe, prompts, seeds, arm.asked, self.config.negative_prompt)
 
     def load(self, arm: Arm) -> Any:
-        """Load the pipeline with an arm's weights, unless they are in it, and return it."""
+        """Load the pipeline with an arm's weights, unless they are in it, and return it.
+
+        Raises UserError for weights that do not fit, and for a number of steps that the scheduler does not take.
+        """
         as_loaded = (self.loaded, self.branches is not None) == (arm.weights, arm.rlg is not None)
         if self.pipe is None or not (self.loaded is None or as_loaded):
             self.pipe = self.loaded = self.branches = None
             gc.collect()  # two models at once may not fit
             self.pipe = loading.make_pipeline(self.model, self.precision, self.config.trust_remote_code, self.device,
                                              self.config.memory, loading.files_of(self.config, self.model))
-        if self.loaded is not None or arm.weights is None or arm.rlg == 0:
-            return self.pipe
-        self.loaded = arm.weights
-        if arm.rlg is None:
-            loading.load_tuned(self.pipe, arm.weights)
-        else:
-            self.branches = loading.load_branches(self.pipe, arm.weights)
+        if self.loaded is None and arm.weights is not None and arm.rlg != 0:
+            self._tune(arm.weights, arm.rlg)
+        require_steps(self.pipe.scheduler, arm.asked.get("num_inference_steps"))
         return self.pipe
+
+    def _tune(self, weights: Path, rlg: float | None) -> None:
+        self.loaded = weights
+        if rlg is None:
+            loading.load_tuned(self.pipe, weights)
+        else:
+            self.branches = loading.load_branches(self.pipe, weights)
 
 
 class Texts:
@@ -101,12 +112,16 @@ class Texts:
 
     def draw(self, arm: Arm, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Completion]:
         """Write a completion per prompt and seed."""
-        if arm != self.arm:
+        policy = self.load(arm)
+        given = policy.encode([prompt.text for prompt in prompts], images=[prompt.brings for prompt in prompts])
+        return policy.generate(given, policy.generators(seeds))
+
+    def load(self, arm: Arm) -> CausalLM:
+        """Load the model with an arm's weights and settings, unless they are in it, and return it."""
+        if self.policy is None or arm != self.arm:
             from flowgrpo.text.policies import sampling as texts
 
             self.policy = None  # two models at once may not fit
             config = texts.settings(self.model, self.config, arm.asked, self.device, self.precision)
             self.policy, self.arm = texts.load(config, arm.weights, self.device), arm
-        assert self.policy is not None  # loaded with the arm
-        given = self.policy.encode([prompt.text for prompt in prompts], images=[prompt.brings for prompt in prompts])
-        return self.policy.generate(given, self.policy.generators(seeds))
+        return self.policy
