@@ -5,7 +5,7 @@
     flowgrpo train examples/http_reward.yaml
 
 The API takes {"input": {"text": ..., "image": base64 PNG}} with a bearer token and answers {"result": {"scores": [N]}}:
-how red the picture is, in [0, 1].
+how red the image is, in [0, 1].
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Api(BaseHTTPRequestHandler):
         if self.headers["Authorization"] != f"Bearer {os.environ['BRAND_KEY']}":
             self.answer(401, {"error": "unknown key"})
             return
-        picture = Image.open(io.BytesIO(base64.b64decode(request["input"]["image"]))).convert("RGB")
-        self.answer(200, {"result": {"scores": [float(np.asarray(picture)[..., 0].mean()) / 255]}})
+        image = Image.open(io.BytesIO(base64.b64decode(request["input"]["image"]))).convert("RGB")
+        self.answer(200, {"result": {"scores": [float(np.asarray(image)[..., 0].mean()) / 255]}})
 
     def answer(self, status: int, content: dict) -> None:
         body = json.dumps(content).encode()

@@ -65,8 +65,8 @@ def _flat(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:
         moves.append(f"{name} {fixed(first.mean(), digits)} to {fixed(second.mean(), digits)}")
     if not moves:
         return None
-    return (f"no trained reward has improved in {FLAT} epochs ({', '.join(moves)}): look at train.lr, the KL weight, "
-            "the clip fraction and the zero-variance groups; a reward at its ceiling is done")
+    return (f"no trained reward clearly rose in the last {FLAT} epochs ({', '.join(moves)}): look at train.lr, the KL "
+            "weight, the clip fraction and the zero-variance groups; a reward at its ceiling is done")
 
 
 def _equal(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:
