@@ -24,7 +24,7 @@ def log_prob(gaussian: Gaussian, x: Tensor) -> Tensor:
     _require_noise(gaussian)
     mean, std, x = wide(gaussian.mean, gaussian.std, x)
     density = -((x - mean) / std).square() / 2 - std.log() - math.log(2 * math.pi) / 2
-    return _mean_over_dims(density)
+    return density.reshape(len(density), -1).mean(dim=1)
 
 
 def kl(p: Gaussian, q: Gaussian) -> Tensor:
@@ -37,7 +37,8 @@ def kl(p: Gaussian, q: Gaussian) -> Tensor:
     assert p.std is q.std or torch.equal(p.std, q.std), "kl is for transitions of one kernel, step and grid"
     _require_noise(p)
     mean_p, mean_q, std = wide(p.mean, q.mean, p.std)
-    return _mean_over_dims(((mean_p - mean_q) / std).square() / 2)
+    distance = ((mean_p - mean_q) / std).square() / 2
+    return distance.reshape(len(distance), -1).mean(dim=1)
 
 
 def sample(gaussian: Gaussian, noise: Tensor) -> Tensor:
@@ -45,10 +46,6 @@ def sample(gaussian: Gaussian, noise: Tensor) -> Tensor:
     rounded."""
     mean, std, noise = wide(gaussian.mean, gaussian.std, noise)
     return mean + std * noise
-
-
-def _mean_over_dims(values: Tensor) -> Tensor:
-    return values.reshape(len(values), -1).mean(dim=1)
 
 
 def _require_noise(gaussian: Gaussian) -> None:

@@ -48,7 +48,8 @@ FAULTS = (
     fault("log-density without its log std", "gaussian.py", "- std.log() -", "-", "test_gaussian.py"),
     fault("log-density without the half", "gaussian.py", ".square() / 2 - std", ".square() - std", "test_gaussian.py"),
     fault("KL without the std", "gaussian.py", "((mean_p - mean_q) / std)", "(mean_p - mean_q)", "test_gaussian.py"),
-    fault("sum in place of a mean over dimensions", "gaussian.py", ".mean(dim=1)", ".sum(dim=1)", "test_gaussian.py"),
+    fault("sum in place of a mean over dimensions", "gaussian.py", "density.reshape(len(density), -1).mean(dim=1)",
+          "density.reshape(len(density), -1).sum(dim=1)", "test_gaussian.py"),
     # SDE steps and solvers
     fault("sign of the SDE's drift correction", "samplers/kernels.py", "- pull * x1", "+ pull * x1", "samplers"),
     fault("SDE drift correction twice as large", "samplers/kernels.py", "pull=g**2 * delta / (2 * sigma)",

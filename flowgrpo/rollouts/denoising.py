@@ -207,9 +207,10 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
 
     def _recorded(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
         """Return a sampled part with the transitions that are trained, which may be scored; all processes do alike."""
-        learned, scored = conditioning.learned or conditioning, not self.method.target.scores_sampling
-        alike = self.processes.alike(lambda: (len(part.prompts), learned.scales and self.processes.rank))
-        with alike if scored else nullcontext():
+        learned = conditioning.learned or conditioning
+        if self.method.target.scores_sampling:  # nothing is left to score
+            return self.target.record(part, learned, epoch, seed)
+        with self.processes.alike(lambda: (len(part.prompts), learned.scales and self.processes.rank)):
             return self.target.record(part, learned, epoch, seed)
 
     def _sampled(self, conditioning: Conditioning, epoch: int, seed: Seed, judge: TotalReward) -> Iterator[Part]:

@@ -131,7 +131,8 @@ def test_a_part_reports_a_metric_of_its_own():
 # --- contracts -------------------------------------------------------------------------------------------------------
 
 ROWS = {place: (extends, methods) for place, extends, methods in re.findall(
-    r"^- `([\w.]+)`(?: \(([^)]+)\))?: (.+(?:\n  .+)*)", PAGE.split("## Contracts")[1].split("What they mean:")[0], re.M)}
+    r"^- `([\w.]+)`(?: \(([^)]+)\))?: (.+(?:\n  .+)*)", PAGE.split("## Contracts")[1].partition("What they mean:")[0],
+    re.M)}
 WITHOUT_METHODS = {"adapted", "tail", "preview", "value", "data.source"}  # fields only
 
 
