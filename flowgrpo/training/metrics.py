@@ -30,7 +30,8 @@ class Log:
     def __init__(self, folder: Path, accelerator: Accelerator, total: int, first: int):
         self.path, self.accelerator, self.speaks = folder / "metrics.jsonl", accelerator, accelerator.is_main_process
         known = [line for line in read_lines(self.path, "epoch") if line["epoch"] <= first] if self.speaks else []
-        self.recent, self.alerted = deque(known, maxlen=symptoms.FLAT), set[str]()
+        self.start, self.recent = known[:symptoms.START], deque(known, maxlen=symptoms.FLAT)
+        self.alerted = set[str]()
         self.bar = tqdm(total=total, initial=first, desc="training", unit="epoch", disable=not self.speaks)
 
     def epoch(self, epoch: int, metrics: dict[str, Any], shown: dict[str, str]) -> None:
@@ -38,6 +39,7 @@ class Log:
             return
         line = finite({"epoch": epoch, **metrics})
         self.recent.append(line)
+        self.start += [line] if len(self.start) < symptoms.START else []
         atomic.append_line(self.path, json.dumps(line))
         self.accelerator.log({k: v for k, v in metrics.items() if isinstance(v, (int, float))}, step=epoch)
         self.bar.set_postfix(shown)
@@ -59,9 +61,13 @@ class Log:
         """
         folder = self.path.parent
         if self.speaks:
-            self._alert(symptoms.of_run(trainer.config, list(self.recent), trainer.first_ratio.clip), trainer.epoch)
+            self._alert(symptoms.of_run(trainer.config, self._read(), trainer.first_ratio.clip), trainer.epoch)
         if report.during(trainer, folder) and trainer.epoch < trainer.config.train.epochs:
             tracker.show(self.accelerator, folder, trainer.epoch, "best", "worst")
+
+    def _read(self) -> list[dict[str, Any]]:
+        """Return the lines that symptoms read: the first of the run, and the last ones."""
+        return [*(line for line in self.start if line["epoch"] < self.recent[0]["epoch"]), *self.recent]
 
     def _alert(self, present: list[symptoms.Symptom], epoch: int) -> None:
         """Print a line on each symptom that the epoch before did not have, and send it to the tracker."""

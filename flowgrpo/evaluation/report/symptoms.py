@@ -15,6 +15,7 @@ from flowgrpo.evaluation.numbers import decimals, fixed
 
 # Epochs after which a flat reward, a clip fraction, equal rewards and a collapse are symptoms.
 FLAT, CLIPPED, EQUAL, COLLAPSED = 20, 10, 5, 3
+START = FLAT // 2  # first epochs of a run: a reward that rose since then and stays there is not flat
 # Of a collapse, at most: the diversity within a group, the gradient norm, and its share of the largest norm before.
 SAME, STILL, FADED = 1e-3, 1e-4, 1e-3
 MOST = 0.9  # share of zero-variance groups from which on it is a symptom
@@ -31,11 +32,12 @@ class Symptom:
 
 
 def of_run(config: Config, lines: Sequence[dict[str, Any]], clip: float | None) -> list[Symptom]:
-    """Return the symptoms after the last of a run's lines of metrics; only the last FLAT lines are read.
+    """Return the symptoms after the last of a run's lines of metrics, of which the first START and the last FLAT are
+    read.
 
     clip: the narrower side of the clip range; None without a clip, or if it is unknown.
     """
-    texts = {"flat reward": _flat(config, lines[-FLAT:]), "equal rewards": _equal(config, lines[-EQUAL:]),
+    texts = {"flat reward": _flat(config, lines[-FLAT:], lines[:START]), "equal rewards": _equal(config, lines[-EQUAL:]),
              "clip fraction": _clipped(config, lines[-CLIPPED:], clip), "skipped updates": _skipped(config, lines[-1:]),
              "collapse": _collapsed(lines[-FLAT:])}
     return [Symptom(name, text) for name, text in texts.items() if text]
@@ -48,8 +50,8 @@ def _column(lines: Sequence[dict[str, Any]], key: str, count: int) -> np.ndarray
     return np.array(known) if len(known) == count else None
 
 
-def _flat(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:
-    """Describe trained rewards of which none rose: their second half of epochs over the first one."""
+def _flat(config: Config, lines: Sequence[dict[str, Any]], start: Sequence[dict[str, Any]]) -> str | None:
+    """Describe trained rewards of which none rose: the second half of `lines` over the first one and over `start`."""
     if config.preferences is not None and config.labels == "file":
         return None  # its reward is 1/2 throughout
     moves = []
@@ -58,8 +60,8 @@ def _flat(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:
         if values is None:
             continue
         first, second = np.split(values, 2)
-        error = math.sqrt((first.var(ddof=1) + second.var(ddof=1)) / len(first))
-        if math.copysign(1, rule.direction) * (second.mean() - first.mean()) > CERTAIN * error:
+        begun = _column(start, f"reward/{name}/mean", START)
+        if any(_rose(earlier, second, rule.direction) for earlier in (first, begun) if earlier is not None):
             return None
         digits = decimals([first.mean(), second.mean()])
         moves.append(f"{name} {fixed(first.mean(), digits)} to {fixed(second.mean(), digits)}")
@@ -67,6 +69,12 @@ def _flat(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:
         return None
     return (f"no trained reward clearly rose in the last {FLAT} epochs ({', '.join(moves)}): look at train.lr, the KL "
             "weight, the clip fraction and the zero-variance groups; a reward at its ceiling is done")
+
+
+def _rose(first: np.ndarray, second: np.ndarray, direction: float) -> bool:
+    """True if the mean of as many epochs is better by more than CERTAIN standard errors."""
+    error = math.sqrt((first.var(ddof=1) + second.var(ddof=1)) / len(first))
+    return math.copysign(1, direction) * (second.mean() - first.mean()) > CERTAIN * error
 
 
 def _equal(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:

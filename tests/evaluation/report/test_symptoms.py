@@ -6,7 +6,7 @@ import pytest
 
 from flowgrpo.config import validate
 from flowgrpo.evaluation.report import verdict
-from flowgrpo.evaluation.report.symptoms import CLIPPED, COLLAPSED, EQUAL, FLAT, of_run
+from flowgrpo.evaluation.report.symptoms import CLIPPED, COLLAPSED, EQUAL, FLAT, START, of_run
 
 NOISE = [0.01, -0.01]
 
@@ -31,6 +31,14 @@ def test_a_reward_that_does_not_improve(slope, weight, flat):
     assert names({"reward": {"a": weight}}, lines(noisy(slope))) == ["flat reward"] * flat
     assert names({"reward": {"a": weight}}, lines(noisy(slope, FLAT - 1))) == []
     assert names({"reward": {"a": weight}}, lines([9.0, *noisy(slope)])) == ["flat reward"] * flat
+
+
+def test_a_reward_that_rose_and_stays_is_not_flat():
+    """A run whose reward rose by .5 in its first epochs, and has been level for the last FLAT ones."""
+    early = [value - 0.5 for value in noisy(0.0, START)]
+    assert names({"reward": {"a": 1.0}}, lines([*early, *noisy(0.0, 2 * FLAT)])) == []
+    assert names({"reward": {"a": -1.0}}, lines([*early, *noisy(0.0, 2 * FLAT)])) == ["flat reward"]
+    assert names({"reward": {"a": 1.0}}, lines(noisy(0.0, 3 * FLAT))) == ["flat reward"]
 
 
 def test_one_of_several_rewards_that_improves_is_enough():
