@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -254,6 +256,20 @@ def test_the_training_reward_of_flow_grpo_by_hand(wanted, objects, score):
                      clip={"parts": (ByHand(), Same), "device": "cpu"})
     found = rewards.score({"geneval": reward}, PAINTED[None], ["a photo"], [wanted])[0, 0].item()
     assert found == pytest.approx(score, abs=1e-6)
+
+
+def test_the_training_reward_of_flow_grpo_is_that_of_the_released_code():
+    """80 random scenes with the scores of `evaluate_reward` of reward_server/gen_eval.py in yifan123/reward-server at
+    92ac29f (MIT), run on the same objects and colours, with its thresholds."""
+    lines = Path(__file__).with_name("flow_grpo_scores.jsonl").read_text(encoding="utf-8").splitlines()
+    for case in map(json.loads, lines):
+        colour = {tuple(box): name for box, _, _, name in case["objects"]}
+        objects = [Detection(tuple(box), label, score) for box, label, score, _ in case["objects"]]
+        reward = GenEval(detector=lambda images: [objects for _ in images], score="flow_grpo",
+                         colours=lambda picture, those, name: [colour[each.box] for each in those])
+        found = rewards.score({"geneval": reward}, PAINTED[None], ["a photo"], [case["metadata"]])[0, 0].item()
+        assert found == pytest.approx(case["score"], abs=1e-6), case
+    assert len(lines) == 80
 
 
 def test_the_mask_decides_the_colour():
