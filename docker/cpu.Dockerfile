@@ -1,4 +1,4 @@
-# flowgrpo on a CPU: docker build -f docker/cpu.Dockerfile -t flowgrpo:cpu . && docker run --rm flowgrpo:cpu methods
+# flowgrpo on a CPU: docker build -f docker/cpu.Dockerfile -t flowgrpo:cpu . && docker run --rm flowgrpo:cpu list methods
 FROM python:3.12-slim
 RUN apt-get update && apt-get install --yes --no-install-recommends bubblewrap && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/flowgrpo

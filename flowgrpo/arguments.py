@@ -86,7 +86,7 @@ def _require_types(model: Any, named: list[Any], prompts: Any) -> None:
     if isinstance(prompts, (list, tuple)):
         wrong = [prompt for prompt in prompts if not isinstance(prompt, (str, dict, Prompt))]
     if wrong:
-        raise UserError(f"prompts: got {_short(wrong[0])}, expected a file, or a list of texts or dictionaries")
+        raise UserError(f"prompts: got {_short(wrong[0])}, expected a file, or a list of strings or dictionaries")
 
 
 def _short(value: Any) -> str:

@@ -193,7 +193,7 @@ def require_generators(count: int, what: str) -> None:
     """
     needed, free = count * GENERATOR, free_memory("cpu")
     if needed > free:
-        raise UserError(f"{count:,} {what} need {needed / 2**30:,.0f} GiB for their random numbers alone, and this "
+        raise UserError(f"{count:,} {what} need {needed / 2**30:,.0f} GiB for their random numbers, and this "
                         f"machine has {free / 2**30:,.0f} GiB left: ask for {free // GENERATOR:,} at most")
 
 

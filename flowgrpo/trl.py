@@ -126,7 +126,7 @@ class FlowGRPOTrainer:
                  eval_dataset: str | None = None, processing_class: Any = None,
                  callbacks: Sequence[Any] | None = None, peft_config: Any = None) -> None:
         if train_dataset is None:
-            raise UserError("FlowGRPOTrainer: got no train_dataset, expected texts or records with a prompt")
+            raise UserError("FlowGRPOTrainer: got no train_dataset, expected strings or records with a prompt")
         self.args = args or FlowGRPOConfig()
         self.model = (model, processing_class) if processing_class is not None else model
         self.prompts = train_dataset if isinstance(train_dataset, str) else [_record(row) for row in train_dataset]
@@ -443,8 +443,8 @@ def _record(row: Any) -> dict[str, Any]:
     if isinstance(row, str):
         return {"prompt": row}
     if not isinstance(row, Mapping) or not isinstance(row.get("prompt"), str):
-        raise UserError(f"train_dataset: got {' '.join(repr(row).split())[:80]}, expected texts or records with a "
-                        "prompt that is a text")
+        raise UserError(f"train_dataset: got {' '.join(repr(row).split())[:80]}, expected strings or records with a "
+                        "prompt that is a string")
     own = {key: row[key] for key in ("prompt", "image", "metadata") if key in row}
     further = {key: value for key, value in row.items() if key not in own}
     return own | ({"metadata": further | dict(own.get("metadata", {}))} if further else {})

@@ -575,7 +575,7 @@ class Bright:
     ({"rewards": {3: 1.0}}, "rewards: got int 3, expected a name"),
     ({"rewards": None}, "rewards: got NoneType None, expected a name"),
     ({"rewards": {}}, "the options: reward: got {}, expected at least 1 item"),
-    ({"rewards": Bright(), "prompts": ["a", 3]}, "prompts: got int 3, expected a file, or a list of texts or "
+    ({"rewards": Bright(), "prompts": ["a", 3]}, "prompts: got int 3, expected a file, or a list of strings or "
      "dictionaries"),
     ({"prompts": None}, "prompts: got NoneType None, expected a file"),
     ({"prompts": ["a", {"prompt": "b", "metdata": {}}]}, "prompts list, line 2: unknown key 'metdata'"),

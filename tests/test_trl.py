@@ -173,7 +173,7 @@ def test_passes_over_the_prompts_are_rounds():
 
 
 @pytest.mark.parametrize("arguments, told", [
-    ({}, "got no train_dataset"), ({"train_dataset": [3]}, "train_dataset: got 3, expected texts or records"),
+    ({}, "got no train_dataset"), ({"train_dataset": [3]}, "train_dataset: got 3, expected strings or records"),
     ({"train_dataset": ["a"], "args": FlowGRPOConfig(reward_weights=[1.0, 2.0])}, "reward_weights: got 2 for 1")])
 def test_wrong_arguments_are_told(arguments, told):
     with pytest.raises(UserError, match=told):

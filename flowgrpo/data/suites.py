@@ -76,7 +76,7 @@ def load_suite(name: str) -> Suite:
         if not match or (path.suffix in ENDINGS) != bool(match[2]):
             raise UserError(f"no suite {name!r}: expected one that `flowgrpo list prompts` lists, a file "
                             f"({', '.join(ENDINGS)}), a folder of such files, or a hub "
-                            "dataset's id, alone or with one of its files behind it")
+                            "dataset's id, with or without one of its files behind it")
         path = _download(name, match[1], match[2])
     form, cases = _folder(path) if path.is_dir() else _file(path)
     if not cases:

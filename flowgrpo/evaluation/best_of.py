@@ -45,7 +45,7 @@ class BestOf:
                                             [prompt.metadata] * self.count, group=self.count))
         scores = [-math.inf if isinstance(score, Failed) or math.isnan(score) else float(score) for score in column]
         if max(scores) == -math.inf:
-            raise UserError(f"--by {self.name}: none of the {self.count} draws of {prompt.text[:60]!r} has a score, "
+            raise UserError(f"--by {self.name}: none of the {self.count} samples of {prompt.text[:60]!r} has a score, "
                             "expected a reward that applies to every prompt")
         return scores.index(max(scores)), max(scores)
 
@@ -71,9 +71,9 @@ def make(count: int, by: str | dict[str, Any], config: Config | None) -> BestOf 
     if count == 1 and not by:
         return None
     if count < 2 or not by:
-        raise UserError("--best-of goes with --by REWARD, and takes 2 draws or more: got "
+        raise UserError("--best-of goes with --by REWARD, and takes 2 samples or more: got "
                         f"{'--by without --best-of' if by else f'--best-of {count} without --by'}")
-    require_generators(count, "draws of one sample (--best-of)")
+    require_generators(count, "candidates of one sample (--best-of)")
     rules = by if isinstance(by, dict) else {by: run_rewards.rule(config, by)}
     if len(rules) != 1:
         raise UserError(f"--by: got {', '.join(rules)}, expected one reward")

@@ -145,7 +145,7 @@ class Ledger(BaseLedger[torch.Tensor, torch.Tensor]):
                 return untall(to_tensor(file.convert("RGB")), None if frames is None else int(frames))
         except (OSError, SyntaxError, ValueError) as error:  # Pillow's errors for a damaged file
             raise UserError(f"{path} is damaged ({' '.join(str(error).split())}): remove it, and the same command "
-                            "draws it again") from None
+                            "generates it again") from None
 
     def batch(self, places: Sequence[Place]) -> torch.Tensor:
         """Stack several pictures or clips of one size, the form that rewards take."""

@@ -150,8 +150,8 @@ class Method:
                            (self.loss.surrogate, forward_process.Preference)):
             if not isinstance(part, kind):
                 raise UserError(f"this model is variance-preserving (it predicts noise or v), but {part} is about "
-                                f"noised finals of flow matching alone, expected {kind.__name__}: use diffusion_dpo as "
-                                "it is, or a method that trains recorded steps, such as ddpo")
+                                f"noised final samples of flow matching, expected {kind.__name__}: use diffusion_dpo "
+                                "as it is, or a method that trains recorded steps, such as ddpo")
         # A rollout that draws nothing on its way has no use for a kernel.
         silent = self.denoising.noisy == "none"
         return (self.having(kernel=kernels.DDIM(0.0)) if silent else self)._on_vp(given)
@@ -184,7 +184,7 @@ class Method:
             got = ", ".join(f"{name} {parts[name]}" for name in refused)
             cure = ", ".join(f"{name}: {FOR_VP[name][1]}" for name in refused)
             raise UserError(f"this model is variance-preserving (it predicts noise or v), but {got} is for flow "
-                            f"matching alone: leave it out, or set parts: {{{cure}}}")
+                            f"matching: leave it out, or set parts: {{{cure}}}")
         return self.having(**{name: FOR_VP[name][0] for name in wrong})._with_form(_FORMS)
 
     def _with_form(self, forms: dict[Any, Any]) -> Method:

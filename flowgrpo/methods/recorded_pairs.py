@@ -34,12 +34,12 @@ def check(setup: Setup) -> None:
     _require_recorded(config, method)
     _require_measured(config)
     if config.labels == "file" and isinstance(method.credit.shaping, BradleyTerry):
-        raise UserError(f"labels is 'file', but method {config.method} draws labels from rewards, and would swap some "
-                        "of the file's: set labels: rewards, or parts.shaping: null")
+        raise UserError(f"labels is 'file', but method {config.method} samples labels from rewards, and would swap "
+                        "some of the file's: set labels: rewards, or parts.shaping: null")
     if config.labels == "rewards" and getattr(method.loss.surrogate, "similarity", False) \
             and not isinstance(method.credit.shaping, BradleyTerry):
         raise UserError(f"method {config.method} with parts.surrogate.similarity pulls to what the file calls chosen, "
-                        "but labels is 'rewards', which may prefer the other picture: set labels: file, or similarity: "
+                        "but labels is 'rewards', which may prefer the other image: set labels: file, or similarity: "
                         "0")
     if method.rollout.preview:
         raise UserError(f"preferences is set, so no image is sampled, but method {config.method} chooses among "
@@ -67,7 +67,8 @@ def _require_recorded(config: Config, method: Method) -> None:
 
     if not isinstance(method.target, RecordedCompletions):
         raise UserError(f"preferences is set, but method {config.method} on this model trains {method.target.trains}, "
-                        "which recorded texts have none of: expected a causal language model and a method such as dpo")
+                        "which recorded completions have none of: expected a causal language model and a method such "
+                        "as dpo")
     decoding = method.generation.decoding
     if decoding.greedy or decoding.expert:
         raise UserError(f"preferences is set, so no completion is sampled, but method {config.method} keeps "

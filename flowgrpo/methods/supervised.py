@@ -218,7 +218,7 @@ class SelfAnswers(DataLoss):
             raise ValueError(f"SelfAnswers: time is {self.time}, width {self.width} and samples {self.samples}, "
                              "expected between 0 and 1, 1 or more, and 0 or at least 2")
         if not isinstance(self.source, PassRate) or self.source.path or not self.source.collects_own:
-            raise ValueError("SelfAnswers learns from the run's own images alone: set data.source: {type: PassRate}, "
+            raise ValueError("SelfAnswers learns only from the run's own images: set data.source: {type: PassRate}, "
                              "with solved or mastered and without a path")
         if self.condition != "{prompt}":
             raise ValueError("SelfAnswers reads images under the empty prompt: leave data.condition out")

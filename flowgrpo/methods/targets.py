@@ -180,8 +180,8 @@ class LatentEdits(Target):
             raise ValueError(f"surrogate.ratio is {loss.surrogate.ratio:g}, but samples are chosen by the critic: set "
                              "parts.edit.acting: pairs, or surrogate: {ratio: 0, through: 1}")
         if loss.surrogate.ratio and not isinstance(credit.advantage, Paired):
-            raise ValueError(f"the advantage {type(credit.advantage).__name__} gives bases some, which no policy drew: "
-                             "set parts.advantage: {type: Paired}, or surrogate: {ratio: 0, through: 1}")
+            raise ValueError(f"the advantage {type(credit.advantage).__name__} gives bases some, which no policy "
+                             "sampled: set parts.advantage: {type: Paired}, or surrogate: {ratio: 0, through: 1}")
         if not loss.surrogate.critic and credit.value is None:
             raise ValueError("surrogate.critic is 0 and there is no value part: the critic would learn nothing, set "
                              "parts.value: {type: Recall}")

@@ -219,8 +219,8 @@ class SelfTeacher:
     def require_config(self, config: Config, of_text: bool) -> None:
         """Raise UserError for feedback that a pipeline has none of."""
         if not of_text and self.feedback in ("sibling", "contrast"):
-            raise UserError(f"parts.reference.feedback is {self.feedback}, texts of the group, and images have none: "
-                            "set it to none, with a template such as '{prompt}, in sharp focus'")
+            raise UserError(f"parts.reference.feedback is {self.feedback}, completions of the group, and images have "
+                            "none: set it to none, with a template such as '{prompt}, in sharp focus'")
 
     def __call__(self, held: list[Snapshot], now: Callable[[], Snapshot], epoch: int) -> list[Snapshot]:
         return []

@@ -121,7 +121,7 @@ def _require_quantisable(config: Config, device: torch.device, loaded: bool) -> 
         raise UserError(f"{setting}, but the pipeline is loaded already: quantise it when you load it, with 'full' "
                         "here")
     if config.memory.weights == "nf4" and device.type == "cpu":
-        raise UserError(f"{setting}, which diffusers loads onto a GPU alone: use int8 here")
+        raise UserError(f"{setting}, which diffusers loads only onto a GPU: use int8 here")
 
 
 def _require_kept(config: Config, method: Method, setting: str) -> None:

@@ -84,7 +84,7 @@ def _composed(label: str, rule: WatchRule, cache: str | None, given: RewardFunct
         return Composed(function, rule, name=label)
     parts = inside(function)
     if any(map(sees_groups, parts)):
-        raise UserError(f"reward {label!r} compares the samples of a group, and its scores hold for that group alone: "
+        raise UserError(f"reward {label!r} compares the samples of a group, and its scores hold only for that group: "
                         "set cache: false")
     if any(POLICY in part.reads for part in parts):
         raise UserError(f"reward {label!r} scores with the model that is trained, which changes: set cache: false")

@@ -37,7 +37,7 @@ def _require_plain(name: str, reward: Reward) -> None:
     """Raise UserError for a reward whose inputs or rule a gradient does not reach."""
     if sees_base(reward):
         raise UserError(f"reward {name!r} compares with the base's image (base = True), which a method that "
-                        "follows a reward's gradient does not draw: take `base` away")
+                        "follows a reward's gradient does not generate: take `base` away")
     if scores_latents(reward):
         raise UserError(f"reward {name!r} scores latents, and this method follows a reward's gradient through "
                         "decoded images: take `scores` away")

@@ -265,8 +265,8 @@ def require_latents(rewards: Mapping[str, object], modality: str) -> None:
     """Raise UserError for the first reward that scores latents in a text run, which has none."""
     for name, reward in rewards.items():
         if modality == "text" and scores_latents(reward):
-            raise UserError(f"reward {name!r} scores latents (scores = 'latents'), and this model writes texts: take "
-                            "`scores` away")
+            raise UserError(f"reward {name!r} scores latents (scores = 'latents'), and this model writes "
+                            "completions: take `scores` away")
 
 
 def require_base(rewards: Mapping[str, object], modality: str) -> None:
@@ -277,7 +277,7 @@ def require_base(rewards: Mapping[str, object], modality: str) -> None:
     for name, reward in rewards.items():
         if modality == "text" and sees_base(reward):
             raise UserError(f"reward {name!r} compares with the base's image from the same noise (base = True), and "
-                            "this model writes texts: take `base` away")
+                            "this model writes completions: take `base` away")
 
 
 def require_modality(rewards: Mapping[str, Any], modality: str) -> None:
@@ -322,7 +322,7 @@ class Checked(Wrapped):
 
         if self.unit == "group" and batch.group < 2:
             raise UserError(f"reward {self.name!r} compares the samples of a group, but here every image is scored "
-                            "alone: choose a reward that scores one image at a time")
+                            "by itself: choose a reward that scores one image at a time")
         shared, on = self._reads_only, f"on {len(batch)} samples (first prompt of the batch: {batch.prompts[0]!r})"
         given = batch.copied(tensors=not shared)
         before = _writes(given)

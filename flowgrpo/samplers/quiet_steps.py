@@ -42,7 +42,7 @@ def trained_by_noise(specs: Sequence[RolloutSpec]) -> list[RolloutSpec]:
     left = [replace(spec, schedule=replace(spec.schedule, trained=steps)) for spec, steps in kept if steps]
     if not left:
         spec, steps = found[0]
-        raise ValueError(f"the trained steps {list(steps)} of {spec.steps} have deviations of at most "
+        raise ValueError(f"the trained steps {list(steps)} of {spec.steps} have a std of at most "
                          f"{max(deviation(spec, step) for step in steps):.2g} under {spec.kernel}, expected {LEAST} or "
                          "more: use more noise, fewer steps, train.grid: shifted, or a plan that trains earlier ones")
     return left

@@ -63,7 +63,7 @@ def run_of(path: Path) -> Path:
     if (run / CONFIG).is_file():
         return run
     if path.is_file():
-        raise UserError(f"{path} is in no run's folder: expected a run or its checkpoint; a LoRA file alone goes with "
+        raise UserError(f"{path} is in no run's folder: expected a run or its checkpoint; a LoRA's file goes with "
                         f"its model, as in `flowgrpo sample MODEL --prompt TEXT --lora {path}`")
     raise UserError(f"{path} is not a run: it has no {CONFIG}; expected a folder that `flowgrpo train` wrote")
 

@@ -33,7 +33,7 @@ def pairs(source: Path, loras: Sequence[Path], prompts: Path | None, count: int,
     elif config is not None:
         chosen = spread(splits.resolve(config)[1], count)
     else:
-        raise UserError(f"{source} is no run, whose held-out prompts would be drawn: expected --prompts FILE too")
+        raise UserError(f"{source} is no run, whose held-out prompts could be used: expected --prompts FILE too")
     listing = folder / "prompts.jsonl"
     atomic.write_text(listing, _lines(chosen))
     model = config.model if config is not None else str(source)

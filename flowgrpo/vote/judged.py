@@ -60,7 +60,7 @@ def groups(folders: Sequence[Path], key: str | None = None) -> list[Group]:
             prompts.setdefault(prompt.key, prompt)
             samples.setdefault(prompt.key, {})[sample] = None
     if len({type(sample) is str for several in samples.values() for sample in several}) > 1:
-        raise UserError(f"{', '.join(map(str, folders))} hold texts and images: expected samples of one kind")
+        raise UserError(f"{', '.join(map(str, folders))} hold completions and images: expected samples of one kind")
     several = [Group(prompts[name], tuple(given)) for name, given in samples.items() if len(given) > 1]
     if not several:
         raise UserError(f"no prompt in {', '.join(map(str, folders))} has two different samples: sample several per "

@@ -50,8 +50,8 @@ def of_page(page: Path) -> tuple[list[Comparison], Sides]:
     folders, names, prompts = (_texts(facts.get(key)) for key in ("folders", "columns", "prompts"))
     tasks = _texts(facts.get("tasks"), str, NoneType)
     if len(folders) < 2 or not names:
-        raise UserError(f"{page} names no two folders of images: expected the page of an image or video run, drawn "
-                        "by this version; `flowgrpo compare grid RUN` draws one")
+        raise UserError(f"{page} names no two folders of images: expected the page of an image or video run, written "
+                        "by this version; `flowgrpo compare grid RUN` writes one")
     sides = [page.parent / folders[at] for at in (0, -1)]
     if not all(side.resolve().is_relative_to(page.parent.resolve()) for side in sides):
         raise UserError(f"{page} names images outside its folder: expected what `flowgrpo compare grid` wrote")
@@ -111,7 +111,7 @@ def of_folders(a: Path, b: Path) -> tuple[list[Comparison], Sides]:
             continue
         (one, prompt), (other, of_other) = left[name], right[name]
         if prompt.text != of_other.text:
-            raise UserError(f"{one} was drawn for {prompt.text[:60]!r}, and {other} for {of_other.text[:60]!r}: "
+            raise UserError(f"{one} was generated for {prompt.text[:60]!r}, and {other} for {of_other.text[:60]!r}: "
                             "expected the same prompt under the same name")
         comparisons.append(Comparison(prompt.text, one, other, prompt.metadata.get("task")))
     return comparisons, _names(a, b)

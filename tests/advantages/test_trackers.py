@@ -94,7 +94,8 @@ def test_a_policy_that_moved_half_way_forgets_half():
 
 def test_groups_of_one_are_for_parts_that_compare_no_samples():
     with pytest.raises(UserError, match="Advantage compares the samples of a group: set train.group to 2 or more, or "
-                                        "parts.advantage to one of NoBaseline, RiskAverse, Signed, Unrewarded, ValueTracker$"):
+                                        "parts.advantage to one of NoBaseline, RiskAverse, Signed, Unrewarded, "
+                                        "ValueTracker$"):
         resolve(tiny.config(train__group=1))
     for advantage in ({"type": "ValueTracker"}, {"type": "Difficulty", "advantage": {"type": "Signed"}}):
         settings = tiny.config(method="flow_grpo", train__group=1, parts={"advantage": advantage, "roots": 1})

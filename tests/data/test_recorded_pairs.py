@@ -97,7 +97,7 @@ def test_the_files_verdicts_as_a_reward():
     ({"method": "flow_grpo"}, "method flow_grpo trains steps of sampling one, or edits"),
     ({"method": "draft"}, "method draft trains steps of sampling one"),
     ({"method": "expo"}, "method expo trains steps of sampling one, or edits of sampled ones: use a method of noised"),
-    ({"method": "rpo"}, "labels is 'file', but method rpo draws labels from rewards"),
+    ({"method": "rpo"}, "labels is 'file', but method rpo samples labels from rewards"),
     ({"method": "sol_rl+diffusion_dpo"}, "chooses among previews of sampled ones: leave sol_rl out"),
     ({"method": "diffusion_dpo", "train.group": 4}, "train.group is 4, but preferences brings pairs: set train.group"),
     ({"method": "diffusion_dpo", "labels": "rewards", "parts.surrogate.similarity": 1}, "pulls to what the file calls"),

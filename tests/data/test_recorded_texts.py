@@ -126,7 +126,7 @@ def test_what_does_not_go_with_recorded_texts_is_refused(options, told):
 
 def test_a_masked_model_and_a_part_that_draws_are_refused():
     config = load(None, {"method": "dpo", "preferences": "pairs.jsonl", "train.group": 2})
-    with pytest.raises(UserError, match="trains traces of an unmasking, which recorded texts have none of"):
+    with pytest.raises(UserError, match="trains traces of an unmasking, which recorded completions have none of"):
         pairs_check.check(loop.setup(config, "masked_lm"))
     drawn = config.model_copy(update={"parts": {"spread": {"type": "StepGroups"}}})
     with pytest.raises(UserError, match="trains recorded pairs of completions reads no spread"):

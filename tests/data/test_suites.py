@@ -116,7 +116,7 @@ def test_a_broken_suite_is_told(tmp_path, name, text, told):
 @pytest.mark.parametrize("name, told", [
     ("nothing", "no suite 'nothing': expected one that `flowgrpo list prompts` lists, a file"),
     ("./no/such/file.csv", "no suite './no/such/file.csv': expected one"),
-    ("some/birds/folder", "no suite 'some/birds/folder': expected .* alone or with one of its files behind it"),
+    ("some/birds/folder", "no suite 'some/birds/folder': expected .* with or without one of its files behind it"),
     ("no/file.csv", "no suite 'no/file.csv': expected one"),
 ])
 def test_a_suite_that_is_not_there_is_told(name, told):

@@ -46,7 +46,7 @@ def test_the_highest_score_is_picked_and_a_missing_one_never_is():
     best, prompts = best_of.BestOf(3, "scored", scored), [Prompt("a"), Prompt("b")]
     assert best.pick(flat(0.25, 0.75, 0.5, 0.0, 0.0, 0.125), prompts) == [(1, 0.75), (2, 0.125)]
     assert best.pick(flat(0.5, 0.5, 0.25), prompts[:1]) == [(0, 0.5)]
-    with pytest.raises(UserError, match="--by scored: none of the 3 draws of 'a' has a score"):
+    with pytest.raises(UserError, match="--by scored: none of the 3 samples of 'a' has a score"):
         best.pick(flat(0.0, 0.0, 0.0), prompts[:1])
 
 

@@ -390,7 +390,8 @@ def test_more_pictures_than_the_disk_holds_are_refused(arguments, tmp_path, mode
 
 @pytest.mark.parametrize("options, line", [
     (["--guidance", "inf"], "--guidance: got inf, expected a finite number"), (["--guidance", "nan"], "--guidance"),
-    (["--best-of", "1000000000", "--by", "sharpness"], "1,000,000,000 draws of one sample (--best-of) need 4,709 GiB"),
+    (["--best-of", "1000000000", "--by", "sharpness"], "1,000,000,000 candidates of one sample (--best-of) need "
+                                                       "4,709 GiB"),
     (["--steps", "10001"], "--steps: got 10001, expected 10000 at most")])
 def test_numbers_without_end_are_refused(options, line, tmp_path, model, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

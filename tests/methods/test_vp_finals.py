@@ -111,6 +111,6 @@ def test_other_noised_finals_are_refused_in_one_line():
     for options in (dict(method="diffusion_nft"), dict(method="dgpo"), dict(method="awm"),
                     dict(method="diffusion_dpo", parts__times={"type": "GridTimes"}),
                     dict(method="diffusion_dpo", parts__step_weight={"type": "Sigma"})):
-        with pytest.raises(UserError, match="variance-preserving .* flow matching alone") as caught:
+        with pytest.raises(UserError, match="variance-preserving .* flow matching") as caught:
             resolve(tiny.config(**options), "vp")
         assert "\n" not in str(caught.value)

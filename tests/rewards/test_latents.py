@@ -77,7 +77,7 @@ def test_latents_are_refused_where_there_are_none():
         require_gradient({"spread": spread})
     with pytest.raises(UserError, match="'spread' scores latents, and this method follows"):
         require_gradient({"spread": rewards.differentiable(type("Soft", (), {"scores": "latents"}))})
-    with pytest.raises(UserError, match="scores latents .* and this model writes texts"):
+    with pytest.raises(UserError, match="scores latents .* and this model writes completions"):
         rewards.require_latents({"spread": spread}, "text")
 
 

@@ -165,7 +165,7 @@ def test_scores_of_groups_are_not_kept(tmp_path):
     def of_groups(images, prompts, metadata, group): ...
 
     of_groups.group = True
-    with pytest.raises(UserError, match="compares the samples of a group, and its scores hold for that group alone"):
+    with pytest.raises(UserError, match="compares the samples of a group, and its scores hold only for that group"):
         rewards.compose({"mine": RewardRule(cache=True)}, str(tmp_path), {"mine": of_groups})
 
 

@@ -377,5 +377,5 @@ def test_annealed_noise_is_the_kernel_at_another_level(kernel, field):
 def test_annealed_noise_on_another_process_is_that_of_its_form():
     method = Method().having(kernel=AnnealedNoise(FlowDDIM(0.8)))
     assert method.on("vp", ["kernel"]).denoising.kernel == AnnealedNoise(DDIM(0.8))
-    with pytest.raises(UserError, match="is for flow matching alone"):
+    with pytest.raises(UserError, match="is for flow matching"):
         Method().having(kernel=AnnealedNoise()).on("vp", ["kernel"])

@@ -494,7 +494,7 @@ def test_sizes_that_a_file_names_are_not_allocated(edit, sizes, tmp_path):
     (dict(method="expo", parts={"edit": {"acting": "best"}}), "Edit: acting is 'best', expected argmax or pairs"),
     (dict(method="expo+grpo_guard"), "got Clip, but the method trains latent edits: expected one of ActorCritic"),
     (dict(method="expo", parts={"surrogate": {"ratio": 1.0}, "edit": {"acting": "pairs"}}),
-     "the advantage Advantage gives bases some, which no policy drew: set parts.advantage: {type: Paired}, or"),
+     "the advantage Advantage gives bases some, which no policy sampled: set parts.advantage: {type: Paired}, or"),
     (dict(method="expo+texforce"), "reads no adapted: got the preset texforce"),
     (dict(method="flow_grpo", parts={"surrogate": {"type": "ActorCritic"}}),
      "ActorCritic, which reads latent edits, but the method trains recorded steps"),

@@ -79,11 +79,11 @@ def test_a_variance_preserving_grid_is_read_alike():
 def test_a_schedule_of_that_step_alone_is_left_out_and_one_without_others_is_refused():
     every = explored(preset("flow_grpo"), kernel=FlowDDIM(), plan=EachStep())
     assert [spec.schedule.trained for spec in every] == [(step,) for step in range(8)]
-    with pytest.raises(ValueError, match=r"trained steps \[8\] of 10 have deviations of at most 0.0089 under FlowDDIM"):
+    with pytest.raises(ValueError, match=r"trained steps \[8\] of 10 have a std of at most 0.0089 under FlowDDIM"):
         explored(preset("flow_grpo"), kernel=FlowDDIM(), plan=Single(8))
     with pytest.raises(ValueError, match=r"at most 0 under ODE\(\), expected 0.02 or more: use more noise"):
         explored(preset("flow_grpo"), kernel=ODE(), plan=AllSteps())
-    with pytest.raises(UserError, match="have deviations of at most 0.0047 under DanceSDE"):
+    with pytest.raises(UserError, match="have a std of at most 0.0047 under DanceSDE"):
         resolve(tiny.config(method="dance_grpo", parts={"kernel": {"level": 0.01}}))
 
 
@@ -111,6 +111,6 @@ def test_a_run_says_which_steps_it_leaves_out(capsys):
 
 def test_a_run_is_refused_before_it_begins_where_a_later_epoch_trains_nothing():
     plan = {"type": "Sliding", "size": 1, "every": 1}
-    with pytest.raises(UserError, match=r"^epoch 9: the trained steps \[8\] of 10 have deviations of at most 0.0089"):
+    with pytest.raises(UserError, match=r"^epoch 9: the trained steps \[8\] of 10 have a std of at most 0.0089"):
         of_a_run(method="ddpo", train__steps=10, train__epochs=9, parts={"plan": plan})
     of_a_run(method="ddpo", train__steps=10, train__epochs=8, parts={"plan": plan})

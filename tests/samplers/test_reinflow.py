@@ -233,7 +233,7 @@ def test_parts_that_do_not_go_together_are_told(parts, told):
 
 
 def test_a_model_that_predicts_noise_is_refused():
-    with pytest.raises(UserError, match="kernel LearnedNoise.*flow matching alone"):
+    with pytest.raises(UserError, match="kernel LearnedNoise.*flow matching"):
         validate.resolve(tiny.config(method="reinflow"), "vp")
 
 

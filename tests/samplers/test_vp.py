@@ -399,7 +399,7 @@ def test_a_method_of_flows_takes_ddim_and_says_so(name):
 
 
 def test_a_run_is_refused_before_it_starts():
-    with pytest.raises(UserError, match=r"kernel FlowSDE\(level=0.7\) is for flow matching alone"):
+    with pytest.raises(UserError, match=r"kernel FlowSDE\(level=0.7\) is for flow matching"):
         tiny.trainer(vp_policy(), method="mix_grpo", parts__kernel={"type": "FlowSDE"})
     with pytest.raises(UserError, match="expected 0.02 or more: use more noise"):
         resolve(tiny.config(method="ddpo", parts={"kernel": {"eta": 0.0}}), "vp")

@@ -86,7 +86,7 @@ def test_a_richer_prompt_teaches_the_plain_one_of_pictures():
     assert trainer.run_epoch()["kl"] > 1e-6
     same = tiny.trainer(parts=parts | {"reference": parts["reference"] | {"template": "{prompt}"}})
     assert same.run_epoch()["kl"] == pytest.approx(0, abs=1e-9)
-    with pytest.raises(UserError, match="feedback is sibling, texts of the group, and images have none"):
+    with pytest.raises(UserError, match="feedback is sibling, completions of the group, and images have none"):
         resolve(tiny.config(parts={"reference": {"type": "SelfTeacher"}, "kl": {"weight": 1.0}}))
 
 

@@ -261,7 +261,7 @@ def test_folders_without_a_common_name_or_prompt(tmp_path):
     with pytest.raises(UserError, match=r"no images of equal file names \(1 and 0 images\)"):
         pairs([a, tmp_path / "c"])
     picture_files.save(b / "0.png", torch.zeros(3, 8, 8), "another\nNegative prompt: \nSteps: 2")
-    with pytest.raises(UserError, match="was drawn for 'prompt 0', and .* for 'another'"):
+    with pytest.raises(UserError, match="was generated for 'prompt 0', and .* for 'another'"):
         pairs([a, b])
     for name in "ac":
         Image.new("RGB", (8, 8)).save(tmp_path / name / "z.png")
@@ -276,7 +276,7 @@ def test_folders_without_a_common_name_or_prompt(tmp_path):
     (["a", "--prompts", "p.txt"], "--prompts: generates pairs with a LoRA: give --lora too"),
     (["a/0.png"], "names no two folders of images"),
     (["a", "b", "--lora", "x"], "--lora: goes with one run or model, got 2 paths"),
-    (["starter", "--lora", "x"], "starter is no run, whose held-out prompts would be drawn: expected --prompts")])
+    (["starter", "--lora", "x"], "starter is no run, whose held-out prompts could be used: expected --prompts")])
 def test_what_is_no_source_is_told(tmp_path, monkeypatch, capsys, arguments, line):
     folders(tmp_path, 1)
     monkeypatch.chdir(tmp_path)

@@ -38,19 +38,19 @@ class LabelledText:
 def load_labelled(path: str | Path) -> list[LabelledText]:
     """Read a .jsonl file of labelled texts. Raises UserError with the file and the line of a mistake."""
     if Path(path).suffix != ".jsonl":
-        raise UserError(f"labelled texts {path}: expected a .jsonl file")
+        raise UserError(f"labelled completions {path}: expected a .jsonl file")
     lines = text_of(path, LARGEST).split("\n")
     records = [_labelled(line, Path(path), number) for number, line in enumerate(lines, 1) if line.strip()]
     if not records:
-        raise UserError(f"labelled texts {path}: the file holds no text")
+        raise UserError(f"labelled completions {path}: the file holds no completion")
     if len({record.rejected is None for record in records}) == 2:
-        raise UserError(f"labelled texts {path}: some lines have labels and some pairs, expected one kind")
+        raise UserError(f"labelled completions {path}: some lines have labels and some pairs, expected one kind")
     return records
 
 
 def _labelled(line: str, path: Path, number: int) -> LabelledText:
     def wrong(what: str) -> UserError:
-        return UserError(f"labelled texts {path}, line {number}: {what}")
+        return UserError(f"labelled completions {path}, line {number}: {what}")
 
     try:
         record = decoded(line)

@@ -131,7 +131,8 @@ def _held_out(texts: Sequence[LabelledText], settings: Settings) -> Tensor:
     labels = [text.prompt or f"\0{number}" for number, text in enumerate(texts)]
     different = sorted(set(labels))
     if len(different) < 2:
-        raise UserError(f"{len(texts)} texts of one prompt cannot be parted into training and held-out ones: give more")
+        raise UserError(f"{len(texts)} completions of one prompt cannot be split into training and held-out ones: "
+                        f"give more")
     order = np.random.default_rng(settings.seed).permutation(len(different))
     count = min(max(1, round(settings.held_out * len(different))), len(different) - 1)
     chosen = {different[place] for place in order[:count]}

@@ -77,8 +77,8 @@ class Settings:
             raise UserError("expected clip and pretrained together: the name of a model of open_clip, and its tag or "
                             "file of weights")
         if self.model is not None and self.clip is not None or self.frozen and self.model is None:
-            raise UserError("expected a language model (model) without clip for pairs of texts, and frozen with it "
-                            f"alone: got model {self.model!r}, clip {self.clip!r}, frozen {self.frozen}")
+            raise UserError("expected a language model (model) without clip for pairs of completions, and frozen "
+                            f"only with it: got model {self.model!r}, clip {self.clip!r}, frozen {self.frozen}")
 
     @property
     def network(self) -> dict[str, Any]:

@@ -62,8 +62,8 @@ def _require(setup: Setup) -> None:
     if starts != sorted(set(starts)):
         raise UserError(f"phases begin after {starts} epochs: expected rising numbers under `at`")
     if engines.wanted(config):
-        raise UserError("phases are set, but an engine draws the completions, which keeps its length and batch: leave "
-                        "text.engine and text.engine_precision out")
+        raise UserError("phases are set, but an engine generates the completions, which keeps its length and batch: "
+                        "leave text.engine and text.engine_precision out")
     for number, phase in enumerate(config.phases):
         where, changed = f"phases[{number}]", config_of(config, number)
         require_generators(geometry(changed.train, setup.processes).samples, "samples of an epoch of a phase")

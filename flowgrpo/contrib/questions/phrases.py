@@ -42,7 +42,7 @@ class Phrases:
         phrases = metadata[self.key]
         if not isinstance(phrases, list) or not all(isinstance(phrase, str) for phrase in phrases):
             raise UserError(f"the metadata of the prompt {prompt!r} has {self.key} {phrases!r}: expected a list of "
-                            "texts")
+                            "strings")
         return phrases
 
     def without_adjectives(self, prompt: str, metadata: dict[str, Any]) -> str:

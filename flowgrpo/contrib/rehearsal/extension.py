@@ -43,7 +43,7 @@ class Rehearsal(Extension):
     @classmethod
     def require(cls, setup: Setup) -> None:
         if setup.method.for_tokens and engines.wanted(setup.config):
-            raise UserError("parts.rehearsal draws samples of the base model, and an engine has the trained one: leave "
+            raise UserError("parts.rehearsal samples from the base model, and an engine has the trained one: leave "
                             "text.engine out")
 
     @classmethod

@@ -37,7 +37,8 @@ def of_run(config: Config, lines: Sequence[dict[str, Any]], clip: float | None) 
 
     clip: the narrower side of the clip range; None without a clip, or if it is unknown.
     """
-    texts = {"flat reward": _flat(config, lines[-FLAT:], lines[:START]), "equal rewards": _equal(config, lines[-EQUAL:]),
+    texts = {"flat reward": _flat(config, lines[-FLAT:], lines[:START]),
+             "equal rewards": _equal(config, lines[-EQUAL:]),
              "clip fraction": _clipped(config, lines[-CLIPPED:], clip), "skipped updates": _skipped(config, lines[-1:]),
              "collapse": _collapsed(lines[-FLAT:])}
     return [Symptom(name, text) for name, text in texts.items() if text]

@@ -516,7 +516,7 @@ class EncodePrompt:
         parts = [self(plain.rows(torch.tensor([at])), guidance) for at in range(len(first))]
         if torch.is_grad_enabled() and not any(_in_graph(call) for one in parts for call in one.calls):
             raise UserError(f"encode_prompt of {type(self.driver.pipe).__name__} gives no gradient of its text "
-                            "encoders: train the denoiser alone, parts: {adapted: {encoders: false, denoisers: true}}")
+                            "encoders: train only the denoiser, parts: {adapted: {encoders: false, denoisers: true}}")
         places = {row: place for place, row in enumerate(first)}
         encoded = gathered(parts, conditioning.masks, pad=False)
         return replace(encoded.rows(torch.tensor([places[row] for row in rows])), sizes=conditioning.sizes,

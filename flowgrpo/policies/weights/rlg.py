@@ -99,7 +99,7 @@ class Branches:
             return self._base()
         if weight != 1 and (others := [name for name in self._layers() if name not in self.first]):
             raise UserError(f"RLG with weight {weight:g}: the {others[0]} was tuned too, but base and tuned model get "
-                            "the same embeddings: expected 0, 1, or weights of the denoisers alone")
+                            "the same embeddings: expected 0, 1, or weights of only the denoisers")
         return guided(self._bases(), weight)
 
     def _layers(self) -> dict[str, list[LoraLayer]]:

@@ -196,7 +196,7 @@ class GenEval:
     def _namer(self, name: str, given: dict[str, Any]) -> Namer:
         if name not in COLOURS or self.clip and name != "clip":
             raise UserError(f"reward {self.reward!r}: colours is {name!r} and clip {self.clip}, expected "
-                            f"{' or '.join(COLOURS)}, and arguments in clip for the latter alone")
+                            f"{' or '.join(COLOURS)}, and arguments in clip only for the latter")
         if name == "pixels":
             return by_pixels
         return ClipColours(**given | self.clip)

@@ -144,7 +144,7 @@ def _require(config: Config, policy: CausalLM, processes: int) -> None:
     elif processes > 1:
         cannot = f"{processes} processes", "launch one"
     if cannot:
-        raise UserError(f"text.engine is vllm, which does not draw for {cannot[0]} here: {cannot[1]}")
+        raise UserError(f"text.engine is vllm, which does not sample for {cannot[0]} here: {cannot[1]}")
 
 
 def drawn(requests: Sequence[Any]) -> list[tuple[list[int], list[float]]]:

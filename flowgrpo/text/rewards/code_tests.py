@@ -38,7 +38,7 @@ def read_tests(value: object) -> Checks:
         if all(isinstance(test, dict) and test.keys() == {"input", "output"} and
                all(isinstance(text, str) for text in test.values()) for test in value):
             return Checks(pairs=tuple((test["input"], test["output"]) for test in value))
-    raise ValueError("expected a list of texts, such as [\"assert f(2) == 4\"], or of {input: text, output: text}")
+    raise ValueError("expected a list of strings, such as [\"assert f(2) == 4\"], or of {input: text, output: text}")
 
 
 def _require_python(test: str) -> None:

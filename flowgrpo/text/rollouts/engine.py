@@ -35,7 +35,7 @@ class EngineRollouts(TextRollouts):
         super().__init__(config, policy, method, geometry, processes, clock)
         draws = self.method.generation.draws
         if not isinstance(draws, Independent):
-            raise UserError(f"method {config.method} draws the texts of a group by {type(draws).__name__}, "
+            raise UserError(f"method {config.method} samples the completions of a group by {type(draws).__name__}, "
                             "which no engine does: leave text.engine and text.engine_precision out")
         if self.method.generation.decoding.temperatures(torch.zeros(1, 1, dtype=torch.int64)) is not None \
                 and config.text.engine == "vllm":

@@ -115,7 +115,7 @@ def inserted(policy: CausalModel, field: str, text: str) -> Tensor:
     """
     ids = torch.tensor(policy.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.long)
     if len(ids) + 2 > policy.text.max_tokens:
-        raise UserError(f"text.max_tokens is {policy.text.max_tokens}, but the {field} {text!r} alone has {len(ids)} "
+        raise UserError(f"text.max_tokens is {policy.text.max_tokens}, but the {field} {text!r} itself has {len(ids)} "
                         f"tokens: raise it, or set parts.draws.{field} to a shorter text")
     return ids
 

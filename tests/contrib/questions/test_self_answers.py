@@ -227,8 +227,8 @@ def test_the_reward_reads_the_model_once_nothing_is_sampled_any_more():
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("options, told", [
-    ({"source": {"type": "Recorded", "path": "a.jsonl"}}, "own images alone"),
-    ({"source": {"failed": True, "solved": False, "mastered": False}}, "own images alone"),
+    ({"source": {"type": "Recorded", "path": "a.jsonl"}}, "learns only from the run's own images"),
+    ({"source": {"failed": True, "solved": False, "mastered": False}}, "learns only from the run's own images"),
     ({"time": 1.0}, "time is 1.0"), ({"samples": 1}, "samples 1, expected"),
     ({"condition": "{source}{prompt}"}, "under the empty prompt")])
 def test_parts_that_do_not_go_together(options, told):

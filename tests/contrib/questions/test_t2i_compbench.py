@@ -302,7 +302,7 @@ def test_what_is_missing_is_told(monkeypatch, blip):
     with pytest.raises(UserError, match="no spaCy model en_core_web_sm .*: pip install spacy && python -m spacy "
                                         "download en_core_web_sm; or give each prompt the metadata noun_phrases: "):
         T2ICompBench(detector=detector, dimension="numeracy")(PICTURES[:1], ["two dogs"], [{}])
-    with pytest.raises(UserError, match="has noun_phrases 'dogs': expected a list of texts"):
+    with pytest.raises(UserError, match="has noun_phrases 'dogs': expected a list of strings"):
         whole(blip)(PICTURES[:1], ["two dogs"], [{"category": "color", "noun_phrases": "dogs"}])
     with pytest.raises(UserError, match="dimension is 'colour', expected color, shape, texture, spatial"):
         rewards.find("t2i_compbench", {"dimension": "colour"})

@@ -171,7 +171,7 @@ def test_nf4_is_asked_of_diffusers_for_every_denoiser():
 
 
 REFUSED = [
-    ({"memory.weights": "nf4"}, "onto a GPU alone"),
+    ({"memory.weights": "nf4"}, "only onto a GPU"),
     ({"memory.weights": "int8", "adapter.rank": 0}, "cannot be trained"),
     ({"memory.weights": "int8", "adapter.dora": True}, "adapter.dora"),
     ({"memory.weights": "fp8", "adapter.rank": 0}, "memory.weights is 'fp8', but adapter.rank is 0"),

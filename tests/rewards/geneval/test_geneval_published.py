@@ -319,5 +319,5 @@ def test_mask2former_in_half_precision_is_near_fp32(parts, dtype):
 def test_other_names_of_colours_are_refused():
     with pytest.raises(UserError, match="colours is 'hue' and clip {}, expected pixels or clip"):
         GenEval(detector=len, colours="hue")
-    with pytest.raises(UserError, match="arguments in clip for the latter alone"):
+    with pytest.raises(UserError, match="arguments in clip only for the latter"):
         GenEval(detector=len, colours="pixels", clip={"model": "ViT-B-32"})

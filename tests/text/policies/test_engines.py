@@ -254,15 +254,16 @@ def test_a_run_in_half_precision_tells_how_far_sampling_and_training_are_apart(t
 
 @pytest.mark.parametrize("options, told", [
     ({}, r"text.engine: vllm needs vllm .*pip install 'flowgrpo\[vllm\]'"),
-    ({"adapter__rank": 0}, "does not draw for adapter.rank 0 here: expected a LoRA"),
-    ({"adapter__dora": True}, "does not draw for a DoRA")])
+    ({"adapter__rank": 0}, "does not sample for adapter.rank 0 here: expected a LoRA"),
+    ({"adapter__dora": True}, "does not sample for a DoRA")])
 def test_what_vllm_needs_is_told(options, told):
     with pytest.raises(UserError, match=told):
         tiny.trainer(rewards={"short": many}, text__engine="vllm", **options)
 
 
 def test_groups_that_no_engine_draws_are_told():
-    with pytest.raises(UserError, match="method s_grpo draws the texts of a group by EarlyExits, which no engine does"):
+    with pytest.raises(UserError, match="method s_grpo samples the completions of a group by EarlyExits, which no "
+                                        "engine does"):
         trainer(method="s_grpo")
 
 

@@ -35,7 +35,7 @@ def test_tests_are_read():
     assert read_tests("assert 1") == read_tests(["assert 1"]) == Checks(asserts=("assert 1",))
     assert read_tests([{"input": "1", "output": "2"}]) == Checks(pairs=(("1", "2"),))
     for wrong in ([], {}, [3], [{"input": "1"}], ["assert 1", {"input": "", "output": ""}]):
-        with pytest.raises(ValueError, match="expected a list of texts"):
+        with pytest.raises(ValueError, match="expected a list of strings"):
             read_tests(wrong)
     with pytest.raises(ValueError, match="and 'assert f\\(' in it is not Python"):
         read_tests(["assert f("])
@@ -151,7 +151,7 @@ def test_fast_code_scores_more_where_it_is_right():
 def test_code_runs_that_cannot_be():
     assert "seconds 0, memory 1024" in message(CodeRun, seconds=0)
     told = message(CodeRun(accept_risk=True), ["x"], ["p"], [{"tests": [3]}])
-    assert told.startswith("reward 'code_run': metadata.tests is [3], expected a list of texts")
+    assert told.startswith("reward 'code_run': metadata.tests is [3], expected a list of strings")
 
 
 def test_the_risk_has_to_be_accepted_by_name(monkeypatch, tmp_path):
