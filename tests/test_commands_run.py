@@ -209,6 +209,7 @@ def typed(tmp_path_factory) -> Iterator[Typed]:
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
         patch.setattr(constants, "HF_HUB_CACHE", str(place / "cache"))
         patch.setenv("HF_TOKEN", "hf_x")
+        patch.setenv("BRAND_KEY", "key")
         for name, model in published.MODELS.items():
             patch.setitem(published.MODELS, name, shallow(model))
         yield Typed(place, FILES, STAND_INS, OPTIONS | {"prompts write": f"--url {url} --model m --count 2"})

@@ -222,7 +222,7 @@ def test_steps_may_stay_decisions_of_their_own():
 # --- mistakes --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("parts, told", [
-    ({"kl": {"weight": 0.1}}, "deviation for every latent value.*GaussianKL"),
+    ({"kl": {"weight": 0.1}}, "std for every latent value.*GaussianKL"),
     ({"roots": 1}, "samples that share no state"),
     ({"step_weight": {"type": "InverseDelta"}}, "reads no step_weight"),
     ({"plan": {"type": "NoSteps"}}, "NoSteps records no step to be trained"),

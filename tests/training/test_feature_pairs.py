@@ -70,7 +70,7 @@ def outcome(kind: str, *names: str) -> str:
     try:
         features.run(kind, *names, epochs=epochs(*names))
     except UserError as error:
-        return IS_REFUSED if "\n" not in str(error) else f"is refused in several lines: {error}"
+        return f"{IS_REFUSED}: {error}" if "\n" not in str(error) else f"is refused in several lines: {error}"
     except Exception as error:  # of any kind: that is what is asked
         return f"crashes: {type(error).__name__}: {error}"
     return RUNS
