@@ -83,7 +83,8 @@ def test_image_reward_cuts_prompts_at_35_tokens(bert):
     reward = ImageReward(device="cpu", parts=(tiny_network(released()), bert))
     long = " ".join(["dogs"] * 33)  # 33 words and two marks
     values = reward(pictures(1).expand(2, -1, -1, -1), [long, long + " cat on a mat"])
-    assert values[0] == pytest.approx(values[1].item(), abs=1e-6)
+    # In fp32 the rows of one batch may be summed in another order.
+    assert values[0] == pytest.approx(values[1].item(), abs=1e-5)
 
 
 def test_the_released_network_has_the_names_and_shapes_of_the_checkpoint():
