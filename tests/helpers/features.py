@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import io
 import itertools
+import os
 from typing import Any, NamedTuple
 
 import torch
@@ -192,7 +193,8 @@ def options(kind: str, *names: str) -> Options:
 def configuration(kind: str, *names: str, epochs: int) -> Config:
     """Return the configuration of a run with these features."""
     make = tiny.config if kind == "image" else tiny_text.config
-    return make(train__epochs=epochs, **options(kind, *names))
+    nowhere = f"nowhere{os.getpid()}"  # the lock of a run's folder is held for a moment: not by two test processes
+    return make(nowhere, train__epochs=epochs, **options(kind, *names))
 
 
 def trainer(kind: str, *names: str, epochs: int) -> Trainer:

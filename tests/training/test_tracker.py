@@ -100,14 +100,20 @@ def test_tensorboard_gets_pictures_and_the_configuration(tmp_path):
     train(tmp_path, resume=True, tracker="tensorboard", train__epochs=2)
     folder = tmp_path / "run"
     events = EventAccumulator(str(folder / "events"), size_guidance={"images": 0, "scalars": 0, "tensors": 0}).Reload()
-    assert [event.step for event in events.Scalars("reward/red/mean")] == [1, 2]
+
+    def in_time(found):
+        """Events in the order of their time: files of one second are read in the order of their names."""
+        return sorted(found, key=lambda event: event.wall_time)
+
+    assert [event.step for event in in_time(events.Scalars("reward/red/mean"))] == [1, 2]
     assert {tag.partition("/")[0] for tag in events.Tags()["images"]} == {"before", "after", "best", "worst"}
-    last = events.Images("after/1")[-1]
+    last = in_time(events.Images("after/1"))[-1]
     (tmp_path / "after.png").write_bytes(last.encoded_image_string)
     assert last.step == 2
     with Image.open(tmp_path / "after.png") as picture:
         assert (np.asarray(picture) == np.asarray(snapshots.content(stored(folder, "after")[0]))).all()
-    texts = {tag: [event.tensor_proto.string_val[0].decode() for event in events.Tensors(f"{tag}/text_summary")]
+    texts = {tag: [event.tensor_proto.string_val[0].decode()
+                   for event in in_time(events.Tensors(f"{tag}/text_summary"))]
              for tag in ("run", "config", "before/samples")}
     assert len(texts["run"]) == 2 and len({*texts["run"]}) == 1 and texts["run"][0].startswith("run (")
     assert texts["config"][-1].replace("\n    ", "\n").strip() == (folder / "config.yaml").read_text().strip()
