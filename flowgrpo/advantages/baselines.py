@@ -114,7 +114,7 @@ class Unrewarded(AdvantageRule):
     compares = False
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
-        return weighted_sum(rewards, weights).mul(0).nan_to_num(0)
+        return torch.zeros_like(weighted_sum(rewards, weights))
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,10 @@ def reward(root: str, timeout: float = SHORT) -> None:
     rewards.find(f"{root}/mine", {"timeout": timeout, "retries": 0})
 
 
-def judge(root: str, timeout: float = SHORT, text: str = "?") -> None:
-    Endpoint(url=root + "/v1", model="m", timeout=timeout, retries=0).ask(
+def judge(root: str, timeout: float = SHORT, text: str = "?") -> str:
+    [answer] = Endpoint(url=root + "/v1", model="m", timeout=timeout, retries=0).ask(
         lambda i: [{"role": "user", "content": text}], 1)
+    return answer.text
 
 
 def detector(root: str, timeout: float = SHORT) -> None:
@@ -132,7 +133,7 @@ def test_what_follows_a_compressed_answer_is_not_read():
     answer = json.dumps({"choices": [{"message": {"content": "7"}}]}).encode()
     endless = repeated(HEAD + b"Content-Encoding: gzip\r\n\r\n" + gzip.compress(answer), b"more")
     with misbehaving(endless) as root:
-        judge(root, timeout=60)
+        assert judge(root, timeout=60) == "7"
 
 
 # --- elsewhere -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a stock engine cannot do, by what a method and its rollouts need; one line each."""
+"""Limits of a stock engine, by what a method and its rollouts need; one line each."""
 
 from __future__ import annotations
 

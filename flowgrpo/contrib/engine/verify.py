@@ -36,7 +36,7 @@ SHARE = 0.1  # of the clip range that a first log-ratio may take (`training.firs
 
 @dataclass(frozen=True)
 class Asked:
-    """What is drawn: `count` samples of each prompt, in `steps` steps with noise of a kind ("sde" or "cps") and level.
+    """Samples of a comparison: `count` of each prompt, in `steps` steps with noise of a kind ("sde", "cps") and level.
 
     batches: samples of a request, by row.
     """

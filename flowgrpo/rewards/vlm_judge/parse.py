@@ -158,6 +158,7 @@ _WORDS = {**dict.fromkeys(("yes", "true", "1", "met", "fulfilled", "satisfied", 
 
 
 def yes(value: object) -> bool | None:
+    """Return True for a word that says yes, False for one that says no, None for any other value."""
     return _WORDS.get(" ".join(str(value).lower().strip(" .\"'").split()))
 
 
