@@ -46,7 +46,7 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
         "processes": processes,
         "micro_batch": config.train.micro_batch, "checkpointing": config.train.checkpointing,
         "one_pass": config.train.one_pass,
-        "epochs": config.train.epochs, "hours": round(counts.seconds * config.train.epochs / 3600, 1)}
+        "epochs": config.train.epochs, "hours": round(counts.seconds * config.train.epochs / 3600, 4)}
     typer.echo(json.dumps(report, indent=2) if as_json else summary(report))
     if not as_json:
         _page(report) if verbose else typer.echo("--verbose: memory and seconds by phase, and what is counted")

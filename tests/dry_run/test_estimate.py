@@ -226,6 +226,7 @@ NEAREST = {"settings": {"train.checkpointing": True}, "peak": 19.0, "seconds": 6
     ({}, "fits: 16.8 of 22.0 GiB, 42 h on one 4090 (computed)"),
     ({"hours": 1.64}, "fits: 16.8 of 22.0 GiB, 1.6 h on one 4090 (computed)"),
     ({"hours": 1375.5, "processes": 8, "gpu": "H100"}, "fits: 16.8 of 22.0 GiB, 1,376 h on 8 H100 (computed)"),
+    ({"hours": 68.5417, "processes": 8, "gpu": "A100"}, "fits: 16.8 of 22.0 GiB, 69 h on 8 A100 (computed)"),
     ({"peak": 30.0, "above": ["rollout", "update"], "nearest": NEAREST},
      "does not fit: 30.0 of 22.0 GiB, 42 h on one 4090 (computed)\n"
      "rollout, update: with train.checkpointing: true it fits, in 19.0 GiB and 61 s")])
