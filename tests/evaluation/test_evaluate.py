@@ -188,7 +188,7 @@ def test_a_damaged_picture_is_told_and_drawn_again_once_it_is_removed(found, wor
     whole = file.read_bytes()
     for damaged in (whole[:len(whole) // 2], b"", b"no picture"):
         file.write_bytes(damaged)
-        with pytest.raises(UserError, match=r"00002-01.png is damaged \(.+\): remove it, and the same command generates"):
+        with pytest.raises(UserError, match=r"00002-01.png is damaged \(.+\): remove it, and the same command"):
             evaluate(**given)
     file.unlink()
     again = evaluate(**given)
