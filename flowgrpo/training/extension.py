@@ -61,12 +61,6 @@ class Extension:
     def __init__(self, trainer: Run):
         self.trainer = trainer
 
-    def on_base(self, measured: Measured, functions: Mapping[str, Any]) -> None:
-        """Read the base's measurement, before the first epoch of a run or of its resumption.
-
-        functions: the measured rewards by name.
-        """
-
     def around_epoch(self) -> AbstractContextManager[None]:
         """Context manager around an epoch, for settings that hold in it alone."""
         return nullcontext()
@@ -97,6 +91,12 @@ class Extension:
     def on_trained(self, epoch: Epoch) -> Metrics:
         """Return metrics of an epoch whose updates are done."""
         return {}
+
+    def on_base(self, measured: Measured, functions: Mapping[str, Any]) -> None:
+        """Read the base's measurement, before the first epoch of a run or of its resumption.
+
+        functions: the measured rewards by name.
+        """
 
     def judge(self, measured: Measured) -> Metrics:
         """Return the values of `judges` for an evaluation on the way: larger is better, NaN is no value."""
@@ -129,10 +129,6 @@ class Extensions:
     @property
     def change(self) -> bool:
         return any(extension.changes for extension in self.present)
-
-    def on_base(self, measured: Measured, functions: Mapping[str, Any]) -> None:
-        for extension in self.present:
-            extension.on_base(measured, functions)
 
     def around_epoch(self) -> ExitStack:
         stack = ExitStack()
@@ -173,6 +169,10 @@ class Extensions:
         for extension in self.present:
             metrics |= extension.on_trained(epoch)
         return metrics
+
+    def on_base(self, measured: Measured, functions: Mapping[str, Any]) -> None:
+        for extension in self.present:
+            extension.on_base(measured, functions)
 
     def judge(self, measured: Measured) -> Metrics:
         return {name: value for extension in self.present for name, value in extension.judge(measured).items()}
