@@ -91,6 +91,7 @@ def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
             before = held_out.before(trainer, measured, folder, reuse=resumed)
         if not resumed:
             tracker.show(ready.accelerator, folder, 0, "before")
+        trainer.extensions.on_base(before, measured)
         trainer.train(folder, measured)
         with endings.evaluating(trainer, folder, "last"):
             summary = held_out.finish(trainer, measured, folder, before, ready.began, resumed)

@@ -115,7 +115,8 @@ class Config(Section):
     @property
     def guarded(self) -> str:
         """Reward whose fall on held-out prompts the guard sees."""
-        return self.guard.reward or self.eval.best or max(self.rewards, key=self.rewards.__getitem__)
+        best = self.eval.best if self.eval.best in self.trained | self.watched else None
+        return self.guard.reward or best or max(self.rewards, key=self.rewards.__getitem__)
 
     @property
     def best_by(self) -> str | None:

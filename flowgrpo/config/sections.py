@@ -312,8 +312,9 @@ class Eval(Section):
     samples: int = Field(1, ge=1, description="images per held-out prompt")
     weights: Literal["current", "ema"] = Field("current", description="which weights are evaluated and saved")
     best: str | None = Field(None, min_length=1, description="the measured reward by which the best of the weights "
-                                                             "that `every` measures are kept for the end; None: the "
-                                                             "last")
+                                                             "that `every` measures are kept for the end; `frontier`: "
+                                                             "the ones before reward hacking, see "
+                                                             "docs/reward_hacking.md; None: the last")
     stop: EarlyStop | None = Field(None, description="{reward: NAME, patience: N}: end after N evaluations in a row "
                                                      "without a better mean of it")
     grid: int = Field(12, ge=1, description="prompts on the before/after grid page")

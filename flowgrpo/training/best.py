@@ -100,6 +100,6 @@ def check(setup: Setup) -> None:
         if not settings.every:
             raise UserError(f"eval.{key} is set, but eval.every is 0, so nothing is measured in between: set "
                             "eval.every to a number of epochs")
-        if name not in measured:
+        if name not in measured and name not in setup.judged:
             raise UserError(f"eval.{key} names the reward {name!r}, which is not measured: expected "
                             f"{', '.join(measured)}, or name it under eval.rewards too")

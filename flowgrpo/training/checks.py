@@ -124,7 +124,7 @@ def _with_prompts(setup: Setup, prompts: list[Prompt] | None) -> Setup:
         split = splits.resolve(config)
     else:
         split = splits.split(prompts, config.held_out, splits.SPLIT_SEED)
-    return replace(setup, measured=measured,
+    return replace(setup, measured=measured, judged=extensions.judged(config, setup.method),
                    split=recorded_pairs.in_place(config, split, setup.method.for_tokens))
 
 

@@ -76,7 +76,8 @@ def measure(trainer: Run, folder: Path, measured: dict[str, Any]) -> dict[str, f
     paused, progress = time.perf_counter(), trainer.progress
     scores = held_out.sample_pictures(trainer, measured, folder)
     metrics = {f"{HELD_OUT}{name}": value for name, value in scores.mean().items()}
-    progress.best.see(metrics, trainer.epoch, trainer.optimization.evaluated_weights)
+    judged = {f"{HELD_OUT}{name}": value for name, value in trainer.extensions.judge(scores).items()}
+    progress.best.see(metrics | judged, trainer.epoch, trainer.optimization.evaluated_weights)
     metrics |= trainer.extensions.on_measured(scores)
     progress.evaluation_due = progress.saved_counters["unmeasured"] = False
     progress.begun += time.perf_counter() - paused

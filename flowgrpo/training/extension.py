@@ -6,7 +6,7 @@ its checks, its state in a checkpoint and its metrics.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -28,12 +28,14 @@ class Extension:
     """Feature of a run. Its moments, in the order of an epoch; each does nothing unless it is overridden.
 
     name: its key in a checkpoint.
+    judges: names of the values of `judge`, for `eval.best` and `eval.stop`.
     needs: what a run must have, of `methods.capabilities`.
 
     What may change during a run, such as its rollouts, is read from the trainer when it is needed, and never kept.
     """
 
     name: ClassVar[str] = ""
+    judges: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[frozenset[str]] = frozenset()
     changes: ClassVar[bool] = False  # its state, before an epoch's first update: the epoch cannot be left then
 
@@ -88,6 +90,16 @@ class Extension:
 
     def on_trained(self, epoch: Epoch) -> Metrics:
         """Return metrics of an epoch whose updates are done."""
+        return {}
+
+    def on_base(self, measured: Measured, functions: Mapping[str, Any]) -> None:
+        """Read the base's measurement, before the first epoch of a run or of its resumption.
+
+        functions: the measured rewards by name.
+        """
+
+    def judge(self, measured: Measured) -> Metrics:
+        """Return the values of `judges` for an evaluation on the way: larger is better, NaN is no value."""
         return {}
 
     def on_measured(self, measured: Measured) -> Metrics:
@@ -157,6 +169,13 @@ class Extensions:
         for extension in self.present:
             metrics |= extension.on_trained(epoch)
         return metrics
+
+    def on_base(self, measured: Measured, functions: Mapping[str, Any]) -> None:
+        for extension in self.present:
+            extension.on_base(measured, functions)
+
+    def judge(self, measured: Measured) -> Metrics:
+        return {name: value for extension in self.present for name, value in extension.judge(measured).items()}
 
     def on_measured(self, measured: Measured) -> Metrics:
         metrics: Metrics = {}

@@ -65,6 +65,9 @@ class Extended(Protocol):
     def stateful(self) -> dict[str, Stateful]:
         """Return those that have a state in a checkpoint, by name."""
 
+    def judge(self, measured: Measured) -> dict[str, Any]:
+        """Return their values of an evaluation on the way, for the choice of weights."""
+
     def on_measured(self, measured: Measured) -> dict[str, Any]:
         """Return their metrics of an evaluation on the way."""
 

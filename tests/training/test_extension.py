@@ -53,7 +53,7 @@ def made_of_all() -> list[Extension]:
                                                    "curriculum": {"type": "Variations"},
                                                    "spread": {"type": "Exploring"}}),
                 tiny_text.trainer(train__staleness=1), tiny_text.trainer(train__lr="auto"),
-                tiny_text.trainer(guard__window=2),
+                tiny_text.trainer(guard__window=2), tiny_text.trainer(eval__best="frontier", eval__every=1),
                 tiny_text.trainer(rewards={"short": tiny_text.short, "long": tiny_text.short},
                                   reward={"short": 1.0, "long": {"limit": {"at_least": 0.5}}}),
                 tiny_runs.trainer("tokens", tiny_runs.config("tokens", "grpo", {"value": {"type": "ValueHead"}})),
@@ -72,9 +72,10 @@ def made_of_all() -> list[Extension]:
 def test_the_moments_are_those_of_an_epoch_in_its_order():
     assert OF_AN_EPOCH == ["around_epoch", "draw_epoch", "on_drawn", "on_credited", "add_steps", "on_backward",
                            "on_gradients", "on_stepped", "on_trained"]
-    assert MOMENTS[len(OF_AN_EPOCH):] == ["on_measured", "summary", "state", "load_state", "close"]
+    assert MOMENTS[len(OF_AN_EPOCH):] == ["on_base", "judge", "on_measured", "summary", "state",
+                                          "load_state", "close"]
     passed_on = [name for name, value in vars(Extensions).items() if inspect.isfunction(value) and name in MOMENTS]
-    assert passed_on == [*OF_AN_EPOCH, "on_measured", "summary", "close"]
+    assert passed_on == [*OF_AN_EPOCH, "on_base", "judge", "on_measured", "summary", "close"]
 
 
 @pytest.mark.parametrize("place", extensions.TABLE)

@@ -40,6 +40,8 @@ TABLE: dict[str, Wanted] = {
     "contrib.rehearsal.extension:Rehearsal": lambda config, method: method.loss.rehearsal,
     "contrib.group_replay.extension:GroupReplay": lambda config, method: method.replay,
     "contrib.step_size.extension:StepSize": lambda config, method: config.train.calibration,
+    "contrib.frontier.extension:KeepFrontier": lambda config, method:
+        config.eval.best == "frontier" not in config.trained | config.watched and config.eval.every,
     # The last ones move the weights.
     "contrib.extrapolation.extension:Extrapolation": lambda config, method: config.train.extrapolate,
     "contrib.guard.extension:Guard": lambda config, method: config.guard.window,
@@ -60,6 +62,11 @@ def wanted(config: Config, method: Method) -> Iterator[type[Extension]]:
 def of(trainer: Run) -> Extensions:
     """Return the extensions of a trainer."""
     return Extensions([extension(trainer) for extension in wanted(trainer.config, trainer.method)])
+
+
+def judged(config: Config, method: Method) -> list[str]:
+    """Return the names of values by which weights can be chosen, beside rewards."""
+    return [name for extension in wanted(config, method) for name in extension.judges]
 
 
 def check(setup: Setup) -> None:
