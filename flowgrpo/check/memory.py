@@ -19,12 +19,13 @@ from flowgrpo.methods.method import Method
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.pipelines.probes import few_steps
+from flowgrpo.policies.policy import Policy
 from flowgrpo.policies.weights.compiled import blocks
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.samplers.scheduler import Segment
 
-KEPT = 4  # fp32 copies of a trained parameter: value, gradient, AdamW's two moments
+FULL = 4  # bytes of a trained value, which is in fp32
 # Rare features whose `add(phases, measured)` adds what they keep, and the runs that have them.
 FEATURES: dict[str, Callable[[Config], bool]] = {
     "contrib.staleness.memory": lambda config: config.train.staleness > 0,
@@ -61,8 +62,8 @@ def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning, r
     the micro-batch. Not counted: temporary memory of kernels, and the one block that checkpointing recomputes at a
     time. Decoding is the peak of a micro-batch.
     """
-    trained = sum(p.numel() for p in policy.weights.parameters()) * KEPT
-    held = _weights(policy) | {"trained": trained}
+    trained = sum(p.numel() for p in policy.weights.parameters()) * FULL
+    held = _weights(policy) | {"trained": trained} | averages(config, policy, trained)
     x, activations = _one_row(policy, conditioning)
     kept_here = policy.states == policy.device
     recorded = _recorded(policy, config, conditioning, x) if kept_here else 0
@@ -84,6 +85,16 @@ def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning, r
             import_module(f"flowgrpo.{module}").add(phases, Measured(policy, config, conditioning, recorded,
                                                                      activations))
     return phases
+
+
+def averages(config: Config, policy: Policy, trained: int) -> dict[str, int]:
+    """Return bytes of the averages of the trained weights on the device: `train.ema` and an old policy; {} for none.
+
+    trained: bytes of those weights. Averages of large ones wait on the host.
+    """
+    lag = validate.resolve(config, policy.process).rollout.lag
+    count = 0 if policy.weights.large else bool(config.train.ema) + bool(lag.most)
+    return {"averages": count * trained} if count else {}
 
 
 def total(phase: dict[str, int]) -> float:

@@ -71,20 +71,25 @@ class Estimate:
 
 
 class _Phases(PhaseTimer):
-    """Clock of a trainer that tells the pretended GPU which phase it is in; held: bytes when a phase first began.
+    """Clock of a trainer that tells the pretended GPU which phase it is in.
 
+    began, drawn: bytes in use as the epoch began, and at most as an update did, beside the epoch's samples.
     Text encoders leave before the phase after theirs, and not with its first call.
     """
 
     def __init__(self, gpu: MetaGPU, encoders: Any):
         super().__init__()
-        self.gpu, self.encoders, self.held = gpu, encoders, dict[str, int]()
+        self.gpu, self.encoders = gpu, encoders
+        self.began: int | None = None
+        self.drawn = 0
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         if phase != "encode":
             self.encoders.offload()
-        self.held.setdefault(phase, self.gpu.memory.in_use)
+        self.began = self.gpu.memory.in_use if self.began is None else self.began
+        if phase == "update":  # a method that noises its samples begins one with the first of them
+            self.drawn = max(self.drawn, self.gpu.memory.in_use)
         with super().__call__(phase), self.gpu.during(phase):
             yield
 
@@ -234,7 +239,7 @@ def _extrapolated(meta: MetaGPU, clock: _Phases, prompts: int, few: int, stalene
     staleness: epochs whose samples wait beside it.
     """
     times, phases = prompts / few, {}
-    states = max(clock.held.get("update", 0) - clock.held["encode"], 0) / few  # of one prompt
+    states = max(clock.drawn - (clock.began or 0), 0) / few  # of one prompt
     waiting = states * prompts * staleness
     for name in (name for name in ORDER if name in meta.phases):
         own = states * (prompts - few) if name != "encode" else 0

@@ -239,8 +239,11 @@ class PolicyScheduler:
         return twin
 
     def taken(self) -> StepRecord:
-        """Return the record of the call; with companions, of all states in one [B,N]."""
-        return StepRecord.merged([self.record, *(twin.record for twin in self.companions)])
+        """Return the record of the call, of which the scheduler holds nothing then; with companions, of all states in
+        one [B,N]."""
+        record = StepRecord.merged([self.record, *(twin.record for twin in self.companions)])
+        self.record, self.companions = StepRecord(), []
+        return record
 
     def _own(self, value: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
         """Return this scheduler's part of `value`, which holds the states of all companions, in the shape of x."""

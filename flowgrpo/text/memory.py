@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from flowgrpo.check.memory import KEPT, kept, tensor_bytes
+from flowgrpo.check.memory import FULL, averages, kept, tensor_bytes
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
 from flowgrpo.text.policies.causal_lm import CausalLM
@@ -33,8 +33,8 @@ def memory(policy: CausalLM, config: Config, conditioning: TokenizedPrompts, rew
     trained_ids = {id(parameter) for parameter in policy.weights.parameters()}
     frozen = [tensor for tensor in [*policy.model.parameters(), *policy.model.buffers()]
               if id(tensor) not in trained_ids]
-    trained = sum(parameter.numel() for parameter in policy.weights.parameters()) * KEPT
-    held = {"model": tensor_bytes(frozen), "trained": trained}
+    trained = sum(parameter.numel() for parameter in policy.weights.parameters()) * FULL
+    held = {"model": tensor_bytes(frozen), "trained": trained} | averages(config, policy, trained)
     rows, row = geometry(config.train).micro_batch, conditioning.rows(torch.tensor([0]))
     evaluations = policy.evaluations
     masked = hasattr(policy, "mask")

@@ -111,10 +111,10 @@ class PipelineCall:
     def once(self, conditioning: Conditioning, task: Segment | None, encode: Callable, guidance: float, *,
              x0: torch.Tensor | None = None, **options: Any) -> tuple[Any, StepRecord | None]:
         """Call the pipeline once with our scheduler (without a task: its own) and with `encode` for the prompts."""
-        record, given = None, self.call | conditioning.arguments()
+        given = self.call | conditioning.arguments()
         if task is not None:
             state = options.get("latents") if self.loads else None
-            record = self.scheduler.follow(task, x0, state)
+            self.scheduler.follow(task, x0, state)
             if state is not None:
                 options |= {"latents": None, "generator": generators(range(len(state)))}
             options = {"output_type": "latent"} | self._announced(task) | options
@@ -126,8 +126,7 @@ class PipelineCall:
             for context in self._contexts(conditioning, task, options.get("generator")):
                 stack.enter_context(context)
             out = self._call(self.pipe, **{k: v for k, v in given.items() if k in self.accepts})[0]
-        if record is not None and self.scheduler.companions:
-            record = self.scheduler.taken()
+        record = None if task is None else self.scheduler.taken()
         # Some pipelines give latents in another shape than the one they work in.
         last = None if record is None or given["output_type"] != "latent" else record.last
         kept = not self.loads and torch.is_tensor(out) and last is not None and out.shape == last.shape
