@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from unittest import mock
@@ -84,45 +85,54 @@ def whole(trainer) -> dict[str, torch.Tensor]:
 
 
 def one_of_sharded(folder: Path, members: int) -> None:
-    """Train every sharded case in teams; each process leaves its weights, its metrics, how much it holds, and whether a
-    checkpoint has the same weights."""
+    """Train the sharded cases in teams, the first alone in two teams.
+
+    Each process leaves its weights, its metrics, how much it holds, and whether a checkpoint has the same weights.
+    """
     processes = Processes(Accelerator(cpu=True), members)
     place = f"{processes.rank}{processes.member}"
     with mock.patch("torch.accelerator.device_count", return_value=1):
-        for case in SHARDED:
+        for case in SHARDED if processes.count == 1 else [*SHARDED][:1]:
             trainer, metrics = trained(case, members, shard=True)
             save_file(whole(trainer), folder / f"{case}{place}.safetensors")
             trainer.epoch = 2
             trainer.progress.saved_counters = state.counters(trainer)
             state.save(trainer, folder / case)
-            again, _ = trained(case, members, shard=True, epochs=1)
+            again, _ = trained(case, members, shard=True, epochs=0)
             state.restore(again, folder / case / "checkpoints" / "epoch-00002")
             same = all(torch.equal(*pair) for pair in zip(whole(again).values(), whole(trainer).values(), strict=True))
             found = {"metrics": metrics, "held": held(trainer.policy), "same": same and again.epoch == 2}
             (folder / f"{case}{place}.json").write_text(json.dumps(found))
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["one team", "two teams"])
-def sharded(request, tmp_path_factory):
-    """What one team or two, of two processes each, have left behind, with shares of the weights."""
-    folder = tmp_path_factory.mktemp("sharded")
-    ended = launch(one_of_sharded, request.param, folder, 2)
-    assert [code for code, _ in ended] == [0] * request.param, ended
-    return folder
+@functools.cache
+def alone(case: str):
+    """The trainer of a case in one process, and its metrics."""
+    return trained(case)
 
 
-@pytest.mark.parametrize("case", SHARDED)
-def test_a_team_that_shares_tokens_and_weights_trains_as_one_process(case, sharded):
-    trainer, alone = trained(case)
-    weights, files = whole(trainer), sorted(sharded.glob(f"{case}*.safetensors"))
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """By the number of processes: what one team or two have left behind, with shares of the weights."""
+    folders = {count: tmp_path_factory.mktemp(f"sharded{count}") for count in (2, 4)}
+    for count, folder in folders.items():
+        ended = launch(one_of_sharded, count, folder, 2)
+        assert [code for code, _ in ended] == [0] * count, ended
+    return folders
+
+
+@pytest.mark.parametrize("case, count", [*((case, 2) for case in SHARDED), ("lora", 4)])
+def test_a_team_that_shares_tokens_and_weights_trains_as_one_process(case, count, sharded):
+    trainer, whole_metrics = alone(case)
+    weights, files = whole(trainer), sorted(sharded[count].glob(f"{case}*.safetensors"))
     exact = 1e-4 if case == "nft" else 1e-6
-    assert len(files) in (2, 4)
+    assert len(files) == count
     for file in files:
         found, share = load_file(file), json.loads(file.with_suffix(".json").read_text())
         for key, value in weights.items():
             torch.testing.assert_close(found[key], value, rtol=0, atol=exact)
         assert share["same"] and share["held"] < 0.75 * held(trainer.policy)
-        for ours, theirs in zip(share["metrics"], alone, strict=True):
+        for ours, theirs in zip(share["metrics"], whole_metrics, strict=True):
             assert ours["reward/bright/mean"] == pytest.approx(theirs["reward/bright/mean"], abs=1e-6)
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
 
@@ -138,7 +148,7 @@ def folder(request, tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_team_trains_as_one_process(case, folder):
-    trainer, alone = trained(case)
+    trainer, whole_metrics = alone(case)
     weights, (other, call) = trainer.policy.weights.snapshot(), wan()
     start = tiny.policy(other, call=call).weights.snapshot()
     assert max((weights[key] - start[key]).abs().max() for key in weights) > 1e-4
@@ -153,7 +163,7 @@ def test_a_team_trains_as_one_process(case, folder):
     measured = measure(trainer.policy, trainer.prompts[:3], {"bright": bright}, steps=2, guidance=1.0, samples=1,
                        micro_batch=2)
     for each in found:
-        for ours, theirs in zip(each["metrics"], alone, strict=True):
+        for ours, theirs in zip(each["metrics"], whole_metrics, strict=True):
             assert ours["reward/bright/mean"] == pytest.approx(theirs["reward/bright/mean"], abs=1e-6)
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
         assert each["measured"] == pytest.approx(measured.scores["bright"], abs=1e-5)
