@@ -61,7 +61,8 @@ weights and 64 pixels; a run has one epoch. It shows that a recipe runs from end
 speed or a GPU.
 
 *card* is the largest difference of the image by stock libraries from that of `flowgrpo sample`, in steps of 255. With
-`memory.weights: int8` a run samples from rounded weights, and the card loads exact ones: hence 5 of `z_image_24gb`.
+`memory.weights: int8` a run samples from rounded weights, and the card loads exact ones. Hence the 5 of `z_image_24gb`;
+it is 0 if stock diffusers loads the denoiser in int8 too.
 *resident* is the peak memory of the training's process with its libraries, *computed* the peak by `check FOLDER`
 without them. The last column is the commit. `docs/recipe_round.json` has what a CPU forced, recipe by recipe.
 
