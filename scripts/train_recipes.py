@@ -2,6 +2,7 @@
 
     python scripts/train_recipes.py sd15_24gb sana_24gb     # builds, checks, trains, samples, exports and compares
     python scripts/train_recipes.py --language FOLDER        # language recipes on the model of a folder
+    python scripts/train_recipes.py sdxl_24gb --whole        # of the published depth and vocabulary too
     python scripts/train_recipes.py --table                  # of what has run so far
 
 The same command goes on where it stopped; it ends after `--seconds`, also within a step, which then begins anew. A step
@@ -55,10 +56,13 @@ SECTION = """
 ## Runs on a CPU
 
 `scripts/train_recipes.py` took these recipes through `check`, `train`, `sample`, `compare grid`, `export` and the lines
-of the model card. Models have their published classes and widths, one or two blocks, random weights and 64 pixels; a
-run has one epoch. It shows that a recipe runs from end to end, and nothing about quality, speed or a GPU.
+of the model card. Models have their published classes and widths, one or two blocks (*whole*: all of them), random
+weights and 64 pixels; a run has one epoch. It shows that a recipe runs from end to end, and nothing about quality,
+speed or a GPU.
 
-*card* is the largest difference of the image by stock libraries from that of `flowgrpo sample`, in steps of 255.
+*card* is the largest difference of the image by stock libraries from that of `flowgrpo sample`, in steps of 255. With
+`memory.weights: int8` a run samples from rounded weights, and the card loads exact ones. Hence the 5 of `z_image_24gb`;
+it is 0 if stock diffusers loads the denoiser in int8 too.
 *resident* is the peak memory of the training's process with its libraries, *computed* the peak by `check FOLDER`
 without them. The last column is the commit. `docs/recipe_round.json` has what a CPU forced, recipe by recipe.
 
@@ -153,9 +157,9 @@ def encoder_of(pipeline: str) -> dict[str, Any]:
     return ENCODER | {"num_hidden_layers": layers} | (NARROW if layers > DEEP else {})
 
 
-def build(name: str, folder: Path, language: Path | None) -> None:
+def build(name: str, folder: Path, language: Path | None, whole: bool = False) -> None:
     """Write a recipe's model into `folder / "model"`: every part of its class and width, random weights of seed 0 in
-    bf16. A language model is that of the folder `language`, or a tiny one."""
+    bf16. A language model is that of the folder `language`, or a tiny one. whole: in its depth and vocabulary too."""
     import torch
 
     known = model_of(name)
@@ -171,14 +175,17 @@ def build(name: str, folder: Path, language: Path | None) -> None:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
 
+    def fewer(kind: Any, config: dict[str, Any], depths: dict[str, Any]) -> dict[str, Any]:
+        return config if whole else shallow(kind, config, depths)
+
     def make(part: str, kind: str, config: dict[str, Any]) -> Any:
         if hasattr(diffusers, kind):
             cls = getattr(diffusers, kind)
             denoiser = part in ("unet", "transformer", "transformer_2")
-            return cls(**shallow(cls, config, depths_of(cls, config) if denoiser else {}))
+            return cls(**fewer(cls, config, depths_of(cls, config) if denoiser else {}))
         if hasattr(transformers, kind):
             cls = getattr(transformers, kind)
-            return cls(cls.config_class(**shallow(cls.config_class, config, encoder_of(known.pipeline))))
+            return cls(cls.config_class(**fewer(cls.config_class, config, encoder_of(known.pipeline))))
         module, _, name = kind.rpartition(".")
         cls = getattr(__import__(f"diffusers.{module}", fromlist=[name]), name)
         return cls(**config)
@@ -187,7 +194,7 @@ def build(name: str, folder: Path, language: Path | None) -> None:
     pipe.save_pretrained(folder / "model")
     write_prompts(folder)
     modules = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
-    print(f"{sum(p.numel() for part in modules for p in part.parameters()) / 1e6:.0f} M parameters")
+    print(f"{'whole, ' * whole}{sum(p.numel() for part in modules for p in part.parameters()) / 1e6:.0f} M parameters")
 
 
 def write_prompts(folder: Path) -> None:
@@ -314,10 +321,10 @@ def reads_pictures(name: str) -> bool:
     return load(ROOT / "configs" / f"{name}.yaml").prompts.endswith("prompts.jsonl")
 
 
-def work_of(step: str, name: str, folder: Path, language: Path | None) -> Callable[[], int | None]:
+def work_of(step: str, name: str, folder: Path, language: Path | None, whole: bool) -> Callable[[], int | None]:
     """Return what a step runs."""
     if step == "build":
-        return lambda: build(name, folder, language)
+        return lambda: build(name, folder, language, whole)
     if step == "stock":
         return lambda: stock(name, folder)
     from flowgrpo.cli import main
@@ -366,7 +373,7 @@ def estimated(log: Path) -> tuple[float | None, str]:
     return max(phases.values(), default=None), report.get("reason") or f"first ratio {report.get('first_log_ratio')}"
 
 
-def take(name: str, folder: Path, until: float, language: Path | None) -> bool:
+def take(name: str, folder: Path, until: float, language: Path | None, whole: bool) -> bool:
     """Take a recipe through the steps that are left. Return False if the time was over."""
     folder.mkdir(parents=True, exist_ok=True)
     done = read(folder)
@@ -374,7 +381,7 @@ def take(name: str, folder: Path, until: float, language: Path | None) -> bool:
         if step in done and done[step].code == 0 and (step != "build" or (folder / "model").exists()):
             continue
         left = until - time.monotonic()
-        found = ran(work_of(step, name, folder, language), folder / f"{step}.log", left) if left > 5 else None
+        found = ran(work_of(step, name, folder, language, whole), folder / f"{step}.log", left) if left > 5 else None
         if found is None:
             return False
         if step == "check" and found.code == 0:
@@ -457,19 +464,27 @@ def table(found: list[dict[str, Any]]) -> str:
 
 
 def joined(file: Path, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of a file, by name, with those that have run since in their places."""
+    """Return the rows of a file, by name, with those that have run since in their places; whole models have their own.
+    """
     kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
-    return sorted({row["recipe"]: row for row in [*kept, *found]}.values(), key=lambda row: row["recipe"])
+    by_name = {(row["recipe"], is_whole(row)): row for row in [*kept, *found]}
+    return [by_name[key] for key in sorted(by_name)]
+
+
+def is_whole(row: dict[str, Any]) -> bool:
+    """True for the row of a model at its full depth."""
+    return (row["size"] or "").startswith("whole")
 
 
 def section() -> str:
     """Return the section of docs/recipes.md: a row per recipe of docs/recipe_round.json."""
     lines = []
     for row in json.loads(ROUND.read_text(encoding="utf-8")):
-        whole = "all" if row["ran"] == list(STEPS) else ", ".join(row["ran"])
+        ran = "all" if row["ran"] == list(STEPS) else ", ".join(row["ran"])
         failed = f"; failed: {row['failed'].partition(':')[0]}" if row["failed"] else ""
-        cells = [f"`{row['recipe']}`", whole + failed, (row["stock"] or "-").partition(",")[0].removeprefix(
-            "largest difference "), row["peak"], row["estimate"], row["commit"]]
+        card = (row["stock"] or "-").partition(",")[0].removeprefix("largest difference ")
+        cells = [f"`{row['recipe']}`" + ", whole" * is_whole(row), ran + failed, card, row["peak"], row["estimate"],
+                 row["commit"]]
         lines.append("| " + " | ".join("-" if cell is None else str(cell) for cell in cells) + " |\n")
     return SECTION + "".join(lines)
 
@@ -484,20 +499,22 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="recipes; without: all")
-    parser.add_argument("--folder", type=Path, default=Path("recipes"))
+    parser.add_argument("--folder", type=Path, help="without: recipes, or recipes_whole")
     parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--whole", action="store_true", help="models of their published depth and vocabulary")
     parser.add_argument("--language", type=Path, help="folder of a language model; without: a tiny one")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--json", type=Path, help="file that gets the table's rows, beside those of other recipes")
     given = parser.parse_args()
-    folder, names = given.folder.resolve(), given.names or recipes()
+    folder, names = given.folder or Path("recipes_whole" if given.whole else "recipes"), given.names or recipes()
+    folder = folder.resolve()
     until = time.monotonic() + given.seconds
     left = [name for name in names if not set(STEPS) <= {step for step, one in read(folder / name).items()
                                                          if not one.code}]
     if not given.table:
         load_libraries(left)
     for name in () if given.table else left:
-        if not take(name, folder / name, until, given.language):
+        if not take(name, folder / name, until, given.language, given.whole):
             print(f"{name}: the time is over; the same command goes on", flush=True)
             break
     found = rows(names, folder)

@@ -110,13 +110,15 @@ def test_more_prompts_cost_in_proportion(model):
 
 
 def test_an_old_policy_is_there_once_and_not_once_a_prompt(model):
-    """Its copy is made in the first epoch, of which few prompts are run."""
+    """Its copy is made in the first epoch, of which few prompts are run. A prompt has 4 samples, each with 6 states, 6
+    targets and its end of 512 bytes, and 6 old velocities in fp32."""
     options = dict(method="diffusion_nft", train__micro_batch=4)
     few, many = (dry_run(config(model, train__prompts=count, adapter__rank=64, **options)).phases["rollout"].allocated
                  for count in (2, 8))
     plain, lagging = (dry_run(config(model, train__prompts=2, adapter__rank=64, parts__lag={"most": most}, **options)
                               ).phases["rollout"].allocated for most in (0.0, 0.9))
-    assert 0 < many - few < lagging - plain
+    each = (many - few) / 6
+    assert each < lagging - plain and each == pytest.approx(4 * (13 * 512 + 6 * 1024), rel=0.05)
 
 
 def test_options_of_memory_lower_the_phases_they_are_for(model):

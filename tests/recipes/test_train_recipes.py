@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -73,6 +74,27 @@ def test_the_table_tells_what_ran_and_what_failed(tmp_path):
     assert row["forced"]["picture.height"] == 64 and row["forced"]["train.epochs"] == 1
     last = train_recipes.table([row]).splitlines()[-1]
     assert last == "| `sd15` | 678 M parameters | build, check; failed: train: error: a \\| b | 3 | - | 1.4 | - |"
+
+
+def test_a_whole_model_has_its_published_depth_and_a_row_of_its_own(tmp_path, monkeypatch, capsys):
+    """Of SD 1.5's classes with the widths of a starter, since whole ones take a minute."""
+    kind, config = published.MODELS["stable-diffusion-v1-5/stable-diffusion-v1-5"].parts["unet"]
+    parts = published.MODELS["stable-diffusion-v1-5/stable-diffusion-v1-5"].parts
+    narrow = {"block_out_channels": (32, 32, 32, 32), "attention_head_dim": 8}
+    known = dataclasses.replace(train_recipes.model_of("sd15"), parts=parts | {"unet": (kind, config | narrow)})
+    monkeypatch.setattr(train_recipes, "model_of", lambda name: known)
+    depths = {}
+    for whole in (False, True):
+        train_recipes.build("sd15", tmp_path / str(whole), None, whole)
+        saved = tmp_path / str(whole) / "model"
+        depths[whole] = [json.loads((saved / part / "config.json").read_text())[key] for part, key in (
+            ("unet", "layers_per_block"), ("text_encoder", "num_hidden_layers"), ("text_encoder", "vocab_size"))]
+    assert depths == {False: [1, 2, 512], True: [2, 12, 49408]}
+    told = capsys.readouterr().out
+    assert "\nwhole, " in told and not told.startswith("whole")
+    shallow, whole = ({"recipe": "sd15", "size": size} for size in ("1 M parameters", "whole, 2 M parameters"))
+    (tmp_path / "rows.json").write_text(json.dumps([whole | {"seconds": 1}, shallow]))
+    assert train_recipes.joined(tmp_path / "rows.json", [whole]) == [shallow, whole]
 
 
 def test_a_lora_without_names_in_comfyui_is_exported_as_a_merged_model(tmp_path):
