@@ -57,16 +57,18 @@ def outcome(run: Run, measured: str, watched: Sequence[str]) -> dict[str, Any]:
 
 def frontier(base: float, accuracies: dict[int, float], probed: dict[str, Any]
              ) -> list[tuple[int, float, float, float]]:
-    """Return (epoch, distance, accuracy, diversity) of the base and of every epoch that was probed.
+    """Return (number, distance, accuracy, diversity) of the base and of every measurement that was probed.
 
-    distance: the square root of the KL to the base (Gao et al. 2022, 2210.10760), 0 where the estimate of a small KL is
-    below 0. accuracies: by epoch. diversity: as a share of the base's. Epochs without a KL are left out.
+    number: of the measurement, 0 of the base; seeds of a method may have measured at different epochs. distance: the
+    square root of the KL to the base (Gao et al. 2022, 2210.10760), 0 where the estimate of a small KL is below 0.
+    accuracies: by epoch. diversity: as a share of the base's. Measurements without a KL are left out.
     """
+    numbers = {epoch: number for number, epoch in enumerate(sorted(accuracies), 1)}
     of_base = probed.get("diversity", {}).get("base", 0.0)
     return [(0, 0.0, base, 1.0)] + [
-        (point["epoch"], math.sqrt(max(point["kl"], 0.0)), accuracies[point["epoch"]],
+        (numbers[point["epoch"]], math.sqrt(max(point["kl"], 0.0)), accuracies[point["epoch"]],
          point["diversity"] / of_base if of_base > FEWEST else 1.0)
-        for point in probed.get("points", []) if point["kl"] is not None and point["epoch"] in accuracies]
+        for point in probed.get("points", []) if point["kl"] is not None and point["epoch"] in numbers]
 
 
 def best_factors(runs: Sequence[Run], measured: str) -> dict[str, tuple[float, float]]:

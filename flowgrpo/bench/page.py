@@ -104,15 +104,17 @@ class Sight:
     note: str = ""
 
 
-DISTANCE = ("the distance to the base", "of distance",
-            " The distance is the square root of the KL to the base per sample, in nats. Points are the measured "
-            "epochs, in their order: a curve above and to the left of another gains more for less.")
+DISTANCE = "the distance to the base", "of distance"
+ROOT = (" The distance is the square root of the KL to the base per sample, in nats; points are the measured epochs, "
+        "in their order. A curve above and to the left of another gains more for less.")
+WITHIN = " Diversity is the distance between the samples of a prompt, as a share of the base's."
 
 
 def _curves(results: dict[str, Any]) -> list[str]:
     """Return the sections of curves: over evaluations, and over the distance to the base where it was measured."""
-    sights = [Sight("curve", "Accuracy", results["unit"], results["unit"]), Sight("frontier", "Accuracy", *DISTANCE),
-              Sight("diversities", "Diversity kept", *DISTANCE)]
+    sights = [Sight("curve", "Accuracy", results["unit"], results["unit"]),
+              Sight("frontier", "Accuracy", *DISTANCE, ROOT),
+              Sight("diversities", "Diversity kept", *DISTANCE, WITHIN)]
     return [_panels(results, sight) for sight in sights
             if any(len(method[sight.key]) > 1 for method in results["methods"])]
 
@@ -124,8 +126,8 @@ def _panels(results: dict[str, Any], sight: Sight) -> str:
     reference = next((method for method in methods if method["label"] == results["reference"]), None)
     shown = [method for method in methods if method is not reference] or methods
     figures = "".join(_panel(method, reference, axes, sight) for method in shown)
-    key = (f'<span class="key" style="border-color: {SECOND}"></span>the method, '
-           f'<span class="key" style="border-color: {FIRST}"></span>{html.escape(str(results["reference"]))}; bands '
+    beside = f', <span class="key" style="border-color: {FIRST}"></span>{html.escape(str(results["reference"]))}'
+    key = (f'<span class="key" style="border-color: {SECOND}"></span>the method{beside if reference else ""}; bands '
            f"are the lowest and the highest seed, the dashed line is the base.{sight.note}")
     return _section(f"{sight.y} against {html.escape(sight.x)}", f'<div class="cards">\n{figures}</div>\n', key)
 

@@ -59,7 +59,9 @@ PROBED = {"diversity": {"base": 2.0, "tuned": 0.5}, "points": [
 
 def test_a_frontier_by_hand():
     assert frontier(0.25, {2: 0.5, 4: 0.75, 5: 0.625}, PROBED) == [
-        (0, 0.0, 0.25, 1.0), (2, 2.0, 0.5, 0.75), (4, 1.5, 0.75, 0.5), (5, 0.0, 0.625, 0.25)]
+        (0, 0.0, 0.25, 1.0), (1, 2.0, 0.5, 0.75), (2, 1.5, 0.75, 0.5), (3, 0.0, 0.625, 0.25)]
+    lost = PROBED | {"points": PROBED["points"][2:]}  # without the first checkpoint
+    assert [point[0] for point in frontier(0.25, {2: 0.5, 4: 0.75, 5: 0.625}, lost)] == [0, 2, 3]
 
 
 @pytest.mark.parametrize("probed", [{}, {"kl": 1.0, "diversity": {"base": 0.0, "tuned": 0.0}}, {
