@@ -72,7 +72,7 @@ def _announce(plan: Plan, runs: list[Run], cost: dict[str, float], jobs: int, th
     from flowgrpo.bench.probe import PROMPTS, SAMPLES
 
     left, request = remaining(runs), plan.request
-    expected = duration(seconds(runs, cost, request.evaluations, 2 * PROMPTS * SAMPLES, jobs))
+    expected = duration(seconds(runs, cost, request.evaluations, (2 * request.points + 1) * PROMPTS * SAMPLES, jobs))
     kept = len(runs) - len(left)
     print(f"{request.model}: {len(plan.entries)} methods, {len(left)} runs of {request.evaluations:,} evaluations"
           f"{f' ({kept} more finished)' if kept else ''}, {jobs} at a time with {threads} threads each: {expected}",

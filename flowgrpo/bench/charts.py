@@ -43,7 +43,7 @@ def frame(curves: Sequence[Sequence[Point]]) -> Frame:
     high = max(point[3] for curve in curves for point in curve)
     step = tick(high - low)
     bottom, top = math.floor(low / step) * step, math.ceil(high / step) * step
-    return Frame(max(max(point[0] for curve in curves for point in curve), 1.0), bottom,
+    return Frame(max(point[0] for curve in curves for point in curve) or 1.0, bottom,
                  top if top > bottom else bottom + step)
 
 
@@ -84,9 +84,9 @@ def _axes(axes: Frame) -> list[str]:
 
 
 def count(value: float) -> str:
-    """Return a count in short: 20,000 as 20k."""
+    """Return a number in short: 20,000 as 20k, 0.1234 as 0.12."""
     return f"{value / 1000:g}k" if value >= 10_000 and value % 100 == 0 else \
-        f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
+        f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}" if value >= 100 else f"{value:.2g}"
 
 
 def shortened(name: str) -> str:

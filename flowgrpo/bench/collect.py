@@ -6,6 +6,7 @@ Only files that runs left are read.
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,7 +17,7 @@ import numpy as np
 
 from flowgrpo.bench.methods import Entry
 from flowgrpo.bench.plan import AS_PUBLISHED, PUBLISHED, TUNED, Plan, Run
-from flowgrpo.bench.statistics import TEST, compare, interval, mean_curve, reached
+from flowgrpo.bench.statistics import TEST, compare, interval, mean_curve, mean_path, reached
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import finite, read_lines, read_object
 
@@ -28,8 +29,9 @@ MEND = "remove the run's folder, and the same command trains it again"
 def outcome(run: Run, measured: str, watched: Sequence[str]) -> dict[str, Any]:
     """Return what a finished run says of itself.
 
-    curve: (evaluations, accuracy) from the base on; scores: accuracy of every held-out prompt; seconds: of training;
-    zero_variance: mean share of groups whose samples had the same accuracy, None if it was not trained on.
+    curve: (evaluations, accuracy) from the base on; frontier: see `frontier`; scores: accuracy of every held-out
+    prompt; seconds: of training; zero_variance: mean share of groups whose samples had the same accuracy, None if it
+    was not trained on.
     """
     summary = read_object(run.folder / "summary.json", MEND)
     key, same = f"held_out/{measured}", f"reward/{measured}/zero_variance_groups"
@@ -38,7 +40,9 @@ def outcome(run: Run, measured: str, watched: Sequence[str]) -> dict[str, Any]:
     shares = [line[same] for line in lines if line.get(same) is not None]
     before = read_object(run.folder / "before.json", MEND)["scores"][measured]
     after = read_object(run.folder / "report" / "after.json", MEND)["scores"][measured]
-    spent = summary["denoiser_evaluations"]
+    spent, probed = summary["denoiser_evaluations"], read_object(run.result, MEND) if run.result.is_file() else {}
+    accuracies = {line["epoch"]: line[key] for line in lines if line.get(key) is not None} | {
+        summary["epochs"]: summary["after"][measured]}
     return {"seed": run.seed, "folder": str(run.folder), "epochs": summary["epochs"], "evaluations": spent,
             "foretold": run.foretold, "seconds": summary["seconds"], "base": summary["before"][measured],
             "accuracy": summary["after"][measured],
@@ -48,7 +52,23 @@ def outcome(run: Run, measured: str, watched: Sequence[str]) -> dict[str, Any]:
                         for name in watched},
             "zero_variance": mean(shares) if shares else None,
             "base_scores": before, "scores": after, "unit": summary["unit"],
-            **(read_object(run.result, MEND) if run.result.is_file() else {})}
+            "frontier": frontier(summary["before"][measured], accuracies, probed), **probed}
+
+
+def frontier(base: float, accuracies: dict[int, float], probed: dict[str, Any]
+             ) -> list[tuple[int, float, float, float]]:
+    """Return (number, distance, accuracy, diversity) of the base and of every measurement that was probed.
+
+    number: of the measurement, 0 of the base; seeds of a method may have measured at different epochs. distance: the
+    square root of the KL to the base (Gao et al. 2022, 2210.10760), 0 where the estimate of a small KL is below 0.
+    accuracies: by epoch. diversity: as a share of the base's. Measurements without a KL are left out.
+    """
+    numbers = {epoch: number for number, epoch in enumerate(sorted(accuracies), 1)}
+    of_base = probed.get("diversity", {}).get("base", 0.0)
+    return [(0, 0.0, base, 1.0)] + [
+        (numbers[point["epoch"]], math.sqrt(max(point["kl"], 0.0)), accuracies[point["epoch"]],
+         point["diversity"] / of_base if of_base > FEWEST else 1.0)
+        for point in probed.get("points", []) if point["kl"] is not None and point["epoch"] in numbers]
 
 
 def best_factors(runs: Sequence[Run], measured: str) -> dict[str, tuple[float, float]]:
@@ -119,7 +139,9 @@ def _scores(runs: list[dict[str, Any]]) -> np.ndarray:
 def _method(entry: Entry, runs: list[dict[str, Any]], goals: dict[float, float]) -> dict[str, Any]:
     curve = mean_curve([run["curve"] for run in runs])
     kls, same = ([run[key] for run in runs if run.get(key) is not None] for key in ("kl", "zero_variance"))
+    frontiers = [run["frontier"] for run in runs]
     return {"label": entry.label, "given": entry.given, "adjusted": entry.adjusted, "runs": runs, **_accuracy(runs),
+            "frontier": mean_path(frontiers, 2), "diversities": mean_path(frontiers, 3),
             "gain": mean(run["accuracy"] - run["base"] for run in runs), "curve": curve,
             "reached": [reached([(x, value) for x, value, *_ in curve], goal) for goal in goals.values()],
             "tasks": {task: mean(run["tasks"][task] for run in runs) for task in runs[0]["tasks"]},

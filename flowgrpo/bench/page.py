@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from flowgrpo.bench import table
@@ -91,28 +92,59 @@ def _figure(title: str, caption: str, svg: str) -> str:
 
 # --- curves ----------------------------------------------------------------------------------------------------------
 
+@dataclass(frozen=True)
+class Sight:
+    """Panels of one curve of every method. key: of the curve in the results; y: its values in words; x: what they are
+    drawn against, in words, with its unit where a value of it is given."""
+
+    key: str
+    y: str
+    x: str
+    unit: str
+    note: str = ""
+
+
+DISTANCE = "the distance to the base", "of distance"
+ROOT = (" The distance is the square root of the KL to the base per sample, in nats; points are the measured epochs, "
+        "in their order. A curve above and to the left of another gains more for less.")
+WITHIN = " Diversity is the distance between the samples of a prompt, as a share of the base's."
+
+
 def _curves(results: dict[str, Any]) -> list[str]:
+    """Return the sections of curves: over evaluations, and over the distance to the base where it was measured."""
+    sights = [Sight("curve", "Accuracy", results["unit"], results["unit"]),
+              Sight("frontier", "Accuracy", *DISTANCE, ROOT),
+              Sight("diversities", "Diversity kept", *DISTANCE, WITHIN)]
+    return [_panels(results, sight) for sight in sights
+            if any(len(method[sight.key]) > 1 for method in results["methods"])]
+
+
+def _panels(results: dict[str, Any], sight: Sight) -> str:
     """Return a panel per method: its curve over the reference's, in the same axes."""
-    methods = table.ranked(results)
-    axes = frame([method["curve"] for method in methods])
+    methods = [method for method in table.ranked(results) if len(method[sight.key]) > 1]
+    axes = frame([method[sight.key] for method in methods])
     reference = next((method for method in methods if method["label"] == results["reference"]), None)
     shown = [method for method in methods if method is not reference] or methods
-    figures = "".join(_panel(method, reference, axes, results) for method in shown)
-    key = (f'<span class="key" style="border-color: {SECOND}"></span>the method, '
-           f'<span class="key" style="border-color: {FIRST}"></span>{html.escape(str(results["reference"]))}; bands '
-           "are the lowest and the highest seed, the dashed line is the base.")
-    return [_section(f"Accuracy against {html.escape(results['unit'])}", f'<div class="cards">\n{figures}</div>\n',
-                     key)]
+    figures = "".join(_panel(method, reference, axes, sight) for method in shown)
+    beside = f', <span class="key" style="border-color: {FIRST}"></span>{html.escape(str(results["reference"]))}'
+    key = (f'<span class="key" style="border-color: {SECOND}"></span>the method{beside if reference else ""}; bands '
+           f"are the lowest and the highest seed, the dashed line is the base.{sight.note}")
+    return _section(f"{sight.y} against {html.escape(sight.x)}", f'<div class="cards">\n{figures}</div>\n', key)
 
 
-def _panel(method: dict[str, Any], reference: dict[str, Any] | None, axes: Frame, results: dict[str, Any]) -> str:
+def _panel(method: dict[str, Any], reference: dict[str, Any] | None, axes: Frame, sight: Sight) -> str:
     """Return the panel of a method."""
-    curves = ([Curve(reference["curve"], FIRST)] if reference else []) + [Curve(method["curve"], SECOND)]
-    beside = f", {reference['label']} at {reference['accuracy']:.3f}" if reference else ""
-    told = (f"{method['label']}: accuracy from {results['base']:.3f} to {method['accuracy']:.3f} after "
-            f"{method['evaluations']:,.0f} {results['unit']}{beside}")
-    return _figure(method["label"], f"{results['base']:.3f} to {method['accuracy']:.3f}{beside}",
-                   panel(curves, axes, told, results["base"]))
+    own = method[sight.key]
+    curves = ([Curve(reference[sight.key], FIRST)] if reference else []) + [Curve(own, SECOND)]
+    beside = f", {reference['label']} at {reference[sight.key][-1][1]:.3f}" if reference else ""
+    (_, base, *_), (x, last, *_) = own[0], own[-1]
+    told = (f"{method['label']}: {sight.y.lower()} from {base:.3f} to {last:.3f} after {_amount(x)} {sight.unit}"
+            f"{beside}")
+    return _figure(method["label"], f"{base:.3f} to {last:.3f}{beside}", panel(curves, axes, told, base))
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
 
 
 # --- bars ------------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ BENCH, RESULT = "bench.json", "result.json"  # in the folder of a bench, and of 
 FACTORS = (1.0, 1 / 3, 3.0)  # of the sweep; among equals the first is chosen
 AS_PUBLISHED = 1.0, 1.0  # factors of the learning rate and of the clip
 CONFIRMING = 2  # further seeds of a sweep's winner
+INTERRUPTED = 4  # checkpoints beside those of the measured epochs, where a run was interrupted
 PUBLISHED, SWEEP, TUNED = "published", "sweep", "tuned"
 ALL = ["all"]  # of the methods are swept
 
@@ -154,7 +155,9 @@ class Plan:
         config = self._config(entry, scaled(entry, rate, lr, clip), seed, side)
         epochs, foretold = self._length(entry, config)
         every = 0 if column == SWEEP else -(-epochs // self.request.points)
-        length = {"train": config.train.model_copy(update={"epochs": epochs, "save_every": max(epochs // 8, 1)}),
+        saved = {"save_every": every, "keep": self.request.points + INTERRUPTED} if every else {
+            "save_every": max(epochs // 8, 1)}
+        length = {"train": config.train.model_copy(update={"epochs": epochs} | saved),
                   "eval": config.eval.model_copy(update={"every": every})}
         return Run(entry, seed, column, lr, clip, self._placed(entry, config.model_copy(update=length), "runs"),
                    foretold)

@@ -27,7 +27,7 @@ from flowgrpo.policies.policy import Policy
 from flowgrpo.policies.precision import resolve_precision
 from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import Part, seeder
-from flowgrpo.storage import checkpoint
+from flowgrpo.storage.places import checkpoints
 from flowgrpo.train import Trainer
 from flowgrpo.training import sampling, state
 
@@ -69,20 +69,28 @@ def finished(folder: Path) -> dict[str, Any]:
 
     diversity: mean distance between the samples of a prompt, of the base and of the tuned model, as `flowgrpo eval`
     measures it. kl: see `kl_to_base`; None for a method that leaves the model unchanged and edits its latents.
+    points: both at the checkpoint of every measured epoch, of the tuned model alone.
     """
     config = parse.load(folder / "config.yaml")
     if models.MODELS[config.model].process == "tokens":  # greedy samples of a prompt are equal
         config = config.model_copy(update={"text": config.text.model_copy(update={"eval_temperature": 1.0})})
-    trainer, last = trainer_of(config), checkpoint.latest(folder / "checkpoints")
-    assert last is not None, f"{folder} has no checkpoint"
-    state.restore(trainer, last)
-    policy, prompts = trainer.policy, spread(trainer.held_out, min(PROMPTS, config.eval.prompts))
+    trainer, folders = trainer_of(config), checkpoints(folder / "checkpoints")
+    assert folders, f"{folder} has no checkpoint"
+    prompts, last = spread(trainer.held_out, min(PROMPTS, config.eval.prompts)), max(folders)
+    points = [{"epoch": epoch} | _moved(trainer, folders[epoch], prompts) for epoch in sorted(folders)
+              if epoch == last or epoch % config.eval.every == 0]
+    with torch.no_grad(), trainer.policy.reference():
+        base = mean(diversity(trainer, prompts))
+    return {"kl": points[-1]["kl"], "diversity": {"base": base, "tuned": points[-1]["diversity"]}, "points": points}
+
+
+def _moved(trainer: Trainer, folder: Path, prompts: list[Prompt]) -> dict[str, float | None]:
+    """Return KL and diversity of a checkpoint's weights."""
+    state.restore(trainer, folder)
+    config, policy = trainer.config, trainer.policy
     with torch.no_grad(), policy.weights.swapped(trainer.optimization.evaluated_weights()):
         kl = None if isinstance(trainer.method.target, LatentEdits) else mean(kl_to_base(config, policy, prompts))
-        tuned = mean(diversity(trainer, prompts))
-        with policy.reference():
-            base = mean(diversity(trainer, prompts))
-    return {"kl": kl, "diversity": {"base": base, "tuned": tuned}}
+        return {"kl": kl, "diversity": mean(diversity(trainer, prompts))}
 
 
 def diversity(trainer: Trainer, prompts: list[Prompt]) -> list[float]:

@@ -140,3 +140,15 @@ def mean_curve(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[fl
     values = np.array([np.interp(places, [x for x, _ in curve], [y for _, y in curve]) for curve in curves])
     return [(float(x), float(column.mean()), float(column.min()), float(column.max()))
             for x, column in zip(places, values.T)]
+
+
+def mean_path(paths: Sequence[Sequence[tuple[int, float, float, float]]], of: int
+              ) -> list[tuple[float, float, float, float]]:
+    """Return (mean x, mean, lowest, highest) of several paths at the numbers that all have, in their order.
+
+    A path has the columns number, x and further ones, of which `of` is shown. x may fall from one point to the next.
+    """
+    rows = [{point[0]: point for point in path} for path in paths]
+    shared = sorted(set.intersection(*(set(row) for row in rows)))
+    columns = [([row[number][1] for row in rows], [row[number][of] for row in rows]) for number in shared]
+    return [(float(np.mean(x)), float(np.mean(y)), min(y), max(y)) for x, y in columns]

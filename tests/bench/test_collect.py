@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
 
-from flowgrpo.bench.collect import best_factors
+from flowgrpo.bench import page
+from flowgrpo.bench.collect import best_factors, frontier
+from flowgrpo.bench.statistics import mean_path
 
 PUBLISHED, LOW, HIGH = (1.0, 1.0), (1 / 3, 1.0), (3.0, 1.0)
 
@@ -45,3 +48,56 @@ def test_a_winner_is_the_first_seeds_and_stays_if_its_mean_is_above_the_publishe
 def test_methods_without_a_finished_run_are_absent(sweep):
     runs = [*sweep((PUBLISHED, 3, None)), *sweep((PUBLISHED, 3, 0.5), label="refl")]
     assert best_factors(runs, "scene") == {"refl": PUBLISHED}
+
+
+# --- frontier --------------------------------------------------------------------------------------------------------
+
+PROBED = {"diversity": {"base": 2.0, "tuned": 0.5}, "points": [
+    {"epoch": 2, "kl": 4.0, "diversity": 1.5}, {"epoch": 3, "kl": 5.0, "diversity": 1.0},  # of an interrupted run
+    {"epoch": 4, "kl": 2.25, "diversity": 1.0}, {"epoch": 5, "kl": -0.01, "diversity": 0.5}]}
+
+
+def test_a_frontier_by_hand():
+    assert frontier(0.25, {2: 0.5, 4: 0.75, 5: 0.625}, PROBED) == [
+        (0, 0.0, 0.25, 1.0), (1, 2.0, 0.5, 0.75), (2, 1.5, 0.75, 0.5), (3, 0.0, 0.625, 0.25)]
+    lost = PROBED | {"points": PROBED["points"][2:]}  # without the first checkpoint
+    assert [point[0] for point in frontier(0.25, {2: 0.5, 4: 0.75, 5: 0.625}, lost)] == [0, 2, 3]
+
+
+@pytest.mark.parametrize("probed", [{}, {"kl": 1.0, "diversity": {"base": 0.0, "tuned": 0.0}}, {
+    "diversity": {"base": 1.0, "tuned": 1.0}, "points": [{"epoch": 2, "kl": None, "diversity": 1.0}]}])
+def test_a_frontier_without_a_kl_is_the_base(probed):
+    assert frontier(0.25, {2: 0.5}, probed) == [(0, 0.0, 0.25, 1.0)]
+
+
+def test_diversity_of_a_base_without_any_is_kept():
+    points = [{"epoch": 1, "kl": 1.0, "diversity": 0.0}]
+    assert frontier(0.5, {1: 0.5}, {"diversity": {"base": 0.0, "tuned": 0.0}, "points": points})[1] == (1, 1, 0.5, 1)
+
+
+def test_the_band_of_several_seeds_by_hand():
+    one = [(0, 0.0, 0.25, 1.0), (2, 1.0, 0.5, 0.75), (3, 9.0, 9.0, 9.0), (4, 2.0, 0.75, 0.5)]
+    other = [(0, 0.0, 0.25, 1.0), (2, 3.0, 0.25, 0.25), (4, 1.0, 1.0, 1.0)]
+    assert mean_path([one, other], 2) == [(0, .25, .25, .25), (2, .375, .25, .5), (1.5, .875, .75, 1)]
+    assert mean_path([one, other], 3) == [(0, 1, 1, 1), (2, .5, .25, .75), (1.5, .75, .5, 1)]
+
+
+def test_the_page_draws_a_curve_per_method_over_the_distance():
+    def method(label, accuracy, path):
+        return {"label": label, "accuracy": accuracy, "curve": [(0, .2, .2, .2), (40_000, accuracy, .3, .9)],
+                "frontier": path, "diversities": [(x, 1 - x / 10, .5, 1) for x, *_ in path]}
+
+    results = {"unit": "evaluations", "reference": "ddpo", "methods": [
+        method("ddpo", 0.5, [(0, .2, .2, .2), (4, .5, .4, .6)]),
+        method("refl", 0.7, [(0, .2, .2, .2), (2, .7, .6, .8)]), method("expo", 0.6, [(0, .2, .2, .2)])]}
+    curves, frontiers, kept = page._curves(results)
+    shown = [section.count("<figure>") for section in (curves, frontiers, kept)]
+    assert shown == [2, 1, 1]  # without a KL, expo is in the first alone
+    assert "Accuracy against the distance to the base" in frontiers and "square root of the KL" in frontiers
+    assert "refl: accuracy from 0.200 to 0.700 after 2 of distance, ddpo at 0.500" in frontiers
+    assert "refl: diversity kept from 1.000 to 0.800 after 2 of distance, ddpo at 0.600" in kept
+    ends = [float(line.split()[-1].split(",")[0]) for line in re.findall(r'<polyline points="([^"]+)"', frontiers)]
+    assert ends == [330.0, 185.0]  # the axis ends at 4, of the reference, and the method's 2 is half-way of 40 to 330
+    for result in results["methods"]:
+        result["frontier"] = result["diversities"] = [(0, .2, .2, .2)]
+    assert len(page._curves(results)) == 1
