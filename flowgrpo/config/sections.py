@@ -68,8 +68,7 @@ class Text(Section):
 
 
 class Rollout(Section):
-    """Engine that samples the images or clips of a rollout (see docs/engine.md), or a cache for the pipeline's calls
-    (see docs/feature_caches.md)."""
+    """Engine that samples the images or clips of a rollout, or a feature cache; see docs/rollouts.md."""
 
     engine: str | None = Field(None, min_length=1, description="address of an SGLang-Diffusion server, such as "
                                "http://127.0.0.1:30000; None: the pipeline itself")
@@ -287,7 +286,7 @@ class EarlyStop(Section):
 
 
 class Guard(Section):
-    """Guard against collapse: returns to the last good weights; see docs/guard.md."""
+    """Guard against collapse: returns to the last good weights; see docs/reward_hacking.md."""
 
     window: int = Field(0, ge=0, description="epochs that make the run's own band, such as 4; an update or a reward "
                                              "out of it sends the run back to its last good weights; 0: off")
