@@ -8,7 +8,7 @@ The same command goes on where it stopped; it ends after `--seconds`, also withi
 is what a user's command runs, in a process of its own that has the libraries loaded. Classes, widths and autoencoders
 are published ones (flowgrpo/published.py), tokenizers stand-ins, and an encoder's vocabulary is theirs. What a
 CPU forces is changed and listed; nothing else is. `--json FILE` writes the table's rows, each with its commit;
-`scripts/recipe_table.py --none` shows those of docs/recipe_round.json in docs/recipes.md.
+`scripts/recipe_table.py --none` names those of docs/recipe_round.json in docs/recipes.md.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Callable
@@ -54,16 +55,11 @@ ROUND = ROOT / "docs" / "recipe_round.json"
 SECTION = """
 ## Runs on a CPU
 
-`scripts/train_recipes.py` took these recipes through `check`, `train`, `sample`, `compare grid`, `export` and the lines
-of the model card. Models have their published classes and widths, one or two blocks, random weights and 64 pixels; a
-run has one epoch. It shows that a recipe runs from end to end, and nothing about quality, speed or a GPU.
+`scripts/train_recipes.py` takes recipes through `check`, `train`, `sample`, `compare grid`, `export` and the lines of
+the model card: models of published classes and widths, with one or two blocks, random weights and 64 pixels, for one
+epoch. It shows that a recipe runs from end to end, and nothing about quality, speed or a GPU. `docs/recipe_round.json`
+has the numbers.
 
-*card* is the largest difference of the image by stock libraries from that of `flowgrpo sample`, in steps of 255.
-*resident* is the peak memory of the training's process with its libraries, *computed* the peak by `check FOLDER`
-without them. The last column is the commit. `docs/recipe_round.json` has what a CPU forced, recipe by recipe.
-
-| recipe | ran | card | resident, GiB | computed, GiB | commit |
-|---|---|---|---:|---:|---|
 """
 
 
@@ -463,15 +459,13 @@ def joined(file: Path, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def section() -> str:
-    """Return the section of docs/recipes.md: a row per recipe of docs/recipe_round.json."""
-    lines = []
-    for row in json.loads(ROUND.read_text(encoding="utf-8")):
-        whole = "all" if row["ran"] == list(STEPS) else ", ".join(row["ran"])
-        failed = f"; failed: {row['failed'].partition(':')[0]}" if row["failed"] else ""
-        cells = [f"`{row['recipe']}`", whole + failed, (row["stock"] or "-").partition(",")[0].removeprefix(
-            "largest difference "), row["peak"], row["estimate"], row["commit"]]
-        lines.append("| " + " | ".join("-" if cell is None else str(cell) for cell in cells) + " |\n")
-    return SECTION + "".join(lines)
+    """Return the section of docs/recipes.md: which recipes of docs/recipe_round.json ran, and which did not."""
+    rows = json.loads(ROUND.read_text(encoding="utf-8"))
+    ran = [f"`{row['recipe']}`" for row in rows if row["ran"] == list(STEPS) and not row["failed"]]
+    others = [f"`{row['recipe']}` ({(row['failed'] or ', '.join(row['ran'])).partition(':')[0]})" for row in rows
+              if row["ran"] != list(STEPS) or row["failed"]]
+    said = f"All steps ran: {', '.join(ran) or 'none'}." + f" Not all: {', '.join(others)}." * bool(others)
+    return SECTION + textwrap.fill(said, 120, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
 def commit() -> str:
