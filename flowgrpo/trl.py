@@ -2,7 +2,7 @@
 
     from flowgrpo.trl import DDPOConfig, DDPOTrainer, DefaultDDPOStableDiffusionPipeline
 
-A script of TRL's DDPO runs with this import. What its loop does otherwise is in docs/trl.md.
+A script of TRL's DDPO runs with this import. What its loop does otherwise is in docs/reference/python.md.
 """
 
 from __future__ import annotations

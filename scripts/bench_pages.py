@@ -37,10 +37,10 @@ HEAD = """# Benchmark
 
 Each method trains the same packaged model with the same budget of evaluations, by
 [`flowgrpo compare methods`](bench.md#statistical-test). Models and worlds are small and favour methods that train early
-steps, so the order may differ on large models. Intervals are not corrected for the number of pairs, p-values are
-(Holm). In the charts each method is blue, the reference grey and the base dashed; bands are the lowest and the highest
-seed. Commits, settings and the parts that differ from the published ones are in `docs/bench_results.json`;
-`python scripts/bench_pages.py --commands` prints the commands.
+steps: the order may differ on large models. p-values have Holm's correction for the number of pairs, intervals none. In
+the charts each method is blue, the reference grey and the base dashed; bands are the lowest and the highest seed.
+Commits, settings and changed parts are in `docs/bench_results.json`; `python scripts/bench_pages.py --commands` prints
+the commands.
 """
 
 # --- docs/benchmark.md -----------------------------------------------------------------------------------------------
@@ -80,14 +80,13 @@ def swept(model: Mapping[str, Any]) -> list[str]:
 
 def accuracies(model: Mapping[str, Any]) -> table.Rows:
     """Return the table of accuracies, the most accurate first, with what each needed for the reference's gain."""
-    heads = ["method", "accuracy, 95 %", f"minus `{model['reference']}`", "p, Holm",
-             f"{model['unit']} to {model['goals'][-1][0]:.0%} of the reference's gain"]
-    rows = [["base", fixed(model["base"], 3), "", "", ""]]
+    heads = ["method", "accuracy, 95 %", f"p against `{model['reference']}`",
+             f"{model['unit']} to {model['goals'][-1][0]:.0%} of its gain"]
+    rows = [["base", fixed(model["base"], 3), "", ""]]
     for method in model["methods"]:
         test, needed = method["difference"], method["reached"][-1]
         rows.append([linked(method["label"]), ranged(method["accuracy"], method["low"], method["high"]),
-                     difference(test) or "the reference",
-                     "" if test is None else probability(test["holm"]),
+                     "the reference" if test is None else probability(test["holm"]),
                      "not reached" if needed is None else f"{needed:,.0f}"])
     return heads, rows
 
@@ -98,10 +97,6 @@ def linked(label: str) -> str:
 
 def ranged(mean: float, low: float, high: float) -> str:
     return f"{fixed(mean, 3)} ({fixed(low, 3)}, {fixed(high, 3)})"
-
-
-def difference(test: Mapping[str, Any] | None) -> str:
-    return "" if test is None else fixed(test["mean"], 3, "+")
 
 
 def probability(p: float) -> str:

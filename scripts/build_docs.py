@@ -36,11 +36,10 @@ method: mix_grpo
 train: {lr: 1e-4, group: 16}
 ```
 
-On the command line a key is dotted, `--train.lr=1e-4`; `--KEY=VALUE` overrides the recipe. Paths (of prompts, rewards,
-models, `output`) are relative to the working directory, not to the recipe. An unknown key, a wrong type and a number
-out of range are errors that name the key. In brackets are the default and, where the default does not show it, the
-type. Every run writes its resolved configuration to `config.yaml`, which is a recipe itself. `parts` changes fields of
-the method's parts, such as `parts: {plan: {size: 2}}`: see [parts](reference/parts.md).
+On the command line a key is dotted, `--train.lr=1e-4`, and overrides the recipe. Paths (of prompts, rewards, models,
+`output`) are relative to the working directory. In brackets are the default and, where it does not show it, the type.
+Every run writes its resolved configuration to `config.yaml`, which is a recipe itself. `parts` changes fields of
+the method's [parts](reference/parts.md), such as `parts: {plan: {size: 2}}`.
 
 A recipe can extend another one: a packaged one by its name, or a file relative to its own.
 
@@ -51,8 +50,7 @@ train: {micro_batch: 4}
 ```
 
 It inherits each key that it does not set: sections such as `train` key by key, `parts` part by part, `reward` and all
-other values as a whole. A recipe with a `method` of its own inherits no parts. `name` is not inherited. A base can
-extend another recipe. A run's `config.yaml` holds the resulting keys, without `extends`.
+other values as a whole. A recipe that sets `method` inherits no parts. `name` is not inherited.
 """
 
 
@@ -144,14 +142,13 @@ $$
 \mathcal{L} = \max\bigl(-A r,\; -A\operatorname{clip}(r, 1-\epsilon, 1+\epsilon)\bigr), \qquad \epsilon = 10^{-4}
 $$
 
-- It is summed over trained decisions and divided by their number. A lies within +-5, and a group without variance has
-  A = 0.
+- It is the mean over trained decisions. A lies within +-5; a group without variance has A = 0.
 - A recorded latent is rounded to the pipeline's dtype *before* it is scored, so that the first ratio is 1.
-- The last step adds no noise and is never trained: its noise would remain in the image, and its std can vanish.
-- Clip ranges are in the unit of a *mean* log-density, as in every released trainer: log p is the mean over the latent's
-  values. The released CPS drops $1/(2s^2)$ from it, as does `log_ratio: {type: SquaredErrorRatio}`.
+- The last step adds no noise and is never trained.
+- Clip ranges are in the unit of a *mean* log-density: log p is the mean over the latent's values. The released CPS
+  drops $1/(2s^2)$ from it, as does `log_ratio: {type: SquaredErrorRatio}`.
 - Models that predict noise or v (SD 1.5, SDXL, CogVideoX) take all methods but `reinflow`, `diffusion_nft`, `awm`,
-  `dgpo` and `crd`. The run replaces components for flow matching only, and prints it: the SDE step becomes DDIM.
+  `dgpo` and `crd`. Components for flow matching only are replaced: the SDE step becomes DDIM.
 - At inference `--rlg W` guides a tuned model by its base ([`rlg`](modifiers.md#rlg)). `--best-of N --by REWARD` of
   `sample` and `eval` generates N samples and keeps the one with the highest reward (Gen-Drive, 2410.05582).
 """
@@ -160,9 +157,8 @@ PARTS_HEAD = """# Parts of a method
 
 Set a part by its key in `parts`: `parts: {plan: {size: 2}}` changes one field, `parts: {kernel: {type: CPS}}` replaces
 the component. In brackets are its fields with their defaults; a field without a value has to be given. `null` removes
-an optional part: preview, shaping, selection, spread, value, data, expansion, redraw, replay, and the schedule of a KL
-or of a temperature. [Methods](../methods/index.md) says which preset sets which part, and
-[methods of your own](../extending.md#contracts) which class your own part extends.
+an optional part. [Methods](../methods/index.md) says which preset sets which part, and [methods of your
+own](../extending.md#contracts) which class your own part extends.
 """
 
 PLACES = {"target": "what the loss scores",
@@ -391,6 +387,7 @@ def reward_catalogue() -> str:
     from flowgrpo.rewards import BUILT_IN, locate
 
     kinds: dict[str, list[str]] = {}
+    alike: dict[str, dict[str, list[str]]] = {}
     tables = (ROOT / "docs" / "text_rewards.md").read_text(encoding="utf-8")
     described = {name for row in re.findall(r"^- (`[\w, `]+`)", tables, re.M) for name in row.split(", ")}
     for reward in (reward for reward in listed() if reward["name"] in BUILT_IN):
@@ -398,8 +395,12 @@ def reward_catalogue() -> str:
         facts = [low_high] * ("inf" not in low_high) + [f"needs {needs}"] * (needs != "nothing")
         facts += [licence.removeprefix("Apache-2.0, ")] * (licence != "Apache-2.0")
         brackets = f" ({'; '.join(facts)})" if facts else ""
-        does = "" if f"`{reward['name']}`" in described else f": {brief(locate(reward['name']))}"
-        kinds.setdefault(modality, []).append(f"- `{reward['name']}`{brackets}{does}")
+        if f"`{reward['name']}`" in described:  # rewards with the same facts share a line
+            alike.setdefault(modality, {}).setdefault(brackets, []).append(f"`{reward['name']}`")
+        else:
+            kinds.setdefault(modality, []).append(f"- `{reward['name']}`{brackets}: {brief(locate(reward['name']))}")
+    for modality, groups in alike.items():
+        kinds.setdefault(modality, []).extend(f"- {', '.join(names)}{brackets}" for brackets, names in groups.items())
     written = CATALOGUE.read_text(encoding="utf-8").partition(ALL_REWARDS.partition("\n")[0])[0]
     lists = [line for kind in sorted(kinds) for line in (f"### {kind.replace('/', ', ')}", "", *kinds[kind], "")]
     return written + "\n".join([ALL_REWARDS, *lists])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,18 @@ def table(found: list[dict[str, Any]]) -> str:
     lines += [f"| {prediction} | {guidance} | {', '.join(names)} |"
               for (prediction, guidance), names in sorted(groups.items())]
     lines += ["", "Not supported:", "", "| pipeline | reason |", "| --- | --- |"]
-    lines += [f"| {told['model']} | {told['reason']} |" for told in found if not told["drivable"]]
+    reasons: dict[str, list[str]] = {}
+    for told in found:
+        if not told["drivable"]:
+            reasons.setdefault(in_short(told["model"], told["reason"]), []).append(told["model"])
+    lines += [f"| {', '.join(names)} | {reason} |" for reason, names in reasons.items()]
     return "\n".join(lines) + "\n"
+
+
+def in_short(name: str, reason: str) -> str:
+    """Return a reason that classes can share: without the class's name and how far it is off."""
+    plain = re.sub(rf"^{name.partition(' ')[0]} (?=\w)", "", reason)
+    return re.sub(r", but \d+% off(?=:)", "", plain)
 
 
 def named(told: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Tables of disk and host memory of the recipes in docs/get_started, computed from parameter counts.
+"""Tables of the recipes' sizes on disk in docs/get_started and docs/distributed.md, computed from parameter counts.
 
     python scripts/host_table.py             # for one GPU and for eight
 
@@ -21,10 +21,9 @@ from flowgrpo.policies.pipelines.load import denoisers
 from flowgrpo.policies.weights.trainable import TrainableWeights
 
 ROOT = Path(__file__).parent.parent
-PAGES = {ROOT / "docs" / "get_started" / "one_gpu.md": ("24gb", 1),
-         ROOT / "docs" / "distributed.md": ("8x80", 8)}
-SIZES = ["| recipe | model on disk | rewards on disk | disk in all | host: model | host: rewards |",
-         "|---|" + "---:|" * 5]
+PAGES = {ROOT / "docs" / "get_started" / "one_gpu.md": "24gb",
+         ROOT / "docs" / "distributed.md": "8x80"}
+SIZES = ["| recipe | model | rewards | disk in all |", "|---|" + "---:|" * 3]
 BEGIN, END = "<!-- sizes: begin -->\n", "<!-- sizes: end -->\n"
 MOMENTS = {"adamw": 2.0, "adamw8bit": 0.5}  # AdamW's two, in copies of the fp32 weights
 
@@ -52,7 +51,7 @@ def copies(config: Config) -> float:
     return 1 + MOMENTS[config.train.optimizer] + sum(map(bool, (config.train.ema, lag, config.eval.best)))
 
 
-def size_row(name: str, processes: int) -> str:
+def size_row(name: str) -> str:
     """Return a recipe's row of sizes in GB.
 
     Model and rewards are stored at two bytes per parameter; `train.keep` checkpoints and the LoRA are kept.
@@ -62,13 +61,12 @@ def size_row(name: str, processes: int) -> str:
     judged = sum(map(recipe_downloads.of_reward, {*rewards(config.trained | config.watched)}))
     checkpoint = 4 * adapter * copies(config)
     disk = 2 * (model + judged) + config.train.keep * checkpoint + 4 * adapter
-    return (f"| `{name}` | {2 * model:.1f} | {2 * judged:.1f} | {disk:.1f} | {2 * model * processes:.1f} | "
-            f"{4 * judged * processes:.1f} |")
+    return f"| `{name}` | {2 * model:.1f} | {2 * judged:.1f} | {disk:.1f} |"
 
 
-def sizes(ending: str, processes: int) -> str:
+def sizes(ending: str) -> str:
     """Return the table of sizes of the recipes whose names end so."""
-    return "\n".join([*SIZES, *(size_row(name, processes) for name in recipes(ending))]) + "\n"
+    return "\n".join([*SIZES, *(size_row(name) for name in recipes(ending))]) + "\n"
 
 
 def write(page: Path, table: str) -> None:
@@ -78,5 +76,5 @@ def write(page: Path, table: str) -> None:
 
 
 if __name__ == "__main__":
-    for page, (ending, processes) in PAGES.items():
-        write(page, sizes(ending, processes))
+    for page, ending in PAGES.items():
+        write(page, sizes(ending))

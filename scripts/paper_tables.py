@@ -29,20 +29,16 @@ GPU, GPUS = "A100", 8  # of the recipes
 MOST = 200  # GPU-hours that one GPU may be asked for
 HEAD = """# Three papers, setting by setting
 
-This page compares the settings of three papers' released code, at the named commit, with those of our recipes. **None
-of these recipes has been run at full size**, so there is no result of ours beside the published one. Run one in a
-clone, on eight GPUs of 80 GB:
+Settings of three papers' released code, at the named commit, and those of our recipes. **None of these recipes has been
+run at full size.** Run one in a clone, on eight GPUs of 80 GB:
 
 ```
 flowgrpo check --recipe configs/papers/flow_grpo_geneval.yaml --gpu A100 --processes 8
 accelerate launch --multi_gpu --num_processes 8 -m flowgrpo train configs/papers/flow_grpo_geneval.yaml
 ```
 
-`check` computed the memory and hours below, on eight A100 of 80 GB. They leave out rewards, evaluations and the
-exchange of gradients. GPU hours of the papers were not looked up.
-
-The held-out numbers of a run are on its own held-out prompts. For the published test
-sets use `flowgrpo eval` with a [suite](../prompts.md) after training.
+`check` computed the memory and hours below, on eight A100 of 80 GB, without rewards, evaluations and the exchange of
+gradients. For the published test sets use `flowgrpo eval` with a [suite](../prompts.md) after training.
 """
 
 

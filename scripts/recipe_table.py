@@ -35,21 +35,20 @@ REWARDS = re.compile(r"^# Trained on: .*\n", re.M)
 LICENCE = re.compile(r"^# Licence: (?P<name>.+?), (?P<gated>gated|not gated)\b", re.M)
 HEAD = """# Recipes of full-size models
 
-Each recipe aligns one published model on GPUs of one memory class. `flowgrpo train sdxl_24gb` and
-`flowgrpo check sdxl_24gb --gpu 4090` find it by name in any folder. Your own recipe extends one by
-`extends: sdxl_24gb` and states what differs ([configuration](configuration.md)); a local file of that name wins.
+Each recipe aligns one published model on GPUs of one memory class. `flowgrpo train sdxl_24gb` finds it by name in any
+folder. Your own recipe [extends](configuration.md) one by `extends: sdxl_24gb`; a local file of that name wins.
 
 Peak memory of each GPU and hours of all epochs are **computed, not measured**, by
 `flowgrpo check RECIPE --gpu GPU --processes N` ([what is counted](performance.md#estimate-memory-and-time)). No recipe
-has been run at full size on a GPU unless its row says so: `loads` (the model, the rewards and a measurement of the
-base), a number of epochs, or `curve` (all epochs, after which each trained reward has risen on held-out prompts, 95 %).
+has been run at full size on a GPU unless its row says so: `loads` (and measures the base), a number of epochs, or
+`curve` (all epochs, and each trained reward has risen on held-out prompts, 95 %).
 
 Check a licence on the model's page before you publish weights. For a gated model, accept its licence there and run
 `hf auth login`.
 
 Recipes of edits and of videos from an image read your own prompt file, with an image in each line:
-`{"prompt": "make the dog red", "image": "dog.png"}`, the path relative to the file ([prompts](prompts.md)). `geneval`
-reads `metadata` too: `{"tag": "colors", "include": [{"class": "dog", "count": 1, "color": "red"}]}`.
+`{"prompt": "make the dog red", "image": "dog.png"}` ([prompts](prompts.md)). `geneval` reads `metadata` too:
+`{"tag": "colors", "include": [{"class": "dog", "count": 1, "color": "red"}]}`.
 
 A recipe's file states size, prompts, group, epochs and eval-only rewards.
 """

@@ -9,7 +9,7 @@ The same command goes on where it stopped; it ends after `--seconds`, also withi
 is what a user's command runs, in a process of its own that has the libraries loaded. Classes, widths and autoencoders
 are published ones (flowgrpo/published.py), tokenizers stand-ins, and an encoder's vocabulary is theirs. What a
 CPU forces is changed and listed; nothing else is. `--json FILE` writes the table's rows, each with its commit;
-`scripts/recipe_table.py --none` shows those of docs/recipe_round.json in docs/recipes.md.
+`scripts/recipe_table.py --none` names those of docs/recipe_round.json in docs/recipes.md.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def formulas() -> list[tuple[str, str]]:
 
 def test_formulas_of_the_pages_are_whole():
     """scripts/docs_site.py writes them as MathML when the site is built, each formula between `qquad` for itself."""
-    assert len(formulas()) > 150
+    assert len(formulas()) > 100
     for page, latex in formulas():
         for part in latex.split("\\qquad"):
             plain = re.sub(r"\\[{}]", "", part)
@@ -157,12 +157,12 @@ def test_a_private_word_that_a_user_reads_is_found(name, text, found, tmp_path, 
 
 
 def test_every_promise_has_tests_that_exist():
-    """docs/promises.tsv: kind, what is promised or which fault was mended, and the tests of it."""
+    """docs/promises.tsv: kind (a promise of the page, a detail, a mended fault), what, and its tests."""
     page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
     flat = " ".join(page.split())
     rows = [line.split("\t") for line in (ROOT / "docs" / "promises.tsv").read_text(encoding="utf-8").splitlines()]
     assert [what for kind, what, _ in rows if kind == "promise" and f"- {what}" not in flat] == []
-    assert page.count("\n- ") >= sum(kind == "promise" for kind, *_ in rows) > 40
+    assert page.count("\n- ") >= sum(kind == "promise" for kind, *_ in rows) > 30
     for _, what, named in rows:
         assert named, what
         for file, _, test in (name.partition("::") for name in named.split(", ") if name.startswith("tests/")):
@@ -238,15 +238,15 @@ def test_the_table_of_recipes_says_what_the_recipes_say():
     assert (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8") == script["page"]()
 
 
-def test_tables_of_disk_and_host_memory_are_those_of_the_recipes():
+def test_tables_of_sizes_are_those_of_the_recipes():
     """Written anew by `python scripts/host_table.py`; the row of one recipe per page is computed here."""
     script = runpy.run_path(str(ROOT / "scripts" / "host_table.py"))
-    for page, (ending, processes) in script["PAGES"].items():
+    for page, ending in script["PAGES"].items():
         text = page.read_text(encoding="utf-8")
-        rows = re.findall(r"^\| `(\w+)` (?:\| [\d.]+ ){5}\|$", text, re.M)
+        rows = re.findall(r"^\| `(\w+)` (?:\| [\d.]+ ){3}\|$", text, re.M)
         assert rows == script["recipes"](ending)
         name = next(name for name in rows if name.startswith("sd"))
-        assert script["size_row"](name, processes) in text
+        assert script["size_row"](name) in text
 
 
 def test_every_launch_line_of_accelerate_names_its_processes_alike():

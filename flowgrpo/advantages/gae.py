@@ -39,8 +39,8 @@ class ValueHead:
 
 @dataclass(frozen=True)
 class OutcomeHead:
-    """Critic that predicts the class of a completion's outcome from every token's state, whose probability of the true
-    class weighs the token: A times `outcome_weights` (CodeRL, 2207.01780). It is a linear head on the policy's states.
+    """Critic of the outcome's class at every token: its probability of the true
+    class weighs the token, A times `outcome_weights` (CodeRL, 2207.01780). It is a linear head on the policy's states.
 
     With `code_run: {outcomes: true}` and the method `remax`, whose baseline is the greedy completion, it is CodeRL's
     training; the paper's critic is a model of its own, on the maximum of its states.

@@ -139,8 +139,8 @@ class WidthPruning:
 
 @dataclass(frozen=True)
 class Beyond:
-    """Keep the samples whose score is at least as far from 0 as the given quantile of the whole batch: 0 keeps all, 0.5
-    the half with the larger |advantage|, ties included."""
+    """Keep scores at least as far from 0 as the batch's quantile: 0 keeps all, 0.5 the half with the larger
+    |advantage|, ties included."""
 
     quantile: float
 

@@ -129,7 +129,7 @@ class BradleyTerry(Shaping):
 
 @dataclass(frozen=True)
 class Balanced(Shaping):
-    """Bad samples dropped by lot until a group has no more of them than good ones (the balance of 2509.24203).
+    """Bad samples dropped at random down to the number of good ones (the balance of 2509.24203).
 
     Good is a weighted sum of at least `right`. A dropped sample has no reward any more (NaN): it is left out of the
     group's statistics, which centre the rest anew, and its advantage is 0. A group without a good sample is unchanged.

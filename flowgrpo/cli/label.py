@@ -41,8 +41,8 @@ def label(
     precision: Annotated[Precision | None, typer.Option(help=f"With --prompts: {PRECISION}")] = None,
     key: Annotated[str | None, typer.Option(metavar="NAME", help="Metadata key that names a sample in a folder's "
                                             "prompts.jsonl. Without: base_image or base_text.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Write all pairs of a prompt's samples, in place of the best and "
-                                        "the worst.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Write all pairs of a prompt, not only the best and "
+                                                      "the worst")] = False,
     least: Annotated[float, typer.Option(min=0, max=LARGEST, help="Leave out pairs whose totals differ by this or "
                                          "less.")] = 0.0,
     tie: Annotated[float, typer.Option(min=0, max=LARGEST, help="Call an aspect a tie up to this difference.")] = 0.0,

@@ -83,9 +83,10 @@ def fetch_text(
 
 @reward_app.command("train", short_help="Train a reward from preference pairs.")
 def train_reward(
-    pairs: Annotated[Path, typer.Argument(metavar="PAIRS", help="A .jsonl file: in each line `prompt`, `chosen` and "
-                                          "`rejected` (images, relative to the file, or with --model completions), "
-                                          "and maybe `aspects`, an object of names with chosen, rejected or tie.")],
+    pairs: Annotated[Path, typer.Argument(metavar="PAIRS", help="A .jsonl file: lines with `prompt`, `chosen` and "
+                                                                "`rejected` (images, relative to the file; with "
+                                                                "--model completions), and maybe `aspects`: names "
+                                                                "with chosen, rejected or tie")],
     output: Annotated[Path, typer.Option(help="The folder of the reward: --reward FOLDER, or FOLDER:ASPECT.")],
     held_out: Annotated[str, typer.Option("--held-out", "--held_out", metavar="SHARE|FILE", help=
                                           "Pairs to measure with: a share of the prompts, or another file of pairs.")
@@ -100,11 +101,11 @@ def train_reward(
                                               "model, starter_text, a folder or a hub id, all of it trained; a large "
                                               "one takes a lower --lr.")] = None,
     frozen: Annotated[bool, typer.Option("--frozen", help="With --model: train only the head.")] = False,
-    margins: Annotated[float, typer.Option(min=0, metavar="W", help="Learn scores that differ by W times the pair's "
-                                           "margins at least, which `flowgrpo reward label` writes.")] = 0.0,
+    margins: Annotated[float, typer.Option(min=0, metavar="W", help="Learn scores that differ by at least W times "
+                                                                    "the pair's margins, of `flowgrpo reward "
+                                                                    "label`")] = 0.0,
     epochs: Annotated[int, typer.Option(min=1, help="Epochs at most.")] = 20,
-    patience: Annotated[int, typer.Option(min=1, help="Stop after so many epochs without a better accuracy on the "
-                                          "held-out pairs; the best epoch is kept.")] = 4,
+    patience: Annotated[int, typer.Option(min=1, help="Epochs without a better held-out accuracy before it stops")] = 4,
     batch: Annotated[int, typer.Option(min=1, help="Pairs per step.")] = 64,
     lr: Annotated[float, typer.Option(min=0, help="Learning rate at its highest; it falls to 0.")] = 1e-3,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the split, the first weights and the order.")] = 0,
@@ -137,9 +138,8 @@ def _share_or_file(text: str) -> float | str:
 
 @reward_app.command("train-text", short_help="Train a linear reward of completions from labels or pairs.")
 def train_text_reward(
-    texts: Annotated[Path, typer.Argument(metavar="TEXTS", help="A .jsonl file: in each line `text` and `labels`, an "
-                                          "object of names and numbers, or `chosen` and `rejected`; maybe `prompt` and "
-                                          "`category`.")],
+    texts: Annotated[Path, typer.Argument(metavar="TEXTS", help="A .jsonl file: lines with `text` and `labels` "
+                                                                "(names and numbers), or `chosen` and `rejected`")],
     output: Annotated[Path, typer.Option(help="The reward's file: `text_scorer` with args: {file: FILE}.")],
     encoder: Annotated[str | None, typer.Option(metavar="NAME", help="A model of transformers whose mean last states "
                                                 "are the features; without: hashed words and pairs of words.")] = None,

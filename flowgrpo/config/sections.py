@@ -24,8 +24,8 @@ class Picture(Section):
     width: int | None = Field(None, ge=8, le=2**16, description="pixels")
     frames: int | None = Field(None, ge=1, le=2**16, description="number of frames, for video pipelines")
     sizes: list[tuple[Side, Side]] = Field(
-        [], description="[height, width] pairs in pixels: each group of an epoch is sampled in one of them, chosen by "
-                        "the seed; evaluations take `height` and `width`, or the first pair")
+        [], description="[height, width] pairs in pixels, one per group; evaluations take `height` and `width`, or "
+                        "the first pair")
     call: dict[str, Any] = Field({}, description="further arguments of the pipeline's call: {max_sequence_length: 77}")
 
     @model_validator(mode="after")
@@ -46,43 +46,40 @@ class Text(Section):
                                                            "without an end: trained like others, not at all, or with "
                                                            "`penalty` taken off")
     penalty: float = Field(1.0, gt=0, description="of `truncated: penalise`, off every transformed reward")
-    over_provision: float = Field(0.0, ge=0, description="groups that are begun beyond those of an epoch, as a share "
-                                  "of `train.prompts`; the unfinished ones continue in the next epoch; 0: none; see "
-                                  "docs/performance.md")
-    chunk: int = Field(64, ge=1, description="tokens between two looks at which completions have ended, with "
-                                             "`over_provision`")
-    shared_prefix: bool = Field(True, description="a prompt is read once for all samples of its group, where the model "
+    over_provision: float = Field(0.0, ge=0, description="groups begun beyond those of an epoch, as a share of "
+                                                         "`train.prompts`; unfinished ones continue in the next; 0: "
+                                                         "none; see docs/performance.md")
+    chunk: int = Field(64, ge=1, description="with `over_provision`: tokens between two checks for ended completions")
+    shared_prefix: bool = Field(True, description="read a prompt once for all samples of its group, where the model "
                                                   "allows it")
     eval_temperature: float = Field(0.0, ge=0, description="of the evaluation; 0 takes the likeliest token")
     engine: Literal["transformers", "vllm"] = Field("transformers", description="what samples completions; `vllm` has "
                                                     "not been run: docs/language_models.md")
     engine_precision: Literal["fp32", "bf16", "fp16"] | None = Field(
-        None, description="in which completions are sampled, by a copy of the model where it is not `precision`; None: "
-                          "`precision`")
+        None, description="precision in which a copy of the model samples completions; None: `precision`")
     engine_memory: float = Field(0.4, gt=0, lt=1, description="share of the GPU that vLLM takes")
-    correction: Literal["tis", "mis", "none"] = Field("tis", description="of tokens of an engine, or of half "
-                                                      "precision, weighted by r = trainer's probability / theirs: "
-                                                      "min(r, cap), or 0 above the cap, or not at all")
+    correction: Literal["tis", "mis", "none"] = Field("tis", description="weight of tokens of an engine, or of half "
+                                                                         "precision, by r = trainer's probability / "
+                                                                         "theirs: min(r, cap), 0 above the cap, or "
+                                                                         "none")
     correction_cap: float = Field(2.0, ge=1, description="largest r")
     correction_level: Literal["token", "sequence"] = Field("token", description="r of a token, or of its completion")
 
 
 class Rollout(Section):
-    """Engine that samples the images or clips of a rollout (see docs/engine.md), or a cache for the pipeline's calls
-    (see docs/feature_caches.md)."""
+    """Engine that samples the images or clips of a rollout, or a feature cache; see docs/rollouts.md."""
 
     engine: str | None = Field(None, min_length=1, description="address of an SGLang-Diffusion server, such as "
                                "http://127.0.0.1:30000; None: the pipeline itself")
     timeout: float = Field(600.0, gt=0, description="seconds for one request")
     retries: int = Field(2, ge=0, description="further attempts where a connection fails or the server answers 5xx")
-    folder: str | None = Field(None, min_length=1, description="folder for the LoRA of each update, which the engine "
-                               "reads too; None: a temporary one, for an engine on this machine")
-    release: bool = Field(False, description="the engine leaves the GPU's memory between rollouts, where both share a "
-                                             "GPU")
+    folder: str | None = Field(None, min_length=1, description="folder for each update's LoRA, which the engine "
+                                                               "reads too; None: a temporary one of this machine")
+    release: bool = Field(False, description="the engine leaves the GPU's memory between rollouts")
     cache: Literal["first_block", "taylorseer", "mag"] | None = Field(
         None, description="diffusers' feature cache in the rollouts of methods that read only final samples")
-    cache_threshold: float | None = Field(None, gt=0, description="difference below which `first_block` and `mag` skip "
-                                          "blocks: a higher one skips more; None: diffusers' own")
+    cache_threshold: float | None = Field(None, gt=0, description="threshold of `first_block` and `mag`: a higher "
+                                                                  "one skips more blocks; None: diffusers' own")
     cache_interval: int | None = Field(None, ge=1, description="steps from one computed step of `taylorseer` to the "
                                                                "next; None: diffusers' own")
 
@@ -110,16 +107,17 @@ class Load(Section):
 
     variant: str | None = Field(None, min_length=1, description="of the weight files of a repository or folder: `fp16`")
     revision: str | None = Field(None, min_length=1, description="branch, tag or commit of a repository on the hub")
-    config: str | None = Field(None, min_length=1, description="folder or hub id of a pipeline like that of a single "
-                               "file in `model`; None: the one that diffusers infers, from the hub")
+    config: str | None = Field(None, min_length=1, description="for a single file in `model`: folder or hub id of a "
+                                                               "pipeline like it; None: the one that diffusers "
+                                                               "infers")
     denoiser: str | None = Field(None, min_length=1, description="a .safetensors or .gguf file that replaces the "
                                  "denoiser of `model`")
-    lora: list[str | Fused] = Field([], description="LoRAs that are fused into the weights first, such as a turbo "
-                                    "LoRA: paths, or {path: FILE, scale: 0.8}; the run trains another on top")
-    controlnet: str | None = Field(None, min_length=1, description="folder or hub id of a ControlNet, for the "
-                                   "`control_image` of prompts; it stays frozen")
-    ip_adapter: IPAdapter | None = Field(None, description="an IP-Adapter, for the `ip_adapter_image` of prompts: "
-                                         "{path: FOLDER, weights: FILE}; it stays frozen")
+    lora: list[str | Fused] = Field([], description="LoRAs fused into the weights first, such as a turbo LoRA: "
+                                                    "paths, or {path: FILE, scale: 0.8}")
+    controlnet: str | None = Field(None, min_length=1, description="folder or hub id of a frozen ControlNet, for the"
+                                                                   " `control_image` of prompts")
+    ip_adapter: IPAdapter | None = Field(None, description="a frozen IP-Adapter, for the `ip_adapter_image` of "
+                                                           "prompts: {path: FOLDER, weights: FILE}")
 
     @property
     def fused(self) -> list[Fused]:
@@ -201,26 +199,28 @@ class Train(Optimizer):
                                           "denoiser; see docs/performance.md")
     updates: int = Field(1, ge=1, description="optimizer steps per pass over an epoch's samples")
     inner_epochs: int = Field(1, ge=1, description="passes over an epoch's samples")
-    one_pass: bool | Literal["auto"] = Field(False, description="the update reads the graphs of the rollout's own "
-                                             "steps, without a replay, where every sample is trained once; `auto`: "
-                                             "where they fit; see docs/performance.md")
+    one_pass: bool | Literal["auto"] = Field(False, description="no replay: the update uses the graphs of the "
+                                                                "rollout's own steps, where every sample is trained "
+                                                                "once; `auto`: where they fit; see "
+                                                                "docs/performance.md")
     steps: int = Field(10, ge=2, le=STEPS, description="denoising steps of a rollout")
     guidance: float = Field(1.0, ge=0, description="guidance scale of the rollout and of its replay")
-    grid: Literal["shifted", "stock"] = Field("shifted", description="shift(linspace(1, 0)), or what the pipeline's "
-                                          "own call samples with (its sigmas, its shift by the image's size); a "
-                                          "model that predicts noise has its own always")
+    grid: Literal["shifted", "stock"] = Field("shifted", description="`shifted`: shift(linspace(1, 0)); `stock`: the"
+                                                                     " pipeline's own sigmas, as models that predict"
+                                                                     " noise always have")
     shift: float = Field(3.0, gt=0, description="the shift of the `shifted` sigma grid")
     checkpointing: bool | Share | Literal["auto"] = Field(
-        False, description="gradient checkpointing: true for all blocks of the denoiser, or the share of them that "
-        "recompute, such as 0.5; `auto`: as few as fit")
+        False, description="gradient checkpointing: all blocks of the denoiser, or the share that recomputes, such "
+                           "as 0.5; `auto`: as few as fit")
     compile: bool = Field(False, description="torch.compile for the denoiser's blocks")
     ema: float = Field(0.0, ge=0, lt=1, description="decay of the moving average of the weights; 0 keeps none")
-    staleness: int = Field(0, ge=0, description="epochs that are sampled before the update that they wait for: a "
-                           "thread computes their rewards meanwhile; 0: none; see docs/performance.md")
-    staleness_cap: float = Field(5.0, ge=1, description="largest weight of a decision of older weights, the "
-                                 "probability before the update over theirs; above the cap it is 0")
-    extrapolate: int = Field(0, ge=0, description="epochs by which a LoRA jumps ahead along its own low-rank path; a "
-                             "jump is taken back if the next epoch's reward is lower; 0: none; see docs/performance.md")
+    staleness: int = Field(0, ge=0, description="epochs sampled ahead of their update, while a thread computes "
+                                                "rewards; 0: none; see docs/performance.md")
+    staleness_cap: float = Field(5.0, ge=1, description="largest importance weight of a decision of older weights; "
+                                                        "larger ones become 0")
+    extrapolate: int = Field(0, ge=0, description="epochs by which a LoRA jumps ahead along its low-rank path; taken"
+                                                  " back if the next reward is lower; 0: none; see "
+                                                  "docs/performance.md")
     extrapolate_every: int = Field(8, ge=2, description="epochs between two jumps, whose weights are the path")
     save_every: int = Field(50, ge=1, description="epochs between checkpoints; the last epoch is always saved")
     keep: int = Field(2, ge=1, description="checkpoints kept")
@@ -263,20 +263,19 @@ class Memory(Section):
     denoiser: Literal["keep", "cpu"] = Field("keep", description="where frozen weights of the denoiser wait while "
                                              "prompts are encoded; `cpu` goes with `encoders: cpu`")
     offload: Literal["none", "block_level", "leaf_level"] = Field(
-        "none", description="frozen weights of the denoiser's blocks that wait in CPU memory and are copied only for "
-                            "their forward: block by block, or layer by layer")
+        "none", description="frozen blocks of the denoiser kept in CPU memory and copied for their forward: block by"
+                            " block, or layer by layer")
     rewards: Literal["keep", "cpu"] = Field("keep", description="where reward models wait while nothing is scored")
     vae: Literal["whole", "sliced", "tiled"] = Field("whole", description="a batch decoded at once, image by "
                                                      "image, or tile by tile too")
     states: Literal["device", "cpu"] = Field("device", description="where a rollout's recorded states wait for their "
                                              "replay")
     attention: Literal["auto", "native", "cudnn", "flash", "flash3", "xformers"] = Field(
-        "auto", description="attention kernel of the denoiser: diffusers' default, torch's, cuDNN's, FlashAttention's "
-                            "(packages flash_attn, or kernels for 3) or xformers'")
-    shard: bool | Literal["nodes"] = Field(False, description="the denoiser's weights sharded over all processes, by "
-                                           "FSDP2, or over those of each node (`nodes`)")
-    context_parallel: int = Field(1, ge=1, description="processes that share the tokens of one sample, by diffusers' "
-                                  "context parallelism (Ulysses); with N, every N processes count as one")
+        "auto", description="attention kernel of the denoiser: diffusers' default, torch's, cuDNN's, "
+                            "FlashAttention's (packages flash_attn, or kernels for 3) or xformers'")
+    shard: bool | Literal["nodes"] = Field(False, description="denoiser sharded by FSDP2 over all processes, or over"
+                                                              " those of each node (`nodes`)")
+    context_parallel: int = Field(1, ge=1, description="processes that share the tokens of one sample (Ulysses)")
 
 
 class EarlyStop(Section):
@@ -287,17 +286,18 @@ class EarlyStop(Section):
 
 
 class Guard(Section):
-    """Guard against collapse: returns to the last good weights; see docs/guard.md."""
+    """Guard against collapse: returns to the last good weights; see docs/reward_hacking.md."""
 
-    window: int = Field(0, ge=0, description="epochs that make the run's own band, such as 4; an update or a reward "
-                                             "out of it sends the run back to its last good weights; 0: off")
-    false_alarms: float = Field(0.01, gt=0, lt=1, description="probability that a run goes back without a cause, from "
-                                                              "which all bounds follow")
-    reward: str | None = Field(None, min_length=1, description="measured reward whose fall on held-out prompts counts, "
-                               "with `eval.every`; None: `eval.best`, or the trained one of the largest weight")
+    window: int = Field(0, ge=0, description="epochs that make the run's band, such as 4; outside of it the run "
+                                             "returns to its last good weights; 0: off")
+    false_alarms: float = Field(0.01, gt=0, lt=1, description="probability of a return without a cause, from which "
+                                                              "all bounds follow")
+    reward: str | None = Field(None, min_length=1, description="held-out reward whose fall counts, with "
+                                                               "`eval.every`; None: `eval.best`, or the trained one "
+                                                               "of the largest weight")
     lr: float = Field(0.5, gt=0, le=1, description="factor of the learning rate at each return")
-    best: bool = Field(True, description="the run ends with the best of the weights that `eval.every` measures, as by "
-                                         "`eval.best`; false: with the last ones")
+    best: bool = Field(True, description="ends with the best held-out weights, as by `eval.best`; false: with the "
+                                         "last ones")
 
 
 class Eval(Section):
@@ -311,12 +311,10 @@ class Eval(Section):
     prompts: int = Field(64, ge=1, description="held-out prompts, evenly spread over the file")
     samples: int = Field(1, ge=1, description="images per held-out prompt")
     weights: Literal["current", "ema"] = Field("current", description="which weights are evaluated and saved")
-    best: str | None = Field(None, min_length=1, description="the measured reward by which the best of the weights "
-                                                             "that `every` measures are kept for the end; `frontier`: "
-                                                             "the ones before reward hacking, see "
-                                                             "docs/reward_hacking.md; None: the last")
+    best: str | None = Field(None, min_length=1, description="held-out reward that selects the weights kept at the "
+                                                              "end, of those that `every` measures; `frontier`: those "
+                                                              "before reward hacking; None: the last")
     stop: EarlyStop | None = Field(None, description="{reward: NAME, patience: N}: end after N evaluations in a row "
                                                      "without a better mean of it")
     grid: int = Field(12, ge=1, description="prompts on the before/after grid page")
-    rewards: list[str] | dict[str, WatchRule] = Field([], description="further rewards that are measured and never "
-                                                                      "trained on: names, or names with rules")
+    rewards: list[str] | dict[str, WatchRule] = Field([], description="eval-only rewards: names, or names with rules")

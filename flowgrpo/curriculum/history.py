@@ -49,7 +49,7 @@ def last_rate(memory: dict[str, Any], prompt: Prompt) -> float | None:
 
 @dataclass(frozen=True)
 class VarianceSampling:
-    """Share of the prompts by variance p (1 - p) of the outcome and diversity of the samples, the others as ever
+    """Prompts by variance of the outcome and diversity of samples: a share by p (1 - p) and diversity, others as ever
     (variance-aware sampling of MMR1, 2509.21268).
 
     p is a prompt's newest success rate, diversity that of its last samples: for texts the share that repeats no other,
@@ -136,7 +136,7 @@ class InformationGain:
 
 @dataclass(frozen=True)
 class Retention:
-    """All prompts in turn, and from epoch `after` on only the `keep` prompts of the first rank.
+    """All prompts in turn; from epoch `after` on only the `keep` of the first rank.
 
     by: "hardest", the lowest newest rate first, ranked anew in every epoch (hard-focus curriculum of DRIVE);
         "variance", of a prompt's rates so far, the largest first, ranked once (1-shot RLVR, 2504.20571).
@@ -180,8 +180,7 @@ class Retention:
 
 @dataclass(frozen=True)
 class OppositePairs:
-    """Pairs of a hard prompt that is sometimes solved and an easy one that sometimes fails
-    (bidirectional pairing).
+    """Pairs of a hard and an easy prompt: one is sometimes solved, the other sometimes fails (bidirectional pairing).
 
     Hard: its newest success rate is above 0 and below 1/2; easy: above 1/2 and below 1. Both are drawn at random, as
     many of the one as of the other, and at most a `share` of the epoch; the other places go to all prompts in turn. The

@@ -24,7 +24,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class PassRate:
-    """Examples that the run collects by the pass rate p of a prompt's group, the share of samples that are right.
+    """Examples collected by a group's pass rate p: the share of samples that are right.
 
     Right is a sample whose weighted reward reaches `right`. A prompt that is sampled again is classified anew, and its
     earlier examples leave.

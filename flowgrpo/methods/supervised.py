@@ -97,8 +97,8 @@ class PreferencePairs(DataLoss):
 
 @dataclass(frozen=True)
 class AlignedChains(NextToken):
-    """NextToken, plus `contrast` times how far an answer's representation is from that of its prompt's annotated answer
-    among those of the batch's other prompts (CARFT, 2508.15868): InfoNCE of cosines over `temperature`.
+    """NextToken, plus `contrast` times a contrastive loss of an answer's representation: InfoNCE of cosines over
+    `temperature`, towards its prompt's annotated answer among the batch's others (CARFT, 2508.15868).
 
     A representation is the mean of the last hidden states before an answer's tokens; the annotated one, the prompt's
     `solution` or `answer`, has no gradient. With a PassRate source the answers are the run's own right samples. The

@@ -115,8 +115,8 @@ class GradientNorms(Balance):
 
 @dataclass(frozen=True)
 class Convergence(Balance):
-    """Weights that sum to 1 and move to the objective that converges least and is the most volatile (RECAP, 2510.21978,
-    equation 1).
+    """Weights that move to the objective that converges least: they sum to 1, and volatility counts too (RECAP,
+    2510.21978, equation 1).
 
     The weights are the softmax over `temperature` of c + i, equal until 2 `window` epochs are over. Of a data loss with
     the mean m over the last `window` epochs, and n over those before: c = m / n, i the deviation (ddof 0) of the last

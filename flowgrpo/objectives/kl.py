@@ -110,8 +110,8 @@ ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 @dataclass(frozen=True)
 class SampledKL(Penalty):
-    """weight * an estimate of the KL to the reference policy from the samples' log-probabilities, [B, N] (`k1`,
-    `k2` or `k3`).
+    """weight * an estimate of the KL from the samples' log-probabilities, [B, N] (`k1`, `k2` or `k3`), to the reference
+    policy.
 
     For tokens, and for transitions without means. A transition's log-probability is a mean over the latent's values. So
     k1 estimates the KL per value, while k2 and k3 see the difference of a whole sample divided by the number of values.

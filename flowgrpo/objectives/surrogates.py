@@ -168,8 +168,7 @@ class DynamicClip(ClippedSurrogate):
 
 @dataclass(frozen=True)
 class DivergenceMask(ClippedSurrogate):
-    """-A r, without a gradient if the policy is far from the old one and the update leads further away (Flow-DPPO,
-    2606.11025).
+    """-A r, without a gradient where a far policy would move further: away from the old one (Flow-DPPO, 2606.11025).
 
     Far: the divergence mean((mean_new - mean_old)^2) / (2 std^2) is at least `bound`. Further: A > 0 with r > 1, or A <
     0 with r < 1. It is a `Clip` whose range is opened or closed by the divergence.

@@ -19,7 +19,7 @@ Judge = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 @dataclass(frozen=True)
 class Pruning:
-    """Samples that are begun, and the step before which those that do not go on are stopped (ARRoL).
+    """Samples that are begun, and the step before which some stop (ARRoL).
 
     At `step` the clean prediction of every sample is decoded and scored by the run's rewards. As many go on as a group
     has; the others cost no further evaluation and are not trained. The rewards are in the place of ARRoL's quality

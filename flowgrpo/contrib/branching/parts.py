@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CriticalTokens:
-    """Group of which a share is sampled anew from uncertain tokens of the other completions (CURE, stage 1).
+    """Group with a share sampled anew from others' uncertain tokens (CURE, stage 1).
 
     A regrown completion keeps the tokens before its place and draws the rest. The place is one of the `top` tokens with
     the largest entropy of their distribution, chosen by lot. Both trajectories are in the group and are trained. In

@@ -14,8 +14,8 @@ from flowgrpo.types import Completions, Context, required, wide
 
 @dataclass(frozen=True)
 class LikelihoodConsistency(Shaping):
-    """`bonus` on the first reward of right samples whose answer the reference finds at least as likely as the right
-    ones of the group in the mean (GRPO-CARE, 2506.16141).
+    """`bonus` for right samples whose answer the reference finds likely: at least as much as the right ones of the
+    group in the mean (GRPO-CARE, 2506.16141). It is added to the first reward.
 
     Right is a sample whose first reward reaches `right`. The likelihood is the mean log-probability of the tokens
     behind the last occurrence of the token ids `behind`, such as those of <answer>, after the reasoning before it; all

@@ -12,8 +12,8 @@ DIVERGENCES = ("forward_kl", "js", "alpha")
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """weight * D(policy, base), an f-divergence that covers all modes of the base model, on samples that it
-    generated once (DPH-RL, 2509.07430): [B, N].
+    """weight * D(policy, base), an f-divergence: it covers all modes of the base model, on samples that the base
+    generated once (DPH-RL, 2509.07430), [B, N].
 
     Every optimizer step adds the mean of f(u), u = p / p_base, over the decisions of one part of the recorded samples:
     train.prompts groups, drawn before the first update. Their log-probabilities are recorded with them, so no

@@ -172,8 +172,8 @@ class Confidence(Reshaped):
 
 @dataclass(frozen=True)
 class Unconfident(Reshaped):
-    """Advantages plus alpha times how far the sample's mean log-probability is below its group's, in groups with a
-    right sample (ARM of ProGRPO): of two equal samples the less likely has the larger advantage.
+    """Advantages plus alpha times how unlikely the sample is: how far its mean log-probability is below its group's, in
+    groups with a right sample (ARM of ProGRPO). Of two equal samples the less likely has the larger advantage.
 
     Right is a weighted sum of at least `right`; other groups are unchanged. ARM compares with the log-probability of
     the prompt, which is the same for a whole group, and reads unlikely tokens alone; here it is the group's mean, and

@@ -90,7 +90,7 @@ def adapted(advantages: Tensor, weights: Tensor, rate: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Hypervolume(AdvantageRule):
-    """Weighted sum of advantages, larger in an epoch whose mean rewards enlarge the run's Pareto front.
+    """Weighted sum of advantages, larger when the Pareto front grows: in an epoch whose mean rewards enlarge the run's.
 
     The factor is the meta-reward of hypervolume guidance (2509.11452, its released code): 1/2 + 3/2 tanh(h), h the
     hypervolume above the point `least` that the epoch's means add to the front; 1 in the first epoch. The code

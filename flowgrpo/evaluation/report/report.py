@@ -161,7 +161,7 @@ ALONE = {"clip_fraction": ("Clip fraction", "share of the decisions that the cli
          "log_ratio_max": ("Largest |log ratio|", "of an epoch"), "grad_norm": ("Gradient norm", "before clipping"),
          "loss": ("Loss", ""), "kl": ("KL to the reference", ""),
          "diversity": ("Diversity", "of the samples of a group"),
-         "guard/returns": ("Returns to good weights", "so far: see docs/guard.md"),
+         "guard/returns": ("Returns to good weights", "so far: see docs/reward_hacking.md"),
          "frontier/epoch": ("Epoch of the kept weights", "before reward hacking: see docs/reward_hacking.md"),
          "skipped_updates": ("Skipped updates", "so far: the gradient was not finite")}
 PLAIN = ("epoch", "evaluations", "seconds")  # axes, not diagnostics; every line has them

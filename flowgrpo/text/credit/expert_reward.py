@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExpertReward(Shaping):
-    """Rewards of a group in which answers that came with the prompt stand beside samples (ViSurf, 2510.10606).
+    """Rewards of a group that holds the prompt's own answer (ViSurf, 2510.10606).
 
     without: names of rewards that an answer does not earn, such as one for a thinking part that it lacks: it has 0.
     smooth: an answer has the mean of the group's samples where one of them scores as high as it, so that its advantage

@@ -120,7 +120,7 @@ class HighEntropy(WrappedLoss, GroupLoss):
 
 @dataclass(frozen=True)
 class ConflictTokens(WrappedLoss, GroupLoss):
-    """Surrogate loss, with conflict tokens not pushed down and `amplify` times as strongly pulled up, [B, L]
+    """Surrogate loss whose conflict tokens are not pushed down: they are pulled up `amplify` times as strongly, [B, L]
     (GTPO, 2508.03772, and its code).
 
     A conflict token is at the same place, counted from the start or from the end, of a good and of a bad completion of
@@ -177,8 +177,8 @@ class ConflictTokens(WrappedLoss, GroupLoss):
 
 @dataclass(frozen=True)
 class LikelihoodFloor(WrappedLoss):
-    """Surrogate loss plus weight * max(log p_old - log p, 0) on the tokens of completions with A >= 0 whose
-    log-probability fell as a whole, [B, L] (LLDS, 2512.04220).
+    """Surrogate loss plus weight * max(log p_old - log p, 0) on good completions: the tokens, [B, L], of those with
+    A >= 0 whose log-probability fell as a whole (LLDS, 2512.04220).
 
     It keeps good texts from becoming unlikely with the bad ones they resemble. The term is 0, with no gradient, at the
     first update.

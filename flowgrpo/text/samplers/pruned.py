@@ -18,7 +18,7 @@ from flowgrpo.types import wide
 
 @dataclass(frozen=True)
 class PrunedDraws:
-    """Group of those of many begun completions that are expected to be half right (ARRoL); the others are stopped.
+    """Group of begun completions expected to be half right (ARRoL); the others are stopped.
 
     After `tokens` tokens the run's quality head, a linear one on the policy's last hidden state, predicts the chance of
     success of each. A group goes on: the likeliest and the least likely to succeed, as many of each as bring the
