@@ -118,11 +118,13 @@ def forced(name: str, folder: Path) -> dict[str, Any]:
 
 
 def call_keys(config: Any, known: Any) -> dict[str, Any]:
-    """Return what shortens a pipeline's call: tokens of a prompt, pixels of a reference picture."""
+    """Return what shortens a pipeline's call: tokens of a prompt, pixels of an image and of a reference picture."""
     import diffusers
 
     accepted = inspect.signature(getattr(diffusers, known.pipeline).__call__).parameters
     keys: dict[str, Any] = {"picture.call.max_sequence_length": TOKENS} if "max_sequence_length" in accepted else {}
+    if "use_resolution_binning" in accepted:  # Sana would draw 64 pixels as 512
+        keys["picture.call.use_resolution_binning"] = False
     if "max_area" in accepted:
         keys |= {"picture.call.max_area": SIDE * SIDE, "picture.call._auto_resize": False}
     return keys

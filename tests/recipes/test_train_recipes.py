@@ -27,6 +27,7 @@ def test_what_a_cpu_forces_is_a_valid_recipe_that_keeps_its_method(name, tmp_pat
     assert (after.method, after.adapter, after.train.lr, after.train.guidance) == (
         before.method, before.adapter, before.train.lr, before.train.guidance)
     assert set(before.parts) == set(after.parts)
+    assert (after.call.get("use_resolution_binning") is False) == name.startswith("sana")  # which would draw 512 pixels
     assert after.parts.get("plan", {}).get("size", 0) <= after.train.steps // 2  # flow_grpo_fast's window is there
 
 
