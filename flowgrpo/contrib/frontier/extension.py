@@ -113,14 +113,14 @@ class KeepFrontier(Extension):
     def state(self) -> tuple[Tensors, dict[str, Any]]:
         """Return the measurements so far, for a checkpoint."""
         kept = {key: finite(getattr(self.rule, key)) for key in SCORES}
-        return {}, kept | {"seen": self.rule.seen, "value": self.rule.value, "beyond": [*self.beyond.items()]}
+        return {}, kept | {"value": self.rule.value, "beyond": [*self.beyond.items()]}
 
     def load_state(self, tensors: Tensors, values: dict[str, Any]) -> None:
         """Restore the state of a checkpoint; without any, begin anew at `on_base`."""
         for key in SCORES:
             setattr(self.rule, key, {name: [math.nan if value is None else value for value in scores]
                                      for name, scores in values.get(key, {}).items()})
-        self.rule.seen, self.rule.value = values.get("seen", 0), values.get("value", 0.0)
+        self.rule.value = values.get("value", 0.0)
         self.beyond = {epoch: names for epoch, names in values.get("beyond", ())}
 
 
