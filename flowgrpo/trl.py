@@ -114,12 +114,17 @@ class FlowGRPOConfig:
 class FlowGRPOTrainer:
     """Trainer with the arguments of TRL's GRPOTrainer; `train()` returns the summary of `align`.
 
-    model: as of `align`. reward_funcs: a name or a function, or several. A function takes flowgrpo's (images, prompts[,
-    metadata]), or by name TRL's prompts, completions and the columns of the prompts; completions are images [B, 3, H,
-    W] in [0, 1], or texts. args: a `FlowGRPOConfig`. train_dataset: texts, or records with a `prompt`, whose other
-    columns are metadata; a prompt file or set by name. eval_dataset: the held-out prompts, a file. processing_class:
-    tokenizer of a loaded language model. callbacks: of transformers; on_train_begin, on_log, on_step_end and
-    on_train_end are called, and what they ask for is not read. peft_config: its r and lora_alpha.
+    model: as of `align`.
+    reward_funcs: a name or a function, or several. A function takes flowgrpo's (images, prompts[, metadata]), or by
+        name TRL's prompts, completions and the columns of the prompts. Completions are images [B, 3, H, W] in [0, 1],
+        or those of a language model.
+    args: a `FlowGRPOConfig`.
+    train_dataset: prompts, or records with a `prompt`, whose other columns are metadata; a prompt file or set by name.
+    eval_dataset: the held-out prompts, a file.
+    processing_class: tokenizer of a loaded language model.
+    callbacks: of transformers; on_train_begin, on_log, on_step_end and on_train_end are called, and what they ask for
+        is not read.
+    peft_config: its r and lora_alpha.
     """
 
     def __init__(self, model: Any, reward_funcs: Any, args: FlowGRPOConfig | None = None, train_dataset: Any = None,

@@ -166,7 +166,7 @@ PLACES = {"target": "what the loss scores",
           "decoding": "the distribution that tokens of a language model are sampled from",
           "plan": "which steps add noise, split and are trained",
           "solver": "the steps that add no noise",
-          "tail": "how many steps are left after the last one that adds noise; or a share of them, a number",
+          "tail": "how many steps are left after the last one that adds noise, or a share of them",
           "shaping": "what rewards become before they are compared",
           "advantage": "how the rewards of a group are compared",
           "selection": "which samples are trained",
@@ -175,30 +175,30 @@ PLACES = {"target": "what the loss scores",
           "step_weight": "weight of a step of the sigma grid",
           "reduction": "what the loss is a mean over",
           "kl": "the regulariser, a distance to the reference",
-          "kl.schedule": "what becomes of the regulariser's weight from epoch to epoch",
+          "kl.schedule": "the regulariser's weight over the epochs",
           "reference": "the policy that the regulariser holds to",
-          "rehearsal": "a divergence from the base model on its own recorded samples",
+          "rehearsal": "a divergence from the base on its own samples",
           "tuning": "a supervised term towards the best sample",
           "data": "a supervised term beside the loss",
           "data.source": "where the examples of a supervised term come from",
-          "data.balance": "the weights of the loss's gradient and of a supervised term's",
+          "data.balance": "weights of the loss and of a supervised term",
           "data.token_weight": "how much a token of a supervised answer counts",
           "preview": "how initial noises are chosen",
-          "times": "when finals are noised and trained in place of recorded steps",
+          "times": "the times at which finals are noised and trained",
           "lag": "how slowly the old policy follows",
-          "backprop": "how the last steps become data whose reward's gradient is followed",
-          "relaxation": "what replaces sampled tokens where a reward's gradient is followed through an unmasking",
+          "backprop": "which steps a reward's gradient follows",
+          "relaxation": "what replaces sampled tokens for a reward's gradient",
           "adapted": "which modules are trained",
           "draws": "how the completions of a group are sampled",
           "spread": "how the advantage of a sample is spread over its tokens or steps",
           "curriculum": "which prompts an epoch begins with",
-          "expansion": "input under which prompts are sampled, where the loss reads another",
+          "expansion": "another input under which prompts are sampled",
           "redraw": "which groups are replaced by other prompts, or added",
           "replay": "which recorded groups are trained again",
-          "pruning": "which of many begun samples are finished, by their clean predictions",
-          "progress": "credit of every step, by the reward of the clean prediction before it",
-          "value": "a language model's value model, whose advantages are per token, or how the critic of edits learns",
-          "edit": "how a small policy edits the final latents of a model that stays as it is"}
+          "pruning": "which begun samples are finished",
+          "progress": "credit of every step, by the reward of its clean prediction",
+          "value": "a value model, whose advantages are per token, or how the critic of edits learns",
+          "edit": "how a small policy edits final latents"}
 CLAUSE = re.compile(r"(?<!eq)\.(?: |$)|: |; | \((?=[A-Za-z][\w-]*[ ,']|[A-Z]|\d{4}\.)|, \[")
 PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
 
@@ -230,7 +230,7 @@ def line(preset: Any) -> str:
     title, _, does = said.partition(": ")
     if re.sub(r"\W", "", title).lower() == preset.__name__.replace("_", ""):  # the name says it already
         said = does
-    return shortened(said, ", ", 16)
+    return shortened(said, ", ", 12)
 
 
 def listing(key: str, about: str) -> str:
@@ -311,9 +311,8 @@ def page_of(name: str) -> str:
 COMMANDS_HEAD = """# Commands
 
 `RUN` is a run's folder, one of its checkpoints (`RUN/checkpoints/epoch-00050`, or `RUN --epoch 50`), or
-`hub:OWNER/NAME`. `MODEL` is `starter`, a folder, a file, a hub id or a run. A mistake is one line and exit code 2,
-before a model is loaded. Defaults are in brackets; an option without one is off. `train` takes such values from the
-recipe, then from the [defaults](../configuration.md). `flowgrpo COMMAND --help` says more of each option.
+`hub:OWNER/NAME`. `MODEL` is `starter`, a folder, a file, a hub id or a run. A mistake is one line and exit code 2.
+Defaults are in brackets; an option without one is off, or of `train` the recipe's. `flowgrpo COMMAND --help` says more.
 
 """
 
@@ -329,16 +328,18 @@ def commands() -> str:
     for name in root.list_commands(None):
         inner = getattr(root.commands[name], "commands", {name: root.commands[name]})
         every |= {name if each is root.commands[name] else f"{name} {of}": each for of, each in inner.items()}
-    lines = Counter(_item(parameter) for command in every.values() for parameter in command.params)
+    lines = Counter(_item(parameter) for command in every.values() for parameter in command.params
+                    if not getattr(parameter, "hidden", False))
     shared = sorted(line for line, count in lines.items() if count > 1 and not re.search("--help`|required", line))
     sections.append("\n".join(["## Shared options", "", "Options of several commands:", "", *shared, ""]))
     for name, command in every.items():
         about = re.split(r"(?<=\w)\. (?=[A-Z])", " ".join((command.help or "").split()))[0].rstrip(".") + "."
         usage = " ".join([f"flowgrpo {name}", *(_usage(parameter) for parameter in command.params)])
-        shown = [parameter for parameter in command.params if parameter.name != "help"]
+        shown = [parameter for parameter in command.params
+                 if parameter.name != "help" and not getattr(parameter, "hidden", False)]
         own = [line for line in map(_item, shown) if line not in shared]
         also = ", ".join(_spelling(parameter) for parameter in shown if _item(parameter) in shared)
-        own += [f"- [Shared options](#shared-options): {also}"] if also else []
+        own += [f"- [Shared](#shared-options): {also}"] if also else []
         sections.append("\n".join([f"## {name}", "", about, "", f"`{' '.join(usage.split())}`", "", *own, ""]))
     return COMMANDS_HEAD + "\n".join(sections).rstrip() + "\n"
 

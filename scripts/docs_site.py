@@ -14,6 +14,9 @@ import re
 LINK = re.compile(r"\[([^\]]+)\]\((\.\./[^)#\s]+)(?:#[^)]*)?\)")
 # What pymdownx.arithmatex makes of `$...$` and of `$$...$$`
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.S)
+# A function's name before its argument without brackets, which MathML sets without a space
+NAMED = re.compile(r"(?<!<msub>)(?<!<msup>)(?<!<msubsup>)(?<!<munder>)(<m([io])>(?:log|exp|max|min|sin|cos)</m\2>)"
+                   r"(?=<m(?:i|text|sub|sup|over|frac|row|subsup)\b)")
 OVERLINE = re.compile(r'<mover>((?:(?!<mover>).)*?)<mo accent="true">&#x02015;</mo></mover>')
 
 
@@ -38,6 +41,7 @@ def typed(latex: str, display: str = "inline") -> str:
     from latex2mathml.converter import convert
 
     text = convert(latex, display=display)
+    text = NAMED.sub(r'\1<mspace width="0.17em"/>', text)
     while OVERLINE.search(text):
         text = OVERLINE.sub(r'<mrow class="over">\1</mrow>', text)
     return text

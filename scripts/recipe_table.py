@@ -49,8 +49,6 @@ Check a licence on the model's page before you publish weights. For a gated mode
 Recipes of edits and of videos from an image read your own prompt file, with an image in each line:
 `{"prompt": "make the dog red", "image": "dog.png"}` ([prompts](prompts.md)). `geneval` reads `metadata` too:
 `{"tag": "colors", "include": [{"class": "dog", "count": 1, "color": "red"}]}`.
-
-A recipe's file states size, prompts, group, epochs and eval-only rewards.
 """
 TABLE = """
 ## All recipes

@@ -92,7 +92,7 @@ def test_mistakes_are_told_before_anything_is_loaded_or_written(recipe, options,
     (["--adapter.targets=[to_qq]"], "adapter.targets ['to_qq'] match no module of the transformer: its linear layers"),
     (["--adapter.rank=1000000000"], "adapter.rank is 1000000000, with which the LoRA and its optimizer take "),
     (["--method=dpo"], "got a method of language models (it samples by Decoding), which this model is not: `flowgrpo"),
-    (["--picture.frames=8"], "picture: StableDiffusion3Pipeline takes no 'num_frames'"),
+    (["--picture.frames=8"], "`picture`: StableDiffusion3Pipeline takes no 'num_frames'"),
     (["--picture.call={max_sequence_len: 9}"], "takes no 'max_sequence_len': did you mean 'max_sequence_length'?"),
 ])
 def test_mistakes_that_the_model_shows_are_told_before_anything_is_written(recipe, options, line, capsys):

@@ -25,9 +25,10 @@ def bench(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each method, with seeds from 0 on.")] = 3,
     reference: Annotated[str | None, typer.Option(help="The method that others are compared with; without: flow_grpo, "
                                                   "of starter_text grpo. It runs even if --methods lacks it.")] = None,
-    sweep: Annotated[str, typer.Option(metavar="A,B", show_default=False, help="Of --methods, those that also run with "
-                                       "the best of learning rate and clip times 1/3, 1 and 3, chosen on validation "
-                                       "prompts; all: every method.")] = "",
+    sweep: Annotated[str, typer.Option(metavar="A,B", show_default=False, help="Of --methods, those that also run "
+                                                                               "with learning rate and clip times "
+                                                                               "1/3, 1 and 3, chosen on validation "
+                                                                               "prompts; all: every method.")] = "",
     points: Annotated[int, typer.Option(min=1, help="Measurements of the held-out accuracy in each run.")] = 4,
     prompts: Annotated[int | None, typer.Option(min=2, help="Measured prompts; without: all held-out ones.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs at the same time; without: half of the cores.")] = None,

@@ -24,24 +24,25 @@ def data(
                                               "prompt files or hub:OWNER/NAME; with weights a mixture.")],
     output: Annotated[Path, typer.Option(help="The .jsonl file to write; it must not exist.")],
     dedupe: Annotated[bool, typer.Option("--dedupe", help="Drop prompts whose words repeat an earlier one's.")] = False,
-    near: Annotated[float | None, typer.Option(min=0, max=1, help="Drop prompts that share this part of their groups"
-                                                                  " of three words with an earlier one")] = None,
+    near: Annotated[float | None, typer.Option(min=0, max=1, help="Drop prompts that share this part of their groups "
+                                                                  "of three words with an earlier one, such as "
+                                                                  "0.7.")] = None,
     rates: Annotated[Path | None, typer.Option(metavar="EVAL|RUN|FILE.jsonl", help="Success rates: an evaluation of "
                                                "the set, a run that records them, or lines of prompt and rate.")
                      ] = None,
     measure: Annotated[str | None, typer.Option(metavar="MODEL", help="Measure them: sample --samples of every prompt "
                                                 "and score them by --reward; kept beside the output.")] = None,
     likelihood: Annotated[str | None, typer.Option(metavar="MODEL", help="Rate: the likelihood of every prompt's "
-                                                                         "answer under a language model")] = None,
+                                                                         "answer under a language model.")] = None,
     reward: Annotated[str | None, typer.Option(help="The reward that is the rate, within 0 to 1.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples per prompt, with --measure.")] = 8,
     low: Annotated[float, typer.Option(help="Keep prompts of this rate or more.")] = 0.0,
     high: Annotated[float, typer.Option(help="Keep prompts of this rate or less.")] = 1.0,
     by: Annotated[By, typer.Option(help="Rank of --keep: the lowest rate, the largest variance, or the nearest to "
-                                        "1/2")] = "hardest",
+                                        "1/2.")] = "hardest",
     keep: Annotated[int | None, typer.Option(min=1, help="Prompts of the first rank that are kept.")] = None,
-    count: Annotated[int | None, typer.Option(min=1, help="Prompts of the mixture; without: all, at the "
-                                                          "sets' shares")] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="Prompts of the mixture; without: all, at the sets' "
+                                                          "shares.")] = None,
     mixture: Annotated[Path | None, typer.Option(metavar="TRIED.jsonl", help="Choose the weights: lines of {weights: "
                                                  "[..], score: ..} of earlier runs.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the mixture.")] = 0,

@@ -21,8 +21,7 @@ def encode(
     cache: Annotated[str | None, typer.Option(metavar="FOLDER", help="The folder of encoded prompts, `cache` of the "
                                                                      "recipe.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or mps.")] = None,
-    precision: Annotated[str | None, typer.Option(help="Precision of the run; a run reads only prompts encoded in "
-                                                       "its own precision.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Precision of the run that will read them.")] = None,
 ) -> None:
     """Encode a recipe's prompts ahead of its run, training and held-out ones, on any machine.
 

@@ -28,8 +28,8 @@ from flowgrpo.cli.options import (
 from flowgrpo.cli.root import LOOK, app
 from flowgrpo.errors import UserError
 
-SUITE = "A set that `flowgrpo list prompts` lists, a prompt file, a published suite's file or folder, a hub " \
-        "dataset's id, or one of its files (OWNER/NAME/FILE)."
+SUITE = ("A set of `flowgrpo list prompts`, a prompt file, a published suite's file or folder, a hub dataset's id, "
+         "or OWNER/NAME/FILE.")
 
 
 @app.command("eval", rich_help_panel=LOOK, short_help="Score a model on a suite of prompts, and its base beside it.")

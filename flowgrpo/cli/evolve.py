@@ -17,8 +17,7 @@ from flowgrpo.errors import UserError
 def evolve(
     output: Annotated[Path, typer.Option(help="The folder of the evolved LoRA; it must not exist.")],
     arguments: Annotated[list[str] | None, recipe_argument(
-        "As for `train`: the model, adapter.init, the reward and the prompts, of which each generation takes "
-        "train.prompts.")] = None,
+        "As for `train`, with adapter.init: each generation takes train.prompts.")] = None,
     generations: Annotated[int, typer.Option(min=1, help="Generations.")] = 50,
     population: Annotated[int, typer.Option(min=4, help="Points per generation.")] = 8,
     spread: Annotated[float, typer.Option(min=1e-6, help="First std, in mean singular values of a "

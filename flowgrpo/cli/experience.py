@@ -20,8 +20,7 @@ from flowgrpo.storage import atomic
 def learn_experience(
     output: Annotated[Path, typer.Option(help="The file of lessons to write: text.system of later commands.")],
     arguments: Annotated[list[str] | None, recipe_argument(
-        "As for `train`: the language model, the reward and the prompts, of which each epoch takes train.prompts, "
-        "train.group samples of each.")] = None,
+        "As for `train`: each epoch takes train.prompts, train.group samples of each.")] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Epochs over the prompts.")] = 3,
     edits: Annotated[int, typer.Option(min=1, help="Edits of the lessons by one group, at most.")] = 2,
     lessons: Annotated[int, typer.Option(min=1, help="Lessons that are kept, at most.")] = 32,

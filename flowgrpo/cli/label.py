@@ -27,10 +27,11 @@ def label(
         "--prompts` or of images; or with --prompts a model or run, which generates them.")],
     rewards: Annotated[str, typer.Option(metavar="A,B|FILE.yaml", help="Rewards or judges, or a file of them with "
                                          "weights and args, as under `reward`. Several are aspects of each pair.")],
-    output: Annotated[Path, typer.Option(help="The pairs, for --preferences and `flowgrpo reward train`. Scores are "
-                                         "kept beside them, and the same command continues.")] = Path("pairs.jsonl"),
-    prompts: Annotated[str | None, typer.Option(metavar="FILE|SET", help="Generate samples of these: a prompt file, or "
-                                                "a set that `flowgrpo list prompts` lists.")] = None,
+    output: Annotated[Path, typer.Option(help="The pairs, for --preferences and `flowgrpo reward train`; the same "
+                                              "command continues.")] = Path("pairs.jsonl"),
+    prompts: Annotated[str | None, typer.Option(metavar="FILE|SET", help="Generate samples of these prompts: a file "
+                                                                         "or a set of `flowgrpo list "
+                                                                         "prompts`.")] = None,
     count: Annotated[int, typer.Option(min=2, help="With --prompts: samples per prompt.")] = 4,
     lora: Annotated[str | None, typer.Option(help=f"With --prompts: {LORA}")] = None,
     seed: Annotated[int, typer.Option(min=0, help="With --prompts: seed of the samples.")] = 0,
@@ -42,7 +43,7 @@ def label(
     key: Annotated[str | None, typer.Option(metavar="NAME", help="Metadata key that names a sample in a folder's "
                                             "prompts.jsonl. Without: base_image or base_text.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Write all pairs of a prompt, not only the best and "
-                                                      "the worst")] = False,
+                                                      "the worst.")] = False,
     least: Annotated[float, typer.Option(min=0, max=LARGEST, help="Leave out pairs whose totals differ by this or "
                                          "less.")] = 0.0,
     tie: Annotated[float, typer.Option(min=0, max=LARGEST, help="Call an aspect a tie up to this difference.")] = 0.0,

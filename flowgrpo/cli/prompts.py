@@ -75,10 +75,10 @@ def write_prompts(
     count: Annotated[int, typer.Option(min=1, help="Prompts at most; none is written twice.")] = 200,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the choice of words.")] = 0,
     about: Annotated[str | None, typer.Option(help="In place of templates: a language model writes prompts about "
-                                                   "this subject")] = None,
+                                                   "this subject.")] = None,
     like: Annotated[Path | None, typer.Option(metavar="FILE", help="In place of templates: a language model writes "
                                                                    "variants of this file's prompts, with their "
-                                                                   "metadata")] = None,
+                                                                   "metadata.")] = None,
     url: Annotated[str, typer.Option(help="With --about and --like: an OpenAI-compatible endpoint.")]
     = "http://127.0.0.1:8000/v1",
     model: Annotated[str | None, typer.Option(help="Likewise: the model, where several are served.")] = None,

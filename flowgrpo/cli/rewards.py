@@ -41,8 +41,8 @@ def rewards(
 @reward_app.command("score", short_help="Score image, video or text files with a reward.")
 def score(
     reward: Annotated[str, typer.Argument(metavar="REWARD", help="A reward's name, or path/to/file.py:function.")],
-    images: Annotated[list[Path], typer.Argument(metavar="IMAGES...", help="Images; or folders of frames, or .txt "
-                                                                           "files, for a reward that judges these.")],
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGES...", help="Images, folders of frames, or .txt "
+                                                                           "files.")],
     prompt: Annotated[str | None, typer.Option(help="The prompt of all files.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="A prompt file: a prompt for each, in order.")] = None,
     args: Annotated[str, typer.Option(metavar="YAML", help="Arguments of a reward that is a class.")] = "{}",
@@ -86,26 +86,27 @@ def train_reward(
     pairs: Annotated[Path, typer.Argument(metavar="PAIRS", help="A .jsonl file: lines with `prompt`, `chosen` and "
                                                                 "`rejected` (images, relative to the file; with "
                                                                 "--model completions), and maybe `aspects`: names "
-                                                                "with chosen, rejected or tie")],
+                                                                "with chosen, rejected or tie.")],
     output: Annotated[Path, typer.Option(help="The folder of the reward: --reward FOLDER, or FOLDER:ASPECT.")],
     held_out: Annotated[str, typer.Option("--held-out", "--held_out", metavar="SHARE|FILE", help=
                                           "Pairs to measure with: a share of the prompts, or another file of pairs.")
                         ] = "0.1",
-    text: Annotated[str, typer.Option(help="Model whose text encoder the network starts from: starter (its little "
-                                           "world's words, 16 tokens), or a pipeline's folder or hub id.")] = "starter",
+    text: Annotated[str, typer.Option(help="Model whose text encoder the network starts from: starter, or a "
+                                           "pipeline's folder or hub id.")] = "starter",
     size: Annotated[int, typer.Option(min=16, help="Pixels per side that the network sees.")] = 128,
     clip: Annotated[str | None, typer.Option(metavar="NAME", help="Another network: a head on this model of open_clip, "
                                              "frozen; --text and --size are not used then.")] = None,
     pretrained: Annotated[str | None, typer.Option(metavar="TAG|FILE", help="The weights of --clip.")] = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="For pairs of completions: a head on this language "
-                                              "model, starter_text, a folder or a hub id, all of it trained; a large "
-                                              "one takes a lower --lr.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="For pairs of completions: a head on this "
+                                                                   "language model, which is trained too; a large "
+                                                                   "one takes a lower --lr.")] = None,
     frozen: Annotated[bool, typer.Option("--frozen", help="With --model: train only the head.")] = False,
     margins: Annotated[float, typer.Option(min=0, metavar="W", help="Learn scores that differ by at least W times "
                                                                     "the pair's margins, of `flowgrpo reward "
-                                                                    "label`")] = 0.0,
+                                                                    "label`.")] = 0.0,
     epochs: Annotated[int, typer.Option(min=1, help="Epochs at most.")] = 20,
-    patience: Annotated[int, typer.Option(min=1, help="Epochs without a better held-out accuracy before it stops")] = 4,
+    patience: Annotated[int, typer.Option(min=1, help="Epochs without a better held-out accuracy before it stops; "
+                                                      "the best epoch is kept.")] = 4,
     batch: Annotated[int, typer.Option(min=1, help="Pairs per step.")] = 64,
     lr: Annotated[float, typer.Option(min=0, help="Learning rate at its highest; it falls to 0.")] = 1e-3,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the split, the first weights and the order.")] = 0,
@@ -139,7 +140,8 @@ def _share_or_file(text: str) -> float | str:
 @reward_app.command("train-text", short_help="Train a linear reward of completions from labels or pairs.")
 def train_text_reward(
     texts: Annotated[Path, typer.Argument(metavar="TEXTS", help="A .jsonl file: lines with `text` and `labels` "
-                                                                "(names and numbers), or `chosen` and `rejected`")],
+                                                                "(names and numbers), or `chosen` and `rejected`; "
+                                                                "maybe `prompt` and `category`.")],
     output: Annotated[Path, typer.Option(help="The reward's file: `text_scorer` with args: {file: FILE}.")],
     encoder: Annotated[str | None, typer.Option(metavar="NAME", help="A model of transformers whose mean last states "
                                                 "are the features; without: hashed words and pairs of words.")] = None,

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 def vote(
     places: Annotated[list[Path], typer.Argument(
         metavar="RUN_OR_GRID | A B", show_default=False, help="A finished run, the PNG of `flowgrpo grid`, or two "
-                                                              "folders of images with equal names")],
+                                                              "folders of images with equal names.")],
     lora: Annotated[list[Path] | None, typer.Option(
-        show_default=False, help="Generate the pairs: with two LoRAs, or with the base and one")] = None,
+        show_default=False, help="Generate the pairs: with two LoRAs, or with the base and one.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="With --lora: a prompt file; without: the run's held-out "
                                                  "prompts.")] = None,
     count: Annotated[int, typer.Option(min=1, help="With --lora: number of prompts.")] = 50,

@@ -211,8 +211,8 @@ class RandomLast:
 
     def __post_init__(self) -> None:
         if not 0 < self.mean <= 1 or not 0 <= self.deviation <= 1:
-            raise ValueError(f"RandomLast: mean is {self.mean} and deviation {self.deviation}, expected above 0 and at "
-                             "most 1, and 0 to 1")
+            raise ValueError(f"RandomLast: mean is {self.mean} and `deviation` {self.deviation}, expected above 0 and "
+                             "at most 1, and 0 to 1")
 
     def __call__(self, steps: int, epoch: int, seed: int) -> Schedule:
         drawn = _draw(seed, epoch).gauss(self.mean * steps, self.deviation * steps)

@@ -32,10 +32,10 @@ class Completions(Target):
             raise ValueError(f"value and spread ({type(credit.spread).__name__}) both make advantages of tokens: set "
                              "parts.spread: null, or leave the value model out")
         if group % rollout.draws.leaves:
-            raise ValueError(f"draws is {type(rollout.draws).__name__} with {rollout.draws.leaves} leaves: expected a "
-                             "train.group that is a multiple of them")
+            raise ValueError(f"parts.draws is {type(rollout.draws).__name__} with {rollout.draws.leaves} leaves: "
+                             "expected a train.group that is a multiple of them")
         if isinstance(rollout.draws, pruned.PrunedDraws) and (rollout.decoding.greedy or credit.value is not None):
-            raise ValueError("draws is PrunedDraws, whose samples are all random and whose head is the run's "
+            raise ValueError("parts.draws is PrunedDraws, whose samples are all random and whose head is the run's "
                              "only one: set parts.decoding.greedy: 0 and parts.value: null, or leave it out")
         shaping = credit.shaping
         of_experts = {f"surrogate {type(loss.surrogate).__name__}": loss.surrogate.reads_answers,

@@ -111,11 +111,11 @@ class PipelinePolicy:
 
     def _check_call(self) -> None:
         if unknown := sorted(set(self.call | self.given) - set(self.accepts)):
-            raise UserError(f"picture: {type(self.pipe).__name__} takes no {unknown[0]!r}"
+            raise UserError(f"`picture`: {type(self.pipe).__name__} takes no {unknown[0]!r}"
                             f"{nearest(unknown[0], sorted(set(self.accepts) - {'self'}))}")
         for name in PLACED.keys() & self.call.keys():
             if self.call[name] not in (PLACED[name], [PLACED[name]]):
-                raise UserError(f"picture: {name} goes by the place in the loop of {type(self.pipe).__name__}, of "
+                raise UserError(f"`picture`: {name} goes by the place in the loop of {type(self.pipe).__name__}, of "
                                 "which a replay, and a rollout whose samples share steps, are a part: leave it out")
 
     def _prepare(self, name: str, module: torch.nn.Module) -> None:

@@ -72,6 +72,6 @@ def _of_whole_tokens(forward: Callable[..., Any], name: str, members: int) -> Ca
             if "divisible by mesh size" not in str(error):
                 raise
             raise UserError(f"memory.context_parallel is {members}, which does not divide the tokens of {name}: set "
-                            "picture: to another height, width or number of frames, or use a divisor") from None
+                            "another picture.height, width or frames, or use a divisor") from None
 
     return run

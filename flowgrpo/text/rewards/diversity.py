@@ -87,7 +87,7 @@ class ReferenceBand:
 
     def __post_init__(self) -> None:
         if not 0 <= self.deviation < 1 or self.bonus < 0 or self.ngram < 1:
-            raise UserError(f"reward 'reference_band': deviation is {self.deviation}, bonus {self.bonus} and ngram "
+            raise UserError(f"reward 'reference_band': `deviation` is {self.deviation}, bonus {self.bonus} and ngram "
                             f"{self.ngram}, expected 0 to below 1, 0 or more, and 1 or more")
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],

@@ -89,7 +89,7 @@ def test_what_is_learned_of_prompts_without_pictures_is_not_said_of_those_with(t
     ("StableDiffusion3Pipeline", "skip_guidance_layers", [0]), ("Lumina2Pipeline", "cfg_trunc_ratio", 0.5),
     ("CogVideoXPipeline", "use_dynamic_cfg", True), ("StableDiffusionControlNetPipeline", "control_guidance_end", 0.5)])
 def test_guidance_that_goes_by_the_place_in_the_loop_is_refused(name, argument, value):
-    with pytest.raises(UserError, match=f"picture: {argument} goes by the place in the loop of {name}"):
+    with pytest.raises(UserError, match=f"`picture`: {argument} goes by the place in the loop of {name}"):
         policy(name, **{argument: value})
     neutral = PLACED[argument]
     assert policy(name, **{argument: neutral}).call[argument] == neutral
