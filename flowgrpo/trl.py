@@ -38,13 +38,19 @@ PLAIN = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 class FlowGRPOConfig:
     """Settings of `FlowGRPOTrainer`, by the names of TRL's GRPOConfig.
 
-    output_dir, run_name: the run's folder is output_dir/run_name. method: presets joined by +. num_generations: samples
-    per prompt. per_device_train_batch_size: rows that go through the model at once. A step draws
-    per_device_train_batch_size x gradient_accumulation_steps x processes samples. max_steps: rollout rounds; below 0
-    num_train_epochs passes over the prompts. epsilon: bounds of the ratio; beta: weight of the KL; None: the method's.
-    num_inference_steps, guidance_scale: of a rollout. eval_steps, save_steps: rounds between; 0: at the end alone.
-    reward_weights: of reward_funcs. lora_r: 0 trains the model itself. options: any further keys of flowgrpo's
-    configuration, such as {"eval": {"prompts": 8}}.
+    output_dir, run_name: the run's folder is output_dir/run_name.
+    method: presets joined by +.
+    num_generations: samples per prompt.
+    per_device_train_batch_size: rows that go through the model at once. A step generates
+        per_device_train_batch_size x gradient_accumulation_steps x processes samples.
+    max_steps: rollout rounds; below 0 num_train_epochs passes over the prompts.
+    epsilon: bounds of the ratio; None: the method's.
+    beta: weight of the KL; None: the method's.
+    num_inference_steps, guidance_scale: of a rollout.
+    eval_steps, save_steps: rounds between; 0: only at the end.
+    reward_weights: of reward_funcs.
+    lora_r: 0 trains the model itself.
+    options: any further keys of flowgrpo's configuration, such as {"eval": {"prompts": 8}}.
     """
 
     output_dir: str = "runs"
@@ -288,9 +294,10 @@ class DDPOTrainer:
 
     reward_function: (images [B, 3, H, W] in [0, 1], B prompts, B entries of metadata) to B rewards and further facts.
     prompt_function: () to a prompt and its metadata; it is called once for each sample, at most DRAWS times, and the
-    prompts that it gave are drawn as often as it gave them. sd_pipeline: a loaded pipeline of diffusers, or that of
-    `DefaultDDPOStableDiffusionPipeline`. image_samples_hook: (batches, epoch, log), after each epoch; a batch is
-    [images, prompts, metadata, rewards, facts], and log has `log_images` and `log`, which write into the run's folder.
+        prompts that it gave are sampled as often as it gave them.
+    sd_pipeline: a loaded pipeline of diffusers, or that of `DefaultDDPOStableDiffusionPipeline`.
+    image_samples_hook: (batches, epoch, log), after each epoch; a batch is [images, prompts, metadata, rewards, facts],
+        and log has `log_images` and `log`, which write into the run's folder.
     """
 
     def __init__(self, config: DDPOConfig, reward_function: Callable[..., Any],

@@ -13,7 +13,8 @@ from flowgrpo.text.presets.completions import dapo, grpo
 
 
 def entropy_bonus(method: Method = Method()) -> Method:
-    """Entropy bonus over a base method of language models, GRPO without one (1707.06347, equation 9)."""
+    """Entropy bonus: a reward for undecided tokens over a base method of language models, GRPO without one
+    (1707.06347, equation 9)."""
     method = method if method.for_tokens else grpo(method)
     return method.having(surrogate=token_losses.EntropyBonus(method.loss.surrogate, 0.01))
 
