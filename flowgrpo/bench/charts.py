@@ -16,10 +16,11 @@ FIRST = "var(--faint)"
 
 @dataclass(frozen=True)
 class Curve:
-    """Curve with a band, in a CSS colour."""
+    """Curve with a band, in a CSS colour. dots: mark its points, where x may fall from one to the next."""
 
     points: Sequence[Point]
     colour: str
+    dots: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ def panel(curves: Sequence[Curve], axes: Frame, title: str, goal: float | None =
         line = " ".join(f"{axes.x(x):.1f},{axes.y(mean):.1f}" for x, mean, _, _ in curve.points)
         parts.append(f'<polygon points="{" ".join(upper + lower)}" fill="{curve.colour}" opacity="0.18"/>'
                      f'<polyline points="{line}" fill="none" stroke="{curve.colour}" stroke-width="2.2"/>')
+        parts += [f'<circle cx="{axes.x(x):.1f}" cy="{axes.y(mean):.1f}" r="3" fill="{curve.colour}"/>'
+                  for x, mean, *_ in curve.points if curve.dots]
     return _svg(WIDTH, HEIGHT, title, parts)
 
 

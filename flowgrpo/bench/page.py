@@ -105,7 +105,7 @@ class Sight:
 
 
 DISTANCE = "the distance to the base", "of distance"
-ROOT = (" The distance is the square root of the KL to the base per sample, in nats; points are the measured epochs, "
+ROOT = (" The distance is the square root of the KL to the base per sample, in nats; dots are the measured epochs, "
         "in their order. A curve above and to the left of another gains more for less.")
 WITHIN = " Diversity is the distance between the samples of a prompt, as a share of the base's."
 
@@ -135,7 +135,8 @@ def _panels(results: dict[str, Any], sight: Sight) -> str:
 def _panel(method: dict[str, Any], reference: dict[str, Any] | None, axes: Frame, sight: Sight) -> str:
     """Return the panel of a method."""
     own = method[sight.key]
-    curves = ([Curve(reference[sight.key], FIRST)] if reference else []) + [Curve(own, SECOND)]
+    dots = sight.x == DISTANCE[0]
+    curves = ([Curve(reference[sight.key], FIRST, dots)] if reference else []) + [Curve(own, SECOND, dots)]
     beside = f", {reference['label']} at {reference[sight.key][-1][1]:.3f}" if reference else ""
     (_, base, *_), (x, last, *_) = own[0], own[-1]
     told = (f"{method['label']}: {sight.y.lower()} from {base:.3f} to {last:.3f} after {_amount(x)} {sight.unit}"

@@ -96,6 +96,7 @@ def test_the_page_draws_a_curve_per_method_over_the_distance():
     assert "Accuracy against the distance to the base" in frontiers and "square root of the KL" in frontiers
     assert "refl: accuracy from 0.200 to 0.700 after 2 of distance, ddpo at 0.500" in frontiers
     assert "refl: diversity kept from 1.000 to 0.800 after 2 of distance, ddpo at 0.600" in kept
+    assert frontiers.count("<circle") == kept.count("<circle") == 4 and "<circle" not in curves
     ends = [float(line.split()[-1].split(",")[0]) for line in re.findall(r'<polyline points="([^"]+)"', frontiers)]
     assert ends == [330.0, 185.0]  # the axis ends at 4, of the reference, and the method's 2 is half-way of 40 to 330
     for result in results["methods"]:
