@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("flowgrpo", "tests", "scripts", "configs", "docs", "pyproject.toml", "README.md", "CHANGELOG.md",
-          "CONTRIBUTING.md", "constraints.txt", "Makefile", "mkdocs.yml", "examples", "docker", ".github")
 
 
 @dataclass(frozen=True)
@@ -187,10 +185,11 @@ FAULTS = (
 
 
 def copy_of_tree(folder: Path) -> None:
-    for name in COPIED:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-        elif (ROOT / name).is_file():
+    """Copy the files that git tracks, as they are in the working tree."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
 
 

@@ -118,6 +118,7 @@ def test_a_lora_that_is_not_finite_is_not_read(command, model, trained, tmp_path
     assert "holds NaN or an infinity, expected finite weights" in line(capsys, *command)
 
 
+@pytest.mark.fast
 def test_a_checkpoint_that_is_not_finite_is_not_read(model, trained, tmp_path, capsys):
     command, run = trained
     shutil.copytree(run, tmp_path / "run")
