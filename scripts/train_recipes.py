@@ -174,9 +174,6 @@ def build(name: str, folder: Path, language: Path | None, whole: bool = False) -
 
     from flowgrpo.dry_run import from_configs
 
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-
     def fewer(kind: Any, config: dict[str, Any], depths: dict[str, Any]) -> dict[str, Any]:
         return config if whole else shallow(kind, config, depths)
 
@@ -192,7 +189,13 @@ def build(name: str, folder: Path, language: Path | None, whole: bool = False) -
         cls = getattr(__import__(f"diffusers.{module}", fromlist=[name]), name)
         return cls(**config)
 
-    pipe = from_configs.assembled(known, make)
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        pipe = from_configs.assembled(known, make)
+    finally:
+        torch.set_default_dtype(before)
     pipe.save_pretrained(folder / "model")
     write_prompts(folder)
     modules = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
