@@ -188,7 +188,6 @@ CANNOT = {
     "prompts encode configs/wan22.yaml": (LOADS, "cannot load the model 'Wan-AI/Wan2.2-T2V-A14B-Diffusers'"),
     "reward score http": ("a service that listens", "http://127.0.0.1:8000/score gave no answer"),
     "verify http": ("a service that listens", "fault: no answer: http://127.0.0.1:30000"),
-    "check black-forest-labs/FLUX.1-dev": (LOADS, '"drivable": false'),
     "compare methods": ("minutes; its methods are planned, and tests/bench runs one",
                         "takes 1,068: expected at least as many"),
 }

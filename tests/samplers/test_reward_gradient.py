@@ -228,7 +228,7 @@ def test_where_the_graph_begins():
 @pytest.mark.parametrize("make, told", [
     (lambda: LastSteps(0), "count is 0"), (lambda: LastSteps(5)(4, 0, 0), "at most the 4 steps"),
     (lambda: LateStep(1.0), "first is 1.0"), (lambda: RandomLast(0.0), "mean is 0.0"),
-    (lambda: RandomLast(0.5, -1.0), "deviation -1.0")])
+    (lambda: RandomLast(0.5, -1.0), "`deviation` -1.0")])
 def test_impossible_fields_are_refused(make, told):
     with pytest.raises(ValueError, match=told):
         make()

@@ -126,7 +126,12 @@ class PipelineCall:
             for context in self._contexts(conditioning, task, options.get("generator")):
                 stack.enter_context(context)
             out = self._call(self.pipe, **{k: v for k, v in given.items() if k in self.accepts})[0]
-        record = None if task is None else self.scheduler.taken()
+        if task is None:
+            record = None
+        elif self.scheduler.companions:
+            record = self.scheduler.taken()
+        else:
+            record, self.scheduler.record = self.scheduler.record, StepRecord()
         # Some pipelines give latents in another shape than the one they work in.
         last = None if record is None or given["output_type"] != "latent" else record.last
         kept = not self.loads and torch.is_tensor(out) and last is not None and out.shape == last.shape
