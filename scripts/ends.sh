@@ -41,7 +41,7 @@ rm -rf "$folder/runs"
 "$run" "${warnings[@]}" -m flowgrpo sample starter_text --lora "$folder/runs/starter_text" --prompt "12+34=" \
     --output "$folder/runs/written"
 # Earlier processors of transformers do not refuse a prompt that has the mark of an image in its text (test_vision_lm).
-"$run" -m pytest -n 2 --dist loadgroup -p no:cacheprovider "${warnings[@]}" \
+"$run" -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -p no:cacheprovider "${warnings[@]}" \
     --ignore tests/text/policies/test_vision_lm.py \
     tests/test_borrowed_names.py tests/test_packages.py tests/test_installation.py tests/test_types.py \
     tests/test_text_train.py tests/samplers/test_rollout.py tests/samplers/test_pairing.py tests/samplers/test_kernels.py \

@@ -17,7 +17,7 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
 LOGS=${LOGS:-runs/everywhere}
 ROUNDS=${ROUNDS:-native baseline avx2 avx512 one-process shuffled}
-TWO_WORKERS="-n 2 --dist loadgroup"
+TWO_WORKERS="-n 2 --dist loadgroup --no-loadscope-reorder"
 mkdir -p "$LOGS"
 
 declare -A SETTINGS=(

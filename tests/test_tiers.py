@@ -68,3 +68,10 @@ def test_durations_are_of_tests_that_exist():
         file, _, function = name.partition("::")
         text = (ROOT / file).read_text(encoding="utf-8")
         assert not function or f"def {function.split('::')[-1]}(" in text, f"{name}: renew tests/durations.json"
+
+
+def test_the_longest_files_come_first_and_keep_their_order():
+    short, long, fixture = (items(name, 2, file=f"tests/a/test_{name}.py") for name in ("short", "long", "fixture"))
+    durations = {"tests/a/test_short.py::short": 0.5, "tests/a/test_long.py::long": 2.0, "tests/a/test_fixture.py": 3.0}
+    mixed = [test for three in zip(short, fixture, long) for test in three]
+    assert tiers.longest_first(mixed, durations) == long + fixture + short

@@ -50,12 +50,16 @@ class Tier:
         self.left_out = self.kept = 0
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Group the tests that share a module fixture on one worker; leave out what the fast tier does not run."""
+        """Group the tests that share a module fixture on one worker, begin with the longest files, and leave out what
+        the fast tier does not run."""
         for item in items:
             if shares_a_fixture(item):
                 item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(ROOT))))
+        seconds = json.loads(DURATIONS.read_text(encoding="utf-8"))
+        if self.config.getoption("--shuffle") is None:
+            items[:] = longest_first(items, seconds)
         if self.config.getoption("--tier") == "fast":
-            kept = fast(items, json.loads(DURATIONS.read_text(encoding="utf-8")), changed_tests(changed_files()))
+            kept = fast(items, seconds, changed_tests(changed_files()))
             left_out = [item for item in items if item.nodeid not in kept]
             items[:] = [item for item in items if item.nodeid in kept]
             self.left_out, self.kept = len(left_out), len(items)
@@ -81,6 +85,19 @@ def shares_a_fixture(item: pytest.Item) -> bool:
     definitions = getattr(item, "_fixtureinfo").name2fixturedefs.values()
     return any(each[-1].scope != "function" and each[-1].func.__module__ == item.module.__name__
                for each in definitions)
+
+
+def longest_first(items: Sequence[pytest.Item], seconds: dict[str, float]) -> list[pytest.Item]:
+    """Return the tests by files, those that take longest first: a long one at the end would leave a worker idle.
+
+    seconds: as of `fast`.
+    """
+    files: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        files[item.nodeid.partition("::")[0]].append(item)
+    totals = {file: seconds.get(file, 0.0) + sum(seconds.get(function_of(test.nodeid), 0.0) for test in tests)
+              for file, tests in files.items()}
+    return [test for file in sorted(files, key=totals.__getitem__, reverse=True) for test in files[file]]
 
 
 def fast(items: Sequence[pytest.Item], seconds: dict[str, float], changed: set[Path]) -> set[str]:
