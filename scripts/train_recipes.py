@@ -436,7 +436,7 @@ def read(folder: Path) -> dict[str, Step]:
 
 def rows(names: list[str], root: Path) -> list[dict[str, Any]]:
     """Return a row per recipe that has run: what ran, seconds, peak of the training against the estimate, what stock
-    libraries drew, and what a CPU forced."""
+    libraries drew, and what a CPU forced, with paths relative to the recipe's folder."""
     found = []
     for name in names:
         if not (done := read(root / name)):
@@ -452,7 +452,7 @@ def rows(names: list[str], root: Path) -> list[dict[str, Any]]:
             "peak": train.peak if train and not train.code else None,
             "estimate": check.estimate if check else None,
             "stock": drawn.said if drawn and not drawn.code else None,
-            "forced": {key: value for key, value in forced(name, root / name).items()}})
+            "forced": forced(name, Path())})
     return found
 
 

@@ -70,6 +70,10 @@ def test_the_table_tells_what_ran_and_what_failed(tmp_path):
     (tmp_path / "sd15" / "steps.json").write_text(json.dumps({
         "build": step | {"said": "678 M parameters"}, "check": step | {"estimate": 1.4},
         "train": step | {"code": 2, "said": "error: a | b"}}))
+    (tmp_path / "flux_kontext").mkdir()
+    (tmp_path / "flux_kontext" / "steps.json").write_text(json.dumps({"build": step}))
+    [edits] = train_recipes.rows(["flux_kontext"], tmp_path)
+    assert edits["forced"]["prompts"] == "prompts.jsonl"  # the file names no folder of the machine
     [row] = train_recipes.rows(["sd15", "sdxl"], tmp_path)
     assert row["ran"] == ["build", "check"] and row["failed"] == "train: error: a | b" and row["processor"] == 3
     assert row["forced"]["picture.height"] == 64 and row["forced"]["train.epochs"] == 1
