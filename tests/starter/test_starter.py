@@ -131,6 +131,7 @@ def test_a_lora_gives_the_same_latents_in_stock_diffusers(tmp_path: Path):
 
     base = latents()
     pipe.load_lora_weights(tmp_path)
-    depth = 6 * len(policy.pipe.transformer.transformer_blocks)  # steps and the blocks of each
+    # Steps, the blocks of each, and guidance: of 2 v - v' both errors count, the first twice.
+    depth = 6 * len(policy.pipe.transformer.transformer_blocks) * 3
     assert (tmp_path / LORA_FILE).exists() and (latents() - ours).abs().max() <= rounding(ours, depth)
     assert (base - ours).abs().max() > 0.01
