@@ -16,7 +16,8 @@ LOCKED = test browser docs lint clip server ocr video mp4 text svg translation p
 # Without the pages of methods.
 PROSE = README.md CONTRIBUTING.md $(shell find docs -name '*.md' -not -path 'docs/methods/*')
 
-PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+# Three workers for two cores: some tests wait.
+PYTEST = $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
 # Pages are opened in a Chromium where one is installed.
 CHROMIUM := $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name))))
 

@@ -11,6 +11,8 @@ pytest_plugins = ["tests.tiers"]
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers that share a machine leave each other its cores
     os.environ["OMP_NUM_THREADS"] = "1"  # whatever the shell says; torch reads it when it is imported
 
+os.fsync = lambda file: None  # no test cuts the power, and a disk takes a twentieth of the session for it
+
 
 def pytest_addoption(parser) -> None:
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in a random order, by files")

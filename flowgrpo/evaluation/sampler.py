@@ -80,8 +80,9 @@ class Pipelines:
         """
         as_loaded = (self.loaded, self.branches is not None) == (arm.weights, arm.rlg is not None)
         if self.pipe is None or not (self.loaded is None or as_loaded):
-            self.pipe = self.loaded = self.branches = None
-            gc.collect()  # two models at once may not fit
+            if self.pipe is not None:
+                self.pipe = self.loaded = self.branches = None
+                gc.collect()  # two models at once may not fit
             self.pipe = loading.make_pipeline(self.model, self.precision, self.config.trust_remote_code, self.device,
                                              self.config.memory, loading.files_of(self.config, self.model))
         if self.loaded is None and arm.weights is not None and arm.rlg != 0:
