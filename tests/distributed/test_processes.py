@@ -5,6 +5,7 @@ One launch does all that takes two: `one_of_two`, run in each process, leaves wh
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -148,12 +149,20 @@ def one_of_two(folder: Path) -> None:
 
 # --- what the tests look at ------------------------------------------------------------------------------------------
 
+PORTS = itertools.count(10_000 + 100 * (os.getpid() % 200))  # below those that a system gives to clients
+
+
 def free_ports(count: int) -> list[str]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [str(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """Free ports, each given once. They are opened later: those of other workers are other ones."""
+    found: list[str] = []
+    while len(found) < count:
+        port = next(PORTS)
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        found.append(str(port))
+    return found
 
 
 def recipe(folder: Path) -> None:
