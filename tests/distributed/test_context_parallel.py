@@ -27,7 +27,7 @@ from tests.distributed.test_processes import held
 from tests.distributed.test_split_groups import launch
 from tests.helpers import loop, tiny
 
-SMALL = dict(train__prompts=4, train__group=4, train__micro_batch=2, train__lr=1e-3, train__steps=4, train__epochs=2)
+SMALL = dict(train__prompts=4, train__group=2, train__micro_batch=2, train__lr=1e-3, train__steps=3, train__epochs=2)
 CASES = {
     "mix_grpo": dict(method="mix_grpo", parts__plan__size=2, train__updates=2, train__checkpointing=True),
     "diffusion_nft": dict(method="diffusion_nft"),
