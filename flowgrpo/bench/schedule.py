@@ -30,6 +30,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def threads_each(jobs: int) -> int:
+    """Return the threads of each of so many jobs: their share of the cores, and at most OMP_NUM_THREADS if it is set.
+    """
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return max(min(cores() // jobs, int(asked) if asked.isdecimal() else cores()), 1)
+
+
 class Worker:
     """Process of `worker`, that does a task at a time."""
 
@@ -63,7 +70,7 @@ class Workers:
 
     def __init__(self, jobs: int, folder: Path):
         self.jobs, self.folder = jobs, folder
-        self.threads = max(cores() // jobs, 1)
+        self.threads = threads_each(jobs)
         self.free: queue.SimpleQueue[Worker | None] = queue.SimpleQueue()
         self.begun: list[Worker] = []
         self.closed = False

@@ -13,7 +13,7 @@ from flowgrpo.bench import models, plan
 from flowgrpo.bench.budget import epoch_cost
 from flowgrpo.bench.methods import Entry, clip_of, entries
 from flowgrpo.bench.plan import Plan, Request
-from flowgrpo.bench.schedule import duration, remaining, seconds
+from flowgrpo.bench.schedule import cores, duration, remaining, seconds, threads_each
 from flowgrpo.cli import main
 from flowgrpo.config import load
 from flowgrpo.config.sections import Adapter
@@ -248,3 +248,12 @@ def test_expected_seconds_by_hand(request_of):
     runs[0].result.write_text(json.dumps({}))
     assert remaining([*runs, *runs]) == runs[1:]
     assert [duration(value) for value in (40, 720, 12_600)] == ["about 40 s", "about 12 min", "about 3.5 h"]
+
+
+@pytest.mark.parametrize("asked, jobs, expected", [
+    (None, 1, cores()), (None, 10_000, 1), ("1", 1, 1), ("100000", 1, cores()), ("0", 1, 1), ("4,2", 1, cores())])
+def test_jobs_share_the_cores_within_the_threads_that_are_asked_for(asked, jobs, expected, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    assert threads_each(jobs) == expected
