@@ -75,3 +75,11 @@ def test_the_longest_files_come_first_and_keep_their_order():
     durations = {"tests/a/test_short.py::short": 0.5, "tests/a/test_long.py::long": 2.0, "tests/a/test_fixture.py": 3.0}
     mixed = [test for three in zip(short, fixture, long) for test in three]
     assert tiers.longest_first(mixed, durations) == long + fixture + short
+
+
+def test_files_that_launch_processes_are_one_group_and_users_of_a_fixture_one_each():
+    [alone], [shares] = items("test_c", 1), items("test_c", 1, fixture="module")
+    assert tiers.group_of(alone) is None and tiers.group_of(shares) == "tests/a/test_b.py"
+    for item in (alone, shares):
+        item.module.launch = print
+        assert tiers.group_of(item) == "processes"

@@ -50,11 +50,11 @@ class Tier:
         self.left_out = self.kept = 0
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Group the tests that share a module fixture on one worker, begin with the longest files, and leave out what
+        """Group the tests that belong on one worker, begin with the longest files, and leave out what
         the fast tier does not run."""
         for item in items:
-            if shares_a_fixture(item):
-                item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(ROOT))))
+            if group := group_of(item):
+                item.add_marker(pytest.mark.xdist_group(group))
         seconds = json.loads(DURATIONS.read_text(encoding="utf-8"))
         if self.config.getoption("--shuffle") is None:
             items[:] = longest_first(items, seconds)
@@ -78,6 +78,17 @@ class Tier:
     def pytest_terminal_summary(self, terminalreporter) -> None:
         if self.config.getoption("--tier") == "fast":
             terminalreporter.write_line(f"fast tier: {self.kept:,} tests; `make test-all` runs {self.left_out:,} more")
+
+
+def group_of(item: pytest.Item) -> str | None:
+    """Return the group of a test, all of which one worker runs; None for a test of its own.
+
+    Files that `launch` processes are one group: several pairs that wait for each other's turns take several times as
+    long on two cores. Else tests that share a fixture of their file are one.
+    """
+    if hasattr(item.module, "launch"):
+        return "processes"
+    return str(item.path.relative_to(ROOT)) if shares_a_fixture(item) else None
 
 
 def shares_a_fixture(item: pytest.Item) -> bool:
