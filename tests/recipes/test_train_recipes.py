@@ -10,10 +10,12 @@ from pathlib import Path
 import diffusers
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from flowgrpo import published
 from flowgrpo.config import load
+from flowgrpo.dry_run import from_configs
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
@@ -115,3 +117,10 @@ def test_frames_of_a_pipeline_are_bytes():
     values = np.array([[[[0.0, 0.5, 1.0]]], [[[0.25, 0.1, 0.9]]]])  # as numpy: 2 frames of one pixel
     assert train_recipes.bytes_of(values).tolist() == [[[[0, 128, 255]]], [[[64, 26, 230]]]]
     assert train_recipes.bytes_of([Image.new("RGB", (1, 1), (7, 0, 255))]).tolist() == [[[[7, 0, 255]]]]
+
+
+def test_a_stand_in_tokenizer_keeps_the_prompt_behind_a_cropped_template():
+    known = published.MODELS["hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"]
+    pipe = from_configs.assembled(known, lambda name, kind, config: from_configs.part(kind, config, torch.bfloat16))
+    ids = pipe.tokenizer.apply_chat_template([{"role": "user", "content": "a red fox"}], return_dict=True).input_ids
+    assert len(ids) == pipe.prompt_template_encode_start_idx + 3
