@@ -16,6 +16,7 @@ from PIL import Image
 from flowgrpo import published
 from flowgrpo.config import load
 from flowgrpo.dry_run import from_configs
+from tests.helpers import loop
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
@@ -31,6 +32,7 @@ def test_what_a_cpu_forces_is_a_valid_recipe_that_keeps_its_method(name, tmp_pat
     assert (after.method, after.adapter, after.train.lr, after.train.guidance) == (
         before.method, before.adapter, before.train.lr, before.train.guidance)
     assert set(before.parts) == set(after.parts)
+    loop.setup(after)  # whose parts go together
     if before.picture.frames:  # of clips, also of one frame
         assert [rule.use for rule in after.reward.values()] == ["frames"]
     assert (after.call.get("use_resolution_binning") is False) == name.startswith("sana")  # which would draw 512 pixels
