@@ -93,13 +93,16 @@ def forced(name: str, folder: Path) -> dict[str, Any]:
     if known is None:
         return LANGUAGE | ({} if config.prompts == "arithmetic" else {"prompts": "arithmetic"})
     keys = FORCED | {f"picture.{side}": SIDE for side in ("height", "width")} | call_keys(config, known)
+    if config.picture.frames:
+        keys["reward"] = {"sharpness": {"use": "frames", "args": {"reward": "sharpness"}}}
     if config.picture.frames and config.picture.frames > 1:
-        keys |= {"picture.frames": FRAMES + 4 * (known.pipeline == "LTX2Pipeline"),
-                 "reward": {"sharpness": {"use": "frames", "args": {"reward": "sharpness"}}}}
+        keys["picture.frames"] = FRAMES + 4 * (known.pipeline == "LTX2Pipeline")
     if "preview" in config.parts:
         keys |= {"parts.preview.pool": 4, "parts.preview.steps": 2}
     if config.parts.get("plan", {}).get("size", 0) > FORCED["train.steps"] // 2:  # flow_grpo_fast's window is there
         keys["parts.plan.size"] = FORCED["train.steps"] // 2
+    if "n" in config.parts.get("selection", {}):
+        keys["parts.selection.n"] = FORCED["train.group"]
     if config.picture.sizes:
         keys["picture.sizes"] = []
     if config.prompts == "pickapic":
@@ -236,12 +239,13 @@ def tiny_language(folder: Path) -> Path:
 
 def stock(name: str, folder: Path) -> None:
     """Run the lines that the run's model card has for stock libraries, with the seed of what `sample` drew, and print
-    the largest difference; of a language model, whether the greedy texts are equal."""
+    the largest difference of the image or of all frames; of a language model, whether the greedy texts are equal."""
     import numpy as np
-    from PIL import Image
+    from PIL import Image, ImageSequence
 
     from flowgrpo.config import load
     from flowgrpo.export.usage import snippet
+    from flowgrpo.vote.sources import facts
 
     run = folder / "runs" / "run"
     lines = snippet(load(run / "config.yaml"), run, str(run), PROMPT)
@@ -252,27 +256,27 @@ def stock(name: str, folder: Path) -> None:
         text = names["tokenizer"].decode(ids, skip_special_tokens=True)
         print("the same text" if text.strip() in (folder / "sample.log").read_text() else f"another text: {text!r}")
         return
-    files = sorted(file for file in (folder / "samples").iterdir() if file.suffix in (".png", ".mp4", ".gif"))
-    if files[0].suffix != ".png":
-        exec(loading(lines), {})
-        print("loads; a clip was not compared")
-        return
-    image = Image.open(files[0])
-    seed = int(re.search(r"Seed: (\d+)", str(image.info["parameters"]))[1])  # type: ignore[index]
+    [saved] = [file for file in (folder / "samples").iterdir() if file.suffix in (".png", ".webp")]  # both lossless
+    with Image.open(saved) as image:
+        seed = int(re.search(r"Seed: (\d+)", facts(image))[1])  # type: ignore[index]
+        ours = np.stack([np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)]).astype(int)
     names = {}
     os.chdir(folder)
     seeded = lines.replace("= pipe(", f"= pipe(generator=torch.Generator().manual_seed({seed}), prompt=")
     if reference := (folder / "red.png") if reads_pictures(name) else None:
         seeded = seeded.replace("= pipe(", f"= pipe(image=__import__('PIL.Image').Image.open({str(reference)!r}), ")
-    exec(seeded, names)
-    again = np.asarray(names["image"]).astype(int)
-    apart = np.abs(again - np.asarray(image.convert("RGB")).astype(int))
-    print(f"largest difference {apart.max()} of 255, mean {apart.mean():.3g}; standard deviation {again.std():.3g}")
+    exec("\n".join(line for line in seeded.splitlines() if "export_to_video(" not in line), names)
+    theirs = bytes_of(names["frames"] if "frames" in names else [names["image"]])
+    apart = np.abs(theirs - ours)
+    print(f"largest difference {apart.max()} of 255, mean {apart.mean():.3g}; standard deviation {theirs.std():.3g}")
 
 
-def loading(lines: str) -> str:
-    """Return the lines of a snippet that load."""
-    return "\n".join(line for line in lines.splitlines() if "= pipe(" not in line and "export_to_video(" not in line)
+def bytes_of(frames: Any) -> Any:
+    """Return images [F, H, W, 3] of a pipeline, PIL images or values in [0, 1], as integers up to 255."""
+    import numpy as np
+
+    found = np.stack([np.asarray(frame) for frame in frames])
+    return found.astype(int) if found.dtype == np.uint8 else (255 * found).round().astype(int)
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------

@@ -102,7 +102,10 @@ def assembled(known: published.Published, make: Callable[[str, str, dict[str, An
     if known.processor:
         tokenizers["processor"] = _processor(known.processor, tokenizers["tokenizer"],
                                              components["text_encoder"].config)
-    return getattr(diffusers, known.pipeline)(**components, **tokenizers, **known.options)
+    pipe = getattr(diffusers, known.pipeline)(**components, **tokenizers, **known.options)
+    if cropped := getattr(pipe, "prompt_template_encode_start_idx", 0):  # tokens of the published chat template
+        pipe.tokenizer.chat_template = "0 " * cropped + TEMPLATE
+    return pipe
 
 
 def _processor(kind: str, tokens: PreTrainedTokenizerBase, config: Any) -> Any:

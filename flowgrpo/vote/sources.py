@@ -140,7 +140,7 @@ def _prompt(file: Path) -> str:
     """Return the prompt of a picture."""
     try:
         with opened(file) as picture:
-            said = picture.info.get("parameters") or _comment(picture)
+            said = facts(picture)
     except UserError as error:
         raise UserError(f"{error}: expected an image") from None
     beside = file.with_suffix(".txt")
@@ -149,7 +149,9 @@ def _prompt(file: Path) -> str:
     return re.split(r"\nNegative prompt: |\nSteps: ", said)[0].strip() or file.stem
 
 
-def _comment(picture: Image.Image) -> str:
-    """Return the EXIF user comment of a WebP or JPEG; empty without one."""
+def facts(picture: Image.Image) -> str:
+    """Return what a file says of its generation: a PNG's parameters, or the EXIF user comment; empty without either."""
+    if said := picture.info.get("parameters"):
+        return str(said)
     content = picture.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.UserComment, b"")
     return content[8:].decode("utf-16-be", "replace") if content[:8] == b"UNICODE\0" else ""

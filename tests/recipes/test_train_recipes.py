@@ -8,10 +8,15 @@ import sys
 from pathlib import Path
 
 import diffusers
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 from flowgrpo import published
 from flowgrpo.config import load
+from flowgrpo.dry_run import from_configs
+from tests.helpers import loop
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
@@ -27,6 +32,9 @@ def test_what_a_cpu_forces_is_a_valid_recipe_that_keeps_its_method(name, tmp_pat
     assert (after.method, after.adapter, after.train.lr, after.train.guidance) == (
         before.method, before.adapter, before.train.lr, before.train.guidance)
     assert set(before.parts) == set(after.parts)
+    loop.setup(after)  # whose parts go together
+    if before.picture.frames:  # of clips, also of one frame
+        assert [rule.use for rule in after.reward.values()] == ["frames"]
     assert (after.call.get("use_resolution_binning") is False) == name.startswith("sana")  # which would draw 512 pixels
     assert after.parts.get("plan", {}).get("size", 0) <= after.train.steps // 2  # flow_grpo_fast's window is there
 
@@ -105,3 +113,16 @@ def test_a_whole_model_has_its_published_depth_and_a_row_of_its_own(tmp_path, mo
 def test_a_lora_without_names_in_comfyui_is_exported_as_a_merged_model(tmp_path):
     assert train_recipes.exported("sana_24gb", tmp_path) == ["--form=merged", f"--output={tmp_path / 'merged'}"]
     assert train_recipes.exported("wan22", tmp_path) == [f"--output={tmp_path / 'lora.safetensors'}"]
+
+
+def test_frames_of_a_pipeline_are_bytes():
+    values = np.array([[[[0.0, 0.5, 1.0]]], [[[0.25, 0.1, 0.9]]]])  # as numpy: 2 frames of one pixel
+    assert train_recipes.bytes_of(values).tolist() == [[[[0, 128, 255]]], [[[64, 26, 230]]]]
+    assert train_recipes.bytes_of([Image.new("RGB", (1, 1), (7, 0, 255))]).tolist() == [[[[7, 0, 255]]]]
+
+
+def test_a_stand_in_tokenizer_keeps_the_prompt_behind_a_cropped_template():
+    known = published.MODELS["hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"]
+    pipe = from_configs.assembled(known, lambda name, kind, config: from_configs.part(kind, config, torch.bfloat16))
+    ids = pipe.tokenizer.apply_chat_template([{"role": "user", "content": "a red fox"}], return_dict=True).input_ids
+    assert len(ids) == pipe.prompt_template_encode_start_idx + 3
