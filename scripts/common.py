@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from flowgrpo.device import pick_device
 from flowgrpo.distributed.processes import make_accelerator
 from flowgrpo.policies.build import make_policy
 from flowgrpo.policies.precision import resolve_precision
+from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.train import Trainer
 from flowgrpo.training import credit, sampling
@@ -24,12 +26,15 @@ from flowgrpo.training.epoch import Epoch
 RECIPE = Path(__file__).parent.parent / "configs" / "starter.yaml"
 
 
-def make_trainer(config: Config) -> Trainer:
-    """Trainer of a configuration, as a run has it before its first epoch; nothing is written."""
+def make_trainer(config: Config, functions: Mapping[str, RewardFunction] | None = None) -> Trainer:
+    """Trainer of a configuration, as a run has it before its first epoch; nothing is written.
+
+    functions: rewards by name, in place of those of the configuration.
+    """
     device = pick_device(config.device)
     config, _ = resolve_precision(config, device)
     return Trainer(config, make_accelerator(device), make_policy(config, device),
-                   rewards.compose(config.trained, config.cache), splits.resolve(config))
+                   rewards.compose(config.trained, config.cache, functions), splits.resolve(config))
 
 
 def epoch_of(trainer: Trainer, parts: list[Part], conditioning: Any, batch: list[Prompt], scores: Tensor) -> Epoch:
