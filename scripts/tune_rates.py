@@ -7,7 +7,7 @@ methods on the starters.
 
 A run that is in the file already is left out, so that the command goes on where it was stopped. The file has of every
 run its settings and commit, the held-out rewards before and after, and the rate that was found. Fixed rates have a
-warm-up of 8 updates. A run that is refused has its line.
+warm-up of 8 updates. A run that is refused says so in its row. Below the table, runs that collapsed are counted.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from flowgrpo.storage import atomic
 
 ROOT = Path(__file__).parent.parent
 KINDS, WARMUP = ("auto", "fixed"), 8
+CLOSE = 0.03  # of a held-out reward
 RATES = [10**(power / 4 * 2.5 - 5) for power in range(8)]  # eight over more than four decades, from 1e-5
 IMAGE = {"train.epochs": 24, "train.group": 16, "train.micro_batch": 64, "eval.prompts": 90}
 SHAPES = "[to_q, to_k, add_k_proj, linear_1, linear_2]"
@@ -79,10 +80,11 @@ def outcome(run: dict[str, Any]) -> dict[str, Any]:
             return {"error": done.stderr.strip().splitlines()[-1]}
         summary = json.loads((Path(folder) / "run" / "summary.json").read_text())
         lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
-    found = {"before": summary["before"][reward], "after": summary["after"][reward], "seconds": summary["seconds"],
-             "rewards": [line[f"reward/{reward}/mean"] for line in lines]}
-    return found | {name: [line[f"step_size/{name}"] for line in lines if f"step_size/{name}" in line]
-                    for name in ("rate", "moved", "floor")}
+    measured = [{name: line[f"step_size/{name}"] for name in ("rate", "moved", "floor")} for line in lines
+                if "step_size/moved" in line]
+    found = {"rate_found": lines[-1]["step_size/rate"], "calibration": measured} if measured else {}
+    return {"before": summary["before"][reward], "after": summary["after"][reward], "seconds": summary["seconds"],
+            "rewards": [line[f"reward/{reward}/mean"] for line in lines]} | found
 
 
 def label(run: dict[str, Any]) -> str:
@@ -91,21 +93,48 @@ def label(run: dict[str, Any]) -> str:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Markdown of the results: a row per set-up and rate, means over seeds."""
-    rows: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
+    """Markdown of the results: a row per set-up and starting rate, means over seeds; below it `counts`."""
+    rows: dict[tuple, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: {kind: [] for kind in KINDS})
     for run in results:
-        rows[run["setup"], run["method"], run["precision"], run["kind"], run["rate"]].append(run)
-    lines = ["| set-up | method | precision | rate | start | before | after | rate found | seeds |",
-             "|---|---|---|---|---|---|---|---|---|"]
-    for key, group in sorted(rows.items()):
-        whole = [run for run in group if "error" not in run]
-        if whole:
-            before, after = (f"{mean(run[name] for run in whole):.3f}" for name in ("before", "after"))
-            rates = ", ".join(f"{run['rate_found']:.2g}" for run in whole if run.get("rate_found")) or "-"
-        else:
-            before, after, rates = "-", group[0]["error"], "-"
-        lines.append("| " + " | ".join([*key[:4], f"{key[4]:.2g}", before, after, rates, str(len(group))]) + " |")
-    return "\n".join(lines)
+        rows[run["setup"], run["method"], run["precision"], run["rate"]][run["kind"]].append(run)
+    lines = ["| set-up | method | precision | start | auto | rates found | fixed | seeds |",
+             "|---|---|---|---:|---:|---:|---:|---|"]
+    for (setup, method, precision, rate), kinds in sorted(rows.items()):
+        found = ", ".join(f"{run['rate_found']:.2g}" for run in kinds["auto"] if run.get("rate_found"))
+        seeds = sorted({run["seed"] for group in kinds.values() for run in group})
+        cells = [setup, method, precision, f"{rate:.2g}", ended(kinds["auto"]), found or "-", ended(kinds["fixed"]),
+                 ", ".join(map(str, seeds))]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *counts(results)])
+
+
+def ended(runs: list[dict[str, Any]]) -> str:
+    """Return the mean held-out reward behind runs; of none `-`, and of refused ones what they say."""
+    whole = [run["after"] for run in runs if "error" not in run]
+    return f"{mean(whole):.3f}" if whole else runs[0]["error"] if runs else "-"
+
+
+def counts(results: list[dict[str, Any]]) -> list[str]:
+    """Return a line per set-up and kind: runs, those that collapsed, and those within CLOSE of the best fixed rate.
+
+    A run collapsed if its held-out reward ends more than CLOSE below its start. The best fixed rate is that with the
+    best mean over seeds; an auto run is compared with this mean.
+    """
+    groups: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
+    for run in results:
+        groups[run["setup"], run["method"], run["precision"]].append(run)
+    lines = []
+    for key, group in sorted(groups.items()):
+        ends = {kind: [run for run in group if run["kind"] == kind and "error" not in run] for kind in KINDS}
+        rates = {run["rate"] for run in ends["fixed"]}
+        best = max((mean(run["after"] for run in ends["fixed"] if run["rate"] == rate) for rate in rates), default=None)
+        for kind, of_kind in ends.items():
+            if of_kind:
+                lost = sum(run["after"] < run["before"] - CLOSE for run in of_kind)
+                close = "" if best is None else f", {sum(run['after'] >= best - CLOSE for run in of_kind)} within " \
+                    f"{CLOSE:g} of the best fixed rate's {best:.3f}"
+                lines.append(f"{', '.join(key)}, {kind}: {len(of_kind)} runs, {lost} collapsed{close}")
+    return lines
 
 
 def main() -> None:
@@ -128,11 +157,12 @@ def main() -> None:
             if label(run) in known:
                 continue
             made = outcome(run)
-            found = {"rate_found": made["rate"][-1]} if made.get("rate") else {}
-            results.append(run | {"commit": commit()} | made | found)
-            atomic.write_text(args.file, json.dumps(results, indent=1) + "\n")
+            short = json.loads(json.dumps(made), parse_float=lambda text: float(f"{float(text):.4g}"))
+            results.append(run | {"commit": commit()} | short)
+            atomic.write_text(args.file, "[" + ",\n".join(map(json.dumps, results)) + "]\n")
             print(run["setup"], run["method"], run["precision"], run["kind"], f"{run['rate']:.2g}", run["seed"],
-                  made.get("error") or f"{made['before']:.3f} to {made['after']:.3f}", found, flush=True)
+                  made.get("error") or f"{made['before']:.3f} to {made['after']:.3f}", made.get("rate_found", ""),
+                  flush=True)
     print(table(results))
 
 

@@ -64,6 +64,11 @@ def trial(config: Config) -> dict[str, float]:
             "measuring": (time.perf_counter() - start) / len(prompts)}
 
 
+def measured(epochs: list[int], every: int) -> list[int]:
+    """Return the epochs of a run's checkpoints, in order, that `eval.every` measures, and the last; 0: only this."""
+    return [epoch for epoch in epochs if epoch == epochs[-1] or (every and epoch % every == 0)]
+
+
 def finished(folder: Path) -> dict[str, Any]:
     """Return diversity and KL of a finished run, of its held-out prompts.
 
@@ -76,9 +81,9 @@ def finished(folder: Path) -> dict[str, Any]:
         config = config.model_copy(update={"text": config.text.model_copy(update={"eval_temperature": 1.0})})
     trainer, folders = trainer_of(config), checkpoints(folder / "checkpoints")
     assert folders, f"{folder} has no checkpoint"
-    prompts, last = spread(trainer.held_out, min(PROMPTS, config.eval.prompts)), max(folders)
-    points = [{"epoch": epoch} | _moved(trainer, folders[epoch], prompts) for epoch in sorted(folders)
-              if epoch == last or epoch % config.eval.every == 0]
+    prompts = spread(trainer.held_out, min(PROMPTS, config.eval.prompts))
+    points = [{"epoch": epoch} | _moved(trainer, folders[epoch], prompts)
+              for epoch in measured(sorted(folders), config.eval.every)]
     with torch.no_grad(), trainer.policy.reference():
         base = mean(diversity(trainer, prompts))
     return {"kl": points[-1]["kl"], "diversity": {"base": base, "tuned": points[-1]["diversity"]}, "points": points}

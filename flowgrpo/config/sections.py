@@ -154,10 +154,10 @@ class AutoRate(Section):
     start: float = Field(3e-4, gt=0, description="learning rate of the first update before it is sized, which forgets "
                                                  "it")
     target: float | None = Field(None, gt=0, description="relative change of the predicted velocity, or of completions "
-                                 "sqrt(2 KL) of a completion in nats; None: 0.015, of completions 0.4")
+                                 "sqrt(2 KL) of a completion in nats; None: 0.015, of completions 0.2")
     updates: int = Field(12, ge=1, description="updates that are measured; the later ones keep the rate")
-    states: int = Field(12, ge=1, description="recorded states, or completions, that each measurement replays on each "
-                                              "process")
+    states: int | None = Field(None, ge=1, description="recorded states, or completions, that each measurement replays "
+                                                       "on each process; None: 12, of completions 64")
 
 
 class Optimizer(Section):

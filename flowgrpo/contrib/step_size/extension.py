@@ -25,11 +25,12 @@ from flowgrpo.training.extension import Extension, Metrics
 from flowgrpo.training.optimizer import rate
 from flowgrpo.types import required
 
-VELOCITY, NATS = 0.015, 0.4  # targets of images and clips, and of texts
+VELOCITY, NATS = 0.015, 0.2  # targets of images and clips, and of texts
+STATES, COMPLETIONS = 12, 64  # that are replayed: of few completions, a few rare tokens are most of the signal
 
 
 class StepSize(Extension):
-    """Learning rate that the first updates find. calibration: its state.
+    """Learning rate that the first updates find. calibration: its state. states: decisions that are replayed.
 
     signal: of the present epoch, whose first update is `first`; reading: of its decisions under the weights before the
     next step. before: those weights.
@@ -40,8 +41,9 @@ class StepSize(Extension):
     def __init__(self, trainer: Any):
         super().__init__(trainer)
         settings = required(trainer.config.train.calibration)
-        default = NATS if trainer.policy.modality == "text" else VELOCITY
-        self.settings, self.calibration = settings, Calibration(settings.target or default, settings.updates)
+        target, states = (NATS, COMPLETIONS) if trainer.policy.modality == "text" else (VELOCITY, STATES)
+        self.calibration = Calibration(settings.target or target, settings.updates)
+        self.states = settings.states or states
         self.signal: Signal | None = None
         self.reading: Reading | None = None
         self.before: dict[str, Tensor] = {}
@@ -68,7 +70,7 @@ class StepSize(Extension):
             return
         kind = Tokens if self.trainer.policy.modality == "text" else Velocity
         own = [part for part in epoch.parts if part.weights is None]  # without those of earlier epochs
-        self.signal = kind(self.trainer, own, epoch.conditioning, self.settings.states)
+        self.signal = kind(self.trainer, own, epoch.conditioning, self.states)
 
     @torch.no_grad()
     def on_gradients(self, update: int) -> None:
