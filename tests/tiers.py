@@ -50,8 +50,8 @@ class Tier:
         self.left_out = self.kept = 0
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Group the tests that belong on one worker, begin with the longest files, and leave out what
-        the fast tier does not run."""
+        """Group the tests that belong on one worker, begin with the longest files, and leave out what the fast tier
+        does not run."""
         for item in items:
             if group := group_of(item):
                 item.add_marker(pytest.mark.xdist_group(group))
@@ -83,10 +83,11 @@ class Tier:
 def group_of(item: pytest.Item) -> str | None:
     """Return the group of a test, all of which one worker runs; None for a test of its own.
 
-    Files that `launch` processes are one group: several pairs that wait for each other's turns take several times as
-    long on two cores. Else tests that share a fixture of their file are one.
+    Files that start processes by `launch` or `Forked` are one group: pairs that wait for each other's turns beside
+    other pairs take several times as long, and each worker would load the libraries for its own. Else tests that share
+    a fixture of their file are one.
     """
-    if hasattr(item.module, "launch"):
+    if hasattr(item.module, "launch") or hasattr(item.module, "Forked"):
         return "processes"
     return str(item.path.relative_to(ROOT)) if shares_a_fixture(item) else None
 
