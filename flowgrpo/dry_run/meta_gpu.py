@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from flowgrpo import device
@@ -156,7 +155,7 @@ class MetaGPU(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inputs = [value for value in tree_leaves((args, kwargs)) if _on_meta(value)]
+        inputs = [*_tensors(args), *_tensors(kwargs.values())]
         made = kwargs.get("device")
         if not inputs and (made is None or torch.device(made) != META):
             return function(*args, **kwargs)
@@ -173,7 +172,7 @@ class MetaGPU(TorchDispatchMode):
         if name in ("_to_copy", "copy_") and (copied := self._copied(name, args, kwargs)) is not None:
             return copied
         result = function(*args, **kwargs)
-        outputs = [value for value in tree_leaves(result) if _on_meta(value)]
+        outputs = [*_tensors([result])]
         self.hold(outputs, self.share)
         if name not in FREE:
             self._launch(function, name, inputs, outputs, result, args, kwargs)
@@ -309,6 +308,15 @@ class MetaGPU(TorchDispatchMode):
 
 def _on_meta(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device == META
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors on the meta device among the arguments of an operation, which are values and lists of them."""
+    for value in values:
+        if _on_meta(value):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 def _frames(first: int) -> Iterator[Any]:

@@ -68,7 +68,7 @@ def test_every_recipe_of_a_pipeline_has_its_models_configuration():
 def test_a_recipe_runs_through_all_phases(name, monkeypatch):
     recipe = load(CONFIGS / f"{name}.yaml")
     options = SMALL | (CLIPS if recipe.picture.frames else {}) | {
-        "train.group": "8" if name == "hunyuan_video" else "4", "train.micro_batch": "4", "train.steps": "4"}
+        "train.group": "8" if name == "hunyuan_video" else "4", "train.micro_batch": "2", "train.steps": "6"}
     config = load(CONFIGS / f"{name}.yaml", options)
     monkeypatch.setitem(published.MODELS, config.model, shallow(published.MODELS[config.model]))
     counts = dry_run(config)
