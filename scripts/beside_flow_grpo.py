@@ -13,8 +13,8 @@ anew here, without its logging. "Same arithmetic" is theirs with this program's 
 CPU.
 
 First the script counts the rows that go through the denoiser on both sides, and compares log-probabilities of the same
-steps. Then the epochs run in turns in one process. A repetition divides the fastest epochs, which other load on the
-machine disturbs least.
+steps. Then the epochs run in turns in one process, and a repetition divides the fastest of both sides. On a CPU they
+run on one thread, and their seconds are the processor's: other load on the machine then counts little.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from torch import Tensor
 
 from flowgrpo.config import load
 from flowgrpo.errors import UserError
+from flowgrpo.log import PhaseTimer
 from flowgrpo.policies import build
 from flowgrpo.policies.pipelines.call import plain_on_cpu
 from flowgrpo.policies.weights.cpu import contiguous_inputs
@@ -245,6 +246,31 @@ def require_same_scores(peer: Peer, part: Part) -> float:
 
 # --- the clock -------------------------------------------------------------------------------------------------------
 
+class Processor(PhaseTimer):
+    """Seconds of this process's processor by phase of an epoch."""
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        self.phase, start = phase, time.process_time()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.process_time() - start
+
+
+def seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """Return the seconds of a call: the processor's, or with a GPU those that pass."""
+    if device.type == "cpu":
+        start = time.process_time()
+        run()
+        return time.process_time() - start
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
 class Case:
     """Sides of one case, which do the same work: functions that run an epoch and return its seconds."""
 
@@ -252,6 +278,8 @@ class Case:
         self.replaying, self.held = (make_trainer(load(RECIPE, given | {"train.one_pass": value}), {"places": places})
                                      for value in ("false", "true"))
         trainer, shape = self.replaying, self.replaying.geometry
+        for each in (self.replaying, self.held) if trainer.policy.device.type == "cpu" else ():
+            each.clock = each.rollouts.clock = Processor()
         conditioning = trainer.rollouts.conditioning(trainer.prompts[:shape.prompts])
         [prompts] = conditioning.rows(torch.arange(shape.prompts).repeat_interleave(shape.group)).calls
         self.peers = {name: Peer(theirs, trainer, prompts, name == "same") for name in ("theirs", "same")}
@@ -286,15 +314,6 @@ class Case:
         return {name: min(values) for name, values in taken.items()}
 
 
-def seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of a call."""
-    start = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def line(case: str, found: list[dict[str, float]]) -> str:
     """Return a row of the table: of every ratio its median and all repetitions."""
     ratios = [[each[side] / each[other] for each in found] for side, other in RATIOS.values()]
@@ -309,10 +328,12 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", choices=[*CASES], default=[*CASES])
     parser.add_argument("--epochs", type=int, default=5, help="epochs of every side in a repetition")
     args = parser.parse_args()
+    if args.device == "cpu":
+        torch.set_num_threads(1)
     try:
         theirs = functions(args.clone)
-        print(f"{REPOSITORY} {commit(args.clone)}; this program {commit(RECIPE.parent)}; {torch.get_num_threads()} "
-              f"threads, {args.device}, {time.strftime('%Y-%m-%d')}")
+        print(f"{REPOSITORY} {commit(args.clone)}; this program {commit(RECIPE.parent)}; {args.device}, "
+              f"{torch.get_num_threads()} threads, {time.strftime('%Y-%m-%d')}")
         rows = []
         for name in args.cases:
             case = Case(theirs, SMALL | CASES[name] | SAME | {"device": args.device} | options(args.option))
