@@ -51,6 +51,9 @@ LANGUAGE: dict[str, Any] = {
     "train.prompts": 2, "train.group": 4, "train.updates": 1, "train.micro_batch": 4, "text.max_tokens": 16,
     "train.compile": False}
 
+# Areas to which a pipeline brings a reference picture, constants of its module.
+AREAS = {"QwenImageEditPlusPipeline": {"CONDITION_IMAGE_SIZE": SIDE * SIDE, "VAE_IMAGE_SIZE": SIDE * SIDE}}
+
 ROUND = ROOT / "docs" / "recipe_round.json"
 SECTION = """
 ## Runs on a CPU
@@ -407,7 +410,7 @@ def take(name: str, folder: Path, until: float, language: Path | None, whole: bo
 
 
 def load_libraries(names: list[str]) -> None:
-    """Import what the steps need, so that their processes begin with it."""
+    """Import what the steps need, so that their processes begin with it, and reduce reference pictures."""
     import diffusers
     import matplotlib.pyplot  # noqa: F401
     import peft  # noqa: F401
@@ -425,7 +428,9 @@ def load_libraries(names: list[str]) -> None:
 
     torch.set_num_threads(1)
     for known in filter(None, map(model_of, names)):
-        getattr(diffusers, known.pipeline)
+        module = sys.modules[getattr(diffusers, known.pipeline).__module__]
+        for constant, area in AREAS.get(known.pipeline, {}).items():
+            setattr(module, constant, area)
         for kind, _ in known.parts.values():
             getattr(diffusers, kind, None) or getattr(transformers, kind, None)
 
@@ -456,7 +461,7 @@ def rows(names: list[str], root: Path) -> list[dict[str, Any]]:
             "peak": train.peak if train and not train.code else None,
             "estimate": check.estimate if check else None,
             "stock": drawn.said if drawn and not drawn.code else None,
-            "forced": forced(name, Path())})
+            "forced": forced(name, Path()) | AREAS.get(getattr(model_of(name), "pipeline", ""), {})})
     return found
 
 

@@ -126,3 +126,14 @@ def test_a_stand_in_tokenizer_keeps_the_prompt_behind_a_cropped_template():
     pipe = from_configs.assembled(known, lambda name, kind, config: from_configs.part(kind, config, torch.bfloat16))
     ids = pipe.tokenizer.apply_chat_template([{"role": "user", "content": "a red fox"}], return_dict=True).input_ids
     assert len(ids) == pipe.prompt_template_encode_start_idx + 3
+
+
+def test_constants_that_are_reduced_exist_and_are_in_a_row(tmp_path):
+    for pipeline, areas in train_recipes.AREAS.items():
+        module = sys.modules[getattr(diffusers, pipeline).__module__]
+        assert all(getattr(module, name) > area for name, area in areas.items())
+    (tmp_path / "qwen_image_edit").mkdir()
+    (tmp_path / "qwen_image_edit" / "steps.json").write_text(json.dumps({"build": {
+        "code": 0, "seconds": 1.0, "processor": 1.0, "peak": 1.0, "said": "1 M parameters"}}))
+    [row] = train_recipes.rows(["qwen_image_edit"], tmp_path)
+    assert row["forced"]["VAE_IMAGE_SIZE"] == 64 * 64
