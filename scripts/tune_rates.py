@@ -133,7 +133,7 @@ def counts(results: list[dict[str, Any]]) -> list[str]:
                 lost = sum(run["after"] < run["before"] - CLOSE for run in of_kind)
                 close = "" if best is None else f", {sum(run['after'] >= best - CLOSE for run in of_kind)} within " \
                     f"{CLOSE:g} of the best fixed rate's {best:.3f}"
-                lines.append(f"{', '.join(key)}, {kind}: {len(of_kind)} runs, {lost} collapsed{close}")
+                lines.append(f"- {', '.join(key)}, {kind}: {len(of_kind)} runs, {lost} collapsed{close}")
     return lines
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shlex
@@ -236,6 +237,15 @@ def test_the_table_of_recipes_says_what_the_recipes_say():
     """Written anew by `python scripts/recipe_table.py --none`."""
     script = runpy.run_path(str(ROOT / "scripts" / "recipe_table.py"))
     assert (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8") == script["page"]()
+
+
+def test_the_table_of_learning_rates_is_that_of_its_runs():
+    """Written anew by `python scripts/tune_rates.py --file docs/rates.json --table`."""
+    script = runpy.run_path(str(ROOT / "scripts" / "tune_rates.py"))
+    runs = json.loads((ROOT / "docs" / "rates.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert script["table"](runs) in page
+    assert [run for run in runs if "dirty" in run["commit"]] == []
 
 
 def test_tables_of_sizes_are_those_of_the_recipes():
