@@ -103,8 +103,8 @@ def assembled(known: published.Published, make: Callable[[str, str, dict[str, An
         tokenizers["processor"] = _processor(known.processor, tokenizers["tokenizer"],
                                              components["text_encoder"].config)
     pipe = getattr(diffusers, known.pipeline)(**components, **tokenizers, **known.options)
-    if cropped := getattr(pipe, "prompt_template_encode_start_idx", 0):  # tokens of the published chat template
-        pipe.tokenizer.chat_template = "0 " * cropped + TEMPLATE
+    if cropped := getattr(pipe, "prompt_template_encode_start_idx", 0):  # tokens before the prompt; others follow it
+        pipe.tokenizer.chat_template = "0 " * cropped + TEMPLATE + " 0"
     return pipe
 
 
