@@ -128,7 +128,8 @@ def call_keys(config: Any, known: Any) -> dict[str, Any]:
     import diffusers
 
     accepted = inspect.signature(getattr(diffusers, known.pipeline).__call__).parameters
-    keys: dict[str, Any] = {"picture.call.max_sequence_length": TOKENS} if "max_sequence_length" in accepted else {}
+    tokens = 128 if known.pipeline == "LTX2Pipeline" else TOKENS  # whose connectors have as many registers
+    keys: dict[str, Any] = {"picture.call.max_sequence_length": tokens} if "max_sequence_length" in accepted else {}
     if "use_resolution_binning" in accepted:  # Sana would draw 64 pixels as 512
         keys["picture.call.use_resolution_binning"] = False
     if "max_area" in accepted:
