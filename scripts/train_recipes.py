@@ -63,9 +63,9 @@ of the model card. Models have their published classes and widths, one or two bl
 weights and 64 pixels; a run has one epoch. It shows that a recipe runs from end to end, and nothing about quality,
 speed or a GPU.
 
-*card* is the largest difference of the image by stock libraries from that of `flowgrpo sample`, in steps of 255. With
-`memory.weights: int8` a run samples from rounded weights, and the card loads exact ones. Hence the 5 of `z_image_24gb`;
-it is 0 if stock diffusers loads the denoiser in int8 too.
+*card* is the largest difference of the image, or of all frames of a clip, by stock libraries from that of
+`flowgrpo sample`, in steps of 255. With `memory.weights: int8` a run samples from rounded weights, and the card loads
+exact ones. Hence the 5 of `z_image_24gb` and `wan22`; that of `z_image_24gb` is 0 if stock diffusers loads int8 too.
 *resident* is the peak memory of the training's process with its libraries, *computed* the peak by `check FOLDER`
 without them. The last column is the commit. `docs/recipe_round.json` has what a CPU forced, recipe by recipe.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import stat
@@ -96,13 +97,18 @@ def test_what_the_disk_refuses_later_is_one_line_too(run, capsys):
     assert told(capsys, "export", run, "--form", "card") == f"flowgrpo: error: {run / 'README.md'}: Is a directory\n"
 
 
-@pytest.fixture
-def small():
-    """No file may grow beyond 512 bytes: a disk that is full, which says EFBIG for ENOSPC."""
+@contextlib.contextmanager
+def full_disk():
+    """No file may grow beyond 512 bytes: a disk that is full, which says EFBIG for ENOSPC.
+
+    No fixture: pytest would write a result into its own output file before the fixture ends.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("write", [
@@ -110,18 +116,19 @@ def small():
     lambda folder: Log(folder, SimpleNamespace(is_main_process=True), 1, 0).epoch(1, {"x": "x" * 9000}, {}),
     lambda folder: checkpoint.save(folder, 1, {"x": torch.ones(600)}, {}, 1),
     lambda folder: tiny.policy().weights.save(folder)])
-def test_a_full_disk_is_told(write, small, tmp_path, capsys):
-    with pytest.raises(Exception) as caught:
+def test_a_full_disk_is_told(write, tmp_path, capsys):
+    with pytest.raises(Exception) as caught, full_disk():
         write(tmp_path)
     assert paths.refusal(caught.value).startswith("a file cannot be written whole (File too large): make room")
 
 
 @pytest.mark.parametrize("form", ["card", "kohya"])
-def test_a_full_disk_is_one_line(form, tmp_path, capsys, request):
+def test_a_full_disk_is_one_line(form, tmp_path, capsys):
     made = make_run(tmp_path / "run", tiny.sd3(), tiny.CALL)
-    request.getfixturevalue("small")
-    assert "a file cannot be written whole (File too large): make room" in told(
-        capsys, "export", made, "--form", form, *(["--output", tmp_path / "x.safetensors"] if form == "kohya" else []))
+    output = ["--output", tmp_path / "x.safetensors"] if form == "kohya" else []
+    with full_disk():
+        said = told(capsys, "export", made, "--form", form, *output)
+    assert "a file cannot be written whole (File too large): make room" in said
 
 
 @pytest.mark.parametrize("error", [ConnectionError(111, "refused"), ValueError("os error 28"), KeyError("x")])
