@@ -11,6 +11,7 @@ pytest_plugins = ["tests.tiers"]
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers that share a machine leave each other its cores
     os.environ["OMP_NUM_THREADS"] = "1"  # whatever the shell says; torch reads it when it is imported
 
+gc.disable()  # while modules of torch and its libraries are imported
 os.fsync = lambda file: None  # no test cuts the power, and a disk takes a twentieth of the session for it
 
 
@@ -37,3 +38,4 @@ def pytest_collection_finish() -> None:
     """Leave the modules of torch and its libraries out of every later garbage collection."""
     gc.collect()
     gc.freeze()
+    gc.enable()
