@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -83,3 +86,22 @@ def test_files_that_launch_processes_are_one_group_and_users_of_a_fixture_one_ea
     for item in (alone, shares):
         item.module.launch = print
         assert tiers.group_of(item) == "processes"
+
+
+GROUPED = """
+import pytest
+
+@pytest.mark.xdist_group("one")
+@pytest.mark.parametrize("case", range(6))
+def test_grouped(case):
+    pass
+"""
+
+
+def test_a_group_runs_on_one_worker(tmp_path):
+    """pytest 9.2 and xdist 3.8 forget groups without a word."""
+    (tmp_path / "test_groups.py").write_text(GROUPED)
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadgroup"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    workers = re.findall(r"\[(gw\d)\].* PASSED", ran)
+    assert len(workers) == 6 and len({*workers}) == 1, ran

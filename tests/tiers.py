@@ -49,6 +49,7 @@ class Tier:
         self.config = config
         self.left_out = self.kept = 0
 
+    @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Group the tests that belong on one worker, begin with the longest files, and leave out what the fast tier
         does not run."""
