@@ -95,7 +95,8 @@ def forced(name: str, folder: Path) -> dict[str, Any]:
     known = model_of(name)
     if known is None:
         return LANGUAGE | ({} if config.prompts == "arithmetic" else {"prompts": "arithmetic"})
-    keys = FORCED | {f"picture.{side}": SIDE for side in ("height", "width")} | call_keys(config, known)
+    pixels = 2 * SIDE if known.pipeline == "LTX2Pipeline" else SIDE  # its autoencoder reflects two latents or more
+    keys = FORCED | {f"picture.{side}": pixels for side in ("height", "width")} | call_keys(config, known)
     if config.picture.frames:
         keys["reward"] = {"sharpness": {"use": "frames", "args": {"reward": "sharpness"}}}
     if config.picture.frames and config.picture.frames > 1:
