@@ -60,8 +60,8 @@ SECTION = """
 
 `scripts/train_recipes.py` took these recipes through `check`, `train`, `sample`, `compare grid`, `export` and the lines
 of the model card. Models have their published classes and widths, one or two blocks (*whole*: all of them), random
-weights and 64 pixels; a run has one epoch. It shows that a recipe runs from end to end, and nothing about quality,
-speed or a GPU.
+weights and 64 pixels (`ltx2`: 128); a run has one epoch. It shows that a recipe runs from end to end, and nothing about
+quality, speed or a GPU.
 
 *card* is the largest difference of the image, or of all frames of a clip, by stock libraries from that of
 `flowgrpo sample`, in steps of 255. With `memory.weights: int8` a run samples from rounded weights, and the card loads
