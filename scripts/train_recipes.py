@@ -65,7 +65,8 @@ quality, speed or a GPU.
 
 *card* is the largest difference of the image, or of all frames of a clip, by stock libraries from that of
 `flowgrpo sample`, in steps of 255. With `memory.weights: int8` a run samples from rounded weights, and the card loads
-exact ones. Hence the numbers of both `wan22`, `ltx2` and `z_image_24gb`; the last is 0 if stock diffusers loads int8 too.
+exact ones. Hence the numbers of both `wan22`, `ltx2` and `z_image_24gb`; the last is 0 if stock diffusers loads int8
+too.
 *resident* is the peak memory of the training's process with its libraries, *computed* the peak by `check FOLDER`
 without them. The last column is the commit. `docs/recipe_round.json` has what a CPU forced, recipe by recipe.
 
