@@ -29,15 +29,14 @@ ROOT = Path(__file__).parent.parent
 KINDS, WARMUP = ("auto", "fixed"), 8
 CLOSE = 0.03  # of a held-out reward
 RATES = [10**(power / 4 * 2.5 - 5) for power in range(8)]  # eight over more than four decades, from 1e-5
-IMAGE = {"train.epochs": 24, "train.group": 16, "train.micro_batch": 64, "eval.prompts": 90}
-SHAPES = "[to_q, to_k, add_k_proj, linear_1, linear_2]"
+IMAGE = {"train.epochs": 24, "train.group": 16, "train.micro_batch": 64, "eval.prompts": 240}
 # Recipe, reward that is compared, options, and methods; the first method of a set-up is its recipe's.
 SETUPS: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
     "image": ("starter", "scene", IMAGE, ["mix_grpo+grpo_guard+texforce"]),
-    "denoiser": ("starter", "scene", IMAGE | {"adapter.targets": SHAPES, "parts": "{}"},
-                 ["mix_grpo+grpo_guard", "flow_grpo", "diffusion_nft", "awm"]),
-    "consistency": ("starter_consistency", "scene", {"eval.prompts": 90}, ["rlcm"]),
-    "video": ("starter_video", "motion", {"train.epochs": 60, "eval.prompts": 63}, ["mix_grpo"]),
+    "methods": ("starter", "scene", IMAGE | {"parts": "{}"},
+                ["flow_grpo+texforce", "diffusion_nft+texforce", "awm+texforce"]),
+    "consistency": ("starter_consistency", "scene", {"train.epochs": 32}, ["rlcm"]),
+    "video": ("starter_video", "motion", {"train.epochs": 60}, ["mix_grpo"]),
     "text": ("starter_text", "numeric_match", {"train.epochs": 16, "train.prompts": 16, "train.micro_batch": 64,
                                                "eval.prompts": 200}, ["grpo", "dapo"])}
 
