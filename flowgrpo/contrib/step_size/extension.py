@@ -65,7 +65,7 @@ class StepSize(Extension):
 
     def on_credited(self, epoch: Epoch) -> None:
         """Choose the decisions that an epoch's updates are measured by."""
-        self.signal, self.reading, self.first = None, None, self.trainer.optimization.update
+        self.signal, self.first = None, self.trainer.optimization.update
         if self.calibration.ended:
             return
         kind = Tokens if self.trainer.policy.modality == "text" else Velocity
@@ -79,12 +79,10 @@ class StepSize(Extension):
         if self.signal is None or self.calibration.ended:
             return
         if not any(each.grad is not None and each.grad.any() for each in self.trainer.optimization.parameters):
-            self.reading = None  # what momentum alone does is no step to size
-            return
-        if self.reading is None:
-            with self.trainer.processes.together():
-                recorded = self.signal.recorded() if update == self.first else None
-                self.reading = recorded or self.signal.read()
+            return  # what momentum alone does is no step to size
+        with self.trainer.processes.together():
+            recorded = self.signal.recorded() if update == self.first else None
+            self.reading = recorded or self.signal.read()
         self.before = {key: weight.detach().clone() for key, weight in self.trainer.policy.weights.named.items()}
 
     @torch.no_grad()
@@ -95,23 +93,22 @@ class StepSize(Extension):
         optimization, train = self.trainer.optimization, self.trainer.config.train
         left = rate(optimization.update - 1, optimization.total_updates, train)
         step, processes = Step(self.trainer.policy.weights.named, self.before), self.trainer.processes
-        before, after, signal = required(self.reading), None, required(self.signal)
+        before, signal = required(self.reading), required(self.signal)
 
         def measure(factor: float) -> float:
-            nonlocal after
-            step.scale(factor)
+            step.scale(factor * signal.reach)
             with processes.together():
                 after = signal.read()
             sums = processes.gather(torch.tensor([signal.sums(before, after)], dtype=torch.float64)).sum(0)
-            return signal.size(*sums.tolist()) if sums.isfinite().all() else math.inf
+            return signal.size(*sums.tolist()) / signal.reach if sums.isfinite().all() else math.inf
 
         if left > 0:
-            self.calibration(measure, left, train.first_lr * self.calibration.scale)
+            step.scale(self.calibration(measure, left, train.first_lr * self.calibration.scale))
             self._require_floor(signal.name)
             optimization.scale = self.calibration.scale
             if self.calibration.ended:
                 self._tell(signal.name)
-        self.reading, self.before = after, {}
+        self.reading, self.before = None, {}
 
     def _require_floor(self, name: str) -> None:
         floor, target = required(self.calibration.floor), self.calibration.target

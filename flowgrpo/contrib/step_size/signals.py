@@ -23,9 +23,14 @@ LARGEST = 20.0  # |log ratio| of a token from which on it is cut: its exponentia
 
 
 class Signal(Protocol):
-    """Size of a step on a few decisions of an epoch. name: of it, as a run prints it."""
+    """Size of a step on a few decisions of an epoch. name: of it, as a run prints it.
+
+    reach: factor by which a step is larger when it is read. The signal is still linear there, and rounding, which is of
+    one size, matters less.
+    """
 
     name: str
+    reach: float
 
     def recorded(self) -> Reading | None:
         """Return the reading that the rollout recorded; None: it has to be replayed."""
@@ -83,6 +88,7 @@ class Velocity:
     """
 
     name = "relative change of the predicted velocity"
+    reach = 8.0
 
     def __init__(self, trainer: Any, parts: Sequence[Part], conditioning: Any, count: int):
         self.trainer, self.conditioning = trainer, conditioning
@@ -117,6 +123,7 @@ class Tokens:
     """z = sqrt(2 KL): by how many nats a step typically changes the log-probability of a whole completion."""
 
     name = "sqrt(2 KL) of a completion"
+    reach = 2.0
 
     def __init__(self, trainer: Any, parts: Sequence[Part], conditioning: Any, count: int):
         self.trainer, self.conditioning = trainer, conditioning

@@ -1,7 +1,8 @@
 """Sizes of steps: the calibration of a learning rate, without a model.
 
-A signal s is linear in a small step. Rounding adds a floor f to it that does not depend on the step, and that is
-independent of what was learned, so that what is read is sqrt(s^2 + f^2).
+A signal s is linear in a small step. Rounding adds a floor f to it that is independent of what was learned, so that
+what is read is sqrt(s^2 + f^2). The floor hardly depends on the step, unless the step is too small to change any
+rounded value. Therefore it is found from the whole step and half of it, not from a tiny one.
 """
 
 from __future__ import annotations
@@ -15,11 +16,18 @@ Measure = Callable[[float], float]  # the signal of the present step, multiplied
 NEAR = 1.25  # a step is sized once its signal is within this factor of the target
 TRIES = 16  # replays that size one step at most
 SHRINK, GROW = 1e-2, 1e3  # factors of one try
-LEAST = 1e-3  # the step that shows rounding alone, as a factor
 LOWEST = 0.3  # of the target: a signal below it is rounding for the most part, and is read as that
 SPIKE = 3.0  # a later step is cut where its signal is that many times the target
 FASTEST = 2.0  # factor by which one later update changes the rate
 HIGHEST = 1.0  # learning rate at most
+
+
+def rounding(whole: float, half: float) -> float:
+    """Return the floor f of the signals of a step, sqrt(s^2 + f^2), and of half of it, sqrt(s^2 / 4 + f^2).
+
+    A signal that flattens has one too: if the whole is 2 % less than twice the half, 0.12 of it.
+    """
+    return math.sqrt(max(4 * half**2 - whole**2, 0.0) / 3)
 
 
 def without_floor(signal: float, floor: float) -> float:
@@ -73,9 +81,8 @@ class Calibration:
 
         left: of the learning rate by its schedule, at this update. rate: the learning rate of the step, without it.
 
-        The floor is what a thousandth of a step gives. It is measured in every update: half precision rounds the first
-        change of a LoRA, whose B is 0, away. The first step is scaled until it moves the target. A later one is scaled
-        only if it is a spike; else it corrects the rate of the next one by half of its error, in logarithms.
+        The floor is measured in every update. The first step is scaled until it moves the target. A later one is
+        scaled only if it is a spike; else it corrects the rate of the next one by half of its error, in logarithms.
         """
         target = self.target * left
         factor = self._first(measure, target, HIGHEST / rate) if self.floor is None else \
@@ -85,7 +92,7 @@ class Calibration:
 
     def _first(self, measure: Measure, target: float, most: float) -> float:
         factor = sized(measure, target, most=most)
-        self.floor = measure(LEAST * factor)
+        self.floor = rounding(measure(factor), measure(factor / 2))
         if self.floor <= self.target:
             factor *= sized(lambda more: measure(factor * more), target, self.floor, most / factor)
         self.scale *= factor
@@ -93,8 +100,8 @@ class Calibration:
         return factor
 
     def _later(self, measure: Measure, target: float, most: float) -> float:
-        self.floor = measure(LEAST)
         signal, factor = measure(1.0), 1.0
+        self.floor = rounding(signal, measure(0.5)) if math.isfinite(signal) else self.floor
         if not math.isfinite(signal) or signal > SPIKE * max(target, 2 * self.floor):
             factor = sized(measure, target, self.floor, most, signal)
             self.scale *= factor
