@@ -20,7 +20,6 @@ run on one thread, and their seconds are the processor's: other load on the mach
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +33,7 @@ import torch
 from bench_overhead import bare, recorded
 from common import RECIPE, make_trainer, measuring, options
 from one_pass_ratio import CASES, SMALL, epoch_seconds
+from revisions import commit
 from torch import Tensor
 
 from flowgrpo.config import load
@@ -84,18 +84,6 @@ def functions(clone: Path) -> Functions:
         except (AttributeError, ImportError) as error:
             raise UserError(f"{clone}: {error}, {fix}") from None
     return Functions(*found)
-
-
-def commit(folder: Path) -> str:
-    """Return the commit of a folder's repository, and whether files differ from it; "unknown" without git."""
-    def git(*words: str) -> str:
-        return subprocess.check_output(["git", "-C", str(folder), *words], text=True, stderr=subprocess.DEVNULL).strip()
-
-    try:
-        changed = git("diff", "HEAD", "--name-only", "--diff-filter=M")
-        return git("rev-parse", "--short=12", "HEAD") + (" with changes" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 class Peer:
@@ -340,7 +328,7 @@ def main() -> int:
             print(f"{name}: {case.rows} rows, log-probabilities differ by {case.difference:.1e}", flush=True)
             rows.append(line(name, [case.repetition(args.epochs) for _ in range(args.repetitions)]))
     except UserError as error:
-        print(error)
+        print(error, file=sys.stderr)
         return 2
     print(f"| case | {' | '.join(RATIOS)} |\n|---{'|---:' * len(RATIOS)}|", *rows, sep="\n")
     return 0

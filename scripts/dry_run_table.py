@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import recipe_table
+from revisions import commit
 
 from flowgrpo.config import load
 from flowgrpo.dry_run.estimate import Estimate, dry_run, gib
@@ -43,11 +43,6 @@ def smallest(counts: Estimate) -> str | None:
     fitting = [name for name, gpu in sorted(GPUS.items(), key=lambda item: item[1].memory)
                if not counts.above(gpu.room)]
     return fitting[0] if fitting else None
-
-
-def commit() -> str:
-    """Return the commit that is checked out."""
-    return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
 
 
 def markdown(rows: dict[str, dict[str, Any]]) -> str:

@@ -20,13 +20,14 @@ import inspect
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from revisions import commit
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -504,12 +505,6 @@ def section() -> str:
                  row["commit"]]
         lines.append("| " + " | ".join("-" if cell is None else str(cell) for cell in cells) + " |\n")
     return SECTION + "".join(lines)
-
-
-def commit() -> str:
-    """Return the commit that is checked out, with `-dirty` where files differ from it."""
-    return subprocess.run(["git", "describe", "--always", "--abbrev=8", "--dirty", "--exclude=*"], cwd=ROOT,
-                          capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main() -> None:

@@ -7,7 +7,8 @@ methods on the starters.
 
 A run that is in the file already is left out, so that the command goes on where it was stopped. The file has of every
 run its settings and commit, the held-out rewards before and after, and the rate that was found. Fixed rates have a
-warm-up of 8 updates. A run that is refused says so in its row. Below the table, runs that collapsed are counted.
+warm-up of 8 updates. A run that is refused says so in its row. A summary follows: per method, the best fixed rate, the
+auto runs beside it, and the runs that collapsed.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 from statistics import mean
 from typing import Any
+
+from revisions import commit
 
 from flowgrpo.storage import atomic
 
@@ -60,12 +64,6 @@ def options(setup: str, kind: str, rate: float) -> dict[str, str]:
     return {key: str(value) for key, value in (SETUPS[setup][2] | own).items()}
 
 
-def commit() -> str:
-    """Commit of the package, with a sign if files differ from it."""
-    return subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=ROOT, capture_output=True,
-                          text=True, check=True).stdout.strip()
-
-
 def outcome(run: dict[str, Any]) -> dict[str, Any]:
     """Train, and return what came of it."""
     recipe, reward, _, _ = SETUPS[run["setup"]]
@@ -92,7 +90,7 @@ def label(run: dict[str, Any]) -> str:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Markdown of the results: a row per set-up and starting rate, means over seeds; below it `counts`."""
+    """Markdown of the results: a row per set-up and starting rate, means over seeds."""
     rows: dict[tuple, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: {kind: [] for kind in KINDS})
     for run in results:
         rows[run["setup"], run["method"], run["precision"], run["rate"]][run["kind"]].append(run)
@@ -104,7 +102,7 @@ def table(results: list[dict[str, Any]]) -> str:
         cells = [setup, method, precision, f"{rate:.2g}", ended(kinds["auto"]), found or "-", ended(kinds["fixed"]),
                  ", ".join(map(str, seeds))]
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", *counts(results)])
+    return "\n".join(lines)
 
 
 def ended(runs: list[dict[str, Any]]) -> str:
@@ -113,27 +111,45 @@ def ended(runs: list[dict[str, Any]]) -> str:
     return f"{mean(whole):.3f}" if whole else runs[0]["error"] if runs else "-"
 
 
-def counts(results: list[dict[str, Any]]) -> list[str]:
-    """Return a line per set-up and kind: runs, those that collapsed, and those within CLOSE of the best fixed rate.
+def summary(results: list[dict[str, Any]]) -> str:
+    """Markdown of the results: a row per set-up, method and precision, auto runs beside the best fixed rate.
 
-    A run collapsed if its held-out reward ends more than CLOSE below its start. The best fixed rate is that with the
-    best mean over seeds; an auto run is compared with this mean.
+    The best fixed rate is that with the best mean over its seeds. A start is compared with it on the seeds that both
+    have. A run collapsed if its held-out reward ends more than CLOSE below its start.
     """
-    groups: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
+    groups: dict[tuple, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: {kind: [] for kind in KINDS})
     for run in results:
-        groups[run["setup"], run["method"], run["precision"]].append(run)
-    lines = []
-    for key, group in sorted(groups.items()):
-        ends = {kind: [run for run in group if run["kind"] == kind and "error" not in run] for kind in KINDS}
-        rates = {run["rate"] for run in ends["fixed"]}
-        best = max((mean(run["after"] for run in ends["fixed"] if run["rate"] == rate) for rate in rates), default=None)
-        for kind, of_kind in ends.items():
-            if of_kind:
-                lost = sum(run["after"] < run["before"] - CLOSE for run in of_kind)
-                close = "" if best is None else f", {sum(run['after'] >= best - CLOSE for run in of_kind)} within " \
-                    f"{CLOSE:g} of the best fixed rate's {best:.3f}"
-                lines.append(f"- {', '.join(key)}, {kind}: {len(of_kind)} runs, {lost} collapsed{close}")
-    return lines
+        if "error" not in run:
+            groups[run["setup"], run["method"], run["precision"]][run["kind"]].append(run)
+    lines = [f"| set-up | method | precision | before | best fixed rate | it ends at | auto ends at | worst start | "
+             f"within {CLOSE:g} | rates found | auto collapsed | fixed collapsed |", "|---|---|---|" + "---:|" * 9]
+    for key, kinds in sorted(groups.items()):
+        if all(kinds.values()):
+            lines.append("| " + " | ".join([*key, *compared(kinds["auto"], kinds["fixed"])]) + " |")
+    return "\n".join(lines)
+
+
+def compared(auto: list[dict[str, Any]], fixed: list[dict[str, Any]]) -> list[str]:
+    """Return the cells of a row of `summary` after its names."""
+    best = max({run["rate"] for run in fixed}, key=lambda rate: end(fixed, rate))
+    apart = [end(auto, rate, seeds) - end(fixed, best, seeds) for rate in sorted({run["rate"] for run in auto})
+             if (seeds := seeds_of(auto, rate) & seeds_of(fixed, best))]
+    found = [run["rate_found"] for run in auto]
+    near = sum(run["after"] >= end(fixed, best) - CLOSE for run in auto)
+    lost = [sum(run["after"] < run["before"] - CLOSE for run in runs) for runs in (auto, fixed)]
+    return [f"{mean(run['before'] for run in auto):.3f}", f"{best:.2g}", f"{end(fixed, best):.3f}",
+            f"{mean(run['after'] for run in auto):.3f}", f"{min(apart):+.3f}", f"{near} of {len(auto)}",
+            f"{min(found):.2g} to {max(found):.2g}", f"{lost[0]} of {len(auto)}", f"{lost[1]} of {len(fixed)}"]
+
+
+def end(runs: list[dict[str, Any]], rate: float, seeds: Collection[int] = ()) -> float:
+    """Return the mean held-out reward behind runs of a rate, of all seeds or these."""
+    return mean(run["after"] for run in runs if run["rate"] == rate and (not seeds or run["seed"] in seeds))
+
+
+def seeds_of(runs: list[dict[str, Any]], rate: float) -> set[int]:
+    """Return the seeds of the runs of a rate."""
+    return {run["seed"] for run in runs if run["rate"] == rate}
 
 
 def main() -> None:
@@ -162,7 +178,7 @@ def main() -> None:
             print(run["setup"], run["method"], run["precision"], run["kind"], f"{run['rate']:.2g}", run["seed"],
                   made.get("error") or f"{made['before']:.3f} to {made['after']:.3f}", made.get("rate_found", ""),
                   flush=True)
-    print(table(results))
+    print(table(results), summary(results), sep="\n\n")
 
 
 if __name__ == "__main__":
