@@ -2,7 +2,7 @@
 
 The first updates of a run are measured. Adam's direction does not depend on the learning rate, so that a step is sized
 by scaling the change of the weights: no sample and no gradient is lost, and the optimizer's moments stay as they are.
-Behind these updates the factor is kept, and the schedule goes on.
+Then the mean factor of the second half of these updates is kept, and the schedule goes on.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class StepSize(Extension):
 
     def load_state(self, tensors: Tensors, values: dict[str, Any]) -> None:
         """Restore the state of a checkpoint; without any, begin anew."""
-        known = {name: values[name] for name in ("scale", "floor", "done", "moved") if name in values}
+        known = {name: values[name] for name in ("scale", "floor", "done", "moved", "scales") if name in values}
         self.calibration = Calibration(self.calibration.target, self.calibration.updates, **known)
         self.trainer.optimization.scale = self.calibration.scale
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import geometric_mean
 
 Measure = Callable[[float], float]  # the signal of the present step, multiplied by a factor
 
@@ -62,7 +63,8 @@ class Calibration:
 
     scale: factor of the learning rate so far, from the one it began with. floor: of rounding, in the last update; None
     before the first one. done: updates that were measured. moved: the signal of the last one without the floor, over
-    what the schedule leaves of the rate.
+    what the schedule leaves of the rate. scales: behind the second half of the updates; their geometric mean is kept,
+    since one reading is noisy.
     """
 
     target: float
@@ -71,6 +73,7 @@ class Calibration:
     floor: float | None = None
     done: int = 0
     moved: float = 0.0
+    scales: list[float] = field(default_factory=list)
 
     @property
     def ended(self) -> bool:
@@ -88,6 +91,10 @@ class Calibration:
         factor = self._first(measure, target, HIGHEST / rate) if self.floor is None else \
             self._later(measure, target, HIGHEST / rate)
         self.done += 1
+        if self.done > self.updates // 2:
+            self.scales.append(self.scale)
+        if self.ended:
+            self.scale = geometric_mean(self.scales)
         return factor
 
     def _first(self, measure: Measure, target: float, most: float) -> float:

@@ -137,6 +137,17 @@ def test_the_rate_follows_steps_whose_signal_fades_as_adams_first_ones_do():
     assert rate * found.scale * 1000 == pytest.approx(0.4, rel=0.1)
 
 
+def test_what_is_kept_is_the_geometric_mean_of_the_second_half_since_one_reading_is_noisy():
+    """Readings are 1.5 times too large and too small in turn. A target of 0.015 needs a scale of 1."""
+    found, scales = sizing.Calibration(0.015, 12, floor=0.0), []
+    for update in range(12):
+        noise = 1.5 if update % 2 else 1 / 1.5
+        found(lambda factor, noise=noise: factor * 0.015 * found.scale * noise, 1.0, 1e-3)
+        scales.append(found.scale)
+    assert found.scale == pytest.approx(math.prod(found.scales) ** (1 / 6)) == pytest.approx(1.0, rel=0.02)
+    assert scales[6:11] == found.scales[:5] and max(scales) / min(scales) > 1.2
+
+
 def test_a_spike_is_cut_in_the_update_in_which_it_comes():
     toy, found = Linear(), sizing.Calibration(0.015, 12)
     for update in range(4):
