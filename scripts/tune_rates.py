@@ -115,7 +115,7 @@ def summary(results: list[dict[str, Any]]) -> str:
     """Markdown of the results: a row per set-up, method and precision, auto runs beside the best fixed rate.
 
     The best fixed rate is that with the best mean over its seeds. A start is compared with it on the seeds that both
-    have. A run collapsed if its held-out reward ends more than CLOSE below its start.
+    have, a run on its own seed. A run collapsed if its held-out reward ends more than CLOSE below its start.
     """
     groups: dict[tuple, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: {kind: [] for kind in KINDS})
     for run in results:
@@ -135,11 +135,12 @@ def compared(auto: list[dict[str, Any]], fixed: list[dict[str, Any]]) -> list[st
     apart = [end(auto, rate, seeds) - end(fixed, best, seeds) for rate in sorted({run["rate"] for run in auto})
              if (seeds := seeds_of(auto, rate) & seeds_of(fixed, best))]
     found = [run["rate_found"] for run in auto]
-    near = sum(run["after"] >= end(fixed, best) - CLOSE for run in auto)
-    lost = [sum(run["after"] < run["before"] - CLOSE for run in runs) for runs in (auto, fixed)]
+    paired = [run["after"] - end(fixed, best, {run["seed"]}) for run in auto if run["seed"] in seeds_of(fixed, best)]
+    close = sum(each >= -CLOSE for each in paired)
+    lost = [f"{sum(run['after'] < run['before'] - CLOSE for run in runs)} of {len(runs)}" for runs in (auto, fixed)]
     return [f"{mean(run['before'] for run in auto):.3f}", f"{best:.2g}", f"{end(fixed, best):.3f}",
-            f"{mean(run['after'] for run in auto):.3f}", f"{min(apart):+.3f}", f"{near} of {len(auto)}",
-            f"{min(found):.2g} to {max(found):.2g}", f"{lost[0]} of {len(auto)}", f"{lost[1]} of {len(fixed)}"]
+            f"{mean(run['after'] for run in auto):.3f}", f"{min(apart):+.3f}", f"{close} of {len(paired)}",
+            f"{min(found):.2g} to {max(found):.2g}", *lost]
 
 
 def end(runs: list[dict[str, Any]], rate: float, seeds: Collection[int] = ()) -> float:

@@ -179,7 +179,7 @@ def _cost_bars(results: dict[str, Any]) -> str:
                   for method in methods]
         before = methods[0]["watched"][name]["before"]
         if all(value is None or value >= 0 for _, value, _ in values):
-            drawn.append(_figure(name, "watched, not trained on; the dashed line is the base", bars(
+            drawn.append(_figure(name, "eval-only; the dashed line is the base", bars(
                 values, f"{name}: {', '.join(f'{label} {text}' for label, _, text in values)}", before)))
     return f'<div class="cards" style="margin-top: 14px">\n{"".join(drawn)}</div>\n'
 

@@ -42,7 +42,8 @@ class StepSize(Extension):
         super().__init__(trainer)
         settings = required(trainer.config.train.calibration)
         target, states = (NATS, COMPLETIONS) if trainer.policy.modality == "text" else (VELOCITY, STATES)
-        self.calibration = Calibration(settings.target or target, settings.updates)
+        reach = Tokens.reach if trainer.policy.modality == "text" else Velocity.reach
+        self.calibration = Calibration(settings.target or target, settings.updates, reach)
         self.states = settings.states or states
         self.signal: Signal | None = None
         self.reading: Reading | None = None
@@ -65,7 +66,7 @@ class StepSize(Extension):
 
     def on_credited(self, epoch: Epoch) -> None:
         """Choose the decisions that an epoch's updates are measured by."""
-        self.signal, self.first = None, self.trainer.optimization.update
+        self.signal, self.reading, self.first = None, None, self.trainer.optimization.update
         if self.calibration.ended:
             return
         kind = Tokens if self.trainer.policy.modality == "text" else Velocity
@@ -79,10 +80,12 @@ class StepSize(Extension):
         if self.signal is None or self.calibration.ended:
             return
         if not any(each.grad is not None and each.grad.any() for each in self.trainer.optimization.parameters):
-            return  # what momentum alone does is no step to size
-        with self.trainer.processes.together():
-            recorded = self.signal.recorded() if update == self.first else None
-            self.reading = recorded or self.signal.read()
+            self.reading = None  # what momentum alone does is no step to size
+            return
+        if self.reading is None:
+            with self.trainer.processes.together():
+                recorded = self.signal.recorded() if update == self.first else None
+                self.reading = recorded or self.signal.read()
         self.before = {key: weight.detach().clone() for key, weight in self.trainer.policy.weights.named.items()}
 
     @torch.no_grad()
@@ -93,28 +96,31 @@ class StepSize(Extension):
         optimization, train = self.trainer.optimization, self.trainer.config.train
         left = rate(optimization.update - 1, optimization.total_updates, train)
         step, processes = Step(self.trainer.policy.weights.named, self.before), self.trainer.processes
-        before, signal = required(self.reading), required(self.signal)
+        before, after, signal = required(self.reading), None, required(self.signal)
 
         def measure(factor: float) -> float:
-            step.scale(factor * signal.reach)
+            nonlocal after
+            step.scale(factor)
             with processes.together():
                 after = signal.read()
             sums = processes.gather(torch.tensor([signal.sums(before, after)], dtype=torch.float64)).sum(0)
-            return signal.size(*sums.tolist()) / signal.reach if sums.isfinite().all() else math.inf
+            return signal.size(*sums.tolist()) if sums.isfinite().all() else math.inf
 
         if left > 0:
-            step.scale(self.calibration(measure, left, train.first_lr * self.calibration.scale))
+            self.calibration(measure, left, train.first_lr * self.calibration.scale)
             self._require_floor(signal.name)
             optimization.scale = self.calibration.scale
             if self.calibration.ended:
                 self._tell(signal.name)
-        self.reading, self.before = None, {}
+        self.reading, self.before = after, {}
 
     def _require_floor(self, name: str) -> None:
-        floor, target = required(self.calibration.floor), self.calibration.target
-        if floor > target:
-            raise UserError(f"train.lr is auto, but only rounding gives a {name} of {floor:.2g}, expected less than "
-                            f"the target {target:.2g}: set precision: fp32, or train.lr to a number")
+        """Raise UserError after the first update, whose step is sized; a large later one may flatten instead."""
+        found = self.calibration
+        if found.done == 1 and required(found.floor) > found.highest_floor:
+            raise UserError(f"train.lr is auto, but rounding alone gives a {name} of {found.floor:.2g}, expected at "
+                            f"most {found.highest_floor:.2g}, {found.reach / 2:g} times the target: set precision: "
+                            "fp32, or train.lr to a number")
 
     def _tell(self, name: str) -> None:
         found = self.calibration
@@ -142,7 +148,8 @@ class StepSize(Extension):
     def load_state(self, tensors: Tensors, values: dict[str, Any]) -> None:
         """Restore the state of a checkpoint; without any, begin anew."""
         known = {name: values[name] for name in ("scale", "floor", "done", "moved", "scales") if name in values}
-        self.calibration = Calibration(self.calibration.target, self.calibration.updates, **known)
+        own = self.calibration
+        self.calibration = Calibration(own.target, own.updates, own.reach, **known)
         self.trainer.optimization.scale = self.calibration.scale
 
 
