@@ -6,7 +6,8 @@
     python scripts/trace_epoch.py --recipe starter_text    # another recipe of configs/, or a recipe's file
 
 A move is a call of a function of the package in another file than the call before it. Only the thread of the training
-loop is followed, and the model computes in fp32, so that the numbers are the same on every machine.
+loop is followed, and the model computes in fp32, so that the numbers are the same on every machine. The learning rate
+is a number: `auto` measures the first updates of a run, and nothing later.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from flowgrpo.distributed.signals import Stop
 PACKAGE = str(Path(flowgrpo.__file__).parent)
 WAITING = Stop.check.__code__  # called while a reward is waited for, as often as that takes
 SMALL = {"train.prompts": 2, "train.group": 4, "train.micro_batch": 8, "train.updates": 1, "tracker": "none",
-         "precision": "fp32", "device": "cpu"}
+         "train.lr": 1e-3, "precision": "fp32", "device": "cpu"}
 
 
 class Trace:

@@ -243,8 +243,8 @@ def test_the_table_of_learning_rates_is_that_of_its_runs():
     """Written anew by `python scripts/tune_rates.py --file docs/rates.json --table`."""
     script = runpy.run_path(str(ROOT / "scripts" / "tune_rates.py"))
     runs = json.loads((ROOT / "docs" / "rates.json").read_text(encoding="utf-8"))
-    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    assert script["table"](runs) in page
+    page = (ROOT / "docs" / "learning_rate.md").read_text(encoding="utf-8")
+    assert script["summary"](runs) in page
     assert [run for run in runs if "dirty" in run["commit"]] == []
 
 

@@ -118,7 +118,7 @@ class StepSize(Extension):
         """Raise UserError after the first update, whose step is sized; a large later one may flatten instead."""
         found = self.calibration
         if found.done == 1 and required(found.floor) > found.highest_floor:
-            raise UserError(f"train.lr is auto, but rounding alone gives a {name} of {found.floor:.2g}, expected at "
+            raise UserError(f"train.lr is auto, but only rounding gives a {name} of {found.floor:.2g}, expected at "
                             f"most {found.highest_floor:.2g}, {found.reach / 2:g} times the target: set precision: "
                             "fp32, or train.lr to a number")
 

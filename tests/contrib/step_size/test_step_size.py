@@ -124,7 +124,7 @@ def test_a_resumed_run_is_the_same(kind, done, tmp_path):
 
 def test_a_floor_above_the_target_is_refused_in_one_line():
     made = run("text", {"target": 1e-9})
-    with pytest.raises(UserError, match=r"^train.lr is auto, but rounding alone gives a sqrt\(2 KL\) of a completion "
+    with pytest.raises(UserError, match=r"^train.lr is auto, but only rounding gives a sqrt\(2 KL\) of a completion "
                        r"of \S+, expected at most 1e-09, 1 times the target: set precision: fp32, or train.lr to a "
                        r"number$"):
         made.run_epoch()
