@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from common import RECIPE, epoch_of, make_trainer, measuring, options, updated
+from common import FIXED, RECIPE, epoch_of, make_trainer, measuring, options, updated
 
 from flowgrpo.config import load
 from flowgrpo.data import splits
@@ -91,7 +91,7 @@ def in_turns(work: dict[str, Callable[[], None]], repetitions: int, device: torc
 
 def main() -> None:
     args = measuring(__doc__).parse_args()
-    config = load(RECIPE, {"train.prompts": "2", "device": args.device} | options(args.option))
+    config = load(RECIPE, FIXED | {"train.prompts": "2", "device": args.device} | options(args.option))
     trainer = make_trainer(config)
     epoch(trainer)  # the first one also checks the ratio, and warms everything up
     calls = recorded(trainer)

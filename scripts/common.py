@@ -24,6 +24,7 @@ from flowgrpo.training import credit, sampling
 from flowgrpo.training.epoch import Epoch
 
 RECIPE = Path(__file__).parent.parent / "configs" / "starter.yaml"
+FIXED = {"train.lr": "1e-3"}  # of epochs that are measured: `auto` would read its own steps beside them
 
 
 def make_trainer(config: Config, functions: Mapping[str, RewardFunction] | None = None) -> Trainer:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from common import RECIPE, epoch_of, make_trainer
+from common import FIXED, RECIPE, epoch_of, make_trainer
 
 from flowgrpo.config import load
 from flowgrpo.policies.weights.lora_forward import without_casts
@@ -27,7 +27,7 @@ OPTIONS = {"train.prompts": "2", "train.group": "8", "train.micro_batch": "16", 
 def trainer_of(precision: str, ours: bool) -> Trainer:
     """Return a trainer whose LoRA layers have our forward, or peft's, below fp32 under autocast."""
     torch.manual_seed(0)  # of the adapter's first weights
-    trainer = make_trainer(load(RECIPE, OPTIONS | {"precision": precision}))
+    trainer = make_trainer(load(RECIPE, FIXED | OPTIONS | {"precision": precision}))
     weights, driver = trainer.policy.weights, trainer.policy.driver
     layers = list(weights.layers().values())
     for layer in layers:

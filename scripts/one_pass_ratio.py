@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from statistics import median
 
 import torch
-from common import RECIPE, make_trainer, measuring, options
+from common import FIXED, RECIPE, make_trainer, measuring, options
 
 from flowgrpo.config import load
 from flowgrpo.train import Trainer
@@ -25,7 +25,7 @@ PHASES = ("seconds/rollout", "seconds/update")
 CASES = {"window_2_of_6": {"method": "mix_grpo", "parts": "{plan: {size: 2}}", "train.steps": "6"},
          "window_4_of_10": {"method": "mix_grpo", "parts": "{plan: {size: 4}}", "train.steps": "10"},
          "all_of_10": {"method": "flow_grpo", "parts": "{kl: {weight: 0.0}}", "train.steps": "10"}}
-SMALL = {"train.prompts": "2", "train.group": "8", "train.micro_batch": "16", "train.updates": "1"}
+SMALL = FIXED | {"train.prompts": "2", "train.group": "8", "train.micro_batch": "16", "train.updates": "1"}
 
 
 def epoch_seconds(trainer: Trainer) -> float:
