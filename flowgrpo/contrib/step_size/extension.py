@@ -126,7 +126,7 @@ class StepSize(Extension):
         found = self.calibration
         if self.trainer.processes.first:
             self.trainer.say(f"train.lr: {self.found:.3g} (auto: after {found.done} updates, {name} {found.moved:.2g} "
-                             f"of {found.target:.2g} at the whole rate; rounding gives {required(found.floor):.2g})")
+                             f"of {found.target:.2g} at the whole rate)")
 
     @property
     def found(self) -> float:
