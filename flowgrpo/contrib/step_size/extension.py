@@ -30,8 +30,9 @@ STATES, COMPLETIONS = 12, 64  # that are replayed: of few completions, a few rar
 
 
 class StepSize(Extension):
-    """Learning rate that the first updates find. calibration: its state. states: decisions that are replayed.
+    """Learning rate that the first updates find.
 
+    calibration: its state. states: number of decisions that are replayed. kind: class of the signal.
     signal: of the present epoch, whose first update is `first`; reading: of its decisions under the weights before the
     next step. before: those weights.
     """
@@ -41,9 +42,10 @@ class StepSize(Extension):
     def __init__(self, trainer: Any):
         super().__init__(trainer)
         settings = required(trainer.config.train.calibration)
-        target, states = (NATS, COMPLETIONS) if trainer.policy.modality == "text" else (VELOCITY, STATES)
-        reach = Tokens.reach if trainer.policy.modality == "text" else Velocity.reach
-        self.calibration = Calibration(settings.target or target, settings.updates, reach)
+        text = trainer.policy.modality == "text"
+        target, states = (NATS, COMPLETIONS) if text else (VELOCITY, STATES)
+        self.kind: type[Tokens] | type[Velocity] = Tokens if text else Velocity
+        self.calibration = Calibration(settings.target or target, settings.updates, self.kind.reach)
         self.states = settings.states or states
         self.signal: Signal | None = None
         self.reading: Reading | None = None
@@ -69,9 +71,8 @@ class StepSize(Extension):
         self.signal, self.reading, self.first = None, None, self.trainer.optimization.update
         if self.calibration.ended:
             return
-        kind = Tokens if self.trainer.policy.modality == "text" else Velocity
         own = [part for part in epoch.parts if part.weights is None]  # without those of earlier epochs
-        self.signal = kind(self.trainer, own, epoch.conditioning, self.states)
+        self.signal = self.kind(self.trainer, own, epoch.conditioning, self.states)
 
     @torch.no_grad()
     def on_gradients(self, update: int) -> None:

@@ -51,9 +51,9 @@ class Calibration:
     """State of a calibration. target: of the signal, at the whole rate. reach: factor at which a step is read.
 
     scale: factor of the learning rate so far, from the one it began with. floor: of rounding, in the last update; None
-    before the first one. done: updates that were measured. moved: the signal of the last one, over
-    what the schedule leaves of the rate. scales: behind the second half of the updates; their geometric mean is kept,
-    since one reading is noisy.
+    before the first one. done: updates that were measured. moved: the signal of the last one, over what the schedule
+    leaves of the rate. scales: behind the second half of the updates; their geometric mean is kept, since one reading
+    is noisy.
     """
 
     target: float
