@@ -1,6 +1,8 @@
-"""Ctrl-C, SIGTERM, SIGHUP and SIGUSR1: save the work done so far before the run ends. Calls that a signal may leave.
+"""Signals that save the work done so far before the run ends. Calls that a signal may leave.
 
-SIGHUP comes when a terminal or an ssh session is closed, and SIGUSR1 is the usual warning of Slurm.
+SIGHUP comes when a terminal or an ssh session is closed. Batch systems warn with SIGUSR1 (Slurm), SIGUSR2 (SGE, LSF),
+SIGXCPU (seconds of CPU) and SIGALRM (a timer). SIGQUIT is Ctrl-\\, or the stop signal of a container; SIGPWR stops one
+too, or tells that the power fails. SIGBREAK is that of Windows.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from flowgrpo.errors import UserError
 T = TypeVar("T")
 
 STOPPING = "\nstopping after this step; once more to leave now"
-STOPS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
-REPEATED = ("SIGHUP", "SIGUSR1")  # come several times for one cause: the shell and the system both hang up
+# They may come several times for one cause: the shell and the system both hang up, SIGXCPU comes every second.
+REPEATED = ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGALRM", "SIGPWR")
+STOPS = ("SIGINT", "SIGTERM", "SIGQUIT", "SIGBREAK", *REPEATED)
 TICK = 0.1  # seconds between two looks at the signals while a reward is waited for
 # Seconds that one call of the rewards may take on one of several processes, whose others wait for it.
 PATIENCE = float(os.environ.get("FLOWGRPO_REWARD_SECONDS", 1800))
@@ -40,14 +43,14 @@ def caught() -> list[signal.Signals]:
     """Return the signals that request a stop here: those that the system has and nobody ignores, as nohup does SIGHUP.
     """
     known = [signal.Signals[name] for name in STOPS if name in signal.Signals.__members__]
-    return [number for number in known if number.name not in REPEATED or signal.getsignal(number) not in
+    return [number for number in known if number.name in ("SIGINT", "SIGTERM") or signal.getsignal(number) not in
             (signal.SIG_IGN, None)]  # None: a handler of a C library
 
 
 class Stop:
     """Context manager: the first signal requests a stop at the next `check`; a second one interrupts immediately.
 
-    A second SIGHUP or SIGUSR1 does nothing.
+    A second one of REPEATED does nothing.
 
     code: the exit code of an interrupt, 130, or 128 and the number of the second signal.
     teams: True where several processes run the same rows, which leave an evaluation together alone.

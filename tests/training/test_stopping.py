@@ -180,6 +180,19 @@ def test_a_hangup_that_is_ignored_stays_so():
             signal.signal(number, handler)
 
 
+@pytest.mark.parametrize("name, again", [
+    ("SIGUSR2", False), ("SIGXCPU", False), ("SIGALRM", False), ("SIGPWR", False), ("SIGQUIT", True)])
+def test_every_warning_requests_a_stop(name, again):
+    """again: a second one leaves at once."""
+    number = signal.Signals[name]
+    with Stop() as stop:
+        signal.raise_signal(number)
+        assert stop.asked
+        with pytest.raises(KeyboardInterrupt) if again else contextlib.nullcontext():
+            signal.raise_signal(number)
+    assert signal.getsignal(number) == signal.SIG_DFL and stop.code == (128 + number if again else 130)
+
+
 def test_a_terminal_that_is_closed_leaves_a_checkpoint(model, tmp_path):
     """The system sends SIGHUP, and every further line of output fails."""
     command = arguments(model, tmp_path)
