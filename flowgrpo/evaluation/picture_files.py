@@ -24,7 +24,9 @@ from flowgrpo.storage.places import STATE
 from flowgrpo.version import __version__
 
 ADAPTER_FILE = "adapter_model.safetensors"  # peft's
-WHOLE = "diffusion_pytorch_model*.safetensors"
+# Weights of a part, below a run's folder; `model` is a whole language model.
+OF_PARTS = (f"*/{LORA_FILE}", f"*/{ADAPTER_FILE}", "*/diffusion_pytorch_model*.safetensors",
+            "text_encoder*/model*.safetensors", "model/model*.safetensors")
 
 
 def save(path: Path, picture: torch.Tensor, parameters: str) -> None:
@@ -86,13 +88,13 @@ def lora_hashes(run: Path | None) -> str | None:
 
 def weight_files(run: Path) -> list[tuple[str, Path]]:
     """Return the files of trained weights with names: the LoRA of a run, or of its parts, its whole weights, or the
-    state of a checkpoint."""
+    state of a checkpoint. What `flowgrpo export` writes into the run's folder is none of them."""
     if run.is_file():
         return [(run.parent.name, run)]
     if (run / STATE).is_file():
         return [(f"{run.parent.parent.name}-{run.name}", run / STATE)]
     own = [(run.name, file) for file in (run / LORA_FILE, run / ADAPTER_FILE, run / EDITS) if file.is_file()]
-    parts = [file for name in (LORA_FILE, ADAPTER_FILE, WHOLE) for file in sorted(run.glob(f"*/{name}"))]
+    parts = [file for pattern in OF_PARTS for file in sorted(run.glob(pattern))]
     return own + [(f"{run.name}-{file.parent.name}", file) for file in parts]
 
 

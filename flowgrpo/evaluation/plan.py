@@ -13,6 +13,7 @@ import torch
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.evaluation.ledger import BaseLedger, Place
+from flowgrpo.evaluation.picture_files import weight_files
 
 BASE, TUNED = "base", "tuned"
 
@@ -137,12 +138,8 @@ class Plan:
 
 
 def weights_digest(path: Path | None) -> str | None:
-    """Return a digest of all safetensors files at a path."""
-    if path is None:
-        return None
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*.safetensors")
-                                                 if "checkpoints" not in file.relative_to(path).parts)
-    return digest([file.read_bytes() for file in files])
+    """Return a digest of the weights of a run, a checkpoint or a LoRA; exports beside them do not change it."""
+    return None if path is None else digest([file.read_bytes() for _, file in weight_files(path)])
 
 
 def digest(parts: Sequence[str | bytes]) -> str:

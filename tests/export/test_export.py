@@ -16,6 +16,7 @@ from flowgrpo.check.tiny import make
 from flowgrpo.config import validate
 from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation.plan import weights_digest
 from flowgrpo.export import comfy_names, export
 from flowgrpo.policies.loading import load_tuned
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
@@ -215,6 +216,17 @@ def test_layers_and_models_that_cannot_be_named_are_refused(tmp_path):
     ({"lora_alpha": 8, "use_rslora": True}, 16, 2.0)])
 def test_scales_by_hand(adapter, rank, expected):
     assert export.scale(adapter, rank) == expected
+
+
+def test_exports_beside_the_weights_leave_an_evaluation_valid(tmp_path):
+    run = make_run(tmp_path / "run", tiny.sd3(), tiny.CALL)
+    before = weights_digest(run)
+    export.kohya(run, run / "kohya.safetensors")
+    export.merged(run, run / "merged")
+    export.card(run)
+    assert weights_digest(run) == before == weights_digest(run / LORA_FILE)
+    (run / LORA_FILE).write_bytes((run / LORA_FILE).read_bytes() + b" ")
+    assert weights_digest(run) != before
 
 
 def test_a_merged_pipeline_draws_what_the_lora_draws(sd3, tmp_path):

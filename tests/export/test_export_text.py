@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowgrpo.cli import main
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation.plan import digest, weights_digest
 from flowgrpo.export import export
 from tests.helpers import tiny_text
 
@@ -42,7 +43,9 @@ def logits(model) -> torch.Tensor:
 @pytest.mark.parametrize("rank", [2, 0])
 def test_a_merged_model_says_what_the_policy_says(tmp_path, rank, capsys):
     run, own = finished(tmp_path, rank)
+    weights = weights_digest(run)
     assert main(["export", str(run)]) == 0  # the form of a language model
+    assert weights_digest(run) == weights != digest([])
     assert capsys.readouterr().out.splitlines()[-1] == str(run / "merged")
     base, merged = (AutoModelForCausalLM.from_pretrained(run / name) for name in ("base", "merged"))
     assert base.state_dict().keys() == merged.state_dict().keys()
