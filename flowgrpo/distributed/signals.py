@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from flowgrpo.errors import UserError
 
@@ -26,6 +26,11 @@ STOPPING = "\nstopping after this step; once more to leave now"
 # They may come several times for one cause: the shell and the system both hang up, SIGXCPU comes every second.
 REPEATED = ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGALRM", "SIGPWR")
 STOPS = ("SIGINT", "SIGTERM", "SIGQUIT", "SIGBREAK", *REPEATED)
+# Seconds after the first signal within which another is the same stop. `timeout` and shells signal a process and its
+# group, Slurm all processes of a job; torch's launcher then signals its own, and again as it ends.
+SAME = 0.5
+SAME_LAUNCHED = {signal.SIGINT: 2.0, signal.SIGTERM: 10.0}
+LAUNCHED = ("RANK", "SLURM_JOB_ID")  # variables of a launcher, and of a scheduler
 TICK = 0.1  # seconds between two looks at the signals while a reward is waited for
 # Seconds that one call of the rewards may take on one of several processes, whose others wait for it.
 PATIENCE = float(os.environ.get("FLOWGRPO_REWARD_SECONDS", 1800))
@@ -47,10 +52,21 @@ def caught() -> list[signal.Signals]:
             (signal.SIG_IGN, None)]  # None: a handler of a C library
 
 
+def launched() -> bool:
+    """True under a launcher or a scheduler, which may pass one stop on by several ways."""
+    return any(name in os.environ for name in LAUNCHED)
+
+
+def same(number: int) -> float:
+    """Return the seconds after the first signal within which this one is the same stop."""
+    return SAME_LAUNCHED.get(signal.Signals(number), SAME) if launched() else SAME
+
+
 class Stop:
     """Context manager: the first signal requests a stop at the next `check`; a second one interrupts immediately.
 
-    A second one of REPEATED does nothing.
+    A second signal within `same` seconds, or one of REPEATED, does nothing. Under a launcher neither does one that soon
+    after the context of a stopped run: it ends its processes as soon as the first of them has ended.
 
     code: the exit code of an interrupt, 130, or 128 and the number of the second signal.
     teams: True where several processes run the same rows, which leave an evaluation together alone.
@@ -60,8 +76,11 @@ class Stop:
 
     def __init__(self, teams: bool = False):
         self.asked, self.teams, self.code = False, teams, 130
+        self._since: float | None = None  # time.monotonic of the first signal, or of the end
+        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Stop:
+        self._restore()
         main = threading.current_thread() is threading.main_thread()
         self._terminals = [number for number in (1, 2) if os.isatty(number)]
         self._before = {number: signal.signal(number, self._ask) for number in (caught() if main else ())}
@@ -71,15 +90,27 @@ class Stop:
 
     def __exit__(self, *_: object) -> None:
         _active.remove(self)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        if self.asked and launched():
+            self._since = time.monotonic()
+        else:
+            self._restore()
+
+    def _restore(self) -> None:
+        """Bring back the handlers of before."""
+        while self._before:
+            signal.signal(*self._before.popitem())
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         repeated = signal.Signals(number).name in REPEATED
-        if self.asked and not repeated:
+        first, now = self._since is None, time.monotonic()
+        if self._since is not None and not repeated and now - self._since > same(number):
+            if self not in _active:
+                self._restore()
+                signal.raise_signal(number)
+                return
             self.code = 128 + number
             raise KeyboardInterrupt
-        first, self.asked = not self.asked, True
+        self.asked, self._since = True, self._since or now
         if repeated:
             _leave_terminals(self._terminals)
         if first and os.environ.get("RANK", "0") == "0":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -100,6 +101,36 @@ def waits(folder: Path) -> int:
 
 def test_a_signal_of_one_process_stops_all(tmp_path):
     assert [code for code, _ in launch(waits, 2, tmp_path, timeout=60)] == [3, 3]
+
+
+def signalled(folder: Path) -> int:
+    """Save while the process gets SIGTERM three times, as from Slurm, and from torch's launcher as it ends."""
+    processes, stop = Processes(Accelerator(cpu=True)), signals.Stop()
+
+    def send() -> None:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.15)
+
+    try:
+        with Watch(processes), stop:
+            threading.Thread(target=send).start()
+            try:
+                with processes.together():
+                    signals.promptly(lambda: time.sleep(600))
+            except signals.Stopped:
+                time.sleep(0.2)
+                (folder / f"saved {processes.rank}").touch()
+                raise
+    except signals.Stopped:
+        time.sleep(0.3)  # logs are closed
+        return signals.exit_code()
+    return 0
+
+
+def test_signals_that_are_one_stop_let_all_processes_save(tmp_path):
+    assert [code for code, _ in launch(signalled, 2, tmp_path, timeout=60)] == [130, 130]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["saved 0", "saved 1"]
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------

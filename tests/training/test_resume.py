@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from flowgrpo.cli import main
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.distributed import signals
 from flowgrpo.distributed.signals import Stop, Stopped
 from flowgrpo.errors import UserError
 from flowgrpo.policies.weights.lora_files import LORA_FILE
@@ -384,7 +385,8 @@ def test_a_damaged_last_line_is_set_aside(tmp_path):
     assert (tmp_path / "metrics.jsonl.damaged").read_text() == '\0\0\0\\xff\n[3]\n{"epoch": "three"}\n'
 
 
-def test_a_stop_waits_for_its_check_and_a_second_one_does_not():
+def test_a_stop_waits_for_its_check_and_a_second_one_does_not(monkeypatch):
+    monkeypatch.setattr(signals, "SAME", 0.0)
     stop = Stop()
     before = signal.getsignal(signal.SIGINT)
     with stop:

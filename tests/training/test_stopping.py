@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from flowgrpo.cli import main
+from flowgrpo.distributed import signals
 from flowgrpo.distributed.signals import Stop
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage import checkpoint
@@ -161,8 +162,9 @@ def test_a_second_signal_ends_at_once_with_the_last_checkpoint(number, code, mod
     assert state["epoch"] == 2
 
 
-def test_a_hangup_that_is_ignored_stays_so():
+def test_a_hangup_that_is_ignored_stays_so(monkeypatch):
     """As under nohup."""
+    monkeypatch.setattr(signals, "SAME", 0.0)
     before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGUSR1)}
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -182,8 +184,9 @@ def test_a_hangup_that_is_ignored_stays_so():
 
 @pytest.mark.parametrize("name, again", [
     ("SIGUSR2", False), ("SIGXCPU", False), ("SIGALRM", False), ("SIGPWR", False), ("SIGQUIT", True)])
-def test_every_warning_requests_a_stop(name, again):
+def test_every_warning_requests_a_stop(name, again, monkeypatch):
     """again: a second one leaves at once."""
+    monkeypatch.setattr(signals, "SAME", 0.0)
     number = signal.Signals[name]
     with Stop() as stop:
         signal.raise_signal(number)
@@ -191,6 +194,53 @@ def test_every_warning_requests_a_stop(name, again):
         with pytest.raises(KeyboardInterrupt) if again else contextlib.nullcontext():
             signal.raise_signal(number)
     assert signal.getsignal(number) == signal.SIG_DFL and stop.code == (128 + number if again else 130)
+
+
+# Seconds after the first signal, and whether the second one ends the run.
+SECOND = [("", signal.SIGTERM, 0.1, False), ("", signal.SIGTERM, 0.9, True), ("", signal.SIGINT, 0.9, True),
+          ("RANK", signal.SIGTERM, 8, False), ("RANK", signal.SIGTERM, 11, True), ("RANK", signal.SIGINT, 1, False),
+          ("RANK", signal.SIGINT, 3, True), ("SLURM_JOB_ID", signal.SIGTERM, 8, False)]
+
+
+@pytest.mark.parametrize("variable, number, after, ends", SECOND)
+def test_two_signals_of_one_stop_are_one(variable, number, after, ends, monkeypatch):
+    for name in signals.LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    at, before = time.monotonic(), signal.getsignal(number)
+    monkeypatch.setattr(signals.time, "monotonic", lambda: at)
+    with Stop() as stop:
+        signal.raise_signal(number)
+        at += after
+        with pytest.raises(KeyboardInterrupt) if ends else contextlib.nullcontext():
+            signal.raise_signal(number)
+        assert stop.asked and stop.code == (128 + number if ends else 130)
+    signal.signal(number, before)
+
+
+def test_news_of_a_stop_are_no_signal(monkeypatch):
+    """Another process was signalled first, and this one in the next seconds."""
+    monkeypatch.setenv("RANK", "1")
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+    heard, at = [], time.monotonic()
+    monkeypatch.setattr(signals.time, "monotonic", lambda: at)
+    try:
+        with Stop() as stop:
+            signals.ask()
+            at += 60
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.asked
+        at += 5
+        signal.raise_signal(signal.SIGTERM)  # a launcher's, after the checkpoint is written
+        assert not heard
+        at += 10
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == [1]  # the handler of before
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == [1, 1]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_terminal_that_is_closed_leaves_a_checkpoint(model, tmp_path):
