@@ -19,6 +19,8 @@ from flowgrpo.rewards.preprocessing import Preparation
 class Aesthetic(LocalModel):
     """LAION's aesthetic score, trained on ratings from 1 to 10: a head on an image's normalised CLIP embedding.
 
+    Pictures are prepared by transformers' rules, as in DDPO and Flow-GRPO.
+
     head: a file, or `owner/name/file` on the hub. The default is the improved predictor (a perceptron, the file
     sac+logos+ava1-l14-linearMSE.pth of its repository); the linear heads of the first (sa_0_4_vit_l_14_linear.pth and
     others) are recognised by their tensors.
@@ -53,7 +55,7 @@ class Aesthetic(LocalModel):
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
         encoder, head = self.models
-        pictures = Preparation(encoder.config.image_size)(images.to(self.device))
+        pictures = Preparation(encoder.config.image_size, crop="transformers")(images.to(self.device))
         embeddings = encoder(pixel_values=pictures.to(self.float_type)).image_embeds.float()
         return head(embeddings / embeddings.norm(dim=-1, keepdim=True))[:, 0]
 

@@ -20,11 +20,11 @@ from flowgrpo.rewards.preprocessing import Preparation
 class HpsV2(LocalModel):
     """HPSv2.1: the cosine of image and prompt, around 0.2 to 0.35; tables print it times 100.
 
-    The whole picture is scaled to 224 pixels and padded with black, as in the release (img_score.py), which does not
-    crop it.
+    The whole picture is scaled to 224 pixels and padded with black; nothing is cropped. As in the release
+    (ResizeMaxSize of its open_clip/transform.py) floats are scaled, neither rounded nor clamped: edges overshoot.
 
-    antialias: false scales as the release did with torchvision before 0.17, on which tables of 2023 were made: up to
-    half of the 8-bit range away at sharp edges.
+    antialias: false scales without a filter, as the release did with torchvision before 0.17, on which tables of 2023
+    were made: up to 200 of 255 levels away at sharp edges.
     checkpoint: a file, or `owner/name/file` on the hub. revision: of the hub.
     model: the architecture's name in open_clip.
     parts: model and tokenizer, ready-made. dtype (fp32), device and batch_size (32): as in `LocalModel`.
@@ -45,7 +45,8 @@ class HpsV2(LocalModel):
     @cached_property
     def prepare(self) -> Preparation:
         """Preprocessing of the model's pictures."""
-        return Preparation(wanted(self.models[0], self.reward).size, "longest", antialias=self.antialias)
+        return Preparation(wanted(self.models[0], self.reward).size, "longest",
+                           scaling="floats" if self.antialias else "unfiltered")
 
     def _loaded(self) -> tuple[Any, Any]:
         open_clip = needed("open_clip", "clip", f"reward {self.reward!r}")

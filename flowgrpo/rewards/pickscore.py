@@ -52,6 +52,7 @@ class PickScore(LocalModel):
         model, tokenizer = self.models
         longest, size = model.config.text_config.max_position_embeddings, model.config.vision_config.image_size
         texts = tokenizer(prompts, padding=True, truncation=True, max_length=longest, return_tensors="pt")
-        texts, pictures = texts.to(self.device), Preparation(size)(images.to(self.device)).to(self.float_type)
-        outputs = model(input_ids=texts.input_ids, attention_mask=texts.attention_mask, pixel_values=pictures)
+        texts, prepare = texts.to(self.device), Preparation(size, crop="transformers")
+        outputs = model(input_ids=texts.input_ids, attention_mask=texts.attention_mask,
+                        pixel_values=prepare(images.to(self.device)).to(self.float_type))
         return model.logit_scale.float().exp() * (outputs.image_embeds.float() * outputs.text_embeds.float()).sum(-1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's training pictures, kept by BLIP's models
 DEVIATION = (0.26862954, 0.26130258, 0.27577711)
+CROPS: dict[str, Callable[[float], int]] = {"torchvision": round, "transformers": int}  # of half the surplus
 LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
 
 
@@ -29,20 +30,21 @@ class Preparation:
     """Convert pictures [B, 3, H, W] in [0, 1] to [B, 3, size, size], scaled and normalised on their device.
 
     fit: the side that becomes `size`: the "shortest", with a centre crop; the "longest", centred on black padding; or
-    both ("squash"). Sides and crop are torchvision's; where transformers crops an odd number of pixels, it is off by
-    one.
-    antialias: False scales floats without a filter or rounding, as torchvision did with tensors before 0.17.
+    both ("squash").
+    scaling: as in `resized`. crop: where a crop of an odd number of pixels begins: at the half rounded to the even
+    number ("torchvision"), or rounded down ("transformers").
     """
 
     size: int = 224
     fit: str = "shortest"
     mean: Sequence[float] = MEAN
     deviation: Sequence[float] = DEVIATION
-    antialias: bool = True
+    scaling: str = "pil"
+    crop: str = "torchvision"
 
     def __call__(self, pictures: Tensor) -> Tensor:
-        pictures = resized(pictures, self.sides(*pictures.shape[-2:]), self.antialias)
-        pictures = _middle(pictures, self.size) / 255
+        pictures = resized(pictures, self.sides(*pictures.shape[-2:]), self.scaling)
+        pictures = _middle(pictures, self.size, CROPS[self.crop]) / 255
         mean, deviation = (torch.tensor(values, device=pictures.device)[:, None, None]
                            for values in (self.mean, self.deviation))
         return (pictures - mean) / deviation
@@ -58,16 +60,22 @@ class Preparation:
         return int(self.size * height / short), int(self.size * width / short)
 
 
-def resized(pictures: Tensor, sides: tuple[int, int], antialias: bool = True) -> Tensor:
-    """Resize pictures [B, 3, H, W] in [0, 1] to integers 0 to 255, float32 [B, 3, *sides], as PIL's bicubic resizing of
-    8-bit pictures does: first the width, rounded, then the height.
+def resized(pictures: Tensor, sides: tuple[int, int], scaling: str = "pil") -> Tensor:
+    """Resize 8-bit pictures, given as [B, 3, H, W] in [0, 1], to levels 0 to 255, float32 [B, 3, *sides]: bicubic, with
+    a filter against aliasing.
 
-    The gradient passes straight through the rounding. antialias: False gives floats of a plain bicubic resizing.
+    scaling: "pil" rounds and clamps after each axis, first the width, as PIL does. The others are torchvision's, on
+    tensors: of "bytes", rounded and clamped once, at the end; of "floats", neither, so that edges overshoot;
+    "unfiltered", of floats without the filter (torchvision before 0.17).
+    The gradient passes straight through the rounding.
     """
     smooth = (pictures.float() * 255).clamp(0, 255)
     levels = straight(smooth.round(), smooth)
-    if not antialias:
-        return interpolate(levels, sides, mode="bicubic") if tuple(levels.shape[-2:]) != sides else levels
+    if scaling != "pil":
+        if tuple(levels.shape[-2:]) == tuple(sides):
+            return levels
+        smooth = interpolate(levels, sides, mode="bicubic", antialias=scaling != "unfiltered")
+        return straight(smooth.round().clamp(0, 255), smooth) if scaling == "bytes" else smooth
     for size in ((levels.shape[-2], sides[1]), sides):
         if tuple(levels.shape[-2:]) != size:
             smooth = interpolate(levels, size, mode="bicubic", antialias=True).clamp(0, 255)
@@ -80,12 +88,12 @@ def straight(exact: Tensor, smooth: Tensor) -> Tensor:
     return exact + (smooth - smooth.detach()) if smooth.requires_grad else exact
 
 
-def _middle(pictures: Tensor, size: int) -> Tensor:
-    """Return the centre of pictures, size by size; black where a picture is smaller."""
+def _middle(pictures: Tensor, size: int, start: Callable[[float], int]) -> Tensor:
+    """Return the centre of pictures, size by size; black where a picture is smaller. start: rounds half the surplus."""
     height, width = pictures.shape[-2:]
     lack_h, lack_w = max(size - height, 0), max(size - width, 0)
     pictures = pad(pictures, (lack_w // 2, lack_w - lack_w // 2, lack_h // 2, lack_h - lack_h // 2))
-    top, left = (round((side - size) / 2) for side in pictures.shape[-2:])
+    top, left = (start((side - size) / 2) for side in pictures.shape[-2:])
     return pictures[..., top:top + size, left:left + size]
 
 

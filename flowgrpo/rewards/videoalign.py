@@ -112,7 +112,8 @@ class VideoReward(LocalModel):
         frames = videos[:, looked_at(videos.shape[1], self.fps)]
         height, width = videos.shape[-2:]
         sides = smart_resize(height, width, factor=28, min_pixels=LEAST, max_pixels=MOST)
-        pictures = resized(frames.to(self.device).flatten(0, 1), sides).to(torch.uint8).unflatten(0, frames.shape[:2])
+        pictures = resized(frames.to(self.device).flatten(0, 1), sides, "bytes")
+        pictures = pictures.to(torch.uint8).unflatten(0, frames.shape[:2])
         process = self.models[2].video_processor
         return process(videos=list(pictures), do_resize=False, do_sample_frames=False, return_tensors="pt"
                        ).to(self.device)

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import aesthetic
 from flowgrpo.rewards.aesthetic import Aesthetic
-from tests.helpers.tiny_scorers import by_pil, pictures
+from tests.helpers.tiny_scorers import by_pil, cropped_by_transformers, pictures
 
 
 def test_the_perceptron_has_no_activations_and_the_numbers_of_its_checkpoints():
@@ -23,8 +23,10 @@ def test_the_perceptron_has_no_activations_and_the_numbers_of_its_checkpoints():
 
 def embeddings(encoder, images) -> np.ndarray:
     """Normalised embeddings, one picture at a time."""
+    fit = cropped_by_transformers(32)
     with torch.no_grad():
-        embedded = torch.cat([encoder(pixel_values=by_pil(image, 32)[None]).image_embeds for image in images]).double()
+        shown = torch.stack([by_pil(image, 32, fit) for image in images])
+        embedded = torch.cat([encoder(pixel_values=one[None]).image_embeds for one in shown]).double()
     return (embedded / embedded.square().sum(1, keepdim=True).sqrt()).numpy()
 
 
@@ -34,7 +36,7 @@ def test_the_perceptron_of_the_improved_predictor(pick, encoder, tmp_path, batch
     state = {f"layers.{key}": value for key, value in aesthetic.perceptron(8).state_dict().items()}
     state["layers.7.bias"] += 5
     torch.save(state, tmp_path / "head.pth")
-    images = pictures(5, 32, 32, seed=2)
+    images = pictures(5, 32, 67, seed=2)
     values = embeddings(encoder, images)
     for layer in (0, 2, 4, 6, 7):
         weight, bias = (state[f"layers.{layer}.{kind}"].double().numpy() for kind in ("weight", "bias"))

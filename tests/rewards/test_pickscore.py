@@ -7,16 +7,17 @@ import pytest
 import torch
 
 from flowgrpo.rewards.pickscore import PickScore
-from tests.helpers.tiny_scorers import PROMPTS, by_pil, pictures
+from tests.helpers.tiny_scorers import PROMPTS, by_pil, cropped_by_transformers, pictures
 
 
 def pick_expected(model, tokenizer, images, prompts) -> list[float]:
-    scores = []
+    scores, fit = [], cropped_by_transformers(32)
     with torch.no_grad():
         for image, prompt in zip(images, prompts):
             ids = torch.tensor([tokenizer(prompt)["input_ids"]])  # alone, so without padding
             text = model.text_projection(model.text_model(input_ids=ids).last_hidden_state[0, ids.shape[1] - 1])
-            shown = model.visual_projection(model.vision_model(pixel_values=by_pil(image, 32)[None]).pooler_output)[0]
+            seen = model.vision_model(pixel_values=by_pil(image, 32, fit)[None]).pooler_output
+            shown = model.visual_projection(seen)[0]
             scores.append(np.exp(1.7) * torch.cosine_similarity(text, shown, dim=0).item())
     return scores
 
@@ -24,7 +25,7 @@ def pick_expected(model, tokenizer, images, prompts) -> list[float]:
 @pytest.mark.parametrize("batch", [1, 3, 32])
 def test_pick_score_is_the_scaled_cosine(pick, batch):
     model, tokenizer, folder = pick
-    images = pictures(5, 32, 32, seed=1)
+    images = pictures(5, 32, 67, seed=1)
     expected = pick_expected(model, tokenizer, images, PROMPTS)
     reward = PickScore(folder, tokenizer=folder, device="cpu", batch_size=batch)
     assert reward(images, PROMPTS).tolist() == pytest.approx(expected, abs=1e-4) and np.std(expected) > 0.05

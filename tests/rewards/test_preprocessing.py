@@ -7,7 +7,7 @@ import torch
 from torchvision import transforms
 
 from flowgrpo.rewards.preprocessing import Preparation, resized
-from tests.helpers.tiny_scorers import LEVEL, by_pil, padded, pictures
+from tests.helpers.tiny_scorers import LEVEL, by_pil, cropped_by_transformers, drawings, padded, pictures
 
 SIDES = [(64, 64), (48, 80), (81, 50), (20, 20), (32, 47), (17, 30), (32, 32)]
 
@@ -28,6 +28,27 @@ def test_whole_pictures_are_padded_as_by_pil(height, width):
     expected = torch.stack([by_pil(picture, 32, padded(32)) for picture in batch])
     prepared = Preparation(32, "longest")(batch)
     assert (prepared - expected).abs().max() <= LEVEL and (prepared - expected).abs().mean() < LEVEL / 20
+
+
+@pytest.mark.parametrize("crop, fitted", [("transformers", cropped_by_transformers(32)), ("torchvision", None)])
+def test_an_odd_surplus_is_cropped_by_the_rule_of_the_package(crop, fitted):
+    """67 pixels to 32: half the surplus is 17.5; torchvision's crop begins at 18, transformers' at 17."""
+    batch = pictures(2, 32, 67)
+    batch[..., ::2] = 1 - batch[..., ::2]  # stripes of one pixel
+    expected = torch.stack([by_pil(picture, 32, *[fitted] * bool(fitted)) for picture in batch])
+    other = {"transformers": "torchvision", "torchvision": "transformers"}[crop]
+    assert (Preparation(32, crop=crop)(batch) - expected).abs().max() <= LEVEL
+    assert (Preparation(32, crop=other)(batch) - expected).abs().max() > 20 * LEVEL
+
+
+def test_bytes_are_rounded_once_as_torchvision_does():
+    for picture in drawings():
+        levels = (picture * 255).round().byte()
+        sides = (picture.shape[-2] // 3, picture.shape[-1] // 4)
+        expected = transforms.functional.resize(levels, list(sides), transforms.InterpolationMode.BICUBIC,
+                                                antialias=True)
+        assert torch.equal(resized(picture, sides, "bytes"), expected.float())
+        assert (resized(picture, sides) - expected).abs().max() > 2  # PIL rounds after the width too
 
 
 def test_squashed_pictures_are_scaled_as_by_pil():

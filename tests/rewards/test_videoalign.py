@@ -8,8 +8,8 @@ import os
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import save_file
+from torchvision.transforms.functional import InterpolationMode, resize
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.find import find
@@ -102,8 +102,8 @@ def patches(frames: list[torch.Tensor], height: int, width: int) -> torch.Tensor
     """Pairs of frames as Qwen2-VL's patches: 14 by 14, in blocks of two by two."""
     rows, x = [], []
     for frame in frames:
-        pil = Image.fromarray((frame * 255).round().byte().permute(1, 2, 0).numpy())
-        x.append((np.asarray(pil.resize((width, height), Image.BICUBIC)) / 255 - MEAN) / DEVIATION)
+        scaled = resize((frame * 255).round().byte(), [height, width], InterpolationMode.BICUBIC, antialias=True)
+        x.append((scaled.permute(1, 2, 0).numpy() / 255 - MEAN) / DEVIATION)
     for one, other in zip(x[::2], x[1::2]):
         for top in range(0, height, 28):
             for left in range(0, width, 28):
@@ -147,6 +147,13 @@ def test_weights_in_half_precision_keep_the_head_in_fp32(release):
     assert model.dtype == torch.bfloat16 and head[0].weight.dtype == torch.float32
     assert {buffer.dtype for name, buffer in model.named_buffers() if "inv_freq" in name} == {torch.float32}
     assert half(CLIPS, PROMPTS).tolist() == pytest.approx(full(CLIPS, PROMPTS).tolist(), abs=0.5)
+
+
+def test_frames_are_scaled_as_torchvision_scales_bytes(release):
+    reward = find("videoalign", release[0])
+    clip = CLIPS[:1].round()  # black and white: every edge overshoots
+    shown = patches([clip[0, i] for i in (0, 1, 3, 4)], 308, 364)
+    torch.testing.assert_close(reward._seen(clip).pixel_values_videos, shown, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("count, fps, frames", [
