@@ -38,6 +38,7 @@ IMPORTED = [
     ("peft.functional", "set_peft_model_state_dict"),
     ("peft.tuners.lora", "LoraLayer"),
     ("peft.tuners.tuners_utils", "BaseTunerLayer"),
+    ("peft.utils.other", "get_pattern_key"),
     ("transformers.modeling_layers", "GradientCheckpointingLayer"),
     ("transformers.models.auto", "modeling_auto"),
     ("transformers.models.blip.modeling_blip", "BlipVisionModel"),

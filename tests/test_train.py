@@ -170,6 +170,7 @@ def test_what_a_run_leaves_behind(whole_run):
                ((key.removeprefix("weights/"), value) for key, value in checkpoint.load(
                    checkpoint.latest(folder / "checkpoints"))[0].items() if key.startswith("weights/"))}
     saved = {key.removeprefix("transformer."): value for key, value in load_file(folder / LORA_FILE).items()}
+    trained = tiny.in_file(trained)
     assert saved.keys() == trained.keys() and all(torch.equal(saved[key], trained[key]) for key in saved)
 
 
@@ -406,8 +407,8 @@ def test_the_average_is_what_is_saved_where_it_is_asked_for(tmp_path):
     saved = {f"transformer.{key.removeprefix('transformer.')}": value
              for key, value in load_file(settings.folder / LORA_FILE).items()}
     for room, same in (("ema", True), ("weights", False)):
-        held = {key.removeprefix(f"{room}/").replace(".default", ""): value for key, value in state.items()
-                if key.startswith(f"{room}/")}
+        held = tiny.in_file({key.removeprefix(f"{room}/").replace(".default", ""): value
+                             for key, value in state.items() if key.startswith(f"{room}/")})
         assert held.keys() == saved.keys()
         assert all(torch.equal(held[key], saved[key]) for key in held) == same
 

@@ -135,9 +135,9 @@ class Adapter(Section):
     of the denoiser's weights."""
 
     rank: int = Field(32, ge=0, description="rank of the LoRA; 0 trains all weights")
-    alpha: float | None = Field(None, gt=0, description="LoRA alpha; None means a scale of 2: 2 * rank, of an rsLoRA "
-                                                      "2 * sqrt(rank)")
-    init: str | None = Field(None, min_length=1, description="a LoRA of the same rank, scale and targets to start from:"
+    alpha: float | None = Field(None, gt=0, description="LoRA alpha of the training; None means a scale of 2: 2 "
+                                                      "* rank, of an rsLoRA 2 * sqrt(rank). Files have alpha = rank")
+    init: str | None = Field(None, min_length=1, description="a LoRA of the same rank and targets to start from:"
                                                              " a finished run, a folder or a file")
     dora: bool = Field(False, description="a length of its own for every row of a weight (DoRA, 2402.09353)")
     rslora: bool = Field(False, description="the scale alpha / sqrt(rank) (rsLoRA, 2312.03732)")

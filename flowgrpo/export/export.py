@@ -18,14 +18,11 @@ from flowgrpo.config.sections import Load
 from flowgrpo.device import DTYPES, pick_device
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.runs import whole
-from flowgrpo.export import comfy_names, model_card
-from flowgrpo.files import decoded, tensors_of
+from flowgrpo.export import comfy_names, model_card, run_lora
 from flowgrpo.policies import sources
 from flowgrpo.policies.checkpoints import run_config
 from flowgrpo.policies.pipelines import edit_networks
 from flowgrpo.policies.precision import resolve_precision
-from flowgrpo.policies.weights import finite
-from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage import atomic, paths
 from flowgrpo.storage.json_files import read_object
 from flowgrpo.storage.places import run_of
@@ -48,14 +45,14 @@ def kohya(run: Path, output: Path) -> list[Path]:
     """Write the run's LoRA for ComfyUI, in the layout of the kohya scripts, and return the files: `output`, or one per
     expert (Wan 2.2, which ComfyUI loads separately), `..._high_noise` and `..._low_noise`.
 
-    Every layer becomes `NAME.lora_down.weight`, `.lora_up.weight` and `.alpha`, with NAME from `comfy_names`. ComfyUI
-    scales a layer by alpha / rank, so alpha is the live scale times the rank (rsLoRA included).
+    Every layer becomes `NAME.lora_down.weight`, `.lora_up.weight` and `.alpha`, with NAME from `comfy_names`. The scale
+    is in lora_up (rsLoRA included) and alpha is the rank.
     Raises UserError for a run without a LoRA, for a part that has no name in ComfyUI, and for a DoRA: ComfyUI takes its
     lengths from the base's weights, peft from the tuned ones.
     """
     from safetensors.torch import save_file
 
-    parts = lora(run)
+    parts = run_lora.read(run)
     paths.require_file(output)
     if any(adapter.get("use_dora") for _, adapter in parts.values()):
         raise UserError(f"the LoRA of {run} has lengths of its own (adapter.dora), which ComfyUI scales otherwise: use "
@@ -87,65 +84,12 @@ def _kohya(name: Callable[[str], str], tensors: dict[str, torch.Tensor], adapter
                             f"{' or '.join(SIDES)}")
         side = SIDES[ending]
         layer = name(key.removesuffix(ending))
+        if ending == ".lora_B.weight":
+            rank = tensor.shape[1]
+            tensor = tensor * run_lora.scale(adapter, key.removesuffix(ending), rank)
+            layers[f"{layer}.alpha"] = torch.tensor(float(rank))
         layers[layer + side] = tensor.contiguous()
-        if ending == ".lora_A.weight":
-            rank = tensor.shape[0]
-            layers[f"{layer}.alpha"] = torch.tensor(scale(adapter, rank) * rank)
     return layers
-
-
-def lora(run: Path) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
-    """Return a run's LoRA by part: tensors by module, and the peft configuration.
-
-    Reads diffusers' file, the second expert's separate file, or peft's file where diffusers has no loader.
-    Raises UserError for a run without a LoRA, for weights that are not finite, and for a file that does not state its
-    alpha.
-    """
-    parts = _stock(run / LORA_FILE) if (run / LORA_FILE).is_file() else {}
-    for file in sorted(run.glob(f"*/{LORA_FILE}")):
-        stock = _stock(file)
-        if len(stock) != 1:
-            raise UserError(f"{file} holds the LoRAs of {', '.join(stock)}, expected those of one part")
-        [parts[file.parent.name]] = stock.values()
-    for file in sorted(run.glob("*/adapter_config.json")):
-        adapter = _with_alpha(file, read_object(file, "expected a file that `flowgrpo train` wrote"))
-        parts[file.parent.name] = tensors_of(file.with_name("adapter_model.safetensors"))[0], adapter
-    for tensors, _ in parts.values():
-        finite.require_read(run, tensors)
-    if (run / "adapter_config.json").is_file():
-        raise UserError(f"the LoRA of {run} is of a language model, which ComfyUI does not load: use --form merged, or "
-                        "the folder as it is with peft")
-    if not parts:
-        why = "it holds an edit policy, which no stock pipeline loads" if (run / edit_networks.FILE).is_file() else \
-            "a run with adapter.rank 0 has whole weights, which need no export"
-        raise UserError(f"no LoRA in {run}: {why}")
-    return parts
-
-
-def _stock(file: Path) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
-    tensors, described = tensors_of(file)
-    try:
-        metadata = dict(decoded(described.get("lora_adapter_metadata", "{}")))
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{file} has no readable lora_adapter_metadata ({error}): expected a file that `flowgrpo "
-                        "train` wrote") from None
-    parts = dict.fromkeys(key.partition(".")[0] for key in tensors)
-    loras: dict[str, Any] = {part: tuple({key.removeprefix(f"{part}."): value for key, value in those.items()
-                          if key.startswith(f"{part}.")} for those in (tensors, metadata)) for part in parts}
-    for _, adapter in loras.values():
-        _with_alpha(file, adapter)
-    return loras
-
-
-def _with_alpha(file: Path, adapter: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(adapter.get("lora_alpha"), (int, float)):
-        raise UserError(f"{file} does not say its alpha: expected a file that `flowgrpo train` wrote")
-    return adapter
-
-
-def scale(adapter: dict[str, Any], rank: int) -> float:
-    """Return the scale of a layer of that rank: alpha / rank, or alpha / sqrt(rank) for rsLoRA (2312.03732)."""
-    return adapter["lora_alpha"] / (rank ** 0.5 if adapter.get("use_rslora") else rank)
 
 
 def merged(run: Path, output: Path) -> Path:

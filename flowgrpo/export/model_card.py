@@ -17,7 +17,7 @@ from flowgrpo.evaluation.numbers import decimals, fixed, ranged
 from flowgrpo.evaluation.pages import figures
 from flowgrpo.evaluation.statistics import ALL
 from flowgrpo.evaluation.table import Rows, digits_of
-from flowgrpo.export import card_facts
+from flowgrpo.export import card_facts, run_lora
 from flowgrpo.export.usage import snippet
 from flowgrpo.policies import sources
 from flowgrpo.starter import FOLDERS
@@ -147,8 +147,8 @@ def settings(config: Config, summary: dict[str, Any], run: Path) -> str:
     """Return the table of the settings that matter."""
     train, writes = config.train, summary["unit"] == TOKENS
     sampling = f"up to {config.text.max_tokens} tokens" if writes else f"{train.steps}, guidance {train.guidance:g}"
-    rank, alpha = config.adapter.rank, config.adapter.alpha
-    adapter = f"rank {rank}, alpha {rank if alpha is None else alpha:g}" if rank else "none: all weights"
+    none = "none: all weights" if config.adapter.rank == 0 else "none: an edit policy"
+    adapter = run_lora.described(run) if has_lora(config, run) else none
     batch = f"{counted(train.prompts, 'prompt')} x {counted(train.group, 'sample')} each"
     epochs = f"{summary['epochs']}, {batch}; {summary['updates']} updates"
     measured, rate = summary["evaluation"]["of"], "auto" if train.calibration else f"{train.lr:g}"

@@ -17,7 +17,8 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation import runs
 from flowgrpo.evaluation.ledger import entries
 from flowgrpo.evaluation.report import report
-from flowgrpo.export.export import finished, kohya, lora
+from flowgrpo.export import run_lora
+from flowgrpo.export.export import finished, kohya
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.vote.ballot import Ballot
 from flowgrpo.vote.sources import pairs
@@ -86,7 +87,7 @@ def test_a_damaged_lora_is_refused_by_exports(run, tensors, adapter, message):
 
 def test_a_file_that_is_no_safetensors_is_refused_by_exports(run):
     (run / LORA_FILE).write_bytes(struct.pack("<Q", 2**62) + b"{}")
-    assert "expected a .safetensors file" in refusal(lora, run)
+    assert "expected a .safetensors file" in refusal(run_lora.read, run)
 
 
 @pytest.mark.parametrize("facts", ['{"folders": 3}', '{"folders": ["0", "1"], "columns": {}}', "[" * 100_000,

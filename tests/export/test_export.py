@@ -17,7 +17,7 @@ from flowgrpo.config import validate
 from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.plan import weights_digest
-from flowgrpo.export import comfy_names, export
+from flowgrpo.export import comfy_names, export, run_lora
 from flowgrpo.policies.loading import load_tuned
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
@@ -87,7 +87,7 @@ def test_the_kohya_layers_of_a_transformer_give_the_same_change(sd3, tmp_path):
     for name in {key.rpartition(".lora_A")[0] for key in own if ".lora_A" in key}:
         layer = "lora_transformer_" + name.removeprefix("transformer.").replace(".", "_")
         down, up, alpha = (layers[f"{layer}.{end}"] for end in ("lora_down.weight", "lora_up.weight", "alpha"))
-        change = own[f"{name}.lora_B.weight"] @ own[f"{name}.lora_A.weight"] * (3 / 2)  # alpha / rank
+        change = own[f"{name}.lora_B.weight"] @ own[f"{name}.lora_A.weight"]
         torch.testing.assert_close(up @ down * alpha / len(down), change)
     assert len(layers) == 3 * len(own) / 2
 
@@ -141,12 +141,12 @@ def lora_run(folder, name: str, **adapter):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_family_has_the_names_that_comfyui_maps(name, tmp_path):
     ours, theirs = NAMES[name]
-    (tensors, adapter), = export.lora(lora_run(tmp_path, name)).values()
+    (tensors, adapter), = run_lora.read(lora_run(tmp_path, name)).values()
     layers = load_file(*export.kohya(tmp_path, tmp_path / "out" / "kohya.safetensors"))
     ours = ours.partition(".")[2]
     assert torch.equal(layers[f"{theirs}.lora_down.weight"], tensors[f"{ours}.lora_A.weight"])
     assert torch.equal(layers[f"{theirs}.lora_up.weight"], tensors[f"{ours}.lora_B.weight"])
-    assert layers[f"{theirs}.alpha"] == 3 and adapter["lora_alpha"] == 3
+    assert layers[f"{theirs}.alpha"] == 2 and (adapter["lora_alpha"], adapter["r"]) == (2, 2)
     prefix = re.match(r"lora_unet_|lora_transformer_|transformer\.|diffusion_model\.", theirs)[0]
     modules = {re.sub(r"\.(lora_down\.weight|lora_up\.weight|alpha)$", "", key) for key in layers}
     assert all(module.startswith(prefix) for module in modules) and len(layers) == 3 * len(modules)
@@ -213,9 +213,10 @@ def test_layers_and_models_that_cannot_be_named_are_refused(tmp_path):
 
 @pytest.mark.parametrize("adapter, rank, expected", [
     ({"lora_alpha": 8}, 4, 2.0), ({"lora_alpha": 8, "use_rslora": False}, 16, 0.5),
-    ({"lora_alpha": 8, "use_rslora": True}, 16, 2.0)])
+    ({"lora_alpha": 8, "use_rslora": True}, 16, 2.0), ({"lora_alpha": 8, "alpha_pattern": {"to_q": 2}}, 4, 0.5),
+    ({"lora_alpha": 8, "alpha_pattern": {"o_q": 2}}, 4, 2.0)])
 def test_scales_by_hand(adapter, rank, expected):
-    assert export.scale(adapter, rank) == expected
+    assert run_lora.scale(adapter, "blocks.0.to_q", rank) == expected
 
 
 def test_exports_beside_the_weights_leave_an_evaluation_valid(tmp_path):

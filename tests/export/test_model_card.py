@@ -11,6 +11,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from PIL import Image
+from safetensors.torch import save_file
 
 from flowgrpo.check.tiny import make
 from flowgrpo.config import load, validate
@@ -22,6 +23,7 @@ from flowgrpo.evaluation.measured import Measured
 from flowgrpo.evaluation.report.snapshots import commit, data_url, write
 from flowgrpo.evaluation.table import compared
 from flowgrpo.export import export, model_card, usage
+from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage.json_files import finite
 from tests.export.test_export import SUMMARY, make_run
 from tests.export.test_export_text import finished
@@ -45,7 +47,7 @@ def test_the_card_says_what_the_run_says(sd3):
     text = export.card(sd3).read_text()
     assert "with `mix_grpo+grpo_guard` to 2 `bright`" in text and "| bright | 0.250 | 0.500 | +0.250 | yes |" in text
     assert "Means over 4 held-out pictures (2 steps, guidance 1), with the pipeline's own scheduler.\n" in text
-    assert "1,234 denoiser evaluations" in text and "| LoRA | rank 2, alpha 3 |" in text
+    assert "1,234 denoiser evaluations" in text and "| LoRA | rank 2, alpha 2 |" in text
     assert len(text.splitlines()) < 110 and "text:" not in text
     assert (sd3 / "curves.png").read_bytes().startswith(b"\x89PNG")
 
@@ -250,13 +252,16 @@ def with_cards(folder, prompt: str):
     told = SUMMARY | {"before": {label: 0.25}, "after": {label: 0.5}}
     (folder / "summary.json").write_text(json.dumps(told))
     (folder / "metrics.jsonl").write_text("")
-    (folder / "pytorch_lora_weights.safetensors").write_bytes(b"weights")
+    said = {"transformer.r": 16, "transformer.lora_alpha": 32}  # as earlier versions wrote it
+    save_file({"transformer.to_q.lora_A.weight": torch.ones(16, 1)}, folder / LORA_FILE,
+              {"lora_adapter_metadata": json.dumps(said)})
     return folder
 
 
 def test_the_card_says_where_everything_came_from(tmp_path):
     text = export.card(with_cards(tmp_path, "a red star")).read_text()
-    assert f"`pytorch_lora_weights.safetensors`: `{hashlib.sha256(b'weights').hexdigest()}`" in text
+    assert f"`{LORA_FILE}`: `{hashlib.sha256((tmp_path / LORA_FILE).read_bytes()).hexdigest()}`" in text
+    assert "| LoRA | rank 16, alpha 32 |" in text
     train = sets.SETS["starter"].train
     assert f"| training | `starter` | {len(train.read_text().splitlines()):,} | " \
            f"`{hashlib.sha256(train.read_bytes()).hexdigest()}` |" in text

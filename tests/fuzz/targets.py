@@ -202,14 +202,15 @@ def folders(case: tuple[str, bytes, bytes], folder: Path) -> None:
 
 
 def tensors(content: bytes, folder: Path) -> None:
-    from flowgrpo.export.export import _kohya, lora
+    from flowgrpo.export import run_lora
+    from flowgrpo.export.export import _kohya
     from flowgrpo.policies.pipelines.single_file import _shapes
     from flowgrpo.policies.weights.lora_files import LORA_FILE
 
     file = written(folder, LORA_FILE, content)
     with contextlib.suppress(UserError):
         _shapes(str(file))
-    for tensors, adapter in lora(folder).values():
+    for tensors, adapter in run_lora.read(folder).values():
         _kohya(str, tensors, adapter)
 
 

@@ -56,6 +56,11 @@ def stir(policy: PipelinePolicy, scale: float = 0.1) -> PipelinePolicy:
     return policy
 
 
+def in_file(values: dict[str, torch.Tensor], scale: float = 2.0) -> dict[str, torch.Tensor]:
+    """Values of a LoRA as its file has them, the scale in B: of an adapter without alpha it is 2."""
+    return {key: value * scale if ".lora_B." in key else value for key, value in values.items()}
+
+
 def red(images, prompts):
     """The mean of a picture's red channel."""
     return images[:, 0].mean((1, 2))

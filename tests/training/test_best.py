@@ -62,6 +62,10 @@ def weights_of(folder, epoch: int, room: str = "weights/") -> dict[str, torch.Te
             for key, value in tensors.items() if key.startswith(room)}
 
 
+def in_file(config, epoch: int, room: str = "weights/") -> dict[str, torch.Tensor]:
+    return tiny.in_file(weights_of(config.folder, epoch, room))
+
+
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and len(a) > 0 and all(torch.equal(a[key], b[key]) for key in a)
 
@@ -88,8 +92,8 @@ def test_it_stops_when_nothing_better_came(both):
 def test_the_best_weights_are_what_is_saved_and_evaluated(both):
     config, summary = both
     lines = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
-    assert same(saved(config.folder), weights_of(config.folder, 3))
-    assert not same(saved(config.folder), weights_of(config.folder, 6))
+    assert same(saved(config.folder), in_file(config, 3))
+    assert not same(saved(config.folder), in_file(config, 6))
     assert summary["after"]["red"] == pytest.approx(lines[2]["held_out/red"], abs=1e-7)
     assert summary["after"]["red"] != pytest.approx(lines[5]["held_out/red"], abs=1e-7)
 
@@ -140,7 +144,7 @@ def test_other_held_out_prompts_forget_what_was_best_of_the_earlier_ones(tmp_pat
 def test_stop_alone_keeps_the_last_weights(tmp_path):
     config = settings(tmp_path, eval__stop={"reward": "aim", "patience": 1})
     summary = go(config, Aim())
-    assert epochs(config.folder) == [1, 2, 3, 4] and same(saved(config.folder), weights_of(config.folder, 4))
+    assert epochs(config.folder) == [1, 2, 3, 4] and same(saved(config.folder), in_file(config, 4))
     assert summary["kept"].startswith("stopped: 1 evaluations") and not weights_of(config.folder, 4, "best/")
 
 
@@ -148,8 +152,8 @@ def test_the_moving_average_is_kept_where_it_is_what_is_evaluated(tmp_path):
     config = settings(tmp_path, eval__best="aim", eval__weights="ema", train__ema=0.5)
     go(config, Aim())
     assert epochs(config.folder) == list(range(1, 9))
-    assert same(saved(config.folder), weights_of(config.folder, 3, "ema/"))
-    assert not same(saved(config.folder), weights_of(config.folder, 3))
+    assert same(saved(config.folder), in_file(config, 3, "ema/"))
+    assert not same(saved(config.folder), in_file(config, 3))
 
 
 @pytest.mark.parametrize("values, best, since", [

@@ -42,9 +42,6 @@ def of_method(config: Config, method: Method) -> Iterator[str]:
         "text encoders that are trained": denoising.adapted.encoders,
         "adapter.rank: 0, whose weights are no LoRA": not config.adapter.rank,
         "adapter.dora: true": config.adapter.dora,
-        f"adapter.alpha {config.adapter.alpha}, expected a whole number":
-            config.adapter.alpha is not None and config.adapter.alpha % 1 != 0,
-        "adapter.rslora: true, whose tensors the engine holds scaled": config.adapter.rslora,
         "train.one_pass, whose graphs are the trainer's": bool(config.train.one_pass),
         "memory.shard, whose processes share every call": bool(config.memory.shard)}
     yield from (need for need, applies in needs.items() if applies)

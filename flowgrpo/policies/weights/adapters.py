@@ -5,6 +5,7 @@ transformers and diffusers have methods of their own for this. Those of transfor
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,11 @@ from flowgrpo.storage.tensor_files import order_config
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WRAPPED = "base_model.model."  # of the names in files that `PeftModel.from_pretrained` reads
+SCALED = ".lora_B.weight"
 
 
 def add(module: torch.nn.Module, config: LoraConfig, name: str) -> None:
@@ -35,21 +38,45 @@ def named(module: torch.nn.Module) -> dict[str, Any]:
     return getattr(module, "peft_config", None) or {}
 
 
+def folded(module: Any) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
+    """Return the configuration and weights of the adapter "default" as files hold them: alpha equal to the rank.
+
+    Each layer's scale is in its B, so that programs that read no alpha apply the whole LoRA.
+    """
+    from peft.functional import get_peft_model_state_dict
+
+    config = copy(module.peft_config["default"])
+    config.lora_alpha, config.use_rslora, config.alpha_pattern = config.r, False, dict(config.rank_pattern)
+    state: dict[str, Any] = get_peft_model_state_dict(module, save_embedding_layers=False)
+    for key in [key for key in state if key.endswith(SCALED)]:
+        scale = module.get_submodule(key.removesuffix(SCALED)).scaling["default"]
+        state[key] = state[key] if scale == 1 else state[key] * scale
+    return config, state
+
+
 def save(module: Any, folder: Path, wrapped: bool = False) -> None:
-    """Write the adapter "default" of a module: its configuration and its weights.
+    """Write the adapter "default" of a module, `folded`: its configuration and its weights.
 
     wrapped: with the names that `PeftModel.from_pretrained` reads; others are for `inject_adapter_in_model` and
     `set_peft_model_state_dict`. `load` reads both.
     """
-    from peft.functional import get_peft_model_state_dict
-
     folder.mkdir(parents=True, exist_ok=True)
-    module.peft_config["default"].save_pretrained(folder)
+    config, state = folded(module)
+    config.save_pretrained(str(folder))
     order_config(folder / CONFIG)
     prefix = WRAPPED if wrapped else ""
-    state: dict[str, Any] = get_peft_model_state_dict(module, save_embedding_layers=False)
     save_file({prefix + key: value.contiguous() for key, value in state.items()}, folder / WEIGHTS,
               metadata={"format": "pt"})
+
+
+def same(layer: LoraLayer, name: str) -> bool:
+    """Return True if a layer's adapter of that name has the weights that `folded` makes of "default"."""
+    parts: list[Any] = [layer.lora_A, layer.lora_B, layer.lora_magnitude_vector]
+    sides = [(part[name].weight, part["default"].weight * (layer.scaling["default"] if part is layer.lora_B else 1))
+             for part in parts if "default" in part and name in part]
+    # Loaded weights, and the live ones of a text encoder, have the dtype of the module.
+    return layer.scaling[name] == 1 and len(sides) == sum("default" in part for part in parts) and all(
+        torch.equal(loaded, live.to(loaded)) for loaded, live in sides)
 
 
 def load(module: torch.nn.Module, folder: Path, name: str = "default") -> None:

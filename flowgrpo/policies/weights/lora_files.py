@@ -102,14 +102,11 @@ def attach(pipe: Any, modules: dict[str, torch.nn.Module], path: Path, adapter: 
 
 
 def save_stock(pipe: Any, folder: Path, modules: dict[str, str]) -> None:
-    """Write the format of `load_lora_weights`; modules: the component name by the name in the file."""
-    from peft.functional import get_peft_model_state_dict
-
+    """Write the format of `load_lora_weights`, `adapters.folded`; modules: the component by its name in the file."""
     arguments: dict[str, Any] = {}
     for written, name in modules.items():
-        module = getattr(pipe, name)
-        arguments[f"{written}_lora_layers"] = get_peft_model_state_dict(module)
-        described = module.peft_config["default"].to_dict()  # with sets, whose order is another in every process
+        config, arguments[f"{written}_lora_layers"] = adapters.folded(getattr(pipe, name))
+        described = config.to_dict()  # with sets, whose order is another in every process
         arguments[f"{written}_lora_adapter_metadata"] = {
             key: sorted(value) if isinstance(value, set) else value for key, value in described.items()}
     type(pipe).save_lora_weights(folder, **arguments)
@@ -151,7 +148,7 @@ def require_layers(setting: str, path: Path, modules: dict[str, torch.nn.Module]
 
 def require_same(path: Path, modules: dict[str, torch.nn.Module], layers: dict[str, LoraLayer],
                  others: dict[str, torch.nn.Module]) -> None:
-    """Raise UserError if the LoRA of a path differs from the trained one in its layers, ranks, scales or form.
+    """Raise UserError if the LoRA of a path differs from the trained one in its layers, ranks or form.
 
     Arguments: as of `require_layers`.
     """
@@ -161,10 +158,6 @@ def require_same(path: Path, modules: dict[str, torch.nn.Module], layers: dict[s
         if ranks[0] != ranks[1]:
             raise UserError(f"adapter.init {path}: its LoRA has rank {ranks[0]}, expected adapter.rank {ranks[1]}: set "
                             f"adapter.rank to {ranks[0]}")
-        scales = [layer.scaling[name] for name in (INIT, LIVE)]
-        if abs(scales[0] - scales[1]) > 1e-6 * abs(scales[1]):
-            raise UserError(f"adapter.init {path}: its LoRA has the scale {scales[0]:g}, expected {scales[1]:g}: set "
-                            f"adapter.alpha to {scales[0] * ranks[0]:g}, without adapter.rslora")
         if (INIT in layer.lora_magnitude_vector) != (LIVE in layer.lora_magnitude_vector):
             raise UserError(f"adapter.init {path}: one of its LoRA and the trained one is a DoRA: set adapter.dora to "
                             f"{str(INIT in layer.lora_magnitude_vector).lower()}")
@@ -173,19 +166,19 @@ def require_same(path: Path, modules: dict[str, torch.nn.Module], layers: dict[s
 @torch.no_grad()
 def initial_values(path: Path, named: dict[str, torch.nn.Parameter], layers: dict[str, LoraLayer]
                    ) -> dict[str, torch.Tensor]:
-    """Return the LoRA's values by the names of the trained parameters.
+    """Return the LoRA's values by the names of the trained parameters, which act with the live scale as with its own.
 
     They come from the files where these have the names that `save` writes: loaded layers are in the model's precision.
     """
     loaded = {f"{key}.{part}.{LIVE}{ending}": value for key, layer in layers.items()
               for part, ending, value in _parts(layer)}
     exact = dict(_tensors(path))
-    return {key: exact.get(key.replace(f".{LIVE}", ""), loaded[key]) for key in named if key in loaded}
-
-
-def initial_scales(layers: dict[str, LoraLayer]) -> dict[str, float]:
-    """Return the scale of each layer's LoRA that is read, over that of the live one."""
-    return {key: layer.scaling[INIT] / layer.scaling[LIVE] for key, layer in layers.items()}
+    values = {key: exact.get(key.replace(f".{LIVE}", ""), loaded[key]) for key in named if key in loaded}
+    for key, layer in layers.items():
+        own, live, up = layer.scaling[INIT], layer.scaling[LIVE], f"{key}.lora_B.{LIVE}.weight"
+        if own != live:
+            values[up] = values[up] * own / live
+    return values
 
 
 def whole_values(path: Path, named: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:

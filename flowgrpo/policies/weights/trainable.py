@@ -117,7 +117,7 @@ class TrainableWeights:
                                 f"expected {max(free // (sides * 4 * COPIES), 1)} at most")
 
     def _start(self, path: Path) -> None:
-        """Copy an existing LoRA's values. Raises UserError if its layers, ranks or scales are others."""
+        """Copy an existing LoRA's values. Raises UserError if its layers or ranks are others."""
         with self._beside(path, lora_files.INIT):
             lora_files.require_same(path, self.modules, self.layers(), self._others())
             values = lora_files.initial_values(path, self.named, self.layers())
@@ -132,15 +132,13 @@ class TrainableWeights:
         return self.averaged([self._weighted(Path(path), weight) for path, weight in zip(paths, weights)])
 
     def _weighted(self, path: Path, weight: float) -> dict[str, torch.Tensor]:
-        """Return the values at a path, multiplied: of a LoRA its B alone, also by its scale over the live one's."""
+        """Return the values at a path, multiplied: of a LoRA its B alone."""
         if not self.adapter.rank:
             return {key: weight * value for key, value in lora_files.whole_values(path, self.named).items()}
         with self._beside(path, lora_files.INIT):
             lora_files.require_layers("parts.reference.models", path, self.modules, self.layers(), self._others())
             values = lora_files.initial_values(path, self.named, self.layers())
-            scales = lora_files.initial_scales(self.layers())
-        return {key: value.cpu() * (weight * scales[key.partition(".lora_B.")[0]] if ".lora_B." in key else 1)
-                for key, value in values.items()}
+        return {key: value.cpu() * (weight if ".lora_B." in key else 1) for key, value in values.items()}
 
     def _others(self) -> dict[str, torch.nn.Module]:
         """Return the pipeline's modules that are not trained."""
@@ -270,8 +268,8 @@ class TrainableWeights:
     def save(self, folder: Path) -> str:
         """Write the files that stock diffusers loads, read them back and compare. Returns a sentence for the log.
 
-        A LoRA goes to `pytorch_lora_weights.safetensors` with rank, alpha and targets in its metadata. Without them
-        `load_lora_weights` would rebuild it with a wrong scale, silently. If stock diffusers has no loader (see
+        A LoRA goes to `pytorch_lora_weights.safetensors`, its scale in its B (`adapters.folded`), and rank, alpha and
+        targets in its metadata. If stock diffusers has no loader (see
         `loader`), it goes to a folder per module in peft's own format. All weights go to a folder per module. Sharded
         ones are gathered: every process calls this, and the first one writes.
         """
@@ -316,10 +314,5 @@ class TrainableWeights:
         """Load the files as a user would, in addition to the live adapter, and compare every weight and scale."""
         with self._beside(folder, "check"):
             for key, layer in self.layers().items():
-                # diffusers casts loaded weights, and the live adapter of a text encoder, to the module's.
-                parts: list[Any] = [layer.lora_A, layer.lora_B]
-                parts += [layer.lora_magnitude_vector] if self.adapter.dora else []
-                sides = [(part["check"].weight, part["default"].weight) for part in parts if "check" in part]
-                if len(sides) < len(parts) or layer.scaling["check"] != layer.scaling["default"] or \
-                        not all(torch.equal(loaded, live.to(loaded)) for loaded, live in sides):
+                if not adapters.same(layer, "check"):
                     raise RuntimeError(f"{folder} does not give {key} back as it was saved")

@@ -36,11 +36,7 @@ class TextWeights(TrainableWeights):
             paths.readable(place / adapters.WEIGHTS)
         with self._beside(folder, "check"):
             for key, layer in self.layers().items():
-                parts: list[Any] = [layer.lora_A, layer.lora_B]
-                parts += [layer.lora_magnitude_vector] if self.adapter.dora else []
-                if layer.scaling["check"] != layer.scaling["default"] or not all(
-                        torch.equal(part["check"].weight, part["default"].weight.to(part["check"].weight))
-                        for part in parts):  # inputs take the model's dtype
+                if not adapters.same(layer, "check"):
                     raise RuntimeError(f"{folder} does not give {key} back as it was saved")
         return f"saved {folder / adapters.WEIGHTS}; read back by peft: same weights, same scale"
 

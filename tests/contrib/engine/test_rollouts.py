@@ -172,8 +172,6 @@ def test_an_engine_of_another_size_is_named(url, own):
     (dict(method="alignprop", parts={"backprop": {"checkpointing": False}}), "trains a reward's gradient"),
     (dict(method="sol_rl", parts={"preview": {"pool": 6, "steps": 2}}), "parts.preview"),
     (dict(parts=ALONE, adapter__rank=0), "adapter.rank: 0"), (dict(parts=ALONE, adapter__dora=True), "adapter.dora"),
-    (dict(parts=ALONE, adapter__alpha=2.5), "adapter.alpha 2.5, expected a whole number"),
-    (dict(parts=ALONE, adapter__rslora=True), "adapter.rslora"),
     (dict(parts=ALONE, train__one_pass=True), "train.one_pass")], ids=repr)
 def test_what_a_stock_engine_cannot_do_is_refused_in_one_line(options, said):
     usual = dict(method="flow_grpo", train__grid="stock", train__steps=4)

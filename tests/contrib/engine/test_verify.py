@@ -171,8 +171,8 @@ def test_the_command_takes_a_lora_file_and_ends_with_2_at_a_fault(folder, tmp_pa
 
 
 def test_a_lora_that_an_engine_changes_is_refused(tmp_path):
-    PipelinePolicy(tiny.sd3(), Adapter(rank=2, rslora=True), call=tiny.CALL).weights.save(tmp_path / "lora")
-    with pytest.raises(UserError, match="has use_rslora, expected a plain LoRA"):
+    PipelinePolicy(tiny.sd3(), Adapter(rank=2, dora=True), call=tiny.CALL).weights.save(tmp_path / "lora")
+    with pytest.raises(UserError, match="has use_dora, expected a plain LoRA"):
         verify.adapter_of(tmp_path / "lora")
     (tmp_path / "other.safetensors").write_bytes(b"other")
     with pytest.raises(UserError, match="expected a LoRA of a denoiser with its rank"):

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from peft.functional import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
+from flowgrpo.config import validate
+from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
+from flowgrpo.export import export
 from flowgrpo.policies.loading import load_tuned
+from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights import adapters
+from flowgrpo.policies.weights.lora_files import LORA_FILE, fuse
 from flowgrpo.policies.weights.trainable import lora_layers
+from flowgrpo.storage.atomic import write_text
 from flowgrpo.text.policies import text_weights
 from tests.helpers import tiny, tiny_text
 
@@ -45,8 +54,6 @@ def test_stock_libraries_load_the_adapter_of_a_language_model(stock, tmp_path):
 
 
 def test_the_file_names_the_base_model(tmp_path):
-    import json
-
     model, tokenizer = tiny_text.model()
     model.name_or_path = "some/base"
     tiny_text.policy((model, tokenizer)).weights.save(tmp_path)
@@ -74,6 +81,79 @@ def test_the_adapters_of_an_earlier_pipeline_run_load():
              for name in ("transformer", "text_encoder", "text_encoder_2")
              for key, layer in lora_layers(getattr(pipe, name)).items() for side in ("lora_A", "lora_B")}
     assert found.keys() == file.keys() and all(torch.equal(found[key], value) for key, value in file.items())
+
+
+def earlier(folder, pipe, **adapter):
+    """A pipeline's LoRA file as earlier versions wrote it, its scale beside the weights, and what its layers add."""
+    policy = tiny.stir(PipelinePolicy(pipe, Adapter(**{"rank": 2} | adapter), call=tiny.CALL))
+    module = policy.pipe.transformer
+    type(pipe).save_lora_weights(
+        folder, transformer_lora_layers=get_peft_model_state_dict(module),
+        transformer_lora_adapter_metadata=module.peft_config["default"].to_dict() | {
+            "target_modules": sorted(module.peft_config["default"].target_modules)})
+    (folder / "config.yaml").write_text(validate({"model": str(tiny.save(tiny.sd3(), folder / "model")),
+                                                  "precision": "fp32", "reward": "bright"}).yaml())
+    write_text(folder / "summary.json", json.dumps({"unit": "evaluations"}))
+    return {key: layer.get_delta_weight("default").detach() for key, layer in lora_layers(module).items()}
+
+
+DOORS = {
+    "sample, eval": lambda folder, pipe: load_tuned(pipe, folder),
+    "sample --lora FILE": lambda folder, pipe: load_tuned(pipe, folder / LORA_FILE),
+    "load.lora": lambda folder, pipe: fuse(pipe, denoisers(pipe), folder, 1.0),
+    "adapter.init": lambda folder, pipe: PipelinePolicy(pipe, Adapter(rank=2, init=str(folder)), call=tiny.CALL),
+    "and saved again": lambda folder, pipe: again(folder, pipe),
+    "merged": lambda folder, pipe: pipe.transformer.load_state_dict(
+        load_pipeline(str(export.merged(folder, folder / "merged"))).transformer.state_dict()),
+}
+
+
+def again(folder, pipe) -> None:
+    PipelinePolicy(tiny.sd3(), Adapter(rank=2, init=str(folder)), call=tiny.CALL).weights.save(folder / "next")
+    pipe.load_lora_weights(folder / "next")
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_file_of_an_earlier_version_acts_at_its_strength(door, tmp_path):
+    changes, pipe = earlier(tmp_path, tiny.sd3(), alpha=3.0, rslora=True), tiny.sd3()
+    before = {key: value.clone() for key, value in pipe.transformer.state_dict().items()}
+    DOORS[door](tmp_path, pipe)
+    adapters.merge(pipe.transformer)
+    after = pipe.transformer.state_dict()
+    for key, change in changes.items():
+        torch.testing.assert_close(after[f"{key}.weight"] - before[f"{key}.weight"], change, rtol=1e-4, atol=1e-6)
+
+
+def test_an_export_of_an_earlier_version_acts_at_its_strength(tmp_path):
+    changes = earlier(tmp_path, tiny.sd3(), alpha=3.0)
+    layers = load_file(*export.kohya(tmp_path, tmp_path / "kohya.safetensors"))
+    for key, change in changes.items():
+        down, up, alpha = (layers[f"lora_transformer_{key.replace('.', '_')}.{part}"]
+                           for part in ("lora_down.weight", "lora_up.weight", "alpha"))
+        torch.testing.assert_close(up @ down, change)
+        assert alpha == len(down) == 2
+
+
+@pytest.mark.parametrize("patterns", [{}, {"rank_pattern": {"b": 4}}, {"rank_pattern": {"b": 4}, "alpha_pattern":
+                                                                    {"a": 7}}])
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}])
+def test_a_written_adapter_has_its_scale_in_its_weights(patterns, options, tmp_path):
+    """For each layer alpha is the rank, whatever ranks, alphas and form it had."""
+    from peft import LoraConfig
+
+    module = torch.nn.ModuleDict({name: torch.nn.Linear(6, 6) for name in "ab"})
+    adapters.add(module, LoraConfig(r=2, lora_alpha=5, target_modules=["a", "b"], init_lora_weights=False, **options,
+                                    **patterns), "default")
+    adapters.save(module, tmp_path)
+    said, weights = json.loads((tmp_path / adapters.CONFIG).read_text()), load_file(tmp_path / adapters.WEIGHTS)
+    assert said["lora_alpha"] == said["r"] == 2 and not said["use_rslora"]
+    assert said["alpha_pattern"] == said["rank_pattern"] == patterns.get("rank_pattern", {})
+    other = torch.nn.ModuleDict({name: torch.nn.Linear(6, 6) for name in "ab"})
+    adapters.load(other, tmp_path)
+    for key, layer in lora_layers(module).items():
+        change = weights[f"{key}.lora_B.weight"] @ weights[f"{key}.lora_A.weight"]
+        torch.testing.assert_close(change, layer.get_delta_weight("default"))
+        torch.testing.assert_close(other[key].get_delta_weight("default"), change)
 
 
 @pytest.mark.parametrize("name", ["transformer", "text_encoder", "text_encoder_2"])

@@ -35,7 +35,7 @@ def equal(first, second) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
-@pytest.mark.parametrize("adapter", [{}, {"dora": True}, {"rslora": True}, {"alpha": 3.0}])
+@pytest.mark.parametrize("adapter", [{}, {"dora": True}, {"rslora": True}, {"alpha": 4.0}])
 def test_a_run_starts_from_a_lora(adapter, tmp_path):
     values = saved(tmp_path, **adapter)
     policy = started(tmp_path, **adapter)
@@ -45,6 +45,14 @@ def test_a_run_starts_from_a_lora(adapter, tmp_path):
     after = load_file(tmp_path / "next" / LORA_FILE)
     name, value = next(iter(policy.weights.named.items()))
     assert torch.equal(after[name.replace(".default", "")], value) and not torch.equal(value, values[name])
+
+
+@pytest.mark.parametrize("first, then, change", [
+    ({"alpha": 3.0}, {}, 0.75), ({}, {"alpha": 3.0}, 4 / 3), ({"rslora": True}, {"alpha": 2.0}, 2.0)])
+def test_a_run_starts_from_a_lora_of_another_scale(first, then, change, tmp_path):
+    values = saved(tmp_path, **first)
+    for key, value in started(tmp_path, **then).weights.snapshot().items():
+        torch.testing.assert_close(value, values[key] * (change if ".lora_B." in key else 1), rtol=3e-7, atol=0)
 
 
 def test_a_file_does_and_its_values_keep_their_precision(tmp_path):
@@ -74,7 +82,6 @@ def test_a_language_model_starts_from_a_lora(tmp_path):
 
 @pytest.mark.parametrize("adapter, told", [
     ({"rank": 4}, "its LoRA has rank 2, expected adapter.rank 4: set adapter.rank to 2"),
-    ({"alpha": 1.0}, "its LoRA has the scale 2, expected 0.5: set adapter.alpha to 4"),
     ({"targets": ["to_q"]}, "has a layer transformer.transformer_blocks"),
     ({"targets": [*Adapter().targets, "proj_out"]}, "has no layer transformer.proj_out, which adapter.targets do name"),
     ({"dora": True}, "set adapter.dora to false")])
@@ -121,8 +128,8 @@ def merged(folder, scale: float):
     lora = load_file(folder / LORA_FILE)
     for key in [key for key in lora if key.endswith(".lora_A.weight")]:
         name = key.removeprefix("transformer.").removesuffix(".lora_A.weight")
-        change = lora[key.replace("lora_A", "lora_B")] @ lora[key]  # of a scale of 2
-        weights[f"{name}.weight"] = weights[f"{name}.weight"].detach() + 2 * scale * change
+        change = lora[key.replace("lora_A", "lora_B")] @ lora[key]
+        weights[f"{name}.weight"] = weights[f"{name}.weight"].detach() + scale * change
     return weights
 
 
