@@ -20,6 +20,8 @@ PROSE = README.md CONTRIBUTING.md $(shell find docs -name '*.md' -not -path 'doc
 PYTEST = $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
 # Pages are opened in a Chromium where one is installed.
 CHROMIUM := $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name))))
+# Jobs are run where Debian's Slurm is installed: its daemons are in /usr/sbin.
+SLURM := $(and $(wildcard /usr/sbin/slurmctld),$(wildcard /usr/sbin/munged))
 
 .PHONY: demo test test-all lint fuzz docs lock ends
 demo: $(VENV)/installed
@@ -29,8 +31,9 @@ test: $(VENV)/tested
 	$(PYTEST) --tier fast
 
 test-all: $(VENV)/tested-all
-	$(PYTEST) tests $(if $(CHROMIUM),tests/browser)
+	$(PYTEST) tests $(if $(CHROMIUM),tests/browser) $(if $(SLURM),tests/slurm)
 	$(if $(CHROMIUM),,@echo "no Chromium was found, so tests/browser did not run (Debian: apt-get install chromium)")
+	$(if $(SLURM),,@echo "no Slurm was found, so tests/slurm did not run (Debian: apt-get install slurm-wlm munge)")
 
 fuzz: $(VENV)/tested
 	$(BIN)/python -m tests.fuzz.battery --seconds 600 --failures fuzz_failures.json

@@ -48,7 +48,7 @@ def run(config: Config, resume: bool | Literal["auto"] = False, *, pipe: Any = N
     replace those named in the configuration. If the run fails, such a pipe is restored.
     """
     ready = checks.check(config, resume, pipe, functions, prompts)
-    with Watch(Processes(ready.accelerator)):
+    with Watch(Processes(ready.accelerator), ready.setup.config.folder):
         return _checked(ready, prompts, config.precision)
 
 

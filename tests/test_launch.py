@@ -18,7 +18,8 @@ LAUNCH = ROOT / "scripts" / "launch"
 RECIPE = "configs/wan21_1b.yaml"
 # Programs of a cluster: the list of hosts, a node's start of a command, and launchers that print their arguments.
 STUBS = {"scontrol": "echo node1; echo node2", "srun": 'shift; SLURM_NODEID=1 exec "$@"',
-         "accelerate": 'printf "%s\\n" accelerate "$@"', "torchrun": 'printf "%s\\n" torchrun "$@"'}
+         "accelerate": 'printf "%s\\n" accelerate "$@"', "torchrun": 'printf "%s\\n" torchrun "$@"',
+         "python": '[ "$2" = flowgrpo ] || shift 2; printf "%s\\n" "$@"', "nvidia-smi": "exit 1"}
 
 
 def ran(script: list[str], folder: Path, **environment: str) -> list[str]:
@@ -49,6 +50,41 @@ def require(command: list[str], processes: int, output: Path) -> None:
     assert len(options) == len(parsed.training_script_args[2:]) - 1
     config = load(ROOT / RECIPE, dict(option[2:].split("=", 1) for option in options))
     assert (config.output, config.name) == (str(output), "wan21_1b")
+
+
+def job(folder: Path, *options: str, **environment: str) -> list[str]:
+    """Lines of a job of Slurm on one node."""
+    return ran([str(LAUNCH / "slurm.sh"), RECIPE, *options], folder, SLURM_JOB_NODELIST="node1", SLURM_JOB_ID="40123",
+               OUTPUT="runs", **environment)
+
+
+def test_one_gpu_of_slurm_needs_no_launcher(tmp_path):
+    assert job(tmp_path, "--train.lr=1e-5", SLURM_GPUS_ON_NODE="1") == [
+        "-m", "flowgrpo", "train", RECIPE, "--output=runs", "--name=wan21_1b", "--resume=auto", "--train.lr=1e-5"]
+
+
+def test_slurm_without_a_gpu_says_so(tmp_path):
+    said, *command = job(tmp_path)
+    assert said.startswith("slurm.sh: no GPU: one process per node") and command[:2] == ["-m", "flowgrpo"]
+
+
+def test_slurm_with_fewer_cpus_than_processes_says_so(tmp_path):
+    said, *command = job(tmp_path, SLURM_GPUS_ON_NODE="4", SLURM_CPUS_ON_NODE="1")
+    assert said.startswith("slurm.sh: 1 CPUs for 4 processes on a node") and command[0] == "accelerate"
+
+
+@pytest.mark.parametrize("options, expected", [
+    ([], ["--name=wan21_1b-seed2", "--seed=2"]), (["--name=mine"], ["--name=mine-seed2", "--seed=2"]),
+    (["--seed=7"], ["--name=wan21_1b-seed2", "--seed=2", "--seed=7"])])
+def test_an_array_of_slurm_runs_a_seed_per_task(options, expected, tmp_path):
+    command = job(tmp_path, *options, SLURM_GPUS_ON_NODE="1", SLURM_ARRAY_TASK_ID="2")
+    assert [word for word in command if word.startswith(("--name", "--seed"))] == expected
+
+
+@pytest.mark.parametrize("launcher, option", [("accelerate", "--main_process_port"), ("torchrun", "--master_port")])
+def test_jobs_of_slurm_have_ports_of_their_own(launcher, option, tmp_path):
+    command = job(tmp_path, FLOWGRPO_LAUNCHER=launcher, SLURM_GPUS_ON_NODE="2")
+    assert command[command.index(option) + 1] == "10123"
 
 
 @pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])

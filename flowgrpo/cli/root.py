@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from flowgrpo import __version__
+from flowgrpo.distributed import launchers
 from flowgrpo.distributed.signals import exit_code, leave
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import line
@@ -135,6 +136,7 @@ def _run(arguments: list[str] | None) -> int:
         message = refusal
     finally:
         _leave_group()
+    launchers.let_the_first_speak()
     if message:  # Typer's error for a call without a command is the help text it has already printed
         print(f"flowgrpo: error: {line(message)}", file=sys.stderr)
     return 2

@@ -1,4 +1,6 @@
-"""Configuration of `accelerate launch`, as keys of the recipe: FSDP2, and the sizes of a ParallelismConfig.
+"""Launchers: their end without a traceback, and the configuration of `accelerate launch` as keys of the recipe.
+
+`python -m flowgrpo.distributed.launchers torchrun ...` (or `accelerate launch ...`) takes the launcher's own arguments.
 
 A run shards weights and shares tokens itself (`memory.shard`, `memory.context_parallel`). It reads what accelerate was
 configured for from the environment, and then turns it off there: accelerate would wrap the denoiser, and transformers
@@ -7,6 +9,11 @@ would load weights on the first process alone.
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
+import sys
+import time
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
@@ -14,6 +21,9 @@ from flowgrpo.errors import UserError
 
 KINDS = ("PARALLELISM_CONFIG", "FSDP", "DEEPSPEED", "MEGATRON_LM")
 THEIRS, OURS = "ACCELERATE_USE_", "FLOWGRPO_USE_"  # the second of what a run has taken over
+HEARD = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"  # signals that the launcher passes on to its processes
+SECONDS = "3600"  # in which they may save; who sent the signal has a limit of its own
+FIRST = 5.0  # seconds that an error of another process than the first is held back
 PLAIN = "use accelerate launch --multi_gpu, or configs/accelerate/one_machine.yaml"
 
 
@@ -103,3 +113,62 @@ def _of_sizes(environment: Mapping[str, str], fsdp: bool) -> dict[str, Any]:
                         f"not those of a node, {node}: set dp_shard_size to {max(node // members, 1)}, or "
                         "dp_replicate_size to 1")
     return keys | {"memory.shard": "nodes" if replicate > 1 else True}
+
+
+def main(command: list[str]) -> int:
+    """Run `torchrun` or `accelerate launch` with its arguments, without torch's log and traceback at its end.
+
+    Returns 0; 130 after a signal, which is passed on to the processes; else the exit code of the first that failed.
+    """
+    for name in ("PET_SIGNALS_TO_HANDLE", "TORCHELASTIC_SIGNALS_TO_HANDLE"):
+        os.environ.setdefault(name, HEARD)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SECONDS)
+    from torch.distributed import DistError, run
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    if "LOGLEVEL" not in os.environ:  # torch's own name for it
+        logging.disable(logging.ERROR)
+    sys.argv = command
+    try:
+        if command[:1] == ["torchrun"]:
+            run.main()
+        elif command[:2] == ["accelerate", "launch"]:
+            from accelerate.commands.accelerate_cli import main as accelerate
+
+            accelerate()
+        else:
+            raise UserError(f"got {' '.join(command[:2]) or 'no command'}, expected torchrun or accelerate launch")
+    except SignalException:
+        _ignore()
+        return 130
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            _say(f"process {rank} was killed by {signal.Signals(-failure.exitcode).name}")
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except (DistError, ConnectionError, UserError) as error:
+        _say(str(error))
+        return 2
+    return 0
+
+
+def let_the_first_speak() -> None:
+    """Wait before this process prints an error, unless it is the first: torch's launcher then ends it as soon as the
+    first one, which has the same error as a rule, has printed it."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0":
+        time.sleep(FIRST)
+
+
+def _ignore() -> None:
+    """Ignore further signals of a stop."""
+    for name in HEARD.split(","):
+        signal.signal(signal.Signals[name], signal.SIG_IGN)
+
+
+def _say(text: str) -> None:
+    print(f"flowgrpo: error: {UserError(text)}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

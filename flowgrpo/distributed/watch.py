@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
@@ -34,8 +35,9 @@ SILENCE = 40.0  # seconds without a heartbeat after which a process is lost
 FAILED = 40.0  # seconds in which the others meet a process that has failed
 HELLO = 256  # bytes of the first message: token, rank and host
 DONE, STOP = b"done", b"stop"
+REFUSED = ": "  # before the user's error of a process
 KILLED = "was killed, or its machine is gone"
-RESUME = "--resume goes on from the last checkpoint"
+RESUME, NOTHING = "--resume goes on from the last checkpoint", "no checkpoint was saved"
 # Probes of a silent connection: the first after 10 s, then one in 5 s; four without an answer end it.
 PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
@@ -48,10 +50,12 @@ class Watch:
     Within `grace` seconds after a loss the process ends with this line and exit code 2, wherever it waits. If it fails
     before, because a collective did, it raises UserError with the line.
 
-    silence, failed: seconds, see SILENCE and FAILED.
+    folder: of the run. silence, failed: seconds, see SILENCE and FAILED.
     """
 
-    def __init__(self, processes: Processes, grace: float = GRACE, silence: float = SILENCE, failed: float = FAILED):
+    def __init__(self, processes: Processes, folder: Path | None = None, grace: float = GRACE, silence: float = SILENCE,
+                 failed: float = FAILED):
+        self.folder = folder
         self.processes, self.grace, self.silence, self.failed = processes, grace, silence, failed
         self.lost: str | None = None
         self._links: dict[socket.socket, str] = {}  # connections to the others, with their names
@@ -174,7 +178,9 @@ class Watch:
         """Note the loss of a process and tell the others; the first process forwards a whole line."""
         if self.lost is not None:
             return
-        told = said if said.startswith("process ") else f"{name} {said or KILLED}; {RESUME}"
+        saved = self.folder is None or any((self.folder / "checkpoints").glob("epoch-*"))
+        told = said if said.startswith("process ") else f"{name}{said}" if said.startswith(REFUSED) else \
+            f"{name} {said or KILLED}; {RESUME if saved else NOTHING}"
         self.lost = told
         self._noticed.set()
         if self.processes.first:
@@ -196,4 +202,5 @@ def _name(rank: int | str, host: str) -> str:
 def _reason(error: BaseException | None) -> str:
     """Return in one line why a process ends."""
     text = " ".join(str(error).split())
-    return f"failed ({text if isinstance(error, UserError) else f'{type(error).__name__}: {text}'})"[:2000]
+    return (REFUSED + text if isinstance(error, UserError) else "was ended by a second signal"
+            if isinstance(error, KeyboardInterrupt) else f"failed ({type(error).__name__}: {text})")[:2000]

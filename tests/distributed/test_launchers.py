@@ -165,3 +165,29 @@ def test_two_processes_that_accelerate_configured_train_as_one(case, tmp_path):
     out = ended[0][1][0]
     assert ("memory.shard: true (from accelerate's configuration)" in out) == ("shards" in case)
     assert ("memory.context_parallel: 2 (from accelerate's configuration)" in out) == ("tokens" in case)
+
+
+@pytest.mark.parametrize("program, code, told", [
+    ("exit 0", 0, ""), ("exit 2", 2, ""),
+    ("kill -KILL $$$$", 137, "flowgrpo: error: process 0 was killed by SIGKILL\n"),
+    ("trap 'exit 130' TERM; kill -TERM $PPID; sleep 60 & wait", 130, "")], ids=["done", "error", "killed", "stopped"])
+def test_a_launcher_ends_without_a_traceback(program, code, told):
+    """The processes print why they end. torch replaces $$ by $."""
+    launcher = Forked(launchers.main, ["torchrun", "--nproc_per_node", "1", "--master_port", free_ports(1)[0],
+                                       "--no_python", "bash", "-c", program])
+    try:
+        assert (launcher.wait(60), launcher.streams()[1]) == (code, told)
+    finally:
+        launcher.kill()
+
+
+@pytest.mark.parametrize("rank, seconds", [("0", []), ("1", [launchers.FIRST])])
+def test_the_error_of_all_processes_is_printed_by_the_first(rank, seconds, monkeypatch):
+    """torch's launcher ends the others before they print it."""
+    waited: list[float] = []
+    monkeypatch.setattr(launchers.time, "sleep", waited.append)
+    monkeypatch.setenv("RANK", rank)
+    launchers.let_the_first_speak()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    launchers.let_the_first_speak()
+    assert waited == seconds

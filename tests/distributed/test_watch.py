@@ -52,9 +52,11 @@ def waits(folder: Path, end: str) -> int:
                 os.kill(os.getpid(), signal.SIGKILL)
             if end == "stopped":
                 raise Stopped
+            if end == "interrupted":
+                raise KeyboardInterrupt
             if end != "done":
                 raise UserError("no\nspace") if end == "refused" else ValueError("out of reach")
-    except (Stopped, UserError, ValueError):
+    except (KeyboardInterrupt, UserError, ValueError):
         return 3
     return 0
 
@@ -62,7 +64,8 @@ def waits(folder: Path, end: str) -> int:
 @pytest.mark.parametrize("end, codes, told", [
     ("killed", [2, -9, 2], "was killed, or its machine is gone"),
     ("failed", [2, 3, 2], "failed (ValueError: out of reach)"),
-    ("refused", [2, 3, 2], "failed (no space)"),
+    ("refused", [2, 3, 2], ": no space"),
+    ("interrupted", [2, 3, 2], "was ended by a second signal"),
     ("stopped", [0, 3, 0], None),
     ("done", [0, 0, 0], None),
 ])
@@ -72,6 +75,13 @@ def test_the_others_end_with_the_reason_of_a_lost_process(end, codes, told, tmp_
     for rank in (0, 2):
         lines = [line for line in ended[rank][1].splitlines() if "flowgrpo: error: process 1 on " in line]
         assert len(lines) == (told is not None) and (told is None or told in lines[0])
+        assert all(line.endswith("--resume goes on from the last checkpoint") == (end != "refused") for line in lines)
+
+
+def test_an_end_before_the_first_checkpoint_promises_none(tmp_path):
+    watch = Watch(Processes(), tmp_path)
+    watch._lose("process 1 on node1", "")
+    assert watch.lost == "process 1 on node1 was killed, or its machine is gone; no checkpoint was saved"
 
 
 def collective(folder: Path) -> int:
