@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-from flowgrpo.errors import UserError, nearest
+from flowgrpo.errors import UserError
 
 GEMM, ATTENTION, TRAFFIC = 0.63, 0.45, 0.75  # shares of the peaks that good kernels reach
 LAUNCH = 2.5e-6  # seconds of the shortest kernel
@@ -38,19 +39,46 @@ class GPU:
         return max(flops / rate, traffic / (self.bandwidth * 1e12 * TRAFFIC), LAUNCH)
 
 
+# Memory as torch reports it. TFLOP/s without sparsity, accumulated in fp32. The V100 has no bf16: its first number is
+# that of fp16.
 GPUS = {
+    "A10": GPU(22.1, 125, 31.2, 0.6),
     "A100": GPU(79.2, 312, 19.5, 2.04),
+    "A100-40GB": GPU(39.4, 312, 19.5, 1.555),
+    "A6000": GPU(47.4, 155, 38.7, 0.768),
+    "B200": GPU(178.4, 2250, 75, 7.7),
     "H100": GPU(79.2, 989, 67, 3.35),
     "H200": GPU(139.8, 989, 67, 4.8),
-    "B200": GPU(178.4, 2250, 75, 7.7),
-    "4090": GPU(23.5, 165, 82.6, 1.01),
+    "L4": GPU(22.0, 121, 30.3, 0.3),
     "L40S": GPU(44.4, 362, 91.6, 0.864),
+    "MI300X": GPU(191.5, 1307, 163, 5.3),
+    "V100": GPU(31.7, 125, 15.7, 0.9),
+    "3090": GPU(23.6, 71, 35.6, 0.936),
+    "4080": GPU(15.6, 97, 48.7, 0.717),
+    "4090": GPU(23.5, 165, 82.6, 1.01),
     "5090": GPU(31.4, 210, 105, 1.79),
+    "6000-ADA": GPU(47.4, 364, 91.1, 0.96),
+    "PRO-6000": GPU(94.9, 504, 125, 1.79),
 }
+MAKERS = re.compile(r"NVIDIA|AMD|GEFORCE|RTX|TESLA|INSTINCT|[^A-Z0-9]")
 
 
 def gpu_named(name: str) -> GPU:
-    """Return the GPU of a name, in any case. Raises UserError."""
-    if name.upper() not in GPUS:
-        raise UserError(f"--gpu is {name!r}{nearest(name.upper(), list(GPUS))}")
-    return GPUS[name.upper()]
+    """Return the GPU of a name, in any case, with or without its maker and series: `NVIDIA GeForce RTX 4090`.
+
+    A name like another is another card, so none is guessed. Raises UserError.
+    """
+    return GPUS[gpu_key(name)]
+
+
+def gpu_key(name: str) -> str:
+    """Return the key in GPUS of a name. Raises UserError."""
+    known = {_short(key): key for key in GPUS} | {"A10080GB": "A100", "MI300": "MI300X", "RTX6000ADA": "6000-ADA",
+                                                  "H10080GB": "H100", "6000ADAGENERATION": "6000-ADA"}
+    if (key := known.get(_short(name))) is None:
+        raise UserError(f"--gpu is {name!r}, whose numbers are not known: expected one of {', '.join(GPUS)}")
+    return key
+
+
+def _short(name: str) -> str:
+    return MAKERS.sub("", name.upper())

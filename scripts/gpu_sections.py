@@ -29,7 +29,7 @@ from flowgrpo.gaussian import log_prob, sample
 from flowgrpo.policies.build import make_policy
 from flowgrpo.policies.weights.checkpointing import checkpoint_blocks
 from flowgrpo.policies.weights.compiled import compile_blocks
-from flowgrpo.policies.weights.lora_forward import without_casts
+from flowgrpo.policies.weights.forwards import without_casts
 from flowgrpo.policies.weights.low_precision import LOWEST, capability, quantised
 from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.kernels import FlowSDE

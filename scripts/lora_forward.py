@@ -15,7 +15,7 @@ import torch
 from common import FIXED, RECIPE, epoch_of, make_trainer
 
 from flowgrpo.config import load
-from flowgrpo.policies.weights.lora_forward import without_casts
+from flowgrpo.policies.weights.forwards import without_casts
 from flowgrpo.train import Trainer
 from flowgrpo.training import credit
 from flowgrpo.training.metrics import UpdateStats

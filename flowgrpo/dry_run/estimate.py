@@ -245,7 +245,8 @@ def _extrapolated(meta: MetaGPU, clock: _Phases, prompts: int, few: int, stalene
         own = states * (prompts - few) if name != "encode" else 0
         phase, more = meta.phases[name], meta.spare + round(own + waiting)
         phases[name] = Phase(phase.allocated + more, phase.reserved + more, phase.flops * times,
-                             round(phase.kernels * times), phase.seconds * times,
+                             round(phase.kernels * times),
+                             (phase.seconds - phase.fixed) * times + phase.fixed, phase.fixed,
                              Counter({reason: round(count * times) for reason, count in phase.waits.items()}))
     once, update = meta.phases[ONCE], phases["update"]
     update.allocated = max(update.allocated, once.allocated + more)

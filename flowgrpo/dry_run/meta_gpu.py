@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from flowgrpo import device
+from flowgrpo.dry_run import kernels
 from flowgrpo.dry_run.allocator import Allocator, Block
-from flowgrpo.dry_run.attention import fused
 from flowgrpo.dry_run.autocast import Autocast, autocast
 from flowgrpo.dry_run.host_values import HostValues
 from flowgrpo.gpus import BUS, GPU
@@ -35,18 +35,23 @@ FREE = frozenset("""view _unsafe_view t transpose permute expand slice select un
     split_with_sizes alias detach as_strided _reshape_alias unsafe_split chunk view_as_real view_as_complex narrow
     diagonal lift_fresh empty empty_like empty_strided new_empty new_empty_strided is_pinned squeeze_ unsqueeze_ set_
     resize_ _conj detach_ unfold""".split())
+ONLY_WRITE = frozenset(("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_"))  # in place, without a read
 
 
 @dataclass
 class Phase:
     """Counts of a phase: bytes in use and reserved at the peak, FLOPs, kernels, seconds of the roofline, and how often
-    the host waits, by reason."""
+    the host waits, by reason.
+
+    fixed: of the seconds, those that more prompts do not make longer.
+    """
 
     allocated: int = 0
     reserved: int = 0
     flops: float = 0.0
     kernels: int = 0
     seconds: float = 0.0
+    fixed: float = 0.0
     waits: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Phase) -> None:
@@ -54,6 +59,7 @@ class Phase:
         self.flops += other.flops
         self.kernels += other.kernels
         self.seconds += other.seconds
+        self.fixed += other.fixed
         self.waits.update(other.waits)
 
 
@@ -83,22 +89,24 @@ class MetaGPU(TorchDispatchMode):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Context manager: count; attention is the fused kernel of a GPU, tensors of host values are copied, and
-        autocast has the operations of CUDA's."""
+        """Context manager: count; attention and RMS normalisation are single kernels, tensors of host values are
+        copied, and autocast has the operations of CUDA's."""
         stock: Any = torch
-        before = F.scaled_dot_product_attention, torch.tensor, torch.autocast
-        F.scaled_dot_product_attention, stock.tensor, stock.autocast = self._attention, from_host, self._autocast
+        functional: Any = F
+        before = F.scaled_dot_product_attention, F.rms_norm, torch.tensor, torch.autocast
+        functional.scaled_dot_product_attention, functional.rms_norm = self._attention, kernels.rms_norm
+        stock.tensor, stock.autocast = from_host, self._autocast
         try:
             with torch.autograd.set_multithreading_enabled(False), self:
                 yield
         finally:
-            F.scaled_dot_product_attention, stock.tensor, stock.autocast = before
+            functional.scaled_dot_product_attention, functional.rms_norm, stock.tensor, stock.autocast = before
 
     def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
                    ) -> torch.Tensor:
         if self.autocast is not None:
             query, key, value = map(self.autocast.lower, (query, key, value))
-        return fused(query, key, value, *args, **kwargs)
+        return kernels.attention(query, key, value, *args, **kwargs)
 
     def _autocast(self, device_type: str, *args: Any, **options: Any) -> contextlib.AbstractContextManager[Any]:
         if device_type != META.type:
@@ -207,8 +215,11 @@ class MetaGPU(TorchDispatchMode):
 
     def _launch(self, function: Any, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], result: Any,
                 args: Any, kwargs: Any) -> None:
-        tensors = {id(tensor): tensor for tensor in (*inputs, *outputs)}.values()
-        traffic = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        read = {id(tensor): tensor for tensor in inputs}
+        written = {id(tensor): tensor for tensor in outputs}
+        if name in ONLY_WRITE:
+            read = {key: tensor for key, tensor in read.items() if key not in written}
+        traffic = sum(tensor.numel() * tensor.element_size() for tensor in (*read.values(), *written.values()))
         count = flop_registry.get(function._overloadpacket)
         flops = float(count(*args, **kwargs, out_val=result)) if count else 0.0
         half = bool(outputs) and outputs[0].element_size() < 4
@@ -216,9 +227,11 @@ class MetaGPU(TorchDispatchMode):
         self.phase.kernels += 1
         self.phase.seconds += self.gpu.seconds(flops, traffic, half, "attention" in name)
 
-    def bus(self, count: int) -> None:
-        """Count the seconds of a copy of so many bytes between host and GPU."""
-        self.phase.seconds += self.share * count / BUS
+    def bus(self, count: int, fixed: bool = False) -> None:
+        """Count the seconds of a copy of so many bytes between host and GPU. fixed: once an epoch."""
+        seconds = self.share * count / BUS
+        self.phase.seconds += seconds
+        self.phase.fixed += seconds if fixed else 0.0
 
     # --- what the host waits for -------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ def hold(meta: MetaGPU, policy: Any, memory: Memory, processes: int) -> Any:
             if turns:
                 meta.drop(_frozen(policy.denoisers.values()))
             meta.hold(tensors)
-            meta.bus(_bytes(tensors))
+            meta.bus(_bytes(tensors), fixed=True)
             encoders.here = True
 
     def leave() -> None:
@@ -48,7 +48,7 @@ def hold(meta: MetaGPU, policy: Any, memory: Memory, processes: int) -> Any:
                 for module in policy.denoisers.values():
                     _hold_denoiser(meta, module, stored, count)
                 meta.hold(_frozen(policy.denoisers.values()))
-                meta.bus(round(stored * _bytes(_frozen(policy.denoisers.values()))))
+                meta.bus(round(stored * _bytes(_frozen(policy.denoisers.values()))), fixed=True)
 
     encoders.come, encoders.offload = come, leave
     return encoders

@@ -18,17 +18,21 @@ from flowgrpo.gpus import GPUS
 from flowgrpo.policies.policy import Policy
 
 # Dense TFLOP/s of bf16 or fp16, and of fp32, of the makers' data sheets, by words of a device's name: the first whose
-# words are all in it. Parts of a GPU and variants of these words have less.
+# words are all in it. Parts of a GPU and variants of these words have others.
 PEAKS = {"H100 PCIe": (756, 51), "H100 NVL": (835, 60), "H200 NVL": (835, 60)} | {
     name: (gpu.half, gpu.single) for name, gpu in GPUS.items()}
-LESS = {"MIG", "Laptop", "D"}
+OTHERS = {"MIG", "LAPTOP", "D", "SUPER", "TI"}
 
 
 def peak(name: str, dtype: torch.dtype) -> float | None:
     """Return the FLOP/s of a GPU of this name, in products of this dtype; None if the table lacks it."""
-    words = set(name.replace("-", " ").split())
-    rates = next((rates for known, rates in PEAKS.items() if set(known.split()) <= words), None)
-    return None if rates is None or words & LESS else 1e12 * rates[dtype == torch.float32]
+    words = _words(name)
+    rates = next((rates for known, rates in PEAKS.items() if _words(known) <= words), None)
+    return None if rates is None or words & OTHERS else 1e12 * rates[dtype == torch.float32]
+
+
+def _words(name: str) -> set[str]:
+    return set(name.upper().replace("-", " ").split())
 
 
 class FlopMeter:

@@ -14,7 +14,7 @@ from flowgrpo.dry_run import estimate, fit, from_configs
 from flowgrpo.dry_run.estimate import dry_run
 from flowgrpo.dry_run.repeats import Repeats
 from flowgrpo.errors import UserError
-from flowgrpo.gpus import CONTEXT, GIB, GPU, GPUS, SPARE
+from flowgrpo.gpus import BUS, CONTEXT, GIB, GPU, GPUS, SPARE
 from tests.helpers import tiny
 
 # All options of memory but quantised weights.
@@ -107,6 +107,16 @@ def test_more_prompts_cost_in_proportion(model):
     assert many["update"].allocated > few["update"].allocated  # their states
     half = dry_run(config(model, train__prompts=8), processes=2).phases
     assert half["rollout"].flops == few["rollout"].flops
+
+
+def test_text_encoders_come_once_whatever_the_number_of_prompts(model):
+    few, many = (dry_run(config(model, train__prompts=count, memory__encoders="cpu")).phases["encode"]
+                 for count in (4, 8))
+    encoders = from_configs.pipeline(str(model / "model"), torch.bfloat16)
+    moved = sum(p.numel() * p.element_size() for name in ("text_encoder", "text_encoder_2", "text_encoder_3")
+                if getattr(encoders, name, None) is not None for p in getattr(encoders, name).parameters())
+    assert many.fixed == few.fixed >= moved / BUS
+    assert many.seconds - many.fixed == pytest.approx(2 * (few.seconds - few.fixed))
 
 
 def test_an_old_policy_is_there_once_and_not_once_a_prompt(model):
@@ -270,7 +280,8 @@ def test_the_command_takes_keys_that_override_the_recipe(recipe, capsys):
 
 
 @pytest.mark.parametrize("arguments, text", [
-    (["--gpu", "H100"], "give --recipe"), ([], "needs a MODEL"), (["--gpu", "H10", "--recipe", "x"], "did you mean"),
+    (["--gpu", "H100"], "give --recipe"), ([], "needs a MODEL"),
+    (["--gpu", "H10", "--recipe", "x"], "whose numbers are not known"),
     (["--train.micro_bach=2"], "unknown option --train.micro_bach: did you mean '--train.micro_batch'?"),
     (["--gpus", "H100"], "unknown option --gpus: did you mean '--gpu'?"),
     (["starter", "--train.micro_batch=0"], "train.micro_batch"),

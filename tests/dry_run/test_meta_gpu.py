@@ -124,13 +124,43 @@ def test_attention_of_other_ranks_and_grouped_heads_keeps_its_shape():
         assert F.scaled_dot_product_attention(query, key, key, enable_gqa=True).shape == query.shape
 
 
-def test_attention_is_itself_again_afterwards():
-    before = F.scaled_dot_product_attention
+def test_attention_and_normalisation_are_themselves_again_afterwards():
+    before, norm = F.scaled_dot_product_attention, F.rms_norm
     with MetaGPU(SLOW).running():
-        assert F.scaled_dot_product_attention is not before
+        assert F.scaled_dot_product_attention is not before and F.rms_norm is not norm
         cpu = torch.randn(1, 2, 4, 8)
         torch.testing.assert_close(F.scaled_dot_product_attention(cpu, cpu, cpu), before(cpu, cpu, cpu))
-    assert F.scaled_dot_product_attention is before
+        assert torch.equal(F.rms_norm(cpu, [8]), norm(cpu, [8]))
+    assert F.scaled_dot_product_attention is before and F.rms_norm is norm
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_an_rms_normalisation_is_one_kernel_each_way(weighted):
+    meta, norm, rows, wide = MetaGPU(SLOW), torch.nn.RMSNorm(64, 1e-6, weighted, device="meta").bfloat16(), 256, 64
+    norm.requires_grad_(False)
+    x = torch.empty(rows, wide, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    with meta.running():
+        with meta.during("forward"):
+            y = norm(x)
+        with meta.during("backward"):
+            y.backward(y.detach())
+    forward, backward = meta.phases["forward"], meta.phases["backward"]
+    assert y.dtype == torch.bfloat16 and x.grad.shape == x.shape and forward.kernels == backward.kernels == 1
+    weight = 2 * wide * weighted
+    assert forward.seconds == pytest.approx((2 * 2 * rows * wide + 4 * rows + weight) / (0.75 * 1e9))
+    assert backward.seconds == pytest.approx((3 * 2 * rows * wide + 4 * rows + weight) / (0.75 * 1e9))
+    assert forward.allocated == 2 * rows * wide + 4 * rows  # y and the rows' rstd: no fp32 copy
+
+
+def test_a_sum_in_place_reads_and_writes_and_a_copy_only_writes():
+    meta = MetaGPU(SLOW)
+    with meta.running():
+        x, y = torch.empty(4096, device="meta"), torch.empty(4096, device="meta")
+        for name, work in (("sum", x.add_), ("copy", x.copy_)):
+            with meta.during(name):
+                work(y)
+    assert meta.phases["sum"].seconds == pytest.approx(3 * 4 * 4096 / (0.75 * 1e9))
+    assert meta.phases["copy"].seconds == pytest.approx(2 * 4 * 4096 / (0.75 * 1e9))
 
 
 def test_repeated_work_counts_like_the_first():
@@ -169,7 +199,19 @@ def test_reserved_memory_by_the_allocators_rules():
     assert memory.reserved == small + large + 12 * 2**20
 
 
-def test_gpus_by_name():
-    assert gpu_named("h100") is GPUS["H100"] and GPUS["H200"].room == 139.8 * GIB * 0.96 - CONTEXT
-    with pytest.raises(UserError, match="--gpu is 'H10': did you mean 'H100'?"):
-        gpu_named("H10")
+@pytest.mark.parametrize("name, key", [
+    ("h100", "H100"), ("RTX4090", "4090"), ("NVIDIA GeForce RTX 3090", "3090"), ("rtx a6000", "A6000"),
+    ("A100-80GB", "A100"), ("A100 40GB", "A100-40GB"), ("NVIDIA RTX 6000 Ada Generation", "6000-ADA"),
+    ("Tesla V100", "V100"), ("AMD Instinct MI300X", "MI300X"), ("mi300", "MI300X"), ("RTX PRO 6000", "PRO-6000")])
+def test_gpus_by_name(name, key):
+    assert gpu_named(name) is GPUS[key]
+
+
+@pytest.mark.parametrize("name", ["H10", "3060", "A5000", "", "RTX"])
+def test_no_other_gpu_is_guessed(name):
+    with pytest.raises(UserError, match=f"--gpu is '{name}', whose numbers are not known: expected one of A10, A100"):
+        gpu_named(name)
+
+
+def test_the_room_of_a_gpu_by_hand():
+    assert GPUS["H200"].room == 139.8 * GIB * 0.96 - CONTEXT

@@ -14,14 +14,16 @@ from tests.helpers import tiny
 @pytest.mark.parametrize("name, half, single", [
     ("NVIDIA A100-SXM4-80GB", 312, 19.5), ("NVIDIA H100 80GB HBM3", 989, 67), ("NVIDIA H100 PCIe", 756, 51),
     ("NVIDIA H200", 989, 67), ("NVIDIA B200", 2250, 75), ("NVIDIA GeForce RTX 4090", 165, 82.6),
-    ("NVIDIA GeForce RTX 5090", 210, 105)])
+    ("NVIDIA GeForce RTX 5090", 210, 105), ("NVIDIA A10", 125, 31.2), ("NVIDIA GeForce RTX 3090", 71, 35.6),
+    ("NVIDIA RTX 6000 Ada Generation", 364, 91.1), ("NVIDIA RTX A6000", 155, 38.7),
+    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 504, 125)])
 def test_peaks_are_found_by_the_devices_name(name, half, single):
     found = [peak(name, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
     assert found == [half * 1e12, half * 1e12, single * 1e12]
 
 
 @pytest.mark.parametrize("name", ["Tesla T4", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D",
-                                  "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A10"])
+                                  "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A16", "NVIDIA GeForce RTX 3090 Ti"])
 def test_other_devices_have_no_peak(name):
     assert peak(name, torch.bfloat16) is None
 

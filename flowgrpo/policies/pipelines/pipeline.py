@@ -30,7 +30,7 @@ from flowgrpo.policies.weights import context_parallel, host_weights, sharding
 from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recomputed, supported
 from flowgrpo.policies.weights.compiled import compile_blocks
 from flowgrpo.policies.weights.cpu import contiguous_inputs
-from flowgrpo.policies.weights.lora_forward import without_casts
+from flowgrpo.policies.weights.forwards import fuse_norms, without_casts
 from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts
 from flowgrpo.policies.weights.rlg import guided, inside
 from flowgrpo.policies.weights.trainable import TrainableWeights
@@ -128,6 +128,7 @@ class PipelinePolicy:
             self.evaluations += len(args[0] if args else kwargs[states])
 
         module.register_forward_pre_hook(count, with_kwargs=True)
+        fuse_norms(module, self.device)
 
     def checkpoint(self, share: float) -> None:
         """Recompute this share of the denoisers' and the autoencoder's blocks in the backward pass, from here on."""

@@ -18,10 +18,12 @@ import torch
 
 from flowgrpo.check import report, tiny
 from flowgrpo.config.sections import Adapter
+from flowgrpo.device import DTYPES
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.pipelines.load import denoisers
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.pipelines.probes import other
+from flowgrpo.policies.weights.forwards import fuse_norms
 from flowgrpo.policies.weights.lora_files import load_lora
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.growth import explore
@@ -43,6 +45,12 @@ UNFIT = {
     "HiDreamImagePipeline": "a part of the model runs without gradients",  # its experts, outside of training mode
     "OmniGenPipeline": "has no encode_prompt",
 }
+# Classes whose denoisers normalise by diffusers' RMSNorm, which is fused on a GPU.
+NORMS = {*(f"{name}Pipeline" for name in (
+    "ErnieImage", "HunyuanSkyreelsImageToVideo", "HunyuanVideo", "HunyuanVideo15", "HunyuanVideoImageToVideo",
+    "LTX", "LTX2", "LTX2ImageToVideo", "LTXCondition", "LTXImageToVideo", "Lumina2", "Mochi", "QwenImage",
+    "QwenImageEdit", "QwenImageEditPlus", "Sana", "SanaVideo", "StableDiffusion3", "StableDiffusion3ControlNet",
+    "ZImage")), "HunyuanVideoImageToVideoPipeline (token_replace)"}
 # Classes without a guidance scale, or whose scale does nothing at 1.
 UNGUIDED: set[str] = set()
 STEPS, GUIDANCE = 3, 3.0
@@ -55,12 +63,16 @@ class Case:
     """A tiny pipeline as a policy whose LoRA is not at its start."""
 
     name: str
+    precision: str = "fp32"
 
     @cached_property
     def policy(self) -> PipelinePolicy:
         pipe, call = FACTORIES[self.name](0)
+        if self.precision != "fp32":
+            pipe.to(DTYPES[self.precision])
         torch.manual_seed(0)
-        policy = PipelinePolicy(pipe, Adapter(rank=2, alpha=7.0), guidance=GUIDANCE, call=call)
+        policy = PipelinePolicy(pipe, Adapter(rank=2, alpha=7.0), guidance=GUIDANCE, call=call,
+                                precision=self.precision)
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
             for parameter in policy.weights.parameters():
@@ -130,6 +142,23 @@ def test_a_replay_sees_what_the_rollout_saw(case, guidance):
         assert now.requires_grad and then.std() > 1e-3
         torch.testing.assert_close(now.detach(), then, rtol=0, atol=1e-5)
     for k, rows, new in scores:
+        assert (new.logp - part.transitions[k].old.logp[rows]).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", sorted(NORMS))
+def test_fused_norms_change_rounding_alone_and_replay_exactly(name, precision):
+    stock, fused = Case(name, precision), Case(name, precision)
+    assert any([fuse_norms(module, torch.device("cuda")) for module in fused.policy.denoisers.values()])
+    if precision == "fp32":
+        expected = stock.output()
+        limit = 1e-5 * max(1.0, expected.abs().max().item())
+        torch.testing.assert_close(fused.output(stock.state), expected, rtol=0, atol=limit)
+    policy, (grid, timesteps) = fused.policy, fused.grid
+    plan = RolloutSpec(grid, Schedule((0, 1), (0, 1)), fused.kernel, Euler(), 2, roots=2, timesteps=timesteps)
+    [part] = explore(policy, fused.conditioning, [plan], 4, seeder(0, 0))
+    for k, rows, new in replay(policy, fused.conditioning, part, 4):
+        assert new.logp.requires_grad
         assert (new.logp - part.transitions[k].old.logp[rows]).abs().max() <= 1e-6
 
 

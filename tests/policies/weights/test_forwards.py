@@ -1,15 +1,16 @@
-"""The forward of LoRA layers without casts, beside peft's own and beside autocast."""
+"""Forwards in fewer kernels: LoRA layers beside peft's own and autocast, RMS normalisation beside diffusers'."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from diffusers.models.normalization import MochiRMSNorm, RMSNorm
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from flowgrpo.config.sections import Adapter
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.policies.weights.lora_forward import without_casts
+from flowgrpo.policies.weights.forwards import fuse_norms, without_casts
 from flowgrpo.policies.weights.trainable import lora_layers
 from tests.helpers import tiny
 
@@ -81,6 +82,38 @@ def test_convolutions_keep_their_forward():
     made = nn.Sequential(nn.Conv2d(3, 4, 3))
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["0"]), made, "default")
     assert not without_casts(lora_layers(made).values()) and not without_casts([])
+
+
+def test_rows_that_are_not_contiguous_are_taken():
+    theirs, ours = net(), net()
+    x = torch.randn(2, 8, 5, generator=torch.Generator().manual_seed(1)).transpose(1, 2)
+    assert without_casts(lora_layers(ours).values())
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind, weighted", [(RMSNorm, True), (RMSNorm, False), (MochiRMSNorm, True)])
+def test_a_fused_norm_is_no_further_from_the_formula_than_stock(kind, weighted):
+    generator = torch.Generator().manual_seed(2)
+    weight, x = torch.rand(48, generator=generator) + 0.5, 3 * torch.randn(2, 70, 48, generator=generator)
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = kind(48, 1e-6, weighted).to(dtype)
+        if weighted:
+            layer.weight.data.copy_(weight)
+        given = x.to(dtype)
+        exact = given.double() * (given.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        exact = exact * layer.weight.double() if weighted else exact
+        stock = layer(given)
+        assert fuse_norms(layer, torch.device("cpu")) == 0 and fuse_norms(layer, torch.device("cuda")) == 1
+        fused = layer(given)
+        errors = [((y.double() - exact) / exact.abs().max()).abs().max().item() for y in (fused, stock)]
+        assert fused.dtype == stock.dtype == dtype and errors[0] <= max(errors[1], torch.finfo(dtype).eps), errors
+
+
+def test_a_norm_whose_weight_has_another_dtype_answers_as_stock():
+    layer, x = RMSNorm(8, 1e-6), torch.randn(3, 8).bfloat16()
+    stock = layer(x)
+    assert fuse_norms(layer, torch.device("cuda")) == 1 and torch.equal(layer(x), stock)
+    assert fuse_norms(RMSNorm(8, 1e-6, bias=True), torch.device("cuda")) == 0
 
 
 @pytest.mark.parametrize("adapter, casts", [({}, False), ({"dora": True}, True), ({"rank": 0}, True)])
