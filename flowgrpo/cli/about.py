@@ -29,7 +29,7 @@ def check(
     recipe: Annotated[str | None, typer.Option(help="A YAML recipe, or the name of a packaged one, for its adapter, "
                                                "precision and memory.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; without it cuda where it is there.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="A100, H100, H200, B200, L40S, 4090 or 5090: predict memory and "
+    gpu: Annotated[str | None, typer.Option(help="Such as H100, A6000 or 4090: predict memory and "
                                             "seconds of the recipe's epoch on it, from only configuration "
                                             "files.")] = None,
     processes: Annotated[int, typer.Option(min=1, help="With --gpu: processes that share an epoch's prompts.")] = 1,
