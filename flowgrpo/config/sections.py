@@ -164,8 +164,8 @@ class Optimizer(Section):
     """Optimizer of the training loop: its step size and its schedule."""
 
     lr: Positive | Literal["auto"] | AutoRate = Field(
-        3e-4, description="learning rate of AdamW; `auto`, or {target: 0.02}: found in the first updates; see "
-                          "docs/learning_rate.md")
+        3e-4, description="learning rate of AdamW (the default is a LoRA's; all weights need less); `auto`, or "
+                          "{target: 0.02}: found in the first updates; see docs/learning_rate.md")
     warmup: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="of the learning rate, down to 0")
     weight_decay: float = Field(1e-4, ge=0, description="of AdamW")

@@ -1,15 +1,17 @@
 """Text in a picture, read by PP-OCRv6 (small; rapidocr includes its weights) and compared with the text that the prompt
 asks for.
 
-That text is the metadata's `text`, or else the first part of the prompt in double quotes. Spaces and case do not count,
-as in Flow-GRPO (2505.05470, its reward "ocr"), whose formula this is. Its engine is another one, PaddleOCR's English
-model, so that numbers differ where the two read differently.
+That text is the metadata's `text`, one or a list, or else the first part of the prompt in quotation marks: double ones,
+else single ones, else title marks. Spaces and case do not count, as in Flow-GRPO (2505.05470, its reward "ocr"), whose
+formula this is; nor do other forms of a character (`plain`). Its engine is another one, PaddleOCR's English model, so
+that numbers differ where the two read differently.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,20 +26,58 @@ from flowgrpo.rewards.preprocessing import eight_bit
 from flowgrpo.rewards.remote.exchange import side_by_side
 
 MOST = 16  # engines of a process: each holds its own copy of the weights and its workspace
-QUOTED = re.compile(r'["“”„«]([^"“”„«»]+)["“”»]')
+
+# Quotation marks (Unicode's property of that name, primes, accents in their place), dashes and tildes are one each.
+FORMS = {'"': "“”„‟«»″‶〝〞〟״❝❞「」『』｢｣﹁﹂﹃﹄⹂＂", "'": "‘’‚‛‹›′‵`´ʼ׳❛❜＇", "~": "〜～∼",
+         "-": "‐‑‒–—―−⁃⸺⸻︱︲﹘﹣－"}
+ONE = {ord(form): mark for mark, forms in FORMS.items() for form in forms}
+
+# The marks that may close a quotation, by the mark that opens it.
+DOUBLE = {'"': '"', "“": "”“\"", "”": "”", "„": "“”\"", "‟": "”", "«": "»", "»": "«»", "「": "」", "『": "』",
+          "〝": "〞〟", "״": "״", "″": "″", "｢": "｣", "﹁": "﹂", "﹃": "﹄", "＂": "＂"}
+SINGLE = {"'": "'’", "‘": "’'‘", "’": "’", "‚": "‘’'", "‹": "›", "›": "‹›", "`": "`'´", "＇": "＇"}
+TITLES = {"《": "》", "〈": "〉"}
+LETTER = r"[^\W\u2e80-\u9fff\uac00-\ud7af\uff66-\uff9f]"  # or digit, of scripts that put spaces between words
+ELIDED = r"(?!(?:n|tis|twas|til|till|em|cause|cuz|bout|round|\d\ds)(?!\w))"  # words that begin with an apostrophe
 
 
-def asked(prompt: str, metadata: dict[str, Any]) -> str | None:
-    """Return the text that a prompt asks for, None if none."""
-    text = metadata.get("text")
-    if text is None and (quoted := QUOTED.search(prompt)):
-        text = quoted[1]
-    return str(text) if text is not None and plain(str(text)) else None
+def _pattern(marks: dict[str, str], pair: str) -> re.Pattern[str]:
+    return re.compile("|".join(pair.format(start=start, ends=ends) for start, ends in marks.items()), re.S | re.I)
+
+
+QUOTED = (_pattern(DOUBLE, r"(?<!\d){start}([^{ends}]+)[{ends}]"),  # a digit: inches
+          _pattern(SINGLE, f"(?<!{LETTER}){{start}}{ELIDED}(\\S(?:.*?\\S)?)[{{ends}}](?!{LETTER})"),
+          _pattern(TITLES, "{start}([^{ends}]+)[{ends}]"))
+
+
+def asked(prompt: str, metadata: dict[str, Any]) -> tuple[str, ...]:
+    """Return what a prompt asks to be written, empty if nothing. Raises UserError for metadata that are none."""
+    given = metadata.get("text")
+    if given is None:
+        found = next((found for pattern in QUOTED if (found := pattern.search(prompt))), None)
+        given = found[found.lastindex or 0] if found else ()
+    texts = given if isinstance(given, (list, tuple)) else (given,)
+    if any(isinstance(text, bool) or not isinstance(text, (str, int, float)) for text in texts):
+        raise UserError(f"reward 'ocr': a prompt's text is {given!r}, expected a text or a list of them")
+    return tuple(str(text) for text in texts if plain(str(text)))
 
 
 def plain(text: str) -> str:
-    """Return a text without spaces and case, which do not count."""
-    return "".join(text.split()).lower()
+    """Return a text without what does not count: spaces, case (folded) and marks of format; characters in Unicode's
+    form NFKC, quotation marks, dashes and tildes in one form each."""
+    folded = unicodedata.normalize("NFKC", text.translate(ONE)).casefold()
+    return "".join(letter for letter in unicodedata.normalize("NFKC", folded)
+                   if not letter.isspace() and unicodedata.category(letter) != "Cf")
+
+
+def _distances(text: str, target: str, anywhere: bool) -> list[int]:
+    """Return the distances to `target` of the beginnings of `text`, or (anywhere) of their nearest ends."""
+    row = [0 if anywhere else i for i in range(len(text) + 1)]
+    for done, letter in enumerate(target, 1):
+        before, row = row, [done]
+        for i, other in enumerate(text, 1):
+            row.append(min(before[i] + 1, row[-1] + 1, before[i - 1] + (letter != other)))
+    return row
 
 
 def edits(text: str, target: str, anywhere: bool = False) -> int:
@@ -46,29 +86,51 @@ def edits(text: str, target: str, anywhere: bool = False) -> int:
 
     anywhere: to `target` from its nearest part of `text` (Sellers 1980).
     """
-    row = [0 if anywhere else i for i in range(len(text) + 1)]
-    for done, letter in enumerate(target, 1):
-        before, row = row, [done]
-        for i, other in enumerate(text, 1):
-            row.append(min(before[i] + 1, row[-1] + 1, before[i - 1] + (letter != other)))
+    row = _distances(text, target, anywhere)
     return min(row) if anywhere else row[-1]
 
 
-def exact(text: str, target: str) -> float:
-    """Return 1 if exactly the wanted text is read, else 0."""
-    return float(plain(text) == plain(target))
+def whole(text: str, targets: Sequence[str]) -> str:
+    """Return the wanted texts as one, in the order in which their nearest parts stand in `text`."""
+    def place(target: str) -> int:
+        row = _distances(text, target, True)
+        return row.index(min(row))
+
+    return "".join(sorted(targets, key=place))
 
 
-def edit(text: str, target: str) -> float:
+def contains(text: str, targets: Sequence[str]) -> bool:
+    """True if `text` has all the wanted texts, each at a place of its own."""
+    for target in sorted(targets, key=len, reverse=True):
+        if target not in text:
+            return False
+        text = text.replace(target, " ", 1)
+    return True
+
+
+def exact(text: str, *targets: str) -> float:
+    """Return 1 if exactly the wanted texts are read, in any order, else 0."""
+    text = plain(text)
+    return float(text == whole(text, [plain(target) for target in targets]))
+
+
+def edit(text: str, *targets: str) -> float:
     """Return Flow-GRPO's score: 1 - min(d, n) / n with edit distance d and length n of the text; 1 if it is contained.
+
+    Several texts are one, in the order in which they are read.
     """
-    text, target = plain(text), plain(target)
-    return 1.0 if target in text else 1 - min(edits(text, target), len(target)) / len(target)
+    text, wanted = plain(text), [plain(target) for target in targets]
+    target = whole(text, wanted)
+    return 1.0 if contains(text, wanted) else 1 - min(edits(text, target), len(target)) / len(target)
 
 
-def partial(text: str, target: str) -> float:
-    """Return 1 - d / n with the edit distance d to the nearest part of the read text: other writing costs nothing."""
-    return 1 - edits(plain(text), plain(target), anywhere=True) / len(plain(target))
+def partial(text: str, *targets: str) -> float:
+    """Return 1 - d / n with the edit distance d to the nearest part of the read text: other writing costs nothing.
+
+    Of several texts d and n are sums.
+    """
+    text, wanted = plain(text), [plain(target) for target in targets]
+    return 1 - sum(edits(text, target, anywhere=True) for target in wanted) / sum(map(len, wanted))
 
 
 SCORES = {"edit": edit, "exact": exact, "partial": partial}
@@ -78,8 +140,10 @@ SCORES = {"edit": edit, "exact": exact, "partial": partial}
 class Ocr:
     """Share of the wanted text that an image shows, read by PP-OCRv6; None if the prompt asks for none.
 
+    The text is the prompt's `text`, one or a list, else its first part in quotation marks.
+
     score: `edit`, `exact` or `partial`.
-    Raises UserError for another score, and if rapidocr or onnxruntime is missing.
+    Raises UserError for another score, for a `text` that is none, and if rapidocr or onnxruntime is missing.
     """
 
     score: str = "edit"
@@ -93,8 +157,8 @@ class Ocr:
     def __call__(self, images: Tensor, prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         texts = [asked(prompt, entry) for prompt, entry in zip(prompts, metadata)]
-        lines = iter(read([picture for picture, text in zip(eight_bit(images), texts) if text is not None]))
-        return [None if text is None else SCORES[self.score](next(lines), text) for text in texts]
+        lines = iter(read([picture for picture, wanted in zip(eight_bit(images), texts) if wanted]))
+        return [SCORES[self.score](next(lines), *wanted) if wanted else None for wanted in texts]
 
 
 def read(pictures: Sequence[np.ndarray]) -> list[str]:

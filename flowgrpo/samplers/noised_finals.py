@@ -32,7 +32,7 @@ from flowgrpo.types import Gaussian, Scored, Transitions, wide
 @dataclass(frozen=True)
 class GridTimes:
     """Sigmas of the rollout: one of every `every` steps, drawn anew each epoch from steps `start` to int(share *
-    T) - 1 of T.
+    T) - 1 of T. Stretches begin at multiples of `every`: with every 2 and start 1 they are [1], [2, 3], [4, 5], ...
 
     share: above 0 and at most 1, the noisy side of the sigma grid.
     shared: one noise for the samples of a group (DGPO, 2510.08425).
@@ -54,7 +54,8 @@ class GridTimes:
             raise ValueError(f"GridTimes: start {self.start} and share {self.share} leave none of {steps} steps: take "
                              "an earlier start, a larger share or more steps")
         draw = random.Random(f"times/{seed}/{epoch}")
-        return grid[[draw.choice(range(stop)[at:at + self.every]) for at in range(self.start, stop, self.every)]]
+        return grid[[draw.choice(range(max(at, self.start), min(at + self.every, stop)))
+                     for at in range(self.start - self.start % self.every, stop, self.every)]]
 
 
 @dataclass(frozen=True)

@@ -28,18 +28,63 @@ def drawn(*lines: str, size: int = 256, height: int = 34) -> torch.Tensor:
 # --- what is asked for -----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("prompt, metadata, text", [
-    ('A sign that says "Open 24 Hours" at night', {}, "Open 24 Hours"),
-    ("A sign that says “Open 24 Hours”", {}, "Open 24 Hours"),
-    ('Two signs, "first" and "second"', {}, "first"),
-    ('A sign that says "Open"', {"text": "Closed"}, "Closed"),
-    ("A bus with a number", {"text": 42}, "42"),
-    ("A sign that says nothing", {}, None),
-    ("It's a dog's life, isn't it", {}, None),
-    ('An empty "  " sign', {}, None),
-    ("A sign", {"text": " "}, None),
+    ('A sign that says "Open 24 Hours" at night', {}, ["Open 24 Hours"]),
+    ('Two signs, "first" and "second"', {}, ["first"]),
+    ('A sign that says "Open"', {"text": "Closed"}, ["Closed"]),
+    ("Two signs", {"text": ["OPEN", "CLOSED", " ", 7]}, ["OPEN", "CLOSED", "7"]),
+    ("A bus with a number", {"text": 42}, ["42"]),
+    ("A sign that says nothing", {}, []),
+    ('An empty "  " sign', {}, []),
+    ("A sign", {"text": " "}, []),
+    ('A sign, "Open"', {"text": []}, []),
+    ("It's a dog's life, isn't it", {}, []),
+    ("the dogs' bowl and the cats' bed", {}, []),
+    ("rock 'n' roll in a '90s car, 'Tis the dogs' show", {}, []),
+    ('A 12" pizza with "YUM" beside a 14" one', {}, ["YUM"]),
+    ("'DON'T PANIC' on a book", {}, ["DON'T PANIC"]),
+    ("the artist's sign says ‘Don’t’", {}, ["Don’t"]),
+    ("the dog's sign “it's 'open'”", {}, ["it's 'open'"]),
 ])
-def test_the_text_that_is_asked_for(prompt, metadata, text):
-    assert ocr.asked(prompt, metadata) == text
+def test_the_texts_that_are_asked_for(prompt, metadata, text):
+    assert list(ocr.asked(prompt, metadata)) == text
+
+
+@pytest.mark.parametrize("prompt", [prompt for line in """
+    a sign “OPEN” here; a sign ＂OPEN＂ here; a sign 'OPEN' here; a sign ‘OPEN’ here; a sign `OPEN` here
+    ein Schild „OPEN“ am Tor; ein Schild ‚OPEN‘; ein Schild »OPEN«; une enseigne «OPEN» ici; une enseigne ‹OPEN›
+    вывеска «OPEN»; знак „OPEN“; szyld „OPEN” w nocy; en skylt ”OPEN” här; en skylt ’OPEN’; et »OPEN« skilt
+    写着“OPEN”的牌子; 写着'OPEN'的牌子; 写着‘OPEN’的牌子; 一本名为《OPEN》的书; שלט ״OPEN״ כאן; لافتة «OPEN» هنا
+    「OPEN」と書かれた看板; 『OPEN』の看板; ｢OPEN｣の看板; 〝OPEN〟の看板; ﹁OPEN﹂
+    〈OPEN〉라는 책; 간판에 'OPEN'이라고; 간판에 “OPEN”이라고
+""".strip().splitlines() for prompt in line.split(";")])
+def test_every_languages_quotation_marks_are_seen(prompt):
+    assert ocr.asked(prompt, {}) == ("OPEN",)
+
+
+@pytest.mark.parametrize("text", [{"a": 1}, True, [["OPEN"]], ["OPEN", None]])
+def test_a_text_that_is_none_is_told(text):
+    with pytest.raises(UserError, match=r"^reward 'ocr': a prompt's text is .*, expected a text or a list of them$"):
+        ocr.asked("a sign", {"text": text})
+
+
+@pytest.mark.parametrize("form, same", [
+    ("ＯＰＥＮ　２４！", "open 24!"), ("ﾃｽﾄ", "テスト"), ("Straße", "STRASSE"),
+    ("cafe\u0301", "CAFÉ"), ("ﬁne…", "FINE..."),
+    ("“It’s” ‚ok‘", "\"it's\" 'ok'"), ("«oui» „ja“ 「はい」", '"oui""ja""はい"'),
+    ("1990–95 — 5−3 a‑b", "1990-95-5-3a-b"), ("５〜６", "5～6"), ("a\u200bb\u00adc", "abc"),
+])
+def test_forms_of_a_character_do_not_count(form, same):
+    assert ocr.plain(form) == ocr.plain(same) and ocr.edit(form, same) == ocr.exact(same, form) == 1
+
+
+def test_quotation_marks_and_dashes_have_one_form_each():
+    """Those of Unicode's property Quotation_Mark, and of the category Pd those that look like a dash."""
+    marks = [0x22, 0x27, 0xab, 0xbb, *range(0x2018, 0x2020), 0x2039, 0x203a, 0x2e42, *range(0x300c, 0x3010),
+             *range(0x301d, 0x3020), *range(0xfe41, 0xfe45), 0xff02, 0xff07, 0xff62, 0xff63]
+    assert {ocr.plain(chr(mark)) for mark in marks} == {'"', "'"}
+    dashes = [*range(0x2010, 0x2016), 0x2e3a, 0x2e3b, 0xfe31, 0xfe32, 0xfe58, 0xfe63, 0xff0d]
+    assert {ocr.plain(chr(dash)) for dash in dashes} == {"-"}
+    assert ocr.plain("ー") == "ー"  # a vowel's length, no dash
 
 
 # --- the scores ------------------------------------------------------------------------------------------------------
@@ -60,6 +105,20 @@ def test_the_scores(found, wanted, edit, exact, partial):
     assert ocr.edit(found, wanted) == pytest.approx(edit, abs=1e-12)
     assert ocr.exact(found, wanted) == exact
     assert ocr.partial(found, wanted) == pytest.approx(partial, abs=1e-12)
+
+
+@pytest.mark.parametrize("found, wanted, edit, exact, partial", [
+    ("CLOSED open", ["Open", "Closed"], 1, 1, 1),  # in any order
+    ("CLOSED and open", ["Open", "Closed"], 1, 0, 1),
+    ("open", ["Open", "Closed"], 0.4, 0, 1 - 4 / 10),  # of ten letters six are missing; the nearest part, pe, has two
+    ("CLOSED opem", ["Open", "Closed"], 0.9, 0, 0.9),
+    ("open", ["Open", "open"], 0.5, 0, 1),  # once for two
+    ("", ["Open", "Closed"], 0, 0, 0),
+])
+def test_the_scores_of_several_texts(found, wanted, edit, exact, partial):
+    assert ocr.edit(found, *wanted) == pytest.approx(edit, abs=1e-12)
+    assert ocr.exact(found, *wanted) == exact
+    assert ocr.partial(found, *wanted) == pytest.approx(partial, abs=1e-12)
 
 
 def by_definition(found: str, wanted: str) -> int:
@@ -84,9 +143,9 @@ def test_the_edits_are_those_of_their_definition():
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
-def scores(score: str, images: list[torch.Tensor], prompts: list[str]) -> list[float | None]:
+def scores(score: str, images: list[torch.Tensor], prompts: list[str], *metadata: dict) -> list[float | None]:
     made = rewards.find("ocr", {"score": score})
-    return rewards.score({"ocr": made}, torch.stack(images), prompts, [{}] * len(prompts))[:, 0].tolist()
+    return rewards.score({"ocr": made}, torch.stack(images), prompts, metadata or [{}] * len(prompts))[:, 0].tolist()
 
 
 def test_pictures_are_read():
@@ -98,6 +157,7 @@ def test_pictures_are_read():
     assert edit[2] == pytest.approx(1 - 2 / 9)
     assert scores("exact", images[:3], prompts[:3]) == [1, 1, 0]
     assert scores("partial", images[2:3], prompts[2:3]) == pytest.approx([1 - 1 / 9])
+    assert scores("edit", images[1:2], ["signs"], {"text": ["ＨＯＵＲＳ", "Open 24"]}) == [1]
 
 
 def test_several_engines_read_what_one_does_in_the_same_order(monkeypatch):

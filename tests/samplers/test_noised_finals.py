@@ -91,6 +91,15 @@ def test_grid_times_are_the_steps_that_are_asked_for():
     assert set(places(GridTimes(start=1, share=0.5), 10, 5)) == {(1, 2, 3, 4)}
     # Stretches of two steps, the last one short: every combination comes.
     assert set(places(GridTimes(every=2, share=0.5), 10, 80)) == {(a, b, 4) for a in (0, 1) for b in (2, 3)}
+    assert set(places(GridTimes(every=3, start=2, share=0.6), 10, 80)) == {(2, b) for b in (3, 4, 5)}
+
+
+def test_awm_draws_from_the_stretches_of_its_release():
+    """train_sd3_awm.py, `discrete_wo_init`, with its 14 steps, 6 times and fraction 0.9."""
+    bounds = torch.linspace(1, int(14 * 0.9), 7).long().tolist()
+    stretches = [set(range(*pair)) for pair in zip(bounds, bounds[1:])]
+    assert stretches == [{1}, {2, 3}, {4, 5}, {6, 7}, {8, 9}, {10, 11}]
+    assert [set(drawn) for drawn in zip(*places(preset("awm").target.times, 14, 40))] == stretches
 
 
 def test_stratified_times_fall_one_in_each_slice():

@@ -28,7 +28,9 @@ MARKS = {"image": "score in [1, 5]", "video": "score in [1, 10]"}
 class UnifiedReward(Asking):
     """UnifiedReward's mark after "Final Score:": 1 to 5 of an image, 1 to 10 of a video (2503.05236).
 
-    Flow-GRPO divides an image's by 5: `scale: [0, 5]`. A video is sent as its frames; the release sends the video.
+    A video is sent as its frames; the release sends the video. Flow-GRPO's reward is another one: it asks its own
+    question (rewards.py, unifiedreward_score_sglang) about images of 512 pixels, divides the mark by 5 and counts 0 for
+    an answer without one, which is None here: `template: FILE.txt` and `scale: [0, 5]`.
     template: another question, or its file, PATH.txt, for images and videos.
     parse, scale: as in `Judge`; an empty `parse` reads the release's marks.
     """
