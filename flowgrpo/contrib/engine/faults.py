@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.contrib.engine.client import Sample
+from flowgrpo.objectives.ratios import LogRatio, PlainRatio
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.samplers.grids import shifted, stock
@@ -36,12 +37,15 @@ def weights(policy: PipelinePolicy, lora: bool) -> AbstractContextManager[Any]:
 
 
 @torch.no_grad()
-def by_step(policy: PipelinePolicy, conditioning: Conditioning, part: Part, micro_batch: int) -> Tensor:
-    """Return the |log ratio| [b,K] of an engine's samples at their K steps with noise; NaN becomes infinite."""
-    found = torch.zeros(len(part.prompts), len(part.transitions))
+def by_step(policy: PipelinePolicy, conditioning: Conditioning, part: Part, micro_batch: int,
+            log_ratios: Sequence[LogRatio] = (PlainRatio(),)) -> Tensor:
+    """Return each |log-ratio| [M,b,K] of an engine's samples at their K steps with noise; NaN becomes
+    infinite."""
+    found = torch.zeros(len(log_ratios), len(part.prompts), len(part.transitions))
     for k, rows, new in replay(policy, conditioning, part, micro_batch):
-        old = part.transitions[k].old.logp[rows]
-        found[rows, k] = (new.logp.cpu() - old.cpu()).abs()[:, 0].nan_to_num(torch.inf)
+        old = part.transitions[k].old.rows(rows).to(new.logp.device)
+        for measured, log_ratio in zip(found, log_ratios):
+            measured[rows, k] = log_ratio(new, old)[:, 0].abs().nan_to_num(torch.inf).cpu()
     return found
 
 
@@ -127,7 +131,7 @@ def _mixed(policy: PipelinePolicy, conditioning: Conditioning, part: Part, micro
     """Return which sample fits another prompt than its own, and the largest |log ratio| if all are of those."""
     count = len(conditioning.prompts)
     with weights(policy, lora):
-        each = torch.stack([by_step(policy, conditioning, _under(part, prompt), micro_batch).amax(1)
+        each = torch.stack([by_step(policy, conditioning, _under(part, prompt), micro_batch)[0].amax(1)
                             for prompt in range(count)])  # [P,b]
     fits = each.argmin(0)
     moved = (fits != part.prompts.cpu()).nonzero().flatten().tolist()

@@ -1,8 +1,9 @@
 """Comparison of an engine with the pipeline: its samples, replayed, and what a difference comes from.
 
 Each row is one way to draw and to replay: the precision of the pipeline, the samples of a request, and the LoRA. Its
-numbers are the largest |log ratio| of every step. A run's first-ratio check takes a tenth of its clip range, so that
-ten times the largest of them is the smallest clip range that the engine allows without rescoring.
+numbers are the largest |log ratio| of every step. A run's first-ratio check takes a tenth of its clip range, in the unit
+of its method's log-ratio. So ten times the largest of each kind is the smallest clip range that the engine allows
+without rescoring.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from flowgrpo.contrib.engine.client import Engine, EngineError, Sample
 from flowgrpo.contrib.engine.lora import LoraSender
 from flowgrpo.contrib.engine.sampler import drawn, part_of, requests
 from flowgrpo.errors import UserError
+from flowgrpo.objectives.ratios import Guard, PlainRatio, SquaredErrorRatio
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE
@@ -31,6 +33,7 @@ from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.solvers import Euler
 
 KERNELS: dict[str, Callable[[float], Kernel]] = {"sde": FlowSDE, "cps": CPS}
+LOG_RATIOS = (PlainRatio(), Guard(), SquaredErrorRatio())  # those of the presets that an engine can sample for
 SHARE = 0.1  # of the clip range that a first log-ratio may take (`training.first_ratio`)
 
 
@@ -58,6 +61,7 @@ class Asked:
 class Row:
     """Comparison of one way to draw and to replay. by_step: the largest |log ratio| of each step with noise.
 
+    clips: smallest clip ranges whose first-ratio check passes, by the class of the log-ratio.
     found: what the difference comes from, a line for each fault.
     """
 
@@ -65,16 +69,12 @@ class Row:
     batch: int
     lora: bool
     by_step: tuple[float, ...]
+    clips: dict[str, float]
     found: tuple[str, ...] = ()
 
     @property
     def largest(self) -> float:
         return max(self.by_step)
-
-    @property
-    def clip(self) -> float:
-        """Smallest clip range whose first-ratio check passes."""
-        return self.largest / SHARE
 
 
 def rows(engine: Engine, policy_of: Callable[[str], PipelinePolicy], precisions: Sequence[str], asked: Asked,
@@ -112,7 +112,7 @@ def specified(policy: PipelinePolicy, conditioning: Conditioning, asked: Asked) 
         kernel = KERNELS[asked.kind](asked.level)
     except ValueError as error:
         raise UserError(f"--level: {error}") from None
-    return RolloutSpec(grid, AllSteps()(asked.steps, 0, 0), kernel, Euler(), asked.count, asked.count)
+    return RolloutSpec(grid, AllSteps()(asked.steps, 0, 0), kernel, Euler(), asked.count, asked.count, keep_means=True)
 
 
 def _drawn(engine: Engine, policy: PipelinePolicy, conditioning: Conditioning, spec: RolloutSpec, asked: Asked,
@@ -138,30 +138,30 @@ def _row(policy: PipelinePolicy, conditioning: Conditioning, spec: RolloutSpec, 
     try:
         part = part_of(policy, conditioning, of, range(len(conditioning.prompts)), prompts, spec)
     except EngineError as error:
-        return Row(precision, batch, lora, (float("inf"),), (f"{error.fault}: {error}",))
+        return Row(precision, batch, lora, (float("inf"),), {}, (f"{error.fault}: {error}",))
     with faults.weights(policy, lora):
-        by_step = faults.by_step(policy, conditioning, part, batch)
-    found = faults.found(policy, conditioning, part, of, samples[lora, 1], by_step, batch, lora)
-    return Row(precision, batch, lora, tuple(by_step.amax(0).tolist()), tuple(found))
+        each = faults.by_step(policy, conditioning, part, batch, LOG_RATIOS)
+    clips = {type(log_ratio).__name__: float(values.max()) / SHARE for log_ratio, values in zip(LOG_RATIOS, each)}
+    found = faults.found(policy, conditioning, part, of, samples[lora, 1], each[0], batch, lora)
+    return Row(precision, batch, lora, tuple(each[0].amax(0).tolist()), clips, tuple(found))
 
 
 def table(found: Sequence[Row]) -> list[str]:
-    """Return the lines of a table of rows, and a line on what the engine allows."""
+    """Return the lines of a table of rows, and lines on what the engine allows."""
     steps = max(len(row.by_step) for row in found)
     lines = [f"first |log ratio|, by step 0 to {steps - 1}:"]
     for row in found:
         head = f"{row.precision}, batch {row.batch}, {'LoRA' if row.lora else 'base'}:"
-        lines.append(f"{head:<24} largest {row.largest:.1e}, clip range {row.clip:.1e} or wider; "
-                     + " ".join(f"{value:.0e}" for value in row.by_step))
+        lines.append(f"{head:<24} largest {row.largest:.1e}; " + " ".join(f"{value:.0e}" for value in row.by_step))
     named = {f"fault: {line}": None for row in found for line in row.found}
     lines += named
     if not named:
-        by = {precision: max(row.clip for row in found if row.precision == precision)
-              for precision in dict.fromkeys(row.precision for row in found)}
-        lines.append("smallest clip range: " + ", ".join(f"{clip:.1e} in {precision}" for precision, clip in by.items())
-                     + "; a narrower one works where a run computes old log-probabilities again, as it does by itself")
+        for precision in dict.fromkeys(row.precision for row in found):
+            clips = [row.clips for row in found if row.precision == precision]
+            lines.append(f"smallest clip range in {precision}: " + ", ".join(
+                f"{max(each[name] for each in clips):.1e} of {name}" for name in clips[0]))
+        lines.append("a narrower one works where a run computes old log-probabilities again, as it does by itself")
     return lines
-
 
 
 def adapter_of(path: Path) -> dict[str, Any]:

@@ -46,7 +46,25 @@ def test_an_engine_that_is_right_has_rows_without_a_fault(kind, level):
     assert [(row.precision, row.batch, row.lora) for row in found] == [
         ("fp32", 1, False), ("fp32", 2, False), ("fp32", 1, True), ("fp32", 2, True)]
     assert all(len(row.by_step) == 3 and row.largest < 2e-5 and not row.found for row in found)
-    assert all(math.isclose(row.clip, 10 * row.largest) for row in found)
+    assert all(math.isclose(row.clips["PlainRatio"], 10 * row.largest) for row in found)
+
+
+def test_clip_ranges_are_in_the_unit_of_each_log_ratio():
+    """Of a gap dv in the velocities: the plain log-ratio z dm / s - (dm / s)^2 / 2 as a mean, Guard's z dm and twice
+    s^2 times the plain one, at the step where each is largest."""
+    own = TinyEngine(tiny.sd3())
+    with torch.no_grad():
+        own.pipe.transformer.proj_out.weight.mul_(1 + 1e-3)  # as if the engine rounded
+    with serving(own) as url:
+        policy, engine = policy_of(), Engine(url)
+        [row] = verify.rows(engine, lambda _: policy, ("fp32",), Asked(("red",), count=1, steps=4), None)
+    conditioning = policy.encode(["red"], [""])
+    spec = verify.specified(policy, conditioning, Asked(("red",), count=1, steps=4))
+    stds = [spec.transition(*[torch.zeros(1, 1)] * 2, spec.grid, step).std.item() for step in spec.schedule.trained]
+    plain = torch.tensor(row.by_step)
+    assert row.clips["PlainRatio"] == pytest.approx(10 * plain.max().item())
+    assert row.clips["SquaredErrorRatio"] == pytest.approx(20 * (torch.tensor(stds).square() * plain).max().item())
+    assert 0 < row.clips["Guard"] < 10 * (1.1 * torch.tensor(stds) * plain).max().item() < row.clips["PlainRatio"]
 
 
 def test_half_precision_shows_in_its_rows_alone():
@@ -54,7 +72,7 @@ def test_half_precision_shows_in_its_rows_alone():
     exact, half = (max(row.largest for row in found if row.precision == name) for name in ("fp32", "bf16"))
     assert exact < 2e-5 and 1e-4 < half < 0.02 and not any(row.found for row in found)
     lines = verify.table(found)
-    assert lines[-1].startswith("smallest clip range: ") and f"{10 * half:.1e} in bf16" in lines[-1]
+    assert lines[-2].startswith(f"smallest clip range in bf16: {10 * half:.1e} of PlainRatio, ")
 
 
 # The eight faults, and where each shows.
@@ -132,12 +150,16 @@ def test_other_weights_are_named_by_their_outputs():
 
 
 def test_the_table_says_the_widest_ratio_of_each_precision():
-    lines = verify.table([Row("fp32", 1, False, (1e-6, 2e-6)), Row("bf16", 2, True, (1e-3, 5e-4))])
+    lines = verify.table([Row("fp32", 1, False, (1e-6, 2e-6), {"PlainRatio": 2e-5, "Guard": 3e-6}),
+                          Row("bf16", 1, True, (1e-3, 5e-4), {"PlainRatio": 1e-2, "Guard": 2e-3}),
+                          Row("bf16", 2, True, (1e-3, 5e-4), {"PlainRatio": 9e-3, "Guard": 4e-3})])
     assert lines == ["first |log ratio|, by step 0 to 1:",
-                     "fp32, batch 1, base:     largest 2.0e-06, clip range 2.0e-05 or wider; 1e-06 2e-06",
-                     "bf16, batch 2, LoRA:     largest 1.0e-03, clip range 1.0e-02 or wider; 1e-03 5e-04",
-                     "smallest clip range: 2.0e-05 in fp32, 1.0e-02 in bf16; a narrower one works where a run computes "
-                     "old log-probabilities again, as it does by itself"]
+                     "fp32, batch 1, base:     largest 2.0e-06; 1e-06 2e-06",
+                     "bf16, batch 1, LoRA:     largest 1.0e-03; 1e-03 5e-04",
+                     "bf16, batch 2, LoRA:     largest 1.0e-03; 1e-03 5e-04",
+                     "smallest clip range in fp32: 2.0e-05 of PlainRatio, 3.0e-06 of Guard",
+                     "smallest clip range in bf16: 1.0e-02 of PlainRatio, 4.0e-03 of Guard",
+                     "a narrower one works where a run computes old log-probabilities again, as it does by itself"]
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +175,7 @@ def test_the_command_prints_the_rows(folder, lora, capsys):
     with serving(own) as url:
         assert main(["verify", url, str(folder), *options]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith(": tiny, version 0.5.23") and lines[-1].startswith("smallest clip range: ")
+    assert lines[0].endswith(": tiny, version 0.5.23") and lines[-2].startswith("smallest clip range in fp32: ")
     assert sum("LoRA:" in line for line in lines) == (2 if lora else 0) and own.lora == ""
 
 
