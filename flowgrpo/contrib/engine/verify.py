@@ -1,7 +1,7 @@
 """Comparison of an engine with the pipeline: its samples, replayed, and what a difference comes from.
 
 Each row is one way to draw and to replay: the precision of the pipeline, the samples of a request, and the LoRA. Its
-numbers are the largest |log ratio| of every step. A run's first-ratio check takes a tenth of its clip range, in the unit
+numbers are the largest |log ratio| of every step. A first-ratio check takes a tenth of a run's clip range, in the unit
 of its method's log-ratio. So ten times the largest of each kind is the smallest clip range that the engine allows
 without rescoring.
 """
