@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from flowgrpo.data.prompts import GSM8K, Prompt, of_rows
+from flowgrpo.data.prompts import Prompt, of_rows
 from flowgrpo.errors import UserError, nearest
 
 PREFIX = "hub:"
 NAME = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(?::(?P<config>[\w.-]+))?")
 OPTIONS = ("column", "split", "revision", "limit", "streaming", "unique")
-COLUMNS = ("prompt", "Prompt", "prompts", "Prompts", "caption", "text", "question")  # of the prompt, the first there is
+# Columns of the prompt, the first there is.
+COLUMNS = ("prompt", "Prompt", "prompts", "Prompts", "caption", "text", "question", "problem", "messages")
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,5 @@ def _column(source: str, wanted: str | None, row: dict[str, Any]) -> str:
 
 
 def _renamed(row: dict[str, Any], column: str) -> dict[str, Any]:
-    """Return the row with its prompt under `prompt`. A row of GSM8K stays; a picture's column is left out."""
-    if row.keys() == GSM8K:
-        return row
+    """Return the row with its prompt under `prompt`; a picture's column is left out."""
     return {key: value for key, value in row.items() if key not in (column, "image")} | {"prompt": row[column]}

@@ -4,13 +4,15 @@ A prompt file is one of
 - `.txt`: one prompt per line; blank lines are skipped;
 - `.jsonl`: one object per line with `prompt` and optionally `negative_prompt`, `metadata` (an object passed to the
   rewards; those for text read `answer` there), `weight` (a positive number), and the files of inputs.py (paths
-  relative to the prompt file; rewards find the full paths in the metadata). Lines of GSM8K, with `question` and
-  `answer` alone, are accepted: the question is the prompt, and the text after #### in the answer, without thousands
-  separators, is metadata.answer. So are lines of GenEval, with `prompt`, `tag` and `include`: their other keys are
-  the metadata;
+  relative to the prompt file; rewards find the full paths in the metadata). Other keys, such as `answer`, go into the
+  metadata, unless they look like a slip of these;
 - `.csv`: the same names as columns; `metadata` cells hold JSON, empty cells count as absent;
-- `.parquet` (of the hub's datasets; extra `parquet`): the same names as columns. Other columns go into the metadata, as
-  those of `.csv` do; columns of bytes, such as images, are left out.
+- `.parquet` (of the hub's datasets; extra `parquet`): the same names as columns. Other columns go into the metadata;
+  columns of bytes, such as images, are left out.
+
+In place of `prompt` there may be `question` or `problem`, or `messages`: a user's message, and perhaps the assistant's
+answer to it, which becomes metadata.answer. Of an answer with #### (GSM8K) the text behind it is taken, without
+thousands separators.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from flowgrpo.files import decoded, require_size, unfit, unsafe
 
 ANSWERS = ("solution", "answer")  # of a prompt's metadata: the first that it has
 KEYS = ("prompt", "negative_prompt", "metadata", "weight", *files.KEYS)
-GSM8K, GENEVAL = {"question", "answer"}, {"prompt", "tag", "include"}
+QUESTIONS = ("question", "problem", "messages")  # keys in place of `prompt`
+GENEVAL = {"prompt", "tag", "include"}  # its other keys are facts, whatever their names
 USER_PROMPT = "user_prompt"  # metadata key of the prompt that a rewritten prompt comes from
 LARGEST = 2**28  # bytes of a file
 LONGEST, LONGEST_TEXT = 20_000, 1_000_000  # characters of a prompt of a pipeline, and of a language model
@@ -130,7 +133,8 @@ def of_records(records: Sequence[str | dict[str, Any] | Prompt]) -> list[Prompt]
     """
     listed = Path("list")
     prompts = [record if isinstance(record, Prompt) else
-               _prompt({"prompt": record} if isinstance(record, str) else record, listed, number)
+               _prompt({"prompt": record} if isinstance(record, str) else _of_line(record, listed, number), listed,
+                       number)
                for number, record in enumerate(records, 1)]
     for number, prompt in enumerate(prompts, 1):
         try:
@@ -200,31 +204,62 @@ def _read_txt(text: str, path: Path) -> Records:
 def _read_jsonl(text: str, path: Path) -> Records:
     for line, record in enumerate(text.split("\n"), 1):
         if record.strip():
-            row = _json(record, path, line)
-            keys = row.keys() if isinstance(row, dict) else set()
-            if keys == GSM8K:
-                row = _gsm8k(row, path, line)
-            elif GENEVAL <= keys and "metadata" not in keys:
-                row = {"prompt": row.pop("prompt"), "metadata": row}
-            yield line, row
+            yield line, _of_line(_json(record, path, line), path, line)
 
 
-def _gsm8k(record: dict[str, Any], path: Path, line: int) -> dict[str, Any]:
-    """Convert a line of GSM8K (2110.14168) to our keys."""
-    _, mark, answer = str(record["answer"]).rpartition("####")
-    answer = answer.strip().replace(",", "")
-    if not mark or not answer:
-        raise _wrong(path, line, f"expected a solution that ends with '#### number' under 'answer', got "
-                                 f"{str(record['answer'])[-60:]!r}: put other answers into `metadata`, and the "
-                                 "question under 'prompt'")
-    return {"prompt": record["question"], "metadata": {"answer": answer}}
+def _of_line(row: Any, path: Path, line: int) -> Any:
+    """Convert a line's object to our keys. Raises UserError for a key that looks like a slip of one of them."""
+    if not isinstance(row, dict):
+        return row
+    for key in () if GENEVAL <= row.keys() else row.keys() - {*KEYS, *QUESTIONS}:
+        hint = nearest(key, list(KEYS))
+        if "did you mean" in hint:
+            raise _wrong(path, line, f"unknown key {key!r}{hint} (other facts go into `metadata`)")
+    return _with_facts(row, path, line) if row.keys() - set(KEYS) or isinstance(row.get("prompt"), list) else row
+
+
+def _asked(row: dict[str, Any], path: Path, line: int) -> dict[str, Any]:
+    """Return a row with `prompt`, where it has a question or messages in its place. Raises UserError for messages that
+    are no single question."""
+    if "prompt" not in row and (name := next((key for key in QUESTIONS if key in row), None)):
+        row = {"prompt": row[name]} | {key: value for key, value in row.items() if key != name}
+    if isinstance(turns := row.get("prompt"), list):
+        said = [(turn.get("role"), _said(turn.get("content"), path, line)) if isinstance(turn, dict) else (None, "")
+                for turn in turns]
+        roles = [role for role, _ in said]
+        if "system" in roles:
+            raise _wrong(path, line, "a message of the system: leave it out, and set text.system, which all prompts "
+                                     "share")
+        if roles not in (["user"], ["user", "assistant"]):
+            raise _wrong(path, line, "expected messages of one user, and perhaps the assistant's answer, got the roles "
+                                     f"{', '.join(map(str, roles)) or 'of none'}")
+        row = row | {"prompt": said[0][1]} | {"answer": row.get("answer", text) for _, text in said[1:]}
+    return row
+
+
+def _said(content: Any, path: Path, line: int) -> str:
+    """Return the text of a message, also one in parts."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+               for part in parts):
+        raise _wrong(path, line, f"expected messages of text, got {str(content)[:60]!r}: the path of an image goes "
+                                 "under 'image'")
+    return "\n".join(part["text"] for part in parts)
+
+
+def _final(answer: Any, path: Path, line: int) -> Any:
+    """Return an answer, of GSM8K's solutions (2110.14168) the number behind ####."""
+    _, mark, final = answer.rpartition("####") if isinstance(answer, str) else ("", "", "")
+    if mark and not final.strip():
+        raise _wrong(path, line, f"expected an answer behind '####' under 'answer', got {answer[-60:]!r}")
+    return final.strip().replace(",", "") if mark else answer
 
 
 def _read_csv(text: str, path: Path) -> Records:
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True, skipinitialspace=True)
     try:
         headings = reader.fieldnames or ()
-        if text.strip() and "prompt" not in headings:
+        if text.strip() and not {"prompt", *QUESTIONS[:2]} & {*headings}:
             raise _wrong(path, 1, f"expected the heading 'prompt' in the first line, got {reader.fieldnames!r}")
         if len(set(headings)) < len(headings):
             raise _wrong(path, 1, f"expected different headings, got {reader.fieldnames!r}")
@@ -286,19 +321,23 @@ def of_rows(table: Iterable[dict[str, Any]], path: Path) -> list[Prompt]:
 
 def _of_columns(table: Iterable[dict[str, Any]], path: Path) -> Records:
     for line, row in enumerate(table, 1):
-        if "prompt" not in row and row.keys() != GSM8K:
+        if not {"prompt", *QUESTIONS} & row.keys():
             raise _wrong(path, line, f"expected the column 'prompt', got {', '.join(row)}")
-        yield line, _gsm8k(row, path, line) if row.keys() == GSM8K else _with_facts(_known(row), path, line)
+        yield line, _with_facts(_known(row), path, line)
 
 
 def _with_facts(row: dict[str, Any], path: Path, line: int) -> dict[str, Any]:
     """Convert a row to our keys; columns that are not ours become metadata."""
-    metadata = row.pop("metadata", {})
+    row = _asked(row, path, line)
+    metadata = row.pop("metadata", None)
+    metadata = {} if metadata is None else metadata
     if isinstance(metadata, str):
         metadata = _json(metadata, path, line)
     elif isinstance(metadata, dict):
         metadata = _known(metadata)  # a structure has the keys of all rows
     facts = {key: row.pop(key) for key in [*row] if key not in KEYS}
+    if "answer" in facts:
+        facts["answer"] = _final(facts["answer"], path, line)
     return row | {"metadata": facts | metadata if isinstance(metadata, dict) else metadata}
 
 
@@ -316,9 +355,6 @@ def _json(text: str, path: Path, line: int) -> Any:
 def _prompt(record: Any, path: Path, line: int) -> Prompt:
     if not isinstance(record, dict):
         raise _wrong(path, line, f"expected an object with the key 'prompt', got {record!r}")
-    for key in record:
-        if key not in KEYS:
-            raise _wrong(path, line, f"unknown key {key!r}{nearest(key, list(KEYS))} (other facts go into `metadata`)")
     text, negative, metadata = record.get("prompt"), record.get("negative_prompt"), record.get("metadata")
     if not isinstance(text, str) or not text.strip():
         raise _wrong(path, line, f"expected a text under 'prompt', got {text!r}")

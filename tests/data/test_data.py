@@ -16,7 +16,7 @@ import pytest
 from pyarrow import parquet
 
 from flowgrpo.config import Config
-from flowgrpo.data.prompts import STARTER, Prompt, load_prompts
+from flowgrpo.data.prompts import STARTER, Prompt, load_prompts, of_records
 from flowgrpo.data.splits import draw, resolve, split
 from flowgrpo.errors import UserError
 from flowgrpo.starter import scenes
@@ -88,6 +88,33 @@ def table(path: Path, rows: list[dict]) -> Path:
     return path
 
 
+# The most usual files of language models' own data, as JSON lines and as Parquet.
+USER = {"role": "user", "content": "3 and 4?"}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "3 and 4?"}]}
+OWN = [{"prompt": "3 and 4?", "answer": "7"}, {"question": "3 and 4?", "answer": "7"},
+       {"prompt": "3 and 4?", "answer": "3+4\n#### 7"}, {"problem": "3 and 4?", "solution": "7"},
+       {"messages": [USER, {"role": "assistant", "content": "7"}]}, {"messages": [PARTS], "answer": "7"},
+       {"prompt": [USER], "answer": "7"}, {"question": "3 and 4?", "metadata": {"answer": "7"}},
+       {"messages": [USER, {"role": "assistant", "content": "so\n#### 7"}], "metadata": None}]
+
+
+@pytest.mark.parametrize("row", OWN, ids=str)
+def test_own_data_of_language_models(row, tmp_path):
+    expected = Prompt("3 and 4?", metadata={next(iter({"solution"} & row.keys()), "answer"): "7"})
+    assert load_prompts(write(tmp_path, "p.jsonl", json.dumps(row))) == [expected]
+    assert load_prompts(table(tmp_path / "p.parquet", [row])) == [expected]
+    assert of_records([row]) == [expected]
+
+
+def test_other_keys_are_metadata_in_every_form(tmp_path):
+    row = {"question": "3 and 4?", "answer": 7, "source": "own", "tag": "sums"}
+    expected = [Prompt("3 and 4?", metadata={"answer": 7, "source": "own", "tag": "sums"})]
+    assert load_prompts(write(tmp_path, "p.jsonl", json.dumps(row))) == expected
+    assert load_prompts(table(tmp_path / "p.parquet", [row])) == expected
+    assert load_prompts(write(tmp_path, "p.csv", "question,answer,source\n3 and 4?,7,own\n")) == [
+        Prompt("3 and 4?", metadata={"answer": "7", "source": "own"})]
+
+
 def test_parquet_holds_the_same(tmp_path):
     rows = [{"prompt": "a cat", "negative_prompt": "blurry", "metadata": {"task": "one", "n": 2}, "weight": 2.5,
              "level": "easy", "image": {"bytes": b"no path", "path": "x"}, "raw": b"bytes"},
@@ -150,13 +177,15 @@ def test_geneval_is_read_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize("name, text, told", [
-    ("p.jsonl", '{"question": "a", "answer": "it is 5"}', "line 1: expected a solution that ends with '#### number' "
-                                                          "under 'answer', got 'it is 5'"),
-    ("p.jsonl", '{"question": "a", "answer": "#### "}', "expected a solution that ends with '#### number'"),
+    ("p.jsonl", '{"question": "a", "answer": "#### "}', "line 1: expected an answer behind '####'"),
     ("p.jsonl", '{"question": 3, "answer": "#### 4"}', "line 1: expected a text under 'prompt', got 3"),
-    ("p.jsonl", '{"question": "a"}', "line 1: unknown key 'question'"),
-    ("p.jsonl", '{"prompt": "a", "tag": "b"}', "line 1: unknown key 'tag'"),
-    ("p.jsonl", '{"prompt": "a", "tag": "b", "include": [], "metadata": {}}', "line 1: unknown key 'tag'"),
+    ("p.jsonl", '{"answer": "a"}', "line 1: expected a text under 'prompt', got None"),
+    ("p.jsonl", '{"messages": []}', "line 1: expected messages of one user, and perhaps the assistant's answer, got "),
+    ("p.jsonl", json.dumps({"messages": [USER, {"role": "assistant", "content": "b"}, USER]}),
+     "got the roles user, assistant, user"),
+    ("p.jsonl", json.dumps({"messages": [{"role": "system", "content": "a"}, USER]}),
+     "line 1: a message of the system: leave it out, and set text.system, which all prompts share"),
+    ("p.jsonl", '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "an image goes under 'image'"),
     ("p.txt", "\n \n", "the file holds no prompt"),
     ("p.csv", "", "the file holds no prompt"),
     ("p.csv", "prompt\n", "the file holds no prompt"),
