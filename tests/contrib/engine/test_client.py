@@ -157,7 +157,7 @@ def test_a_lora_is_sent_where_it_changed_and_compared(fault, tmp_path):
         assert sender.sync(policy.pipe, ["transformer"])
         assert first == ["000001"] and [each.name for each in tmp_path.iterdir()] == ["000002"]
         held = own.held()
-        for key, value in policy.weights.named.items():
+        for key, value in tiny.in_file(policy.weights.named).items():
             name = key.removeprefix("transformer.").replace(".default.weight", "")
             assert torch.equal(held[f"fused.{name}" if fault else name], value)
         own.v1_unmerge_lora_weights({})  # another client

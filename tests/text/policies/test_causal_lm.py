@@ -265,7 +265,7 @@ def test_the_adapter_loads_in_stock_peft_and_changes_the_output_identically(tmp_
     ids = asked.ids[0][None]
     ours = own.model(input_ids=ids).logits
     stock = PeftModel.from_pretrained(tiny.model()[0].eval(), tmp_path)(input_ids=ids).logits
-    torch.testing.assert_close(stock, ours, rtol=0, atol=1e-6)
+    torch.testing.assert_close(stock, ours, rtol=0, atol=4e-6)  # the scale of 3.5 is in B: it is rounded elsewhere
     assert (tiny.model()[0].eval()(input_ids=ids).logits - ours).abs().max() > 0.01
     torch.testing.assert_close(replayed(own, asked, found).logp, found.logp, rtol=0, atol=1e-5)  # none is left behind
 
