@@ -18,6 +18,7 @@ from flowgrpo.methods.adapted import Adapted
 from flowgrpo.policies import hub, sources
 from flowgrpo.policies.pipelines import conditioned, single_file
 from flowgrpo.policies.weights.lora_files import fuse
+from flowgrpo.policies.weights.low_precision import repair_zero_rows
 from flowgrpo.policies.weights.memory_options import quantisation
 from flowgrpo.samplers.predictions import prediction
 from flowgrpo.starter import FOLDERS, MERGED
@@ -171,8 +172,12 @@ def _read(model: str, source: str, files: Load, dtype: torch.dtype, weights: str
     if whole:
         return single_file.pipeline(model, source, index, dtype, parts)
     lower = quantisation(names, weights, dtype)
-    return DiffusionPipeline.from_pretrained(source, dtype=dtype, quantization_config=lower, variant=files.variant,
+    pipe = DiffusionPipeline.from_pretrained(source, dtype=dtype, quantization_config=lower, variant=files.variant,
                                              revision=files.revision, trust_remote_code=trust_remote_code, **parts)
+    if weights == "fp8":
+        for module in denoisers(pipe).values():
+            repair_zero_rows(module)
+    return pipe
 
 
 def _without_values(index: dict[str, Any], source: str, files: Load, dtype: torch.dtype) -> dict[str, torch.nn.Module]:

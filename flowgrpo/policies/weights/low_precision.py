@@ -16,6 +16,7 @@ import torch
 
 from flowgrpo.errors import UserError
 
+LEAST = 1e-12  # lower bound of the largest value of an fp8 input's row; without one a row of zeros would be 0 / 0
 UNIT = 16  # both sides of a weight are multiples of it: the products of every low precision need that
 # By precision, the lowest compute capability of a GPU whose products are faster in it; (0, 0) is any device.
 LOWEST = {"nvfp4": (10, 0), "fp8": (8, 9), "int8": (0, 0)}
@@ -111,7 +112,19 @@ def _quantised(weight: torch.Tensor, precision: str) -> torch.nn.Parameter:
     alone = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     alone.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
     quantize_(alone, form(precision, weight.dtype, weight.device.type != "cpu" or exact_int8()))
+    if precision == "fp8":
+        repair_zero_rows(alone)
     return alone.weight
+
+
+@torch.no_grad()
+def repair_zero_rows(module: torch.nn.Module) -> None:
+    """Set zero rows of torchao's fp8 weights to zeros of scale 1, in place: it leaves 0 / 0, NaN, of scale 0."""
+    weights: list[Any] = [weight for weight in module.parameters() if hasattr(weight, "qdata")]
+    for weight in weights:
+        zero = weight.scale == 0
+        weight.qdata.view(torch.uint8).masked_fill_(zero, 0)
+        weight.scale.masked_fill_(zero, 1)
 
 
 def _contiguous(_layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -149,5 +162,10 @@ def form(precision: str, dtype: torch.dtype, inputs: bool = True) -> Any:
         return Int8WeightOnlyConfig(set_inductor_config=False)
     if precision == "int8":
         return Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
+    from torchao.quantization.quantize_.common import KernelPreference
+
     granularity = PerRow() if dtype == torch.bfloat16 else PerTensor()  # rows are for bf16 alone
-    return Float8DynamicActivationFloat8WeightConfig(granularity=granularity, set_inductor_config=False)
+    return Float8DynamicActivationFloat8WeightConfig(
+        granularity=granularity, activation_value_lb=max(LEAST, torch.finfo(dtype).tiny),
+        kernel_preference=KernelPreference.TORCH,  # the other one, mslk, has no lower bound
+        set_inductor_config=False)

@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from flowgrpo.errors import UserError
-from flowgrpo.policies.weights.low_precision import chosen, form, notice, quantised, require_low_precision, suited
+from flowgrpo.policies.weights.low_precision import (
+    _quantised,
+    chosen,
+    form,
+    notice,
+    quantised,
+    require_low_precision,
+    suited,
+)
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.preview import PRECISIONS, Preview, previews
 from flowgrpo.samplers.rollout import seeder
@@ -91,6 +99,36 @@ def test_every_form_quantises_the_inputs_too(dtype, fp8):
         "nvfp4": "NVFP4DynamicActivationNVFP4WeightConfig"}
     assert [type(each).__name__ for each in found["fp8"].granularity] == [fp8, fp8]
     assert type(form("int8", dtype, inputs=False)).__name__ == "Int8WeightOnlyConfig"
+
+
+@pytest.fixture
+def fp8_here(monkeypatch):
+    """fp8 on a CPU: torch has the products, and torchao asserts a GPU before it makes the weights."""
+    from torchao.quantization import quant_api
+
+    monkeypatch.setattr(quant_api, "_check_hardware_support", lambda granularities: None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_of_zeros_have_the_product_zero_in_fp8(fp8_here, dtype):
+    """Padding of prompts and absent encoders give inputs of zeros; weights that nobody trained are zero."""
+    torch.manual_seed(0)
+    layer, inputs = torch.nn.Linear(32, 48, dtype=dtype), torch.randn(3, 4, 32, dtype=dtype)
+    inputs[0], inputs[1, 2] = 0, 0
+    layer.weight.data[5] = 0
+    with torch.no_grad():
+        full = layer(inputs)
+        layer.weight = _quantised(layer.weight, "fp8")
+        low, none = layer(inputs), layer(0 * inputs)
+    assert torch.equal(low[0], full[0]) and torch.equal(low[1, 2], full[1, 2]) and torch.equal(none[2], full[0])
+    assert torch.equal(low[..., 5], full[..., 5])
+    assert 0 < far(low.float(), full.float()) < 0.06
+
+
+def test_a_weight_of_zeros_is_zeros_in_fp8(fp8_here):
+    for dtype in (torch.bfloat16, torch.float32):
+        low = _quantised(torch.zeros(32, 32, dtype=dtype), "fp8")
+        assert torch.equal(low.dequantize(), torch.zeros(32, 32, dtype=dtype)) and (low.scale == 1).all()
 
 
 @pytest.mark.parametrize("precision", LOW)

@@ -125,6 +125,16 @@ def test_fp8_weights_are_floats_of_three_bits_near_the_full_ones(both, fp8):
         assert weight.qdata.dtype == torch.float8_e4m3fn and ((weight.dequantize() - weights[key]).abs() <= bound).all()
 
 
+def test_zero_rows_of_fp8_weights_are_zero(tmp_path):
+    pipe = tiny.sd3()
+    layer = pipe.transformer.transformer_blocks[0].attn.to_q
+    with torch.no_grad():
+        layer.weight[3] = 0
+    loaded = load_pipeline(str(tiny.save(pipe, tmp_path)), weights="fp8")
+    weight = loaded.transformer.transformer_blocks[0].attn.to_q.weight
+    assert weight.dequantize().isfinite().all() and not weight.dequantize()[3].any() and weight.scale[3] == 1
+
+
 def test_a_lora_on_fp8_weights_samples_replays_and_is_saved_as_ever(both, fp8, tmp_path):
     full, low = (rollout(policy).finals[0] for policy in (both[0], fp8))
     assert 0 < ((low - full).norm() / full.norm()).item() < 0.1
