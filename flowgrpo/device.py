@@ -6,9 +6,10 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -21,6 +22,7 @@ FASTER = 1.2  # speed of bf16 over fp32 on a CPU: 2 to 10 with bf16 instructions
 SHAPE = (512, 256, 256)  # rows, inputs and outputs of the timed product: a layer of a small denoiser
 GENERATOR = 5056  # bytes of the state of a generator on the CPU
 TRIALS, SECONDS = 20, 0.1  # of the timing, at most
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -153,20 +155,53 @@ def drawing(recorded: str, device: str | torch.device, requested: str | None = N
 
 @contextlib.contextmanager
 def rounded_products(precision: str, device: str | torch.device) -> Iterator[None]:
-    """Context manager: a GPU may round the inputs of fp32 matrix products to TF32, unless the precision is fp32.
+    """Context manager: a GPU may round the inputs of fp32 matrix products to TF32, unless the precision is fp32; then
+    those of convolutions are not rounded either, as they are by torch's default.
 
     These are products of reward models above all. torch has one setting for all threads, and a reward is computed while
     the next samples are drawn: it must not change in between.
     """
-    before = torch.get_float32_matmul_precision()
-    if precision == "fp32" or torch.device(device).type != "cuda" or before != "highest":
+    if torch.device(device).type != "cuda":
         yield
         return
-    torch.set_float32_matmul_precision("high")
+    if precision == "fp32":
+        with _set(lambda: torch.backends.cudnn.allow_tf32, _allow_tf32, True, False):
+            yield
+        return
+    with _set(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest", "high"):
+        yield
+
+
+def without_cudnn_attention(device: str | torch.device) -> contextlib.AbstractContextManager[None]:
+    """Context manager: attention on a GPU is not cuDNN's, for inputs whose lengths change.
+
+    cuDNN plans each new length, which others report to take 0.03 to 0.5 s; torch prefers it on GPUs of compute
+    capability 9 and 10. Not measured here.
+    """
+    if torch.device(device).type != "cuda":
+        return contextlib.nullcontext()
+    return _set(torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp, True, False)
+
+
+def _allow_tf32(allowed: bool) -> None:
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
+@contextlib.contextmanager
+def _set(read: Callable[[], T], write: Callable[[T], None], default: T, inside: T) -> Iterator[None]:
+    """Context manager: a setting of torch is `inside` in place of its default; a user's own, which differs, stays."""
+    try:
+        own = read() != default
+    except RuntimeError:  # torch's newer settings of TF32, by operator, which the older name cannot tell
+        own = True
+    if own:
+        yield
+        return
+    write(inside)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        write(default)
 
 
 def queued(tensor: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:

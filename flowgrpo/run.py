@@ -12,7 +12,7 @@ from flowgrpo.arguments import OMITTED, Omitted, Prompts, Rewards, configured
 from flowgrpo.config.schema import Config
 from flowgrpo.data import provenance
 from flowgrpo.data.prompts import Prompt, of_records
-from flowgrpo.device import rounded_products
+from flowgrpo.device import rounded_products, without_cudnn_attention
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.watch import Watch
 from flowgrpo.errors import UserError
@@ -82,6 +82,8 @@ def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
         for line in loading.behind(config, trainer.method, policy, setup.prompts):
             print(line, flush=True)
     with contextlib.ExitStack() as stack:
+        if policy.modality == "text":  # of backward passes too, which recompute
+            stack.enter_context(without_cudnn_attention(policy.device))
         if trainer.processes.first:
             stack.enter_context(run_files.held(config, trainer.epoch, resumed, ready.changes))
             run_files.write(replace(setup, config=config), trainer.epoch, policy, ready.precision, listed)

@@ -7,12 +7,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from flowgrpo import device
-from flowgrpo.device import queued, rounded_products
+from flowgrpo.device import queued, rounded_products, without_cudnn_attention
 from flowgrpo.errors import UserError
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.scheduler import PolicyScheduler, Segment
 from flowgrpo.types import RegressionTarget, Scored
-from tests.helpers import tiny
+from tests.helpers import tiny, tiny_text
 
 
 class Gpu(TorchFunctionMode):
@@ -79,6 +79,55 @@ def test_fp32_products_are_rounded_on_a_gpu_below_fp32_alone(precision, name, be
         assert torch.get_float32_matmul_precision() == before
     finally:
         torch.set_float32_matmul_precision(first)
+
+
+@pytest.mark.parametrize("precision, name, before, inside", [
+    ("fp32", "cuda:1", True, False), ("bf16", "cuda", True, True), ("fp32", "cpu", True, True),
+    ("fp32", "cuda", False, False)])
+def test_fp32_convolutions_are_not_rounded_on_a_gpu(precision, name, before, inside):
+    first, cudnn = torch.backends.cudnn.allow_tf32, torch.backends.cudnn
+    cudnn.allow_tf32 = before
+    try:
+        with pytest.raises(ArithmeticError), rounded_products(precision, name):
+            assert cudnn.allow_tf32 == inside and cudnn.conv.fp32_precision == ("tf32" if inside else "none")
+            raise ArithmeticError
+        assert cudnn.allow_tf32 == before
+    finally:
+        cudnn.allow_tf32 = first
+
+
+def test_a_users_precision_of_one_operator_stays():
+    cudnn = torch.backends.cudnn
+    cudnn.conv.fp32_precision = "ieee"  # the older name raises RuntimeError from here on
+    try:
+        with rounded_products("fp32", "cuda"):
+            assert (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision) == ("ieee", "tf32")
+        assert cudnn.conv.fp32_precision == "ieee"
+    finally:
+        cudnn.allow_tf32 = True
+
+
+@pytest.mark.parametrize("name, before, inside", [("cuda:1", True, False), ("cpu", True, True), ("cuda", False, False)])
+def test_cudnns_attention_is_off_on_a_gpu_and_restored(name, before, inside):
+    first, cuda = torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda
+    cuda.enable_cudnn_sdp(before)
+    try:
+        with pytest.raises(ArithmeticError), without_cudnn_attention(name), without_cudnn_attention(name):
+            assert cuda.cudnn_sdp_enabled() == inside
+            raise ArithmeticError
+        assert cuda.cudnn_sdp_enabled() == before
+    finally:
+        cuda.enable_cudnn_sdp(first)
+
+
+def test_a_language_model_on_a_gpu_computes_without_cudnns_attention():
+    policy = tiny_text.policy()
+    with policy._arithmetic():
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    policy.device = torch.device("cuda")
+    with policy._arithmetic():
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.parametrize("error, full", [

@@ -37,7 +37,7 @@ from flowgrpo.check.loading import Unknown
 from flowgrpo.check.pipelines import drive
 from flowgrpo.check.tiny import texts
 from flowgrpo.config.schema import Config
-from flowgrpo.device import ran_out
+from flowgrpo.device import ran_out, rounded_products
 from flowgrpo.errors import UserError
 from flowgrpo.policies import build, sources
 from flowgrpo.starter import FOLDERS
@@ -66,7 +66,7 @@ def report(model: str | tuple[Any, Any], config: Config | None = None, device: s
     fields: tuple[str, ...] = FIELDS
     device = _device(device)
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), rounded_products("fp32", device):
             if is_text(model):
                 from flowgrpo.text import check as language
                 from flowgrpo.text.rewards.sandbox.choose import described as boundaries

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flowgrpo.config.sections import Adapter, Text
-from flowgrpo.device import DTYPES
+from flowgrpo.device import DTYPES, without_cudnn_attention
 from flowgrpo.errors import UserError
 from flowgrpo.policies.weights.checkpointing import recompute
 from flowgrpo.samplers.rollout import generators
@@ -330,10 +330,13 @@ class CausalLM:
         """Load another model of this kind, and its tokenizer."""
         return load_causal_lm(model, self.precision)
 
-    def _arithmetic(self) -> contextlib.AbstractContextManager[Any]:
-        if self.dtype == torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, self.dtype)
+    @contextlib.contextmanager
+    def _arithmetic(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(without_cudnn_attention(self.device))
+            if self.dtype != torch.float32:
+                stack.enter_context(torch.autocast(self.device.type, self.dtype))
+            yield
 
 
 def relative_error(one: Tensor, other: Tensor) -> float:
