@@ -16,6 +16,7 @@ from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
 
 ROUNDED = 0.02  # more is not rounding: a log-probability is a mean over a latent's values, with far smaller errors
+MARGIN, MOST = 8, 1e-4  # in fp32: the limit over what another batch size makes; a wrong step or guidance makes 1e-3
 UNCLIPPED = 1e-4  # the range for a surrogate without a clip, whose gradient does not read the ratio
 
 
@@ -25,8 +26,8 @@ class FirstRatio:
     max_log_ratio: the largest first |log ratio|; None before the check.
     rescore: old scores are recomputed.
     rollouts: replay a part.
-    exact: largest difference of log-probabilities of replay and rollout in fp32; None in other precisions, whose limit
-        is a tenth of the clip range, for the method's own log-ratio.
+    exact: largest difference of log-probabilities of replay and rollout in fp32, unless the batch's size makes more;
+        None in other precisions, whose limit is a tenth of the clip range, for the method's own log-ratio.
     most: upper bound of rounding errors of a log-probability.
     clip: narrower side of the clip range, None without one.
     """
@@ -51,7 +52,9 @@ class FirstRatio:
     def __call__(self, parts: list[Part], conditioning: Encoded, say: Callable[[str], None]) -> list[Part]:
         """Return the parts, with old scores that agree with the replay; only the first batch of a run is checked.
 
-        In fp32 the run stops above `exact`. Otherwise the limit is a tenth of the clip range (of 1e-4 without a clip).
+        In fp32 the run stops above `exact`, or above MARGIN times what half the micro-batch changes, at most MOST:
+        batches of other sizes are summed in another order, and old scores may be of one. Otherwise the limit is a tenth
+        of the clip range (of 1e-4 without a clip).
         Above it the old log-probabilities are recomputed as the replay computes them, now and in every later epoch. The
         run stops only if the two still differ, or if they differed by more than rounding can explain.
         """
@@ -61,6 +64,12 @@ class FirstRatio:
             return parts
         plain, found = self._largest(parts, conditioning)
         left = found
+        if self.exact and found > self.limit:
+            spread = self._spread(parts, conditioning)
+            self.limit = max(self.exact, min(MARGIN * spread, MOST))
+            if found <= self.limit:
+                say(f"first |log ratio| {found:.1e} is above {self.exact:.0e}, and half the micro-batch alone changes "
+                    f"log-probabilities by {spread:.1e}: the limit is {self.limit:.1e}")
         if not self.exact and not plain <= max(self.most, self.limit):
             raise UserError(f"the first |log ratio| is {plain:.1e}, and rounding makes less than {self.most:.1e} of "
                             "it: replay and rollout disagree; look for an argument of the pipeline's call that depends "
@@ -89,6 +98,24 @@ class FirstRatio:
     def _again(self, parts: list[Part], conditioning: Encoded) -> list[Part]:
         with self.rollouts.old_policy.old(), self.processes.together():  # all have the old weights till all are done
             return [self.rollouts.rescored(part, conditioning) for part in parts]
+
+    def _spread(self, parts: list[Part], conditioning: Encoded) -> float:
+        """Return the largest difference of the first part's log-probabilities at the run's micro-batch and at half of
+        it (at 2 in place of 1)."""
+        shape = self.rollouts.geometry
+        run, scores = shape.micro_batch, []
+        try:
+            with self.processes.together():
+                for part in parts[:1]:
+                    for shape.micro_batch in (run, run // 2 or 2):
+                        logp = [torch.zeros_like(taken.old.logp, device="cpu") for taken in part.transitions]
+                        for k, rows, new in self.rollouts.replay(part, conditioning):
+                            logp[k][rows] = new.logp.detach().cpu()
+                        scores.append(torch.cat([values.flatten() for values in logp]))
+        finally:
+            shape.micro_batch = run
+        apart = (scores[0] - scores[1]).abs().max()[None] if scores else torch.empty(0)
+        return float(self.processes.gather(apart).max())
 
     def _largest(self, parts: list[Part], conditioning: Encoded) -> tuple[float, float]:
         """Return the largest difference of log-probabilities, and the method's largest |log ratio|; NaN if one is."""

@@ -63,3 +63,48 @@ def test_the_limit_is_for_the_methods_own_log_ratio():
     trainer.first_ratio([replace(first, transitions=(off, *first.transitions[1:])), *rest], conditioning, print)
     std = taken.old.std.flatten()[0].item()
     assert 0 < std < 1 and trainer.first_ratio.max_log_ratio == pytest.approx(1e-4 * std, rel=0.05)
+
+
+def by_batch(policy, share: float):
+    """Let a denoiser's outputs depend on the batch's size by a share, as a GPU's products of other shapes do."""
+    policy.denoisers["transformer"].register_forward_hook(lambda _module, _inputs, outputs: tuple(
+        value * (1 + share * len(value)) for value in outputs))
+    return policy
+
+
+def checked(trainer, off: float = 0.0, micro_batch: int | None = None) -> list[str]:
+    """Check the first epoch's scores, off by a number, at another micro-batch than they were sampled with."""
+    parts, conditioning, _ = sampling.sample(trainer, trainer.prompts[:2])
+    moved = [replace(part, transitions=tuple(replace(taken, old=replace(taken.old, logp=taken.old.logp + off))
+                                             for taken in part.transitions)) for part in parts]
+    trainer.geometry.micro_batch = micro_batch or trainer.geometry.micro_batch
+    lines: list[str] = []
+    trainer.first_ratio(moved, conditioning, lines.append)
+    return lines
+
+
+def test_in_fp32_the_limit_is_a_multiple_of_what_another_batch_size_changes():
+    trainer = tiny.trainer(by_batch(tiny.policy(), 1e-4), train__micro_batch=4)
+    [line] = checked(trainer, micro_batch=2)
+    check = trainer.first_ratio
+    assert 1e-6 < check.max_log_ratio <= check.limit <= 1e-4 and "half the micro-batch alone changes" in line
+    assert trainer.geometry.micro_batch == 2
+
+
+@pytest.mark.parametrize("share, off", [(0.0, 3e-6), (0.0, 1e-3), (1e-4, 2e-4), (1.0, 1e-3)])
+def test_what_is_more_than_that_stops_a_run_in_fp32(share, off):
+    """The last one's batches differ by far more than rounding: the limit stays at 1e-4."""
+    trainer = tiny.trainer(by_batch(tiny.policy(), share), train__micro_batch=4)
+    with pytest.raises(UserError, match=r"the first \|log ratio\| is .*, expected at most .*: replay and rollout"):
+        checked(trainer, off)
+    assert trainer.first_ratio.limit <= 1e-4
+
+
+def test_a_run_that_agrees_replays_nothing_twice():
+    trainer = tiny.trainer()
+    parts, conditioning, _ = sampling.sample(trainer, trainer.prompts[:2])
+    before = trainer.policy.evaluations
+    trainer.first_ratio(parts, conditioning, print)
+    rows = sum(len(taken.x) for part in parts for taken in part.transitions)
+    assert trainer.policy.evaluations - before == rows * (2 if trainer.policy.guidance > 1 else 1)
+    assert trainer.first_ratio.max_log_ratio <= 1e-6 and trainer.first_ratio.limit == 1e-6
