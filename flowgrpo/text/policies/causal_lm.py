@@ -330,13 +330,15 @@ class CausalLM:
         """Load another model of this kind, and its tokenizer."""
         return load_causal_lm(model, self.precision)
 
-    @contextlib.contextmanager
-    def _arithmetic(self) -> Iterator[None]:
+    def _arithmetic(self) -> contextlib.AbstractContextManager[Any]:
+        half = self.dtype != torch.float32
+        lower = torch.autocast(self.device.type, self.dtype) if half else contextlib.nullcontext()
+        if self.device.type != "cuda":
+            return lower
         with contextlib.ExitStack() as stack:
             stack.enter_context(without_cudnn_attention(self.device))
-            if self.dtype != torch.float32:
-                stack.enter_context(torch.autocast(self.device.type, self.dtype))
-            yield
+            stack.enter_context(lower)
+            return stack.pop_all()
 
 
 def relative_error(one: Tensor, other: Tensor) -> float:
