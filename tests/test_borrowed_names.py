@@ -17,6 +17,7 @@ LIBRARIES = {"diffusers", "transformers", "peft", "accelerate"}
 
 # Module and name, as `from MODULE import NAME`.
 IMPORTED = [
+    ("accelerate.commands.accelerate_cli", "main"),
     ("accelerate.utils", "broadcast_object_list"),
     ("accelerate.utils", "set_seed"),
     ("diffusers.loaders.single_file_utils", "fetch_diffusers_config"),
@@ -24,6 +25,8 @@ IMPORTED = [
     ("diffusers.loaders.single_file_utils", "is_t5_in_single_file"),
     ("diffusers.models.attention_dispatch", "attention_backend"),
     ("diffusers.models.autoencoders.vae", "DiagonalGaussianDistribution"),
+    ("diffusers.models.normalization", "MochiRMSNorm"),
+    ("diffusers.models.normalization", "RMSNorm"),
     ("diffusers.pipelines.kolors.pipeline_kolors", "KolorsPipeline"),
     ("diffusers.pipelines.kolors.text_encoder", "ChatGLMConfig"),
     ("diffusers.pipelines.kolors.text_encoder", "ChatGLMModel"),
