@@ -48,7 +48,7 @@ def run(config: Config, resume: bool | Literal["auto"] = False, *, pipe: Any = N
     replace those named in the configuration. If the run fails, such a pipe is restored.
     """
     ready = checks.check(config, resume, pipe, functions, prompts)
-    with Watch(Processes(ready.accelerator), ready.setup.config.folder):
+    with Watch(Processes(ready.accelerator), ready.setup.config.folder), ready.threads:
         return _checked(ready, prompts, config.precision)
 
 
@@ -56,10 +56,12 @@ def _checked(ready: Ready, prompts: list[Prompt] | None, asked: str) -> dict[str
     """Load the model of a checked configuration, and run it. asked: the precision before `auto` was settled."""
     from accelerate.utils import set_seed
 
-    setup, config = ready.setup, ready.setup.config
+    setup, config, changed = ready.setup, ready.setup.config, ready.threads.look()
     if setup.first:
         for line in loading.before(setup, ready.precision, asked):
             print(line, flush=True)
+        if changed:
+            print(changed, flush=True)
     set_seed(config.seed)
     loaded = loading.load(setup) if setup.loaded is None else setup.loaded
     checks.require(checks.OF_MODEL, replace(setup, loaded=loaded))
@@ -77,6 +79,7 @@ def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
     trainer = Trainer(config, ready.accelerator, policy, setup.trained, setup.split)
     if ready.last:
         state.restore(trainer, ready.last)
+    trainer.progress.threads, trainer.progress.repeated = ready.threads, ready.repeated
     trial.require(trainer, measured)
     if trainer.processes.first:
         for line in loading.behind(config, trainer.method, policy, setup.prompts):

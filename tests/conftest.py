@@ -8,8 +8,10 @@ import random
 
 pytest_plugins = ["tests.tiers"]
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # workers that share a machine leave each other its cores
-    os.environ["OMP_NUM_THREADS"] = "1"  # whatever the shell says; torch reads it when it is imported
+# Workers, and what else runs on the machine, leave each other its cores: threads that share one wait for each other.
+# torch reads it when it is imported, and so do the processes that tests start. A worker's is 1 whatever the shell says.
+if "PYTEST_XDIST_WORKER" in os.environ or not os.environ.get("OMP_NUM_THREADS"):
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 gc.disable()  # while modules of torch and its libraries are imported
 os.fsync = lambda file: None  # no test cuts the power, and a disk takes a twentieth of the session for it

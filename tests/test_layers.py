@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[1] / "flowgrpo"
 LAYERS = [
     ("errors", "ranges", "version"),
     ("escaped", "trust"),
-    ("device", "files", "gpus", "loopback", "packages", "published", "starter", "user_code"),
+    ("cores", "device", "files", "gpus", "loopback", "packages", "published", "starter", "user_code"),
     ("types", "config"),
     ("gaussian",),
     ("data", "objectives"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from flowgrpo.config.schema import Config
+from flowgrpo.cores import Threads
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.evaluation import calls
 from flowgrpo.evaluation.plan import Arm
@@ -38,6 +40,12 @@ class Sampler(Protocol):
         """Return a sample per prompt and seed."""
 
 
+def tell(threads: Threads) -> None:
+    """Let torch use as many threads as cores are free; say a change on stderr, which is no result."""
+    if line := threads.look():
+        tqdm.write(line, file=sys.stderr)
+
+
 def first_of_each(sampler: Sampler, arm: Arm, prompts: Sequence[Prompt], seed: int) -> list[Any]:
     """Return the first sample of every prompt."""
     sampler.load(arm)  # before the bar: what cannot be loaded is one line
@@ -58,6 +66,7 @@ class Pipelines:
 
     def __init__(self, model: str, config: Config, precision: str, device: torch.device):
         self.model, self.config, self.precision, self.device = model, config, precision, device
+        self.threads = Threads.of(device)
         self.pipe: Any = None
         self.loaded: Path | None = None
         self.branches: Branches | None = None
@@ -66,6 +75,7 @@ class Pipelines:
     def draw(self, arm: Arm, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[torch.Tensor]:
         """Draw images [3, H, W] or clips [F, 3, H, W] in [0, 1], one per prompt and seed."""
         self.load(arm)
+        tell(self.threads)
         weighted: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.branches is not None:
             assert arm.rlg is not None  # the same kind of arm, else `load` had loaded it
@@ -108,12 +118,14 @@ class Texts:
 
     def __init__(self, model: str, config: Config | None, precision: str | None, device: torch.device):
         self.model, self.config, self.precision, self.device = model, config, precision, device
+        self.threads = Threads.of(device)
         self.arm: Arm | None = None
         self.policy: CausalLM | None = None
 
     def draw(self, arm: Arm, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Completion]:
         """Write a completion per prompt and seed."""
         policy = self.load(arm)
+        tell(self.threads)
         given = policy.encode([prompt.text for prompt in prompts], images=[prompt.brings for prompt in prompts])
         return policy.generate(given, policy.generators(seeds))
 

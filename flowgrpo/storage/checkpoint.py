@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from flowgrpo.errors import UserError
 from flowgrpo.storage import atomic, manifest, paths
-from flowgrpo.storage.places import STATE, checkpoint_name, checkpoints
+from flowgrpo.storage.places import STATE, checkpoint_name, checkpoints, epoch_of
 
 VALUES = "state.json"
 UNSTEADY = "unsteady"  # value of a checkpoint: its last update was skipped, for a gradient that is not finite
@@ -130,21 +130,26 @@ def latest(folder: Path) -> Path | None:
 def damage(folder: Path, required: Mapping[str, type | tuple[type, ...]] = MappingProxyType({})) -> str | None:
     """Return the damage of a checkpoint in words; None if it is whole.
 
-    All its files are read once. Without a manifest, only their form is checked. required: types of values by key.
+    All its files are read once: compared with the manifest, where there is one, and for their form. required: types of
+    values by key, None among them for one that earlier versions lack; numbers are 0 or more.
     """
-    if not manifest.has_manifest(folder):
-        try:
-            values = _values(folder)
-            shapes = Reader(folder).shapes
-        except Exception as error:  # of any library that reads the files
-            return " ".join(str(error).split()) or type(error).__name__
-        for key, kind in required.items():
-            if not isinstance(values.get(key), kind):
-                return f"{VALUES} has {str(values.get(key))[:40]} under {key!r}"
-        if values.get("update") and not any(key.startswith("optimizer/") for key in shapes):
-            return "the optimizer's state is missing"
-        return None
-    return manifest.difference(folder)
+    if manifest.has_manifest(folder) and (difference := manifest.difference(folder)):
+        return difference
+    try:
+        values, reader = _values(folder), Reader(folder)
+        shapes, wrong = reader.shapes, reader.misfit()
+    except Exception as error:  # of any library that reads the files
+        return " ".join(str(error).split()) or type(error).__name__
+    for key, kind in required.items():
+        value = values.get(key)
+        below = isinstance(value, (int, float)) and not value >= 0
+        if not isinstance(value, kind) or below or kind is int and isinstance(value, bool):
+            return f"{VALUES} has {str(value)[:40]} under {key!r}"
+    if "epoch" in required and values["epoch"] != epoch_of(folder):
+        return f"{VALUES} has {values['epoch']} under 'epoch'"
+    if values.get("update") and not any(key.startswith("optimizer/") for key in shapes):
+        return "the optimizer's state is missing"
+    return wrong
 
 
 def _values(folder: Path) -> dict[str, Any]:
@@ -180,6 +185,19 @@ class Reader:
     def _shape(self, key: str) -> torch.Size:
         shapes = [file.get_slice(key).get_shape() for file in self.parts[key]]
         return torch.Size(shapes[0] if len(shapes) == 1 else [sum(shape[0] for shape in shapes), *shapes[0][1:]])
+
+    def misfit(self) -> str | None:
+        """Return in words which weights are no floats, or what the optimizer's state lacks; None if all is there."""
+        states: dict[str, set[str]] = {}
+        for key, files in self.parts.items():
+            room, _, name = key.partition("/")
+            if room in ("weights", "ema") and "F" not in (kind := files[0].get_slice(key).get_dtype()):
+                return f"{key} is of {kind}"
+            if room == "optimizer":
+                states.setdefault(name.partition(".")[0], set()).add(name.partition(".")[2])
+        known = set().union(*states.values())
+        return next((f"the optimizer's state lacks {place}.{min(known - held)}" for place, held in states.items()
+                     if known - held), None)
 
     def read(self, key: str, rows: slice | None = None) -> torch.Tensor:
         """Return a tensor, or its `rows` with a start and a stop."""
@@ -248,9 +266,25 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
-    """Load the state that `optimizer_tensors` flattened into an optimizer; its groups stay unchanged."""
+    """Load the state that `optimizer_tensors` flattened into an optimizer; its groups stay unchanged.
+
+    Raises ValueError for a state that lacks a tensor, or has one of another shape than its parameter.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, torch.Tensor | int]] = {}
     for name, tensor in tensors.items():
         index, key = name.split(".", 1)
         state.setdefault(int(index), {})[key] = int(tensor) if tensor.dtype == torch.int64 else tensor
+    moments = {"exp_avg", "exp_avg_sq"} if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) else set()
+    known = moments.union(*state.values())
+    for place, values in state.items():
+        if place >= len(parameters):
+            raise ValueError(f"the optimizer's state is of {place + 1} parameters, expected {len(parameters)}")
+        if lacking := sorted(known - values.keys()):
+            raise ValueError(f"the optimizer's state lacks {place}.{lacking[0]}")
+        for key in moments:
+            found, shape = torch.as_tensor(values[key]), parameters[place].shape
+            if found.shape != shape or not found.is_floating_point():
+                raise ValueError(f"the optimizer's state has {place}.{key} of {list(found.shape)} in {found.dtype}, "
+                                 f"expected {list(shape)}")
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.files import unfit
+
+GROUPS = ("reward/", "held_out/", "seconds/", "memory/")  # first parts of names of metrics that are numbers
 
 
 def finite(value: Any) -> Any:
@@ -30,9 +33,11 @@ def read_object(path: Path, mend: str, **kinds: type) -> dict[str, Any]:
     if path.exists() and (why := unfit(path)):
         raise UserError(f"{path} is damaged (it {why}): {mend}")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = decoded(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
         raise UserError(f"{path} is damaged ({error}): {mend}") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error}): {mend}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} is damaged (expected an object, got {str(content)[:60]}): {mend}")
     for key, kind in kinds.items():
@@ -45,17 +50,35 @@ def read_lines(path: Path, *numbers: str) -> list[dict[str, Any]]:
     """Read the objects of a JSON-lines file that have numbers under these keys; none if there is no file.
 
     A last line that is still being written, or that a kill cut off, is skipped.
-    Raises UserError with the line that is damaged.
+    Raises UserError with the line that is damaged: NaN and infinities are no JSON.
     """
-    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error})") from None
     return [_line(path, number, line, numbers) for number, line in enumerate(lines, 1)]
+
+
+def decoded(text: str) -> Any:
+    """Return the value of a JSON text. Raises ValueError for one with NaN or an infinity, also as 1e999."""
+    return json.loads(text, parse_constant=_number, parse_float=_number)
+
+
+def _number(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is no number of JSON")
+    return value
 
 
 def _line(path: Path, number: int, line: bytes, numbers: tuple[str, ...]) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode())
+        record = decoded(line.decode())
         if isinstance(record, dict) and all(isinstance(record.get(key), (int, float)) for key in numbers):
-            return record
+            wrong = [key for key, value in record.items() if key.startswith(GROUPS) and
+                     not isinstance(value, (int, float, NoneType))]
+            if not wrong:
+                return record
+            raise ValueError(f"{wrong[0]} is {str(record[wrong[0]])[:60]!r}, expected a number")
         why = f"expected an object with numbers under {', '.join(numbers)}"
     except (ValueError, RecursionError) as error:
         why = str(error)

@@ -13,13 +13,21 @@ from pathlib import Path
 from flowgrpo.errors import UserError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Of files that one may expect in place of a folder.
+ENDINGS = {f".{ending}" for ending in (
+    "apng avif bmp gif heic jpeg jpg png svg tif tiff webp avi mkv mov mp4 webm mp3 wav bat bin ckpt csv doc exe gguf "
+    "gz htm html ipynb js json jsonl log md npy npz onnx parquet pdf pkl ps psd pt pth py safetensors sh tar tex toml "
+    "tsv txt xml xls xlsx yaml yml zip").split()}
+BROKEN = (errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EROFS, errno.EBADMSG)  # of a disk or its server
 
 
 def require_folder(path: str | Path) -> None:
-    """Raise UserError if no file can be written below the folder `path`.
+    """Raise UserError if no file can be written below the folder `path`, or if its name is that of a file.
 
     The folder need not exist, and is not left behind.
     """
+    if (ending := Path(path).suffix.lower()) in ENDINGS and not Path(path).is_dir():
+        raise UserError(f"{path}: got the name of a {ending} file, expected that of a folder")
     _try(Path(path), Path(path))
 
 
@@ -37,8 +45,13 @@ def require_room(folder: Path, needed: int, what: str,
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if free < needed:
-        raise UserError(f"{folder} has room for {free / 2**20:,.0f} MiB, but {what} take {needed / 2**20:,.0f} MiB: "
-                        f"{way}")
+        raise UserError(f"{folder} has room for {_size(free)}, but {what} take {_size(needed)}: {way}")
+
+
+def _size(count: int) -> str:
+    """Return bytes in the largest unit in which they are 1 or more."""
+    power = min(max(count.bit_length() - 1, 0) // 10, 3)
+    return f"{count / 1024**power:,.{0 if power < 3 else 1}f} {('bytes', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def _try(path: Path, folder: Path) -> None:
@@ -67,6 +80,8 @@ def refusal(error: Exception) -> str | None:
         return f"{os.fsdecode(error.filename2 or error.filename)}: {error.strerror}"  # the second: of a renaming
     match = re.search(r"\(os error (\d+)\)", str(error))  # the wording of Rust libraries such as safetensors
     number = getattr(error, "errno", None) or (int(match[1]) if match else None)
+    if number in BROKEN:
+        return f"a file cannot be read or written ({os.strerror(number)}): look at the disk, or the server that has it"
     if number not in FULL:
         return None
     return (f"a file cannot be written whole ({os.strerror(number)}): make room for it; `train --resume` goes on "

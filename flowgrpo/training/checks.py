@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from flowgrpo import rewards
 from flowgrpo.config.schema import Config
+from flowgrpo.cores import Threads
 from flowgrpo.data import recorded_pairs, splits
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import pick_device
@@ -60,6 +61,7 @@ class Ready:
 
     setup: its configuration has a chosen precision. precision: in words.
     last: the checkpoint to resume from, or None. changes: of the configuration since then, for the report.
+    threads: of torch on a CPU; repeated: those of each epoch that an interrupted run trained and did not save.
     began: time.perf_counter() of the first check.
     """
 
@@ -68,6 +70,8 @@ class Ready:
     accelerator: Accelerator
     last: Path | None
     changes: list[str]
+    threads: Threads
+    repeated: dict[int, int]
     began: float
 
 
@@ -92,10 +96,10 @@ def check(config: Config, resume: bool | Literal["auto"] = False, pipe: Any = No
     require(OF_PROMPTS, setup)
     if setup.first:  # finds mistakes, and makes the trial
         rewards.load([*setup.trained.values(), *setup.watched.values()])
-    last, changes = _resumed(setup, accelerator)
+    last, changes, repeated = _resumed(setup, accelerator)
     if setup.first:
         paths.require_folder(setup.config.folder)
-    return Ready(setup, precision, accelerator, last, changes, began)
+    return Ready(setup, precision, accelerator, last, changes, Threads.of(setup.device), repeated, began)
 
 
 def require(checks: tuple[Check, ...], setup: Setup) -> None:
@@ -128,11 +132,13 @@ def _with_prompts(setup: Setup, prompts: list[Prompt] | None) -> Setup:
                    split=recorded_pairs.in_place(config, split, setup.method.for_tokens))
 
 
-def _resumed(setup: Setup, accelerator: Accelerator) -> tuple[Path | None, list[str]]:
-    """Return the checkpoint to resume from, and the changes since then; (None, []) for a run that begins."""
+def _resumed(setup: Setup, accelerator: Accelerator) -> tuple[Path | None, list[str], dict[int, int]]:
+    """Return the checkpoint to resume from, the changes since then, and the threads of the epochs to repeat; (None, [],
+    {}) for a run that begins."""
     if not setup.resumes:
-        return None, []
+        return None, [], {}
     config = setup.config
     last = run_folder.last_whole(config, accelerator)
     changed = run_folder.require_same(config, last)
-    return last, changed + inputs.changes(config.folder, inputs.of_run(config, setup.split))
+    return (last, changed + inputs.changes(config.folder, inputs.of_run(config, setup.split)),
+            run_folder.lost_threads(config, last, accelerator))

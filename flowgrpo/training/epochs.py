@@ -7,6 +7,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from flowgrpo.cores import Threads
 from flowgrpo.evaluation import held_out
 from flowgrpo.evaluation.runs import HELD_OUT
 from flowgrpo.training import state
@@ -25,7 +28,8 @@ class Progress:
     spent on waiting for rewards. begun: the clock's time at which training would have begun without a pause.
     evaluation_due: the last epoch is trained, and its evaluation is not done.
     best: the best weights that were measured. saving: the writer of checkpoints. saved_counters: the counters at the
-    end of the last whole epoch, as a checkpoint has them.
+    end of the last whole epoch, as a checkpoint has them. threads: torch's on a CPU; repeated: those of epochs that the
+    run trained before it was interrupted, by their numbers.
     """
 
     def __init__(self, trainer: Run):
@@ -37,6 +41,8 @@ class Progress:
         self.best = BestWeights(trainer.config.eval, trainer.config.best_by)
         self.saving = Saving(trainer)
         self.saved_counters: dict[str, Any] = {}
+        self.threads = Threads.of(trainer.policy.device)
+        self.repeated: dict[int, int] = {}
 
 
 def run(trainer: Run, folder: Path, measured: dict[str, Any]) -> None:
@@ -50,13 +56,15 @@ def run(trainer: Run, folder: Path, measured: dict[str, Any]) -> None:
         if progress.evaluation_due:  # the run was stopped in the evaluation of its last epoch
             log.amend(measure(trainer, folder, measured))
         while trainer.epoch < train.epochs and not progress.best.stopped:
+            settled = settle_threads(trainer)
             metrics = throughput.epoch(lambda: trainer.run_epoch() | trainer.clock.pop(), lambda: progress.sampled)
             progress.reward_seconds += metrics["seconds/reward"]
             progress.seconds = time.perf_counter() - progress.begun
             trainer.epoch += 1
             progress.evaluation_due = bool(every) and trainer.epoch % every == 0
             progress.saved_counters = state.counters(trainer)
-            metrics |= {"evaluations": progress.saved_counters["evaluations"], "seconds": round(progress.seconds, 2)}
+            metrics |= settled | {"evaluations": progress.saved_counters["evaluations"],
+                                  "seconds": round(progress.seconds, 2)}
             try:
                 if progress.evaluation_due:
                     metrics |= measure(trainer, folder, measured)
@@ -69,6 +77,22 @@ def run(trainer: Run, folder: Path, measured: dict[str, Any]) -> None:
             last = trainer.epoch == train.epochs or progress.best.stopped
             if last or trainer.epoch % train.save_every == 0:
                 progress.saving(folder, last)
+
+
+def settle_threads(trainer: Run) -> dict[str, int]:
+    """Let torch use as many threads on a CPU as cores are free, the same on all processes; return them as a metric.
+
+    An epoch that is repeated has those of its first time, on which the last bits of some sums depend.
+    """
+    progress = trainer.progress
+    if trainer.policy.device.type != "cpu":
+        return {}
+    before = progress.repeated.get(trainer.epoch + 1)
+    wished = torch.tensor([progress.threads.wished() if before is None else before])
+    count = int(trainer.processes.gather(wished).min())
+    if line := progress.threads.use(count, "" if before is None else f"as epoch {trainer.epoch + 1} had"):
+        trainer.say(line)
+    return {"threads": torch.get_num_threads()}
 
 
 def measure(trainer: Run, folder: Path, measured: dict[str, Any]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
+from flowgrpo.cores import Threads
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.signals import Stop
@@ -53,6 +54,8 @@ class Progress(Protocol):
     evaluation_due: bool
     best: BestWeights
     saved_counters: dict[str, Any]
+    threads: Threads
+    repeated: dict[int, int]
 
     @property
     def saving(self) -> Writer:

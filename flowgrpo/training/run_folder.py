@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,8 +16,8 @@ from flowgrpo.device import AUTO
 from flowgrpo.errors import UserError
 from flowgrpo.methods.setup import Setup
 from flowgrpo.starter import FOLDERS
-from flowgrpo.storage import atomic, recovery
-from flowgrpo.storage.json_files import read_lines
+from flowgrpo.storage import atomic, checkpoint, recovery
+from flowgrpo.storage.json_files import decoded, read_lines
 from flowgrpo.storage.lock import held
 from flowgrpo.storage.places import CRASH, checkpoints, epoch_of
 from flowgrpo.training import state
@@ -29,23 +28,33 @@ if TYPE_CHECKING:
 # Keys that change the meaning of a checkpoint's weights and state.
 FIXED = ("model", "method", "preferences", "adapter.rank", "adapter.alpha", "adapter.dora", "adapter.rslora",
          "adapter.targets", "adapter.encoder_targets")
+READ_TWICE = 2**30  # bytes of a checkpoint
 APART = ("name", "output")  # the location of the run
 
 
 def resumes(config: Config, accelerator: Accelerator, asked: bool | Literal["auto"]) -> bool:
     """Return True if the run resumes: as asked, or with "auto" if the first process finds a run in its folder.
 
-    A run of which all checkpoints are damaged is one too: `last_whole` refuses it.
+    A run of which all checkpoints are damaged begins anew: a restarted job has to go on. The earlier folder is kept
+    under another name, as that of any earlier run.
     """
     if asked != AUTO:
         return bool(asked)
     from accelerate.utils import broadcast_object_list
 
     first = accelerator.is_main_process
-    [there] = broadcast_object_list([holds_run(config.folder) if first else None])
+    [there] = broadcast_object_list([_whole(config.folder) if first else None])
     if first and not there:
-        print(f"--resume=auto: no checkpoint in {config.folder / 'checkpoints'}, so the run begins", flush=True)
+        what = "whole checkpoint" if holds_run(config.folder) else "checkpoint"
+        print(f"--resume=auto: no {what} in {config.folder / 'checkpoints'}, so the run begins", flush=True)
     return bool(there)
+
+
+def _whole(folder: Path) -> bool:
+    """Return True if a run has a whole checkpoint. One above READ_TWICE counts unread: `last_whole` reads it."""
+    return any(sum(file.stat().st_size for file in path.iterdir()) > READ_TWICE or
+               checkpoint.damage(path, state.REQUIRED) is None
+               for path in reversed(checkpoints(folder / "checkpoints").values()))
 
 
 def last_whole(config: Config, accelerator: Accelerator) -> Path:
@@ -59,9 +68,23 @@ def last_whole(config: Config, accelerator: Accelerator) -> Path:
     chosen = [recovery.newest_whole(folder, print, state.REQUIRED) if first else None]
     [last] = broadcast_object_list(chosen)
     if last is None:
-        raise UserError(f"--resume: no checkpoint in {folder}: expected one that an earlier run left; "
-                        "--resume=auto begins where there is none")
+        damaged = len([*folder.glob("*.damaged*")])
+        found = f"no whole checkpoint in {folder} ({damaged} damaged)" if damaged else f"no checkpoint in {folder}"
+        raise UserError(f"--resume: {found}: expected one that an earlier run left; --resume=auto, or the command "
+                        "without --resume, begins anew and keeps an earlier run's folder under another name")
     return last
+
+
+def lost_threads(config: Config, last: Path, accelerator: Accelerator) -> dict[int, int]:
+    """Return torch's threads on a CPU in each epoch after the checkpoint `last`, as metrics.jsonl has them."""
+    from accelerate.utils import broadcast_object_list
+
+    rows: list[Any] = []
+    with suppress(OSError):
+        if accelerator.is_main_process:
+            rows = [_row(line) for line in (config.folder / "metrics.jsonl").read_bytes().split(b"\n")[:-1]]
+    return broadcast_object_list([{row["epoch"]: row["threads"] for row in rows if isinstance(row.get("threads"), int)
+                                   and row["epoch"] > epoch_of(last)}])[0]
 
 
 def require_same(config: Config, last: Path) -> list[str]:
@@ -199,10 +222,15 @@ def keep_lines(path: Path, epoch: int, say: Callable[[str], None] = print) -> No
         atomic.write_bytes(path, kept)
 
 
+def _row(line: bytes) -> dict[str, Any]:
+    """Return the metrics of a line that has an epoch; {} if it is damaged."""
+    try:
+        row = decoded(line.decode())
+        return row if isinstance(row["epoch"], (int, float)) else {}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return {}
+
+
 def _number(line: bytes) -> float | None:
     """Return the epoch of a line of metrics; None if it is damaged."""
-    try:
-        number = json.loads(line.decode())["epoch"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return number if isinstance(number, (int, float)) else None
+    return _row(line).get("epoch")

@@ -7,6 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -26,9 +27,11 @@ COUNTERS = {"epoch": "epoch", "update": "optimization.update", "skipped": "optim
             "reward_wait_seconds": "progress.reward_seconds", "unmeasured": "progress.evaluation_due"}
 SAMPLING = ("rollout_evaluations", "saved_evaluations")
 NUMBER = (int, float)
-REQUIRED: dict[str, type | tuple[type, ...]] = {  # values that every checkpoint holds, with their types
-    "epoch": int, "memory": dict, "reward_failures": dict, "evaluations": NUMBER, "rescore": bool,
-    **dict.fromkeys(SAMPLING, NUMBER)}
+REQUIRED: dict[str, type | tuple[type, ...]] = {  # values of checkpoints, with their types; None: where they have it
+    **dict.fromkeys(COUNTERS, (*NUMBER, NoneType)), **dict.fromkeys(SAMPLING, NUMBER),
+    "epoch": int, "update": (int, NoneType), "memory": dict, "reward_failures": dict, "evaluations": NUMBER,
+    "rescore": bool, "micro_batch": (list, NoneType), "first_log_ratio": (*NUMBER, NoneType),
+    "loss_scale": (dict, NoneType)}
 
 
 def counters(trainer: Run) -> dict[str, Any]:
@@ -193,6 +196,9 @@ def _restore(trainer: Run, folder: Path) -> None:
     for room in ("weights", "ema"):
         if broken := finite.odd(taken[room]):
             raise ValueError(f"{room}/{broken} holds NaN or an infinity")
+        for key, tensor in taken[room].items():
+            if not tensor.is_floating_point():
+                raise ValueError(f"{room}/{key} is of {tensor.dtype}")
     weights.load(taken["weights"])
     checkpoint.load_optimizer(trainer.optimization.optimizer, taken["optimizer"])
     if trainer.optimization.ema is not None:

@@ -1,4 +1,7 @@
-"""NaN and infinities in trained weights: refused before weights are saved, and when they are read. Halves of a LoRA."""
+"""NaN and infinities in trained weights: refused before weights are saved, and when they are read.
+
+A file that is read may also hold other numbers than weights, numbers beyond LARGEST, and halves of a LoRA.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ from flowgrpo.distributed.shards import local
 from flowgrpo.errors import UserError
 from flowgrpo.files import tensors_of
 
+INTEGERS = ("alpha", "position_ids", "num_batches_tracked")  # ends of names of tensors that may hold integers
+NO_NUMBERS = (torch.bool, torch.complex32, torch.complex64, torch.complex128)
+LARGEST = 1e6  # of a weight; those of trained adapters are below 100
 SIDES = [(one, other) for names in ((".lora_A.", ".lora_B."), (".lora_down.", ".lora_up.")) for one, other in
          (names, names[::-1])]
 
@@ -39,10 +45,19 @@ def require_saved(tensors: Mapping[str, torch.Tensor], epoch: int, anywhere: Cal
 
 
 def require_read(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise UserError if weights that were read from a path are not finite."""
+    """Raise UserError if weights that were read from a path are no real numbers, not finite, or above LARGEST."""
     if key := odd(tensors):
         raise UserError(f"{path}: {key} holds NaN or an infinity, expected finite weights: take those of an earlier "
                         "checkpoint")
+    for key, tensor in tensors.items():
+        if not (tensor.is_floating_point() or key.endswith(INTEGERS) and tensor.dtype not in NO_NUMBERS):
+            raise UserError(f"{path}: {key} is of {str(tensor.dtype).removeprefix('torch.')}, expected weights in "
+                            "float32, float16 or bfloat16: is it another file?")
+        values = local(tensor)
+        if tensor.is_floating_point() and values.numel() and (most := float(
+                (values.float() if values.element_size() == 1 else values).abs().max())) > LARGEST:
+            raise UserError(f"{path}: {key} holds {most:.1e}, expected weights up to {LARGEST:.0e}: the training "
+                            "diverged, take those of an earlier checkpoint")
 
 
 def require_file(path: Path) -> None:
