@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import stat
 from collections.abc import Iterator
@@ -38,6 +39,32 @@ def unfit(path: str | Path) -> str | None:
     return None if stat.S_ISREG(mode) else f"is {kind}, expected a regular file"
 
 
+def require_ending(path: Path, endings: tuple[str, ...], what: str) -> None:
+    """Raise UserError for a path that is empty, an address, or of another ending. what: begins the error."""
+    expected = f"expected a {', '.join(endings[:-1])}{' or ' * (len(endings) > 1)}{endings[-1]} file"
+    if re.match(r"[a-z][a-z\d+.-]+:/", str(path), re.I):  # a Path has one slash of two
+        raise UserError(f"{what}: got the address {str(path).replace(':/', '://', 1)}, {expected} of this machine: "
+                        "download it first")
+    if not path.name:
+        raise UserError(f"{what}: got no file name, {expected}")
+    if path.suffix not in endings:
+        raise UserError(f"{what} {path}: {expected}, got {path.suffix or 'no ending'!r}")
+
+
+def at_home(text: str) -> str:
+    """Return a path with the home folder in place of a leading ~ or ~NAME; any other text unchanged.
+
+    A shell leaves the ~ of --output=~/runs as it is. Raises UserError for a user that the system does not know.
+    """
+    if not re.match(r"~[\w.-]*(/|$)", text) or text == "~":
+        return text
+    path = os.path.expanduser(text)
+    if path == text:
+        raise UserError(f"{text}: there is no user {text.partition('/')[0][1:]!r}: write ./{text} for a file of that "
+                        "name")
+    return path
+
+
 def require_size(path: Path, most: int, what: str) -> None:
     """Raise UserError for a file of more than `most` bytes. what: begins the error."""
     size = path.stat().st_size
@@ -54,6 +81,8 @@ def text_of(path: str | Path, most: int = 2**26) -> str:
         return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except OSError as error:  # of a broken disk
+        raise UserError(f"{path} cannot be read ({error.strerror or error})") from None
 
 
 def tensors_of(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:

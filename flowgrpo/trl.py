@@ -90,6 +90,12 @@ class FlowGRPOConfig:
 
         Raises UserError if a step's samples are no whole groups.
         """
+        _require_numbers(self, 1, "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations",
+                         "num_iterations", "num_inference_steps")
+        if not isinstance(self.max_steps, int) or isinstance(self.max_steps, bool):
+            raise UserError(f"max_steps: got {self.max_steps!r}, expected an integer")
+        if not (_is_number(self.num_train_epochs) and 0 < self.num_train_epochs < math.inf):
+            raise UserError(f"num_train_epochs: got {self.num_train_epochs!r}, expected a number above 0")
         samples = self.per_device_train_batch_size * self.gradient_accumulation_steps * _processes()
         if samples % self.num_generations:
             raise UserError(f"a step has {samples} samples (per_device_train_batch_size x gradient_accumulation_steps "
@@ -114,7 +120,7 @@ class FlowGRPOConfig:
             made["adapter"] = {"rank": self.lora_r}
         if self.max_completion_length is not None:
             made["text"] = {"max_tokens": self.max_completion_length}
-        return _over(made, self.options)
+        return _over(made, _mapping(self.options))
 
 
 class FlowGRPOTrainer:
@@ -149,6 +155,9 @@ class FlowGRPOTrainer:
         self.rewards = {_function(function): weight for function, weight in zip(functions, weights)}
         self.options: dict[str, Any] = {} if eval_dataset is None else {"held_out": eval_dataset}
         if peft_config is not None:
+            if missing := [key for key in ("r", "lora_alpha") if not hasattr(peft_config, key)]:
+                raise UserError(f"peft_config: got a {type(peft_config).__name__} without {' and '.join(missing)}, "
+                                "expected a LoraConfig of peft")
             self.options["adapter"] = {"rank": peft_config.r, "alpha": peft_config.lora_alpha}
 
     @property
@@ -231,6 +240,7 @@ class DDPOConfig:
 
         Raises UserError for samples that optimizer steps do not divide, and for what is not supported.
         """
+        _require_numbers(self, 1, *COUNTS)
         batch = self.train_batch_size * self.train_gradient_accumulation_steps * _processes()
         if self.samples % batch:
             raise UserError(f"an epoch has {self.samples} samples (sample_batch_size x sample_num_batches_per_epoch), "
@@ -263,13 +273,16 @@ class DDPOConfig:
             "eval": {"steps": self.sample_num_steps, "guidance": self.sample_guidance_scale}}
         if rank is not None:
             made["adapter"] = {"rank": rank}
-        return _over(made, self.options)
+        return _over(made, _mapping(self.options))
 
 
 # Settings of TRL's that have no counterpart, or that every run does.
 UNREAD = ("tracker_kwargs", "accelerator_kwargs", "project_kwargs", "tracker_project_name", "logdir", "allow_tf32",
           "train_adam_epsilon", "async_reward_computation", "max_workers")
 WHOLE = 2**30
+COUNTS = ("num_epochs", "sample_batch_size", "sample_num_batches_per_epoch", "sample_num_steps", "train_batch_size",
+          "train_gradient_accumulation_steps", "train_num_inner_epochs")
+MOMENTS = ("on_train_begin", "on_log", "on_step_end", "on_train_end")  # of callbacks
 
 
 class DefaultDDPOStableDiffusionPipeline:
@@ -282,8 +295,14 @@ class DefaultDDPOStableDiffusionPipeline:
                  ) -> None:
         from diffusers import DDIMScheduler, StableDiffusionPipeline
 
-        self.sd_pipeline = StableDiffusionPipeline.from_pretrained(
-            pretrained_model_name, revision=None if Path(pretrained_model_name).is_dir() else pretrained_model_revision)
+        here = Path(pretrained_model_name).is_dir()
+        try:
+            self.sd_pipeline = StableDiffusionPipeline.from_pretrained(
+                pretrained_model_name, revision=None if here else pretrained_model_revision)
+        except (OSError, ValueError) as error:  # the second: of the hub, for a name that is none
+            raise UserError(f"pretrained_model_name: {pretrained_model_name!r} does not load "
+                            f"({' '.join(str(error).split())[:200]}): expected a folder of a Stable Diffusion, or a "
+                            "hub id OWNER/NAME") from None
         self.sd_pipeline.scheduler = DDIMScheduler.from_config(self.sd_pipeline.scheduler.config,
                                                                  clip_sample=False)
         self.use_lora = use_lora
@@ -304,6 +323,7 @@ class DDPOTrainer:
                  prompt_function: Callable[[], tuple[str, Any]], sd_pipeline: Any,
                  image_samples_hook: Callable[..., Any] | None = None) -> None:
         self.config = config
+        _require_numbers(config, 1, *COUNTS)
         wrapper = sd_pipeline if isinstance(sd_pipeline, DefaultDDPOStableDiffusionPipeline) else None
         self.pipeline = sd_pipeline if wrapper is None else wrapper.sd_pipeline
         self._rank = 0 if wrapper is not None and not wrapper.use_lora else None
@@ -344,6 +364,12 @@ class Epochs:
     """
 
     def __init__(self, callbacks: Sequence[Any], args: Any, hook: Callable[..., Any] | None = None) -> None:
+        if not isinstance(callbacks, (list, tuple)):
+            raise UserError(f"callbacks: got a value of type {type(callbacks).__name__}, expected a list of callbacks")
+        for callback in callbacks:
+            if isinstance(callback, type) or not all(callable(getattr(callback, moment, None)) for moment in MOMENTS):
+                raise UserError(f"callbacks: got {' '.join(repr(callback).split())[:80]}, expected objects of a "
+                                "TrainerCallback of transformers")
         self.callbacks, self.args, self.hook = list(callbacks), args, hook
         self.folder, self.epoch, self.batches = Path(), -1, list[list[Any]]()
         self._lock = threading.Lock()
@@ -439,6 +465,24 @@ class Log:
 
 def _processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _require_numbers(config: Any, least: int, *names: str) -> None:
+    """Raise UserError for the first of a configuration's fields that is no integer of `least` or more."""
+    for name in names:
+        if not isinstance(value := getattr(config, name), int) or isinstance(value, bool) or value < least:
+            raise UserError(f"{name}: got {value!r}, expected an integer of {least} or more")
+
+
+def _mapping(options: Any) -> Mapping[str, Any]:
+    if not isinstance(options, Mapping):
+        raise UserError(f"options: got {' '.join(repr(options).split())[:80]}, expected a dictionary of flowgrpo's "
+                        "keys")
+    return options
 
 
 def _over(base: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:

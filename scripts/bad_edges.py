@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from flowgrpo.storage import manifest
@@ -46,6 +48,12 @@ FILES: dict[str, str | bytes] = {
     "dtype.safetensors": header({"a": {"dtype": "F31", "shape": [1], "data_offsets": [0, 4]}}, bytes(4)),
     "shape.safetensors": header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, bytes(4)),
     "length.safetensors": struct.pack("<Q", 2**60) + b"{}",
+    "sexagesimal.yaml": "train: {epochs: 1:30}\n",
+    "octal.yaml": "train: {group: 010}\n",
+    "flag.yaml": "train: {epochs: true}\n",
+    "yes.yaml": "train: {epochs: yes}\n",
+    "home.yaml": "output: ~nobody-of-this-name/runs\n",
+    "zeros.yaml": "reward: {scene: 0, scene_graded: 0.0}\n",
     "raises.py": "raise ValueError('\\x1b[31mno\\n')\n",
 }
 
@@ -139,7 +147,8 @@ NAMES: dict[str, list[str]] = {
     "recipe with an escape": ["train", "\x1b[31mx.yaml"],
 }
 LORAS: dict[str, list[str]] = {f"LoRA, {name}": [*DRAWN, "--steps", "2", "--lora", f"{name}.safetensors"] for name in (
-    "nan", "inf", "without_b", "other_rank", "integers", "fp8_nan", "flat", "claims", "dtype", "shape", "length")}
+    "nan", "inf", "without_b", "other_rank", "integers", "fp8_nan", "flat", "claims", "dtype", "shape", "length",
+    "huge", "one_huge", "complex", "bool")}
 LORAS |= {
     "run of NaN, sample": [*DRAWN, "--lora", "runs/of_nan"],
     "run of NaN, export": ["export", "runs/of_nan"],
@@ -155,6 +164,48 @@ REWARDS: dict[str, list[str]] = {name: scored(name) for name in (
     "dates", "decimal_nan", "bytes_", "nested", "interrupts", "stops", "closes", "group_of_errors", "Unmade")}
 REWARDS["raises on import"] = size("--reward=raises.py:reward")
 
+YAML: dict[str, list[str]] = {
+    **{name: ["train", f"{name}.yaml"] for name in ("sexagesimal", "octal", "flag", "yes", "home", "zeros")},
+    "epochs True": size("--train.epochs=True"),
+    "epochs 1:30": size("--train.epochs=1:30"),
+    "group 010": size("--train.group=010"),
+    "seed off": size("--seed=off"),
+    "held_out yes": size("--held_out=true"),
+    "size of bool": size("--parts.plan.size=true"),
+    "size of a picture, bool": size("--picture.sizes=[[true, 64]]"),
+    "weight of bool": size("--reward={scene: true}"),
+    "weights of 0": size("--reward={scene: 0}"),
+    "recipe that cannot be read": ["train", "/proc/self/mem"],
+    "prompts that cannot be read": ["sample", "starter", "--prompts", "mem.txt"],
+}
+PATHS: dict[str, list[str]] = {
+    "output of nobody": size("--output=~nobody-of-this-name/x"),
+    "sample, output of nobody": [*DRAWN, "--output=~nobody-of-this-name/x"],
+    "sample, star.png": [*DRAWN, "--output", "star.png"],
+    "sample, x.exe": [*DRAWN, "--output", "x.exe"],
+    "sample, x.PNG": [*DRAWN, "--output", "x.PNG"],
+    "samples of a file, x.webp": ["sample", "starter", "--prompts", "one.txt", "--output", "x.webp"],
+    "eval, x.json": ["eval", "starter", "--suite", "one.txt", "--output", "x.json", "--rewards", "scene"],
+    "grid, x.exe": ["compare", "grid", "runs/base", "--output", "x.exe"],
+    "prompts of http": size("--prompts=http://127.0.0.1:9/x.txt"),
+    "sample, prompts of http": ["sample", "starter", "--prompts", "https://127.0.0.1:9/x.txt"],
+    "prompts of nothing": size("--prompts="),
+    "sample, prompts of nothing": ["sample", "starter", "--prompts="],
+    "preferences of http": size("--preferences=http://127.0.0.1:9/x.jsonl", "--method=dpo"),
+    "check, sdxl_24g": ["check", "sdxl_24g"],
+    "check, sdxl_24g on a GPU": ["check", "sdxl_24g", "--gpu", "4090"],
+    "check, startr": ["check", "startr"],
+    "sample, seed 1.5": [*DRAWN, "--seed", "1.5"],
+    "sample, steps 1.5": [*DRAWN, "--steps=1.5"],
+    "sample, guidance x": [*DRAWN, "--guidance", "x"],
+    "score, empty folder": ["reward", "score", "sharpness", "empty"],
+    "score, two sizes": ["reward", "score", "sharpness", "sizes"],
+}
+CHECKPOINTS: dict[str, list[str]] = {f"resume, {name}": size("--resume", f"--name={name}", "--train.epochs=2")
+                                     for name in ("epoch_3", "epoch_one", "no_moment", "bad_moment", "int_weights",
+                                                  "update_text", "damaged")}
+CHECKPOINTS |= {f"report, {name}": ["report", f"runs/{name}"] for name in ("metrics_nan", "metrics_text")}
+
 # Right, however unusual, and those that have to run now.
 RIGHT: dict[str, list[str]] = {
     "sample, seed 10^30": [*DRAWN, "--seed", "1" + "0" * 30],
@@ -167,6 +218,9 @@ RIGHT: dict[str, list[str]] = {
     "resume=auto, nothing there": size("--resume=auto", "--name=fresh"),
     "resume=auto, a run there": size("--resume=auto", "--name=base"),
     "partly masked": scored("partly_masked"),
+    "resume=auto, all damaged": size("--resume=auto", "--name=damaged_auto"),
+    "resume, without before/": size("--resume", "--name=no_before", "--train.epochs=2"),
+    "sample, folder v1.5": [*DRAWN, "--output", "v1.5"],
 }
 
 # Words that the line has to have, as another reason would mislead.
@@ -182,11 +236,30 @@ SAYS = {
     "run of NaN, export": "finite",
     "checkpoint of NaN, resume": "NaN or an infinity",
     "lr 1e308": "finite",
+    "LoRA, huge": "diverged",
+    "LoRA, one_huge": "diverged",
+    "LoRA, complex": "complex64",
+    "LoRA, bool": "bool",
+    "octal": "010",
+    "flag": "expected a number",
+    "zeros": "other than 0",
+    "check, sdxl_24g": "sdxl_24gb",
+    "check, sdxl_24g on a GPU": "sdxl_24gb",
+    "check, startr": "starter",
+    "sample, seed 1.5": "got '1.5'",
+    "sample, guidance x": "got 'x'",
+    "sample, star.png": "expected that of a folder",
+    "prompts of http": "http://",
+    "score, empty folder": "no file in it",
+    "score, two sizes": "64 x 64",
+    "resume, damaged": "--resume=auto",
+    "report, metrics_nan": "line 1",
+    "report, metrics_text": "line 1",
     "silent": "Silent",
     "masked": "had a score",
 }
 
-CASES = SIZES | STEPS | PROMPTS | NAMES | LORAS | REWARDS | RIGHT
+CASES = SIZES | STEPS | PROMPTS | NAMES | LORAS | REWARDS | YAML | PATHS | CHECKPOINTS | RIGHT
 
 
 def prepare(folder: Path) -> None:
@@ -203,6 +276,39 @@ def prepare(folder: Path) -> None:
     for state in (folder / "runs" / "state_of_nan" / "checkpoints").glob("epoch-*"):
         _rewrite(state / "state.safetensors", state / "state.safetensors", LORA_FILES["nan"])
         manifest.write(state)
+    _prepare_checkpoints(base)
+    (folder / "mem.txt").symlink_to("/proc/self/mem")
+    (folder / "empty").mkdir()
+    (folder / "sizes").mkdir()
+    for number, side in enumerate((64, 32)):
+        Image.new("RGB", (side, side)).save(folder / "sizes" / f"{number}.png")
+
+
+def _prepare_checkpoints(base: Path) -> None:
+    """Copy a run, and edit the copies' checkpoints under a fitting manifest, and other files."""
+    values: dict[str, dict[str, Any]] = {"epoch_3": {"epoch": -3}, "epoch_one": {"epoch": "one"},
+                                         "update_text": {"update": "five"}}
+    tensors: dict[str, Changed] = {
+        "no_moment": lambda old: {key: tensor for key, tensor in old.items() if key != "optimizer/0.exp_avg"},
+        "bad_moment": lambda old: old | {"optimizer/0.exp_avg": torch.zeros(3)},
+        "int_weights": lambda old: {key: tensor.long() if key.startswith("weights/") else tensor
+                                    for key, tensor in old.items()}}
+    for name in (*values, *tensors, "damaged", "damaged_auto", "no_before", "metrics_nan", "metrics_text"):
+        run = base.with_name(name)
+        shutil.copytree(base, run)
+        for state in (run / "checkpoints").glob("epoch-*"):
+            if name in values:
+                file = state / "state.json"
+                file.write_text(json.dumps(json.loads(file.read_text()) | values[name]))
+            if name in tensors:
+                _rewrite(state / "state.safetensors", state / "state.safetensors", tensors[name])
+            manifest.write(state)
+            if name.startswith("damaged"):
+                (state / "state.json").write_text("[]")
+    shutil.rmtree(base.with_name("no_before") / "before")
+    for name, value in (("metrics_nan", "NaN"), ("metrics_text", '"high"')):
+        file = base.with_name(name) / "metrics.jsonl"
+        file.write_text(re.sub(r'("reward/[^"]+/mean": )[^,]+', rf"\1{value}", file.read_text()))
 
 
 def _rewrite(source: Path, target: Path, changed: Changed) -> None:
@@ -238,4 +344,8 @@ LORA_FILES: dict[str, Changed] = {
     "fp8": _all(lambda tensor: tensor.to(torch.float8_e4m3fn)),
     "fp8_nan": _all(lambda tensor: torch.full_like(tensor, float("nan")).to(torch.float8_e4m3fn)),
     "flat": _all(lambda tensor: tensor.flatten()),
+    "huge": _all(lambda tensor: tensor * 1e30 + 1e30),
+    "one_huge": lambda tensors: tensors | {key: tensor + 1e7 for key, tensor in [next(iter(tensors.items()))]},
+    "complex": _all(lambda tensor: tensor.to(torch.complex64)),
+    "bool": _all(lambda tensor: tensor > 0),
 }

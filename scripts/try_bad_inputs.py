@@ -1,4 +1,4 @@
-"""Give the command line 230 inputs, nearly all with a mistake, and print how soon and in how many lines it says so.
+"""Give the command line 336 inputs, nearly all with a mistake, and print how soon and in how many lines it says so.
 
     python scripts/try_bad_inputs.py [--edges] [--only NAME ...] [--json FILE]
 

@@ -185,3 +185,37 @@ def test_a_reward_by_name_is_watched_under_its_name(tmp_path):
     [(watched, rule)] = trainer.epochs.watching(trainer.rewards).items()
     assert watched.__name__ == "scene_graded" and rule == {"weight": 1.0}
     assert torch.is_tensor(torch.as_tensor(0)) and trainer.epochs.watching(trainer.rewards).keys() != {"scene_graded"}
+
+
+# --- arguments that TRL would not take either ---
+
+@pytest.mark.parametrize("given, told", [
+    ({"num_generations": 0}, "num_generations: got 0, expected an integer of 1 or more"),
+    ({"per_device_train_batch_size": "8"}, "per_device_train_batch_size: got '8', expected an integer of 1 or more"),
+    ({"num_train_epochs": float("nan")}, "num_train_epochs: got nan, expected a number above 0"),
+    ({"num_train_epochs": float("inf")}, "num_train_epochs: got inf, expected a number above 0"),
+    ({"max_steps": "1"}, "max_steps: got '1', expected an integer"),
+    ({"options": [1]}, "options: got [1], expected a dictionary of flowgrpo's keys"),
+])
+def test_arguments_of_another_kind_are_refused(given, told):
+    with pytest.raises(UserError) as caught:
+        FlowGRPOConfig(**given).keys(4)
+    assert str(caught.value) == told
+
+
+@pytest.mark.parametrize("given, told", [
+    ({"callbacks": 3}, "callbacks: got a value of type int, expected a list of callbacks"),
+    ({"callbacks": [object()]}, "expected objects of a TrainerCallback of transformers"),
+    ({"peft_config": {"r": 4}}, "peft_config: got a dict without r and lora_alpha, expected a LoraConfig of peft"),
+])
+def test_objects_of_another_kind_are_refused(given, told):
+    with pytest.raises(UserError) as caught:
+        FlowGRPOTrainer("starter", "scene", None, ["a star"], **given)
+    assert told in str(caught.value)
+
+
+def test_settings_of_ddpo_of_another_kind_are_refused():
+    with pytest.raises(UserError, match="train_batch_size: got 0, expected an integer of 1 or more"):
+        DDPOConfig(train_batch_size=0).keys(None)
+    with pytest.raises(UserError, match="pretrained_model_name: './nope' does not load .* expected a folder of a"):
+        DefaultDDPOStableDiffusionPipeline("./nope")

@@ -12,7 +12,7 @@ import typer
 
 from flowgrpo.cli.root import TRAIN, app, list_app
 from flowgrpo.cli.show import print_table
-from flowgrpo.errors import UserError
+from flowgrpo.errors import UserError, nearest
 from flowgrpo.user_code import packaged
 
 IN_GIB = ("weights", "memory", "memory_parts")  # keys of a `check` report that are in GiB
@@ -45,8 +45,10 @@ def check(
 
     model, options = recipe_and_options(arguments or [], "model", ("recipe", "gpu", "processes", "json", "verbose"))
     if recipe is None and model is not None and (Path(model).suffix in (".yaml", ".yml") or model in recipes.names()
-                                                 and model not in FOLDERS and not Path(model).exists()):
+                                                 and (gpu or model not in FOLDERS) and not Path(model).exists()):
         model, recipe = None, model
+    if recipe is None and model is not None:
+        _require_known(model, [*recipes.names(), *FOLDERS])
     if gpu is not None:
         from flowgrpo.cli.dry_run import predict
 
@@ -72,6 +74,14 @@ def check(
             typer.echo(f"{key:<{width}}  {value}")
     if not result["drivable"]:
         raise typer.Exit(2)
+
+
+def _require_known(model: str, names: list[str]) -> None:
+    """Raise UserError for a typo in the name of a recipe or a starter: no path, no hub id and no class."""
+    if model in names or not re.fullmatch(r"[a-z0-9_.-]+", model) or Path(model).exists():
+        return
+    if (hint := nearest(model, names)).startswith(":"):
+        raise UserError(f"no model or recipe {model!r}{hint}")
 
 
 def _plain(value: Any) -> str:

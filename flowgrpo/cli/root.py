@@ -15,6 +15,7 @@ from flowgrpo.distributed import launchers
 from flowgrpo.distributed.signals import exit_code, leave
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import line
+from flowgrpo.files import at_home
 from flowgrpo.log import silence
 from flowgrpo.packages import broken, require_versions
 from flowgrpo.storage import paths
@@ -122,13 +123,14 @@ def _run(arguments: list[str] | None) -> int:
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")  # else its import prints notes about optional packages
     silence()
     try:
-        return program()(arguments, prog_name="flowgrpo", standalone_mode=False) or 0
+        given = [_at_home(argument) for argument in (sys.argv[1:] if arguments is None else arguments)]
+        return program()(given, prog_name="flowgrpo", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except UserError as error:
         message = str(error)
     except UsageError as error:
-        message = error.format_message()
+        message = error.format_message() + _got(error, sys.argv[1:] if arguments is None else arguments)
     except Exception as error:
         refusal = paths.refusal(error) or broken(error) or _without_room(error)
         if refusal is None:
@@ -140,6 +142,27 @@ def _run(arguments: list[str] | None) -> int:
     if message:  # Typer's error for a call without a command is the help text it has already printed
         print(f"flowgrpo: error: {line(message)}", file=sys.stderr)
     return 2
+
+
+def _at_home(argument: str) -> str:
+    """Return an argument with the home folder in place of the ~ of --KEY=~/PATH or of a quoted ~/PATH."""
+    key, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+    if key in ("--prompt", "--negative-prompt", "--negative_prompt", "--text.system"):
+        return argument
+    if (key, value) == ("--output", "~"):
+        value += "/"
+    return key + equals + at_home(value)
+
+
+def _got(error: Any, arguments: list[str]) -> str:
+    """Return the end of a message on an option's value: the value, where the message does not have it."""
+    names = getattr(getattr(error, "param", None), "opts", [])
+    for place, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in names:
+            value = value if equals else arguments[place + 1] if place + 1 < len(arguments) else ""
+            return "" if repr(value) in error.format_message() else f", got {value!r}"
+    return ""
 
 
 def _without_room(error: Exception) -> str | None:

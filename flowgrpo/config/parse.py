@@ -16,7 +16,7 @@ from flowgrpo.config.reward_rules import KEYED, Change, Limit, Retry, RewardRule
 from flowgrpo.config.schema import Config, fields, keys, owner, sections
 from flowgrpo.config.sections import AutoRate, EarlyStop, Fused, IPAdapter, Phase
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.files import unfit, unsafe
+from flowgrpo.files import at_home, unfit, unsafe
 
 
 def load(recipe: str | Path | None, overrides: dict[str, Any] | None = None) -> Config:
@@ -62,9 +62,25 @@ def validate(raw: dict[str, Any], where: str = "the options") -> Config:
     """
     _require_text(raw, where)
     try:
-        return Config.model_validate(raw)
+        return Config.model_validate(_at_home(raw, where))
     except ValidationError as error:
         raise UserError(f"{where}: {_explain(error.errors())}") from None
+
+
+TEXTS = ("name", "negative_prompt", "text.system")  # keys of texts that are no path
+
+
+def _at_home(value: Any, where: str, path: str = "") -> Any:
+    """Return a value with the home folder in place of each ~/ that begins a text or a key."""
+    if isinstance(value, dict):
+        return {_at_home(key, where, path): _at_home(inner, where, f"{path}.{key}".lstrip("."))
+                for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_at_home(inner, where, path) for inner in value]
+    try:
+        return at_home(value) if isinstance(value, str) and path not in TEXTS else value
+    except UserError as error:
+        raise UserError(f"{where}: {path}: {error}") from None
 
 
 def _require_text(value: Any, where: str, path: str = "") -> None:

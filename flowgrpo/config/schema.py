@@ -35,8 +35,8 @@ class Config(Section):
     parts: dict[str, Any] = Field({}, description="fields of the method's parts, such as {plan: {size: 2}}")
     reward: str | dict[str, Weighted] = Field("scene_graded", min_length=1,
                                               description="a reward, or rewards with their weights or rules")
-    prompts: str = Field("starter", description="a set that `flowgrpo list prompts` lists, a .txt, .jsonl, .csv or "
-                                              ".parquet file, or hub:OWNER/NAME")
+    prompts: str = Field("starter", min_length=1, description="a set that `flowgrpo list prompts` lists, a .txt, "
+                                                              ".jsonl, .csv or .parquet file, or hub:OWNER/NAME")
     held_out: float | str = Field(0.1, description="share of the prompts that is never trained on, or a file of "
                                                  "them; sets with held-out prompts of their own take no share")
     train_on_test_set: bool = Field(False, description="train on `prompts` even if they are a published test set; the "
@@ -77,12 +77,34 @@ class Config(Section):
             raise ValueError("the name of one folder, without slashes")
         return name
 
+    @field_validator("prompts")
+    @classmethod
+    def _here(cls, prompts: str) -> str:
+        if "://" in prompts:
+            raise ValueError("a prompt set, a file of this machine, or hub:OWNER/NAME: download a file first")
+        return prompts
+
+    @field_validator("output")
+    @classmethod
+    def _no_home(cls, path: str) -> str:
+        if path == "~":
+            raise ValueError("the path of a folder: $HOME, or ./~ for a folder of that name")
+        return path
+
     @field_validator("name", "output")
     @classmethod
     def _printable(cls, path: str) -> str:
         if plain(path) != path or "\n" in path or "\t" in path or not path.strip():
             raise ValueError("a text that is not blank, without control characters and changes of direction")
         return path
+
+    @field_validator("reward")
+    @classmethod
+    def _some_weight(cls, reward: str | dict[str, float | RewardRule]) -> str | dict[str, float | RewardRule]:
+        rules = list(reward.values()) if isinstance(reward, dict) else []
+        if rules and not any(rule.weight or rule.limit if isinstance(rule, RewardRule) else rule for rule in rules):
+            raise ValueError("a weight other than 0 for one of them; eval.rewards names rewards that are only measured")
+        return reward
 
     @property
     def rewards(self) -> dict[str, float]:

@@ -17,10 +17,12 @@ MOST = 50_000  # values of a text, those of aliases counted at each
 
 
 class Loader(yaml.SafeLoader):
-    """YAML in which 1e-4 is a number, where YAML 1.1 asks for 1.0e-4 and would leave the text "1e-4".
+    """YAML 1.1 without its surprises: 1e-4 is a number, not a text; 1:30 and 2024-01-01 are texts, not 90 and a date;
+    of truth values there are true and false, and yes, no, on and off are texts.
 
     Raises ConstructorError for a key that stands twice, nesting deeper than DEEPEST, more values than MOST, an alias
-    within its own anchor, a number of more than DIGITS digits, and a text with a NUL or half of a surrogate pair.
+    within its own anchor, a number of more than DIGITS digits or with a leading 0, and a text with a NUL or half of a
+    surrogate pair.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -58,6 +60,10 @@ class Loader(yaml.SafeLoader):
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         if len(node.value) > DIGITS:
             raise ConstructorError(problem=f"a number of {len(node.value)} digits", problem_mark=node.start_mark)
+        digits = node.value.replace("_", "")
+        if OCTAL.match(digits) and (of := (int(digits, 8), int(digits)))[0] != of[1]:
+            raise ConstructorError(problem=f"got {node.value}, which is {of[0]} in YAML 1.1 and {of[1]} in YAML 1.2: "
+                                   "write one of them, or quote a text", problem_mark=node.start_mark)
         return super().construct_yaml_int(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -77,6 +83,18 @@ class Dumper(yaml.SafeDumper):
     """Quotes texts that `Loader` would read as numbers."""
 
 
+TAG = "tag:yaml.org,2002:"
+OCTAL = re.compile(r"[-+]?0[0-7_]+$")
+Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known
+            if tag.removeprefix(TAG) not in ("bool", "int", "float", "timestamp", "value")]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+for _tag, _pattern, _first in (
+        ("bool", r"(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
+        ("int", r"[-+]?(?:0b[01_]+|0[0-7_]*|[1-9][\d_]*|0x[\da-fA-F_]+)$", "-+0123456789"),
+        ("float", r"[-+]?(?:\d[\d_]*\.[\d_]*(?:[eE][-+]?\d+)?|\.\d[\d_]*(?:[eE][-+]?\d+)?|\.(?:inf|Inf|INF))$|"
+                  r"\.(?:nan|NaN|NAN)$", "-+.0123456789")):
+    Loader.add_implicit_resolver(TAG + _tag, re.compile(_pattern), list(_first))
 for _yaml in (Loader, Dumper):
     _yaml.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
                                 list("-+.0123456789"))
@@ -100,6 +118,8 @@ def read(path: Path) -> Any:
     require_size(path, LARGEST, str(path))
     try:
         return parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error})") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid YAML: {broken(error)}") from None
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from flowgrpo.data.prompts import LARGEST
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.files import decoded, require_size, unfit, unsafe
+from flowgrpo.files import decoded, require_ending, require_size, unfit, unsafe
 
 KEYS = ("prompt", "picture", "text", "reward", "source")
 
@@ -33,8 +33,7 @@ class Demonstration:
 def load_demonstrations(path: str | Path) -> list[Demonstration]:
     """Read a .jsonl file of demonstrations. Raises UserError with the file and the line of a mistake."""
     path = Path(path)
-    if path.suffix != ".jsonl":
-        raise UserError(f"demonstrations {path}: expected a .jsonl file, got {path.suffix or 'no ending'!r}")
+    require_ending(path, (".jsonl",), "demonstrations")
     if why := unfit(path):
         raise UserError(f"demonstrations {path}: {'no such file' if why == 'does not exist' else why}")
     require_size(path, LARGEST, f"demonstrations {path}")

@@ -20,7 +20,7 @@ from typing import Any
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import LARGEST, Prompt
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.files import decoded, require_size, unfit, unsafe
+from flowgrpo.files import decoded, require_ending, require_size, unfit, unsafe
 
 KEYS = ("prompt", "chosen", "rejected", "aspects", "margins")
 OVERALL = "overall"
@@ -49,8 +49,7 @@ def load_pairs(path: str | Path, text: bool = False) -> list[Pair]:
     Raises UserError with the file and the line of a mistake.
     """
     path = Path(path)
-    if path.suffix != ".jsonl":
-        raise UserError(f"pairs {path}: expected a .jsonl file, got {path.suffix or 'no ending'!r}")
+    require_ending(path, (".jsonl",), "pairs")
     if why := unfit(path):
         raise UserError(f"pairs {path}: {'no such file' if why == 'does not exist' else why}")
     require_size(path, LARGEST, f"pairs {path}")

@@ -32,7 +32,7 @@ from typing import Any
 from flowgrpo.data import inputs as files
 from flowgrpo.data.inputs import Inputs
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.files import decoded, require_size, unfit, unsafe
+from flowgrpo.files import decoded, require_ending, require_size, unfit, unsafe
 
 ANSWERS = ("solution", "answer")  # of a prompt's metadata: the first that it has
 KEYS = ("prompt", "negative_prompt", "metadata", "weight", *files.KEYS)
@@ -163,9 +163,7 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     """
     path = Path(path)
     readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet}
-    if path.suffix not in readers:
-        raise UserError(f"prompts {path}: expected a .txt, .jsonl, .csv or .parquet file, got "
-                        f"{path.suffix or 'no ending'!r}")
+    require_ending(path, tuple(readers), "prompts")
     if why := unfit(path):
         raise UserError(f"prompts {path}: {'no such file' if why == 'does not exist' else why}")
     require_size(path, LARGEST, f"prompts {path}")
@@ -173,6 +171,8 @@ def load_prompts(path: str | Path) -> list[Prompt]:
         text = path.read_text(encoding="utf-8-sig") if path.suffix != ".parquet" else ""
     except UnicodeDecodeError as error:
         raise UserError(f"prompts {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except OSError as error:
+        raise UserError(f"prompts {path} cannot be read ({error.strerror or error})") from None
     prompts = []
     for line, record in readers[path.suffix](text, path):
         prompts.append(_prompt(record, path, line))

@@ -23,7 +23,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import plain
 from flowgrpo.evaluation import picture_files
-from flowgrpo.evaluation.measured import EVAL_SEED, Generating, Measured, measure, spread
+from flowgrpo.evaluation.measured import EVAL_SEED, Generating, Measured, evenly, measure, spread
 from flowgrpo.evaluation.nouns import SAMPLE, named
 from flowgrpo.evaluation.pages import singles
 from flowgrpo.evaluation.pages.before_after import arrays, cards, draw_pairs, means_of, shown_prompts
@@ -90,6 +90,9 @@ def _read_before(trainer: Trainer, folder: Path, known: dict[str, Any]) -> Measu
         kept = [untall(_picture(file), known.get("frames"))
                 for file in sorted((folder / "before").glob("[0-9]*.png"))]
         pictures = torch.stack(kept) if kept else pictures
+        shown = len(evenly(len(prompts), trainer.config.eval.grid))
+        if not known.get("texts") and len(kept) != shown:
+            raise ValueError(f"{len(kept)} images, expected {shown}")
     except (UserError, RuntimeError, ValueError, TypeError) as error:  # torch's, for other shapes
         if trainer.processes.first:
             print(f"{folder / 'before'} is damaged ({' '.join(str(error).split())[:120]}): the base is measured again",

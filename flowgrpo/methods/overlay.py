@@ -107,6 +107,8 @@ def _changed(part: Any, value: Any, path: str, optional: bool) -> Any:
         return None
     if dataclasses.is_dataclass(part) and not isinstance(value, dict):
         raise UserError(f"{path}: got {value!r}, expected keys with values, such as {{type: {type(part).__name__}}}")
+    if isinstance(value, bool) and type(part) in (int, float):
+        raise UserError(f"{path}: got {value!r}, expected a number")
     return _overlay(part, value, path) if _nested(part, value) else value
 
 

@@ -138,6 +138,15 @@ def grey(pictures: Tensor) -> Tensor:
     return torch.einsum("...chw,c->...hw", pictures.detach().cpu().double(), torch.tensor(LUMA, dtype=torch.float64))
 
 
+def _alike(path: Path, frames: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the frames of a clip. Raises UserError for none, and for frames of several sizes."""
+    sizes = list(dict.fromkeys(f"{frame.shape[-2]} x {frame.shape[-1]}" for frame in frames))
+    if len(sizes) != 1:
+        raise UserError(f"{path}: " + (f"frames of {' and '.join(sizes[:3])} pixels" if sizes else "no file in it") +
+                        ", expected frames of one size: the images of one clip")
+    return frames
+
+
 def read_output(path: Path) -> torch.Tensor | str:
     """Read a picture [3,H,W] in [0, 1], a video [F,3,H,W], or a text. Raises UserError if it cannot be read."""
     if not path.exists():
@@ -146,9 +155,10 @@ def read_output(path: Path) -> torch.Tensor | str:
         if path.suffix == ".txt":
             return text_of(path)
         if path.is_dir():
-            return torch.stack([read_tensor(file) for file in sorted(path.iterdir())])
+            frames = [read_tensor(file) for file in sorted(path.iterdir())]
+            return torch.stack(_alike(path, frames))
         frames = read_tensors(path)
-        return torch.stack(frames) if len(frames) > 1 else frames[0]
-    except RuntimeError as error:  # frames of several sizes, or none
+        return torch.stack(_alike(path, frames)) if len(frames) > 1 else frames[0]
+    except RuntimeError as error:
         raise UserError(f"{path} cannot be read ({' '.join(str(error).split())[:200]}): expected an image, a folder "
                         "of frames of one size, or a .txt file") from None

@@ -377,13 +377,14 @@ def _number(name: str, value: Any, prompt: str) -> float | Failed:
         return value
     if value is None or value is np.ma.masked:  # of a list of a masked array's entries
         return math.nan
-    if getattr(value, "shape", ()) != ():
-        raise Failed(f"reward {name!r} returned the shape {list(value.shape)} for one sample, expected a number "
-                     f"(prompt: {prompt!r})")
     try:
-        number = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last of a tensor without values (meta device)
-        number = math.nan
+        shape = list(getattr(value, "shape", ()))
+        number = math.nan if shape or isinstance(value, (str, bytes)) else float(value)
+    except Exception:  # of a tensor without values (meta device), or of a class of the user's
+        shape, number = [], math.nan
+    if shape:
+        raise Failed(f"reward {name!r} returned the shape {shape} for one sample, expected a number (prompt: "
+                     f"{prompt!r})")
     if not abs(number) <= 3.4e38:  # float32 is infinite beyond it
         raise Failed(f"reward {name!r} returned {_short(value)}, expected a finite number, or None where it does "
                      f"not apply (prompt: {prompt!r})")

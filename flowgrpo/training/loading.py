@@ -25,7 +25,8 @@ def before(setup: Setup, precision: str, asked: str) -> Iterator[str]:
 
     precision: in words; asked: as the recipe has it, `auto` included.
     """
-    yield f"device: {described(setup.device)}"
+    count = setup.all_processes
+    yield f"device: {described(setup.device)}, {count} process{'es' * (count > 1)}"
     yield f"precision: {precision}"
     yield from hints.of_machine(asked, setup.device)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
 from flowgrpo import config
 from flowgrpo.cli.train import recipe_and_options
-from flowgrpo.config import schema
+from flowgrpo.config import schema, yaml_text
 from flowgrpo.config.parse import ELSEWHERE, nearest_key
 from flowgrpo.config.schema import keys, owner
 from flowgrpo.errors import UserError
@@ -94,6 +95,53 @@ def test_unknown_keys_name_the_nearest(raw, told):
 ])
 def test_wrong_types_have_their_path(raw, told):
     assert message(config.validate, raw, "r.yaml") == f"r.yaml: {told}"
+
+
+@pytest.mark.parametrize("text, told", [
+    ("train: {epochs: 1:30}", "train.epochs: got '1:30', expected a valid integer"),
+    ("train: {epochs: yes}", "train.epochs: got 'yes', expected a valid integer"),
+    ("train: {epochs: true}", "train.epochs: got True, expected a number"),
+    ("seed: false", "seed: got False, expected a number"),
+    ("held_out: true", "held_out: got True, expected a number"),
+    ("picture: {sizes: [[true, 64]]}", "picture.sizes.0.0: got True, expected a number greater than or equal to 8"),
+    ("reward: {scene: true}", "reward: got {'scene': True}, expected a number"),
+    ("reward: {scene: {weight: true}}", "reward.scene.weight: got True, expected a number"),
+    ("reward: {scene: 0}", "reward: got {'scene': 0}, expected a weight other than 0 for one of them"),
+    ("reward: {a: 0, b: {weight: 0}}", "expected a weight other than 0 for one of them"),
+    ("output: ~nobody-of-this-name/x", "output: ~nobody-of-this-name/x: there is no user 'nobody-of-this-name'"),
+    ("prompts: http://a/b.txt", "prompts: got 'http://a/b.txt', expected a prompt set, a file of this machine"),
+    ("prompts: ''", "prompts: got '', expected at least 1 character"),
+])
+def test_what_yaml_and_pydantic_would_take_for_another_value_is_refused(text, told):
+    assert told in message(config.validate, yaml_text.parse(text), "r.yaml")
+
+
+@pytest.mark.parametrize("text, value", [
+    ("1:30", "1:30"), ("yes", "yes"), ("off", "off"), ("true", True), ("2024-01-01", "2024-01-01"), ("0x1F", 31),
+    ("1_000", 1000), ("007", 7), ("08", "08"), ("1e-4", 1e-4), ("-.5", -0.5), (".inf", float("inf")), ("~", None)])
+def test_values_of_yaml(text, value):
+    assert yaml_text.parse(text) == value and type(yaml_text.parse(text)) is type(value)
+
+
+def test_an_octal_number_is_refused():
+    with pytest.raises(yaml.YAMLError, match="got 010, which is 8 in YAML 1.1 and 10 in YAML 1.2"):
+        yaml_text.parse("a: 010")
+
+
+def test_weights_of_zero_beside_others_and_limits_stay():
+    assert config.validate({"reward": {"a": 1, "b": 0}}).rewards == {"a": 1.0, "b": 0.0}
+    assert config.validate({"reward": {"a": {"limit": {"at_most": 0.1}}}}).rewards == {"a": 0.0}
+    assert config.validate({"train": {"checkpointing": True}, "memory": {"shard": "yes"}}).memory.shard is True
+
+
+def test_a_home_folder_is_the_users(monkeypatch):
+    """In texts and keys that are paths, and in no text that is a prompt."""
+    monkeypatch.setenv("HOME", "/of/me")
+    made = config.validate({"output": "~/runs", "reward": {"~/red.py:red": 1}, "negative_prompt": "~/x",
+                            "load": {"lora": ["~/a.safetensors"]}, "model": "a~/b"})
+    assert (made.output, made.model, made.negative_prompt) == ("/of/me/runs", "a~/b", "~/x")
+    assert list(made.rewards) == ["/of/me/red.py:red"] and made.load.lora[0] == "/of/me/a.safetensors"
+    assert config.load(None, {"output": "~/runs", "cache": "~"}).cache is None
 
 
 @pytest.mark.parametrize("raw, told", [

@@ -38,6 +38,12 @@ PLAIN = st.one_of(
             "\u202e",
             "{a:>99999999}",
             "{animal}",
+            "~/x",
+            "~nobody-of-this-name/x",
+            "1:30",
+            "010",
+            "yes",
+            "http://127.0.0.1:9/x",
         ]
     ),
     st.text(max_size=8),
@@ -135,6 +141,17 @@ def facts() -> st.SearchStrategy[bytes]:
     }
     return st.fixed_dictionaries({key: st.one_of(value, value, names) for key, value in usual.items()}).map(
         lambda value: json.dumps(value).encode()
+    )
+
+
+def checkpoints() -> st.SearchStrategy[tuple[dict[str, Any], dict[str, list[int]]]]:
+    """Values of a checkpoint under its usual keys, and shapes of further tensors."""
+    from flowgrpo.training.state import REQUIRED
+
+    names = st.sampled_from(["weights/a", "ema/a", "optimizer/0.exp_avg", "optimizer/1.step", "optimizer/x.", "a"])
+    return st.tuples(
+        st.dictionaries(st.sampled_from([*REQUIRED]), VALUES, max_size=4),
+        st.dictionaries(names, st.lists(st.integers(0, 3), max_size=3), max_size=3),
     )
 
 

@@ -16,7 +16,7 @@ TOKENS = [
     b"---\n", b"9" * 400, b"1e999", b"NaN", b"-Infinity", b"0x" + b"f" * 400, b"1:60:60", b"2020-13-45", b'"\\ud800"',
     b"\\u0000", b'"\\U00110000"', b"\x1b[2J", "\u202e\u2028\x85".encode(), b"\xed\xa0\x80", b"../../", b"pipe",
     b"/dev/zero", b"x" * 300, b"\x00\x00\x00\xff", b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"null", b"true", b"yes",
-    b"~", b"#", b"|", b">", b"%"]
+    b"~", b"010", b"0o7", b"on", b"~/", b"~nobody/x", b"1_0", b"2024-01-01", b"#", b"|", b">", b"%"]
 
 
 @st.composite

@@ -214,6 +214,48 @@ def tensors(content: bytes, folder: Path) -> None:
         _kohya(str, tensors, adapter)
 
 
+def edited(case: tuple[dict[str, Any], dict[str, list[int]]], folder: Path) -> None:
+    """The newest whole checkpoint of a whole one and an edited one, which is loaded."""
+    import torch
+
+    from flowgrpo.storage import checkpoint
+    from flowgrpo.storage.recovery import newest_whole
+    from flowgrpo.training.state import REQUIRED
+
+    whole = {"epoch": 1, "update": 1, "memory": {}, "reward_failures": {}, "evaluations": 0, "rescore": False,
+             "rollout_evaluations": 0, "saved_evaluations": 0}
+    tensors = {"weights/a": torch.ones(2), "optimizer/0.exp_avg": torch.ones(2)}
+    checkpoint.save(folder / "c", 1, tensors, whole, 2)
+    more = {key: torch.zeros(shape, dtype=torch.int64) for key, shape in case[1].items()}
+    checkpoint.save(folder / "c", 2, tensors | more, whole | {"epoch": 2} | case[0], 2)
+    found = newest_whole(folder / "c", lambda _: None, REQUIRED)
+    if found is None or checkpoint.load(found)[1]["epoch"] not in (1, 2):
+        raise Broken(f"{found} is no whole checkpoint")
+
+
+def lora(case: tuple[str, float], folder: Path) -> None:
+    """A LoRA of a dtype and a value; one that is read holds weights."""
+    import torch
+    from safetensors.torch import save_file
+
+    from flowgrpo.policies.weights import finite
+
+    values = torch.full((2, 2), case[1], dtype=torch.float64).to(getattr(torch, case[0]))
+    save_file({f"transformer.a.lora_{side}.weight": values.clone() for side in "AB"}, folder / "lora.safetensors")
+    finite.require_file(folder / "lora.safetensors")
+    if not values.is_floating_point() or not values.float().abs().max() <= finite.LARGEST:
+        raise Broken(f"{values.dtype} of {case[1]} was read")
+
+
+def number(text: str, folder: Path) -> None:
+    """A number of a recipe as YAML has it: what is taken is the number that the text says."""
+    from flowgrpo import config
+
+    taken = config.load(None, {"train.epochs": text}).train.epochs
+    if taken != float(text.strip(" '\"\n\t").replace("_", "") if "x" not in text and "b" not in text else int(text, 0)):
+        raise Broken(f"{text!r} was taken for {taken}")
+
+
 def request(content: bytes, folder: Path) -> None:
     import safetensors.torch  # noqa: F401  # before the limit of memory, whatever the first case is
 
@@ -277,5 +319,20 @@ TARGETS = {
         st.tuples(st.sampled_from(["a.png", "a.jpg", "a.webp", "a.txt"]), mutated("pictures/*"), RECORDS), folders
     ),
     "safetensors": Target(st.one_of(cases.tensor_files(), mutated("tensors/*")), tensors),
+    "checkpoints": Target(cases.checkpoints(), edited),
+    "LoRAs": Target(
+        st.tuples(
+            st.sampled_from(["float32", "bfloat16", "float16", "bool", "int64", "uint8", "complex64", "float8_e4m3fn"]),
+            st.one_of(st.floats(-2, 2), st.sampled_from([1e30, -1e7, float("inf"), float("nan")])),
+        ),
+        lora,
+    ),
+    "numbers": Target(
+        st.one_of(
+            st.from_regex(r"[-+]?[0-9][0-9_:.]{0,5}", fullmatch=True),
+            st.sampled_from(["yes", "true", "on", "010", "0x1F", "0b11", "0o10", "1:30", "1e2", "1_0", "08", "٣"]),
+        ),
+        number,
+    ),
     "server requests": Target(cases.requests(), request, ValueError),
 }

@@ -92,7 +92,7 @@ def test_a_run_says_what_it_chose_and_keeps_it(recipe, capsys):
     assert out[0].endswith(f", run: {folder}; to watch it: flowgrpo report {folder} --live")
     assert out[1] == f"model: {recipe.parent / 'model'} (a folder here)" and out[2] == "method: mix_grpo"
     assert out[3].startswith("rewards: ") and out[4].startswith("prompts: ")
-    assert out[5:7] == ["device: cpu", f"precision: {chosen} (auto: {reason})"]
+    assert out[5:7] == ["device: cpu, 1 process", f"precision: {chosen} (auto: {reason})"]
     assert out[7] == f"loading {recipe.parent / 'model'} ..."
     assert out[8].startswith("loaded in ") and "StableDiffusion3Pipeline, " in out[8]
     assert load(folder / "config.yaml").precision == chosen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.storage import checkpoint, manifest
 from flowgrpo.storage.places import checkpoints, foreign
 from flowgrpo.storage.recovery import newest_whole
+from flowgrpo.training import state
 
 
 def save(folder, epoch, keep=2, value=1.0):
@@ -92,6 +94,16 @@ def test_an_optimizer_goes_on_where_it_was(tmp_path):
     first.step(), second.step()
     for parameter, other in zip(first.param_groups[0]["params"], second.param_groups[0]["params"]):
         assert torch.equal(parameter, other)
+
+
+@pytest.mark.parametrize("change, why", [
+    ({"0.exp_avg": None}, "lacks 0.exp_avg"), ({"1.exp_avg_sq": torch.zeros(7)}, "1.exp_avg_sq of [7] in torch.float"),
+    ({"0.exp_avg": torch.zeros(3, dtype=torch.bool)}, "0.exp_avg of [3] in torch.bool"),
+    ({"9.step": torch.tensor(1.0)}, "is of 10 parameters, expected 2")])
+def test_a_state_that_does_not_fit_its_optimizer_is_refused(change, why):
+    tensors = checkpoint.optimizer_tensors(optimizer(0, steps=1)) | change
+    with pytest.raises(ValueError, match=re.escape(why)):
+        checkpoint.load_optimizer(optimizer(0), {key: tensor for key, tensor in tensors.items() if tensor is not None})
 
 
 def test_an_optimizer_without_a_state_stays_so():
@@ -189,6 +201,35 @@ def test_a_damaged_one_is_set_aside_and_the_one_before_is_used(tmp_path, kind):
     harm(path)
     assert newest_whole(tmp_path, lines.append, {"epoch": int}) == earlier
     assert (tmp_path / "epoch-00002.damaged.2").is_dir() and foreign(tmp_path) == []
+
+
+@pytest.mark.parametrize("changed, why", [
+    ({"epoch": -3}, "state.json has -3 under 'epoch'"), ({"epoch": "one"}, "has one under 'epoch'"),
+    ({"epoch": True}, "has True under 'epoch'"), ({"epoch": 1}, "has 1 under 'epoch'"),
+    ({"update": "five"}, "has five under 'update'"), ({"seconds": float("nan")}, "has nan under 'seconds'"),
+    ({"memory": []}, "has [] under 'memory'"), ({"micro_batch": 4}, "has 4 under 'micro_batch'")])
+def test_edited_values_are_damage_also_under_a_manifest(tmp_path, changed, why):
+    """As one that a user edited, and whose manifest was written anew."""
+    values = {"update": 2, "memory": {}, "reward_failures": {}, "evaluations": 0, "rescore": False,
+              "rollout_evaluations": 0, "saved_evaluations": 0}
+    tensors = {"weights/a": torch.ones(2, 3), "optimizer/0.exp_avg": torch.zeros(2, 3)}
+    for epoch in (1, 2):
+        checkpoint.save(tmp_path, epoch, tensors, {"epoch": epoch} | values | (changed if epoch == 2 else {}), 3)
+    lines = []
+    assert newest_whole(tmp_path, lines.append, state.REQUIRED) == tmp_path / "epoch-00001"
+    assert why in lines[0] and len(lines) == 1
+
+
+@pytest.mark.parametrize("changed, why", [
+    ({"weights/a": torch.ones(2, 3, dtype=torch.int64)}, "weights/a is of I64"),
+    ({"optimizer/1.step": torch.ones(1)}, "the optimizer's state lacks 0.step")])
+def test_edited_tensors_are_damage_also_under_a_manifest(tmp_path, changed, why):
+    tensors = {"weights/a": torch.ones(2, 3), "optimizer/0.exp_avg": torch.zeros(2, 3)}
+    for epoch in (1, 2):
+        checkpoint.save(tmp_path, epoch, tensors | (changed if epoch == 2 else {}), {"epoch": epoch}, 3)
+    lines = []
+    assert newest_whole(tmp_path, lines.append, {"epoch": int}) == tmp_path / "epoch-00001"
+    assert why in lines[0]
 
 
 @pytest.mark.parametrize("kind", UNSIGNED)
