@@ -178,7 +178,7 @@ def grid(
     several columns as PNG and HTML, for completions as Markdown and HTML."""
     opening(context, trust_run)
     given_run, run = run, places.weights_of(local(run), epoch)
-    if output is not None and output.suffix.lower() not in (".png", ".md", ".html"):
+    if output is not None and output.suffix.lower() not in ("", ".png", ".md", ".html"):
         raise UserError(f"--output {output}: expected the name of the PNG, or for completions the .md")
     if output is not None and output.suffix.lower() == ".html":
         raise UserError(f"--output {output}: expected the name of the PNG, or for completions the .md; the HTML page "

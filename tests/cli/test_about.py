@@ -198,7 +198,7 @@ def png_head(width: int, height: int) -> bytes:
     (["mine.py:level"], "IMAGES..."),
     (["mine.py:level", "no.png"], "no file at no.png"),
     (["mine.py:level", "mine.py"], "mine.py cannot be read as a picture (it is damaged, or no picture)"),
-    (["mine.py:level", "empty"], "empty cannot be read ("),
+    (["mine.py:level", "empty"], "empty: no file in it, expected frames of one size"),
     (["mine.py:level", "0.png", "--prompt", "a", "--prompts", "p.txt"], "got --prompt and --prompts, expected one"),
     (["mine.py:level", "0.png", "--prompts", "p.txt"], "prompts p.txt: no such file"),
     (["mine.py:Length", "0.png", "--args", "{pre: 2}"], "takes no argument 'pre': did you mean 'per'?"),
