@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from flowgrpo.config import extends
-from flowgrpo.config.parse import read_recipe, validate
+from flowgrpo.config.parse import read_recipe, require_own, validate
 from flowgrpo.config.schema import Config
 from flowgrpo.data import provenance
 from flowgrpo.data.prompts import Prompt
@@ -35,7 +35,8 @@ OMITTED = Omitted.OMITTED
 
 
 def configured(model: Any, rewards: Rewards | Omitted, prompts: Prompts | Omitted, method: str | Method | Omitted,
-               recipe: str | Path | None, options: dict[str, Any]) -> tuple[Config, dict[str, Callable[..., Any]]]:
+               recipe: str | Path | None, options: dict[str, Any], trusted: bool = False
+               ) -> tuple[Config, dict[str, Callable[..., Any]]]:
     """Return the configuration of arguments of `align`, and the rewards among them that are functions, by name."""
     if recipe is None:
         if model is OMITTED:
@@ -63,8 +64,10 @@ def configured(model: Any, rewards: Rewards | Omitted, prompts: Prompts | Omitte
              "prompts": OMITTED if listed or prompts is OMITTED else str(prompts)}
     raw = {key: value for key, value in given.items() if value is not OMITTED} | options
     if recipe is not None:
-        base = read_recipe(recipe)
+        base, own = read_recipe(recipe), extends.keys_set(raw)
         raw = extends.merged(base, {"name": base["name"], **raw})
+        if not trusted:
+            require_own(recipe, raw, own)
     config = validate(raw)
     if listed:
         config = config.model_copy(update={"prompts": str(config.folder / provenance.PROMPTS)})

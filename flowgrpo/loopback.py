@@ -115,7 +115,7 @@ class Handler(BaseHTTPRequestHandler):
         except TimeoutError:
             self._late = True
         self._require_whole()
-        if self.headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
+        if self.headers.get("Content-Type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refused(415, "expected the content type application/json")
         return content
 

@@ -106,7 +106,7 @@ def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
 
 def align(model: Any = OMITTED, rewards: Rewards | Omitted = OMITTED, prompts: Prompts | Omitted = OMITTED,
           method: str | Method | Omitted = OMITTED, resume: bool | Literal["auto"] = False, *,
-          recipe: str | Path | None = None, **options: Any) -> dict[str, Any]:
+          recipe: str | Path | None = None, trust: bool = False, **options: Any) -> dict[str, Any]:
     """Align `model` to `rewards` on `prompts`: `flowgrpo train` from Python.
 
     model: `starter`, a directory, a hub id, a loaded diffusers pipeline, or a loaded language model with its tokenizer
@@ -119,6 +119,8 @@ def align(model: Any = OMITTED, rewards: Rewards | Omitted = OMITTED, prompts: P
         nearest preset and what differs. A class that is in no file has to be given again, as for `resume`.
     recipe: a YAML file or a packaged name, such as "starter": the base, of which all other arguments change keys.
         Without it a model is needed, and the others are `scene_graded`, `starter` and `mix_grpo`.
+    trust: let a recipe that is neither packaged nor below the working folder execute code, read keys and reach
+        addresses.
     resume: resume from the last checkpoint of the run of that `name`; the other arguments are given again. "auto":
         begin if there is no such run.
     options: configuration keys, sections as dictionaries, such as `train={"epochs": 50}`.
@@ -134,7 +136,7 @@ def align(model: Any = OMITTED, rewards: Rewards | Omitted = OMITTED, prompts: P
     if files := reading():
         raise UserError(f"{files[-1]} calls align while it is read for a reward: put that call below "
                         "if __name__ == '__main__':")
-    config, functions = configured(model, rewards, prompts, method, recipe, options)
+    config, functions = configured(model, rewards, prompts, method, recipe, options, trust)
     pipe = None if model is OMITTED or isinstance(model, (str, Path)) else model
     records = None if prompts is OMITTED or isinstance(prompts, (str, Path)) else of_records(prompts)
     silence()

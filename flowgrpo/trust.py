@@ -1,17 +1,22 @@
-"""Code that a command executes: what its command line names, and what a run's folder names after --trust-run alone."""
+"""Code that a command executes and addresses that it sends to: those of its command line and of your own recipes.
+
+What a run's folder names needs --trust-run, and what a recipe from elsewhere names needs --trust."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from flowgrpo.errors import UserError
 
 FLAG = "--trust-run"
+RECIPE_FLAG = "--trust"
+KEYS = {"key_env": "the key in", "token_file": "the token of the file"}  # arguments of rewards that send a secret
 _FILE = re.compile(r"(.+\.py):")
 # Rewards that execute code of prompts' metadata or of completions.
 _EXECUTING = ("code_run",)
@@ -68,6 +73,47 @@ def remote_code(allowed: bool, run: Path) -> bool:
         say(f"{run}: trust_remote_code is not taken from a run's folder; {FLAG} takes it")
         return False
     return allowed
+
+
+def require_own(recipe: object, values: Mapping[str, Any], given: Iterable[str], flag: str | None) -> None:
+    """Raise UserError if a recipe from elsewhere executes code, sends anything to an address, or reads a key or a
+    token.
+
+    recipe: its file. values: its keys, with `given`, the dotted ones of the command line, in place. flag: the command's
+    option that allows it.
+    """
+    own = tuple(given)
+    found = [what for path, what in _reaches(values)
+             if not any(path == key or path.startswith(f"{key}.") for key in own)]
+    if found:
+        how = f"{flag} (from Python: trust=True) lets it" if flag else "copy it below the working folder to let it"
+        raise UserError(f"{recipe} {'; '.join(found[:3])}: it is neither packaged nor below the working folder, so it "
+                        f"may not: read it, and {how}")
+
+
+def _reaches(value: object, path: str = "", key: object = "") -> Iterator[tuple[str, str]]:
+    """Yield what a recipe's value makes a run do beyond training here: the value's dotted key, and words.
+
+    key: the last one of `path`.
+    """
+    if isinstance(value, (Mapping, list)):
+        for name, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            here = f"{path}.{name}".lstrip(".")
+            yield from _of_text(str(name), here)
+            yield from _reaches(inner, here, name)
+    elif key == "trust_remote_code" and value:
+        yield path, "runs code that comes with a model (trust_remote_code)"
+    elif key in KEYS and value is not None:
+        yield path, f"sends {KEYS[str(key)]} {value} ({path})"
+    elif isinstance(value, str):
+        yield from _of_text(value, path)
+
+
+def _of_text(text: str, path: str) -> Iterator[tuple[str, str]]:
+    if _FILE.match(text) or text in _EXECUTING:
+        yield path, f"executes code ({text})"
+    elif "://" in text:
+        yield path, f"sends samples to {text}"
 
 
 def say(line: str) -> None:

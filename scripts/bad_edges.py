@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -259,7 +260,53 @@ SAYS = {
     "masked": "had a score",
 }
 
-CASES = SIZES | STEPS | PROMPTS | NAMES | LORAS | REWARDS | YAML | PATHS | CHECKPOINTS | RIGHT
+ELSEWHERE = Path("../elsewhere")  # of recipes that are not the user's own
+_SINK = "http://127.0.0.1:9"
+_KEY = {"url": f"{_SINK}/x", "key_env": "HOME"}
+RECIPES: dict[str, dict[str, Any]] = {
+    "a key": {"reward": {"e": {"use": "http", "args": _KEY}}},
+    "a token file": {"reward": {f"{_SINK}/x": {"args": {"token_file": "/etc/hostname"}}}},
+    "a judge": {"reward": {"judge": {"args": {"url": f"{_SINK}/v1"}}}},
+    "a judge's key": {"reward": {"judge": {"args": {"key_env": "HOME"}}}},
+    "a reward inside another": {"reward": {"g": {"use": "gated", "args": {"reward": {"use": "http", "args": _KEY}}}}},
+    "a measured reward": {"eval": {"rewards": {"e": {"use": "http", "args": _KEY}}}},
+    "a server": {"reward": f"{_SINK}/pickscore"},
+    "an engine": {"rollout": {"engine": _SINK}},
+    "a phase": {"phases": [{"at": 0.5, "set": {"rollout.engine": _SINK}}]},
+    "a file": {"reward": "rewards.py:constant"},
+    "a method's file": {"method": "mix_grpo+rewards.py:constant"},
+    "code_run": {"reward": {"code_run": {"args": {"accept_risk": True}}}},
+    "a model's code": {"trust_remote_code": True},
+}
+FOREIGN = {f"elsewhere: {name}": ["train", f"{ELSEWHERE}/{name}.yaml"] for name in RECIPES} | {
+    "elsewhere: check": ["check", f"{ELSEWHERE}/a key.yaml"],
+    "elsewhere: encode": ["prompts", "encode", f"{ELSEWHERE}/a key.yaml", "--cache=c"],
+    "elsewhere: methods": ["compare", "methods", "--methods", f"{ELSEWHERE}/a file.yaml", "--output", "bench"],
+    "elsewhere: rules": ["eval", "starter", "--suite", "starter", "--rewards", f"{ELSEWHERE}/rules.yaml",
+                         "--output", "e"],
+    "elsewhere: extended": ["train", "extending.yaml"],
+    "elsewhere: another address": ["train", f"{ELSEWHERE}/a key.yaml", f"--reward.e.args.url={_SINK}/y"],
+}
+_OPEN = "--reward={e: {use: NAME, args: {url: 'http://192.0.2.1/v1', key_env: HOME}}}"
+OPEN = {f"key over http, {name}": size(_OPEN.replace("NAME", name)) for name in ("http", "judge", "deqa")}
+JUDGES = {
+    "judge without a path": size("--reward={judge: {args: {url: 'http://127.0.0.1:9'}}}"),
+    "judge, key for a name": size("--reward={judge: {args: {key_env: sk-123}}}"),
+    "judge, NaN": size("--reward={judge: {args: {extra: {x: .nan}}}}"),
+    "judge, a date": size("--reward={judge: {args: {extra: {x: 2026-01-01}}}}"),
+    "http, NaN": size("--reward={e: {use: http, args: {url: 'http://127.0.0.1:9/x', request: {x: .nan}}}}"),
+    "http, header": size("--reward={e: {use: http, args: {url: 'http://127.0.0.1:9/x', headers: {X: \u00e9}}}}"),
+    "engine, bracket": size("--rollout.engine=http://[::1"),
+    "engine, letters": size("--rollout.engine=http://h\u00f6st:1"),
+}
+SAYS |= {name: "may not: read it" for name in FOREIGN} | {name: "unencrypted: use https://" for name in OPEN} | {
+    "judge without a path": "expected http://host:port/v1", "judge, key for a name": "key_env is no name",
+    "judge, NaN": "is not JSON", "judge, a date": "is not JSON", "http, NaN": "is not JSON",
+    "http, header": "expected printable ASCII", "engine, bracket": "expected the address of an engine",
+    "engine, letters": "expected the address of an engine"}
+
+CASES = (SIZES | STEPS | PROMPTS | NAMES | LORAS | REWARDS | YAML | PATHS | CHECKPOINTS | FOREIGN | OPEN | JUDGES
+         | RIGHT)
 
 
 def prepare(folder: Path) -> None:
@@ -267,6 +314,12 @@ def prepare(folder: Path) -> None:
     for name, content in FILES.items():
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     shutil.copy(Path(__file__).with_name("odd_rewards.py"), folder)
+    elsewhere = folder / ELSEWHERE
+    elsewhere.mkdir()
+    for name, values in RECIPES.items():
+        (elsewhere / f"{name}.yaml").write_text(yaml.safe_dump({"extends": "starter"} | values), encoding="utf-8")
+    (elsewhere / "rules.yaml").write_text(yaml.safe_dump({"e": {"use": "http", "args": _KEY}}), encoding="utf-8")
+    (folder / "extending.yaml").write_text(f"extends: {ELSEWHERE}/a key.yaml\n", encoding="utf-8")
     base = folder / "runs" / "base"
     for name, changed in LORA_FILES.items():
         _rewrite(base / LORA, folder / f"{name}.safetensors", changed)

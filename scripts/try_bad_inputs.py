@@ -69,7 +69,8 @@ def tried(arguments: list[str], folder: Path, patience: float = 60) -> Outcome:
     except subprocess.TimeoutExpired:
         process.kill()
         return Outcome(124, time.monotonic() - began, ["no end"])
-    lines = [line for line in errors.split("\n") if line.strip() and "\r" not in line]
+    lines = [line for line in errors.split("\n") if line.strip() and "\r" not in line
+             and (line.startswith("flowgrpo: error") or " sends " not in line)]
     return Outcome(process.returncode, time.monotonic() - began, lines)
 
 
@@ -81,7 +82,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the outcomes to this file")
     given, outcomes = parser.parse_args(), {}
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
+        folder = Path(scratch) / "work"
+        folder.mkdir()
         shutil.copy(Path(__file__).with_name("bad_rewards.py"), folder / "rewards.py")
         bad_inputs.prepare(folder, lambda *arguments: tried(list(arguments), folder))
         bad_edges.prepare(folder)

@@ -73,7 +73,7 @@ def test_commands_of_a_run_work(run, tmp_path):
 
 def test_its_configuration_repeats_the_run_and_both_keep_their_prompts(run, tmp_path):
     folder = Path(shutil.copytree(run, tmp_path / "run"))
-    assert main(["train", str(folder / "config.yaml"), f"--output={tmp_path}",
+    assert main(["train", "--trust", str(folder / "config.yaml"), f"--output={tmp_path}",
                  f"--prompts={folder / provenance.PROMPTS}"]) == 0
     earlier = tmp_path / "run.1"
     for each in (folder, earlier):
@@ -91,7 +91,7 @@ def test_a_model_without_a_folder_is_told_without_asking_the_hub(nameless, comma
 
 
 def test_training_it_again_is_told(nameless, capsys):
-    assert "that is a class" in told(capsys, "train", str(nameless / "config.yaml"))
+    assert "that is a class" in told(capsys, "train", "--trust", str(nameless / "config.yaml"))
     assert (nameless / "summary.json").is_file()
 
 
@@ -189,7 +189,7 @@ def test_a_method_with_a_part_of_no_file_trains_and_is_asked_for_on_resume(tmp_p
     summary = flowgrpo.align(load_pipeline(str(tmp_path / "model")), method=method, resume=True, **more)
     assert summary["epochs"] == 2
     registry.GIVEN.clear()  # as in another process
-    line = told(capsys, "train", str(tmp_path / "run" / "config.yaml"), "--resume")
+    line = told(capsys, "train", "--trust", str(tmp_path / "run" / "config.yaml"), "--resume")
     assert "parts.shaping.type: object:Local was an object of a Python run, in no file: pass it again" in line
 
 

@@ -34,14 +34,15 @@ class Entry:
     adjusted: dict[str, Any]
 
 
-def entries(given: list[str], name: str, of: BenchModel) -> list[Entry]:
+def entries(given: list[str], name: str, of: BenchModel, trusted: bool = False) -> list[Entry]:
     """Return the methods of a list.
 
-    name: of the model. Raises UserError for an unknown method, one for other models, and one that is given twice.
+    name: of the model. trusted: as of `parse.load`.
+    Raises UserError for an unknown method, one for other models, and one that is given twice.
     """
     if twice := [text for text, count in Counter(given).items() if count > 1]:
         raise UserError(f"--methods: {twice[0]} is given twice, expected different methods")
-    made = [_of_recipe(Path(text), name) if text.endswith(RECIPES) else _of_method(text, of) for text in given]
+    made = [_of_recipe(Path(text), name, trusted) if text.endswith(RECIPES) else _of_method(text, of) for text in given]
     for entry in made:
         _require(entry, of)
     common = {label for label, count in Counter(entry.label for entry in made).items() if count > 1}
@@ -59,8 +60,10 @@ def _of_method(text: str, of: BenchModel) -> Entry:
     return Entry(label, text, {"method": text} | adjusted, adjusted)
 
 
-def _of_recipe(path: Path, name: str) -> Entry:
+def _of_recipe(path: Path, name: str, trusted: bool) -> Entry:
     raw = parse.read_yaml(path)
+    if not trusted:
+        parse.require_own(path, raw)
     config = parse.validate(raw, where=str(path))
     if "model" in raw and config.model != name:
         raise UserError(f"{path}: its model is {config.model}, but the bench is of {name}: give --model "

@@ -39,7 +39,7 @@ class Request:
 
     methods: as given, without the reference if it is to be added. evaluations: of every run. points: measurements of
     the held-out accuracy during training, the last at its end. prompts: of each measured side, at most. sweep: of the
-    methods, those to sweep, or ALL.
+    methods, those to sweep, or ALL. trusted: recipes among them may execute code and reach addresses.
     """
 
     methods: list[str]
@@ -51,6 +51,7 @@ class Request:
     prompts: int | None
     sweep: list[str]
     output: Path
+    trusted: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Plan:
             raise UserError("--methods: got none, expected names such as mix_grpo,ddpo (`flowgrpo list methods` "
                             "lists all)")
         given = request.methods + ([] if request.reference in request.methods else [request.reference])
-        self.entries = entries(given, request.model, self.of)
+        self.entries = entries(given, request.model, self.of, request.trusted)
         self.reference = next(entry for entry in self.entries if entry.given == request.reference)
         self.swept = [entry for entry in self.entries if request.sweep == ALL or entry.given in request.sweep]
         for name in request.sweep if request.sweep != ALL else ():

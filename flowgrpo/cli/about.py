@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from flowgrpo.cli.options import Trusted
 from flowgrpo.cli.root import TRAIN, app, list_app
 from flowgrpo.cli.show import print_table
 from flowgrpo.errors import UserError, nearest
@@ -36,6 +37,7 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="With --gpu: print memory and seconds by phase, and "
                                           "what is counted.")] = False,
+    trusted: Trusted = False,
 ) -> None:
     """Check that a model can be trained, and estimate memory and time; exit code 2 where it cannot, or where
     that is unknown."""
@@ -43,7 +45,8 @@ def check(
     from flowgrpo.config import parse, recipes
     from flowgrpo.starter import FOLDERS
 
-    model, options = recipe_and_options(arguments or [], "model", ("recipe", "gpu", "processes", "json", "verbose"))
+    others = "recipe", "gpu", "processes", "json", "verbose", "trust"
+    model, options = recipe_and_options(arguments or [], "model", others)
     if recipe is None and model is not None and (Path(model).suffix in (".yaml", ".yml") or model in recipes.names()
                                                  and (gpu or model not in FOLDERS) and not Path(model).exists()):
         model, recipe = None, model
@@ -52,9 +55,9 @@ def check(
     if gpu is not None:
         from flowgrpo.cli.dry_run import predict
 
-        predict(model, recipe, options, gpu, processes, as_json, verbose)
+        predict(model, recipe, options, gpu, processes, as_json, verbose, trusted)
         return
-    config = parse.load(recipe, options) if recipe or options else None
+    config = parse.load(recipe, options, trusted) if recipe or options else None
     model = model or (config.model if config and recipe else None)
     if model is None:
         raise UserError("flowgrpo check needs a MODEL or a recipe")

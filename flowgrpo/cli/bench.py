@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from flowgrpo.cli.options import Trusted
 from flowgrpo.cli.root import compare_app
 
 BenchModel = Literal["starter", "starter_video", "starter_consistency", "starter_text"]
@@ -32,6 +33,7 @@ def bench(
     points: Annotated[int, typer.Option(min=1, help="Measurements of the held-out accuracy in each run.")] = 4,
     prompts: Annotated[int | None, typer.Option(min=2, help="Measured prompts; without: all held-out ones.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs at the same time; without: half of the cores.")] = None,
+    trusted: Trusted = False,
 ) -> None:
     """Compare methods on a packaged model from the same budget: accuracy with intervals and tests, cost, KL and
     diversity. Writes results.md, results.json and index.html."""
@@ -41,4 +43,4 @@ def bench(
 
     given, swept = ([name.strip() for name in names.split(",") if name.strip()] for names in (methods, sweep))
     run(Request(given, model, reference or models.model(model).reference, evaluations, seeds, points, prompts, swept,
-                output), jobs)
+                output, trusted), jobs)

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def predict(model: str | None, recipe: str | None, overrides: dict[str, str], name: str, processes: int,
-            as_json: bool, verbose: bool) -> None:
+            as_json: bool, verbose: bool, trusted: bool = False) -> None:
     """Print whether a dry run of the recipe's epoch fits, and the nearest settings that do; exit code 2 otherwise.
 
     model: None for the recipe's own. overrides: dotted keys of the recipe. name: the GPU's. verbose: print the phases
-    and what is counted too.
+    and what is counted too. trusted: as of `parse.load`.
     """
     from flowgrpo.config import parse
     from flowgrpo.dry_run import estimate, fit
@@ -33,7 +33,7 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
     gpu = gpu_named(name)
     if recipe is None:
         raise UserError("--gpu predicts an epoch of a recipe: give --recipe")
-    config = parse.load(recipe, overrides | ({} if model is None else {"model": model}))
+    config = parse.load(recipe, overrides | ({} if model is None else {"model": model}), trusted)
     kind = build.kind(config)
     setup = Setup(config, kind, validate.resolve(config, build.process(kind)))
     keys_read.check(setup)

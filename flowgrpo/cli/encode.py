@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from flowgrpo.cli.options import Trusted
 from flowgrpo.cli.root import prompts_app
 from flowgrpo.cli.train import recipe_and_options, recipe_argument
 from flowgrpo.errors import UserError
@@ -22,6 +23,7 @@ def encode(
                                                                      "recipe.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or mps.")] = None,
     precision: Annotated[str | None, typer.Option(help="Precision of the run that will read them.")] = None,
+    trusted: Trusted = False,
 ) -> None:
     """Encode a recipe's prompts ahead of its run, training and held-out ones, on any machine.
 
@@ -29,12 +31,12 @@ def encode(
     """
     from flowgrpo.config import parse
 
-    named, options = recipe_and_options(arguments or [], others=("recipe",))
+    named, options = recipe_and_options(arguments or [], others=("recipe", "trust"))
     if recipe is not None and named is not None:
         raise UserError(f"expected one recipe, got {named} and {recipe}")
     chosen = {key: value for key, value in dict(cache=cache, device=device, precision=precision).items()
               if value is not None}
-    settings = parse.load(recipe or named, options | chosen)
+    settings = parse.load(recipe or named, options | chosen, trusted)
     _encode(settings)
 
 

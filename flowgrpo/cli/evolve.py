@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from flowgrpo.cli.options import Trusted
 from flowgrpo.cli.root import contrib_app
 from flowgrpo.cli.train import recipe_argument, settings_for
 from flowgrpo.errors import UserError
@@ -22,9 +23,10 @@ def evolve(
     population: Annotated[int, typer.Option(min=4, help="Points per generation.")] = 8,
     spread: Annotated[float, typer.Option(min=1e-6, help="First std, in mean singular values of a "
                                           "layer.")] = 0.1,
+    trusted: Trusted = False,
 ) -> None:
     """Tune a trained LoRA further without gradients: evolve its singular values by the reward (ESSA)."""
-    config = settings_for(output, arguments, ("generations", "population", "spread"))
+    config = settings_for(output, arguments, ("generations", "population", "spread"), trusted=trusted)
     if config.adapter.init is None:
         raise UserError("adapter.init is not set: set it to a trained LoRA, whose singular values are evolved")
     from flowgrpo.policies.weights.lora_files import require_lora

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from flowgrpo.cli.options import Trusted
 from flowgrpo.cli.root import contrib_app
 from flowgrpo.cli.train import recipe_argument, settings_for
 from flowgrpo.errors import UserError
@@ -28,10 +29,11 @@ def learn_experience(
                                           "samples.")] = "http://127.0.0.1:8000/v1",
     served: Annotated[str | None, typer.Option(help="Its model, where several are served.")] = None,
     key_env: Annotated[str | None, typer.Option(help="The environment variable with its key.")] = None,
+    trusted: Trusted = False,
 ) -> None:
     """Learn lessons for the prompt in place of weights: a language model compares scored samples."""
     config = settings_for(output, arguments, ("epochs", "edits", "lessons", "url", "served", "key-env"),
-                          {"method": "grpo"})
+                          {"method": "grpo"}, trusted)
     from flowgrpo.contrib.experience import experience
     from flowgrpo.rewards.vlm_judge.client import Endpoint, user
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -20,6 +20,8 @@ RUN = f"A finished run's folder, its checkpoint (RUN/checkpoints/epoch-00050, or
 LORA = f"A finished run's folder or checkpoint; a LoRA's folder or .safetensors file; or {HUB_NAME}"
 TRUST = "Execute code that the run's recipe names: FILE.py:NAME of rewards, methods and parts, trust_remote_code, " \
         "and rewards with an address. Without: only what this command line names."
+Trusted = Annotated[bool, typer.Option(trust.RECIPE_FLAG, help="Let a recipe that is neither packaged nor below the "
+                                       "working folder execute code, read keys and reach addresses.")]
 RLG = "Sample with base + W * (tuned - base): 0 the base, 1 the tuned model, above 1 beyond it (RLG). Other weights " \
       "run the denoiser twice as often."
 BEST_OF = "Generate N for each kept sample, and keep the one that --by scores highest."
@@ -93,6 +95,7 @@ def asked_rewards(text: str) -> list[str] | dict[str, Any]:
     rules = parse.read_yaml(Path(text))
     if not rules:
         raise UserError(f"{text}: expected rewards with their rules, such as geneval: {{args: {{score: graded}}}}")
+    parse.require_own(text, {"eval": {"rewards": rules}}, flag=None)
     return parse.validate({"eval": {"rewards": rules}}, where=text).eval.rewards
 
 

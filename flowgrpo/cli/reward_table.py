@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
+from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.find import find, locate, names, source
 from flowgrpo.rewards.reward import about
-from flowgrpo.rewards.score import score
+from flowgrpo.rewards.score import columns
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +84,8 @@ def _bound(value: float | None, sign: str = "") -> str:
     return f"{sign}inf" if value is None else f"{value:g}"
 
 
-def score_files(name: str, arguments: dict[str, Any], files: Sequence[Path], prompts: Sequence[Prompt]) -> list[float]:
+def score_files(name: str, arguments: dict[str, Any], files: Sequence[Path], prompts: Sequence[Prompt]
+                ) -> list[float | Failed]:
     """Return the scores of files, each with its prompt, by the reward of that name; NaN where it does not apply.
 
     A file is a picture; a folder of pictures, or an animated GIF or WebP, is a video; a .txt file a text.
@@ -92,15 +94,15 @@ def score_files(name: str, arguments: dict[str, Any], files: Sequence[Path], pro
     from flowgrpo.rewards.preprocessing import read_output  # loads torch
 
     reward, outputs = find(name, arguments), [read_output(file) for file in files]
-    scores: dict[int, float] = {}
+    scores: dict[int, float | Failed] = {}
     alike: dict[Any, list[int]] = defaultdict(list)
     for i, output in enumerate(outputs):
         alike[getattr(output, "shape", None)].append(i)
     for rows in alike.values():
         for some in (rows[start:start + AT_ONCE] for start in range(0, len(rows), AT_ONCE)):
             of, batch = [prompts[i] for i in some], _stacked([outputs[i] for i in some])
-            column = promptly(partial(score, {name: reward}, batch, [p.text for p in of], [p.metadata for p in of]))
-            scores |= zip(some, column[:, 0].tolist())
+            [column] = promptly(partial(columns, {name: reward}, batch, [p.text for p in of], [p.metadata for p in of]))
+            scores |= zip(some, column)
     return [scores[i] for i in range(len(files))]
 
 

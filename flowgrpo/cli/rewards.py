@@ -12,6 +12,9 @@ from flowgrpo.cli.options import made_with
 from flowgrpo.cli.root import list_app, reward_app
 from flowgrpo.cli.show import print_table
 from flowgrpo.errors import UserError
+from flowgrpo.rewards.failures import Failed
+
+NONE = "the reward does not apply"
 
 
 @list_app.command("rewards", short_help="List the rewards that --reward takes by name.")
@@ -58,14 +61,17 @@ def score(
     if len(given) != len(images):
         raise UserError(f"--prompts {prompts} has {len(given)} prompts for {len(images)} files, expected one for each")
     scores = table.score_files(reward, made_with(reward, args), images, given)
-    known = [None if value != value else value for value in scores]
+    why = [str(value) if isinstance(value, Failed) else NONE if value != value else None for value in scores]
+    known = [value if reason is None else None for value, reason in zip(scores, why)]
     if as_json:
-        rows = [{"file": str(file), "prompt": entry.text, "score": value}
-                for file, entry, value in zip(images, given, known)]
+        rows = [{"file": str(file), "prompt": entry.text, "score": value} | ({"reason": reason} if reason else {})
+                for file, entry, value, reason in zip(images, given, known, why)]
         typer.echo(json.dumps({"reward": reward, "scores": rows}, indent=2))
     else:
-        print_table(["file", "prompt", reward], [[str(file), entry.text, "-" if value is None else f"{value:.4f}"]
-                                                 for file, entry, value in zip(images, given, known)])
+        cells = [[str(file), entry.text, "-" if value is None else f"{value:.4f}", reason or ""]
+                 for file, entry, value, reason in zip(images, given, known, why)]
+        width = 4 if any(why) else 3
+        print_table(["file", "prompt", reward, "why"][:width], [row[:width] for row in cells])
 
 
 @reward_app.command("fetch", short_help="Fetch the words that a released reward model was trained on.")

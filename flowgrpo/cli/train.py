@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
+from flowgrpo.cli.options import Trusted
 from flowgrpo.cli.root import TRAIN, app
 from flowgrpo.errors import UserError
 
@@ -52,6 +53,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the run's last checkpoint. --resume=auto also "
                                          "begins a run of which there is none.")] = False,
     resume_auto: Annotated[bool, typer.Option("--resume-auto", hidden=True)] = False,
+    trusted: Trusted = False,
 ) -> None:
     """Train a model on a reward. Settings come from a YAML recipe and --KEY=VALUE."""
     from flowgrpo.config import parse
@@ -59,7 +61,7 @@ def train(
     recipe, options = recipe_and_options(arguments or [])
     named = dict(method=method, reward=reward, prompts=prompts, model=model, output=output, seed=seed,
                  **{"eval.best": select_best})
-    _run(parse.load(recipe, options | {key: value for key, value in named.items() if value is not None}),
+    _run(parse.load(recipe, options | {key: value for key, value in named.items() if value is not None}, trusted),
          "auto" if resume_auto else resume)
 
 
@@ -102,7 +104,8 @@ def _grow_segments(settings: Any) -> None:
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
-def recipe_and_options(arguments: list[str], noun: str = "recipe", others: tuple[str, ...] = ("resume", "select-best")
+def recipe_and_options(arguments: list[str], noun: str = "recipe",
+                       others: tuple[str, ...] = ("resume", "select-best", "trust")
                        ) -> tuple[str | None, dict[str, str]]:
     """Split arguments into the recipe's path and the options given as `--key=value` or `--key value`.
 
@@ -136,15 +139,16 @@ def _check_key(option: str, key: str, others: tuple[str, ...]) -> None:
 
 
 def settings_for(output: Path, arguments: list[str] | None, others: tuple[str, ...],
-                 defaults: dict[str, str] | None = None) -> Any:
+                 defaults: dict[str, str] | None = None, trusted: bool = False) -> Any:
     """Return the validated configuration of a command that writes `output`. Raises UserError if that exists.
 
-    others: as of `recipe_and_options`. defaults: keys that the command line may override.
+    others: as of `recipe_and_options`. defaults: keys that the command line may override. trusted: as of
+    `parse.load`.
     """
     from flowgrpo.config import parse
 
-    recipe, options = recipe_and_options(arguments or [], others=others)
-    settings = parse.load(recipe, (defaults or {}) | options)
+    recipe, options = recipe_and_options(arguments or [], others=(*others, "trust"))
+    settings = parse.load(recipe, (defaults or {}) | options, trusted)
     if output.exists():
         raise UserError(f"--output: {output} exists already: give another name")
     check_inputs(settings)

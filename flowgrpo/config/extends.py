@@ -56,6 +56,13 @@ def merged(base: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
     return _over(left, raw, {*sections(), "parts"}, "")
 
 
+def keys_set(raw: dict[str, Any]) -> list[str]:
+    """Return the dotted keys that a recipe sets, as `merged` takes them: those of sections, and the others whole."""
+    inner = {*sections(), "parts"}
+    return [path for key, value in raw.items() for path in
+            ([f"{key}.{name}" for name in value] if key in inner and isinstance(value, dict) else [key])]
+
+
 def _over(base: dict[str, Any], raw: dict[str, Any], inner: set[str], prefix: str) -> dict[str, Any]:
     result = dict(base)
     for key, value in raw.items():

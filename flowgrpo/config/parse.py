@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
+from flowgrpo import trust
 from flowgrpo.config import extends, recipes, yaml_text
 from flowgrpo.config.base import Section
 from flowgrpo.config.reward_rules import KEYED, Change, Limit, Retry, RewardRule, WatchRule
@@ -19,17 +20,31 @@ from flowgrpo.errors import UserError, nearest
 from flowgrpo.files import at_home, unfit, unsafe
 
 
-def load(recipe: str | Path | None, overrides: dict[str, Any] | None = None) -> Config:
+def load(recipe: str | Path | None, overrides: dict[str, Any] | None = None, trusted: bool = True) -> Config:
     """Read a recipe and apply dotted overrides (`{"train.lr": "1e-4"}`; values in YAML's notation).
 
-    A recipe is a file, or the name of a packaged one, and may extend another one: see recipes.py and extends.py. Raises
-    UserError, in one line, for a missing or broken file, an unknown key, a wrong type or range; the error names the
+    A recipe is a file, or the name of a packaged one, and may extend another one: see recipes.py and extends.py.
+    trusted: it may execute code and reach addresses wherever it comes from; a run's folder is governed by
+    `trust.opening`. Raises UserError, in one line, for
+    a missing or broken file, an unknown key, a wrong type or range, and for what it may not; the error names the
     recipe, or the option of an override.
     """
     raw = read_recipe(recipe) if recipe else {}
     for path, given in (overrides or {}).items():
         _assign(raw, path, parse_value(path, given) if isinstance(given, str) else given)
+    if recipe and not trusted:
+        require_own(recipe, raw, overrides or {})
     return validate(raw)
+
+
+def require_own(recipe: str | Path, raw: dict[str, Any], given: Iterable[str] = (),
+                flag: str | None = trust.RECIPE_FLAG) -> None:
+    """Raise UserError if a recipe, or one that it extends, comes from elsewhere and does more than train here.
+
+    raw: its keys, with `given`, the dotted ones of the command line, in place. flag: the command's that allows it.
+    """
+    if foreign := next((file for file in _files(recipes.located(recipe)) if not recipes.own(file)), None):
+        trust.require_own(foreign, raw, given, flag)
 
 
 def read_recipe(recipe: str | Path) -> dict[str, Any]:
@@ -42,6 +57,15 @@ def read_recipe(recipe: str | Path) -> dict[str, Any]:
     raw.setdefault("name", path.stem)
     validate(raw, where=str(path))
     return raw
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """Yield the files of a recipe that was read: its own, and those that it extends."""
+    below: list[Path] = []
+    base: Path | None = path
+    while base is not None:
+        yield base
+        base, below = extends.base_of(read_yaml(base), base, below), [*below, base]
 
 
 def _read_recipe(path: Path, below: Sequence[Path] = ()) -> dict[str, Any]:

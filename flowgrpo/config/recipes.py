@@ -14,6 +14,11 @@ def names() -> list[str]:
     return sorted(file.stem for file in FOLDER.glob("*.yaml"))
 
 
+def own(recipe: Path) -> bool:
+    """Return True for a packaged recipe, and for one below the working folder; a link counts as what it leads to."""
+    return any(recipe.resolve().is_relative_to(folder) for folder in (FOLDER.resolve(), Path.cwd().resolve()))
+
+
 def located(given: str | Path) -> Path:
     """Return the file of a recipe: the file itself if there is one, else the packaged recipe of that name.
 

@@ -23,7 +23,7 @@ class DeQA(Asking):
 
     2501.11561. The probabilities are those of the token that names the level, if the endpoint gives them; else only the
     named level counts. alternatives: number of alternatives requested, 0 if the endpoint refuses to give any.
-    begun: beginning of the answer, from which the endpoint goes on (vLLM and SGLang can; set "" for one that cannot).
+    begun: beginning of the answer, from which vLLM and SGLang go on; other servers do not get it.
     Template and beginning are those that DeQA-Score was trained on. For another model name the levels in the template.
     """
 

@@ -96,8 +96,10 @@ class Application:
         self._require_allowed(headers)
         if path != f"/{self.info.name}":
             raise Refused(404, f"this server has the reward {self.info.name!r} alone")
-        if headers.get("content-type", "").partition(";")[0].strip() != JSON:
+        if headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
             raise Refused(415, f"expected the content type {JSON}")
+        if (coding := headers.get("content-encoding", "").strip().lower()) not in ("", "identity"):
+            raise Refused(415, f"got the Content-Encoding {coding[:40]!r}, expected none: send the JSON itself")
         self.gate.require_running()
         self.gate.require_small(headers.get("content-length", ""))
         async with self.gate.body(receive) as body, self.gate.turn(receive):

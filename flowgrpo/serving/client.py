@@ -9,18 +9,29 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed, TimedOut
-from flowgrpo.rewards.remote.exchange import Later, Service, Unanswered, addresses, brief, seconds, side_by_side
+from flowgrpo.rewards.remote.exchange import (
+    Key,
+    Later,
+    Service,
+    Unanswered,
+    addresses,
+    brief,
+    is_here,
+    seconds,
+    side_by_side,
+)
 from flowgrpo.serving import wire
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TOKEN = "FLOWGRPO_REWARD_TOKEN"  # the environment variable
+TOKEN = "FLOWGRPO_REWARD_TOKEN"  # environment variable
+HOSTS = "FLOWGRPO_REWARD_HOSTS"  # likewise: those that get the token, joined by commas
 
 
 class Remote:
@@ -28,7 +39,8 @@ class Remote:
 
     timeout: seconds for one request. retries: further attempts, after one request to every URL.
     wait: seconds before the first retry, doubled for each next, times a random number from 0.5 to 1.5.
-    token_file: holds the server's token; default: the environment variable FLOWGRPO_REWARD_TOKEN, if set.
+    token_file: holds the server's token; default: the environment variable FLOWGRPO_REWARD_TOKEN, if set. Where
+    FLOWGRPO_REWARD_HOSTS is set, that one goes to these hosts and to this machine alone.
     exact: send the floats themselves, not rounded to 8 bits.
 
     A batch is sent in parts that keep the server's limits, to all URLs at the same time. A new object asks the server
@@ -45,9 +57,11 @@ class Remote:
         if not (timeout > 0 and retries >= 0 and wait >= 0):
             raise UserError(f"reward {urls!r}: got timeout {timeout}, retries {retries}, wait {wait}, expected a "
                             "timeout above 0 and the others not below")
-        self.name, self._urls, self._token, self.exact = urls, addresses(urls), token(token_file), exact
-        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        self._service = Service(f"reward {urls!r}", self._urls, timeout, retries, wait, headers)
+        self.name, self._urls, self.exact = urls, addresses(urls), exact
+        self._key = bound_token(token_file, self._urls)
+        headers = {"Authorization": f"Bearer {self._key.value}"} if self._key else {}
+        self._service = Service(f"reward {urls!r}", self._urls, timeout, retries, wait, headers,
+                                sent=("prompts", "metadata", "samples"), key=self._key)
         self.info = self._asked_for_info()
 
     @property
@@ -95,9 +109,10 @@ class Remote:
         """Raise the error for a status: the reward's, the user's, or one that may pass on retry. A refusal in another
         format comes from a proxy between, and may pass."""
         line = wire.refusal(answer)
+        line = line and self._service.quoted(line)
         message = f"{url} answered {status}" + (f": {line}" if line else "")
         if status == 401 or status == 403 and not line:
-            how = "another token" if self._token else f"a token: set {TOKEN}, or token_file in its args"
+            how = "another token" if self._key else f"a token: set {TOKEN}, or token_file in its args"
             raise UserError(f"reward {self.name!r}: {url} expects {how}")
         if status == 422 and line:
             raise Failed(f"reward {self.name!r}: {message}")
@@ -105,6 +120,20 @@ class Remote:
             raise UserError(f"reward {self.name!r}: {message}")
         after = headers.get("retry-after")
         raise Later(message, seconds(after)) if after else Unanswered(message)
+
+
+def bound_token(file: str | Path | None, urls: Sequence[str]) -> Key | None:
+    """Return the token for these URLs; None without one, and for that of the environment if HOSTS names other hosts.
+
+    HOSTS are also those of the user's own network, to which a token may go unencrypted.
+    """
+    value = token(file)
+    hosts = frozenset(host for name in os.environ.get(HOSTS, "").split(",") if (host := name.strip().lower()))
+    if value is None or file is None and hosts and not all((host := urlsplit(url).hostname or "") in hosts
+                                                           or is_here(host) for url in urls):
+        return None
+    return Key(value, f"the token of the file {file}" if file else f"the token in {TOKEN}", hosts,
+               f"; within a network of your own, {HOSTS}=HOST allows it")
 
 
 def token(file: str | Path | None) -> str | None:

@@ -17,6 +17,7 @@ import base64
 import io
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 FLOATS = ("float16", "bfloat16", "float32", "float64")  # dtypes of a tensor
 SLACK = 2**-7  # beyond [0, 1]: bf16's rounding of a picture
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 CONTAINERS = 2**20  # lists and objects of one message: empty ones take 30 times their bytes in memory
 
 
@@ -266,7 +268,7 @@ def _pictures(content: object, budget: _Budget) -> Tensor:
 def _picture(content: object, budget: _Budget) -> Tensor:
     import numpy as np
     import torch
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     file = io.BytesIO(_bytes(content))
     try:
@@ -274,6 +276,8 @@ def _picture(content: object, budget: _Budget) -> Tensor:
         mode, (width, height) = picture.mode, picture.size
     except Image.DecompressionBombError as error:
         raise TooLarge(one_line(error)) from None
+    except UnidentifiedImageError:  # its text has an address of this process
+        raise ValueError(f"not a PNG: it begins with the bytes {file.getvalue()[:8].hex(' ') or '(none)'}") from None
     except Exception as error:  # a broken file can raise anything
         raise ValueError(f"not a PNG ({one_line(error)})") from None
     budget.spend(1, height, width)
@@ -322,7 +326,12 @@ def _object(body: bytes | bytearray) -> dict[str, Any]:
         record = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({one_line(error)})") from None
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
+    if not isinstance(record, dict) or type(record.get("format")) is not int or record["format"] != FORMAT:
         got = one_line(repr(record.get("format"))) if isinstance(record, dict) else "no object"
         raise ValueError(f"format: got {got}, expected {FORMAT}; both sides have to be of versions that agree")
+    if _SURROGATE.search(body):
+        try:
+            json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("a text holds half of a surrogate pair, which is no character") from None
     return record

@@ -25,7 +25,7 @@ from flowgrpo.evaluation.ledger import append, entries
 from flowgrpo.rewards import Composed, Failed, Tally
 from flowgrpo.rewards.preprocessing import read_output
 from flowgrpo.rewards.score import columns
-from flowgrpo.vote.sources import ENDINGS, listed
+from flowgrpo.vote.sources import ENDINGS, listed, own_picture
 
 AT_ONCE = 32  # samples scored in one call, and a whole group at least
 KEYS = ("base_text", "base_image")  # of the metadata in a folder's prompts.jsonl: a text, or the path of a picture
@@ -78,7 +78,7 @@ def _of_folder(folder: Path, key: str | None) -> Iterator[tuple[Prompt, str | Pa
         if name is not None:
             listed_here, sample = True, prompt.metadata[name]
             rest = {other: value for other, value in prompt.metadata.items() if other != name}
-            yield replace(prompt, metadata=rest), _existing(Path(sample)) if _is_picture(name, sample) else sample
+            yield replace(prompt, metadata=rest), _existing(folder, sample) if _is_picture(name, sample) else sample
     if not listed_here:
         if not folder.is_dir():
             raise UserError(f"no folder at {folder}: expected a folder of samples, or --prompts too, with a model")
@@ -93,9 +93,10 @@ def _is_picture(key: str, sample: str) -> bool:
     return key == "base_image" or key != "base_text" and sample.endswith(ENDINGS) and Path(sample).is_absolute()
 
 
-def _existing(path: Path) -> Path:
-    if not path.is_file():
-        raise UserError(f"no image at {path}, which prompts.jsonl names: sample it again, or remove its line")
+def _existing(folder: Path, name: str) -> Path:
+    path = own_picture(folder, name)
+    if path is None:
+        raise UserError(f"no image at {folder / name}, which prompts.jsonl names: sample it again, or remove its line")
     return path
 
 

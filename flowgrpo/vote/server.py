@@ -71,7 +71,11 @@ class Handler(loopback.Handler):
         path = self.ballot.file(number, side, ending)
         if path is None:
             raise Refused(404, "this picture's file is gone" if not ending else "this picture has no video")
-        self.send(path.read_bytes(), KINDS[path.suffix.lower()], Cache_Control="private, max-age=3600")
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise Refused(404, f"this picture's file cannot be read ({error.strerror})") from None
+        self.send(content, KINDS[path.suffix.lower()], Cache_Control="private, max-age=3600")
 
     def _state(self) -> None:
         self.send(json.dumps(self.ballot.state(), allow_nan=False).encode(), "application/json")

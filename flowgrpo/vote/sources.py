@@ -127,13 +127,26 @@ def listed(folder: Path) -> dict[str, tuple[Path, Prompt]]:
     """Return the pictures of a folder and their prompts by file name; none if it has none."""
     listing = folder / "prompts.jsonl"
     if listing.is_file():
-        given = [(Path(str(prompt.metadata.get("base_image", ""))), prompt) for prompt in load_prompts(listing)]
-        if pictures := {path.name: (path, prompt) for path, prompt in given if path.is_file()}:
+        given = [(own_picture(folder, str(prompt.metadata.get("base_image", ""))), prompt)
+                 for prompt in load_prompts(listing)]
+        if pictures := {path.name: (path, prompt) for path, prompt in given if path is not None}:
             return pictures
     files = sorted(file for file in folder.iterdir() if file.suffix.lower() in ENDINGS)
     moving = {file.stem for file in files if file.suffix == ".webp"}  # beside one, a PNG holds a clip's frames
     return {file.name: (file, Prompt(_prompt(file))) for file in files
             if file.suffix == ".webp" or file.stem not in moving}
+
+
+def own_picture(folder: Path, name: str) -> Path | None:
+    """Return the picture that a folder's prompts.jsonl names; None if there is no such file.
+    Raises UserError for a file outside the folder, and for one that is no picture by its ending."""
+    path = folder / name
+    if not path.is_file():
+        return None
+    if path.suffix.lower() not in ENDINGS or not path.resolve().is_relative_to(folder.resolve()):
+        raise UserError(f"{folder / 'prompts.jsonl'} names {path}, expected an image inside its folder "
+                        f"({', '.join(ENDINGS)})")
+    return path
 
 
 def _prompt(file: Path) -> str:

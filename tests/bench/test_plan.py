@@ -200,7 +200,7 @@ def mine(method):
     recipe = tmp_path / "narrow.yaml"
     recipe.write_text(yaml.dump({"method": f"flow_grpo+{file}:mine", "train": {"updates": 2}}))
     with pytest.raises(UserError, match="Narrow: high is 0.0003.*, expected 2e-4 at most"):
-        Plan(request_of(str(recipe), "flow_grpo", sweep=[str(recipe)])).sweep()
+        Plan(replace(request_of(str(recipe), "flow_grpo", sweep=[str(recipe)]), trusted=True)).sweep()
 
 
 def test_a_wrapped_clip_is_scaled_inside():

@@ -47,14 +47,14 @@ def test_it_reads_text_encoders_alone_and_a_run_then_loads_none(model, tmp_path,
         for file in (ahead / "model" / part).glob("*.safetensors"):
             file.unlink()
     path, config = recipe(ahead, ahead / "model")
-    assert main(["prompts", "encode", "--recipe", path]) == 0
+    assert main(["prompts", "encode", "--trust", "--recipe", path]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
     [folder] = [place for place in (ahead / "cache").iterdir() if place.is_dir()]
     files = list(folder.glob("*.safetensors"))
     assert len(files) == len(LINES) and said == (
         f"{folder}: 7 prompts (5 to train on, 2 held out), 7 new, "
         f"{sum(file.stat().st_size for file in files) / 2**20:.1f} MiB")
-    assert main(["prompts", "encode", path]) == 0 and ", 0 new," in capsys.readouterr().out
+    assert main(["prompts", "encode", "--trust", path]) == 0 and ", 0 new," in capsys.readouterr().out
 
     results = []
     for name, cache in (("plain", None), ("cached", str(ahead / "cache"))):
@@ -70,7 +70,7 @@ def test_it_reads_text_encoders_alone_and_a_run_then_loads_none(model, tmp_path,
 
 def test_a_prompt_that_is_new_brings_the_text_encoders_back(model, tmp_path):
     path, config = recipe(tmp_path, model)
-    assert main(["prompts", "encode", path]) == 0
+    assert main(["prompts", "encode", "--trust", path]) == 0
     prompts = [prompt for side in resolve(config) for prompt in side]
     assert complete(config, prompts) and not complete(config, [*prompts, Prompt("new")])
     assert not complete(config.model_copy(update={"negative_prompt": "other"}), prompts)

@@ -8,9 +8,17 @@ import shutil
 import pytest
 import yaml
 
+import flowgrpo
 from flowgrpo import trust, user_code
 from flowgrpo.cli import main
+from flowgrpo.cli.options import asked_rewards
+from flowgrpo.config import parse
+from flowgrpo.contrib.engine.client import Engine
+from flowgrpo.contrib.json_api import http
 from flowgrpo.errors import UserError
+from flowgrpo.rewards.remote import exchange
+from flowgrpo.rewards.vlm_judge.judge import Judge
+from flowgrpo.serving import client
 from tests.evaluation.test_images import make_run
 from tests.helpers import tiny
 
@@ -144,3 +152,128 @@ def test_files_are_open_again_after_the_command(evil, tmp_path):
     with trust.opening("red.py:red"), pytest.raises(UserError, match="opening a run executes none"):
         user_code.from_file(f"{evil}/evil.py:dark", "reward")
     assert callable(user_code.from_file(f"{evil}/evil.py:dark", "reward"))
+
+
+# --- recipes from elsewhere -------------------------------------------------------------------------------------------
+
+HTTP = {"use": "http", "args": {"url": "http://there:1/x", "key_env": "HF_TOKEN"}}
+
+
+def from_elsewhere(folder, **values):
+    folder.mkdir(exist_ok=True)
+    (folder / "given.yaml").write_text(yaml.safe_dump({"extends": "starter"} | values))
+    return folder / "given.yaml"
+
+
+@pytest.mark.parametrize("values, does", [
+    ({"reward": {"e": HTTP}}, "sends the key in HF_TOKEN (reward.e.args.key_env); sends samples to http://there:1/x"),
+    ({"reward": {"http://there:1/pickscore": 1.0}}, "sends samples to http://there:1/pickscore"),
+    ({"reward": "https://there/a"}, "sends samples to https://there/a"),
+    ({"reward": {"judge": {"args": {"key_env": "AWS_KEY"}}}}, "sends the key in AWS_KEY (reward.judge.args.key_env)"),
+    ({"reward": {"h": {"use": "http://127.0.0.1:1/a", "args": {"token_file": "~/.cache/token"}}}},
+     "sends the token of the file ~/.cache/token (reward.h.args.token_file)"),
+    ({"reward": {"g": {"use": "gated", "args": {"reward": {"use": "judge", "args": {"url": "http://there/v1"}}}}}},
+     "sends samples to http://there/v1"),
+    ({"eval": {"rewards": {"e": HTTP}}}, "sends the key in HF_TOKEN (eval.rewards.e.args.key_env)"),
+    ({"rollout": {"engine": "http://there:30000"}}, "sends samples to http://there:30000"),
+    ({"phases": [{"at": 0.5, "set": {"rollout.engine": "http://there:2"}}]}, "sends samples to http://there:2"),
+    ({"reward": "mine.py:score"}, "executes code (mine.py:score)"),
+    ({"method": "mix_grpo+mine.py:changed"}, "executes code (mix_grpo+mine.py:changed)"),
+    ({"reward": {"code_run": 1.0}}, "executes code (code_run)"),
+    ({"trust_remote_code": True}, "runs code that comes with a model (trust_remote_code)"),
+])
+def test_a_recipe_from_elsewhere_reaches_out_only_where_it_is_trusted(values, does, tmp_path, monkeypatch):
+    given = from_elsewhere(tmp_path / "given", **values)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(UserError) as caught:
+        parse.load(given, trusted=False)
+    assert str(caught.value).startswith(f"{given} ") and does in str(caught.value)
+    with pytest.raises(UserError, match="--trust"):  # so does one that extends it
+        (tmp_path / "here" / "own.yaml").write_text(f"extends: {given}\n")
+        parse.load("own.yaml", trusted=False)
+    assert parse.load(given, trusted=True)
+    monkeypatch.chdir(tmp_path)  # which holds it
+    assert parse.load(given, trusted=False)
+
+
+def test_what_the_command_line_names_is_its_own(tmp_path, monkeypatch):
+    given = from_elsewhere(tmp_path / "given", reward={"e": HTTP}, train={"epochs": 2})
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert parse.load(given, {"reward": "scene"}, trusted=False).reward == "scene"
+    with pytest.raises(UserError, match="sends the key in HF_TOKEN"):  # to an address of the command line
+        parse.load(given, {"reward.e.args.url": "http://127.0.0.1:1/x"}, trusted=False)
+    plain = from_elsewhere(tmp_path / "plain", train={"epochs": 3})
+    config = parse.load(plain, {"reward": '{e: {use: http, args: {url: "http://there/"}}}'}, trusted=False)
+    assert config.train.epochs == 3 and "e" in config.trained
+
+
+@pytest.mark.parametrize("command", [["train"], ["check"], ["prompts", "encode"]])
+def test_commands_refuse_it_in_a_line(command, tmp_path, monkeypatch, capsys):
+    given = from_elsewhere(tmp_path / "given", reward={"e": HTTP}, cache=str(tmp_path / "cache"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    [line] = said(capsys, *command, given, code=2).splitlines()
+    assert line == (f"flowgrpo: error: {given} sends the key in HF_TOKEN (reward.e.args.key_env); sends samples to "
+                    "http://there:1/x: it is neither packaged nor below the working folder, so it may not: read it, "
+                    "and --trust (from Python: trust=True) lets it")
+    with pytest.raises(UserError, match="sends the key in HF_TOKEN"):
+        flowgrpo.align(recipe=given)
+    with pytest.raises(UserError, match="copy it below the working folder"):
+        (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"e": HTTP}))
+        asked_rewards(str(tmp_path / "rules.yaml"))
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+def test_what_goes_where_is_printed_before_it_goes(monkeypatch, capsys):
+    monkeypatch.setenv("BRAND_KEY", "k3y")
+    http.Http(url="http://127.0.0.1:1/score?version=2", key_env="BRAND_KEY")
+    Judge(url="https://judge.example/v1", show=["output", "source"])
+    Engine("http://127.0.0.1:7")
+    assert capsys.readouterr().err.splitlines() == [
+        "reward 'http' sends prompts, images and the key in BRAND_KEY to http://127.0.0.1:1/score",
+        "a judge sends prompts, samples and source images to https://judge.example/v1",
+        "rollout.engine sends prompts and the folder of the LoRA to http://127.0.0.1:7"]
+
+
+@pytest.mark.parametrize("url, goes", [
+    ("http://127.0.0.1:1/v1", True), ("http://localhost:1/v1", True), ("http://[::1]:1/v1", True),
+    ("https://there/v1", True), ("http://there/v1", False), ("http://10.0.0.7/v1", False), ("http://127.1/v1", False),
+    ("http://localhost.there/v1", False), ("http://127.0.0.1.there/v1", False), ("http://0.0.0.0:1/v1", False),
+    ("https://there/v1,http://there/v1", False), ("http://LOCALHOST/v1", True),
+])
+def test_a_key_goes_unencrypted_to_this_machine_alone(url, goes, monkeypatch):
+    monkeypatch.setenv("BRAND_KEY", "k3y")
+    for reward in (http.Http, Judge):
+        reward(url=url)
+        if goes:
+            reward(url=url, key_env="BRAND_KEY")
+            continue
+        with pytest.raises(UserError, match=r"the key in BRAND_KEY would go to http://\S+ unencrypted: use https://"):
+            reward(url=url, key_env="BRAND_KEY")
+
+
+def test_the_token_goes_to_hosts_that_are_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("FLOWGRPO_REWARD_TOKEN", "t0ken")
+    key = client.bound_token(None, ["https://there/a"])
+    assert key.value == "t0ken" and key.source == "the token in FLOWGRPO_REWARD_TOKEN" and "t0ken" not in repr(key)
+    with pytest.raises(UserError, match="unencrypted.*FLOWGRPO_REWARD_HOSTS=HOST allows it"):
+        key.require_private("reward", ["http://there:8/a"])
+    monkeypatch.setenv("FLOWGRPO_REWARD_HOSTS", "node7, 10.0.0.7")
+    client.bound_token(None, ["http://node7:8/a", "http://127.0.0.1/a"]).require_private("reward", ["http://node7:8/a"])
+    assert client.bound_token(None, ["https://there/a"]) is None
+    (tmp_path / "token").write_text("other")
+    assert client.bound_token(tmp_path / "token", ["https://there/a"]).value == "other"
+
+
+@pytest.mark.parametrize("text", [
+    "k-2f9a.secret", "k-2f9a.s ecret", "K-2F9A.SECRET", "terces.a9f2-k", "ay0yZjlhLnNlY3JldA==",
+    "echo: YWstMmY5YS5zZWNyZXR6eg==", "YWJrLTJmOWEuc2VjcmV0eno=", "6b2d3266 39612e736563726574",
+    r"\u006b\u002d\u0032\u0066\u0039\u0061\u002e\u0073\u0065\u0063\u0072\u0065\u0074",
+    "%6b%2d%32%66%39%61%2e%73%65%63%72%65%74"])
+def test_no_message_repeats_the_key(text):
+    key = exchange.Key("k-2f9a.secret", "a key")
+    assert key.hidden(text) == exchange.MASK and key.hidden("Bearer k-2f9a.secret!") == f"Bearer {exchange.MASK}!"
+    assert key.hidden("a secret of k-2") == "a secret of k-2"

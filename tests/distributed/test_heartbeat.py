@@ -137,7 +137,7 @@ def test_signals_that_are_one_stop_let_all_processes_save(tmp_path):
 
 def run(folder: Path) -> int:
     signals.PATIENCE = 5.0
-    return main(["train", str(folder / "recipe.yaml")])
+    return main(["train", "--trust", str(folder / "recipe.yaml")])
 
 
 @pytest.fixture

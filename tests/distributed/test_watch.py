@@ -106,7 +106,7 @@ def test_an_error_of_a_collective_names_the_lost_process(tmp_path):
 # --- a run -----------------------------------------------------------------------------------------------------------
 
 def run(folder: Path, output: str, *further: str) -> int:
-    return main(["train", str(folder / "recipe.yaml"), f"--output={folder / output}", *further])
+    return main(["train", "--trust", str(folder / "recipe.yaml"), f"--output={folder / output}", *further])
 
 
 def recipe(folder: Path) -> None:

@@ -35,6 +35,14 @@ PROMPT_KEYS = [
     "include",
 ]
 
+ANSWER_KEYS = ["choices", "message", "delta", "content", "tool_calls", "function", "arguments", "logprobs", "data",
+               "id", "error", "detail", "loc", "msg", "type", "text", "finish_reason", "index"]
+
+
+def streamed(content: bytes) -> bytes:
+    """Return bytes as the event of a stream."""
+    return b'data: {"choices": [' + content + b"]}\n\ndata: [DONE]\n"
+
 
 @dataclass(frozen=True)
 class Target:
@@ -276,6 +284,21 @@ def request(content: bytes, folder: Path) -> None:
         raise errors[0]
 
 
+def answer(content: bytes, folder: Path) -> None:
+    from flowgrpo.contrib.engine import msgpack
+    from flowgrpo.rewards.vlm_judge import client
+
+    _ = client._error(content)
+    errors = []
+    for read in (lambda: client.answer(content), lambda: client._models(content), lambda: msgpack.unpacked(content)):
+        try:
+            read()
+        except ValueError as error:
+            errors.append(ValueError(repr(str(error))[:300]))
+    if errors:
+        raise errors[0]
+
+
 # --- all -------------------------------------------------------------------------------------------------------------
 
 
@@ -335,4 +358,9 @@ TARGETS = {
         number,
     ),
     "server requests": Target(cases.requests(), request, ValueError),
+    "servers' answers": Target(
+        st.one_of(st.binary(max_size=200), nested(), structures(ANSWER_KEYS), structures(ANSWER_KEYS).map(streamed)),
+        answer,
+        ValueError,
+    ),
 }

@@ -85,7 +85,7 @@ def recipe(tmp_path):
 
 
 def test_a_run_says_what_it_chose_and_keeps_it(recipe, capsys):
-    assert main(["train", str(recipe)]) == 0
+    assert main(["train", "--trust", str(recipe)]) == 0
     folder, out = recipe.parent / "runs" / "run", capsys.readouterr().out.splitlines()
     chosen, reason = choose(arithmetic("cpu"))
     assert out[0].startswith("flowgrpo ")
@@ -106,15 +106,15 @@ def test_a_run_says_what_it_chose_and_keeps_it(recipe, capsys):
 @pytest.mark.parametrize("begun", ["fp32", "bf16"])
 def test_a_resumed_run_goes_on_in_the_precision_that_it_began_with(recipe, capsys, begun):
     chosen = choose(arithmetic("cpu"))[0]
-    assert main(["train", str(recipe), f"--precision={begun}"]) == 0
+    assert main(["train", "--trust", str(recipe), f"--precision={begun}"]) == 0
     assert f"precision: {begun}" in capsys.readouterr().out.splitlines()
-    assert main(["train", str(recipe), "--resume", "--train.epochs=2"]) == 0
+    assert main(["train", "--trust", str(recipe), "--resume", "--train.epochs=2"]) == 0
     out = capsys.readouterr().out
     assert f"precision: {begun} (auto: as the run began" in out and "resumed with precision" not in out
     assert (f"; a new run would take {chosen} here: " in out) == (chosen != begun)
     assert load(recipe.parent / "runs" / "run" / "config.yaml").precision == begun
     other = {"fp32": "bf16", "bf16": "fp32"}[begun]
-    assert main(["train", str(recipe), "--resume", "--train.epochs=3", f"--precision={other}"]) == 0
+    assert main(["train", "--trust", str(recipe), "--resume", "--train.epochs=3", f"--precision={other}"]) == 0
     assert f"resumed with precision: {other}, was {begun}" in capsys.readouterr().out
 
 

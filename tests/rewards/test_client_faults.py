@@ -170,7 +170,7 @@ def test_proxies_of_the_environment_are_not_used(monkeypatch):
 
 def test_the_time_that_a_server_asks_for_is_kept():
     remote = object.__new__(Remote)
-    remote.name, remote._token = "r", None
+    remote.name, remote._service = "r", Service("r", [], 1, 0, 0, {})
     with pytest.raises(Later, match="answered 503: busy") as caught:
         remote._refused("http://a/r", 503, {"retry-after": "7"}, b'{"error": "busy"}')
     assert caught.value.seconds == 7

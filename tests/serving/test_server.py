@@ -479,6 +479,22 @@ def test_other_paths_and_types_are_refused():
         assert httpx.get(url.replace("mine", "docs"), trust_env=False).status_code in (404, 405)
 
 
+@pytest.mark.parametrize("sent, headers, status, told", [
+    (b"\x1f\x8b\x08\x00", {"Content-Encoding": "gzip"}, 415, "got the Content-Encoding 'gzip', expected none"),
+    (of({"png": "AAAA"}), {}, 400, "not a PNG: it begins with the bytes 00 00 00"),
+    (of({"text": "t"}).replace(b'"format": 1', b'"format": true'), {}, 400, "format: got True, expected 1"),
+    (of({"text": "t \ud83d"}), {}, 400, "half of a surrogate pair"),
+    (of({"text": "t", "prompt": "\ud800"}), {}, 400, "half of a surrogate pair"),
+])
+def test_unfit_requests_are_told_in_the_words_of_the_protocol(sent, headers, status, told):
+    with serving(lengths) as url:
+        found, line = post(url, sent, **headers)
+        assert found == status and told in line and "0x" not in line
+        good = httpx.post(url, content=of({"text": "\U0001f600"}), headers={"Content-Type": "Application/JSON"},
+                          trust_env=False)
+        assert good.status_code == 200
+
+
 def test_a_sample_beyond_the_limits_is_told_with_the_option():
     with serving(lengths, limits=Limits(size=300)) as url:
         told = message(Remote(url, **QUICK), torch.rand(1, 3, 32, 32), ["a"], [{}])

@@ -60,7 +60,7 @@ def arguments(model, folder, **options) -> list[str]:
                            train__updates=2, train__ema=0.9, eval__weights="ema", train__warmup=3,
                            train__schedule="linear", train__steps=4, parts__plan__size=2, train__lr=0.02, **options)
     (folder / "recipe.yaml").write_text(settings.yaml())
-    return ["train", str(folder / "recipe.yaml")]
+    return ["train", "--trust", str(folder / "recipe.yaml")]
 
 
 @pytest.fixture(scope="module")

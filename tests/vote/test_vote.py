@@ -27,7 +27,7 @@ from flowgrpo.evaluation.pages.before_after import draw_pairs
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.run import run
-from flowgrpo.vote import drawn
+from flowgrpo.vote import drawn, judged, sources
 from flowgrpo.vote import server as page
 from flowgrpo.vote.ballot import Ballot, Changed, counted
 from flowgrpo.vote.sources import pairs
@@ -287,3 +287,30 @@ def test_what_is_no_source_is_told(tmp_path, monkeypatch, capsys, arguments, lin
 def test_counted():
     assert counted([]) == {"votes": 0, "ties": 0, "b": 0, "share": "-"}
     assert counted([1, 0, 1, 0.5]) == {"votes": 4, "ties": 1, "b": 2, "share": "0.67 [0.21, 0.94]"}
+
+
+def named(folder, path) -> None:
+    """A folder whose prompts.jsonl names a picture."""
+    folder.mkdir(exist_ok=True)
+    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "a", "metadata": {"base_image": str(path)}}) + "\n")
+
+
+@pytest.mark.parametrize("place", ["../private.png", "{top}/private.png", "{top}/secret", "link.png", "notes.txt"])
+def test_prompts_of_a_folder_name_pictures_inside_it_alone(place, tmp_path):
+    Image.new("RGB", (4, 4)).save(tmp_path / "private.png")
+    (tmp_path / "secret").write_text("s")
+    for name in ("a", "b"):
+        named(tmp_path / name, place.format(top=tmp_path))
+        (tmp_path / name / "notes.txt").write_text("n")
+        (tmp_path / name / "link.png").symlink_to(tmp_path / "private.png")
+    for read in (lambda: sources.pairs([tmp_path / "a", tmp_path / "b"]), lambda: judged.groups([tmp_path / "a"])):
+        with pytest.raises(UserError, match="prompts.jsonl names .* expected an image inside its folder"):
+            read()
+
+
+def test_a_picture_of_the_folder_is_shown_by_either_path(tmp_path):
+    for name, path in (("a", "x.png"), ("b", tmp_path / "b" / "x.png")):
+        named(tmp_path / name, path)
+        Image.new("RGB", (4, 4)).save(tmp_path / name / "x.png")
+    [pair], _ = sources.pairs([tmp_path / "a", tmp_path / "b"])
+    assert (pair.a, pair.b) == (tmp_path / "a" / "x.png", tmp_path / "b" / "x.png")

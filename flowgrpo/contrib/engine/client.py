@@ -29,9 +29,15 @@ from torch import Tensor
 
 from flowgrpo.contrib.engine import msgpack
 from flowgrpo.errors import UserError
+from flowgrpo.escaped import one_line
+from flowgrpo.rewards.remote.exchange import as_json, tell
 
-LARGEST = 2**34  # bytes of an answer
+LARGEST = 2**34  # bytes of an answer's tensors
+SMALL = 2**24  # bytes of an answer without tensors
+VALUES = 2**20  # values of an answer in MessagePack: each takes some hundred bytes in memory
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes of an answer's tensors
 BLOCK = 2**20  # bytes of an answer between two looks at the time
+ROLLOUT = "/rollout/generate"
 CONNECT = 10.0  # seconds within which a live server accepts a connection
 
 
@@ -112,20 +118,21 @@ class Engine:
     """
 
     def __init__(self, url: str, timeout: float = 600.0, retries: int = 2, wait: float = 1.0):
-        parts = urlsplit(url)
         try:
+            parts = urlsplit(url)
             proper = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.query
         except ValueError:
             proper = False
-        if not proper or parts.username is not None:
+        if not proper or parts.username is not None or not url.isascii() or not url.isprintable() or " " in url:
             raise UserError(f"rollout.engine is {url!r}: expected the address of an engine, such as "
                             "http://127.0.0.1:30000")
         self.url, self.timeout, self.retries, self.wait = url.rstrip("/"), timeout, retries, wait
         self._parts = parts
+        tell(f"rollout.engine sends prompts and the folder of the LoRA to {self.url}")
 
     def rollout(self, request: Request) -> list[Sample]:
         """Return the samples of a request, in the order of its seeds."""
-        answer = self._asked("POST", "/rollout/generate", request.body())
+        answer = self._asked("POST", ROLLOUT, request.body())
         if not isinstance(answer, list) or not all(isinstance(each, dict) for each in answer):
             raise EngineError("answer", f"{self.url}/rollout/generate answered {_kind(answer)}, expected a list of "
                                         "samples: is it an SGLang-Diffusion server of 0.5.23 or later?")
@@ -188,30 +195,42 @@ class Engine:
         if (prompt := answer.get("prompt")) != request.prompt:
             raise EngineError("shuffled batch", f"{self.url} sent a sample of {str(prompt)[:60]!r}, asked for "
                               f"{request.prompt[:60]!r}: the server mixes up its requests")
-        trajectory, debug = (answer.get(key) or {} for key in ("dit_trajectory", "rollout_debug_tensors"))
+        trajectory, debug = (self._object(answer, key) for key in ("dit_trajectory", "rollout_debug_tensors"))
         states, logp, sigmas = (self._tensor(of.get(key), key) for of, key in (
             (trajectory, "latents"), (answer, "rollout_log_probs"), (trajectory, "sigmas")))
         listed, expected = trajectory.get("latent_step_indices"), list(request.states)
-        if listed is not None and (sent := self._tensor(listed, "latent_step_indices").tolist()) != expected:
-            raise EngineError("answer", f"{self.url} sent the states {sent}, asked for {expected}")
-        if len(states) != len(expected) or logp.shape != (request.steps,) or sigmas.shape != (request.steps + 1,):
-            raise EngineError("answer", f"{self.url} sent {len(states)} states, {logp.numel()} log-probabilities and "
+        if listed is not None and (sent := self._tensor(listed, "latent_step_indices", False).tolist()) != expected:
+            raise EngineError("answer", f"{self.url} sent the states {str(sent)[:200]}, asked for {expected}")
+        count = len(states) if states.ndim else 0
+        if count != len(expected) or logp.shape != (request.steps,) or sigmas.shape != (request.steps + 1,):
+            raise EngineError("answer", f"{self.url} sent {count} states, {logp.numel()} log-probabilities and "
                               f"{sigmas.numel()} sigmas, expected {len(expected)}, {request.steps} and "
                               f"{request.steps + 1}: does it take another number of steps?")
-        if not states.isfinite().all() or not logp[list(request.noisy)].isfinite().all():
-            raise EngineError("answer", f"{self.url} sent states or log-probabilities that are not finite")
+        if not (states.isfinite().all() and logp[list(request.noisy)].isfinite().all() and sigmas.isfinite().all()):
+            raise EngineError("answer", f"{self.url} sent states, log-probabilities or sigmas that are not finite")
         further = [self._tensor(debug.get(key), key) if request.means else None
                    for key in ("rollout_prev_sample_means", "rollout_model_outputs")]
         return Sample(states, logp.float(), sigmas.float(), *further)
 
-    def _tensor(self, value: Any, name: str) -> Tensor:
+    def _object(self, answer: dict[str, Any], key: str) -> dict[str, Any]:
+        """Return an object of an answer, empty if there is none."""
+        value = answer.get(key) or {}
+        if not isinstance(value, dict):
+            raise EngineError("answer", f"{self.url} sent {_kind(value)} as {key}, expected an object")
+        return value
+
+    def _tensor(self, value: Any, name: str, floats: bool = True) -> Tensor:
         """Return a tensor of an answer: bytes of safetensors, or their base64 of earlier releases."""
         data = value.get("data") if isinstance(value, dict) else None
         try:
-            return load(data if isinstance(data, bytes) else base64.b64decode(data or "", validate=True))["t"]
-        except (SafetensorError, KeyError, ValueError, TypeError):
+            found = load(data if isinstance(data, bytes) else base64.b64decode(data or "", validate=True))["t"]
+        except (SafetensorError, KeyError, ValueError, TypeError, AttributeError):
             raise EngineError("answer", f"{self.url} sent no tensor {name}: is it an SGLang-Diffusion server of 0.5.23 "
                                         "or later?") from None
+        if floats and found.dtype not in FLOATS:
+            raise EngineError("answer", f"{self.url} sent {name} in {str(found.dtype).removeprefix('torch.')}, "
+                                        "expected float16, bfloat16, float32 or float64")
+        return found
 
     def _asked(self, method: str, path: str, body: Any = None, refusals: tuple[int, ...] = ()) -> Any:
         """Return an answer's value. refusals: statuses whose answer is returned too."""
@@ -230,6 +249,7 @@ class Engine:
     def _once(self, method: str, path: str, body: Any, refusals: tuple[int, ...]) -> Any:
         parts, late = self._parts, time.monotonic() + self.timeout
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        sent = None if body is None else as_json("rollout.engine", "a request", body)
         connection = kind(parts.hostname or "", parts.port, timeout=min(CONNECT, self.timeout))
         try:
             try:
@@ -237,10 +257,11 @@ class Engine:
             except TimeoutError:
                 raise _Passing(f"no connection within {CONNECT:g} s") from None
             connection.sock.settimeout(self.timeout)
-            connection.request(method, parts.path.rstrip("/") + path, None if body is None else json.dumps(body),
+            connection.request(method, parts.path.rstrip("/") + path, sent,
                                {"Content-Type": "application/json", "Accept": "application/msgpack, application/json"})
             answer = connection.getresponse()
-            content = self._content(answer, late, connection)
+            largest = LARGEST if path == ROLLOUT and answer.status == 200 else SMALL
+            content = self._content(answer, late, connection, largest)
         except TimeoutError:
             raise EngineError("time-out", f"{self.url}{path} did not answer within {self.timeout:g} s: raise "
                                           "rollout.timeout, or look at the server's log") from None
@@ -255,13 +276,16 @@ class Engine:
             raise EngineError("answer", f"{self.url}{path} answered {answer.status}{_said(content)}{cure}")
         packed = "msgpack" in (answer.headers.get("Content-Type") or "")
         try:
-            return msgpack.unpacked(content) if packed else json.loads(content)
+            if not packed and content.count(b",") > VALUES:
+                raise ValueError("it has too many values")
+            return msgpack.unpacked(content, VALUES) if packed else json.loads(content)
         except (ValueError, RecursionError) as error:
             form = "MessagePack" if packed else "JSON"
             raise EngineError("answer", f"{self.url}{path}: its answer is no {form}: {error}") from None
 
-    def _content(self, answer: http.client.HTTPResponse, late: float, connection: http.client.HTTPConnection) -> bytes:
-        """Return an answer's bytes. Raises TimeoutError when it is late."""
+    def _content(self, answer: http.client.HTTPResponse, late: float, connection: http.client.HTTPConnection,
+                 largest: int) -> bytes:
+        """Return an answer's bytes, `largest` at most. Raises TimeoutError when it is late."""
         found, size = [], 0
         while True:
             left = late - time.monotonic()
@@ -274,8 +298,8 @@ class Engine:
                 break
             found.append(block)
             size += len(block)
-            if size > LARGEST:
-                raise EngineError("answer", f"{self.url} sends more than {LARGEST / 2**30:g} GiB in one answer")
+            if size > largest:
+                raise EngineError("answer", f"{self.url} sends more than {largest / 2**20:,g} MiB in one answer")
         if answer.length:  # what the header announced and did not come
             raise http.client.IncompleteRead(b"", answer.length)
         return b"".join(found)
@@ -289,7 +313,7 @@ def _said(content: bytes) -> str:
         return ""
     text = next((value[key] for key in ("detail", "message", "error") if isinstance(value, dict) and value.get(key)),
                 "")
-    return f": {str(text)[:300]}" if text else ""
+    return f": {one_line(text)[:300]}" if text else ""
 
 
 def _kind(value: Any) -> str:

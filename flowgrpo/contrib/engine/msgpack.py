@@ -17,9 +17,10 @@ _MAPS = {0xde: ">H", 0xdf: ">I"}
 _CONSTANTS = {0xc0: None, 0xc2: False, 0xc3: True}
 
 
-def unpacked(content: bytes) -> Any:
-    """Return the value of a message. Raises ValueError for another form, for an extension, and for bytes behind it."""
-    reader = _Reader(content)
+def unpacked(content: bytes, most: int = 2**20) -> Any:
+    """Return the value of a message. Raises ValueError for another form, for an extension, for bytes behind it, and for
+    more than `most` values."""
+    reader = _Reader(content, most)
     try:
         value = reader.value(0)
     except (struct.error, IndexError):
@@ -30,13 +31,16 @@ def unpacked(content: bytes) -> Any:
 
 
 class _Reader:
-    def __init__(self, content: bytes):
-        self.content, self.at = content, 0
+    def __init__(self, content: bytes, most: int):
+        self.content, self.at, self.left = content, 0, most
 
     def value(self, depth: int) -> Any:
         """Return the next value."""
         if depth > DEPTH:
             raise ValueError(f"the message has more than {DEPTH} containers within each other")
+        self.left -= 1
+        if self.left < 0:
+            raise ValueError("the message has too many values")
         first = self.content[self.at]
         self.at += 1
         if first < 0x80 or first >= 0xe0:

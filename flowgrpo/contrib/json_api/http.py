@@ -29,10 +29,17 @@ from urllib.parse import parse_qsl, urlsplit
 
 from flowgrpo.contrib.json_api.template import Template, reached
 from flowgrpo.errors import UserError
-from flowgrpo.escaped import one_line
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed, TimedOut
-from flowgrpo.rewards.remote.exchange import Later, Service, Unanswered, seconds, side_by_side
+from flowgrpo.rewards.remote.exchange import (
+    Later,
+    Service,
+    Unanswered,
+    as_json,
+    environment_key,
+    seconds,
+    side_by_side,
+)
 from flowgrpo.rewards.vlm_judge.pictures import ENCODINGS
 
 if TYPE_CHECKING:
@@ -40,10 +47,9 @@ if TYPE_CHECKING:
 
 WHO = "reward 'http'"
 REQUEST = {"prompt": "{prompt}", "image": "{image}"}
+NAME = r"[\w-]+"  # of a header
 SECRET = re.compile("auth|key|token|secret|password|signature|cookie", re.I)  # in the name of a header or of a query
-VARIABLE = re.compile("[A-Z_][A-Z0-9_]*")
 PASSING = (408, 409, 425, 429)  # statuses below 500 after which another attempt may succeed
-MASK = "[key]"
 LARGEST = 1e38  # absolute score, as of float32
 
 
@@ -121,10 +127,13 @@ class Http:
         _require(" or ".join(ENCODINGS), encoding=(encoding, encoding in ENCODINGS))
         self.answer, self.concurrency = answer, concurrency
         self._template = Template(WHO, request, longest, encoding, frames)
-        self._key_env, self._key = key_env, _key(key_env)
+        as_json(WHO, "request", request)
+        self._key_env, key = key_env, environment_key(WHO, key_env)
         bearer = "Bearer " if key_header.lower() == "authorization" else ""
-        own = {key_header: bearer + self._key} if self._key else {}
-        self._service = Service(WHO, _urls(url), timeout, retries, wait, _public(headers) | own, concurrency)
+        own = {key_header: bearer + key.value} if key else {}
+        _require("a header's name", key_header=(key_header, re.fullmatch(NAME, key_header, re.ASCII) is not None))
+        self._service = Service(WHO, _urls(url), timeout, retries, wait, _public(headers) | own, concurrency, key=key,
+                                sent=self._template.sends)
         processes = int(os.environ.get("WORLD_SIZE", "1"))
         self.meter = Meter(cost, *(None if limit is None else limit / processes for limit in (budget, rate)))
         if cost:
@@ -137,7 +146,7 @@ class Http:
         def one(part: range) -> float | None | Failed:
             row = part.start
             try:
-                body = json.dumps(self._template.filled(outputs[row], prompts[row], metadata[row])).encode()
+                body = as_json(WHO, "a request", self._template.filled(outputs[row], prompts[row], metadata[row]))
                 answer = self._service.asked(lambda url: self._attempt(url, body))
                 return _number(reached(answer, self.answer, f"{WHO}: its answer"))
             except TimedOut:
@@ -154,8 +163,7 @@ class Http:
 
     def _refused(self, url: str, status: int, headers: Mapping[str, str], body: bytes) -> NoReturn:
         """Raise the error for a status: the user's, this sample's, or a transient one."""
-        said = one_line(body.decode("utf-8", "replace"))
-        said = said.replace(self._key, MASK) if self._key else said
+        said = self._service.quoted(body.decode("utf-8", "replace"))
         message = f"{url} answered {status}" + (f": {said}" if said else "")
         if status in (401, 403):
             how = f"the key in {self._key_env} is not accepted" if self._key_env else \
@@ -204,6 +212,9 @@ def _public(headers: Mapping[str, str]) -> dict[str, str]:
         if SECRET.search(name):
             raise UserError(f"{WHO}: the header {name!r} may hold a secret, and args are written into a run's files: "
                             f"use key_env: NAME_OF_A_VARIABLE and key_header: {name}")
+        if not re.fullmatch(r"[!-~]+(?: +[!-~]+)*", str(headers[name])) or not re.fullmatch(NAME, name, re.ASCII):
+            raise UserError(f"{WHO}: the header {name!r} has the value {headers[name]!r}, expected printable ASCII "
+                            "without spaces at its ends")
     return {name: str(value) for name, value in headers.items()}
 
 
@@ -224,18 +235,3 @@ def _urls(urls: str) -> list[str]:
             raise UserError(f"{WHO}: the url of {shown} holds a name or a key, and args are written into a run's "
                             "files: use key_env: NAME_OF_A_VARIABLE")
     return split
-
-
-def _key(key_env: str | None) -> str:
-    """Return the key in an environment variable, "" for no variable.
-    Raises UserError, which never contains the key, if there is none."""
-    if key_env is None:
-        return ""
-    if not VARIABLE.fullmatch(key_env):
-        raise UserError(f"{WHO}: key_env is no name of an environment variable: set a variable to the key, and key_env "
-                        "to its NAME")
-    key = os.environ.get(key_env, "").strip()
-    if not key or not all("!" <= character <= "~" for character in key):
-        raise UserError(f"{WHO}: key_env is {key_env!r}: expected an environment variable of that name, with a key of "
-                        "printable ASCII without spaces")
-    return key

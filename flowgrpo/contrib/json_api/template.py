@@ -42,6 +42,13 @@ class Template:
                 raise UserError(f"{self.who}: its request has the slot {{{name}}}"
                                 f"{nearest(name, [*NAMES, 'metadata.KEY'])}")
 
+    @property
+    def sends(self) -> list[str]:
+        """Return what requests hold, in words, for what a run prints."""
+        words = {"prompt": "prompts", "metadata": "metadata", "text": "texts", "image": "images", "frames": "frames"}
+        names = {name.partition(".")[0] for name in _slots(self.json)}
+        return [word for name, word in words.items() if name in names] or ["requests"]
+
     def filled(self, output: Tensor | str, prompt: str, entry: dict[str, Any]) -> Any:
         """Return the JSON of a sample.
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import base64
+import functools
+import ipaddress
 import itertools
+import json
 import math
+import os
 import random
+import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from typing import TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
@@ -25,6 +32,10 @@ BRIEF_CONNECT, BRIEF = 4.0, 6.0  # seconds in `brief`: connection timeout, and t
 T = TypeVar("T")
 U = TypeVar("U")
 
+VARIABLE = re.compile("[A-Z_][A-Z0-9_]*")
+MASK = "[key]"  # in place of a text that repeats the key
+
+_told: set[str] = set()  # printed lines of what goes where
 _brief = 0  # number of open `brief` contexts
 
 
@@ -38,6 +49,11 @@ def brief() -> Iterator[None]:
         yield
     finally:
         _brief -= 1
+
+
+def trying() -> bool:
+    """Return True in `brief`: what is asked for is a trial."""
+    return _brief > 0
 
 
 class Unanswered(Exception):
@@ -90,20 +106,108 @@ class Places:
                 place.busy -= 1
 
 
+@dataclass(frozen=True)
+class Key:
+    """Secret of a request's header. source: in words, for what a run prints. plain: hosts of the user's own network, to
+    which it may also go unencrypted. further: the end of the error for other hosts."""
+
+    value: str = field(repr=False)
+    source: str
+    plain: frozenset[str] = frozenset()
+    further: str = ""
+
+    def require_private(self, who: str, urls: Sequence[str]) -> None:
+        """Raise UserError for the first URL by which the key would leave this machine unencrypted."""
+        import httpx
+
+        for url in urls:
+            parts = httpx.URL(url)  # reads hosts as the requests do
+            if parts.scheme != "https" and not is_here(parts.host) and parts.host not in self.plain:
+                raise UserError(f"{who}: {self.source} would go to {_shown(url)} unencrypted: use https://, or a "
+                                f"tunnel, `ssh -N -L 8000:127.0.0.1:PORT {parts.host}` and http://127.0.0.1:8000"
+                                f"{self.further}")
+
+    def hidden(self, text: str) -> str:
+        """Return a text that a server sent, with MASK for the key; MASK alone if it repeats the key encoded."""
+        text = text.replace(self.value, MASK)
+        bare = "".join(text.split()).lower()
+        return MASK if any(form in bare for form in self._forms) else text
+
+    @functools.cached_property
+    def _forms(self) -> frozenset[str]:
+        """Return the key in small letters as a text may hold it: itself, reversed, escaped, in base64 or hexadecimal.
+        Of base64, which depends on the place, the letters that any place gives."""
+        data, forms = self.value.encode(), {self.value, self.value[::-1], self.value.encode().hex()}
+        for letter in (r"\u{:04x}", r"\x{:02x}", "%{:02x}", "&#{};", "&#x{:x};"):
+            forms.add("".join(letter.format(byte) for byte in data))
+        forms.add(quote(self.value, safe=""))
+        for code in (base64.b64encode, base64.urlsafe_b64encode):
+            for shift in range(3):
+                whole = code(bytes(shift) + data).decode().rstrip("=")
+                forms.add(whole[(shift * 8 + 5) // 6:(shift * 8 + len(data) * 8) // 6])
+        return frozenset(form.lower() for form in forms if len(form) > 3)
+
+
+def environment_key(who: str, variable: str | None) -> Key | None:
+    """Return the key in an environment variable; None for no variable.
+    Raises UserError, which contains neither the key nor what is no variable's name, if there is none."""
+    if variable is None:
+        return None
+    if not isinstance(variable, str) or not VARIABLE.fullmatch(variable):
+        raise UserError(f"{who}: key_env is no name of an environment variable: set a variable to the key, and key_env "
+                        "to its NAME")
+    key = os.environ.get(variable, "").strip()
+    if not key or not all("!" <= character <= "~" for character in key):
+        raise UserError(f"{who}: key_env is {variable!r}: expected an environment variable of that name, with a key of "
+                        "printable ASCII without spaces")
+    return Key(key, f"the key in {variable}")
+
+
+def as_json(who: str, name: str, value: object) -> bytes:
+    """Return a value as JSON. Raises UserError for one that JSON does not have, such as NaN or a date."""
+    try:
+        return json.dumps(value, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{who}: {name} is not JSON ({one_line(error)}): expected strings, finite numbers, true, "
+                        "false, null, lists and objects of these") from None
+
+
+def is_here(host: str) -> bool:
+    """Return True for a name or an address of this machine alone."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def tell(line: str) -> None:
+    """Print to stderr what goes where, once in the first process."""
+    if line not in _told and os.environ.get("RANK", "0") == "0":
+        _told.add(line)
+        print(line, file=sys.stderr, flush=True)
+
+
 class Service:
-    """URLs that answer alike.
+    """URLs that answer alike; what it will send is printed.
 
     who: name at the start of errors. timeout: seconds for one request.
     retries: further attempts, after one request to every URL.
     wait: seconds before the first retry, doubled for each next, times a random number from 0.5 to 1.5.
-    headers: of every request. connections: at the same time.
+    headers: of every request. connections: at the same time. sent: what requests hold, in words. key: a secret among
+    the headers.
+    Raises UserError for a key that would go elsewhere unencrypted.
     """
 
     def __init__(self, who: str, urls: Sequence[str], timeout: float, retries: int, wait: float,
-                 headers: dict[str, str], connections: int = 100) -> None:
+                 headers: dict[str, str], connections: int = 100, sent: Sequence[str] = ("prompts", "samples"),
+                 key: Key | None = None) -> None:
         from flowgrpo.rewards.remote.http import Client  # here: httpx takes time to import
 
-        self.who, self.timeout, self.wait = who, timeout, wait
+        if key is not None:
+            key.require_private(who, urls)
+        listed = [*sent, *([key.source] if key else [])]
+        tell(f"{who} sends {', '.join(listed[:-1])} and {listed[-1]} to {', '.join(map(_shown, urls))}")
+        self.who, self.timeout, self.wait, self.key = who, timeout, wait, key
         self.urls, self.attempts, self._places = len(urls), retries + len(urls), Places(urls)
         self._random = random.Random()  # leaves the run's random state untouched
         self._http = Client({"Content-Type": "application/json"} | headers, connections)
@@ -155,14 +259,23 @@ class Service:
         except ValueError as error:
             raise Absent(f"{url} gave no proper answer: {one_line(error)}") from None
         if 300 <= status < 400:
-            place = one_line(headers.get("location", "")) or "another address"
+            place = self.quoted(headers.get("location", "")) or "another address"
             raise Unanswered(f"{url} answered {status}, a redirect to {place}, which is not followed: name the address "
                              "that answers")
         return refused(url, status, headers, answer)
 
+    def quoted(self, text: str) -> str:
+        """Return a text of a server as one line for a message, without the key."""
+        return one_line(self.key.hidden(text) if self.key else text)
+
     def _connect(self) -> float:
         """Return the connection timeout in seconds."""
         return min(self.timeout, BRIEF_CONNECT if _brief else CONNECT)
+
+
+def _shown(url: str) -> str:
+    """Return a URL without its query, which may hold a secret."""
+    return url.partition("?")[0]
 
 
 def is_address(name: str) -> bool:
@@ -170,9 +283,9 @@ def is_address(name: str) -> bool:
     return name.startswith(("http://", "https://"))
 
 
-def addresses(urls: str) -> list[str]:
+def addresses(urls: str, who: str = "", expected: str = "http://host:port/NAME") -> list[str]:
     """Split URLs joined by commas.
-    Raises UserError for one that is not http(s)://host[:port]/NAME."""
+    Raises UserError, which begins with `who`, for one that is not of the form http(s)://host[:port]/NAME."""
     split = [url.strip().rstrip("/") for url in urls.split(",")]
     for url in split:
         try:
@@ -181,7 +294,7 @@ def addresses(urls: str) -> list[str]:
         except ValueError:
             port, proper = 0, False
         if not proper or port == 0 or parts.query or parts.fragment or parts.username is not None:
-            raise UserError(f"reward {urls!r}: got {url!r}, expected http://host:port/NAME, several joined by commas")
+            raise UserError(f"{who or f'reward {urls!r}'}: got {url!r}, expected {expected}, several joined by commas")
     return split
 
 

@@ -23,12 +23,20 @@ CODINGS = ("gzip", "x-gzip", "deflate")
 AUTOMATIC = zlib.MAX_WBITS | 32  # zlib's header or gzip's
 
 
+_one = threading.Lock()
+
+
 @functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all requests of this process, in a thread of its own."""
+def _made() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of all requests of this process, in a thread of its own."""
+    with _one:  # else two threads that come first make two
+        return _made()
 
 
 @functools.cache

@@ -1,20 +1,53 @@
-"""Client of an OpenAI-compatible endpoint (`POST URL/chat/completions`): vLLM, SGLang, a hosted service."""
+"""Client of an OpenAI-compatible endpoint (`POST URL/chat/completions`): vLLM, SGLang, a hosted service.
+
+Servers differ in the keys that they take. A request begins with what most of them know; an own key that a server
+refuses is renamed or left out from then on, which is printed.
+"""
 
 from __future__ import annotations
 
 import json
-import os
+import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from flowgrpo.errors import UserError
-from flowgrpo.escaped import one_line
 from flowgrpo.rewards.failures import Failed
-from flowgrpo.rewards.remote.exchange import Later, Service, Unanswered, addresses, seconds, side_by_side
+from flowgrpo.rewards.remote.exchange import (
+    Absent,
+    Later,
+    Service,
+    Unanswered,
+    addresses,
+    as_json,
+    environment_key,
+    seconds,
+    side_by_side,
+    tell,
+    trying,
+)
 
+WHO = "a judge"
 FILTERED = ("content_filter", "content_policy_violation")  # codes of a refusal
+SPENT = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active")  # codes that no wait changes
+PASSING = (408, 409, 425, 429)  # statuses below 500 after which another attempt may succeed
+PREFILL = "continue_final_message"  # the key by which vLLM and SGLang go on from the last message
+GOING_ON = ("vllm", "sglang")  # by `owned_by` of their models
+# Own keys of a request that some servers refuse, with the name that these have for it; None: it is left out.
+DIALECT: dict[str, str | None] = {"max_tokens": "max_completion_tokens", "temperature": None, "logprobs": None,
+                                  "top_logprobs": None, PREFILL: None, "add_generation_prompt": None}
+_UNKNOWN = re.compile("unsupported|unexpected|unknown|unrecogni[sz]ed|not support|not permitted|not allowed|forbidden|"
+                      "max_completion_tokens|additional propert|extra (?:field|input)", re.I)
+
+
+class _Unknown(Exception):
+    """Refusal of keys that a server does not take."""
+
+    def __init__(self, keys: list[str]) -> None:
+        super().__init__(", ".join(keys))
+        self.keys = keys
 
 
 @dataclass(frozen=True)
@@ -39,7 +72,7 @@ class Endpoint:
 
     url: of the API, several joined by commas. model: None for the only one served there.
     key_env: the NAME of the environment variable that holds the key.
-    temperature, max_tokens: None to omit them. extra: further keys of every request.
+    temperature, max_tokens: None to omit them. extra: further keys of every request, which are never left out.
     concurrency: simultaneous requests. timeout: seconds for one request. retries: further attempts.
     wait: seconds before the first retry, doubled for each next, or the time the endpoint asks for, 60 at most.
 
@@ -58,7 +91,10 @@ class Endpoint:
     retries: int = 4
     wait: float = 1.0
     privileged = True  # spends the user's key
-    _served: dict[str, str] = field(init=False, repr=False)
+    sends = ("prompts",)  # what requests hold, in words
+    _served: dict[str, list[tuple[str, str]]] = field(init=False, repr=False)
+    _dialects: dict[str, dict[str, str | None]] = field(init=False, repr=False)
+    _given: frozenset[str] = field(init=False, repr=False)
     _lock: threading.Lock = field(init=False, repr=False)
     _service: Service = field(init=False, repr=False)
 
@@ -66,9 +102,12 @@ class Endpoint:
         if not (self.concurrency >= 1 and self.timeout > 0 and self.retries >= 0 and self.wait >= 0):
             raise UserError(f"a judge has concurrency {self.concurrency}, timeout {self.timeout}, retries "
                             f"{self.retries}, wait {self.wait}: expected 1 or more, above 0, and the others 0 or more")
-        self._set(_served={}, _lock=threading.Lock(), _service=Service(
-            "a judge", addresses(self.url), self.timeout, self.retries, self.wait, _authorisation(self.key_env),
-            connections=self.concurrency))
+        as_json(WHO, "extra, temperature or max_tokens", [self.extra, self.temperature, self.max_tokens])
+        key, urls = environment_key(WHO, self.key_env), addresses(self.url, f"{WHO}: url", "http://host:port/v1")
+        self._set(_served={}, _dialects={}, _given=frozenset(self.extra), _lock=threading.Lock(), _service=Service(
+            WHO, [url.removesuffix("/chat/completions") for url in urls], self.timeout, self.retries, self.wait,
+            {"Authorization": f"Bearer {key.value}"} if key else {}, connections=self.concurrency, sent=self.sends,
+            key=key))
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
@@ -85,59 +124,165 @@ class Endpoint:
         return side_by_side(one, [range(i, i + 1) for i in range(count)], self.concurrency)
 
     def _answered(self, body: dict[str, Any]) -> Answer:
-        def attempt(url: str) -> Answer:
-            named = {"model": self.model or self._only_model(url)} | body
-            return self._service.request("POST", f"{url}/chat/completions", json.dumps(named).encode(), answer,
-                                         self._refused)
+        return self._service.asked(lambda url: self._attempt(url, body))
 
-        return self._service.asked(attempt)
+    def _attempt(self, url: str, body: dict[str, Any]) -> Answer:
+        """Return a URL's answer. Own keys that it refuses are sent as it takes them, once each."""
+        while True:
+            sent = {"model": self.model or self._only_model(url)} | self._in_dialect(url, body)
+
+            def refused(url: str, status: int, headers: Mapping[str, str], reply: bytes) -> Answer:
+                return self._refused(url, status, headers, reply, sent)
+
+            try:
+                return self._service.request("POST", f"{url}/chat/completions", json.dumps(sent).encode(), answer,
+                                             refused)
+            except _Unknown as error:
+                self._learn(url, error.keys)
+
+    def _learn(self, url: str, keys: Sequence[str]) -> None:
+        with self._lock:
+            for key in keys:
+                self._dialects.setdefault(url, {})[key] = name = DIALECT[key]
+                tell(f"{WHO}: {url} does not take {key}: it is " + (f"sent as {name}" if name else "left out"))
+
+    def _in_dialect(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Return a request in the keys that a URL takes. Without the key for it, the beginning of an answer is left
+        out too."""
+        known = dict(self._dialects.get(url, {}))
+        if body.get(PREFILL) and PREFILL not in self._given and self._owner(url) not in GOING_ON:
+            known |= {PREFILL: None, "add_generation_prompt": None}
+        sent = {name: value for key, value in body.items() if (name := known.get(key, key)) is not None}
+        if body.get(PREFILL) and PREFILL not in sent and sent["messages"][-1]["role"] == "assistant":
+            sent["messages"] = sent["messages"][:-1]
+        return sent
+
+    def _owner(self, url: str) -> str:
+        """Return the `owned_by` of a URL's models; empty where it lists none."""
+        try:
+            return next(iter(self._models(url)), ("", ""))[1]
+        except (Absent, UserError):
+            with self._lock:
+                self._served[url] = []
+            return ""
 
     def _only_model(self, url: str) -> str:
         """Return the only model served at a URL."""
+        names = [name for name, _ in self._models(url)]
+        if len(names) != 1:
+            raise UserError(f"{WHO}: {url} serves {len(names)} models: set model to one of "
+                            f"{self._service.quoted(', '.join(names)) or 'them'}")
+        return names[0]
+
+    def _models(self, url: str) -> list[tuple[str, str]]:
+        """Return the names and the owners of the models served at a URL, asked for once."""
         with self._lock:
             if url not in self._served:
-                names = self._service.request("GET", f"{url}/models", None, _models, self._refused)
-                assert isinstance(names, list)  # a refusal by content answers questions alone
-                if len(names) != 1:
-                    raise UserError(f"a judge: {url} serves {len(names)} models: set model to one of "
-                                    f"{one_line(', '.join(names)) or 'them'}")
-                self._served[url] = names[0]
+                listed = self._service.request("GET", f"{url}/models", None, _models, self._refused)
+                assert isinstance(listed, list)  # a refusal by content answers questions alone
+                self._served[url] = listed
             return self._served[url]
 
-    def _refused(self, url: str, status: int, headers: Mapping[str, str], body: bytes) -> Answer:
-        """Return a refusal of the service; else raise the error for a status: the user's, this request's, or a
-        transient one."""
-        after, error = headers.get("retry-after"), _error(body)
-        message = f"{url} answered {status}" + (f": {one_line(error['message'])}" if error.get("message") else "")
+    def _refused(self, url: str, status: int, headers: Mapping[str, str], body: bytes,
+                 sent: Mapping[str, Any] = {}) -> Answer:
+        """Return a refusal of the service; else raise the error for a status: the user's, this request's, a transient
+        one, or that of keys which the server does not take.
+
+        sent: the request.
+        """
+        error = _error(body)
+        reason, codes = self._service.quoted(error["message"]), (error["code"], error["type"])
+        message = f"{url} answered {status}" + (f": {reason}" if reason else "")
         if status in (401, 403):
             how = f"the key in {self.key_env} is not accepted" if self.key_env else "set key_env to the name of the " \
                 "environment variable that holds your key"
-            raise UserError(f"a judge: {url} answered {status}: {how}")
+            raise UserError(f"{WHO}: {message} ({how})" if reason else f"{WHO}: {message}: {how}")
+        if status == 402 or any(code in SPENT for code in codes):
+            raise UserError(f"{WHO}: {message} (the account has nothing left to spend, which no wait changes)")
         if status == 404:
-            raise UserError(f"a judge: {message} (is the url that of the API, such as http://host:8000/v1, and does it "
+            raise UserError(f"{WHO}: {message} (is the url that of the API, such as http://host:8000/v1, and does it "
                             f"serve the model {self.model!r}?)")
-        if 400 <= status < 500 and error.get("code") in FILTERED:
+        if 400 <= status < 500 and any(code in FILTERED for code in codes):
             return Answer("", refused=True)
-        if 400 <= status < 500 and status not in (408, 409, 425, 429):
-            raise Failed(f"a judge: {message}")
+        self._require_possible(status, f"{message} {error['param']}", sent)
+        if 400 <= status < 500 and status not in PASSING:
+            raise (UserError if trying() else Failed)(f"{WHO}: {message}")
+        after = headers.get("retry-after")
         raise Later(message, seconds(after)) if after else Unanswered(message)
+
+    def _require_possible(self, status: int, reason: str, sent: Mapping[str, Any]) -> None:
+        """Raise _Unknown for own keys of a request that a server refuses by name."""
+        if status in (400, 422) and _UNKNOWN.search(reason):
+            keys = [key for key in DIALECT if key in sent and key not in self._given
+                    and re.search(rf"\b{key}\b", reason)]
+            if keys:
+                raise _Unknown(keys)
 
 
 def answer(body: bytes) -> Answer:
-    """Parse a chat completion as an `Answer`.
-    Raises ValueError for anything else."""
+    """Parse a chat completion as an `Answer`; one that comes as a stream of events is put together.
+
+    Where a message has no content, its text is that of its tools' arguments, or of its reasoning if it ended.
+    Raises ValueError for anything else.
+    """
     try:
-        choice = json.loads(body)["choices"][0]
+        stream = body.lstrip()[:6].lower()
+        choice = _streamed(body) if stream.startswith((b"data:", b"event:", b":")) else json.loads(body)["choices"][0]
         message, reason = choice["message"], choice.get("finish_reason")
-        text = message.get("content") or ""
-        if isinstance(text, list):
-            text = "".join(part["text"] for part in text if part.get("type") == "text")
-        if not isinstance(text, str):
-            raise TypeError("its content is no text")
+        text = _text(message.get("content")) or "\n".join(_arguments(message))
+        if not text and reason != "length":
+            text = _text(message.get("reasoning_content")) or _text(message.get("reasoning"))
         refused = bool(message.get("refusal")) or reason == "content_filter"
         return Answer(text, refused, reason == "length", _tokens(choice.get("logprobs")))
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"no chat completion ({type(error).__name__}: {error})") from None
+
+
+def _text(content: Any) -> str:
+    """Return the text of a message's content: a text, parts of it, or None. Raises TypeError for anything else."""
+    if isinstance(content, list):
+        content = "".join(part if isinstance(part, str) else part["text"] for part in content
+                          if isinstance(part, str) or part.get("type") in ("text", "output_text"))
+    if not isinstance(content or "", str):
+        raise TypeError("its content is no text")
+    return content or ""
+
+
+def _arguments(message: dict[str, Any]) -> Iterator[str]:
+    """Yield the arguments, JSON, of a message's calls of tools."""
+    calls = [call["function"] for call in message.get("tool_calls") or ()] + [message.get("function_call") or {}]
+    for call in calls:
+        given = call.get("arguments") or ""
+        yield given if isinstance(given, str) else json.dumps(given)
+
+
+def _streamed(body: bytes) -> dict[str, Any]:
+    """Return the choice that the events of a stream make together. Raises ValueError if they make none, or end within
+    it."""
+    message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
+    reason, tokens, ended = None, [], False
+    for line in body.decode("utf-8").splitlines():
+        data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
+        ended |= data == "[DONE]"
+        for choice in (json.loads(data).get("choices") or ())[:1] if data and data != "[DONE]" else ():
+            delta = choice.get("delta") or choice.get("message") or {}
+            message["content"] += _text(delta.get("content"))
+            message["reasoning_content"] += _text(delta.get("reasoning_content")) or _text(delta.get("reasoning"))
+            message["refusal"] = message.get("refusal") or delta.get("refusal")
+            for call in delta.get("tool_calls") or ():
+                _add_call(message["tool_calls"], call)
+            tokens += (choice.get("logprobs") or {}).get("content") or ()
+            reason = choice.get("finish_reason") or reason
+    if not (ended or reason):
+        raise ValueError("the stream of events ends within the answer")
+    return {"message": message, "finish_reason": reason, "logprobs": {"content": tokens}}
+
+
+def _add_call(calls: list[dict[str, Any]], part: dict[str, Any]) -> None:
+    """Add a part of a tool's call: one of a new index begins another call."""
+    if not calls or part.get("index", 0) != calls[-1]["index"]:
+        calls.append({"index": part.get("index", 0), "function": {"arguments": ""}})
+    calls[-1]["function"]["arguments"] += (part.get("function") or {}).get("arguments") or ""
 
 
 def _tokens(logprobs: Any) -> tuple[tuple[str, dict[str, float]], ...]:
@@ -147,35 +292,43 @@ def _tokens(logprobs: Any) -> tuple[tuple[str, dict[str, float]], ...]:
                  for token in content if token.get("top_logprobs"))
 
 
-def _models(body: bytes) -> list[str]:
+def _models(body: bytes) -> list[tuple[str, str]]:
+    """Return the names and owners of a list of models. Raises ValueError for anything else."""
     try:
-        return [str(model["id"]) for model in json.loads(body)["data"]]
-    except (KeyError, TypeError, ValueError, RecursionError):
+        return [(str(model["id"]), str(model.get("owned_by", ""))) for model in json.loads(body)["data"]]
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
         raise ValueError("no list of models") from None
 
 
-def _error(body: bytes) -> dict[str, Any]:
-    """Return the error that an answer states, {} if none: {"error": {...}}, {"error": "..."} or the object."""
+def _error(body: bytes) -> dict[str, str]:
+    """Return the message, code, type and param of a server's refusal, empty where it states none.
+
+    The message is under `error`, `message` or `detail`, a text or a list of pydantic's errors, or is the body itself.
+    """
     try:
         record = json.loads(body)
     except (ValueError, RecursionError):
-        return {}
-    error = record.get("error", record) if isinstance(record, dict) else {}
-    return error if isinstance(error, dict) else {"message": error}
+        record = re.sub(r"<(style|script|head)\b.*?</\1\s*>|<[^>]*>", " ", body[:4000].decode("utf-8", "replace"),
+                        flags=re.S | re.I)
+    inner = record.get("error") or record if isinstance(record, dict) else record
+    facts = inner if isinstance(inner, dict) else {}
+    said = next((facts[key] for key in ("message", "detail", "msg", "error", "errors", "title") if facts.get(key)),
+                "" if facts else inner)
+    return {"message": _said(said)} | {key: str(facts.get(key) or "") for key in ("code", "type", "param")}
 
 
-def _authorisation(key_env: str | None) -> dict[str, str]:
-    """Return the header with the key.
-    Raises UserError, which never contains the key, if there is none."""
-    if key_env is None:
-        return {}
-    key = os.environ.get(key_env, "").strip()
-    if not key or not all("!" <= character <= "~" for character in key):
-        raise UserError(f"a judge's key_env is {key_env!r}: expected the NAME of an environment variable that holds "
-                        "a key of printable ASCII without spaces")
-    return {"Authorization": f"Bearer {key}"}
+def _said(value: Any) -> str:
+    """Return a reason as a text: of pydantic's errors the places and what is wrong there."""
+    if isinstance(value, list):
+        return "; ".join(map(_said, value[:3]))
+    if isinstance(value, dict):
+        place = ".".join(map(str, value["loc"])) if isinstance(value.get("loc"), list) else ""
+        text = value.get("msg") or value.get("message") or json.dumps(value)
+        return f"{place}: {text}" if place else str(text)
+    return "" if value is None else str(value)
 
 
 def user(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages of one question."""
-    return [{"role": "user", "content": list(parts)}]
+    """Return the messages of one question. Text alone goes as a text, which every server takes."""
+    texts = [part["text"] for part in parts if part["type"] == "text"]
+    return [{"role": "user", "content": "\n".join(texts) if len(texts) == len(parts) else list(parts)}]

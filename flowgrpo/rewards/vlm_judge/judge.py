@@ -52,6 +52,10 @@ class Asking(Endpoint):
     show: Sequence[str] = ("output",)
     _question: str = field(init=False, repr=False)
 
+    @property
+    def sends(self) -> tuple[str, ...]:  # type: ignore[override]
+        return "prompts", "samples", *(["source images"] if "source" in self.show else [])
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.encoding not in ENCODINGS or self.longest < 1 or self.frames < 1:

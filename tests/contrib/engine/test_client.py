@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import math
+import re
 import socket
 import struct
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from flowgrpo import gaussian
 from flowgrpo.contrib.engine import lora, msgpack
@@ -177,3 +181,66 @@ def test_a_lora_that_the_engine_did_not_take_is_named(fault, tmp_path):
         with pytest.raises(EngineError, match="holds another LoRA than .*000001") as error:
             sender.sync(policy.pipe, ["transformer"])
     assert error.value.fault == "another LoRA"
+
+
+# --- answers of a hostile server --------------------------------------------------------------------------------------
+
+def tensor_of(value, **changes):
+    return {"data": save({"t": value})} | changes
+
+
+def without(key):
+    return lambda sample: sample["dit_trajectory"].pop(key)
+
+
+def states(value):
+    return lambda sample: sample["dit_trajectory"].update(latents=tensor_of(value))
+
+
+STATES = torch.zeros(5, 1, 4, 4)
+
+
+@pytest.mark.parametrize("change, told", [
+    (lambda sample: sample.update(dit_trajectory=[1]), "sent a list of 1 as dit_trajectory, expected an object"),
+    (lambda sample: sample.update(dit_trajectory="x"), "sent a str as dit_trajectory, expected an object"),
+    (lambda sample: sample.update(rollout_debug_tensors=7), "sent a int as rollout_debug_tensors"),
+    (lambda sample: sample.update(dit_trajectory=None), "sent no tensor latents"),
+    (lambda sample: sample["dit_trajectory"].update(latents={"data": 7}), "sent no tensor latents"),
+    (lambda sample: sample["dit_trajectory"].update(latents={"data": b"\xff"}), "sent no tensor latents"),
+    (states(torch.tensor(1.0)), "sent 0 states"),
+    (states(STATES.to(torch.float8_e4m3fn)), "sent latents in float8_e4m3fn, expected float16, bfloat16, float32"),
+    (states(STATES.long()), "sent latents in int64"), (states(STATES.bool()), "sent latents in bool"),
+    (states(STATES.to(torch.complex64)), "sent latents in complex64"),
+    (states(STATES * math.nan), "sent states, log-probabilities or sigmas that are not finite"),
+    (lambda sample: sample["dit_trajectory"].update(sigmas=tensor_of(torch.full((5,), math.nan))),
+     "sent states, log-probabilities or sigmas that are not finite"),
+    (lambda sample: sample.update(rollout_log_probs=tensor_of(torch.zeros(4).to(torch.float8_e5m2))),
+     "sent rollout_log_probs in float8_e5m2"),
+    (lambda sample: sample["dit_trajectory"].update(latent_step_indices=tensor_of(torch.zeros(2, 2))),
+     "sent the states"),
+    (without("sigmas"), "sent no tensor sigmas"),
+])
+def test_a_sample_of_another_form_is_a_line(change, told):
+    good = {"prompt": "red", "rollout_log_probs": tensor_of(torch.zeros(4)),
+            "dit_trajectory": {"latents": tensor_of(STATES), "sigmas": tensor_of(torch.linspace(1, 0, 5))}}
+    engine = Engine("http://127.0.0.1:1")
+    assert engine._sample(copy.deepcopy(good), request(means=False)).states.shape == STATES.shape
+    change(good)
+    with pytest.raises(EngineError, match=re.escape(told)):
+        engine._sample(good, request(means=False))
+
+
+def test_a_message_of_many_values_is_not_read_to_its_end():
+    with pytest.raises(ValueError, match="too many values"):
+        msgpack.unpacked(struct.pack(">BI", 0xdd, 2**21) + b"\xc0" * 2**21)
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://h\u00f6st:1", "http://h ost:1", "http://h:99999", "http://h\n:1"])
+def test_an_address_that_is_none_is_a_line(url):
+    with pytest.raises(UserError, match="rollout.engine is .*: expected the address of an engine"):
+        Engine(url)
+
+
+def test_what_json_does_not_have_is_not_sent():
+    with pytest.raises(UserError, match="rollout.engine: a request is not JSON"):
+        Engine("http://127.0.0.1:1").rollout(request(further={"guidance_scale": math.nan}))

@@ -251,7 +251,7 @@ def test_the_key_is_in_no_message(monkeypatch):
             except TimedOut as error:
                 said = error
         assert KEY not in str(said)
-    assert KEY not in repr(vars(Http(url="http://h/s", key_env="BRAND_KEY", headers={})) | {"_key": ""})
+    assert KEY not in repr(vars(Http(url="https://h/s", key_env="BRAND_KEY", headers={})))
 
 
 @pytest.mark.parametrize("settings, said", [
@@ -326,3 +326,14 @@ def test_reached_names_what_is_missing():
     assert reached([1, {"a": 2}], "1.a", "x") == 2
     assert message(reached, {"a": {}}, "a.b", "its answer") == \
         "its answer has no 'a.b': 'b' is not in an object of no keys"
+
+
+@pytest.mark.parametrize("settings, said", [
+    ({"headers": {"X-A": "\u00e9"}}, "the header 'X-A' has the value '\u00e9', expected printable ASCII"),
+    ({"headers": {"X-A": "a\r\nB: c"}}, "expected printable ASCII"),
+    ({"headers": {"X A": "a"}}, "expected printable ASCII"),
+    ({"request": {"x": float("nan")}}, "request is not JSON"), ({"request": {"x": {1, 2}}}, "request is not JSON"),
+    ({"key_header": "X\u00e9"}, "key_header is 'X\u00e9', expected a header's name"),
+])
+def test_what_no_request_can_hold_is_told_at_once(settings, said):
+    assert said in message(Http, url="http://127.0.0.1:1/s", **settings)

@@ -53,7 +53,7 @@ def trained(model, tmp_path_factory):
                            prompts=str(folder / "prompts.txt"), train__save_every=1, train__steps=4,
                            parts__plan__size=2)
     (folder / "recipe.yaml").write_text(settings.yaml())
-    command = ["train", str(folder / "recipe.yaml")]
+    command = ["train", "--trust", str(folder / "recipe.yaml")]
     assert main(command) == 0
     return command, folder / "run"
 
@@ -106,7 +106,7 @@ def broken(file) -> None:
     ["sample", "MODEL", "--prompt", "a", "--steps", "2", "--lora", f"RUN/{LORA_FILE}"],
     ["compare", "grid", "RUN", "--count", "1", "--trust-run"], ["export", "RUN", "--output", "OUT/lora.safetensors"],
     ["export", "RUN", "--form", "merged", "--output", "OUT/merged"],
-    ["train", "RUN/config.yaml", "--name=next", "--output=OUT", "--adapter.init=RUN"],
+    ["train", "--trust", "RUN/config.yaml", "--name=next", "--output=OUT", "--adapter.init=RUN"],
 ], ids=["sample", "file", "grid", "export", "merged", "init"])
 def test_a_lora_that_is_not_finite_is_not_read(command, model, trained, tmp_path, capsys):
     run = tmp_path / "run"

@@ -19,13 +19,14 @@ import torch
 from PIL import Image
 
 from flowgrpo import rewards
+from flowgrpo.cli import main
 from flowgrpo.config.reward_rules import Retry, RewardRule
 from flowgrpo.contrib.criteria.rubric import Criterion, JudgeRubric, TextJudgeRubric, answers, share
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import Composed, Failed, Tally
 from flowgrpo.rewards.deqa import DeQA
 from flowgrpo.rewards.failures import TimedOut
-from flowgrpo.rewards.remote.exchange import seconds
+from flowgrpo.rewards.remote.exchange import brief, seconds
 from flowgrpo.rewards.vlm_judge.judge import Judge, JudgePairs, filled
 from flowgrpo.rewards.vlm_judge.parse import compared, expected_level, level, parser, verdict
 from flowgrpo.rewards.vlm_judge.pictures import data_url, spaced
@@ -234,7 +235,7 @@ def endpoint(reply):
     (body, number), or a list of answers, one after another, the last one for all that follow."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Script)
     server.reply = reply if callable(reply) else lambda _, number: reply[min(number, len(reply)) - 1]
-    server.models = (200, {}, {"data": [{"id": "only-one"}]})
+    server.models = (200, {}, {"data": [{"id": "only-one", "owned_by": "vllm"}]})
     server.seen, server.lock, server.daemon_threads = [], threading.Lock(), True
     server.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -259,7 +260,9 @@ ONE = torch.zeros(1, 3, 4, 4)
 def parts(body: dict, kind: str) -> list:
     [question] = body["messages"]
     assert question["role"] == "user"
-    return [part[kind] for part in question["content"] if part["type"] == kind]
+    content = question["content"]
+    listed = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return [part[kind] for part in listed if part["type"] == kind]
 
 
 def level_of(body: dict) -> int:
@@ -315,7 +318,7 @@ def test_settings_and_the_key_arrive(monkeypatch, tmp_path):
     _, headers, body = server.seen[0]
     assert headers["Authorization"] == "Bearer s3cret" and "s3cret" not in repr(judge)
     assert body.keys() == {"model", "messages", "max_completion_tokens"} and body["model"] == "only-one"
-    assert parts(body, "text") == ["a text", "größe of p?"]
+    assert parts(body, "text") == ["a text\ngröße of p?"]
 
 
 def test_frames_of_a_video_are_shown_in_order():
@@ -509,7 +512,7 @@ def test_a_pair_without_an_answer_does_not_count():
         found = rewards.score({"j": judge}, shades(1, 2), ["dog"] * 2, [{}] * 2, group=2, tally=tally)
         assert found.isnan().all() and tally.failed == {"j": 2} and "gave no answer in the form" in tally.said["j"]
         assert judge(["a"], ["b"], ["cat"]) == [1]
-        assert parts(server.seen[-1][2], "text")[:4] == ["Text 1:", "a", "Text 2:", "b"]
+        assert parts(server.seen[-1][2], "text")[0].startswith("Text 1:\na\nText 2:\nb\nTwo results")
 
 
 def test_criteria_of_the_recipe_and_of_the_prompt():
@@ -580,3 +583,138 @@ def test_deqa_takes_probabilities_where_there_are_any():
     assert begun["messages"][1:] == [{"role": "assistant", "content": "The quality is"}]
     assert begun["messages"][0]["content"][-1]["text"] == "How is it?"
     assert (begun["continue_final_message"], begun["add_generation_prompt"]) == (True, False)
+
+
+# --- dialects of servers ----------------------------------------------------------------------------------------------
+
+REASONING = {"error": {"message": "Unsupported parameter: 'max_tokens' is not supported with this model. Use "
+                                  "'max_completion_tokens' instead.", "code": "unsupported_parameter"}}
+FIELDS = {"detail": "Unexpected fields in the request: {'top_logprobs', 'logprobs'}"}
+FORBIDDEN = {"detail": [{"loc": ["body", "temperature"], "msg": "Extra inputs are not permitted", "input": 0.0}]}
+
+
+@pytest.mark.parametrize("refusal, status, sent, told", [
+    (REASONING, 400, {"max_completion_tokens", "temperature"}, "does not take max_tokens: it is sent as"),
+    (FORBIDDEN, 422, {"max_tokens"}, "does not take temperature: it is left out"),
+])
+def test_a_key_that_a_server_refuses_is_not_sent_again(refusal, status, sent, told, capsys):
+    with endpoint([(status, {}, refusal), said("Score: 5")]) as server:
+        judge = Judge(url=server.url, **QUICK)
+        assert judge(ONE, ["p"]) == [5] and judge(ONE, ["p"]) == [5]
+    assert [body.keys() - {"model", "messages"} for _, _, body in server.seen] == [
+        {"max_tokens", "temperature"}, sent, sent]
+    assert told in capsys.readouterr().err
+
+
+def test_a_key_of_extra_is_sent_or_fails():
+    with endpoint([(400, {}, REASONING)]) as server:
+        judge = Judge(url=server.url, extra={"max_tokens": 9}, **QUICK)
+        assert "Use 'max_completion_tokens' instead" in message(judge, ONE, ["p"], error=Failed)
+    assert len(server.seen) == 1
+
+
+def test_the_beginning_of_an_answer_goes_to_servers_that_go_on_from_it():
+    for owner, known in (("vllm", True), ("sglang", True), ("local", False), ("me", False)):
+        with endpoint([said("good")]) as server:
+            server.models = (200, {}, {"data": [{"id": "m", "owned_by": owner}]})
+            assert DeQA(url=server.url, **QUICK)(ONE, ["p"]) == [4]
+        body = server.seen[0][2]
+        assert [each["role"] for each in body["messages"]] == ["user"] + ["assistant"] * known
+        assert ("continue_final_message" in body, "add_generation_prompt" in body) == (known, known)
+
+
+def test_keys_of_probabilities_are_left_out_where_they_are_refused():
+    with endpoint([(422, {}, FIELDS), said("good")]) as server:
+        assert DeQA(url=server.url, **QUICK)(ONE, ["p"]) == [4]
+    assert {"logprobs", "top_logprobs"} <= server.seen[0][2].keys()
+    assert not {"logprobs", "top_logprobs"} & server.seen[1][2].keys()
+
+
+@pytest.mark.parametrize("status, reply, told", [
+    (422, {"detail": "Field required"}, "answered 422: Field required"),
+    (400, {"detail": [{"loc": ["body", "messages", 0], "msg": "no"}]}, "answered 400: body.messages.0: no"),
+    (400, {"message": "no such thing"}, "answered 400: no such thing"), (400, {"error": "bad"}, "answered 400: bad"),
+    (400, {"error": {"message": "much"}}, "answered 400: much"), (400, b"plain words", "answered 400: plain words"),
+    (400, b"<html><head><title>x</title></head><h1>Bad</h1> gateway</html>", "answered 400: Bad gateway"),
+    (400, {"object": "error", "message": "old vLLM", "code": 400}, "answered 400: old vLLM"),
+    (400, [1, 2], "answered 400: 1; 2"), (400, b"", "answered 400"), (400, {"errors": [{"message": "a"}]}, "400: a"),
+])
+def test_every_server_says_why_and_a_trial_ends_with_it(status, reply, told):
+    with endpoint([(status, {}, reply)]) as server:
+        judge = Judge(url=server.url, **QUICK)
+        assert message(judge, ONE, ["p"], error=Failed).endswith(told)
+        with brief():
+            found = pytest.raises(UserError, judge, ONE, ["p"]).value
+    assert str(found).endswith(told) and not isinstance(found, Failed) and len(server.seen) == 2
+
+
+@pytest.mark.parametrize("status, reply", [
+    (429, {"error": {"message": "You exceeded your current quota", "code": "insufficient_quota"}}),
+    (429, {"error": {"message": "Hard limit", "type": "billing_hard_limit_reached"}}),
+    (402, {"error": {"message": "Insufficient credits", "code": 402}}),
+])
+def test_an_account_with_nothing_left_ends_the_run_at_once(status, reply):
+    with endpoint([(status, {}, reply)]) as server:
+        found = pytest.raises(UserError, Judge(url=server.url, **QUICK), ONE, ["p"]).value
+    assert "nothing left to spend" in str(found) and not isinstance(found, Failed) and len(server.seen) == 1
+
+
+def events(*choices: dict) -> bytes:
+    return b"".join(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n" for choice in choices)
+
+
+CALL = [{"index": 0, "function": {"name": "score", "arguments": '{"sco'}}]
+
+
+@pytest.mark.parametrize("reply, score", [
+    (events({"delta": {"role": "assistant", "content": ""}}, {"delta": {"content": "Score: "}}, {"delta":
+            {"content": "7"}, "finish_reason": "stop"}) + b"data: [DONE]\n\n", 7),
+    (b": ping\r\n\r\n" + events({"delta": {"content": "Score: 7"}, "finish_reason": "stop"}), 7),
+    (events({"delta": {"tool_calls": CALL}}, {"delta": {"tool_calls": [{"index": 0, "function": {"arguments":
+            're": 7}'}}]}, "finish_reason": "tool_calls"}), 7),
+    (events({"delta": {"content": "Score: 7"}, "finish_reason": "length"}), "failed"),
+    ({"content": None, "tool_calls": [{"function": {"name": "score", "arguments": '{"score": 7}'}}]}, 7),
+    ({"content": None, "tool_calls": [{"function": {"name": "score", "arguments": {"score": 7}}}]}, 7),
+    ({"content": None, "function_call": {"name": "score", "arguments": '{"score": 7}'}}, 7),
+    ({"content": None, "reasoning_content": "It fits. Score: 7"}, 7), ({"content": "", "reasoning": "Score: 7"}, 7),
+    ({"content": "Score: 7", "reasoning_content": "Score: 3"}, 7),
+    ({"content": [{"type": "output_text", "text": "Score: 7"}]}, 7),
+    ({"content": [{"type": "thinking", "thinking": "Score: 3"}, {"type": "text", "text": "Score: 7"}]}, 7),
+    ({"content": ["Score: 7"]}, 7),
+])
+def test_an_answer_in_every_form_is_read(reply, score):
+    whole = reply if isinstance(reply, bytes) else {"choices": [{"message": reply, "finish_reason": "stop"}]}
+    with endpoint([(200, {}, whole)]) as server:
+        assert answered(Judge(url=server.url, **QUICK)(ONE, ["p"])) == [score]
+    assert len(server.seen) == 1
+
+
+def test_a_stream_that_breaks_off_is_asked_for_again():
+    with endpoint([(200, {}, events({"delta": {"content": "Score: 3"}})), said("Score: 7")]) as server:
+        assert Judge(url=server.url, **QUICK)(ONE, ["p"]) == [7]
+
+
+@pytest.mark.parametrize("settings, told", [
+    ({"url": "http://127.0.0.1:8112"}, "a judge: url: got 'http://127.0.0.1:8112', expected http://host:port/v1"),
+    ({"extra": {"when": math.nan}}, "is not JSON"), ({"temperature": math.inf}, "is not JSON"),
+    ({"extra": {"day": datetime(2026, 1, 1)}}, "is not JSON"), ({"key_env": "sk-123"}, "key_env is no name of an env"),
+])
+def test_what_is_no_request_is_told_at_once(settings, told):
+    assert told in message(Judge, **settings)
+
+
+def test_the_whole_address_of_a_chat_is_that_of_its_api():
+    with endpoint([said("5")]) as server:
+        assert Judge(url=f"{server.url}/chat/completions", **QUICK)(ONE, ["p"]) == [5]
+    assert server.seen[0][0] == "/v1/chat/completions"
+
+
+def test_reward_score_says_why_there_is_none(tmp_path, capsys):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    with endpoint([said("It is fine.")]) as server:
+        command = ["reward", "score", "judge", str(tmp_path / "a.png"), "--prompt", "x", "--args",
+                   json.dumps({"url": server.url, "model": "m"})]
+        assert main(command) == 0 and "a judge gave no answer in the form: 'It is" in capsys.readouterr().out
+        assert main([*command, "--json"]) == 0
+        [row] = json.loads(capsys.readouterr().out)["scores"]
+    assert row["score"] is None and row["reason"] == "a judge gave no answer in the form: 'It is fine.'"
