@@ -26,7 +26,7 @@ from flowgrpo.policies.pipelines import conditioned, probes
 from flowgrpo.policies.pipelines.conditioned import has_ip_adapter
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.policies.pipelines.prompt_inputs import PICTURES, names
+from flowgrpo.policies.pipelines.prompt_inputs import MASKED, PICTURES, names
 from flowgrpo.policies.precision import resolve_precision
 from flowgrpo.policies.weights.lora_files import loader
 from flowgrpo.samplers import cost
@@ -93,6 +93,7 @@ def _brought(policy: PipelinePolicy, recipe: Config | None) -> Any:
     size = policy.call.get("width") or SIDE, policy.call.get("height") or SIDE
     known, cls = names(type(policy.pipe)), type(policy.pipe).__name__
     missing = [known["control_image"]] if "ControlNet" in cls else []
+    missing += [name for name in MASKED if "mask_image" in known]
     missing += ["ip_adapter_image"] * has_ip_adapter(policy.pipe)
     for name in missing:
         policy.given.setdefault(name, Image.linear_gradient("L").convert("RGB").resize(size))

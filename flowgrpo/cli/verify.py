@@ -90,7 +90,7 @@ def _policy(config: Any, lora: str | None, seed: int) -> Any:
         raise UserError(f"flowgrpo verify: got the language model {config.model}, expected a diffusers pipeline")
     policy = PipelinePolicy(build.load(config), None if lora is None else config.adapter, precision=config.precision,
                             device=pick_device(config.device), guidance=config.train.guidance, call=config.call,
-                            memory=config.memory)
+                            memory=config.memory, fps=config.fps)
     if lora == RANDOM:
         randomised(policy, seed)
     return policy

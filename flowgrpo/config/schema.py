@@ -21,7 +21,7 @@ from flowgrpo.config.reward_rules import RewardRule, WatchRule, Weighted
 from flowgrpo.config.sections import Adapter, Eval, Guard, Load, Memory, Phase, Picture, Rollout, Text, Train
 from flowgrpo.config.yaml_text import Dumper
 from flowgrpo.escaped import plain
-from flowgrpo.starter import CALLS
+from flowgrpo.starter import CALLS, RATES
 
 
 class Config(Section):
@@ -154,6 +154,11 @@ class Config(Section):
         sizes = {"height": picture.height or height, "width": picture.width or width, "num_frames": picture.frames}
         defaults = CALLS.get(self.model, {})
         return defaults | {key: size for key, size in sizes.items() if size is not None} | picture.call
+
+    @property
+    def fps(self) -> float | None:
+        """Frames per second of clips: `picture.fps`, or a starter's; None: the pipeline's own."""
+        return self.picture.fps or RATES.get(self.model)
 
     @property
     def eval_call(self) -> dict[str, Any]:

@@ -23,6 +23,8 @@ class Picture(Section):
     height: int | None = Field(None, ge=8, le=2**16, description="pixels")
     width: int | None = Field(None, ge=8, le=2**16, description="pixels")
     frames: int | None = Field(None, ge=1, le=2**16, description="number of frames, for video pipelines")
+    fps: float | None = Field(None, gt=0, le=240, description="frames per second of clips, in files, pages and "
+                              "rewards, and in the call of a pipeline that takes them; None: the model's own")
     sizes: list[tuple[Side, Side]] = Field(
         [], description="[height, width] pairs in pixels, one per group; evaluations take `height` and `width`, or "
                         "the first pair")
@@ -33,6 +35,8 @@ class Picture(Section):
         for height, width in [(self.height or 8, self.width or 8), *self.sizes]:
             if (pixels := height * width * (self.frames or 1)) > PIXELS:
                 raise ValueError(f"height x width x frames of {PIXELS:,} pixels at most, got {pixels:,}")
+        if self.fps is not None and (given := {"fps", "frame_rate", "target_fps"} & self.call.keys()):
+            raise ValueError(f"fps is {self.fps:g}, and call has {given.pop()} too: leave one out")
         return self
 
 

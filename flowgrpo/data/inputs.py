@@ -1,4 +1,5 @@
-"""Files beside a prompt's text: reference pictures, a source video, a control picture, a picture for an IP-Adapter.
+"""Files beside a prompt's text: reference pictures, a mask, a last frame, a source video, a control picture, a picture
+for an IP-Adapter.
 
 A prompt file names them by path, relative to itself. They are decoded later, by pictures.py.
 """
@@ -15,7 +16,7 @@ from typing import Any
 from flowgrpo.errors import UserError
 from flowgrpo.files import decoded, unfit, unsafe
 
-FILES = ("video", "control_image", "ip_adapter_image")  # keys of one path, besides `image`
+FILES = ("mask_image", "last_image", "video", "control_image", "ip_adapter_image")  # keys of one path, besides `image`
 SCALE = "controlnet_conditioning_scale"
 KEYS = ("image", "images", *FILES, SCALE)
 SEPARATOR = ";"  # between the paths of a .csv file's cell
@@ -25,13 +26,16 @@ SEPARATOR = ";"  # between the paths of a .csv file's cell
 class Inputs:
     """Files that a prompt brings, as paths, and the scale of its control picture.
 
-    images: reference pictures, in order. video: a file, or a folder of frames. control_image: an edge map, depth map or
-    similar, for a ControlNet. ip_adapter_image: picture whose content or style an IP-Adapter takes up.
+    images: reference pictures, in order. mask_image: white where an inpainting pipeline paints. last_image: last frame
+    of a video that begins with the reference picture. video: a file, or a folder of frames. control_image: an edge map,
+    depth map or similar, for a ControlNet. ip_adapter_image: picture whose content or style an IP-Adapter takes up.
     controlnet_conditioning_scale: factor of the ControlNet's part; None for the pipeline's default.
     place: file and line, for error messages.
     """
 
     images: tuple[str, ...] = ()
+    mask_image: str | None = None
+    last_image: str | None = None
     video: str | None = None
     control_image: str | None = None
     ip_adapter_image: str | None = None

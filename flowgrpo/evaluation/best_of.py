@@ -32,17 +32,20 @@ class BestOf:
     name: str
     reward: Any
 
-    def pick(self, drawn: Sequence[Any], prompts: Sequence[Prompt]) -> list[tuple[int, float]]:
+    def pick(self, drawn: Sequence[Any], prompts: Sequence[Prompt], fps: float | None = None
+             ) -> list[tuple[int, float]]:
         """Return (place of the best among its draws, its score) of each of the prompts.
 
-        drawn: `count` consecutive samples per prompt. A draw without a score is never the best.
+        drawn: `count` consecutive samples per prompt. fps: frames per second of clips.
+        A draw without a score is never the best.
         Raises UserError for a prompt of which no draw has a score.
         """
-        return [self._best(drawn[at * self.count:(at + 1) * self.count], prompt) for at, prompt in enumerate(prompts)]
+        return [self._best(drawn[at * self.count:(at + 1) * self.count], prompt, fps)
+                for at, prompt in enumerate(prompts)]
 
-    def _best(self, drawn: Sequence[Any], prompt: Prompt) -> tuple[int, float]:
+    def _best(self, drawn: Sequence[Any], prompt: Prompt, fps: float | None) -> tuple[int, float]:
         [column] = promptly(lambda: columns({self.name: self.reward}, list(drawn), [prompt.text] * self.count,
-                                            [prompt.metadata] * self.count, group=self.count))
+                                            [prompt.metadata] * self.count, group=self.count, fps=fps))
         scores = [-math.inf if isinstance(score, Failed) or math.isnan(score) else float(score) for score in column]
         if max(scores) == -math.inf:
             raise UserError(f"--by {self.name}: none of the {self.count} samples of {prompt.text[:60]!r} has a score, "
@@ -89,12 +92,17 @@ class BestHand:
     best: BestOf
     chosen: dict[Place, tuple[Place, float]] = field(default_factory=dict)
 
+    @property
+    def fps(self) -> float | None:
+        """Return the frames per second of clips."""
+        return self.hand.fps
+
     def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[Any]:
         """Return a sample per place."""
         tries = [[place._replace(sample=place.sample * self.best.count + number) for place in places]
                  for number in range(self.best.count)]
         drawn = list(zip(*(self.hand.draw(arm, prompts, some) for some in tries)))
-        picked = self.best.pick([sample for samples in drawn for sample in samples], prompts)
+        picked = self.best.pick([sample for samples in drawn for sample in samples], prompts, self.fps)
         self.chosen |= {place: (tries[number][at], score)
                         for at, (place, (number, score)) in enumerate(zip(places, picked))}
         return [samples[number] for samples, (number, _) in zip(drawn, picked)]

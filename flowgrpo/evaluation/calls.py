@@ -17,11 +17,11 @@ from flowgrpo.data.pictures import Clip
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.policies.checkpoints import config_of
-from flowgrpo.policies.pipelines import edit_policy, prompt_inputs
+from flowgrpo.policies.pipelines import edit_policy, frames, prompt_inputs
 from flowgrpo.policies.pipelines.call import guidance_argument, seeded
 from flowgrpo.policies.pipelines.load import denoisers
 from flowgrpo.samplers.grids import require_steps
-from flowgrpo.starter import CALLS, EVAL
+from flowgrpo.starter import CALLS, EVAL, RATES
 
 SHARE = 0.1  # maximum effect of the batch in half precision, as a share of the difference between two pictures
 # Errors of a pipeline that takes one prompt; any other error is raised again by drawing singly.
@@ -31,7 +31,7 @@ REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError
 def call_arguments(model: str, lora: Path | None, steps: int | None = None, guidance: float | None = None
                    ) -> dict[str, Any]:
     """Return the arguments of the pipeline's calls besides prompt and seed. The guidance scale is `guidance`, whatever
-    the pipeline calls it.
+    the pipeline calls it, and the frames per second are `fps`.
 
     lora: a run's `eval` and `picture` set what is absent; otherwise a starter's card, or the pipeline, does.
     Raises UserError for more than STEPS steps, and for a guidance that is not finite.
@@ -41,10 +41,11 @@ def call_arguments(model: str, lora: Path | None, steps: int | None = None, guid
     if guidance is not None and not math.isfinite(guidance):
         raise UserError(f"--guidance: got {guidance}, expected a finite number")
     arguments: dict[str, Any] = EVAL.get(model, {}) | CALLS.get(model, {})
-    config = config_of(lora)
+    config, fps = config_of(lora), RATES.get(model)
     if config is not None:
         arguments |= config.eval_call | {"num_inference_steps": config.eval.steps, "guidance": config.eval.guidance}
-    given = {"num_inference_steps": steps, "guidance": guidance}
+        fps = config.fps
+    given = {"num_inference_steps": steps, "guidance": guidance, "fps": fps}
     return arguments | {key: value for key, value in given.items() if value is not None}
 
 
@@ -72,6 +73,8 @@ def call(pipe: Any, arguments: dict[str, Any], **inputs: Any) -> torch.Tensor:
     and the like. Arguments that the pipeline does not take are dropped."""
     require_steps(pipe.scheduler, arguments.get("num_inference_steps"))
     accepted, merged = inspect.signature(pipe.__call__).parameters, arguments | inputs
+    if "fps" in arguments and (name := frames.taken(type(pipe))):
+        merged[name] = arguments["fps"]
     if "guidance" in arguments:
         merged[guidance_argument(accepted, arguments, denoisers(pipe).values())] = arguments["guidance"]
     return pipe(**{key: value for key, value in merged.items() if key in accepted}, return_dict=False)[0]

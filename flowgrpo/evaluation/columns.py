@@ -28,6 +28,7 @@ from flowgrpo.evaluation.plan import Arm
 from flowgrpo.evaluation.sampler import Pipelines, Texts, first_of_each
 from flowgrpo.policies import build, loading
 from flowgrpo.policies.checkpoints import run_config
+from flowgrpo.policies.pipelines.frames import rate_ahead
 from flowgrpo.storage import paths
 from flowgrpo.storage.places import is_checkpoint, listed, run_of
 
@@ -94,7 +95,8 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
     bases: list[Any] = [None] * len(chosen)
     if any(map(rewards.sees_base, functions.values())):
         bases = [torch.stack(sampled(replace(column, weights=None, rlg=None))) for column in chosen]
-    scores = [captions(functions, samples if written else torch.stack(samples), shown, base)
+    fps = None if written else rate_ahead(config.model, config.load, arguments, config.fps)
+    scores = [captions(functions, samples if written else torch.stack(samples), shown, base, fps)
               for samples, base in zip(drawn, bases)]
     rows = [Row(prompt.text, [pictures[i] for pictures in drawn],
                 [dict(zip(functions, values[i].tolist())) for values in scores]) for i, prompt in enumerate(shown)]
@@ -102,9 +104,9 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
     means = means_of([dict(zip(functions, values.T[:, :, None].numpy())) for values in scores])
     first = write_table(output.with_suffix(".md"), title, names, rows, means) if written else \
         draw_grid(output, names, rows, means, picture_files.facts(
-            run, names, shown, singles.save_columns(output, names, drawn), model=config.model, seed=seed,
-            call=arguments))
-    return [first, write_page(output.with_suffix(".html"), title, names, rows, means)]
+            run, names, shown, singles.save_columns(output, names, drawn, fps), model=config.model, seed=seed,
+            call=arguments), fps)
+    return [first, write_page(output.with_suffix(".html"), title, names, rows, means, fps)]
 
 
 # --- the kinds -------------------------------------------------------------------------------------------------------

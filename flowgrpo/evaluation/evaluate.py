@@ -174,9 +174,9 @@ def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedge
                     drawn = hand.draw(arm, [suite.cases[place.prompt].prompt for place in places], places)
                     for place, sample in zip(places, drawn):
                         prompt = suite.cases[place.prompt].prompt
-                        ledger.save(place, sample, hand.facts(arm, prompt, place, sample))
+                        ledger.save(place, sample, hand.facts(arm, prompt, place, sample), hand.fps)
                 with contextlib.nullcontext() if part else exchange.brief():
-                    failed += _score(some, suite, functions, ledger, known, plan.unchanged)
+                    failed += _score(some, suite, functions, ledger, known, plan.unchanged, plan.fps)
                 bar.update(len(some))
     return dict(zip(functions, processes.total([failed[name] for name in functions])))
 
@@ -195,16 +195,17 @@ def _known(ledger: BaseLedger, plan: Plan, functions: dict[str, Any]) -> dict[Pl
 
 
 def _score(places: Sequence[Place], suite: Suite, functions: dict[str, Any], ledger: BaseLedger,
-           known: dict[Place, dict[str, float]], base: str | None) -> Counter[str]:
+           known: dict[Place, dict[str, float]], base: str | None, fps: float | None) -> Counter[str]:
     """Score samples by the rewards missing for any of them, and store the missing scores. base: the arm to compare
-    with. Returns the number of failures by reward; failures are not stored, so the next call retries them."""
+    with. fps: frames per second of clips. Returns the number of failures by reward; failures are not stored, so the
+    next call retries them."""
     missing = {name: reward for name, reward in functions.items()
                if any(name not in known.get(place, {}) for place in places)}
     prompts = [suite.cases[place.prompt].prompt for place in places]
     bases: Any = (ledger.batch([p._replace(arm=base) for p in places])
                   if base is not None and any(map(rewards.sees_base, missing.values())) else None)
     scores = promptly(lambda: columns(missing, ledger.batch(places), [p.text for p in prompts],
-                                      [p.metadata for p in prompts], base=bases))
+                                      [p.metadata for p in prompts], base=bases, fps=fps))
     failed: Counter[str] = Counter()
     for place, values in zip(places, zip(*scores)):
         lacked = {name: value for name, value in zip(missing, values) if name not in known.get(place, {})}

@@ -99,7 +99,7 @@ def _read_before(trainer: Trainer, folder: Path, known: dict[str, Any]) -> Measu
                   flush=True)
         return None
     return Measured([p for p in prompts for _ in range(trainer.config.eval.samples)], known["scores"],
-                    known["texts"] or pictures, known["failed"])
+                    known["texts"] or pictures, known["failed"], trainer.policy.fps)
 
 
 def _picture(file: Path) -> torch.Tensor:
@@ -138,7 +138,7 @@ def write_before(folder: Path, measured: Measured, settings: dict[str, Any]) -> 
             with atomic.replacing(folder / "before" / f"{i:03d}.png") as file:
                 save_image(tall(picture), file, format="png")
             if frames is not None:
-                save_clip(folder / "before" / f"{i:03d}.webp", picture)
+                save_clip(folder / "before" / f"{i:03d}.webp", picture, fps=measured.fps)
     content = {"settings": settings, "scores": measured.scores, "failed": measured.failed, "frames": frames,
                "texts": texts}
     atomic.write_text(folder / "before.json", json.dumps(finite(content)))
@@ -189,7 +189,7 @@ def _draw_after(folder: Path, base: Measured, after: Measured, config: Config) -
     """Write before_after.png, and the samples after training that are no texts to `after`."""
     names = ("before", "after")
     if not isinstance(after.pictures, list):
-        singles.save(folder / "after", after.pictures)
+        singles.save(folder / "after", after.pictures, after.fps)
     draw_pairs(folder / "before_after.png", base, after, facts=picture_files.facts(
         folder, names, shown_prompts(base), () if isinstance(after.pictures, list) else names, model=config.model,
         seed=EVAL_SEED, call={"num_inference_steps": config.eval.steps, "guidance": config.eval.guidance}))
@@ -213,7 +213,7 @@ def sample_pictures(trainer: Trainer, functions: dict[str, Any], folder: Path) -
     if trainer.processes.first:
         rows = [Row(text, [picture], [scores]) for text, picture, scores in cards(measured)]
         draw_grid(folder / "samples" / f"epoch-{trainer.epoch:05d}.png", [f"epoch {trainer.epoch}"], rows,
-                  means_of([arrays(measured)]))
+                  means_of([arrays(measured)]), fps=measured.fps)
         snapshots.stage(folder, f"epoch-{trainer.epoch:05d}", trainer.epoch, measured)
     return measured
 

@@ -32,6 +32,7 @@ from flowgrpo.evaluation.plan import BASE, TUNED, Arm, Hand, Plan
 from flowgrpo.evaluation.sampler import Pipelines, first_of_each
 from flowgrpo.policies import loading
 from flowgrpo.policies.checkpoints import config_of, run_config
+from flowgrpo.policies.pipelines.frames import rate_ahead
 from flowgrpo.policies.pipelines.load import modality
 from flowgrpo.storage.paths import require_file, require_folder, require_room
 
@@ -86,11 +87,12 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
         raise UserError(f"--output {output}: {type(pipe).__name__} generates images: name a folder")
     folder, names = (Path(output).parent, iter([Path(output).name])) if film else (
         Path(output), _names(prompts, count, "webp" if modality(pipe) == "video" else "png"))
-    return [*_saved(best.over(painter) if best else painter, arm, given, count, folder, names, SAMPLE[modality(pipe)])]
+    return [*_saved(best.over(painter) if best else painter, arm, given, count, folder, names, SAMPLE[modality(pipe)],
+                    plan.fps)]
 
 
 def _saved(hand: Hand, arm: str, prompts: Sequence[Prompt], count: int, folder: Path, names: Iterator[str],
-           unit: str) -> Iterator[Path]:
+           unit: str, fps: float | None = None) -> Iterator[Path]:
     """Draw `count` pictures per prompt and yield their paths; each is saved before the next is drawn."""
     places = (Place(arm, i, k) for i in range(len(prompts)) for k in range(count))
     for place in tqdm(places, total=len(prompts) * count, desc="sampling", unit=unit, leave=False):
@@ -98,7 +100,7 @@ def _saved(hand: Hand, arm: str, prompts: Sequence[Prompt], count: int, folder: 
         [picture] = hand.draw(arm, [prompt], [place])
         folder.mkdir(parents=True, exist_ok=True)
         path = picture_files.free(folder / next(names))
-        picture_files.save(path, picture, hand.facts(arm, prompt, place, picture) or "")
+        picture_files.save(path, picture, hand.facts(arm, prompt, place, picture) or "", fps)
         yield path
 
 
@@ -136,13 +138,14 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
     arguments, device = calls.call_arguments(config.model, run), loading.place()
     sampler = Pipelines(config.model, config, drawing(config.precision, device), device)
     measured: list[Measured] = []
+    fps = rate_ahead(config.model, config.load, arguments, config.fps)
     for arm in (Arm(None, arguments), Arm(run, arguments, rlg)):
         pictures = torch.stack(first_of_each(sampler, arm, chosen, seed))
-        scores = captions(functions, pictures, chosen, measured[0].pictures if measured else pictures)
-        measured.append(Measured(chosen, dict(zip(functions, scores.T.tolist())), pictures))
+        scores = captions(functions, pictures, chosen, measured[0].pictures if measured else pictures, fps)
+        measured.append(Measured(chosen, dict(zip(functions, scores.T.tolist())), pictures, fps=fps))
     base, after = measured
     names = ("before", "after" if rlg is None else f"rlg {rlg:g}")
-    folders = singles.save_columns(Path(output), names, [[*base.pictures], [*after.pictures]])
+    folders = singles.save_columns(Path(output), names, [[*base.pictures], [*after.pictures]], fps)
     draw_pairs(Path(output), base, after, names, picture_files.facts(
         run, names, chosen, folders, model=config.model, seed=seed, call=arguments))
     return Path(output)

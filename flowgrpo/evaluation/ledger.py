@@ -91,8 +91,8 @@ class BaseLedger(Generic[Sample, Batch]):
         """Return the sample's entry in a prompt file."""
         raise NotImplementedError
 
-    def save(self, place: Place, sample: Sample, facts: str | None = None) -> None:
-        """Store a sample. facts: how it was drawn."""
+    def save(self, place: Place, sample: Sample, facts: str | None = None, fps: float | None = None) -> None:
+        """Store a sample. facts: how it was drawn. fps: frames per second of a clip."""
         raise NotImplementedError
 
     def load(self, place: Place) -> Sample:
@@ -120,7 +120,7 @@ class Ledger(BaseLedger[torch.Tensor, torch.Tensor]):
         clip = path.with_suffix(".webp")
         return str(clip if clip.is_file() else path)
 
-    def save(self, place: Place, sample: torch.Tensor, facts: str | None = None) -> None:
+    def save(self, place: Place, sample: torch.Tensor, facts: str | None = None, fps: float | None = None) -> None:
         """Write a picture [3, H, W], or a clip [F, 3, H, W] as one tall picture, an animated one and an mp4.
         facts: the text chunk `parameters`."""
         path, chunks = self.picture(place), PngImagePlugin.PngInfo()
@@ -129,7 +129,7 @@ class Ledger(BaseLedger[torch.Tensor, torch.Tensor]):
             chunks.add_text("parameters", facts)
         if sample.ndim == 4:
             chunks.add_text("frames", str(len(sample)))
-            save_clip(path.with_suffix(".webp"), sample, facts)
+            save_clip(path.with_suffix(".webp"), sample, facts, fps)
         with atomic.replacing(path) as file:
             as_image(tall(sample)).save(file, format="PNG", pnginfo=chunks)
 
@@ -187,8 +187,8 @@ class TextLedger(BaseLedger[Completion, list[Completion]]):
         """Return the text itself."""
         return str(self.load(place))
 
-    def save(self, place: Place, sample: Completion, facts: str | None = None) -> None:
-        """Add a line. facts: not stored."""
+    def save(self, place: Place, sample: Completion, facts: str | None = None, fps: float | None = None) -> None:
+        """Add a line. facts, fps: not stored."""
         append(self.written, {"place": place, "text": str(sample), "tokens": sample.tokens})
         if self._texts is not None:
             self._texts[place] = sample

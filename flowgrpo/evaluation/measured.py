@@ -24,9 +24,13 @@ EVAL_SEED = 20_000  # independent of the run's seed, so that runs are compared o
 
 
 class Generating(Protocol):
-    """Pipeline or language model that generates samples from encoded prompts; modality: image, video or text."""
+    """Pipeline or language model that generates samples from encoded prompts.
+
+    modality: image, video or text. fps: frames per second of clips; None for others.
+    """
 
     modality: str
+    fps: float | None
 
     @property
     def encode(self) -> Callable[..., Any]:
@@ -47,6 +51,7 @@ class Measured:
     prompts: [N].
     scores: by reward name, [N]; NaN where a reward does not apply (also accepted as JSON's null).
     pictures: of n prompts, evenly spaced: pictures [n,3,H,W], clips [n,F,3,H,W] or texts.
+    fps: frames per second of clips; None for others.
     failed: number of the N that each reward failed on, if its rule skips failures.
     """
 
@@ -54,6 +59,7 @@ class Measured:
     scores: dict[str, list[float]]
     pictures: torch.Tensor | list[str]
     failed: dict[str, int] = field(default_factory=dict)
+    fps: float | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "scores", {name: [math.nan if value is None else value for value in values]
@@ -125,7 +131,7 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
                 continue
             texts, metadata = [p.text for p in of], [p.metadata for p in of]
             scores.append(signals.promptly(partial(rewards.score, functions, outputs, texts, metadata, tally=tally,
-                                                   base=base, latents=latents, policy=policy))
+                                                   base=base, latents=latents, policy=policy, fps=policy.fps))
                           if processes.reports else torch.zeros(len(of), len(functions)))
             pictures += [picture for (i, k), picture in zip(batch, outputs) if k == 0 and i in kept]
             bar.update(len(batch))
@@ -133,7 +139,7 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
     columns = processes.gather(torch.cat(scores)).T.tolist()
     return Measured([prompts[i] for i, _ in rows], dict(zip(functions, columns)),
                     processes.gather_samples(pictures),
-                    dict(zip(functions, processes.total([tally.failed[name] for name in functions]))))
+                    dict(zip(functions, processes.total([tally.failed[name] for name in functions]))), policy.fps)
 
 
 def _generate(policy: Any, conditioning: Any, seeds: list[int], steps: int, guidance: float, undecoded: bool

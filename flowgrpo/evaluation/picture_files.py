@@ -29,11 +29,14 @@ OF_PARTS = (f"*/{LORA_FILE}", f"*/{ADAPTER_FILE}", "*/diffusion_pytorch_model*.s
             "text_encoder*/model*.safetensors", "model/model*.safetensors")
 
 
-def save(path: Path, picture: torch.Tensor, parameters: str) -> None:
+def save(path: Path, picture: torch.Tensor, parameters: str, fps: float | None = None) -> None:
     """Write a picture [3, H, W] in [0, 1] as PNG with the text chunk `parameters`, or a clip [F, 3, H, W] as animated
-    WebP with the same text as EXIF user comment, where AUTOMATIC1111 and ComfyUI read it, and as mp4."""
+    WebP with the same text as EXIF user comment, where AUTOMATIC1111 and ComfyUI read it, and as mp4.
+
+    fps: frames per second of a clip.
+    """
     if picture.ndim == 4:
-        save_clip(path, picture, parameters)
+        save_clip(path, picture, parameters, fps)
         return
     from torchvision.transforms.functional import to_pil_image
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,11 @@ from typing import Any, Protocol
 import torch
 
 from flowgrpo.config.schema import Config
+from flowgrpo.config.sections import Load
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.evaluation.ledger import BaseLedger, Place
 from flowgrpo.evaluation.picture_files import weight_files
+from flowgrpo.policies.pipelines.frames import rate_ahead
 
 BASE, TUNED = "base", "tuned"
 
@@ -53,7 +56,10 @@ class Enhancer(Protocol):
 
 
 class Hand(Protocol):
-    """Generator of an evaluation's samples."""
+    """Generator of an evaluation's samples. fps: frames per second of clips; None for others."""
+
+    @property
+    def fps(self) -> float | None: ...
 
     def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> Sequence[Any]:
         """Return a sample per place."""
@@ -122,6 +128,14 @@ class Plan:
     @property
     def negative(self) -> str:
         return self.config.negative_prompt if self.config else ""
+
+    @functools.cached_property
+    def fps(self) -> float | None:
+        """Return the frames per second of clips; None for completions."""
+        if self.medium.modality == "text":
+            return None
+        files = self.config.load if self.config is not None and self.config.model == self.model else Load()
+        return rate_ahead(self.model, files, self.asked, self.asked.get("fps"))
 
     @property
     def unchanged(self) -> str | None:

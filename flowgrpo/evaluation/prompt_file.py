@@ -82,5 +82,6 @@ def _draw(plan: Plan, prompts: Sequence[Prompt], places: Sequence[Place], ledger
         for first in range(0, len(missing), batch):
             some = missing[first:first + batch]
             for place, drawn in zip(some, hand.draw(some[0].arm, [prompts[place.prompt] for place in some], some)):
-                ledger.save(place, drawn, hand.facts(place.arm, prompts[place.prompt], place, drawn))
+                ledger.save(place, drawn, hand.facts(place.arm, prompts[place.prompt], place, drawn),
+                            hand.fps)
             bar.update(len(some))

@@ -70,4 +70,5 @@ def _page(plan: Plan, suite: Suite, scores: dict[str, dict[str, np.ndarray]], le
     rows = [Row(suite.cases[i].prompt.text, [ledger.load(Place(arm, i, 0)) for arm in plan.arms],
                 [{name: float(values[i, 0]) for name, values in scores[arm].items()} for arm in plan.arms])
             for i in measured.evenly(len(suite.cases), SHOWN)]
-    draw_grid(ledger.folder / "grid.png", list(plan.arms), rows, means_of([scores[arm] for arm in plan.arms]))
+    draw_grid(ledger.folder / "grid.png", list(plan.arms), rows, means_of([scores[arm] for arm in plan.arms]),
+              fps=plan.fps)

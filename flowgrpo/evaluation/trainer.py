@@ -50,8 +50,8 @@ class FirstRatio(Protocol):
 class Extremes(Protocol):
     """Best and worst samples of the last epoch."""
 
-    def as_json(self) -> dict[str, list[dict[str, Any]]]:
-        """Return both lists for JSON."""
+    def as_json(self, fps: float | None = None) -> dict[str, list[dict[str, Any]]]:
+        """Return both lists for JSON. fps: frames per second of clips."""
 
 
 class Scoring(Protocol):

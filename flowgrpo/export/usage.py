@@ -11,6 +11,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.policies import build, sources
 from flowgrpo.policies.pipelines import edit_networks
 from flowgrpo.policies.pipelines.call import guidance_argument
+from flowgrpo.policies.pipelines.frames import rate_ahead
 from flowgrpo.policies.pipelines.load import MERGED
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.published import MODELS
@@ -67,7 +68,8 @@ def _of_pipeline(config: Config, run: Path, place: str, prompt: str) -> list[str
     more, loading = _loading(run, place)
     if "guider" in index:  # the guidance of such a pipeline is no argument of its call
         loading.append(f"pipe.guider = pipe.guider.new(guidance_scale={config.eval.guidance!r})")
-    shown = [f"frames = pipe({prompt!r}, {arguments}).frames[0]", 'export_to_video(frames, "clip.mp4")'] if clip else \
+    shown = [f"frames = pipe({prompt!r}, {arguments}).frames[0]", 'export_to_video(frames, "clip.mp4", '
+             f"fps={rate_ahead(config.model, config.load, call, config.fps):g})"] if clip else \
         [f"image = pipe({prompt!r}, {arguments}).images[0]", 'image.save("picture.png")']
     needed += ["from diffusers.utils import export_to_video"] if clip else []
     return ["import torch", *sorted({*needed, *imports, *more}), "", made, *loading,

@@ -190,7 +190,7 @@ def make_policy(config: Config, device: str | torch.device, loaded: Any = None) 
     method = overlay.with_parts(overlay.preset(config.method), config.parts)
     options: dict[str, Any] = dict(
         device=device, precision=config.precision, guidance=config.train.guidance, call=config.call,
-        checkpointing=config.train.recomputed, memory=config.memory, compiled=config.train.compile)
+        checkpointing=config.train.recomputed, memory=config.memory, compiled=config.train.compile, fps=config.fps)
     if isinstance(method.target, LatentEdits):
         from flowgrpo.policies.pipelines.edit_policy import EditPolicy
 

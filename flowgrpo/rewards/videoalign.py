@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ AXES = ("VQ", "MQ", "TA")
 MARKS = tuple(f"<|{axis}_reward|>" for axis in AXES)
 LEAST, MOST = 128 * 28 * 28, 448 * 448  # pixels of a scaled frame
 FEWEST, LONGEST = 4, 768  # frames
+USUAL = 16.0  # frames per second of clips whose rate is not known
 CONSTANTS = {"VQ_mean": 3.6757, "VQ_std": 2.2476, "MQ_mean": 1.1646, "MQ_std": 1.3811, "TA_mean": 2.8105,
              "TA_std": 2.5121}
 FIX = "give the folder of KwaiVGI/VideoReward as args: {model: FOLDER}"
@@ -48,7 +50,7 @@ class VideoReward(LocalModel):
     axes: weights of VQ, MQ and TA; an axis that is not named has none.
     model: the release, a folder or hub id, with model_config.json and checkpoint-*/model.safetensors or model.pth.
     base: configuration and processor of Qwen2-VL-2B, a folder or hub id.
-    fps: frames per second of the clips.
+    fps: frames per second of the clips; None: those that the model makes (16 where that is not known).
     dtype (bf16; fp32 of the head), device and batch_size (2 clips): as in `LocalModel`.
     Raises UserError if the weights, the instruction or one of its marks are missing.
     """
@@ -57,7 +59,7 @@ class VideoReward(LocalModel):
     axes: dict[str, float] = field(default_factory=lambda: dict.fromkeys(AXES, 1.0))
     model: str = "KwaiVGI/VideoReward"
     base: str = "Qwen/Qwen2-VL-2B-Instruct"
-    fps: float = 16
+    fps: float | None = None
     dtype: str = field(default="bf16", kw_only=True)
     batch_size: int = field(default=2, kw_only=True)
     text: str = field(init=False, repr=False)
@@ -65,9 +67,9 @@ class VideoReward(LocalModel):
     about = About(modality="video", range=(None, None), needs="", licence="Apache-2.0")
 
     def __post_init__(self) -> None:
-        if not self.axes or not set(self.axes) <= set(AXES) or not self.fps > 0:
+        if not self.axes or not set(self.axes) <= set(AXES) or not (self.fps is None or self.fps > 0):
             raise UserError(f"reward 'videoalign': axes is {self.axes} and fps {self.fps}, expected weights of "
-                            f"{', '.join(AXES)} and a number above 0")
+                            f"{', '.join(AXES)} and a number above 0, or None")
         object.__setattr__(self, "text", instruction(self.instruction))
         super().__post_init__()
 
@@ -83,21 +85,21 @@ class VideoReward(LocalModel):
             model = qwen2_vl.assembled(config, state, self.float_type)
         return model, head, processor, CONSTANTS | (released.get("inference_config") or {})
 
-    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> Tensor:
-        return self.batched(self._scores, videos, prompts)
+    def __call__(self, videos: Tensor, prompts: Sequence[str], fps: float | None = None) -> Tensor:
+        return self.batched(partial(self._scores, fps=fps), videos, prompts)
 
-    def _scores(self, videos: Tensor, prompts: list[str]) -> Tensor:
+    def _scores(self, videos: Tensor, prompts: list[str], fps: float | None) -> Tensor:
         constants = self.models[-1]
-        raw = self.scores(videos, prompts)
+        raw = self.scores(videos, prompts, fps)
         return sum((weight * (raw[:, AXES.index(axis)] - constants[f"{axis}_mean"]) / constants[f"{axis}_std"]
                     for axis, weight in self.axes.items()), torch.zeros(len(raw), device=raw.device))
 
     @torch.no_grad()
-    def scores(self, videos: Tensor, prompts: list[str]) -> Tensor:
-        """Return the head's values [B, 3] of clips [B, F, 3, H, W] in [0, 1], before the constants.
+    def scores(self, videos: Tensor, prompts: list[str], fps: float | None = None) -> Tensor:
+        """Return the head's values [B, 3] of clips [B, F, 3, H, W] in [0, 1], before the constants. fps: of the clips.
         Raises UserError for clips of one frame."""
         model, head, processor, _ = self.models
-        seen = self._seen(videos)
+        seen = self._seen(videos, fps)
         shown = model.visual(seen.pixel_values_videos.to(model.dtype), grid_thw=seen.video_grid_thw).pooler_output
         messages = [qwen2_vl.message(processor, "video", self.text, prompt, len(shown) // len(prompts))
                     for prompt in prompts]
@@ -105,11 +107,11 @@ class VideoReward(LocalModel):
         values = head(hidden.float()).unflatten(0, (len(prompts), len(AXES)))
         return values.diagonal(dim1=1, dim2=2) if values.shape[-1] == len(AXES) else values[..., 0]
 
-    def _seen(self, videos: Tensor) -> Any:
+    def _seen(self, videos: Tensor, fps: float | None = None) -> Any:
         """Return Qwen2-VL's patches of clips."""
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-        frames = videos[:, looked_at(videos.shape[1], self.fps)]
+        frames = videos[:, looked_at(videos.shape[1], self.fps or fps or USUAL)]
         height, width = videos.shape[-2:]
         sides = smart_resize(height, width, factor=28, min_pixels=LEAST, max_pixels=MOST)
         pictures = resized(frames.to(self.device).flatten(0, 1), sides, "bytes")

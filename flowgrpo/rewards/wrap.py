@@ -27,7 +27,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.failures import Failed, settled, within
 from flowgrpo.rewards.pairwise import WinRates, pairing
-from flowgrpo.rewards.reward import BASE, Batch, Checked, Reward, Wrapped, as_reward
+from flowgrpo.rewards.reward import BASE, FPS, Batch, Checked, Reward, Wrapped, as_reward
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,7 +99,8 @@ class Cached(Wrapped):
 
     def __call__(self, batch: Batch) -> list[float | Failed]:
         bases = batch.base if BASE in self.reads and batch.base is not None else [None] * len(batch)
-        keys = [self.kept.key(batch.samples[i], batch.prompts[i], batch.metadata[i], bases[i])
+        fps = batch.fps if FPS in self.reads else None
+        keys = [self.kept.key(batch.samples[i], batch.prompts[i], batch.metadata[i], bases[i], fps)
                 for i in range(len(batch))]
         known: dict[str, Any] = {**self.kept.read(keys)}
         if missing := [i for i, key in enumerate(keys) if key not in known]:
@@ -151,15 +152,16 @@ class Scores:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._with("CREATE TABLE IF NOT EXISTS scores (key TEXT PRIMARY KEY, identity TEXT, score REAL)")
 
-    def key(self, output: Tensor | str, prompt: str, metadata: dict[str, Any], base: Tensor | None = None) -> str:
-        """Return the hash of a sample, and of the base's sample if compared.
+    def key(self, output: Tensor | str, prompt: str, metadata: dict[str, Any], base: Tensor | None = None,
+            fps: float | None = None) -> str:
+        """Return the hash of a sample, and of the base's sample if compared, and of the frames per second if read.
 
         A picture is hashed by its numbers, dtype and shape.
         """
         hashed = hashlib.sha256()
         for part in (self.identity.encode(), prompt.encode(),
                      json.dumps(metadata, sort_keys=True, default=str).encode(), *_content(output),
-                     *(() if base is None else _content(base))):
+                     *(() if base is None else _content(base)), *(() if fps is None else (f"fps {fps:g}".encode(),))):
             hashed.update(len(part).to_bytes(8, "little") + part)
         return hashed.hexdigest()
 

@@ -103,7 +103,8 @@ class Scoring:
         self.extremes, self._tally = Extremes(list(functions)), rewards.Tally()
         self._before = {0: (self.extremes, self._tally)}  # by the present turn: samples of the turns before it
         memories = {"memory": None} if rewards.remembers(functions) else {}
-        self._read: dict[str, Any] = {"policy": policy, "epoch": None} | memories  # what rewards read of the run
+        # What rewards read of the run.
+        self._read: dict[str, Any] = memories | {"policy": policy, "epoch": None, "fps": getattr(policy, "fps", None)}
         self._unscored = False  # an epoch without any score was reported
 
     @property

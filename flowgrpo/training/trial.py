@@ -122,7 +122,8 @@ def judged(batch: Batch) -> bool:
     try:
         base = outputs.clone() if rewards.sees_base(batch.reward) else None
         scores = promptly(lambda: rewards.score({name: tried(batch.reward)}, outputs, batch.texts, batch.metadata,
-                                                batch.group, tally, base, batch.latents, batch.policy))
+                                                batch.group, tally, base, batch.latents, batch.policy,
+                                                fps=getattr(batch.policy, "fps", None)))
     finally:
         notice.cancel()
     if said := tally.said.get(name):

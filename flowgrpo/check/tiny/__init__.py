@@ -16,7 +16,7 @@ Factory = Callable[[int], tuple[Any, dict[str, Any]]]
 
 # Classes that cannot be driven, with the reason that `check` prints.
 UNFIT = ("FluxInpaintPipeline", "HiDreamImagePipeline", "OmniGenPipeline", "QwenImageInpaintPipeline",
-         "StableDiffusionInpaintPipeline (4 channels)")
+         "StableDiffusionInpaintPipeline (4 channels)", "StableDiffusionInstructPix2PixPipeline")
 
 
 def factories() -> dict[str, Factory]:

@@ -63,10 +63,11 @@ def flux(seed: int = 0, kind: type | None = None, **options: Any) -> Pipeline:
 
     torch.manual_seed(seed)
     tokens = tokenizer()
+    parts = {"transformer": lively(flux_transformer())} if "transformer" not in options else {}
     return silent((kind or FluxPipeline)(
-        transformer=lively(flux_transformer()), scheduler=dynamic_scheduler(), vae=autoencoder(),
+        scheduler=dynamic_scheduler(), vae=autoencoder(),
         text_encoder=text_encoder(CLIPTextModel, tokens), tokenizer=tokens, text_encoder_2=t5(tokens),
-        tokenizer_2=tokenizer(), **options))
+        tokenizer_2=tokenizer(), **parts, **options))
 
 
 def kontext(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
@@ -75,6 +76,19 @@ def kontext(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
 
     call = FLUX_CALL | {"image": picture(), "max_area": 256, "_auto_resize": False}
     return flux(seed, FluxKontextPipeline), call
+
+
+def flux_fill(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+    """Return a FluxFillPipeline, whose transformer reads the masked picture and the mask as channels.
+
+    16 of the state, 16 of the picture, and 16 of the mask: 2 x 2 pixels for each of the 2 x 2 packed places.
+    """
+    from diffusers import FluxFillPipeline
+
+    torch.manual_seed(seed)
+    denoiser = lively(flux_transformer(in_channels=48, out_channels=16))
+    call = FLUX_CALL | {name: value for name, value in _masked().items() if name != "strength"}
+    return flux(seed, FluxFillPipeline, transformer=denoiser), call
 
 
 def flux_inpaint(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
@@ -280,6 +294,7 @@ FACTORIES = {
     "FluxPipeline": lambda seed=0: (flux(seed), FLUX_CALL),
     "FluxKontextPipeline": kontext,
     "FluxInpaintPipeline": flux_inpaint,
+    "FluxFillPipeline": flux_fill,
     "Flux2Pipeline": flux2,
     "Flux2KleinPipeline": klein,
     "QwenImagePipeline": qwen_image,

@@ -102,6 +102,15 @@ def inpaint(seed: int = 0, channels: int = 9) -> tuple[Pipeline, dict[str, Any]]
     return pipe, {"image": picture(), "mask_image": _mask()}
 
 
+def instruct_pix2pix(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+    """Return a StableDiffusionInstructPix2PixPipeline, which reads its picture as channels and has no encode_prompt."""
+    from diffusers import StableDiffusionInstructPix2PixPipeline
+
+    torch.manual_seed(seed)
+    pipe = sd15(None, seed, StableDiffusionInstructPix2PixPipeline, unet=unet(in_channels=8))
+    return pipe, {"image": picture()}
+
+
 def pixart(kind: type, seed: int = 0, scheduler: Scheduler | None = None, **options: Any) -> Pipeline:
     """Return a PixArt pipeline: a transformer that predicts noise and its variance; the pipeline drops the variance."""
     from diffusers import DPMSolverMultistepScheduler, PixArtTransformer2DModel
@@ -262,6 +271,7 @@ FACTORIES = {
     "LatentConsistencyModelPipeline": lambda seed: (lcm_sd15(seed), {}),
     "StableDiffusionInpaintPipeline": inpaint,
     "StableDiffusionInpaintPipeline (4 channels)": lambda seed: inpaint(seed, 4),
+    "StableDiffusionInstructPix2PixPipeline": instruct_pix2pix,
     "StableDiffusionPAGPipeline": _pag,
     "StableDiffusionXLPAGPipeline": _pag_xl,
     "PixArtAlphaPipeline": _alpha,

@@ -183,6 +183,7 @@ FACTORIES = {
     "WanPipeline (2.2)": wan.wan22,
     "WanPipeline (2.2, dense)": wan.wan22_dense,
     "WanImageToVideoPipeline": wan.wan_image,
+    "WanImageToVideoPipeline (first and last frame)": wan.wan_frames,
     "WanVideoToVideoPipeline": wan.wan_video,
     "WanVACEPipeline": wan.wan_vace,
     "SkyReelsV2Pipeline": wan.skyreels,

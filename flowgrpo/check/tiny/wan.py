@@ -89,6 +89,19 @@ def wan_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     return ready(pipe), WAN_CALL | {"image": video_picture()}
 
 
+def wan_frames(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+    """Wan 2.1's model of first and last frames (FLF2V), which embeds both by CLIP."""
+    from diffusers import WanImageToVideoPipeline
+
+    torch.manual_seed(seed)
+    encoder, processor = _clip()
+    # Tokens of a picture: 2 x 2 patches and one of the whole.
+    denoiser = _wan_transformer(10, image_dim=16, added_kv_proj_dim=24, pos_embed_seq_len=2 * 5)
+    pipe = WanImageToVideoPipeline(transformer=denoiser, image_encoder=encoder, image_processor=processor,
+                                   **_wan_parts(5.0))
+    return ready(pipe), WAN_CALL | {"image": video_picture(), "last_image": video_picture(128)}
+
+
 def wan_video(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """WanVideoToVideo."""
     from diffusers import WanVideoToVideoPipeline
@@ -121,14 +134,20 @@ def skyreels(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
 def skyreels_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """SkyReels V2's image-to-video, which also encodes its picture with CLIP."""
     from diffusers import SkyReelsV2ImageToVideoPipeline
-    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWithProjection
 
     torch.manual_seed(seed)
-    vision = CLIPVisionModelWithProjection(CLIPVisionConfig(
+    encoder, processor = _clip()
+    denoiser = _wan_transformer(10, "SkyReelsV2Transformer3DModel", image_dim=16, added_kv_proj_dim=24)
+    pipe = SkyReelsV2ImageToVideoPipeline(transformer=denoiser, image_encoder=encoder, image_processor=processor,
+                                          **_wan_parts(5.0))
+    return ready(pipe), WAN_CALL | {"image": video_picture()}
+
+
+def _clip() -> tuple[Any, Any]:
+    """Return a CLIP image encoder of pictures of 16 x 16 in patches of 8, and its processor."""
+    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    encoder = CLIPVisionModelWithProjection(CLIPVisionConfig(
         hidden_size=16, intermediate_size=16, projection_dim=16, num_hidden_layers=2, num_attention_heads=2,
         image_size=16, patch_size=8))
-    denoiser = _wan_transformer(10, "SkyReelsV2Transformer3DModel", image_dim=16, added_kv_proj_dim=24)
-    pipe = SkyReelsV2ImageToVideoPipeline(
-        transformer=denoiser, image_encoder=vision, image_processor=CLIPImageProcessor(
-            size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}), **_wan_parts(5.0))
-    return ready(pipe), WAN_CALL | {"image": video_picture()}
+    return encoder, CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})

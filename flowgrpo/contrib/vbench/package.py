@@ -30,6 +30,7 @@ PLAIN = ("subject_consistency", "background_consistency", "temporal_flickering",
 WITH_FACTS = ("object_class", "multiple_objects", "color", "spatial_relationship", "scene", "appearance_style")
 PERCENT = ("imaging_quality",)  # out of 100 in the package, divided in VBench's tables
 LONGEST = 150  # characters of a prompt in a file's name
+USUAL = 8.0  # frames per second of videos whose rate is not known
 CHILD = Path(__file__).with_name("vbench_child.py")
 INSTALL = "python -m venv vbench && vbench/bin/pip install vbench"
 
@@ -42,7 +43,8 @@ class VBench:
     prompts have them, and for a video in which `color` finds no object.
 
     dimension: one of PLAIN or WITH_FACTS. python: the interpreter of an environment with the package; None for this
-    one. fps: frames per second of the videos that are written. device: None for a GPU if present.
+    one. fps: frames per second of the videos that are written; None: those that the model makes (8 where that is not
+    known). device: None for a GPU if present.
     listed: score the prompts alone whose metadata's `category` names the dimension, as VBench's tables do.
     seconds: time limit of a call; a longer one is a failure.
     Raises UserError for another dimension, an absent device, an interpreter without the package, and without OpenCV.
@@ -50,7 +52,7 @@ class VBench:
 
     dimension: str = "motion_smoothness"
     python: str | None = None
-    fps: int = 8
+    fps: float | None = None
     device: str | None = None
     listed: bool = False
     seconds: float = 3600
@@ -69,7 +71,7 @@ class VBench:
                             "{python: vbench/bin/python}")
 
     def __call__(self, videos: Tensor, prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+                 metadata: Sequence[dict[str, Any]], fps: float | None = None) -> list[float | None]:
         facts = [entry.get("auxiliary_info") or {} for entry in metadata]
         rows = [row for row, known in enumerate(facts)
                 if (self.dimension in PLAIN or self.dimension in known)
@@ -79,7 +81,7 @@ class VBench:
             # The package reads the action of a person from the file's name.
             names = {row: f"{prompts[row][:LONGEST].replace('/', ' ')}-{row:06}.mp4" for row in rows}
             asked = {names[row]: {"prompt": prompts[row], "facts": facts[row]} for row in rows}
-            answer = self._asked([videos[row] for row in rows], asked)
+            answer = self._asked([videos[row] for row in rows], asked, self.fps or fps or USUAL)
             scale = 100 if self.dimension in PERCENT else 1
             for row, name in names.items():
                 scores[row] = answer[name] / scale if name in answer else None
@@ -87,13 +89,13 @@ class VBench:
                 raise RuntimeError(f"vbench scored {len(answer)} of {len(rows)} videos")
         return scores
 
-    def _asked(self, clips: Sequence[Tensor], asked: dict[str, dict[str, Any]]) -> dict[str, float]:
+    def _asked(self, clips: Sequence[Tensor], asked: dict[str, dict[str, Any]], fps: float) -> dict[str, float]:
         """Return the package's scores of clips [F, 3, H, W] by their names, the keys of `asked`."""
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             (folder / "videos").mkdir()
             for file, clip in zip(asked, clips):
-                write(folder / "videos" / file, eight_bit(clip), self.fps)
+                write(folder / "videos" / file, eight_bit(clip), fps)
             (folder / "asked.json").write_text(json.dumps({
                 "dimension": self.dimension, "videos": asked, "device": placed(self.device)}))
             done = self._run([str(CHILD), str(folder)])
@@ -110,7 +112,7 @@ class VBench:
                             "args: {python: vbench/bin/python}") from None
 
 
-def write(path: Path, clip: np.ndarray, fps: int) -> None:
+def write(path: Path, clip: np.ndarray, fps: float) -> None:
     """Write a clip, bytes [F, H, W, 3], as an MP4 file.
     Raises UserError if OpenCV cannot."""
     import cv2

@@ -21,14 +21,16 @@ from flowgrpo.evaluation.statistics import interval, method_of
 
 
 def captions(functions: dict[str, Any], samples: torch.Tensor | Sequence[str], prompts: Sequence[Prompt],
-             base: torch.Tensor | Sequence[str] | None = None) -> torch.Tensor:
-    """Return `rewards.score` [N, R] of N samples; NaN for a reward that fails on them, with a printed line."""
+             base: torch.Tensor | Sequence[str] | None = None, fps: float | None = None) -> torch.Tensor:
+    """Return `rewards.score` [N, R] of N samples; NaN for a reward that fails on them, with a printed line. fps: frames
+    per second of clips."""
     texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
     columns = [torch.empty(len(texts), 0)]
     pictures = cast("torch.Tensor | None", base)  # a reward that reads the base is one of pictures
     for name, function in functions.items():
         try:
-            columns.append(promptly(partial(rewards.score, {name: function}, samples, texts, metadata, base=pictures)))
+            columns.append(promptly(partial(rewards.score, {name: function}, samples, texts, metadata, base=pictures,
+                                            fps=fps)))
         except UserError as error:
             print(f"left out: {error}", file=sys.stderr)
             columns.append(torch.full((len(texts), 1), torch.nan))
@@ -40,7 +42,7 @@ def draw_pairs(path: Path, base: Measured, after: Measured, names: tuple[str, st
     """Write the grid page: base and tuned pictures of the same prompts and seeds, with their scores, and the means of
     all measured prompts. facts: text chunks of the PNG."""
     rows = [Row(text, [old, new], [was, now]) for (text, old, was), (_, new, now) in zip(cards(base), cards(after))]
-    draw_grid(path, names, rows, means_of([arrays(base), arrays(after)]), facts)
+    draw_grid(path, names, rows, means_of([arrays(base), arrays(after)]), facts, after.fps)
 
 
 def means_of(columns: Sequence[Mapping[str, np.ndarray]]) -> Summary | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,13 +11,12 @@ from PIL import ExifTags, Image
 
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.pages import mp4
+from flowgrpo.policies.pipelines.frames import USUAL
 from flowgrpo.storage import atomic
 
 if TYPE_CHECKING:
     import torch
 
-SECONDS = 1.2  # shown length of a clip; longer if a frame would be shorter than SHORTEST
-SHORTEST, LONGEST = 40, 200  # milliseconds of a frame
 MOMENTS = 48  # frames of an animated page
 
 
@@ -26,19 +26,26 @@ def as_image(picture: torch.Tensor) -> Image.Image:
     return Image.fromarray(pixels.numpy())
 
 
-def pace(frames: int) -> int:
-    """Return the milliseconds of a frame of a clip with so many."""
-    return round(min(max(1000 * SECONDS / frames, SHORTEST), LONGEST))
+def seconds_of(frames: int, fps: float | None) -> float:
+    """Return the length of a clip. fps: frames per second; None: USUAL."""
+    return frames / (fps or USUAL)
 
 
-def animate(path: str | Path, frames: Sequence[Image.Image], facts: str | None = None) -> Path:
+def durations(seconds: float, frames: int, unit: int = 1) -> list[int]:
+    """Return the milliseconds of each of the frames that share so many seconds, in whole units of `unit` ms, one at
+    least; rounding does not add up."""
+    ends = [round(1000 * seconds * i / frames / unit) for i in range(frames + 1)]
+    return [max(1, end - start) * unit for start, end in itertools.pairwise(ends)]
+
+
+def animate(path: str | Path, frames: Sequence[Image.Image], seconds: float, facts: str | None = None) -> Path:
     """Write pictures of one size as a lossless animated WebP that loops forever, and beside it as an mp4 of the same
     name if there is an encoder. facts: the WebP's EXIF user comment, and the comment of the mp4."""
     path = Path(path)
     with atomic.replacing(path) as file:
-        frames[0].save(file, format="WEBP", save_all=True, append_images=frames[1:], duration=pace(len(frames)), loop=0,
-                       lossless=True, exif=b"" if facts is None else comment(facts))
-    if video := mp4.encode(frames, pace(len(frames)), facts or ""):
+        frames[0].save(file, format="WEBP", save_all=True, append_images=frames[1:], loop=0, lossless=True,
+                       duration=durations(seconds, len(frames)), exif=b"" if facts is None else comment(facts))
+    if video := mp4.encode(frames, seconds, facts or ""):
         atomic.write_bytes(path.with_suffix(".mp4"), video)
     return path
 
@@ -50,15 +57,17 @@ def comment(text: str) -> bytes:
     return exif.tobytes()
 
 
-def save_clip(path: str | Path, clip: torch.Tensor, facts: str | None = None) -> Path:
+def save_clip(path: str | Path, clip: torch.Tensor, facts: str | None = None, fps: float | None = None) -> Path:
     """Write a clip [F, 3, H, W] in [0, 1] as `animate` does, or for a path that ends with .mp4 as that alone.
+
+    fps: frames per second; None: USUAL.
 
     Raises UserError if such an mp4 cannot be encoded.
     """
-    path, frames = Path(path), [as_image(frame) for frame in clip]
+    path, frames, seconds = Path(path), [as_image(frame) for frame in clip], seconds_of(len(clip), fps)
     if path.suffix != ".mp4":
-        return animate(path, frames, facts)
-    video = mp4.encode(frames, pace(len(frames)), facts or "")
+        return animate(path, frames, seconds, facts)
+    video = mp4.encode(frames, seconds, facts or "")
     if video is None:
         raise UserError(f"{path} cannot be written: {mp4.MISSING}")
     atomic.write_bytes(path, video)

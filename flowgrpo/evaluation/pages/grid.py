@@ -19,7 +19,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from flowgrpo.evaluation.nouns import counted
 from flowgrpo.evaluation.numbers import bounds, decimals, fixed
-from flowgrpo.evaluation.pages.clips import animate, as_image, moving, still
+from flowgrpo.evaluation.pages.clips import animate, as_image, moving, seconds_of, still
 from flowgrpo.evaluation.pages.fonts import WORDS, Font
 from flowgrpo.storage import atomic
 
@@ -61,12 +61,12 @@ class Summary:
 
 
 def draw_grid(path: str | Path, columns: Sequence[str], rows: Sequence[Row], summary: Summary | None = None,
-              facts: Mapping[str, str] | None = None) -> Path:
+              facts: Mapping[str, str] | None = None, fps: float | None = None) -> Path:
     """Write a PNG with a card per row, several cards side by side, and the columns' names above the pictures. With
     clips, also write an animated WebP and an mp4 of the same name.
 
     A score is green with a triangle up if above that of the row's first picture, red with one down if below; NaN is
-    printed as n/a. summary: printed at the end. facts: text chunks of the PNG.
+    printed as n/a. summary: printed at the end. facts: text chunks of the PNG. fps: frames per second of clips.
     """
     assert rows and all(len(row.images) == len(row.scores) == len(columns) for row in rows)
     path = Path(path)
@@ -77,7 +77,8 @@ def draw_grid(path: str | Path, columns: Sequence[str], rows: Sequence[Row], sum
         _drawn(columns, rows, summary).save(file, format="PNG", pnginfo=chunks)
     if moments := moving([image for row in rows for image in row.images]):
         stills = ([replace(row, images=[_still(image, at) for image in row.images]) for row in rows] for at in moments)
-        animate(path.with_suffix(".webp"), [_drawn(columns, at, summary) for at in stills])
+        seconds = seconds_of(max(len(image) for row in rows for image in row.images), fps)
+        animate(path.with_suffix(".webp"), [_drawn(columns, at, summary) for at in stills], seconds)
     return path
 
 

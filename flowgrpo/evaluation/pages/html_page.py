@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from flowgrpo.escaped import cell, markdown
 from flowgrpo.evaluation.numbers import bounds, ranged
 from flowgrpo.evaluation.pages import grid, mp4
-from flowgrpo.evaluation.pages.clips import pace
+from flowgrpo.evaluation.pages.clips import durations, seconds_of
 from flowgrpo.storage import atomic
 
 if TYPE_CHECKING:
@@ -65,12 +65,12 @@ MARKS = {1: ' class="rose">\u25b2 ', 0: ">", -1: ' class="fell">\u25bc '}
 
 
 def write_page(path: str | Path, title: str, columns: Sequence[str], rows: Sequence[grid.Row],
-               summary: grid.Summary | None = None) -> Path:
+               summary: grid.Summary | None = None, fps: float | None = None) -> Path:
     """Write the rows under their columns' names, each below its prompt. Scores above those of a row's first picture
     have a green triangle up, below it a red one down.
 
     Pictures are resized as on the PNG page (grid.py); clips are videos, or animated WebPs without an encoder.
-    summary: the last row.
+    summary: the last row. fps: frames per second of clips.
     """
     path = Path(path)
     heads = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in columns)
@@ -78,7 +78,7 @@ def write_page(path: str | Path, title: str, columns: Sequence[str], rows: Seque
                 for row in rows for image in row.images)
     digits = grid.digits_of(rows)
     text = HEAD.format(title=html.escape(title), columns=heads, rendering="pixelated" if small else "auto")
-    lines = [*(_row(row, digits) for row in rows), *([_means(summary, digits)] if summary else [])]
+    lines = [*(_row(row, digits, fps) for row in rows), *([_means(summary, digits)] if summary else [])]
     atomic.write_text(path, text + "".join(lines) + "</tbody></table>\n</main></body></html>\n")
     return path
 
@@ -113,8 +113,8 @@ def _scored(text: torch.Tensor | str, scores: dict[str, float], digits: Mapping[
     return f"{cell(text)}<br>{cell(listed)}" if listed else cell(text)
 
 
-def _row(row: grid.Row, digits: Mapping[str, int]) -> str:
-    cells = "".join(f"<td>{_image(image)}{_scores(scores, row.scores[0], digits)}</td>"
+def _row(row: grid.Row, digits: Mapping[str, int], fps: float | None) -> str:
+    cells = "".join(f"<td>{_image(image, fps)}{_scores(scores, row.scores[0], digits)}</td>"
                     for image, scores in zip(row.images, row.scores))
     return _prompt(row.caption, len(row.images)) + f"<tr>{cells}</tr>\n"
 
@@ -133,7 +133,7 @@ def _means(summary: grid.Summary, digits: Mapping[str, int]) -> str:
     return _prompt(summary.label, len(cells)) + f"<tr>{''.join(cells)}</tr>\n"
 
 
-def _image(image: torch.Tensor | str) -> str:
+def _image(image: torch.Tensor | str, fps: float | None) -> str:
     if isinstance(image, str):
         return f"<p>{html.escape(image)}</p>"
     file, frames = io.BytesIO(), [grid._picture(frame) for frame in (image if image.ndim == 4 else image[None])]
@@ -141,10 +141,11 @@ def _image(image: torch.Tensor | str) -> str:
     if image.ndim == 3:
         frames[0].save(file, format="PNG")
         return f'<img alt="" {size} src="{_data_url("image/png", file.getvalue())}">'
-    frames[0].save(file, format="WEBP", save_all=True, append_images=frames[1:], duration=pace(len(frames)), loop=0,
-                   lossless=True)
+    seconds = seconds_of(len(frames), fps)
+    frames[0].save(file, format="WEBP", save_all=True, append_images=frames[1:], loop=0, lossless=True,
+                   duration=durations(seconds, len(frames)))
     still = f'<img alt="" {size} src="{_data_url("image/webp", file.getvalue())}">'
-    video = mp4.encode(frames, pace(len(frames)))
+    video = mp4.encode(frames, seconds)
     if video is None:
         return still
     source = f'<source type="{mp4.TYPE}" src="{_data_url(mp4.TYPE, video)}">'

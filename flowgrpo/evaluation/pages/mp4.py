@@ -41,12 +41,12 @@ def require(what: str) -> None:
         raise UserError(f"{what}: {MISSING}")
 
 
-def encode(frames: Sequence[Image.Image], milliseconds: float, comment: str = "") -> bytes | None:
+def encode(frames: Sequence[Image.Image], seconds: float, comment: str = "") -> bytes | None:
     """Return RGB pictures of one size as an mp4; None, with a line printed once, if it cannot be encoded.
 
     H.264 halves the resolution of colours: small pictures are enlarged by a whole factor, to at most SMALL pixels, and
     odd sizes grow by a repeated pixel.
-    milliseconds: of a frame. comment: metadata.
+    seconds: of the clip. comment: metadata.
     """
     program = encoder()
     if program is None:
@@ -54,7 +54,7 @@ def encode(frames: Sequence[Image.Image], milliseconds: float, comment: str = ""
         return None
     factor = max(1, SMALL // max(frames[0].size))
     width, height = (length * factor + length * factor % 2 for length in frames[0].size)
-    source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", f"{1000 / milliseconds:.6g}"]
+    source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", f"{len(frames) / seconds:.6g}"]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "clip.mp4"
         command = [program, "-loglevel", "error", *source, "-i", "-", "-vf", COLOURS, *CODEC,

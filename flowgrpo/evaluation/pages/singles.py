@@ -17,22 +17,23 @@ if TYPE_CHECKING:
     import torch
 
 
-def save(folder: Path, samples: Sequence[torch.Tensor] | torch.Tensor) -> None:
+def save(folder: Path, samples: Sequence[torch.Tensor] | torch.Tensor, fps: float | None = None) -> None:
     """Write pictures [3, H, W] as 000.png, and clips [F, 3, H, W] as 000.webp, into a folder, in place of earlier
-    ones."""
+    ones. fps: frames per second of clips."""
     atomic.make_folder(folder)
     for file in folder.iterdir():
         if re.fullmatch(r"\d+\.(png|webp|mp4)", file.name):
             file.unlink()
     for number, sample in enumerate(samples):
         if sample.ndim == 4:
-            save_clip(folder / f"{number:03d}.webp", sample)
+            save_clip(folder / f"{number:03d}.webp", sample, fps=fps)
         else:
             with atomic.replacing(folder / f"{number:03d}.png") as file:
                 as_image(sample).save(file, format="PNG")
 
 
-def save_columns(page: Path, names: Sequence[str], columns: Sequence[Sequence[Any]]) -> list[str]:
+def save_columns(page: Path, names: Sequence[str], columns: Sequence[Sequence[Any]], fps: float | None = None
+                 ) -> list[str]:
     """Write the pictures of each column of a page into a folder below the page's name; return the folders.
 
     columns: of pictures and clips, as of `save`.
@@ -40,5 +41,5 @@ def save_columns(page: Path, names: Sequence[str], columns: Sequence[Sequence[An
     folders = [f"{page.stem}/{number}-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}"
                for number, name in enumerate(names)]
     for folder, pictures in zip(folders, columns, strict=True):
-        save(page.parent / folder, pictures)
+        save(page.parent / folder, pictures, fps)
     return folders

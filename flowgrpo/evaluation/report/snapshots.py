@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image, ImageSequence
 
 from flowgrpo.evaluation.pages import mp4
-from flowgrpo.evaluation.pages.clips import as_image, moving, pace, still
+from flowgrpo.evaluation.pages.clips import as_image, durations, moving, seconds_of, still
 from flowgrpo.packages import version
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import finite, read_object
@@ -49,9 +49,10 @@ PACKAGES = ("flowgrpo", "torch", "diffusers", "transformers", "peft")
 
 @dataclass(frozen=True)
 class Video:
-    """Frames of a stored clip, and the same as mp4 if it was encoded."""
+    """Frames of a stored clip with its length in seconds, and the same as mp4 if it was encoded."""
 
     frames: list[Image.Image]
+    seconds: float
     mp4: bytes | None
 
     def file(self) -> tuple[bytes, str]:
@@ -62,7 +63,7 @@ class Video:
         """Return the clip as an animated GIF."""
         file = io.BytesIO()
         self.frames[0].save(file, "GIF", save_all=True, append_images=self.frames[1:], loop=0,
-                            duration=pace(len(self.frames)))
+                            duration=durations(self.seconds, len(self.frames), 10))
         return file.getvalue()
 
 
@@ -96,9 +97,9 @@ class Extremes:
                                    (self.worst, -1, min(reversed(indices), key=sums.__getitem__))):
                 _insert(kept, sign, (sums[at], prompt, scores[at].tolist(), outputs[at]))
 
-    def as_json(self) -> dict[str, list[dict[str, Any]]]:
-        """Return both lists for JSON, the most extreme sample first."""
-        return {side: [{"prompt": prompt, "scores": finite(dict(zip(self.names, scores))), **shown(output)}
+    def as_json(self, fps: float | None = None) -> dict[str, list[dict[str, Any]]]:
+        """Return both lists for JSON, the most extreme sample first. fps: frames per second of clips."""
+        return {side: [{"prompt": prompt, "scores": finite(dict(zip(self.names, scores))), **shown(output, fps)}
                        for _, prompt, scores, output in kept]
                 for side, kept in (("best", self.best), ("worst", self.worst))}
 
@@ -116,29 +117,30 @@ def _insert(kept: list[tuple], sign: int, sample: tuple) -> None:
                      key=lambda other: -sign * other[0])[:EXTREMES]
 
 
-def shown(output: torch.Tensor | str) -> dict[str, str]:
+def shown(output: torch.Tensor | str, fps: float | None = None) -> dict[str, str]:
     """Return a sample for JSON: a picture [3,H,W] or clip [F,3,H,W] as a data URL, of a clip also as a video if there
-    is an encoder, a text unchanged, with the picture that a reward drew from it."""
+    is an encoder, a text unchanged, with the picture that a reward drew from it. fps: frames per second."""
     if isinstance(output, str):
         picture = getattr(output, "picture", None)
         return {"text": output} | ({} if picture is None else {"picture": data_url(picture)})
-    video = video_url(output) if output.ndim == 4 else None
-    return {"picture": data_url(output)} | ({"video": video} if video else {})
+    video = video_url(output, fps) if output.ndim == 4 else None
+    return {"picture": data_url(output, fps)} | ({"video": video} if video else {})
 
 
-def data_url(output: torch.Tensor) -> str:
+def data_url(output: torch.Tensor, fps: float | None = None) -> str:
     """Encode a picture [3,H,W] in [0, 1], or a clip [F,3,H,W], as a WebP data URL, at most SIDE pixels long."""
     frames = _frames(output)
-    moved = dict(save_all=True, append_images=frames[1:], loop=0, duration=pace(len(frames))) if len(frames) > 1 else {}
+    moved = dict(save_all=True, append_images=frames[1:], loop=0,
+                 duration=durations(seconds_of(len(output), fps), len(frames))) if len(frames) > 1 else {}
     file = io.BytesIO()
     frames[0].save(file, "WEBP", lossless=max(frames[0].size) <= LOSSLESS, quality=85, **moved)
     return "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode("ascii")
 
 
-def video_url(clip: torch.Tensor) -> str | None:
+def video_url(clip: torch.Tensor, fps: float | None = None) -> str | None:
     """Encode a clip [F,3,H,W] in [0, 1] as an mp4 data URL, at most SIDE pixels long; None without an encoder."""
     frames = _frames(clip)
-    video = mp4.encode(frames, pace(len(frames)))
+    video = mp4.encode(frames, seconds_of(len(clip), fps))
     return None if video is None else VIDEO + base64.b64encode(video).decode("ascii")
 
 
@@ -159,8 +161,11 @@ def content(card: dict[str, Any]) -> Image.Image | Video | str:
     picture = Image.open(io.BytesIO(_bytes(card["picture"])))
     if getattr(picture, "n_frames", 1) == 1:
         return picture.convert("RGB")
-    frames = [frame.convert("RGB") for frame in ImageSequence.Iterator(picture)]
-    return Video(frames, _bytes(card["video"]) if "video" in card else None)
+    frames, milliseconds = [], 0
+    for frame in ImageSequence.Iterator(picture):
+        frames.append(frame.convert("RGB"))  # which reads the frame, and then its duration is known
+        milliseconds += frame.info["duration"]
+    return Video(frames, milliseconds / 1000, _bytes(card["video"]) if "video" in card else None)
 
 
 def _bytes(url: str) -> bytes:
@@ -216,7 +221,7 @@ def stage(run: Path, name: str, epoch: int, measured: Measured) -> None:
     """Keep a measurement on the held-out prompts after so many epochs, as the stage of that name."""
     from flowgrpo.evaluation.pages.before_after import cards
 
-    pictures = [{"prompt": text, "scores": finite(scores), **shown(picture)}
+    pictures = [{"prompt": text, "scores": finite(scores), **shown(picture, measured.fps)}
                 for text, picture, scores in cards(measured)]
     write(run / FOLDER / f"{name}.json", {"name": name, "epoch": epoch, "scores": finite(measured.scores),
                                           "cards": pictures})
@@ -229,7 +234,7 @@ def last(run: Path, trainer: Trainer) -> None:
         "epoch": trainer.epoch,
         "first_ratio": {"found": first.max_log_ratio, "limit": first.limit, "rescored": first.rescore,
                         "clip": first.clip},
-        **trainer.scoring.extremes.as_json()})
+        **trainer.scoring.extremes.as_json(trainer.policy.fps)})
 
 
 def write(path: Path, content: object) -> None:

@@ -104,6 +104,13 @@ def has_ip_adapter(pipe: Any) -> bool:
                                      or getattr(part, "image_proj", None) is not None) for part in parts)
 
 
+def needs_last(pipe: Any) -> bool | None:
+    """Return True for a model that embeds a first and a last frame (Wan FLF2V), False for one that embeds the first
+    alone; None for one that embeds neither, or is of another kind."""
+    config = getattr(getattr(pipe, "transformer", None), "config", {})
+    return None if config.get("image_dim") is None else config.get("pos_embed_seq_len") is not None
+
+
 def require_prompts(config: Config, prompts: Sequence[Prompt], pipe: Any = None) -> None:
     """Raise UserError for the first prompt whose files the run's pipeline does not take, or that lacks one.
 
@@ -116,7 +123,7 @@ def require_prompts(config: Config, prompts: Sequence[Prompt], pipe: Any = None)
     cls = type(pipe) if pipe is not None else _class_of(config)
     present = has_ip_adapter(pipe) if pipe is not None else config.load.ip_adapter is not None or None
     if cls is not None:
-        prompt_inputs.require(cls, prompts, config.call, present)
+        prompt_inputs.require(cls, prompts, config.call, present, None if pipe is None else needs_last(pipe))
 
 
 def _class_of(config: Config) -> Any:

@@ -1,10 +1,91 @@
-"""Clips of an evaluation with another number of frames than those of training: `eval.frames`."""
+"""Frames of clips: how many a second, and another number of them in an evaluation (`eval.frames`)."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+from flowgrpo.config.sections import Load
+from flowgrpo.errors import UserError
+
+ARGUMENTS = ("fps", "frame_rate", "target_fps")  # of a pipeline's call: the rate that the model is told
+# Frames per second of the models whose pipelines are not told, by the beginning of the pipeline's name; the longest
+# beginning counts. Of the models' own scripts, else of diffusers' examples.
+RATES = {"Allegro": 15, "AnimateDiff": 8, "AnyFlow": 16, "ChronoEdit": 16, "CogVideoX": 8, "ConsisID": 8,
+         "Cosmos2_5": 16, "EasyAnimate": 8, "Helios": 24, "Hunyuan": 24, "Kandinsky": 24, "Latte": 8, "Lucy": 24,
+         "Mochi": 30, "MotifVideo": 24, "PIA": 8, "SanaImageToVideo": 16, "SanaVideo": 16, "SkyReels": 24,
+         "TextToVideoSD": 8, "TextToVideoZero": 4, "VideoToVideoSD": 8, "Wan": 16, "WanAnimate": 30}
+USUAL = 16.0  # of a pipeline that is not in the table
+DENSE, COGVIDEOX_15 = 24.0, 16.0  # of Wan 2.2's dense model and of CogVideoX 1.5, which have the pipelines of others
+
+
+def taken(cls: type) -> str | None:
+    """Return the argument of a pipeline class's call that takes the frames per second; None if it has none."""
+    accepts = inspect.signature(inspect.unwrap(cls.__call__)).parameters
+    return next((name for name in ARGUMENTS if name in accepts), None)
+
+
+def is_video(cls: type) -> bool:
+    """Return True for a pipeline class of clips, by the arguments of its call."""
+    accepts = inspect.signature(inspect.unwrap(cls.__call__)).parameters
+    return any("frame" in name or "video" in name for name in accepts)
+
+
+def told(cls: type, call: Mapping[str, Any], fps: float | None) -> dict[str, Any]:
+    """Return the arguments of a pipeline's call with the frames per second, where it takes them.
+
+    fps: `picture.fps`. Raises UserError for a pipeline of images.
+    """
+    if fps is None:
+        return dict(call)
+    if not is_video(cls):
+        raise UserError(f"picture.fps is {fps:g}, but {cls.__name__} generates images: leave it out")
+    name = taken(cls)
+    return dict(call) | ({name: fps} if name else {})
+
+
+def rate(cls: type, config: Mapping[str, Any], call: Mapping[str, Any], fps: float | None = None) -> float:
+    """Return the frames per second of a pipeline's clips.
+
+    That is `picture.fps`, else the call's own argument or its default, else the model's in RATES.
+    config: of the pipeline and of its denoiser. fps: `picture.fps`.
+    """
+    if (name := taken(cls)) is not None:
+        default = inspect.signature(inspect.unwrap(cls.__call__)).parameters[name].default
+        return float(fps or call.get(name) or default)
+    if fps is not None:
+        return float(fps)
+    if config.get("expand_timesteps"):
+        return DENSE
+    if cls.__name__.startswith("CogVideoX") and config.get("patch_size_t"):
+        return COGVIDEOX_15
+    known = [begin for begin in RATES if cls.__name__.startswith(begin)]
+    return float(RATES[max(known, key=len)]) if known else USUAL
+
+
+def rate_of(pipe: Any, call: Mapping[str, Any], fps: float | None = None) -> float:
+    """Return `rate` of a loaded pipeline."""
+    denoiser = getattr(pipe, "transformer", None)
+    return rate(type(pipe), {**getattr(denoiser, "config", {}), **pipe.config}, call, fps)
+
+
+def rate_ahead(model: str, files: Load, call: Mapping[str, Any], fps: float | None = None) -> float:
+    """Return `rate` of a model by its files on this machine; USUAL, or `picture.fps`, where they do not say it."""
+    import diffusers
+
+    from flowgrpo.policies.pipelines.load import index_ahead
+
+    index, denoiser = index_ahead(model, files), dict[str, Any]()
+    cls = getattr(diffusers, str(index.get("_class_name")), None)
+    if cls is None or not is_video(cls):
+        return fps or USUAL
+    with contextlib.suppress(OSError, ValueError):
+        denoiser = json.loads((Path(index["_folder"]) / "transformer" / "config.json").read_text(encoding="utf-8"))
+    return rate(cls, denoiser | index, call, fps)
 
 
 @contextlib.contextmanager

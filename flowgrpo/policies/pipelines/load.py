@@ -17,6 +17,7 @@ from flowgrpo.log import quiet
 from flowgrpo.methods.adapted import Adapted
 from flowgrpo.policies import hub, sources
 from flowgrpo.policies.pipelines import conditioned, single_file
+from flowgrpo.policies.pipelines.frames import is_video
 from flowgrpo.policies.weights.lora_files import fuse
 from flowgrpo.policies.weights.low_precision import repair_zero_rows
 from flowgrpo.policies.weights.memory_options import quantisation
@@ -30,29 +31,31 @@ TIMES = {"timestep", "timesteps", "t", "timestep_ratio"}
 
 def modality(pipe: Any) -> str:
     """Return the modality of a pipeline, "video" or "image", from the arguments of its call."""
-    return _modality(type(pipe))
-
-
-def _modality(cls: type) -> str:
-    accepts = inspect.signature(inspect.unwrap(cls.__call__)).parameters
-    return "video" if any("frame" in name or "video" in name for name in accepts) else "image"
+    return "video" if is_video(type(pipe)) else "image"
 
 
 def modality_ahead(model: str, files: Load = Load()) -> str | None:
     """Return the modality of a model by the class in its model_index.json; None if there is none on this machine."""
     import diffusers
+
+    cls = getattr(diffusers, str(index_ahead(model, files).get("_class_name")), None)
+    return None if cls is None else "video" if is_video(cls) else "image"
+
+
+def index_ahead(model: str, files: Load = Load()) -> dict[str, Any]:
+    """Return a model's model_index.json, with its folder as `_folder`; empty if there is none on this machine."""
     from huggingface_hub import try_to_load_from_cache
 
     if sources.is_file(model) and files.config is None:
-        return None
+        return {}
     source, name = _source(model, files), "model_index.json"
     file: Any = Path(source) / name
     if not file.is_file() and source.count("/") == 1:
         file = try_to_load_from_cache(source, name, revision=files.revision)
     try:
-        return _modality(getattr(diffusers, json.loads(Path(file).read_text(encoding="utf-8"))["_class_name"]))
-    except (AttributeError, KeyError, OSError, TypeError, ValueError):  # loading says what is wrong
-        return None
+        return json.loads(Path(file).read_text(encoding="utf-8")) | {"_folder": str(Path(file).parent)}
+    except (OSError, TypeError, ValueError):  # loading says what is wrong
+        return {}
 
 
 def timed(module: torch.nn.Module) -> bool:

@@ -19,6 +19,7 @@ from flowgrpo.device import DTYPES
 from flowgrpo.distributed import lockstep
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.methods.adapted import Adapted
+from flowgrpo.policies.pipelines import frames
 from flowgrpo.policies.pipelines.attention import use_attention
 from flowgrpo.policies.pipelines.call import EncodePrompt, PipelineCall, unlogged, until_set
 from flowgrpo.policies.pipelines.conditioning import Conditioning
@@ -56,6 +57,7 @@ class PipelinePolicy:
     guidance: the scale of rollouts and replays; precision: of the frozen weights and of the arithmetic. memory: where
     text encoders and recorded states (`states`) wait, and how pictures are decoded; compiled: the denoisers' blocks.
     checkpointing: the share of the denoisers' blocks that recompute in the backward pass, 0 to 1.
+    fps: frames per second of clips; None: the model's own (`frames.rate`).
     adapted: which modules are trained; with text encoders among them the policy is `live`, and prompts are encoded
     whenever they are read.
     """
@@ -65,9 +67,9 @@ class PipelinePolicy:
     def __init__(self, pipe: Any, adapter: Adapter | None, *, device: str | torch.device = "cpu",
                  precision: str = "fp32", guidance: float = 1.0, call: dict[str, Any] | None = None,
                  checkpointing: float = 0.0, memory: Memory = Memory(), compiled: bool = False,
-                 adapted: Adapted = Adapted()):
+                 adapted: Adapted = Adapted(), fps: float | None = None):
         self.pipe, self.guidance = pipe, guidance
-        self.frames, self.call, self.given = parted(type(pipe), call or {})
+        self.frames, self.call, self.given = parted(type(pipe), frames.told(type(pipe), call or {}, fps))
         self.device, self.precision, self.dtype = torch.device(device), precision, DTYPES[precision]
         self.exact = 1e-6 if self.dtype == torch.float32 else None  # how closely a replay repeats the rollout
         self.checkpointing, self.compiled, self.offloads = float(checkpointing), compiled, memory.offload != "none"
@@ -78,6 +80,7 @@ class PipelinePolicy:
         self.stock, self.strength = driver.stock, driver.strength
         self.process = driver.scheduler.process  # flow, or vp for a variance-preserving one
         self.modality, self.unit = modality(pipe), "denoiser evaluations"
+        self.fps = frames.rate_of(pipe, self.call, fps) if self.modality == "video" else None
         self._check_call()
         self._trial = Segment(torch.tensor([0.9, 0.5]), range(1), replay=True,  # to find out what the pipeline does
                               timesteps=torch.tensor([900, 500]) if self.process == "vp" else None)

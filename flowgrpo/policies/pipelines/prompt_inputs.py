@@ -15,6 +15,8 @@ from flowgrpo.errors import UserError
 # Arguments of a pipeline's call that belong to a prompt.
 PICTURES = ("image", "image_reference", "mask_image", "control_image", "last_image", "video", "reference_images",
             "ip_adapter_image")
+MASKED = ("image", "mask_image")  # what an inpainting pipeline needs
+ALIKE = 0.02  # by which the aspect ratio of a mask may differ from its image's
 # Of these a call has one for all its rows: rows with other values need a call of their own.
 SHARED = (SCALE, "ip_adapter_image")
 # Pipelines that take several reference pictures of one prompt.
@@ -49,7 +51,7 @@ def names(cls: type) -> dict[str, str]:
     control = "control_image" if "control_image" in takes else "image" if steered and "image" in takes else None
     reference = "image" if "image" in takes else "reference_images" if "reference_images" in takes else None
     known = {"image": reference, "images": reference if cls.__name__ in SEVERAL else None, "control_image": control}
-    known |= {key: key for key in ("video", "ip_adapter_image", SCALE) if key in takes}
+    known |= {key: key for key in ("mask_image", "last_image", "video", "ip_adapter_image", SCALE) if key in takes}
     return {key: argument for key, argument in known.items() if argument}
 
 
@@ -64,11 +66,13 @@ def parted(cls: type, call: Mapping[str, Any]) -> tuple[int | None, dict[str, An
     return call.get("num_frames"), others, given
 
 
-def require(cls: type, prompts: Iterable[Prompt], call: Mapping[str, Any] = {}, ip_adapter: bool | None = None) -> None:
+def require(cls: type, prompts: Iterable[Prompt], call: Mapping[str, Any] = {}, ip_adapter: bool | None = None,
+            last: bool | None = None) -> None:
     """Raise UserError for the first prompt whose files a pipeline class does not take, or that lacks one.
 
-    call: arguments of every call. ip_adapter: True if the pipeline has one; None if that is not known. Files are
-    opened, and not decoded.
+    call: arguments of every call. ip_adapter: True if the pipeline has one; None if that is not known. last: True if
+    its model makes videos between a first and a last frame, False if it takes the first alone; None: either, or not
+    known. Files are opened, and not decoded.
     """
     known, takes, sizes = names(cls), accepted(cls), set[Size]()
     frames, sized = call.get("num_frames"), {"height", "width"} <= {key for key in call if call[key]}
@@ -79,11 +83,14 @@ def require(cls: type, prompts: Iterable[Prompt], call: Mapping[str, Any] = {}, 
         if {"image", "control_image"} <= given.keys() and known["image"] == known["control_image"]:
             raise prompt.inputs.error("image", f"{cls.__name__} takes a `control_image` and no other picture: leave it "
                                       "out")
-        _require_present(cls, known, prompt, call, ip_adapter)
+        _require_present(cls, known, prompt, call, ip_adapter, last)
+        shapes = dict[str, Size]()
         for key, path in prompt.inputs.paths():
-            size = _opened(prompt.inputs, key, path, frames)
+            shapes[key] = size = _opened(prompt.inputs, key, path, frames)
             if key == "control_image" and not sized and {"height", "width"} <= takes.keys():
                 sizes.add(size)
+        if "mask_image" in shapes and "image" in shapes:
+            _require_alike(prompt.inputs, shapes["image"], shapes["mask_image"])
         if len(sizes) > 1:
             raise prompt.inputs.error("control_image", "differs in size from that of other prompts, and the pipeline "
                                       "draws in its size: set picture.height and picture.width")
@@ -110,18 +117,36 @@ def _require_key(cls: type, known: Mapping[str, str], inputs: Inputs, key: str) 
 
 
 def _require_present(cls: type, known: Mapping[str, str], prompt: Prompt, call: Mapping[str, Any],
-                     ip_adapter: bool | None) -> None:
+                     ip_adapter: bool | None, last: bool | None) -> None:
     """Raise UserError for a prompt without a picture that the pipeline needs, and for one that it has no part for."""
     given = prompt.inputs.given().keys() | call.keys()
     if "ip_adapter_image" in given and ip_adapter is False:
         raise prompt.inputs.error("ip_adapter_image", f"{cls.__name__} has no IP-Adapter loaded: set load.ip_adapter")
-    needed = [("ip_adapter_image", "an IP-Adapter", "load.ip_adapter")] * bool(ip_adapter)
+    if "last_image" in given and last is False:
+        raise prompt.inputs.error("last_image", "the model takes a first frame alone (its transformer has no "
+                                  "pos_embed_seq_len): leave it out, or take a model of first and last frames")
+    needed = [("ip_adapter_image", "the model has an IP-Adapter", ", or leave load.ip_adapter out")] * bool(ip_adapter)
     if "ControlNet" in cls.__name__ and known.get("control_image") not in given:
-        needed.append(("control_image", "a ControlNet", "load.controlnet"))
-    for key, part, setting in needed:
+        needed.append(("control_image", "the model has a ControlNet", ", or leave load.controlnet out"))
+    if "mask_image" in known:
+        needed += [(key, f"{cls.__name__} paints into an image where a mask is white", "") for key in MASKED]
+    if last:
+        needed += [(key, "the model makes the frames between a first and a last one", "")
+                   for key in ("image", "last_image")]
+    if "image" in known and accepted(cls)[known["image"]].default is inspect.Parameter.empty and not (
+            {"images", "control_image", known["image"]} & given):
+        needed.append(("image", f"{cls.__name__} starts from an image", ""))
+    for key, why, otherwise in needed:
         if key not in given:
-            raise UserError(f"{prompt.inputs.place}: the model has {part}, but the prompt {prompt.text[:40]!r} has no "
-                            f"{key}: give every prompt one, or leave {setting} out")
+            raise UserError(f"{prompt.inputs.place}: {why}, but the prompt {prompt.text[:40]!r} has no {key}: give "
+                            f"every prompt one{otherwise}")
+
+
+def _require_alike(inputs: Inputs, image: Size, mask: Size) -> None:
+    """Raise UserError for a mask of another aspect ratio than its image: a pipeline scales both to one size."""
+    if abs(image[0] * mask[1] - image[1] * mask[0]) > max(image[0] * mask[1], image[1] * mask[0]) * ALIKE:
+        raise inputs.error("mask_image", f"the mask has {mask[1]} x {mask[0]} pixels and its image {image[1]} x "
+                           f"{image[0]}: expected the same aspect ratio")
 
 
 def _opened(inputs: Inputs, key: str, path: str, frames: int | None) -> Size:
@@ -183,6 +208,8 @@ def decoded(pipe: Any, inputs: Inputs, call: Mapping[str, Any]) -> dict[str, Any
             elif key == "control_image":
                 sized = call.get("height") and call.get("width")
                 values[known[key]] = read_picture(value, (call["height"], call["width"]) if sized else None)
+            elif key == "mask_image":
+                values[known[key]] = read_picture(value).convert("L")
             else:
                 values[known[key]] = value if key == SCALE else read_picture(value)
         except UserError as error:

@@ -44,6 +44,7 @@ class CausalLM:
     """
 
     process, modality, unit, turns = "tokens", "text", "tokens", None
+    fps: float | None = None
     generators = staticmethod(generators)
     quality: Callable[[Tensor], Tensor] | None = None  # as of a `CausalModel`
 

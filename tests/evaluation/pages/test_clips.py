@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageSequence
 
 from flowgrpo.evaluation.pages import grid
 from flowgrpo.evaluation.pages.clips import MOMENTS, moving, save_clip, still, tall, untall
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
+from flowgrpo.evaluation.report import snapshots
 
 
 def clip(*greys: float, height: int = 64, width: int = 64) -> torch.Tensor:
@@ -64,6 +67,26 @@ def test_a_page_of_clips_lies_beside_the_same_page_animated(tmp_path):
 def test_a_page_of_pictures_is_not_animated(tmp_path):
     draw_grid(tmp_path / "a.png", [""], [Row("x", [clip(0.5)[0]], [{}])])
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+
+
+@pytest.mark.parametrize("frames, fps, milliseconds", [(5, 16, 312), (49, 16, 3062), (121, 24, 5042), (81, 30, 2700)])
+def test_a_clip_takes_the_seconds_of_its_frames(tmp_path, frames, fps, milliseconds):
+    """On disk, and on a page and in a report, which show fewer frames of a long clip."""
+    shown = clip(*(i / 255 for i in range(frames)), height=8, width=8)
+    page = draw_grid(tmp_path / "page.png", [""], [Row("x", [shown], [{}])], fps=fps).with_suffix(".webp")
+    for file in (save_clip(tmp_path / "a.webp", shown, fps=fps), page):
+        with Image.open(file) as picture:
+            assert abs(sum(each.info["duration"] for each in frames_read(picture)) - milliseconds) <= 1
+    kept = snapshots.content(snapshots.shown(shown, fps))
+    assert abs(kept.seconds - frames / fps) < 0.001
+    with Image.open(io.BytesIO(kept.gif())) as picture:
+        assert abs(sum(each.info["duration"] for each in frames_read(picture)) - milliseconds) <= 10
+
+
+def frames_read(picture):
+    for frame in ImageSequence.Iterator(picture):
+        frame.load()
+        yield frame
 
 
 def test_moments():

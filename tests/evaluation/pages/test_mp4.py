@@ -32,11 +32,11 @@ def log(tmp_path, monkeypatch):
 
 
 def test_a_clip_is_saved_as_webp_and_mp4(tmp_path, log):
-    assert save_clip(tmp_path / "a.webp", ODD, "a cät\nSteps: 3") == tmp_path / "a.webp"
+    assert save_clip(tmp_path / "a.webp", ODD, "a cät\nSteps: 3", fps=24) == tmp_path / "a.webp"
     assert (tmp_path / "a.mp4").read_bytes() == ffmpeg.BYTES and Image.open(tmp_path / "a.webp").n_frames == 3
     arguments, pixels = ffmpeg.call(log)
     options = dict(zip(arguments, arguments[1:]))
-    assert options["-s"] == "2x82" and options["-r"] == "5" and options["-c:v"] == "libx264"
+    assert options["-s"] == "2x82" and options["-r"] == "24" and options["-c:v"] == "libx264"
     assert options["-pix_fmt"] == "yuv420p" and options["-metadata"] == "comment=a cät\nSteps: 3"
     size = 2 * 82 * 3
     assert pixels == [0] * size + [255] * size + [51] * size

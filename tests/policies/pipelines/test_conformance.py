@@ -44,6 +44,7 @@ UNFIT = {
     "StableDiffusionInpaintPipeline (4 channels)": PUT_BACK,
     "HiDreamImagePipeline": "a part of the model runs without gradients",  # its experts, outside of training mode
     "OmniGenPipeline": "has no encode_prompt",
+    "StableDiffusionInstructPix2PixPipeline": "has no encode_prompt",
 }
 # Classes whose denoisers normalise by diffusers' RMSNorm, which is fused on a GPU.
 NORMS = {*(f"{name}Pipeline" for name in (

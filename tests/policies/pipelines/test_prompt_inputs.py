@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -50,6 +51,16 @@ def files(tmp_path):
             frame = Image.fromarray(rng.integers(0, 256, (16, 24, 3), dtype=np.uint8))
             frame.save(tmp_path / name / f"{i}.png")
     return {path.stem: str(path) for path in tmp_path.iterdir()}
+
+
+@pytest.fixture
+def masks(tmp_path):
+    """Masks of 32 x 32, white at one side."""
+    for name, left in (("left", 0), ("right", 16)):
+        mask = Image.new("L", (32, 32))
+        mask.paste(255, (left, 0, left + 16, 32))
+        mask.save(tmp_path / f"{name}.png")
+    return {name: str(tmp_path / f"{name}.png") for name in ("left", "right")}
 
 
 def encoded(live, brought):
@@ -102,6 +113,45 @@ def test_every_prompt_sees_its_video(name, files):
 def test_every_prompt_sees_its_control_picture(name, files):
     live = policy(name, height=16, width=16)
     assert sees_its_own(live, [Inputs(control_image=files["a"]), Inputs(control_image=files["b"])])[1] > 1e-3
+
+
+@pytest.mark.parametrize("name", ["StableDiffusionInpaintPipeline", "FluxFillPipeline"])
+def test_every_prompt_sees_its_own_mask_and_picture(name, files, masks):
+    live = policy(name, height=16, width=16)
+    for brought in ([Inputs((files["a"],), mask_image=masks[side]) for side in ("left", "right")],
+                    [Inputs((files[key],), mask_image=masks["left"]) for key in "ab"]):
+        assert sees_its_own(live, brought)[1] > 1e-3
+
+
+def test_every_prompt_sees_its_last_frame(files):
+    live = policy("WanImageToVideoPipeline (first and last frame)")
+    assert sees_its_own(live, [Inputs((files["a"],), last_image=files[key]) for key in "bc"])[1] > 1e-3
+
+
+@pytest.mark.parametrize("name, inputs, told", [
+    ("FluxFillPipeline", ["image"], "FluxFillPipeline paints into an image where a mask is white, but the prompt 'p' "
+                                    "has no mask_image: give every prompt one"),
+    ("FluxFillPipeline", ["mask_image"], "has no image: give every prompt one"),
+    ("WanImageToVideoPipeline (first and last frame)", ["image"], "the model makes the frames between a first and a "
+                                                                  "last one, but the prompt 'p' has no last_image"),
+    ("SkyReelsV2ImageToVideoPipeline", ["image", "last_image"], "the model takes a first frame alone"),
+    ("SkyReelsV2ImageToVideoPipeline", [], "starts from an image, but the prompt 'p' has no image"),
+    ("FluxKontextPipeline", ["image", "mask_image"], "takes no mask_image; of a prompt file's keys it takes image")])
+def test_prompts_that_lack_a_file_or_bring_one_too_many_are_refused(name, inputs, told, files):
+    pipe, given = tiny.make(name)[0], {key: files["a"] for key in inputs}
+    if "image" in given:
+        given["images"] = (given.pop("image"),)
+    prompt = Prompt("p", inputs=Inputs(**given))
+    with pytest.raises(UserError, match=re.escape(told)):
+        require(type(pipe), [prompt], last=conditioned.needs_last(pipe))
+
+
+def test_a_mask_of_another_aspect_ratio_is_refused(files, masks, tmp_path):
+    cls = type(tiny.make("FluxFillPipeline")[0])
+    require(cls, [Prompt("p", inputs=Inputs((files["a"],), mask_image=masks["left"]))])
+    Image.new("L", (64, 32)).save(tmp_path / "wide.png")
+    with pytest.raises(UserError, match="the mask has 64 x 32 pixels and its image 64 x 64: expected the same aspect"):
+        require(cls, [Prompt("p", inputs=Inputs((files["a"],), mask_image=str(tmp_path / "wide.png")))])
 
 
 def test_rows_of_other_scales_are_calls_of_their_own(files):
