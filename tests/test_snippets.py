@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from flowgrpo import config
 from flowgrpo.data.prompt_writer import load_templates
@@ -87,6 +88,21 @@ def test_rewards_that_are_shown_score():
     assert names["kept"](pictures, two, [{}] * 2, base=pictures).tolist() == [0.0, 0.0]
     assert names["kept"](pictures, two, [{}] * 2) == [None, None]
     assert names["red"].differentiable and names["purines"].differentiable
+
+
+def test_the_reward_of_edits_compares_with_the_source_as_the_model_saw_it(tmp_path):
+    """A picture that is stored sideways, half red and half blue, of another aspect ratio than the output."""
+    [block] = blocks("python", ROOT / "docs" / "edits.md")
+    names: dict[str, Any] = {}
+    exec(compile(block, "shown.py", "exec"), names)
+    upright, exif = Image.new("RGB", (32, 16), "red"), Image.Exif()
+    upright.paste((0, 0, 255), (0, 8, 32, 16))
+    exif[0x0112] = 6
+    upright.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "phone.png", exif=exif)
+    same = torch.zeros(3, 16, 16)
+    same[0, :8] = same[2, 8:] = 1
+    found = names["kept"](torch.stack([same, same.flip(1)]), ["p"] * 2, [{"image": str(tmp_path / "phone.png")}] * 2)
+    assert found.tolist() == pytest.approx([1, 1 / 3])
 
 
 def test_the_readmes_reward_prefers_red():

@@ -34,12 +34,12 @@ class Inputs:
     """
 
     images: tuple[str, ...] = ()
-    mask_image: str | None = None
-    last_image: str | None = None
     video: str | None = None
     control_image: str | None = None
     ip_adapter_image: str | None = None
     controlnet_conditioning_scale: float | None = None
+    mask_image: str | None = None
+    last_image: str | None = None
     place: str = field(default="a prompt", compare=False)
 
     def given(self) -> dict[str, Any]:

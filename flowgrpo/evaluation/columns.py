@@ -20,15 +20,15 @@ from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import calls, picture_files, run_rewards
 from flowgrpo.evaluation.measured import spread
-from flowgrpo.evaluation.pages import singles
-from flowgrpo.evaluation.pages.before_after import captions, means_of
+from flowgrpo.evaluation.pages import singles, sources
+from flowgrpo.evaluation.pages.before_after import captions, frames_of, means_of
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.pages.html_page import write_page, write_table
 from flowgrpo.evaluation.plan import Arm
 from flowgrpo.evaluation.sampler import Pipelines, Texts, first_of_each
 from flowgrpo.policies import build, loading
 from flowgrpo.policies.checkpoints import run_config
-from flowgrpo.policies.pipelines.frames import rate_ahead
+from flowgrpo.policies.pipelines.load import rate_ahead
 from flowgrpo.storage import paths
 from flowgrpo.storage.places import is_checkpoint, listed, run_of
 
@@ -99,12 +99,14 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
     scores = [captions(functions, samples if written else torch.stack(samples), shown, base, fps)
               for samples, base in zip(drawn, bases)]
     rows = [Row(prompt.text, [pictures[i] for pictures in drawn],
-                [dict(zip(functions, values[i].tolist())) for values in scores]) for i, prompt in enumerate(shown)]
+                [dict(zip(functions, values[i].tolist())) for values in scores],
+                sources.of(prompt, frames_of(drawn[0][i]))) for i, prompt in enumerate(shown)]
     names, title = [column.name for column in chosen], f"{config.name}: {kind}"
     means = means_of([dict(zip(functions, values.T[:, :, None].numpy())) for values in scores])
     first = write_table(output.with_suffix(".md"), title, names, rows, means) if written else \
         draw_grid(output, names, rows, means, picture_files.facts(
-            run, names, shown, singles.save_columns(output, names, drawn, fps), model=config.model, seed=seed,
+            run, names, shown, singles.save_columns(output, names, drawn, fps),
+            singles.save_sources(output, shown, drawn[0]), model=config.model, seed=seed,
             call=arguments), fps)
     return [first, write_page(output.with_suffix(".html"), title, names, rows, means, fps)]
 

@@ -26,9 +26,9 @@ from flowgrpo.evaluation import picture_files
 from flowgrpo.evaluation.measured import EVAL_SEED, Generating, Measured, evenly, measure, spread
 from flowgrpo.evaluation.nouns import SAMPLE, named
 from flowgrpo.evaluation.pages import singles
-from flowgrpo.evaluation.pages.before_after import arrays, cards, draw_pairs, means_of, shown_prompts
+from flowgrpo.evaluation.pages.before_after import arrays, draw_pairs, means_of, rows, shown_prompts
 from flowgrpo.evaluation.pages.clips import save_clip, tall, untall
-from flowgrpo.evaluation.pages.grid import Row, draw_grid
+from flowgrpo.evaluation.pages.grid import draw_grid
 from flowgrpo.evaluation.report import report, snapshots
 from flowgrpo.evaluation.statistics import ALL
 from flowgrpo.evaluation.table import cells, compared, show
@@ -186,13 +186,16 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
 
 
 def _draw_after(folder: Path, base: Measured, after: Measured, config: Config) -> None:
-    """Write before_after.png, and the samples after training that are no texts to `after`."""
-    names = ("before", "after")
+    """Write before_after.png, the samples after training that are no texts to `after`, and what their prompts bring to
+    `source`."""
+    names, of = ("before", "after"), shown_prompts(base)
+    brought = singles.save_sources(folder, of, base.pictures)
     if not isinstance(after.pictures, list):
         singles.save(folder / "after", after.pictures, after.fps)
     draw_pairs(folder / "before_after.png", base, after, facts=picture_files.facts(
-        folder, names, shown_prompts(base), () if isinstance(after.pictures, list) else names, model=config.model,
-        seed=EVAL_SEED, call={"num_inference_steps": config.eval.steps, "guidance": config.eval.guidance}))
+        folder, names, of, () if isinstance(after.pictures, list) else names,
+        brought, model=config.model, seed=EVAL_SEED,
+        call={"num_inference_steps": config.eval.steps, "guidance": config.eval.guidance}))
 
 
 def described(policy: Policy, config: Config, count: int) -> str:
@@ -211,8 +214,7 @@ def sample_pictures(trainer: Trainer, functions: dict[str, Any], folder: Path) -
         measured = _measure(trainer, functions, f"held-out prompts, epoch {trainer.epoch}", trainer.policy.reference)
     trainer.policy.evaluations = evaluations
     if trainer.processes.first:
-        rows = [Row(text, [picture], [scores]) for text, picture, scores in cards(measured)]
-        draw_grid(folder / "samples" / f"epoch-{trainer.epoch:05d}.png", [f"epoch {trainer.epoch}"], rows,
+        draw_grid(folder / "samples" / f"epoch-{trainer.epoch:05d}.png", [f"epoch {trainer.epoch}"], rows(measured),
                   means_of([arrays(measured)]), fps=measured.fps)
         snapshots.stage(folder, f"epoch-{trainer.epoch:05d}", trainer.epoch, measured)
     return measured
@@ -224,9 +226,9 @@ def print_report(summary: dict[str, Any], said: str, folder: Path, verdict: Sequ
     said: what was saved. verdict: the sentences.
     """
     console, of = plain_console(), summary["evaluation"]
-    for name, rows in summary["compared"].items():
+    for name, tasks in summary["compared"].items():
         show(console, f"{name} on {of['prompts']} held-out {of['of']}",
-             f"95 % intervals: {rows[ALL]['before']['method']}", ("task", "before", "after", "change"), cells(rows),
+             f"95 % intervals: {tasks[ALL]['before']['method']}", ("task", "before", "after", "change"), cells(tasks),
              rule=True)
     first = "-" if summary["max_first_log_ratio"] is None else f"{summary['max_first_log_ratio']:.1e}"
     console.print(f"{spent(summary)}; {summary['denoiser_evaluations']:,} {summary['unit']} "

@@ -32,8 +32,7 @@ from flowgrpo.evaluation.plan import BASE, TUNED, Arm, Hand, Plan
 from flowgrpo.evaluation.sampler import Pipelines, first_of_each
 from flowgrpo.policies import loading
 from flowgrpo.policies.checkpoints import config_of, run_config
-from flowgrpo.policies.pipelines.frames import rate_ahead
-from flowgrpo.policies.pipelines.load import modality
+from flowgrpo.policies.pipelines.load import modality, rate_ahead
 from flowgrpo.storage.paths import require_file, require_folder, require_room
 
 BLOCK = 4096  # bytes of the disk that a file takes at least
@@ -146,8 +145,9 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
     base, after = measured
     names = ("before", "after" if rlg is None else f"rlg {rlg:g}")
     folders = singles.save_columns(Path(output), names, [[*base.pictures], [*after.pictures]], fps)
+    brought = singles.save_sources(Path(output), chosen, base.pictures)
     draw_pairs(Path(output), base, after, names, picture_files.facts(
-        run, names, chosen, folders, model=config.model, seed=seed, call=arguments))
+        run, names, chosen, folders, brought, model=config.model, seed=seed, call=arguments))
     return Path(output)
 
 

@@ -24,13 +24,13 @@ EVAL_SEED = 20_000  # independent of the run's seed, so that runs are compared o
 
 
 class Generating(Protocol):
-    """Pipeline or language model that generates samples from encoded prompts.
-
-    modality: image, video or text. fps: frames per second of clips; None for others.
-    """
+    """Pipeline or language model that generates samples from encoded prompts; modality: image, video or text."""
 
     modality: str
-    fps: float | None
+
+    @property
+    def fps(self) -> float | None:
+        """Return the frames per second of clips; None for others."""
 
     @property
     def encode(self) -> Callable[..., Any]:

@@ -101,13 +101,15 @@ def weight_files(run: Path) -> list[tuple[str, Path]]:
     return own + [(f"{run.name}-{file.parent.name}", file) for file in parts]
 
 
-def facts(run: Path, columns: Sequence[str], prompts: Sequence[Prompt], folders: Sequence[str] = (), **further: Any
-          ) -> dict[str, str]:
+def facts(run: Path, columns: Sequence[str], prompts: Sequence[Prompt], folders: Sequence[str] = (),
+          sources: Sequence[Sequence[str]] = (), **further: Any) -> dict[str, str]:
     """Return the text chunk `flowgrpo` of a page of pictures: JSON with the run, its hashes, columns, prompts and their
-    tasks. folders: of the columns' pictures, relative to the page."""
+    tasks. folders: of the columns' pictures, relative to the page. sources: likewise, of each prompt the files of what
+    it brings."""
     told = {"version": __version__, "run": run.resolve().name, "weights": lora_hashes(run), "columns": list(columns),
             "prompts": [prompt.text for prompt in prompts],
-            "tasks": [prompt.metadata.get("task") for prompt in prompts], "folders": list(folders)}
+            "tasks": [prompt.metadata.get("task") for prompt in prompts], "folders": list(folders),
+            "sources": [list(files) for files in sources]}
     return {"flowgrpo": json.dumps(told | further, ensure_ascii=False)}
 
 

@@ -16,7 +16,7 @@ from flowgrpo.config.sections import Load
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.evaluation.ledger import BaseLedger, Place
 from flowgrpo.evaluation.picture_files import weight_files
-from flowgrpo.policies.pipelines.frames import rate_ahead
+from flowgrpo.policies.pipelines.load import rate_ahead
 
 BASE, TUNED = "base", "tuned"
 

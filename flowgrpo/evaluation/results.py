@@ -12,8 +12,8 @@ import numpy as np
 from flowgrpo.data.suites import Suite
 from flowgrpo.evaluation import distances, findings, measured
 from flowgrpo.evaluation.ledger import BaseLedger, Place
-from flowgrpo.evaluation.pages import rlg_sweep
-from flowgrpo.evaluation.pages.before_after import means_of
+from flowgrpo.evaluation.pages import rlg_sweep, sources
+from flowgrpo.evaluation.pages.before_after import frames_of, means_of
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.pass_at_k import tries, verdicts
 from flowgrpo.evaluation.plan import BASE, TUNED, Plan
@@ -67,8 +67,10 @@ def _answers(arm: str, shape: tuple[int, int], functions: dict[str, Any], ledger
 
 def _page(plan: Plan, suite: Suite, scores: dict[str, dict[str, np.ndarray]], ledger: BaseLedger) -> None:
     """Write a page of some prompts, evenly over the suite, with the first sample of each arm."""
-    rows = [Row(suite.cases[i].prompt.text, [ledger.load(Place(arm, i, 0)) for arm in plan.arms],
-                [{name: float(values[i, 0]) for name, values in scores[arm].items()} for arm in plan.arms])
-            for i in measured.evenly(len(suite.cases), SHOWN)]
+    rows = []
+    for i in measured.evenly(len(suite.cases), SHOWN):
+        prompt, samples = suite.cases[i].prompt, [ledger.load(Place(arm, i, 0)) for arm in plan.arms]
+        numbers = [{name: float(values[i, 0]) for name, values in scores[arm].items()} for arm in plan.arms]
+        rows.append(Row(prompt.text, samples, numbers, sources.of(prompt, frames_of(samples[0]))))
     draw_grid(ledger.folder / "grid.png", list(plan.arms), rows, means_of([scores[arm] for arm in plan.arms]),
               fps=plan.fps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import yaml
 
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.config.schema import Config
-from flowgrpo.data import sets
+from flowgrpo.data import sets, splits
 from flowgrpo.escaped import code, line, markdown
+from flowgrpo.evaluation.pages import sources
 from flowgrpo.evaluation.picture_files import weight_files
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.rewards.find import ALIASES, BUILT_IN
@@ -29,28 +30,41 @@ OF_WEIGHTS = ("model", "checkpoint", "head", "revision", "head_revision")
 
 @dataclass(frozen=True)
 class Pair:
-    """Samples of a prompt before and after: paths of pictures relative to the run, or texts."""
+    """Samples of a prompt before and after: paths of pictures relative to the run, or texts.
+
+    brought: what the prompt brings, as keys of a prompt file with such paths.
+    """
 
     prompt: str
     before: str
     after: str
     drawn: bool
+    brought: tuple[tuple[str, str], ...] = ()
 
 
 def gallery(run: Path) -> list[Pair]:
     """Write pictures of the first held-out prompts, before and after, to `images/`; return them, or texts."""
     sides = [_cards(run, name) for name in ("before", "after")]
-    for old in (run / FOLDER).glob("[ab]*-[0-9].webp"):
+    for old in (*(run / FOLDER).glob("[ab]*-[0-9].webp"), *(run / FOLDER).glob("source-[0-9]-*")):
         old.unlink()
     pairs = []
     for number, (before, after) in enumerate(list(zip(*sides))[:PAIRS]):
+        brought = tuple(_brought(run, number))
         if "text" in before:
-            pairs.append(Pair(line(before["prompt"]), line(before["text"]), line(after["text"]), False))
+            pairs.append(Pair(line(before["prompt"]), line(before["text"]), line(after["text"]), False, brought))
         else:
             first, second = (_written(run, f"{name}-{number}.webp", card["picture"])
                              for name, card in (("before", before), ("after", after)))
-            pairs.append(Pair(line(before["prompt"]), first, second, True))
+            pairs.append(Pair(line(before["prompt"]), first, second, True, brought))
     return pairs
+
+
+def _brought(run: Path, number: int) -> Iterator[tuple[str, str]]:
+    """Copy what a held-out prompt brings to `images/`, and yield each key with the path."""
+    for file in sorted((run / sources.FOLDER).glob(f"{number:03d}-*")):
+        key, ending = file.stem.split("-")[1], file.name.partition("-")[2]
+        atomic.write_bytes(run / FOLDER / f"source-{number}-{ending}", file.read_bytes())
+        yield key, f"{FOLDER}/source-{number}-{ending}"
 
 
 def _cards(run: Path, name: str) -> list[dict[str, Any]]:
@@ -64,15 +78,18 @@ def _written(run: Path, name: str, url: str) -> str:
 
 
 def widget(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
-    """Return the hub's gallery of tuned samples."""
-    return [{"text": pair.prompt, "output": {"url" if pair.drawn else "text": pair.after}} for pair in pairs]
+    """Return the hub's gallery of tuned samples, with the source of each that has one."""
+    return [({"src": pair.brought[0][1], "prompt": pair.prompt} if pair.brought else {})
+            | {"text": pair.prompt, "output": {"url" if pair.drawn else "text": pair.after}} for pair in pairs]
 
 
 def beside(pairs: Sequence[Pair]) -> str:
     """Return the table of samples before and after."""
-    rows = [[markdown(pair.prompt), *(f"![]({side})" if pair.drawn else markdown(side)
-                                      for side in (pair.before, pair.after))] for pair in pairs]
-    return _table([["prompt", "before", "after"], *rows])
+    sourced = any(pair.brought for pair in pairs)
+    rows = [[markdown(pair.prompt), *[" ".join(f"![{key}]({file})" for key, file in pair.brought)] * sourced,
+             *(f"![]({side})" if pair.drawn else markdown(side) for side in (pair.before, pair.after))]
+            for pair in pairs]
+    return _table([["prompt", *["source"] * sourced, "before", "after"], *rows])
 
 
 def prompts(config: Config) -> str:
@@ -86,6 +103,9 @@ def prompts(config: Config) -> str:
     name = config.prompts if known else line(Path(config.prompts).name)
     rows = [[side, code(name) if side == "training" or known else code(Path(str(place)).name), *_counted(Path(place))]
             for side, place in sides.items()]
+    if isinstance(held_out, float) and Path(config.prompts).is_file():
+        for row, part in zip(rows, splits.resolve(config)):
+            row[2] = f"{len(part):,}"
     note = f"**{markdown(sets.caution(config.prompts))}.**\n\n" if config.train_on_test_set else ""
     return note + _table([["split", "set", "number", "SHA-256"], *rows])
 

@@ -18,13 +18,12 @@ from flowgrpo.evaluation.pages import figures
 from flowgrpo.evaluation.statistics import ALL
 from flowgrpo.evaluation.table import Rows, digits_of
 from flowgrpo.export import card_facts, run_lora
-from flowgrpo.export.usage import snippet
+from flowgrpo.export.usage import snippet, task
 from flowgrpo.policies import sources
 from flowgrpo.starter import FOLDERS
 
 TOKENS = "tokens"  # unit of a language model's count
 LICENCES = ("license", "license_name", "license_link")
-PIPELINE_TAGS = {"image": "text-to-image", "clip": "text-to-video", "completion": "text-generation"}
 PROMPTS = {"image": "a photo of a cat", "clip": "a cat walks", "completion": "Hello"}
 
 
@@ -33,12 +32,12 @@ def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
     lora, licence, pairs = has_lora(config, run), licence_of(config.model), card_facts.gallery(run)
     sample = _sample(summary, run)
     front = yaml.safe_dump(metadata(config, licence, sample, lora, pairs), sort_keys=False).rstrip()
-    prompt = pairs[0].prompt if pairs else PROMPTS[sample]
+    prompt, brought = (pairs[0].prompt, pairs[0].brought) if pairs else (PROMPTS[sample], ())
     page = "before_after.webp" if (run / "before_after.webp").is_file() else "before_after.png"
     parts = {
         "": f"{code(config.model)} aligned by flowgrpo with {code(config.method)} to {_weighted(config)}."
             f"{_base(config)}",
-        "Usage": fenced(snippet(config, run, place, prompt), "python"),
+        "Usage": fenced(snippet(config, run, place, prompt, brought), "python"),
         "Result": "\n\n".join([results(config, summary), *([card_facts.beside(pairs)] if pairs else []),
                                f"![The same prompts and seeds before and after]({page})",
                                "![Rewards over training](curves.png)"]),
@@ -86,7 +85,8 @@ def metadata(config: Config, licence: dict[str, str], sample: str, lora: bool, p
     library = "diffusers" if sample != "completion" else "peft" if lora else "transformers"
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", config.model) and not Path(config.model).is_dir()
     base = {"base_model": config.model, "base_model_relation": "adapter" if lora else "finetune"} if on_hub else {}
-    return {**base, "library_name": library, "license": "other", **licence, "pipeline_tag": PIPELINE_TAGS[sample],
+    return {**base, "library_name": library, "license": "other", **licence,
+            "pipeline_tag": task(config, sample, pairs[0].brought if pairs else ()),
             "tags": ["flowgrpo", "reinforcement-learning", *(["lora"] if lora else [])],
             **({"widget": card_facts.widget(pairs)} if pairs else {})}
 

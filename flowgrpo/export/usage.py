@@ -4,37 +4,45 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from flowgrpo.config.schema import Config
 from flowgrpo.policies import build, sources
-from flowgrpo.policies.pipelines import edit_networks
+from flowgrpo.policies.pipelines import edit_networks, prompt_inputs
 from flowgrpo.policies.pipelines.call import guidance_argument
-from flowgrpo.policies.pipelines.frames import rate_ahead
-from flowgrpo.policies.pipelines.load import MERGED
+from flowgrpo.policies.pipelines.frames import is_video, told
+from flowgrpo.policies.pipelines.load import MERGED, rate_ahead
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.published import MODELS
 from flowgrpo.starter import FOLDERS
 
 INDEX = "model_index.json"
+TASKS = {"image": ("text-to-image", "image-to-image"), "clip": ("text-to-video", "image-to-video"),
+         "completion": ("text-generation", "image-text-to-text")}  # by sample: from a text, and from an image too
 DTYPE = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}
 
 
-def snippet(config: Config, run: Path, place: str, prompt: str) -> str:
-    """Return Python that draws, or writes, for a prompt. place: what the run's weights are loaded from: its folder or
-    a repository of a hub."""
+def snippet(config: Config, run: Path, place: str, prompt: str, brought: Sequence[tuple[str, str]] = ()) -> str:
+    """Return Python that draws, or writes, for a prompt.
+
+    place: what the run's weights are loaded from: its folder or a repository of a hub. brought: what the prompt brings,
+    as keys of a prompt file with paths below that place.
+    """
     if (run / edit_networks.FILE).is_file():
         lines = ["from flowgrpo.policies.pipelines.edit_policy import EditPolicy",
                  "from flowgrpo.policies.pipelines.load import load_pipeline", "",
                  f"policy = EditPolicy(load_pipeline({config.model!r}), {place!r})  # no stock pipeline loads it"]
     elif build.kind(config) == build.PIPELINE:
-        lines = _of_pipeline(config, run, place, prompt)
+        lines = _of_pipeline(config, run, place, prompt, brought)
     elif build.kind(config) == build.CAUSAL_LM:
         lines = _of_language(config, place, prompt)
     else:
-        lines = ["from pathlib import Path", "", "from flowgrpo.evaluation import texts", "",
-                 f"print(texts.sample({config.model!r}, Path({place!r}), [{prompt!r}], count=1, seed=0)[0])"]
+        shown = f", image={_path(place, brought[0][1])}" if brought else ""
+        lines = ["from pathlib import Path", "", *_downloading(place, brought), "from flowgrpo.text import evaluation",
+                 "", f"print(evaluation.sample({config.model!r}, Path({place!r}), [{prompt!r}], count=1, seed=0{shown})"
+                 "[0])"]
     return "\n".join(lines)
 
 
@@ -45,7 +53,51 @@ def _source(model: str) -> tuple[list[str], str]:
     return [], repr(model)
 
 
-def _of_pipeline(config: Config, run: Path, place: str, prompt: str) -> list[str]:
+def _path(place: str, file: str) -> str:
+    """Return the expression for the path of a file of the run. place: as of `snippet`."""
+    return repr(f"{place}/{file}") if Path(place).is_dir() else f"hf_hub_download({place!r}, {file!r})"
+
+
+def _downloading(place: str, brought: Sequence[tuple[str, str]]) -> list[str]:
+    return ["from huggingface_hub import hf_hub_download"] if brought and not Path(place).is_dir() else []
+
+
+def _opening(cls: Any, config: Config, place: str, brought: Sequence[tuple[str, str]]
+             ) -> tuple[list[str], list[str], dict[str, str]]:
+    """Return imports and lines that read what a prompt brings, as the pipeline was given it, and the arguments of the
+    call. A pipeline whose first argument is an image gets one of the user's where none is known."""
+    known, call = prompt_inputs.names(cls), config.eval_call
+    if not brought and _begins(cls):
+        brought, place = [("image", "source.png")], "."
+    size = (call["width"], call["height"]) if call.get("height") and call.get("width") else None
+    imports, lines, given = _downloading(place, brought), list[str](), dict[str, list[str]]()
+    for key, file in brought:
+        argument, read = known.get(key), f"load_image({_path(place, file)})"
+        if argument is None:
+            continue
+        name = f"{argument}_{len(given[argument]) + 1}" if argument in given else argument
+        if key == "mask_image":
+            read += '.convert("L")'
+        elif key == "video":
+            read = f'[frame.convert("RGB") for frame in ImageSequence.Iterator(Image.open({_path(place, file)}))]'
+            imports.append("from PIL import Image, ImageSequence")
+        if key in ("video", "control_image") and size:
+            imports += ["from PIL import Image", "from PIL import ImageOps"]
+            scaled = f"{size}, Image.Resampling.LANCZOS"
+            read = f"ImageOps.fit({read}, {scaled})" if key != "video" else \
+                f"[ImageOps.fit(frame, {scaled}) for frame in {read}]"
+        imports += ["from diffusers.utils import load_image"] if key != "video" else []
+        lines.append(f"{name} = {read}")
+        given.setdefault(argument, []).append(name)
+    return imports, lines, {name: each[0] if len(each) == 1 else f"[{', '.join(each)}]" for name, each in given.items()}
+
+
+def _begins(cls: Any) -> bool:
+    """Return True for a pipeline class whose first argument is an image."""
+    return list(prompt_inputs.accepted(cls))[1] == "image"
+
+
+def _of_pipeline(config: Config, run: Path, place: str, prompt: str, brought: Sequence[tuple[str, str]]) -> list[str]:
     imports, source = _source(config.model)
     index, dtype = _index(config.model), DTYPE.get(config.precision, "torch.float32")
     absent = "".join(f", {name}=None" for name, value in index.items() if isinstance(value, list) and value[0] is None)
@@ -56,24 +108,31 @@ def _of_pipeline(config: Config, run: Path, place: str, prompt: str) -> list[str
         imports, needed = ["from flowgrpo.policies.pipelines.load import load_pipeline"], []
         named, further = _assembled(config)
         imports, made = imports + named, f"pipe = load_pipeline({config.model!r}{further})"
-    accepted = _accepted(index)
+    cls = _class(index)
+    accepted = list(prompt_inputs.accepted(cls)) if cls else []
     embedded = _embeds_guidance(config.model, index)
     scale = "guidance_scale" if embedded else guidance_argument(accepted, config.call, ())
     call = {"num_inference_steps": config.eval.steps, scale: config.eval.guidance, **config.eval_call}
+    if cls and is_video(cls):
+        call = told(cls, call, config.fps)
     if accepted:  # without a negative prompt some take zeros for it (SDXL), others guide nothing (Qwen-Image)
         call.setdefault("negative_prompt", config.negative_prompt)
         call = {key: value for key, value in call.items() if key in accepted}
-    arguments = ", ".join(f"{key}={value!r}" for key, value in call.items())
-    clip = "num_frames" in accepted
     more, loading = _loading(run, place)
+    opening, lines, given = _opening(cls, config, place, brought) if cls else ([], [], {})
+    more += opening
+    arguments = ", ".join([f"prompt={prompt!r}", *(f"{key}={name}" for key, name in given.items()),
+                           *(f"{key}={value!r}" for key, value in call.items() if key not in given)])
     if "guider" in index:  # the guidance of such a pipeline is no argument of its call
         loading.append(f"pipe.guider = pipe.guider.new(guidance_scale={config.eval.guidance!r})")
-    shown = [f"frames = pipe({prompt!r}, {arguments}).frames[0]", 'export_to_video(frames, "clip.mp4", '
-             f"fps={rate_ahead(config.model, config.load, call, config.fps):g})"] if clip else \
-        [f"image = pipe({prompt!r}, {arguments}).images[0]", 'image.save("picture.png")']
-    needed += ["from diffusers.utils import export_to_video"] if clip else []
+    if cls and is_video(cls):
+        needed.append("from diffusers.utils import export_to_video")
+        shown = [f"frames = pipe({arguments}).frames[0]", 'export_to_video(frames, "clip.mp4", '
+                 f"fps={rate_ahead(config.model, config.load, call, config.fps):g})"]
+    else:
+        shown = [f"picture = pipe({arguments}).images[0]", 'picture.save("picture.png")']
     return ["import torch", *sorted({*needed, *imports, *more}), "", made, *loading,
-            'pipe.to("cuda" if torch.cuda.is_available() else "cpu")', *shown]
+            'pipe.to("cuda" if torch.cuda.is_available() else "cpu")', *lines, *shown]
 
 
 def _loading(run: Path, place: str) -> tuple[list[str], list[str]]:
@@ -155,12 +214,22 @@ def _embeds_guidance(model: str, index: dict[str, Any]) -> bool:
     return any(json.loads(file.read_text(encoding="utf-8")).get("guidance_embeds") for file in files if file.is_file())
 
 
-def _accepted(index: dict[str, Any]) -> list[str]:
-    """Return the arguments that a pipeline's call takes, none of an unknown class."""
+def _class(index: dict[str, Any]) -> Any:
+    """Return the class of a pipeline's index; None for an unknown one."""
     import diffusers
 
-    cls = getattr(diffusers, str(index.get("_class_name")), None)
-    return list(inspect.signature(cls.__call__).parameters) if cls else []
+    return getattr(diffusers, str(index.get("_class_name")), None)
+
+
+def task(config: Config, sample: str, brought: Sequence[tuple[str, str]]) -> str:
+    """Return the hub's name of a model's task. sample: name of a sample. brought: what the first prompt brings."""
+    keys, cls = {key for key, _ in brought}, _class(_index(config.model))
+    sample = "clip" if cls and is_video(cls) else sample
+    if not keys and cls and _begins(cls):
+        keys = {"image"}
+    if "video" in keys and sample == "clip":
+        return "video-to-video"
+    return TASKS[sample][bool(keys - {"ip_adapter_image"})]
 
 
 def _has_template(model: str) -> bool:

@@ -18,7 +18,6 @@ class Policy(Protocol):
 
     weights: the trained weights. device: of its forwards; states: of recorded states.
     process: "flow", "vp", "tokens" or "masks". modality: "image", "video" or "text". unit: what `evaluations` counts.
-    fps: frames per second of clips; None for others.
     exact: the largest |log ratio| that rounding explains in fp32; None in half precision.
     evaluations: rows through a denoiser, or tokens through a language model, so far.
     """
@@ -29,9 +28,12 @@ class Policy(Protocol):
     process: str
     modality: str
     unit: str
-    fps: float | None
     exact: float | None
     evaluations: int
+
+    @property
+    def fps(self) -> float | None:
+        """Return the frames per second of clips; None for others."""
 
     @property
     def turns(self) -> Lockstep | None:

@@ -175,7 +175,7 @@ class Scoring:
         if outputs is not None:
             totals = self.weighted(scores.unflatten(0, (-1, self.group))).flatten()
             self._diversities.setdefault(max(self._diversities, default=0), []).extend(diversity(outputs, self.group))
-            self.extremes.add([batch[p].text for p in rows], outputs, scores, totals)
+            self.extremes.add([batch[p] for p in rows], outputs, scores, totals)
         return scores
 
     def score(self, batch: list[Prompt], rows: torch.Tensor, outputs: Outputs | None, group: int,

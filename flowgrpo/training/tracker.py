@@ -216,14 +216,23 @@ def identity(config: Config, resumed: bool) -> str:
 def show(accelerator: Accelerator, run: Path, step: int, *names: str) -> None:
     """Send samples of a run's snapshots to its tracker, after so many epochs.
 
-    names: `before` and `after`, the held-out prompts; `best` and `worst`, samples of the last epoch.
+    names: `before` and `after`, the held-out prompts; `best` and `worst`, samples of the last epoch. What the prompts
+    bring is sent as `source`, `best_source` and `worst_source`.
     """
     for name in names if accelerator.trackers else ():
         last = name in ("best", "worst")
         content = read_object(run / snapshots.FOLDER / f"{'last' if last else name}.json", snapshots.MEND)
-        if samples := [(caption(card), snapshots.content(card)) for card in content[name if last else "cards"]]:
-            for tracker in accelerator.trackers:
-                tracker.show(name, samples, step)
+        cards = content[name if last else "cards"]
+        for key, samples in ((f"{name}_source" if last else "source", _brought(cards)),
+                             (name, [(caption(card), snapshots.content(card)) for card in cards])):
+            for tracker in accelerator.trackers if samples else ():
+                tracker.show(key, samples, step)
+
+
+def _brought(cards: list[dict[str, Any]]) -> Samples:
+    """Return what the prompts of samples bring, with captions: their prompt and its name."""
+    return [(f"{card['prompt']} ({source['name']})", snapshots.content(source))
+            for card in cards for source in card.get("sources", ())]
 
 
 def alert(accelerator: Accelerator, symptom: Symptom, epoch: int) -> None:

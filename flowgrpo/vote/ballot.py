@@ -27,12 +27,16 @@ CHOICES = ("left", "right", "tie", "skip")
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two pictures or clips of a prompt, A and B; category: of the prompt, if it has one."""
+    """Two pictures or clips of a prompt, A and B.
+
+    category: of the prompt, if it has one. sources: files of pictures that the prompt brings.
+    """
 
     prompt: str
     a: Path
     b: Path
     category: str | None = None
+    sources: tuple[Path, ...] = ()
 
     @property
     def key(self) -> tuple[str, frozenset[Path]]:
@@ -93,6 +97,7 @@ class Ballot:
 
     def _shown(self, number: int) -> dict[str, Any]:
         return {"id": number, "prompt": self.comparisons[number].prompt,
+                "sources": len(self.comparisons[number].sources),
                 "video": {side: self.file(number, side, ".mp4") is not None for side in ("left", "right")}}
 
     def file(self, number: int, side: str, ending: str = "") -> Path | None:
@@ -102,6 +107,11 @@ class Ballot:
         if ending:
             path = path.with_suffix(ending) if path.suffix == ".webp" else Path()
         return path if path.is_file() else None
+
+    def source(self, number: int, place: int) -> Path | None:
+        """Return the file of a picture that a pair's prompt brings; None if there is none."""
+        files = self.comparisons[number].sources
+        return files[place] if place < len(files) and files[place].is_file() else None
 
     def vote(self, number: int, choice: str) -> None:
         """Keep a verdict of CHOICES, in place of an earlier one on the same pair; a skipped pair has none.

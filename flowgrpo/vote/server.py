@@ -1,12 +1,14 @@
 """Web page of `flowgrpo compare vote`, for browsers of this machine: pairs side by side, and keys to vote.
 
 All addresses begin with a token: /TOKEN/ is the page, /TOKEN/state the present pair, /TOKEN/12/left the picture on a
-side of pair 12, /TOKEN/12/left.mp4 its video. POST /TOKEN/vote takes {"pair": 12, "choice": "left"}, /TOKEN/undo {}.
+side of pair 12, /TOKEN/12/left.mp4 its video, /TOKEN/12/source/0 the first picture that its prompt brings.
+POST /TOKEN/vote takes {"pair": 12, "choice": "left"}, /TOKEN/undo {}.
 """
 
 from __future__ import annotations
 
 import hmac
+import io
 import json
 import re
 import secrets
@@ -15,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo import loopback
+from flowgrpo.data.pictures import read_picture
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation.pages.sources import SHOWN
 from flowgrpo.loopback import Refused
 from flowgrpo.vote.ballot import CHOICES, Ballot, Changed
 
@@ -62,8 +67,24 @@ class Handler(loopback.Handler):
             self._state()
         elif match := re.fullmatch(r"(\d{1,9})/(left|right)(\.mp4)?", path):
             self._picture(int(match[1]), match[2], match[3] or "")
+        elif match := re.fullmatch(r"(\d{1,9})/source/(\d{1,3})", path):
+            self._source(int(match[1]), int(match[2]))
         else:
             raise Refused(404, "no such page")
+
+    def _source(self, number: int, place: int) -> None:
+        """Send a picture that a prompt brings, upright and at most SHOWN pixels long, as WebP: it may be of any format.
+        """
+        if number >= len(self.ballot.comparisons) or (file := self.ballot.source(number, place)) is None:
+            raise Refused(404, "no such picture")
+        try:
+            picture = read_picture(file)
+        except UserError as error:
+            raise Refused(404, str(error)) from None
+        picture.thumbnail((SHOWN, SHOWN))
+        content = io.BytesIO()
+        picture.save(content, "WEBP", quality=90)
+        self.send(content.getvalue(), "image/webp")
 
     def _picture(self, number: int, side: str, ending: str) -> None:
         if number >= len(self.ballot.comparisons):

@@ -63,8 +63,17 @@ def of_page(page: Path) -> tuple[list[Comparison], Sides]:
         raise UserError(f"{page} has {len(prompts)} prompts, but {len(columns[0])} and {len(columns[1])} images in "
                         f"{sides[0]} and {sides[1]}: sample it again")
     tasks = tasks if len(tasks) == len(prompts) else [None] * len(prompts)
-    return [Comparison(prompt, a, b, task) for prompt, a, b, task in zip(prompts, *columns, tasks)], \
-        (names[0], names[-1])
+    return [Comparison(prompt, a, b, task, brought) for prompt, a, b, task, brought
+            in zip(prompts, *columns, tasks, _brought(page, facts, len(prompts)))], (names[0], names[-1])
+
+
+def _brought(page: Path, facts: dict[str, Any], count: int) -> list[tuple[Path, ...]]:
+    """Return the files of what each of so many prompts brings; those outside of the page's folder are left out."""
+    listed, folder = facts.get("sources"), page.parent.resolve()
+    rows = [[page.parent / name for name in _texts(names)] for names in listed] if isinstance(listed, list) else []
+    kept = [tuple(file for file in row if file.suffix in ENDINGS and file.resolve().is_relative_to(folder))
+            for row in rows]
+    return kept if len(kept) == count else [()] * count
 
 
 def _texts(value: Any, *kinds: type) -> list[Any]:
@@ -113,7 +122,8 @@ def of_folders(a: Path, b: Path) -> tuple[list[Comparison], Sides]:
         if prompt.text != of_other.text:
             raise UserError(f"{one} was generated for {prompt.text[:60]!r}, and {other} for {of_other.text[:60]!r}: "
                             "expected the same prompt under the same name")
-        comparisons.append(Comparison(prompt.text, one, other, prompt.metadata.get("task")))
+        brought = tuple(Path(path) for key, path in prompt.inputs.paths() if key != "video")
+        comparisons.append(Comparison(prompt.text, one, other, prompt.metadata.get("task"), brought))
     return comparisons, _names(a, b)
 
 

@@ -16,13 +16,18 @@ from safetensors.torch import save_file
 from flowgrpo.check.tiny import make
 from flowgrpo.config import load, validate
 from flowgrpo.data import sets
+from flowgrpo.data.inputs import Inputs
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.escaped import plain
 from flowgrpo.evaluation.calls import call_arguments, draw_one
 from flowgrpo.evaluation.measured import Measured
+from flowgrpo.evaluation.pages import sources
+from flowgrpo.evaluation.report import snapshots
 from flowgrpo.evaluation.report.snapshots import commit, data_url, write
 from flowgrpo.evaluation.table import compared
 from flowgrpo.export import export, model_card, usage
+from flowgrpo.policies.pipelines.frames import is_video
+from flowgrpo.policies.pipelines.prompt_inputs import PICTURES
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage.json_files import finite
 from tests.export.test_export import SUMMARY, make_run
@@ -113,12 +118,80 @@ def test_the_snippet_draws_what_sample_does_under_guidance(name, tmp_path):
     """Without a negative prompt SDXL takes zeros in its place, and Qwen-Image has no guidance."""
     run = make_run(tmp_path / "run", *make(name), eval={"steps": 2, "guidance": 4.0})
     config, here = load(run / "config.yaml"), {}
-    lines = usage.snippet(config, run, str(run), "a star").replace("image.save", "str")
-    exec(lines.replace("= pipe(", "= pipe(generator=torch.Generator().manual_seed(3), prompt="), here)
+    lines = usage.snippet(config, run, str(run), "a star").replace("picture.save", "str")
+    exec(lines.replace("= pipe(", "= pipe(generator=torch.Generator().manual_seed(3), "), here)
     ours = draw_one(here["pipe"], Prompt("a star"), 3, call_arguments(config.model, run))
     assert ours.std() > 0
-    theirs = torch.from_numpy(np.array(here["image"])).permute(2, 0, 1)
+    theirs = torch.from_numpy(np.array(here["picture"])).permute(2, 0, 1)
     assert torch.equal((ours * 255).round().to(torch.uint8), theirs)
+
+
+SMALL = {"height": 16, "width": 16}
+BROUGHT = {  # by pipeline: what a prompt brings, further arguments of the call, and the hub's task
+    "FluxKontextPipeline": (["image"], {"max_area": 256, "_auto_resize": False}, "image-to-image"),
+    "FluxFillPipeline": (["image", "mask_image"], {}, "image-to-image"),
+    "StableDiffusionInpaintPipeline": (["image", "mask_image"], {}, "image-to-image"),
+    "StableDiffusionXLControlNetPipeline": (["control_image"], {}, "image-to-image"),
+    "WanImageToVideoPipeline": (["image"], {"num_frames": 5}, "image-to-video"),
+    "WanImageToVideoPipeline (first and last frame)": (["image", "last_image"], {"num_frames": 5}, "image-to-video"),
+    "WanVideoToVideoPipeline": (["video"], {"num_frames": 5}, "video-to-video"),
+    "LatentConsistencyModelPipeline": ([], {}, "text-to-image"),
+    "WanPipeline": ([], {"num_frames": 5}, "text-to-video")}
+
+
+@pytest.mark.parametrize("name", BROUGHT)
+def test_the_card_of_a_run_with_sources_runs_and_draws_what_sample_does(name, tmp_path, monkeypatch):
+    keys, further, task = BROUGHT[name]
+    pipe, given = make(name)
+    call = {key: value for key, value in given.items() if key not in PICTURES} | SMALL | further
+    if name == "StableDiffusionXLControlNetPipeline":
+        call["controlnet_conditioning_scale"] = 1.0
+    run = make_run(tmp_path / "run", pipe, call, eval={"steps": 2, "guidance": 2.0})
+    prompt = Prompt("make it red", inputs=brings(tmp_path, keys))
+    clip = is_video(type(pipe))
+    shown = Measured([prompt], {"bright": [0.5]}, torch.rand(1, *[5] * clip, 3, 8, 8))
+    for stage in ("before", "after"):
+        snapshots.stage(run, stage, 0, shown)
+    sources.save(run / "source", [prompt], 5)
+    monkeypatch.chdir(tmp_path)
+    card = ModelCard(export.card(run, None).read_text())
+    assert card.data.pipeline_tag == task
+    widget = card.data.to_dict()["widget"][0]
+    assert ("src" in widget) == bool(keys) and all((run / file).is_file() for file in [widget.get("src", "README.md")])
+    assert "| prompt | source | before | after |" in card.text or not keys
+    here: dict = {}
+    lines = code(card.text).replace("= pipe(", "= pipe(generator=torch.Generator().manual_seed(3), output_type='pt', ")
+    exec(re.sub(r"(?m)^(picture\.save|export_to_video).*$", "", lines), here)
+    config = load(run / "config.yaml")
+    ours = draw_one(here["pipe"], prompt, 3, call_arguments(config.model, run))
+    theirs = here["frames" if clip else "picture"]
+    torch.testing.assert_close(theirs.float().cpu(), ours, rtol=0, atol=1e-5)
+    if name.startswith("Wan"):
+        exec(code(card.text), {})  # as printed
+        assert "fps=16" in card.text and (tmp_path / "clip.mp4").is_file()
+
+
+def test_the_snippet_gives_several_sources_as_a_list_of_files_of_the_hub(tmp_path):
+    make("Flux2Pipeline")[0].save_config(tmp_path)
+    config = validate({"model": str(tmp_path), "reward": "sharpness", "eval": {"steps": 2}})
+    told = usage.snippet(config, tmp_path, "me/run", "p", [("image", "images/a.png"), ("image", "images/b.png")])
+    assert "image = load_image(hf_hub_download('me/run', 'images/a.png'))" in told
+    assert "pipe(prompt='p', image=[image, image_2], " in told and usage.task(config, "image", ()) == "image-to-image"
+    compile(told, "snippet", "exec")
+
+
+def brings(folder, keys) -> Inputs:
+    """Pictures of noise of 64 x 64, the frames of a video among them."""
+    rng, files = np.random.default_rng(0), []
+    for number in range(8):
+        files.append(str(folder / f"{number}.png"))
+        Image.fromarray(rng.integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(files[-1])
+    if "video" in keys:
+        frames = [Image.open(file) for file in files]
+        frames[0].save(folder / "clip.webp", save_all=True, append_images=frames[1:], lossless=True)
+        return Inputs(video=str(folder / "clip.webp"))
+    images = tuple(files[:keys.count("image")])
+    return Inputs(images, **{key: files[-1] for key in keys if key != "image"})
 
 
 @pytest.mark.parametrize("rank", [2, 0])

@@ -188,7 +188,7 @@ def test_its_own_page_is_answered_and_tells_no_side(ballot):
         assert status == 200 and b"[[NONCE]]" not in text and b"http" not in text
         status, state = ask("vote", {"pair": 0, "choice": "left"}, Host="localhost:9", Origin="http://localhost:9")
         assert status == 200 and state["done"] == 1
-        assert set(state["pair"]) == {"id", "prompt", "video"} and state["summary"] is None
+        assert set(state["pair"]) == {"id", "prompt", "sources", "video"} and state["summary"] is None
 
 
 def test_pairs_are_drawn_with_the_base_and_a_lora(tmp_path, monkeypatch, capsys):
@@ -232,6 +232,26 @@ def test_a_page_of_pictures_names_its_columns_and_tasks(tmp_path):
     (tmp_path / "grid" / "0-base" / "000.png").unlink()
     with pytest.raises(UserError, match="grid.png has 6 prompts, but 5 and 6 images in"):
         pairs([file])
+
+
+def test_the_sources_of_edits_stand_above_their_pairs(tmp_path):
+    """Two prompts of one text; a file outside of the page's folder is not shown."""
+    for name, shade in (("a", 40), ("b", 220)):
+        Image.new("RGB", (900, 600), (shade,) * 3).save(tmp_path / f"{name}.png")
+    prompts = [Prompt("make it red", image=str(tmp_path / f"{name}.png")) for name in "ab"]
+    base = after = torch.rand(2, 3, 8, 8)
+    file = tmp_path / "grid.png"
+    kept = singles.save_columns(file, ("base", "tuned"), [base, after])
+    brought = singles.save_sources(file, prompts, base)
+    assert brought == [["grid/source/000-image.png"], ["grid/source/001-image.png"]]
+    measured = Measured(prompts, {}, base)
+    draw_pairs(file, measured, measured, ("base", "tuned"),
+               picture_files.facts(tmp_path, ("base", "tuned"), prompts, kept, [["../x.png", *brought[0]], brought[1]]))
+    listed, names = pairs([file])
+    assert [[source.name for source in each.sources] for each in listed] == [["000-image.png"], ["001-image.png"]]
+    ballot = Ballot(listed, names, tmp_path / "pairs.jsonl")
+    assert ballot.state()["pair"]["sources"] == 1 and ballot.source(0, 1) is None
+    assert Image.open(ballot.source(1, 0)).getpixel((0, 0)) == (220, 220, 220)
 
 
 def test_a_finished_run_holds_its_pairs(tmp_path):

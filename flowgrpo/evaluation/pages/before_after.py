@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +17,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import Measured, evenly, spread
+from flowgrpo.evaluation.pages import sources
 from flowgrpo.evaluation.pages.grid import Row, Summary, draw_grid
 from flowgrpo.evaluation.statistics import interval, method_of
 
@@ -41,8 +43,9 @@ def draw_pairs(path: Path, base: Measured, after: Measured, names: tuple[str, st
                facts: Mapping[str, str] | None = None) -> None:
     """Write the grid page: base and tuned pictures of the same prompts and seeds, with their scores, and the means of
     all measured prompts. facts: text chunks of the PNG."""
-    rows = [Row(text, [old, new], [was, now]) for (text, old, was), (_, new, now) in zip(cards(base), cards(after))]
-    draw_grid(path, names, rows, means_of([arrays(base), arrays(after)]), facts, after.fps)
+    pairs = [replace(old, images=[*old.images, *new.images], scores=[*old.scores, *new.scores])
+             for old, new in zip(rows(base), rows(after))]
+    draw_grid(path, names, pairs, means_of([arrays(base), arrays(after)]), facts, after.fps)
 
 
 def means_of(columns: Sequence[Mapping[str, np.ndarray]]) -> Summary | None:
@@ -61,12 +64,18 @@ def arrays(measured: Measured) -> dict[str, np.ndarray]:
     return {name: np.array(values).reshape(prompts, -1) for name, values in measured.scores.items()}
 
 
-def cards(measured: Measured) -> list[tuple[str, torch.Tensor, dict[str, float]]]:
-    """Return prompt, picture and scores of each kept picture."""
+def rows(measured: Measured) -> list[Row]:
+    """Return a row of one column for each kept picture."""
     count = len({id(prompt) for prompt in measured.prompts})
     samples, places = len(measured.prompts) // count, evenly(count, len(measured.pictures))
-    return [(prompt.text, picture, {name: values[i * samples] for name, values in measured.scores.items()})
+    return [Row(prompt.text, [picture], [{name: values[i * samples] for name, values in measured.scores.items()}],
+                sources.of(prompt, frames_of(picture)))
             for i, prompt, picture in zip(places, shown_prompts(measured), measured.pictures)]
+
+
+def frames_of(picture: torch.Tensor | str) -> int | None:
+    """Return the number of frames of a clip [F, 3, H, W]; None for others."""
+    return len(picture) if not isinstance(picture, str) and picture.ndim == 4 else None
 
 
 def shown_prompts(measured: Measured) -> list[Prompt]:

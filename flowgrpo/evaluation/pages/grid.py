@@ -21,6 +21,7 @@ from flowgrpo.evaluation.nouns import counted
 from flowgrpo.evaluation.numbers import bounds, decimals, fixed
 from flowgrpo.evaluation.pages.clips import animate, as_image, moving, seconds_of, still
 from flowgrpo.evaluation.pages.fonts import WORDS, Font
+from flowgrpo.evaluation.pages.sources import Source
 from flowgrpo.storage import atomic
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from flowgrpo.evaluation.statistics import Interval
 
 SMALLEST, LARGEST = 160, 256  # longer side of a picture on the page, in pixels
+SEVERAL = 127  # longer side of one of several sources
 FRAME_SMALLEST, FRAME_LARGEST, FRAMES, BETWEEN_FRAMES = 80, 160, 5, 2  # of a clip's frames, side by side
 LINES = 14  # of a text
 MARGIN, BETWEEN_CARDS, BETWEEN_PICTURES = 28, 36, 14
@@ -41,11 +43,15 @@ HEADING, CAPTION, SCORE = Font(16), Font(13), Font(12)
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt: one picture ([3, H, W] in [0, 1]), clip ([F, 3, H, W]) or text per column, with its scores."""
+    """One prompt: one picture ([3, H, W] in [0, 1]), clip ([F, 3, H, W]) or text per column, with its scores.
+
+    sources: pictures that the prompt brings, which stand left of the columns.
+    """
 
     caption: str
     images: Sequence[torch.Tensor | str]
     scores: Sequence[dict[str, float]]
+    sources: Sequence[Source] = ()
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Summary:
 def draw_grid(path: str | Path, columns: Sequence[str], rows: Sequence[Row], summary: Summary | None = None,
               facts: Mapping[str, str] | None = None, fps: float | None = None) -> Path:
     """Write a PNG with a card per row, several cards side by side, and the columns' names above the pictures. With
-    clips, also write an animated WebP and an mp4 of the same name.
+    clips, also write an animated WebP and an mp4 of the same name. The sources of prompts stand left of the columns.
 
     A score is green with a triangle up if above that of the row's first picture, red with one down if below; NaN is
     printed as n/a. summary: printed at the end. facts: text chunks of the PNG. fps: frames per second of clips.
@@ -76,7 +82,8 @@ def draw_grid(path: str | Path, columns: Sequence[str], rows: Sequence[Row], sum
     with atomic.replacing(path) as file:
         _drawn(columns, rows, summary).save(file, format="PNG", pnginfo=chunks)
     if moments := moving([image for row in rows for image in row.images]):
-        stills = ([replace(row, images=[_still(image, at) for image in row.images]) for row in rows] for at in moments)
+        stills = ([replace(row, images=[_still(image, at) for image in row.images], sources=[
+            Source(name, still(picture, at)) for name, picture in row.sources]) for row in rows] for at in moments)
         seconds = seconds_of(max(len(image) for row in rows for image in row.images), fps)
         animate(path.with_suffix(".webp"), [_drawn(columns, at, summary) for at in stills], seconds)
     return path
@@ -103,10 +110,13 @@ def shown(value: float, digits: int) -> str:
 def _drawn(columns: Sequence[str], rows: Sequence[Row], summary: Summary | None) -> Image.Image:
     pictures = [[_tile(image) for image in row.images] for row in rows]
     cell = tuple(max(picture.size[axis] for line in pictures for picture in line) for axis in (0, 1))
-    cell, digits = (max(cell[0], SMALLEST), cell[1]), digits_of(rows)
-    cards = [_card(row, line, cell, digits) for row, line in zip(rows, pictures)]
-    end = _summary(summary, columns, cell[0], cards[0].width, digits) if summary else None
-    return _page(cards, columns if any(columns) else (), cell, end)
+    beside = [_beside(row.sources) if row.sources else None for row in rows]
+    lead = max((tile.width + BETWEEN_PICTURES for tile in beside if tile), default=0)
+    tallest = max([cell[1], *(tile.height for tile in beside if tile)])
+    cell, digits = (max(cell[0], SMALLEST), tallest), digits_of(rows)
+    cards = [_card(row, line, cell, digits, tile, lead) for row, line, tile in zip(rows, pictures, beside)]
+    end = _summary(summary, columns, cell[0], cards[0].width, digits, lead) if summary else None
+    return _page(cards, columns if any(columns) else (), cell, end, lead)
 
 
 def _still(image: torch.Tensor | str, moment: float) -> torch.Tensor:
@@ -161,8 +171,30 @@ def _strip(clip: torch.Tensor) -> Image.Image:
     return strip
 
 
-def _card(row: Row, pictures: Sequence[Image.Image], cell: tuple[int, int], digits: Mapping[str, int]) -> Image.Image:
-    width = len(pictures) * (cell[0] + BETWEEN_PICTURES) - BETWEEN_PICTURES
+def _beside(sources: Sequence[Source]) -> Image.Image:
+    """Return the sources of a prompt as one picture: several are smaller, two in a line, each above its name."""
+    tiles = [_tile(picture) for _, picture in sources]
+    if len(tiles) == 1:
+        return tiles[0]
+    for tile in tiles:
+        tile.thumbnail((SEVERAL, SEVERAL))
+    lines = [range(first, min(first + 2, len(tiles))) for first in range(0, len(tiles), 2)]
+    heights = [max(tiles[place].height for place in line) + SCORE.height + 2 for line in lines]
+    page = Image.new("RGB", (2 * SEVERAL + BETWEEN_FRAMES, sum(heights)), PAPER)
+    pen, top = ImageDraw.Draw(page), 0
+    for line, height in zip(lines, heights):
+        for column, place in enumerate(line):
+            left = column * (SEVERAL + BETWEEN_FRAMES)
+            page.paste(tiles[place], (left, top))
+            SCORE.draw(pen, (left, top + height - SCORE.height), _shorten(sources[place].name, SCORE, SEVERAL), FAINT)
+        top += height
+    return page
+
+
+def _card(row: Row, pictures: Sequence[Image.Image], cell: tuple[int, int], digits: Mapping[str, int],
+          beside: Image.Image | None = None, lead: int = 0) -> Image.Image:
+    """Return the card of a row. beside: its sources; lead: the width in which they stand."""
+    width = lead + len(pictures) * (cell[0] + BETWEEN_PICTURES) - BETWEEN_PICTURES
     caption = _wrap(row.caption, CAPTION, width)
     told, lines = len(caption) * CAPTION.height, max(len(scores) for scores in row.scores)
     above = told + 6 if any(isinstance(image, str) for image in row.images) else 0
@@ -170,8 +202,10 @@ def _card(row: Row, pictures: Sequence[Image.Image], cell: tuple[int, int], digi
     under = below + lines * SCORE.height + (6 if lines else 0)
     card = Image.new("RGB", (width, under + (0 if above else told)), PAPER)
     pen = ImageDraw.Draw(card)
+    if beside is not None:
+        card.paste(beside, (0, above + (0 if above else (cell[1] - beside.height) // 2)))
     for column, (picture, scores) in enumerate(zip(pictures, row.scores)):
-        left = column * (cell[0] + BETWEEN_PICTURES)
+        left = lead + column * (cell[0] + BETWEEN_PICTURES)
         corner = left + (cell[0] - picture.width) // 2, above + (0 if above else (cell[1] - picture.height) // 2)
         card.paste(picture, corner)
         pen.rectangle((*corner, corner[0] + picture.width - 1, corner[1] + picture.height - 1), outline=FRAME)
@@ -196,17 +230,17 @@ def _score(pen: ImageDraw.ImageDraw, at: tuple[int, int], width: int, name: str,
         pen.polygon([(x - 4, y + 3 * change), (x + 4, y + 3 * change), (x, y - 4 * change)], fill=colour)
 
 
-def _summary(summary: Summary, columns: Sequence[str], width: int, total: int, digits: Mapping[str, int]
-             ) -> Image.Image:
-    """Draw the columns' means, each above its interval, below a rule."""
+def _summary(summary: Summary, columns: Sequence[str], width: int, total: int, digits: Mapping[str, int],
+             lead: int = 0) -> Image.Image:
+    """Draw the columns' means, each above its interval, below a rule. lead: width left of the columns."""
     top, line = 10 + HEADING.height + CAPTION.height, 2 * SCORE.height
     card = Image.new("RGB", (total, top + line * len(summary.columns[0])), PAPER)
     pen = ImageDraw.Draw(card)
     pen.line((0, 0, total, 0), fill=FRAME)
     CAPTION.draw(pen, (0, 8), _shorten(summary.label, CAPTION, total), INK)
-    _headings(pen, (0, 8 + CAPTION.height), columns, width)
+    _headings(pen, (lead, 8 + CAPTION.height), columns, width)
     for column, means in enumerate(summary.columns):
-        left = column * (width + BETWEEN_PICTURES)
+        left = lead + column * (width + BETWEEN_PICTURES)
         for place, (name, of) in enumerate(means.items()):
             first, at = summary.columns[0][name].mean, top + place * line
             _score(pen, (left, at), width, name, of.mean, first, digits[name])
@@ -215,8 +249,8 @@ def _summary(summary: Summary, columns: Sequence[str], width: int, total: int, d
     return card
 
 
-def _page(cards: Sequence[Image.Image], columns: Sequence[str], cell: tuple[int, int], end: Image.Image | None
-          ) -> Image.Image:
+def _page(cards: Sequence[Image.Image], columns: Sequence[str], cell: tuple[int, int], end: Image.Image | None,
+          lead: int = 0) -> Image.Image:
     table = len(columns) > BESIDE
     across = 1 if table else min(range(1, len(cards) + 1), key=lambda n: _misfit(cards, n))
     lines = [cards[start:start + across] for start in range(0, len(cards), across)]
@@ -231,7 +265,9 @@ def _page(cards: Sequence[Image.Image], columns: Sequence[str], cell: tuple[int,
         if number in headed:
             for place in range(across):
                 left = MARGIN + place * (cards[0].width + BETWEEN_CARDS)
-                _headings(ImageDraw.Draw(page), (left, top), columns, cell[0])
+                if lead:
+                    _headings(ImageDraw.Draw(page), (left, top), ["source"], lead)
+                _headings(ImageDraw.Draw(page), (left + lead, top), columns, cell[0])
             top += head
         for place, card in enumerate(line):
             page.paste(card, (MARGIN + place * (card.width + BETWEEN_CARDS), top))

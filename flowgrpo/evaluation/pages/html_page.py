@@ -50,6 +50,7 @@ td {{ vertical-align: top; padding: 0 14px 8px 0; min-width: min(11em, 40vw); }}
 img, video {{ display: block; border: 1px solid var(--line); border-radius: 4px; image-rendering: {rendering}; }}
 p {{ white-space: pre-wrap; overflow-wrap: anywhere; min-width: 8em; max-width: 40em; margin: 0; padding: 6px 8px;
   background: var(--card); border: 1px solid var(--line); border-radius: 4px; }}
+figure {{ margin: 0 0 6px; }} figcaption {{ color: var(--faint); font-size: 13px; }}
 dl {{ display: grid; grid-template-columns: 1fr auto; margin: 4px 0 0; font-size: 13px; gap: 0 8px; }}
 dt {{ color: var(--faint); overflow-wrap: break-word; min-width: 0; }}
 dd {{ margin: 0; text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }}
@@ -73,12 +74,14 @@ def write_page(path: str | Path, title: str, columns: Sequence[str], rows: Seque
     summary: the last row. fps: frames per second of clips.
     """
     path = Path(path)
-    heads = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in columns)
+    sourced = any(row.sources for row in rows)
+    heads = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in (["source"] * sourced + [*columns]))
     small = all(isinstance(image, str) or max(image.shape[-2:]) < grid.SMALLEST
                 for row in rows for image in row.images)
     digits = grid.digits_of(rows)
     text = HEAD.format(title=html.escape(title), columns=heads, rendering="pixelated" if small else "auto")
-    lines = [*(_row(row, digits, fps) for row in rows), *([_means(summary, digits)] if summary else [])]
+    lines = [*(_row(row, digits, fps, sourced) for row in rows),
+             *([_means(summary, digits, sourced)] if summary else [])]
     atomic.write_text(path, text + "".join(lines) + "</tbody></table>\n</main></body></html>\n")
     return path
 
@@ -113,19 +116,22 @@ def _scored(text: torch.Tensor | str, scores: dict[str, float], digits: Mapping[
     return f"{cell(text)}<br>{cell(listed)}" if listed else cell(text)
 
 
-def _row(row: grid.Row, digits: Mapping[str, int], fps: float | None) -> str:
+def _row(row: grid.Row, digits: Mapping[str, int], fps: float | None, sourced: bool) -> str:
     cells = "".join(f"<td>{_image(image, fps)}{_scores(scores, row.scores[0], digits)}</td>"
                     for image, scores in zip(row.images, row.scores))
-    return _prompt(row.caption, len(row.images)) + f"<tr>{cells}</tr>\n"
+    beside = "".join(f"<figure>{_image(picture, fps)}<figcaption>{html.escape(name)}</figcaption></figure>"
+                     for name, picture in row.sources)
+    cells = f"<td>{beside}</td>{cells}" if sourced else cells
+    return _prompt(row.caption, len(row.images) + sourced) + f"<tr>{cells}</tr>\n"
 
 
 def _prompt(text: str, columns: int) -> str:
     return f'<tr class="prompt"><th scope="row" colspan="{columns}"><span>{html.escape(text)}</span></th></tr>'
 
 
-def _means(summary: grid.Summary, digits: Mapping[str, int]) -> str:
+def _means(summary: grid.Summary, digits: Mapping[str, int], sourced: bool) -> str:
     """Return the last row: the columns' means with intervals."""
-    cells = []
+    cells = ["<td></td>"] * sourced
     for means in summary.columns:
         lines = (_line(name, of.mean, summary.columns[0][name].mean, digits[name],
                        f"<small>{bounds(of.low, of.high, digits[name])}</small>") for name, of in means.items())
@@ -149,7 +155,10 @@ def _image(image: torch.Tensor | str, fps: float | None) -> str:
     if video is None:
         return still
     source = f'<source type="{mp4.TYPE}" src="{_data_url(mp4.TYPE, video)}">'
-    return f'<video {size} autoplay loop muted playsinline>{source}{still}</video>'
+    first = io.BytesIO()
+    frames[0].save(first, format="WEBP", quality=80)
+    poster = _data_url("image/webp", first.getvalue())
+    return f'<video {size} poster="{poster}" autoplay loop muted playsinline>{source}{still}</video>'
 
 
 def _data_url(kind: str, content: bytes) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.evaluation.pages import sources
 from flowgrpo.evaluation.pages.clips import as_image, save_clip
 from flowgrpo.storage import atomic
 
@@ -30,6 +32,16 @@ def save(folder: Path, samples: Sequence[torch.Tensor] | torch.Tensor, fps: floa
         else:
             with atomic.replacing(folder / f"{number:03d}.png") as file:
                 as_image(sample).save(file, format="PNG")
+
+
+def save_sources(place: Path, prompts: Sequence[Prompt], samples: Sequence[torch.Tensor | str] | torch.Tensor
+                 ) -> list[list[str]]:
+    """Write what the prompts of a page bring into the folder `source` of a run, or below the name of a page; return the
+    files of each prompt, relative to the page. samples: the page's, whose number of frames a source video has."""
+    root, folder = (place, sources.FOLDER) if place.is_dir() else (place.parent, f"{place.stem}/{sources.FOLDER}")
+    clips = [len(sample) for sample in samples[:1] if not isinstance(sample, str) and sample.ndim == 4]
+    written = sources.save(root / folder, prompts, clips[0] if clips else None)
+    return [[f"{folder}/{name}" for name in files] for files in written]
 
 
 def save_columns(page: Path, names: Sequence[str], columns: Sequence[Sequence[Any]], fps: float | None = None

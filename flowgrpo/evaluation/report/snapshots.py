@@ -2,7 +2,8 @@
 
     machine.json                                hardware and versions
     ranges.json                                 lowest and highest score of each reward, where they are known
-    before.json, epoch-00020.json, after.json   the same held-out prompts and seeds at these times: a stage each
+    before.json, epoch-00020.json, after.json   the same held-out prompts and seeds at these times: a stage each; the
+                                                first has what the prompts bring, too
     last.json                                   the best and worst samples of the last epoch, and the first-ratio check
 
 Pictures are stored in them as data URLs, encoded once, so a report only reads these files.
@@ -25,8 +26,10 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image, ImageSequence
 
+from flowgrpo.data.prompts import Prompt
 from flowgrpo.evaluation.pages import mp4
 from flowgrpo.evaluation.pages.clips import as_image, durations, moving, seconds_of, still
+from flowgrpo.evaluation.pages.sources import Source, of
 from flowgrpo.packages import version
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import finite, read_object
@@ -71,24 +74,25 @@ class Video:
 class Extremes:
     """Best and worst samples of an epoch, at most EXTREMES each and one per prompt, updated as samples come.
 
-    names: the rewards. A sample is (total, prompt, scores [R], output).
+    names: the rewards. A sample is (total, prompt, scores [R], output). Prompts of one text with other files differ.
     """
 
     names: Sequence[str]
     best: list[tuple] = field(default_factory=list)
     worst: list[tuple] = field(default_factory=list)
 
-    def add(self, prompts: Sequence[str], outputs: torch.Tensor | Sequence[str], scores: torch.Tensor,
+    def add(self, prompts: Sequence[Prompt], outputs: torch.Tensor | Sequence[str], scores: torch.Tensor,
             totals: torch.Tensor) -> None:
         """Add b samples: their prompts and outputs, scores [b,R], and the totals [b] that order them.
 
         Skips a sample to which no reward applies, and one that lacks a score that others of its prompt have.
         """
-        rows: dict[str, list[int]] = {}
+        rows: dict[Any, list[int]] = {}
         for i, prompt in enumerate(prompts):
-            rows.setdefault(prompt, []).append(i)
+            rows.setdefault(_identity(prompt), []).append(i)
         sums, known = totals.tolist(), ~scores.isnan()
-        for prompt, indices in rows.items():
+        for indices in rows.values():
+            prompt = prompts[indices[0]]
             needed = known[indices].any(0)
             indices = [i for i in indices if needed.any() and (known[i] == needed).all()]
             if not indices:
@@ -99,7 +103,8 @@ class Extremes:
 
     def as_json(self, fps: float | None = None) -> dict[str, list[dict[str, Any]]]:
         """Return both lists for JSON, the most extreme sample first. fps: frames per second of clips."""
-        return {side: [{"prompt": prompt, "scores": finite(dict(zip(self.names, scores))), **shown(output, fps)}
+        return {side: [{"prompt": prompt.text, "scores": finite(dict(zip(self.names, scores))), **shown(output, fps),
+                        **brought(of(prompt, len(output) if getattr(output, "ndim", 0) == 4 else None), fps)}
                        for _, prompt, scores, output in kept]
                 for side, kept in (("best", self.best), ("worst", self.worst))}
 
@@ -107,14 +112,19 @@ class Extremes:
 def _insert(kept: list[tuple], sign: int, sample: tuple) -> None:
     """Keep the sample if it is among the most extreme, replacing a lesser one of the same prompt."""
     total, prompt, scores, output = sample
-    same = [other for other in kept if other[1] == prompt]
+    same = [other for other in kept if _identity(other[1]) == _identity(prompt)]
     if any(sign * other[0] >= sign * total for other in same):
         return
     if not same and len(kept) == EXTREMES and sign * kept[-1][0] >= sign * total:
         return
     copied = output if isinstance(output, str) else output.clone()  # a view would keep its whole batch alive
-    kept[:] = sorted([*(other for other in kept if other[1] != prompt), (total, prompt, scores, copied)],
+    others = [other for other in kept if _identity(other[1]) != _identity(prompt)]
+    kept[:] = sorted([*others, (total, prompt, scores, copied)],
                      key=lambda other: -sign * other[0])[:EXTREMES]
+
+
+def _identity(prompt: Prompt) -> tuple[str, Any]:
+    return prompt.text, prompt.inputs
 
 
 def shown(output: torch.Tensor | str, fps: float | None = None) -> dict[str, str]:
@@ -125,6 +135,11 @@ def shown(output: torch.Tensor | str, fps: float | None = None) -> dict[str, str
         return {"text": output} | ({} if picture is None else {"picture": data_url(picture)})
     video = video_url(output, fps) if output.ndim == 4 else None
     return {"picture": data_url(output, fps)} | ({"video": video} if video else {})
+
+
+def brought(sources: Sequence[Source], fps: float | None = None) -> dict[str, list[dict[str, str]]]:
+    """Return the sources of a prompt for JSON, each as `shown` with its name; empty without any."""
+    return {"sources": [{"name": name, **shown(picture, fps)} for name, picture in sources]} if sources else {}
 
 
 def data_url(output: torch.Tensor, fps: float | None = None) -> str:
@@ -219,10 +234,10 @@ def commit() -> dict[str, str]:
 
 def stage(run: Path, name: str, epoch: int, measured: Measured) -> None:
     """Keep a measurement on the held-out prompts after so many epochs, as the stage of that name."""
-    from flowgrpo.evaluation.pages.before_after import cards
+    from flowgrpo.evaluation.pages.before_after import rows
 
-    pictures = [{"prompt": text, "scores": finite(scores), **shown(picture, measured.fps)}
-                for text, picture, scores in cards(measured)]
+    pictures = [{"prompt": row.caption, "scores": finite(row.scores[0]), **shown(row.images[0], measured.fps),
+                 **(brought(row.sources, measured.fps) if name == "before" else {})} for row in rows(measured)]
     write(run / FOLDER / f"{name}.json", {"name": name, "epoch": epoch, "scores": finite(measured.scores),
                                           "cards": pictures})
 

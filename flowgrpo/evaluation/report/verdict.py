@@ -10,7 +10,7 @@ import numpy as np
 
 from flowgrpo.config.schema import Config
 from flowgrpo.data import sets
-from flowgrpo.evaluation.nouns import named
+from flowgrpo.evaluation.nouns import counted, named
 from flowgrpo.evaluation.numbers import bounds, decimals, fixed
 from flowgrpo.evaluation.report import symptoms
 from flowgrpo.evaluation.statistics import LEAST, Interval, change, interval, method_of
@@ -105,8 +105,8 @@ def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[
                     config.trained.items()])
     line = lines[-1] if lines else {"epoch": 0, "evaluations": 0, "seconds": 0.0}
     toned = [("plain", f"{config.model} {'was' if finished else 'is being'} aligned to {goal} with {config.method}: "
-                       f"{line['epoch']} of {config.train.epochs} epochs, {line['evaluations']:,} {nouns.unit}, "
-                       f"{_duration(line['seconds'])} of training.")]
+                       f"{line['epoch']} of {counted(config.train.epochs, 'epoch')}, "
+                       f"{line['evaluations']:,} {nouns.unit}, {_duration(line['seconds'])} of training.")]
     toned += [("warn", f"{sets.caution(config.prompts)}.")] if config.train_on_test_set else []
     toned += [("plain", f"{kept[0].upper()}{kept[1:]}.")] if kept else []
     if any(each.known for each in reward_changes) and lines:

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.conditioning import Conditioning, digest, gathered
+from flowgrpo.policies.pipelines.frames import is_video, rate_of
 from flowgrpo.policies.pipelines.load import denoisers, timed
 from flowgrpo.policies.weights.cpu import FUSED, plain
 from flowgrpo.policies.weights.memory_options import Encoders
@@ -43,12 +44,14 @@ class PipelineCall:
     """Diffusers pipeline that is called for tasks, or, without one, with its own scheduler.
 
     call: arguments of every call; device, dtype: of the arithmetic; trained: names of modules whose weights change, so
-    that their answers are not kept; skipped: called with the rows of every evaluation that an idle step omitted.
+    that their answers are not kept; skipped: called with the rows of every evaluation that an idle step omitted. fps:
+    frames per second of clips; None: the model's own.
     """
 
     def __init__(self, pipe: Any, call: dict[str, Any], device: torch.device, dtype: torch.dtype,
-                 trained: Collection[str], skipped: Callable[[int], None]):
+                 trained: Collection[str], skipped: Callable[[int], None], fps: float | None = None):
         self.pipe, self.call, self.device, self.dtype = pipe, call, device, dtype
+        self.fps = rate_of(pipe, call, fps) if is_video(type(pipe)) else None
         self._call = inspect.unwrap(type(pipe).__call__)
         self._kinds = type(pipe), placed(type(pipe), device)
         guider = pipe.components.get("guider")  # guidance of some pipelines is a part of theirs

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from flowgrpo.config.sections import Load
 from flowgrpo.errors import UserError
 
 ARGUMENTS = ("fps", "frame_rate", "target_fps")  # of a pipeline's call: the rate that the model is told
@@ -71,21 +68,6 @@ def rate_of(pipe: Any, call: Mapping[str, Any], fps: float | None = None) -> flo
     """Return `rate` of a loaded pipeline."""
     denoiser = getattr(pipe, "transformer", None)
     return rate(type(pipe), {**getattr(denoiser, "config", {}), **pipe.config}, call, fps)
-
-
-def rate_ahead(model: str, files: Load, call: Mapping[str, Any], fps: float | None = None) -> float:
-    """Return `rate` of a model by its files on this machine; USUAL, or `picture.fps`, where they do not say it."""
-    import diffusers
-
-    from flowgrpo.policies.pipelines.load import index_ahead
-
-    index, denoiser = index_ahead(model, files), dict[str, Any]()
-    cls = getattr(diffusers, str(index.get("_class_name")), None)
-    if cls is None or not is_video(cls):
-        return fps or USUAL
-    with contextlib.suppress(OSError, ValueError):
-        denoiser = json.loads((Path(index["_folder"]) / "transformer" / "config.json").read_text(encoding="utf-8"))
-    return rate(cls, denoiser | index, call, fps)
 
 
 @contextlib.contextmanager

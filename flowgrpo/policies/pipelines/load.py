@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
 from flowgrpo.methods.adapted import Adapted
 from flowgrpo.policies import hub, sources
-from flowgrpo.policies.pipelines import conditioned, single_file
-from flowgrpo.policies.pipelines.frames import is_video
+from flowgrpo.policies.pipelines import conditioned, frames, single_file
 from flowgrpo.policies.weights.lora_files import fuse
 from flowgrpo.policies.weights.low_precision import repair_zero_rows
 from flowgrpo.policies.weights.memory_options import quantisation
@@ -31,7 +32,7 @@ TIMES = {"timestep", "timesteps", "t", "timestep_ratio"}
 
 def modality(pipe: Any) -> str:
     """Return the modality of a pipeline, "video" or "image", from the arguments of its call."""
-    return "video" if is_video(type(pipe)) else "image"
+    return "video" if frames.is_video(type(pipe)) else "image"
 
 
 def modality_ahead(model: str, files: Load = Load()) -> str | None:
@@ -39,7 +40,7 @@ def modality_ahead(model: str, files: Load = Load()) -> str | None:
     import diffusers
 
     cls = getattr(diffusers, str(index_ahead(model, files).get("_class_name")), None)
-    return None if cls is None else "video" if is_video(cls) else "image"
+    return None if cls is None else "video" if frames.is_video(cls) else "image"
 
 
 def index_ahead(model: str, files: Load = Load()) -> dict[str, Any]:
@@ -56,6 +57,19 @@ def index_ahead(model: str, files: Load = Load()) -> dict[str, Any]:
         return json.loads(Path(file).read_text(encoding="utf-8")) | {"_folder": str(Path(file).parent)}
     except (OSError, TypeError, ValueError):  # loading says what is wrong
         return {}
+
+
+def rate_ahead(model: str, files: Load, call: Mapping[str, Any], fps: float | None = None) -> float:
+    """Return `frames.rate` of a model by its files on this machine, `picture.fps` or USUAL where they are not there."""
+    import diffusers
+
+    index, denoiser = index_ahead(model, files), dict[str, Any]()
+    cls = getattr(diffusers, str(index.get("_class_name")), None)
+    if cls is None or not frames.is_video(cls):
+        return fps or frames.USUAL
+    with contextlib.suppress(OSError, ValueError):
+        denoiser = json.loads((Path(index["_folder"]) / "transformer" / "config.json").read_text(encoding="utf-8"))
+    return frames.rate(cls, denoiser | index, call, fps)
 
 
 def timed(module: torch.nn.Module) -> bool:

@@ -19,7 +19,6 @@ from flowgrpo.device import DTYPES
 from flowgrpo.distributed import lockstep
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.methods.adapted import Adapted
-from flowgrpo.policies.pipelines import frames
 from flowgrpo.policies.pipelines.attention import use_attention
 from flowgrpo.policies.pipelines.call import EncodePrompt, PipelineCall, unlogged, until_set
 from flowgrpo.policies.pipelines.conditioning import Conditioning
@@ -69,18 +68,17 @@ class PipelinePolicy:
                  checkpointing: float = 0.0, memory: Memory = Memory(), compiled: bool = False,
                  adapted: Adapted = Adapted(), fps: float | None = None):
         self.pipe, self.guidance = pipe, guidance
-        self.frames, self.call, self.given = parted(type(pipe), frames.told(type(pipe), call or {}, fps))
+        self.frames, self.call, self.given = parted(type(pipe), call or {}, fps)
         self.device, self.precision, self.dtype = torch.device(device), precision, DTYPES[precision]
         self.exact = 1e-6 if self.dtype == torch.float32 else None  # how closely a replay repeats the rollout
         self.checkpointing, self.compiled, self.offloads = float(checkpointing), compiled, memory.offload != "none"
         self.states = self.device if memory.states == "device" else torch.device("cpu")
         trained, self.live = trained_modules(pipe, adapted) if adapter is not None else {}, adapted.encoders
-        self.driver = driver = PipelineCall(pipe, self.call, self.device, self.dtype, trained, self._skipped)
+        self.driver = driver = PipelineCall(pipe, self.call, self.device, self.dtype, trained, self._skipped, fps)
         self.accepts, self.denoisers = driver.accepts, driver.denoisers
         self.stock, self.strength = driver.stock, driver.strength
         self.process = driver.scheduler.process  # flow, or vp for a variance-preserving one
         self.modality, self.unit = modality(pipe), "denoiser evaluations"
-        self.fps = frames.rate_of(pipe, self.call, fps) if self.modality == "video" else None
         self._check_call()
         self._trial = Segment(torch.tensor([0.9, 0.5]), range(1), replay=True,  # to find out what the pipeline does
                               timesteps=torch.tensor([900, 500]) if self.process == "vp" else None)
@@ -111,6 +109,11 @@ class PipelinePolicy:
             compile_blocks(module)
         self.encode_prompt = EncodePrompt(driver, self.encoders, self.live)
         self._copies: dict[float, int] = {}  # by guidance, how the pipeline takes a vector of timesteps; see `vector`
+
+    @property
+    def fps(self) -> float | None:
+        """Return the frames per second of clips; None for images."""
+        return self.driver.fps
 
     def _check_call(self) -> None:
         if unknown := sorted(set(self.call | self.given) - set(self.accepts)):

@@ -11,6 +11,7 @@ from flowgrpo.data.inputs import SCALE, Inputs
 from flowgrpo.data.pictures import Clip, Size, frame_count, picture_size, read_picture
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.policies.pipelines.frames import told
 
 # Arguments of a pipeline's call that belong to a prompt.
 PICTURES = ("image", "image_reference", "mask_image", "control_image", "last_image", "video", "reference_images",
@@ -55,11 +56,14 @@ def names(cls: type) -> dict[str, str]:
     return {key: argument for key, argument in known.items() if argument}
 
 
-def parted(cls: type, call: Mapping[str, Any]) -> tuple[int | None, dict[str, Any], dict[str, Any]]:
+def parted(cls: type, call: Mapping[str, Any], fps: float | None = None
+           ) -> tuple[int | None, dict[str, Any], dict[str, Any]]:
     """Return (the number of frames of a source video, the call's other arguments, the pictures among them).
 
-    `num_frames` stays an argument only where the pipeline takes it, or no video.
+    `num_frames` stays an argument only where the pipeline takes it, or no video. fps: `picture.fps`, which becomes an
+    argument where the pipeline takes it.
     """
+    call = told(cls, call, fps)
     takes, given = accepted(cls), {key: value for key, value in call.items() if key in PICTURES}
     alone = "video" in takes and "num_frames" not in takes
     others = {key: value for key, value in call.items() if key not in given and not (alone and key == "num_frames")}

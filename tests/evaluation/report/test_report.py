@@ -326,10 +326,10 @@ def test_extremes_by_hand():
                            [1, 1]])
     totals = torch.tensor([0.1, 0.9, 0.5, 0.5, 0.0, 0.3, -1.0, 2.0])
     for part in (slice(0, 2), slice(2, 6), slice(6, 8)):
-        found.add(["p", "p", "q", "q", "r", "r", "p", "q"][part], pictures[part], scores[part], totals[part])
-    assert [(total, prompt) for total, prompt, *_ in found.best] == [
+        found.add([*map(Prompt, "ppqqrrpq")][part], pictures[part], scores[part], totals[part])
+    assert [(total, prompt.text) for total, prompt, *_ in found.best] == [
         (2.0, "q"), (pytest.approx(0.9), "p"), (pytest.approx(0.3), "r")]
-    assert [(total, prompt) for total, prompt, *_ in found.worst] == [
+    assert [(total, prompt.text) for total, prompt, *_ in found.worst] == [
         (-1.0, "p"), (pytest.approx(0.3), "r"), (0.5, "q")]
     assert [float(picture[0, 0, 0] * 8) for *_, picture in found.worst] == [6, 5, 3]  # of equal ones another than best
     listed = found.as_json()
@@ -341,16 +341,16 @@ def test_a_sample_that_lost_a_score_is_no_extreme():
     """Of p the third and of q both lack what the others have; r has the first reward alone."""
     found, nan = snapshots.Extremes(["a", "b"]), math.nan
     scores = torch.tensor([[0.5, 1], [0.2, 1], [0.9, nan], [nan, 1], [0.1, nan], [0.4, nan], [0.3, nan], [nan, nan]])
-    found.add([*"pppqqrrr"], ["text"] * 8, scores, torch.arange(8.0))
-    assert [(total, prompt) for total, prompt, *_ in found.best] == [(6, "r"), (1, "p")]
-    assert [(total, prompt) for total, prompt, *_ in found.worst] == [(0, "p"), (5, "r")]
+    found.add([*map(Prompt, "pppqqrrr")], ["text"] * 8, scores, torch.arange(8.0))
+    assert [(total, prompt.text) for total, prompt, *_ in found.best] == [(6, "r"), (1, "p")]
+    assert [(total, prompt.text) for total, prompt, *_ in found.worst] == [(0, "p"), (5, "r")]
 
 
 def test_only_the_most_extreme_are_kept():
     found = snapshots.Extremes(["a"])
     totals = torch.tensor([3.0, 9, 1, 7, 5, 0, 8, 2, 6, 4])
     for i in range(10):
-        found.add([str(i)], ["text"], totals[i:i + 1, None], totals[i:i + 1])
+        found.add([Prompt(str(i))], ["text"], totals[i:i + 1, None], totals[i:i + 1])
     assert [sample[0] for sample in found.best] == [9, 8, 7, 6, 5, 4]
     assert [sample[0] for sample in found.worst] == [0, 1, 2, 3, 4, 5]
     assert found.as_json()["best"][0] == {"prompt": "1", "scores": {"a": 9.0}, "text": "text"}

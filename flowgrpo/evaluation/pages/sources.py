@@ -1,0 +1,112 @@
+"""Pictures that prompts bring beside their text, for pages that show the source left of before and after."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from PIL import Image
+
+from flowgrpo.data.inputs import Inputs
+from flowgrpo.data.pictures import Clip, frame_count, read_picture
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
+from flowgrpo.storage import atomic
+
+if TYPE_CHECKING:
+    import torch
+
+NAMES = {"image": "source", "images": "source", "mask_image": "mask", "last_image": "last frame",
+         "video": "source", "control_image": "control", "ip_adapter_image": "IP-Adapter"}
+FOLDER = "source"  # of a run or a page, with the files that `save` writes
+SHOWN, KEPT = 512, 2048  # maximum longer side of a picture on a page, and on disk
+
+
+class Source(NamedTuple):
+    """Picture [3, H, W] in [0, 1] or clip [F, 3, H, W] of a prompt, and its name on a page."""
+
+    name: str
+    picture: torch.Tensor
+
+
+def of(prompt: Prompt, frames: int | None = None) -> list[Source]:
+    """Return what a prompt brings, in order, as upright RGB; a file that cannot be read any more is left out.
+
+    frames: number of frames of a source video; None: all.
+    """
+    import torch
+    from torchvision.transforms.functional import to_tensor
+
+    found: list[Source] = []
+    for key, pictures in _read(prompt, frames):
+        tensors = [to_tensor(_within(picture, SHOWN).convert("RGB")) for picture in pictures]
+        found.append(Source(NAMES[key], torch.stack(tensors) if key == "video" else tensors[0]))
+    return numbered(found)
+
+
+def numbered(sources: Sequence[Source]) -> list[Source]:
+    """Return sources with numbers behind names that several have."""
+    count, seen = Counter(source.name for source in sources), Counter[str]()
+    named = []
+    for source in sources:
+        seen[source.name] += 1
+        several = f" {seen[source.name]}" if count[source.name] > 1 else ""
+        named.append(source._replace(name=source.name + several))
+    return named
+
+
+def save(folder: Path, prompts: Sequence[Prompt], frames: int | None = None) -> list[list[str]]:
+    """Write what prompts bring into a folder, in place of earlier files: pictures as 000-image.png, the second of
+    several as 000-image-1.png, a video as 000-video.webp without loss. Return the names of each prompt's files."""
+    if folder.is_dir():
+        for file in folder.iterdir():
+            if re.fullmatch(r"\d+-\w+(-\d+)?\.(png|webp)", file.name):
+                file.unlink()
+    return [[_saved(folder, f"{number:03d}-{name}", key, pictures) for name, key, pictures in _named(prompt, frames)]
+            for number, prompt in enumerate(prompts)]
+
+
+def _named(prompt: Prompt, frames: int | None) -> Iterator[tuple[str, str, list[Image.Image]]]:
+    seen = Counter[str]()
+    for key, pictures in _read(prompt, frames):
+        key = "image" if key == "images" else key
+        yield f"{key}-{seen[key]}" if seen[key] else key, key, pictures
+        seen[key] += 1
+
+
+def _saved(folder: Path, name: str, key: str, pictures: list[Image.Image]) -> str:
+    file = folder / f"{name}.{'webp' if key == 'video' else 'png'}"
+    first, *rest = [_within(picture, KEPT) for picture in pictures]
+    with atomic.replacing(file) as place:
+        if key == "video":
+            first.save(place, format="WEBP", save_all=True, append_images=rest, lossless=True, loop=0)
+        else:
+            first.save(place, format="PNG")
+    return file.name
+
+
+def _read(prompt: Prompt, frames: int | None) -> Iterator[tuple[str, list[Image.Image]]]:
+    """Yield each key of a prompt's files with the picture, or the frames of the clip."""
+    image: Any = prompt.image
+    if isinstance(image, Image.Image):  # given as an object
+        yield "image", [image.convert("RGB")]
+    for key, path in prompt.inputs.paths() if isinstance(prompt.inputs, Inputs) else ():
+        try:
+            if key == "video":
+                yield key, Clip.of(path, min(frames or 2**31, frame_count(path))).frames
+            else:
+                yield key, [read_picture(path)]
+        except (OSError, UserError):  # removed or damaged since the run read it
+            continue
+
+
+def _within(picture: Image.Image, side: int) -> Image.Image:
+    """Return a picture whose longer side is at most `side` pixels."""
+    factor = side / max(picture.size)
+    if factor >= 1:
+        return picture
+    width, height = (max(1, round(length * factor)) for length in picture.size)
+    return picture.resize((width, height), Image.Resampling.LANCZOS)
