@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from flowgrpo.cli import about, main
+from flowgrpo.cli import about, main, root
 from flowgrpo.cli.train import ALLOCATOR, recipe_and_options
 from flowgrpo.config import Config
 from flowgrpo.evaluation.nouns import counted
@@ -281,3 +281,23 @@ def test_rewards_are_listed(capsys):
     assert main(["list", "rewards"]) == 0
     out = capsys.readouterr().out
     assert "scene_graded" in out and "licence" in out
+
+
+def test_a_home_folder_behind_an_equals_sign_is_the_users(monkeypatch, capsys):
+    monkeypatch.setenv("HOME", "/of/me")
+    assert [root._at_home(word) for word in ("--output=~/x", "--output=~", "~/x.yaml", "--prompt=~/x", "a~/b", "~ a")] \
+        == ["--output=/of/me/x", "--output=/of/me/", "/of/me/x.yaml", "--prompt=~/x", "a~/b", "~ a"]
+    assert main(["sample", "starter", "--prompt", "a", "--output=~nobody-of-this-name/x"]) == 2
+    assert "there is no user 'nobody-of-this-name'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options, end", [(["--seed", "1.5"], "got '1.5'\n"), (["--guidance=x"], "got 'x'\n")])
+def test_a_wrong_value_is_in_the_line(options, end, capsys):
+    assert main(["sample", "starter", "--prompt", "a", *options]) == 2
+    assert capsys.readouterr().err.endswith(end)
+
+
+@pytest.mark.parametrize("name", ["star.png", "x.EXE"])
+def test_a_folder_with_the_name_of_a_file_is_refused(name, tmp_path, capsys):
+    assert main(["sample", "starter", "--prompt", "a", "--output", str(tmp_path / name)]) == 2
+    assert "expected that of a folder" in capsys.readouterr().err and not (tmp_path / name).exists()
