@@ -43,7 +43,6 @@ def configured(model: Any, rewards: Rewards | Omitted, prompts: Prompts | Omitte
             raise UserError("align: got no model and no recipe: expected one of them, such as recipe='starter'")
         rewards = "scene_graded" if rewards is OMITTED else rewards
         prompts = "starter" if prompts is OMITTED else prompts
-        method = "mix_grpo" if method is OMITTED else method
     weighted = [*rewards.items()] if isinstance(rewards, dict) else [] if rewards is OMITTED else [(rewards, 1.0)]
     _require_types(model, [reward for reward, _ in weighted], prompts)
     names = [key if isinstance(key, str) else getattr(key, "__name__", type(key).__name__) for key, _ in weighted]

@@ -118,7 +118,8 @@ def align(model: Any = OMITTED, rewards: Rewards | Omitted = OMITTED, prompts: P
     method: presets joined by +, FILE.py:NAME, or a `flowgrpo.methods.Method`, whose parts config.yaml records: the
         nearest preset and what differs. A class that is in no file has to be given again, as for `resume`.
     recipe: a YAML file or a packaged name, such as "starter": the base, of which all other arguments change keys.
-        Without it a model is needed, and the others are `scene_graded`, `starter` and `mix_grpo`.
+        Without it a model is needed, and the others are `scene_graded`, `starter` and `mix_grpo`, of a language
+        model `grpo`.
     trust: let a recipe that is neither packaged nor below the working folder execute code, read keys and reach
         addresses.
     resume: resume from the last checkpoint of the run of that `name`; the other arguments are given again. "auto":
@@ -140,5 +141,6 @@ def align(model: Any = OMITTED, rewards: Rewards | Omitted = OMITTED, prompts: P
     pipe = None if model is OMITTED or isinstance(model, (str, Path)) else model
     records = None if prompts is OMITTED or isinstance(prompts, (str, Path)) else of_records(prompts)
     silence()
+    config = build.with_method(config, pipe)
     announcement.announce(config, pipe is not None)
     return run(config, resume, pipe=pipe, functions=functions, prompts=records)

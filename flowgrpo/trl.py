@@ -39,7 +39,7 @@ class FlowGRPOConfig:
     """Settings of `FlowGRPOTrainer`, by the names of TRL's GRPOConfig.
 
     output_dir, run_name: the run's folder is output_dir/run_name.
-    method: presets joined by +.
+    method: presets joined by +; None: mix_grpo, of a language model grpo.
     num_generations: samples per prompt.
     per_device_train_batch_size: rows that go through the model at once. A step generates
         per_device_train_batch_size x gradient_accumulation_steps x processes samples.
@@ -55,7 +55,7 @@ class FlowGRPOConfig:
 
     output_dir: str = "runs"
     run_name: str = "trl"
-    method: str = "mix_grpo"
+    method: str | None = None
     learning_rate: float = 3e-4
     num_train_epochs: float = 1.0
     max_steps: int = -1
@@ -113,9 +113,11 @@ class FlowGRPOConfig:
                  "schedule": self.lr_scheduler_type, "checkpointing": self.gradient_checkpointing,
                  "save_every": self.save_steps}
         made: dict[str, Any] = {
-            "name": self.run_name, "output": self.output_dir, "method": self.method, "parts": parts, "seed": self.seed,
+            "name": self.run_name, "output": self.output_dir, "parts": parts, "seed": self.seed,
             "tracker": self.report_to, "precision": "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32",
             "train": train, "eval": {"every": self.eval_steps}}
+        if self.method is not None:
+            made["method"] = self.method
         if self.lora_r is not None:
             made["adapter"] = {"rank": self.lora_r}
         if self.max_completion_length is not None:

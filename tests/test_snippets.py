@@ -16,6 +16,8 @@ import yaml
 from PIL import Image
 
 from flowgrpo import config
+from flowgrpo.bench import models
+from flowgrpo.config.geometry import geometry
 from flowgrpo.data.prompt_writer import load_templates
 
 ROOT = Path(__file__).parent.parent
@@ -131,3 +133,11 @@ def test_make_targets_that_are_shown_exist():
     shown = {target for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
              for target in re.findall(r"(?:`|^)make ([a-z]+)", page.read_text(encoding="utf-8"), re.M)}
     assert {"test", "demo"} <= shown and [name for name in shown if not re.search(f"^{name}:", makefile, re.M)] == []
+
+
+def test_the_benchs_own_recipe_makes_two_updates_of_an_epoch():
+    """Over the settings that the bench shares; losses differ from the second update on."""
+    [shown] = [yaml.safe_load(block) for block in blocks("yaml", ROOT / "docs" / "bench.md")]
+    train = {key[6:]: value for key, value in models.shared("starter").items() if key.startswith("train.")}
+    made = geometry(config.validate({"train": train | shown["train"]}).train, 1)
+    assert made.updates == 2 and made.micro_batch == 48

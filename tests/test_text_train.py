@@ -8,11 +8,14 @@ import shutil
 import pytest
 import torch
 
+from flowgrpo.cli import main
+from flowgrpo.config import Config, load
 from flowgrpo.errors import UserError
-from flowgrpo.methods import presets, validate
+from flowgrpo.methods import preset, presets, validate
+from flowgrpo.policies.build import with_method
 from flowgrpo.run import run
 from flowgrpo.text.samplers.decoding import Decoding
-from flowgrpo.training import sampling, state
+from flowgrpo.training import loading, sampling, state
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.optimizer import decisions
 from tests.helpers import loop, tiny, tiny_text
@@ -211,3 +214,49 @@ def test_a_resumed_run_shares_prompts_as_it_began(tmp_path):
     state.save(first, tmp_path)
     state.restore(last, tmp_path / "checkpoints" / "epoch-00001")
     assert last.policy.unshared(last.policy.encode(["1+2="])) == "the first prompt of the run said so"
+
+
+@pytest.mark.parametrize("settings, method", [
+    ({"model": "starter_text"}, "grpo"), ({"model": "starter"}, "mix_grpo"), ({}, "mix_grpo"),
+    ({"model": "starter_text", "method": "dr_grpo"}, "dr_grpo"),
+    ({"model": "starter_text", "method": "mix_grpo"}, "mix_grpo")])
+def test_the_default_method_fits_the_kind_of_the_model(settings, method):
+    assert with_method(Config(**settings)).method == method
+
+
+def test_the_default_method_of_a_folder_and_of_a_loaded_model(tmp_path):
+    model, tokenizer = tiny_text.model()
+    model.save_pretrained(tmp_path)
+    assert with_method(Config(model=str(tmp_path))).method == "grpo"
+    assert with_method(Config(model="loaded"), (model, tokenizer)).method == "grpo"
+    assert with_method(Config(model="loaded"), tiny.sd3()).method == "mix_grpo"
+
+
+def test_a_language_model_without_a_method_or_a_template_trains(tmp_path, capsys):
+    """By a file of questions and answers, as users have them."""
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps({"question": text, "answer": "3"}) + "\n"
+                                                for text in tiny_text.PROMPTS))
+    (tmp_path / "own.yaml").write_text(
+        f"prompts: {tmp_path}/own.jsonl\noutput: {tmp_path}\nreward: exact_match\ntracker: none\ndevice: cpu\n"
+        "precision: fp32\ntext: {max_tokens: 4}\nadapter: {rank: 2}\nheld_out: 0.4\n"
+        "train: {epochs: 1, prompts: 2, group: 2, micro_batch: 4}\neval: {prompts: 1}\n")
+    model, tokenizer = tiny_text.model()
+    tokenizer.chat_template = None
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    capsys.readouterr()
+    assert main(["train", str(tmp_path / "own.yaml"), f"--model={tmp_path / 'model'}"]) == 0
+    out, err = capsys.readouterr()
+    assert "method: grpo\n" in out and out.count("the tokenizer has no chat template, so prompts stay as they are") == 1
+    assert load(tmp_path / "own" / "config.yaml").method == "grpo"
+    assert err.startswith("epoch 1 of 1 (00:0") and "\r" not in err  # no terminal
+
+
+@pytest.mark.parametrize("template, text, told", [
+    (None, {}, True), (None, {"template": False}, False), ("{{ messages }}", {}, False)])
+def test_a_missing_chat_template_is_told_once(template, text, told):
+    policy = tiny_text.policy()
+    policy.tokenizer.chat_template = template
+    config = Config(model="folder", method="grpo", text=text)
+    lines = [*loading.behind(config, preset("grpo"), policy, [])]
+    assert any("no chat template" in line for line in lines) == told

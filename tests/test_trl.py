@@ -15,7 +15,7 @@ import flowgrpo
 from flowgrpo.config import load
 from flowgrpo.errors import UserError
 from flowgrpo.trl import DDPOConfig, DDPOTrainer, DefaultDDPOStableDiffusionPipeline, FlowGRPOConfig, FlowGRPOTrainer
-from tests.helpers import tiny
+from tests.helpers import tiny, tiny_text
 
 SMALL = {"eval": {"prompts": 2, "steps": 2, "guidance": 1.0}, "held_out": 0.3, "device": "cpu", "precision": "fp32",
          "adapter": {"rank": 2}}
@@ -161,6 +161,20 @@ def test_flow_grpo_trainer_trains_and_tells_its_callbacks(tmp_path):
     assert (config.train.prompts, config.train.group, config.train.micro_batch) == (2, 4, 4)
     trainer.save_model(str(tmp_path / "out"))
     assert (tmp_path / "out" / "pytorch_lora_weights.safetensors").is_file()
+
+
+def test_a_language_model_needs_no_method(tmp_path):
+    """The default is of the model's kind."""
+    args = FlowGRPOConfig(output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=4, num_generations=2,
+                          max_completion_length=4, options={"held_out": 0.4, "eval": {"prompts": 1}, "device": "cpu"})
+    rows = [{"prompt": text, "answer": "3"} for text in tiny_text.PROMPTS]
+
+    def length(prompts, completions, answer, **columns):
+        assert set(answer) == {"3"}
+        return [float(len(text)) for text in completions]
+
+    summary = flowgrpo.FlowGRPOTrainer("starter_text", length, args, rows).train()
+    assert summary["method"] == "grpo" and summary["epochs"] == 1
 
 
 def test_passes_over_the_prompts_are_rounds():

@@ -33,7 +33,7 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
     gpu = gpu_named(name)
     if recipe is None:
         raise UserError("--gpu predicts an epoch of a recipe: give --recipe")
-    config = parse.load(recipe, overrides | ({} if model is None else {"model": model}), trusted)
+    config = build.with_method(parse.load(recipe, overrides | ({} if model is None else {"model": model}), trusted))
     kind = build.kind(config)
     setup = Setup(config, kind, validate.resolve(config, build.process(kind)))
     keys_read.check(setup)

@@ -62,6 +62,6 @@ def _encode(settings: Any) -> None:
     settings, said = resolve_precision(settings, device)
     typer.echo(f"device: {described(device)}\nprecision: {said}")
     filled = encoded_prompts.fill(settings, [prompt for side in sides for prompt in side], device,
-                                  lambda rows: tqdm(rows, desc="encoding", unit="prompt", leave=False))
+                                  lambda rows: tqdm(rows, desc="encoding", unit="prompt", leave=False, disable=None))
     typer.echo(f"{filled.folder}: {filled.prompts:,} {named(filled.prompts, 'prompt')} ({len(sides[0]):,} to train on, "
                f"{len(sides[1]):,} held out), {filled.new:,} new, {filled.size / 2**20:,.1f} MiB")

@@ -87,6 +87,10 @@ def _run(settings: Any, resume: bool | Literal["auto"]) -> None:
     """Validate a configuration's inputs, announce the run and run it."""
     check_inputs(settings)
     _grow_segments(settings)
+    if "method" not in settings.model_fields_set:
+        from flowgrpo.policies.build import with_method
+
+        settings = with_method(settings)
     from flowgrpo.training.announcement import announce
 
     announce(settings)

@@ -44,7 +44,7 @@ class Enhancer:
         """Return the prompts with rewritten texts."""
         missing = [text for text in dict.fromkeys(prompt.text for prompt in prompts) if text not in self.known]
         together = self.sampler.together
-        for at in tqdm(range(0, len(missing), together), desc="rewriting", leave=False):
+        for at in tqdm(range(0, len(missing), together), desc="rewriting", leave=False, disable=None):
             self._rewrite(missing[at:at + together])
         return [replace(prompt, text=self.known[prompt.text]) for prompt in prompts]
 

@@ -94,7 +94,7 @@ def _saved(hand: Hand, arm: str, prompts: Sequence[Prompt], count: int, folder: 
            unit: str, fps: float | None = None) -> Iterator[Path]:
     """Draw `count` pictures per prompt and yield their paths; each is saved before the next is drawn."""
     places = (Place(arm, i, k) for i in range(len(prompts)) for k in range(count))
-    for place in tqdm(places, total=len(prompts) * count, desc="sampling", unit=unit, leave=False):
+    for place in tqdm(places, total=len(prompts) * count, desc="sampling", unit=unit, leave=False, disable=None):
         prompt = prompts[place.prompt]
         [picture] = hand.draw(arm, [prompt], [place])
         folder.mkdir(parents=True, exist_ok=True)

@@ -78,7 +78,7 @@ def _draw(plan: Plan, prompts: Sequence[Prompt], places: Sequence[Place], ledger
     hand = plan.drawer(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     missing = [place for place in places if not ledger.has(place)]
     with tqdm(total=len(places), initial=len(places) - len(missing), desc="sampling", unit=plan.medium.unit,
-              leave=False) as bar:
+              leave=False, disable=None) as bar:
         for first in range(0, len(missing), batch):
             some = missing[first:first + batch]
             for place, drawn in zip(some, hand.draw(some[0].arm, [prompts[place.prompt] for place in some], some)):

@@ -51,7 +51,7 @@ def first_of_each(sampler: Sampler, arm: Arm, prompts: Sequence[Prompt], seed: i
     sampler.load(arm)  # before the bar: what cannot be loaded is one line
     of, places = seeder(seed, 0), range(len(prompts))
     parts = [places[at:at + sampler.together] for at in range(0, len(prompts), sampler.together)]
-    return [sample for rows in tqdm(parts, desc="sampling", leave=False)
+    return [sample for rows in tqdm(parts, desc="sampling", leave=False, disable=None)
             for sample in sampler.draw(arm, [prompts[i] for i in rows], [of(i, 0) for i in rows])]
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from flowgrpo.text.policies.causal_lm import CausalLM
 
 PIPELINE, CAUSAL_LM, VISION_LM, MASKED_LM = "pipeline", "causal_lm", "vision_lm", "masked_lm"
+OF_LANGUAGE = "grpo"  # the method of a language model whose recipe names none
 DIFFUSION = ("llada", "dream")  # families of masked language models whose classes are not called ForMaskedLM
 _PROCESSES = {PIPELINE: "flow", CAUSAL_LM: "tokens", VISION_LM: "tokens", MASKED_LM: "masks"}
 
@@ -56,6 +57,17 @@ def kind(config: Config, loaded: Any = None) -> str:
                         f"--lora, as in `flowgrpo sample {base} --lora {config.model}`")
     raise UserError(f"cannot load the model {config.model!r}: the folder has neither a model_index.json (a diffusers "
                     "pipeline) nor a config.json (a language model)")
+
+
+def with_method(config: Config, loaded: Any = None) -> Config:
+    """Return the configuration with the method of a language model, where it names none: the default is of denoisers.
+    """
+    if "method" in config.model_fields_set:
+        return config
+    apart = loaded is None and not Path(FOLDERS.get(config.model, config.model)).exists()
+    described = _on_hub(config.model, config.load.revision) if apart and "/" in config.model else {}
+    language = "model_type" in described if apart else kind(config, loaded) != PIPELINE
+    return config.model_copy(update={"method": OF_LANGUAGE}) if language else config
 
 
 def writes(model: str, config: Config | None = None) -> bool:

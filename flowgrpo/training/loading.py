@@ -17,6 +17,7 @@ from flowgrpo.policies.pipelines import prompt_lengths
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.policy import Policy
 from flowgrpo.policies.weights.low_precision import notice
+from flowgrpo.starter import FOLDERS
 from flowgrpo.training import announcement, hints
 
 
@@ -53,6 +54,18 @@ def behind(config: Config, method: Method, policy: Policy, prompts: list[Prompt]
     preview = method.rollout.preview
     if preview and (line := notice(preview.precision, policy.device)):
         yield line
+    if line := _without_template(config, method, policy):
+        yield line
     texts = [prompt.text for prompt in prompts]
     if isinstance(policy, PipelinePolicy) and (line := prompt_lengths.cut(policy.pipe, config.call, texts)):
         yield line
+
+
+def _without_template(config: Config, method: Method, policy: Any) -> str | None:
+    """Return the line on a language model without a chat template, unless the recipe or the package knows of it."""
+    if not method.for_tokens or config.text.template is not None or config.model in FOLDERS:
+        return None
+    reader = getattr(policy, "processor", None) or policy.tokenizer
+    return None if getattr(reader, "chat_template", None) else \
+        "the tokenizer has no chat template, so prompts stay as they are: an instruct model needs its own " \
+        "(chat_template.jinja in its folder); text.template: false leaves this line out"

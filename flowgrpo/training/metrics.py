@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +34,9 @@ class Log:
         known = [line for line in read_lines(self.path, "epoch") if line["epoch"] <= first] if self.speaks else []
         self.start, self.recent = known[:symptoms.START], deque(known, maxlen=symptoms.FLAT)
         self.alerted = set[str]()
-        self.bar = tqdm(total=total, initial=first, desc="training", unit="epoch", disable=not self.speaks)
+        self.bar = tqdm(total=total, initial=first, desc="training", unit="epoch",
+                        disable=None if self.speaks else True)  # None: where there is no terminal
+        self.total, self.first, self.began = total, first, time.monotonic()
 
     def epoch(self, epoch: int, metrics: dict[str, Any], shown: dict[str, str]) -> None:
         if not self.speaks:
@@ -44,6 +48,12 @@ class Log:
         self.accelerator.log({k: v for k, v in metrics.items() if isinstance(v, (int, float))}, step=epoch)
         self.bar.set_postfix(shown)
         self.bar.update()
+        if self.bar.disable:
+            took = time.monotonic() - self.began
+            left = took / max(epoch - self.first, 1) * (self.total - epoch)
+            passed, coming = (tqdm.format_interval(seconds) for seconds in (took, left))
+            print(f"epoch {epoch} of {self.total} ({passed}, {coming} left): "
+                  + ", ".join(f"{key}={value}" for key, value in shown.items()), file=sys.stderr, flush=True)
 
     def amend(self, metrics: dict[str, float]) -> None:
         """Add metrics to the line of the last epoch, whose evaluation was left out."""

@@ -120,6 +120,7 @@ class Scores:
                    if any((digest, rule) not in self.known for rule in self.rules.values())]
         failed: dict[tuple[str, str], list[float]] = {}
         with tqdm(total=sum(len(group.samples) for group in groups), desc="scoring", unit="sample", leave=False,
+                  disable=None,
                   initial=sum(len(group.samples) for at, group in enumerate(groups) if at not in set(missing))) as bar:
             for places in _together(groups, missing):
                 failed |= self._scored([groups[at] for at in places], [digests[at] for at in places])

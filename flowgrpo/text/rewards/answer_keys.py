@@ -26,6 +26,18 @@ def spoken(text: str) -> str:
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
+# Blocks of code between fences of CommonMark, at the beginning of a line or with a language; one that is never closed,
+# as of a completion cut off, goes to the end.
+_FENCED = re.compile(r"(?:^[ \t]*|(?=[`~]{3,}[ \t]*\w))(`{3,}|~{3,})[ \t]*([^\s`]*)[^\n`]*\n(.*?)(?:\1|\Z)",
+                     re.S | re.M)
+
+
+def fenced(text: str, *languages: str) -> list[str]:
+    """Return the blocks of code of a text in one of these languages, such as "" and "python", whatever their versions.
+    """
+    return [code for _, language, code in _FENCED.findall(text) if language.lower().rstrip("0123456789.") in languages]
+
+
 def stated(text: str) -> str | None:
     """Return the answer that a completion states: `marked`, or else the text after its last "answer is", "answer:" or
     "answer =", to the end of the sentence; None if it states none. Thoughts (see `spoken`) do not count."""

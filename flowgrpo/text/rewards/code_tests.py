@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,18 +10,16 @@ from typing import Any
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.remote.exchange import side_by_side
-from flowgrpo.text.rewards.answer_keys import LICENCE, keys, spoken
+from flowgrpo.text.rewards.answer_keys import LICENCE, fenced, keys, spoken
 from flowgrpo.text.rewards.sandbox.choose import choose
 from flowgrpo.text.rewards.sandbox.kinds import Boundary
 from flowgrpo.text.rewards.sandbox.run import Checks, Limits, run
 
-_BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.S | re.I)
-
 
 def code_of(text: str) -> str:
-    """Return the last block of Python between ``` of a completion, or all text after its thoughts if there is none."""
+    """Return the last block of Python of a completion, or all text after its thoughts if there is none."""
     text = spoken(text)
-    blocks = _BLOCK.findall(text)
+    blocks = fenced(text, "", "python", "py")
     return blocks[-1] if blocks else text
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,19 +12,17 @@ from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
 from flowgrpo.packages import needed
 from flowgrpo.rewards.about import About
-from flowgrpo.text.rewards.answer_keys import keys, spoken, tagged
-
-_FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.S | re.I)
+from flowgrpo.text.rewards.answer_keys import fenced, keys, spoken, tagged
 
 
 def held(text: str) -> Any:
-    """Return the JSON of a completion: its last block of code between ``` that holds some, or else all text in its
+    """Return the JSON of a completion: its last block of code that holds some, or else all text in its
     <answer> tags or, without these, after its thoughts.
     Raises ValueError if that is not JSON; NaN and infinities are not."""
     text = spoken(text)
     inside = tagged(text)
     text = text if inside is None else inside
-    for block in reversed(_FENCED.findall(text)):
+    for block in reversed(fenced(text, "", "json")):
         try:
             return _loaded(block)
         except ValueError:

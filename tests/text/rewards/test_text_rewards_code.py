@@ -25,7 +25,11 @@ def message(call, *arguments, **keywords) -> str:
 
 @pytest.mark.parametrize("text, code", [
     ("Here:\n```python\nx = 1\n```\nDone.", "x = 1\n"), ("```py\na\n```\n```\nb\n```", "b\n"), ("x = 2", "x = 2"),
-    ("<think>```python\na\n```</think>x = 3", "x = 3"), ("```python\nx = 4", "```python\nx = 4"),
+    ("<think>```python\na\n```</think>x = 3", "x = 3"), ("```python\nx = 4", "x = 4"),
+    ("~~~python\nx = 5\n~~~", "x = 5\n"), ("~~~~\nx = '~~~'\n~~~~", "x = '~~~'\n"), ("````py\n```\n````", "```\n"),
+    ("```Python3.11\nx = 6\n```", "x = 6\n"), ("```python title=a\nx = 7\n```", "x = 7\n"),
+    ("```bash\nls\n```\nthen\n```python\nx = 8\n```", "x = 8\n"), ("```js\na\n```", "```js\na\n```"),
+    ("```python\nx = 9\n```\nso it is ```x```\n", "x = 9\n"),
 ])
 def test_the_code_of_a_completion(text, code):
     assert code_of(text) == code
