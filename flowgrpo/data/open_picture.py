@@ -1,17 +1,22 @@
-"""Picture files that others made: opened within limits, upright, as RGB."""
+"""Picture files that others made: opened within limits, upright, as RGB of what their maker saw.
+
+What cannot be read without a guess is refused: 32-bit values of an unknown range, several pictures in one file.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.files import unfit
 
 if TYPE_CHECKING:
+    import numpy as np
     from PIL.Image import Image
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # others start programs, such as EPS
@@ -19,6 +24,18 @@ PIXELS = 2**26  # of a picture; RGB and its source take 448 MiB
 FLOATS = 2**25  # pixels of what is read as floats, over all frames; 384 MiB
 ORIENTATION = 0x0112  # EXIF tag
 SIDEWAYS = 5  # first orientation that swaps height and width
+BITS, WHITE_IS, SAMPLES, SUBFILE = 258, 262, 339, 254  # TIFF tags
+SIGNED = 2  # TIFF sample format
+SRGB_GAMMA = 0.45455  # of a PNG; another one is of other lightness
+# First bytes of formats that are not read, at an offset.
+OTHERS = ((4, b"ftypavi", "AVIF"), (4, b"ftyphe", "HEIF"), (4, b"ftypmif1", "HEIF"), (0, b"\xff\x0a", "JPEG XL"),
+          (4, b"JXL ", "JPEG XL"), (4, b"jP  ", "JPEG 2000"), (0, b"\xff\x4f\xff\x51", "JPEG 2000"),
+          (0, b"8BPS", "Photoshop"), (0, b"%PDF", "PDF"), (0, b"%!PS", "EPS"), (0, b"\x76\x2f\x31\x01", "OpenEXR"),
+          (0, b"#?RADIANCE", "Radiance HDR"), (0, b"<svg", "SVG"), (0, b"<?xml", "SVG"), (0, b"qoif", "QOI"))
+
+
+class Unclear(ValueError):
+    """Picture whose values have no certain meaning; its message says why and how to convert it."""
 
 
 @contextmanager
@@ -28,7 +45,7 @@ def opened(path: str | Path, most: int = PIXELS, what: str = "a picture") -> Ite
     Raises UserError for a file that is not regular, of another format than FORMATS, too large or damaged; also for an
     error of the body, since many files are decoded there.
     """
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     if why := unfit(path):
         raise UserError(f"{path} cannot be read as {what} (it {why})")
@@ -42,17 +59,37 @@ def opened(path: str | Path, most: int = PIXELS, what: str = "a picture") -> Ite
                 yield picture
     except UserError:
         raise
+    except Unclear as error:
+        raise UserError(f"{path} {error}") from None
     except Image.DecompressionBombError:
         raise UserError(f"{path} has more than {most:,} pixels: scale it down") from None
+    except UnidentifiedImageError:
+        raise UserError(f"{path} cannot be read as {what} ({_unidentified(Path(path))})") from None
     except Exception as error:  # a broken file can raise anything
-        why = getattr(error, "strerror", None) or "it is damaged, or no picture"
+        why = getattr(error, "strerror", None) or "it is damaged, or of a layout that Pillow does not read"
         raise UserError(f"{path} cannot be read as {what} ({why})") from None
 
 
+def _unidentified(path: Path) -> str:
+    """Return why Pillow does not know a file."""
+    with path.open("rb") as file:
+        start = file.read(64)
+    if not start:
+        return "it is empty"
+    read = f"expected {', '.join(FORMATS[:-1])} or {FORMATS[-1]}: convert it"
+    for offset, magic, name in OTHERS:
+        if start[offset:].startswith(magic):
+            return f"its format is {name}, {read}"
+    if start[:4] in (b"II*\0", b"MM\0*"):
+        return "a TIFF of a layout that Pillow does not read, such as RGB of floats: save it with 8 or 16 bits a channel"
+    return "it is damaged, or no picture"
+
+
 def orientation(picture: Image) -> int:
-    """Return a picture's EXIF orientation, 1 to 8; 1 where there is none, and where the EXIF is damaged."""
+    """Return a picture's EXIF orientation, 1 to 8; 1 where there is none, where the EXIF is damaged, and for a TIFF,
+    which Pillow turns as it loads it."""
     try:
-        value = picture.getexif().get(ORIENTATION)
+        value = None if picture.format == "TIFF" else picture.getexif().get(ORIENTATION)
     except Exception:  # broken EXIF can raise anything
         return 1
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
@@ -68,12 +105,119 @@ def upright(picture: Image) -> Image:
     return picture if turn is None else picture.transpose(turn)
 
 
-def rgb(picture: Image) -> Image:
-    """Return a picture as upright RGB; levels of 16 bits are scaled to 8, where Pillow would cut them off."""
+def pages(picture: Image) -> list[int]:
+    """Return the numbers of a file's frames or pages, without the previews of a TIFF and the still image of an APNG."""
+    numbers = range(getattr(picture, "n_frames", 1))
+    if picture.format == "TIFF" and len(numbers) > 1:
+        kept = [page for page in numbers if not _of_page(picture, page, SUBFILE, 0) & 1] or [0]
+        picture.seek(0)
+        return kept
+    return [*numbers][1 if picture.info.get("default_image") and len(numbers) > 1 else 0:]
+
+
+def require_single(picture: Image) -> None:
+    """Raise Unclear for a file of several pictures, such as an animation; a phone's photo with previews is one."""
+    if picture.format != "MPO" and (count := len(pages(picture))) > 1:
+        raise Unclear(f"holds {count} pictures, expected one: save the one that is meant, or give the file as a "
+                      "`video`")
+
+
+def _of_page(picture: Any, page: int, tag: int, default: int) -> int:
+    picture.seek(page)
+    value = picture.tag_v2.get(tag, default)
+    return int(value[0] if isinstance(value, tuple) else value)
+
+
+def levels(picture: Image) -> np.ndarray | None:
+    """Return the samples [H, W] in [0, 1], float32, of a grey picture of more than 8 bits; None for other pictures.
+
+    Integers of 16 bits, and TIFFs of 12, have their full range. Values of 32 bits have none: floats from 0 to 1 are
+    taken, and integers that end between 256 and 65,535, as 16 bits. Raises Unclear for others.
+    """
+    import numpy as np
+
+    tags: Any = getattr(picture, "tag_v2", {})
+    bits, signed = (_first(tags.get(tag)) for tag in (BITS, SAMPLES))
+    if signed == SIGNED and (picture.mode == "L" or bits == 16):
+        raise Unclear("has signed integers, whose black and white are not known: save it with 8 or 16 unsigned bits")
+    if not picture.mode.startswith(("I", "F")):
+        return None
+    inverted = _first(tags.get(WHITE_IS)) == 0
+    values = np.asarray(picture, dtype=np.float32 if picture.mode == "F" else np.int64)
+    low, high = (values.min(), values.max()) if np.isfinite(values).all() else (np.nan, np.nan)
+    if picture.mode == "F":
+        if not (low >= 0 and high <= 1):
+            raise Unclear(f"has float values from {low:g} to {high:g}, expected 0 to 1: scale them, or save it with 8 "
+                          "or 16 bits")
+        top = 1.0
+    else:
+        top = 4095.0 if bits == 12 else 65535.0
+        if picture.mode == "I" and picture.format != "PPM" and not (low >= 0 and 255 < high <= 65535):
+            raise Unclear(f"has 32-bit values from {low} to {high}, whose white is not known: save it with 8 or 16 "
+                          "bits")
+    scaled = (values / top).astype(np.float32)
+    return 1 - scaled if inverted else scaled
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, tuple) else value
+
+
+def rgb(picture: Image, opaque: bool = False) -> Image:
+    """Return a picture as upright RGB in sRGB: profiles are applied, samples of more bits rounded to 8.
+
+    Transparency is laid on white; opaque: refused. Raises Unclear for that, and for values of an unknown range.
+    """
     import numpy as np
     from PIL import Image
 
     picture = upright(picture)
-    if picture.mode.startswith("I;16"):
-        picture = Image.fromarray((np.asarray(picture) // 257).astype(np.uint8))
+    picture.load()
+    info, wide, alpha = picture.info, levels(picture), _alpha(picture)
+    if wide is not None:
+        picture = Image.fromarray((wide * 255).round().astype(np.uint8))
+    coloured = _coloured(picture, info.get("icc_profile"))
+    gamma = info.get("gamma")
+    if gamma and not {"icc_profile", "srgb"} & info.keys() and abs(gamma - SRGB_GAMMA) > 0.02:
+        coloured = coloured.point([round(255 * (level / 255) ** (SRGB_GAMMA / gamma)) for level in range(256)] * 3)
+    if alpha is None or alpha.getextrema() == (255, 255):
+        return coloured
+    if opaque:
+        raise Unclear("has transparency, of which it is not known what stands for: save it on black or on white")
+    white = Image.new("RGB", coloured.size, "white")
+    white.paste(coloured, mask=alpha)
+    return white
+
+
+def _alpha(picture: Image) -> Image | None:
+    """Return the opacity of a picture as mode L; None for an opaque one."""
+    import numpy as np
+    from PIL import Image
+
+    if not picture.has_transparency_data:
+        return None
+    if picture.mode.startswith("I"):
+        clear = np.asarray(picture) == picture.info["transparency"]
+        return Image.fromarray(np.where(clear, 0, 255).astype(np.uint8))
+    return picture.convert("RGBA").getchannel("A")
+
+
+def _coloured(picture: Image, profile: bytes | None) -> Image:
+    """Return a picture's colours as RGB in sRGB, whatever its transparency. profile: its ICC profile."""
+    import io
+
+    from PIL import ImageCms
+
+    if picture.mode in ("La", "RGBa"):  # colours times opacity
+        picture = picture.convert(f"{picture.mode[:-1]}A")
+    if profile:
+        base = {"LA": "L", "1": "L"}.get(picture.mode, picture.mode)
+        with contextlib.suppress(ImageCms.PyCMSError, OSError):  # a damaged profile, or of another kind of colours
+            own = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+            if not ImageCms.getProfileDescription(own).startswith("sRGB"):
+                shown = ImageCms.profileToProfile(picture.convert(base if base in ("L", "CMYK") else "RGB"), own,
+                                                  ImageCms.createProfile("sRGB"),
+                                                  ImageCms.Intent.RELATIVE_COLORIMETRIC, "RGB")
+                assert shown is not None  # of a call that is not in place
+                return shown
     return picture.convert("RGB")

@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo.data.client_files import require_open
-from flowgrpo.data.open_picture import SIDEWAYS, opened, orientation, rgb
+from flowgrpo.data.open_picture import SIDEWAYS, opened, orientation, pages, require_single, rgb
 from flowgrpo.errors import UserError
 from flowgrpo.files import unfit
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-ANIMATED = (".webp", ".gif", ".apng", ".png")  # clips that PIL reads
-STILLS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")  # frames of a folder
+STILLS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm", ".pnm")  # of a folder
+UNREAD = (".avif", ".heic", ".heif", ".jxl", ".jp2", ".exr", ".hdr", ".tga", ".psd")  # pictures, of other formats
+STARTS = (b"GIF8", b"RIFF", b"\x89PNG", b"II*\0", b"MM\0*")  # of clips that PIL reads
 KEPT = 4  # clips whose frames stay in memory
-FRAME = 2**25  # pixels of a frame that OpenCV decodes, which takes several copies
+FRAME = 2**25  # pixels of a clip's frame, of which decoders take several copies
 PIXELS = 2**28  # of a clip's frames together; 768 MiB
 
 Size = tuple[int, int]  # height, width
 
 
-def read_picture(path: str | Path, size: Size | None = None) -> Image:
+def read_picture(path: str | Path, size: Size | None = None, opaque: bool = False) -> Image:
     """Return the picture of a file as upright RGB; with a size, scaled to fill it and cut at the sides that stand over.
 
-    Raises UserError if it is none.
+    Transparency is laid on white; opaque: refused. Raises UserError if it is none, for several in a file, and for one
+    whose values are not clear.
     """
     require_open()
     with opened(path) as picture:
-        return _fitted(rgb(picture), size)
+        require_single(picture)
+        return _fitted(rgb(picture, opaque), size)
 
 
 def noised_picture(path: str | Path, deviation: float, seed: int) -> Image:
@@ -49,6 +54,7 @@ def picture_size(path: str | Path) -> Size:
     """Return (height, width) of a picture's file, upright, from its header. Raises UserError if it is no picture."""
     require_open()
     with opened(path) as picture:
+        require_single(picture)
         return picture.size if orientation(picture) >= SIDEWAYS else picture.size[::-1]
 
 
@@ -56,8 +62,8 @@ def picture_size(path: str | Path) -> Size:
 class Clip:
     """Clip that is decoded when `frames` is read.
 
-    path: of a video, an animated WebP or GIF, or a folder of pictures in the order of their names. count: frames, from
-    the first on. size: (height, width) that each frame is scaled to fill; None leaves them. modified: of the file, so
+    path: of a video, an animated WebP, GIF or PNG, a TIFF of several pages, or a folder of pictures in the order of
+    their names, numbers in them by value. count: frames, from the first on. size: (height, width) that each frame is scaled to fill; None leaves them. modified: of the file, so
     that a changed one is another clip.
     Raises UserError in `frames` for a clip that is shorter, and for one that cannot be read.
     """
@@ -81,7 +87,7 @@ class Clip:
 @functools.lru_cache(maxsize=KEPT)
 def _decoded(clip: Clip) -> tuple[Image, ...]:
     frames: list[Image] = []
-    for frame in _frames(Path(clip.path)):
+    for frame in frames_of(Path(clip.path)):
         frames.append(_fitted(frame, clip.size))
         if sum(kept.width * kept.height for kept in frames) > PIXELS:
             raise UserError(f"{clip.path} has more than {PIXELS:,} pixels in its first {len(frames)} frames: scale it "
@@ -96,30 +102,42 @@ def frame_count(path: str | Path) -> int:
     require_open()
     path = Path(path)
     if path.is_dir():
-        count = len(_stills(path))
-    elif path.suffix.lower() in ANIMATED:
-        with opened(path, what="a video") as picture:
-            count = int(getattr(picture, "n_frames", 1))
+        count = len(stills(path))
+    elif _by_pillow(path):
+        with opened(path, FRAME, "a video") as picture:
+            count = len(pages(picture))
     else:
         capture, cv2 = _opened(path)
         count = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
+        capture.release()
         if count <= 0:  # the container does not say
-            count = sum(1 for _ in _frames(path))
+            count = sum(1 for _ in frames_of(path))
     if not count:
         raise UserError(f"{path} holds no frame: expected a video, or a folder of {', '.join(STILLS)} files")
     return count
 
 
+def frames_of(path: Path) -> Iterator[Image]:
+    """Yield the frames of a clip as RGB pictures of one size. Raises UserError where it cannot be read."""
+    size = None
+    for number, frame in enumerate(_frames(path), 1):
+        if frame.size != (size := size or frame.size):
+            raise UserError(f"{path}: frame {number} has {frame.width} x {frame.height} pixels, and the first "
+                            f"{size[0]} x {size[1]}: scale them to one size")
+        yield frame
+
+
 def _frames(path: Path) -> Iterator[Image]:
-    """Yield the frames of a clip as RGB pictures."""
-    from PIL import Image, ImageSequence
+    from PIL import Image
 
     if path.is_dir():
-        yield from map(read_picture, _stills(path))
+        yield from map(read_picture, stills(path))
         return
-    if path.suffix.lower() in ANIMATED:
-        with opened(path, what="a video") as picture:
-            yield from map(rgb, ImageSequence.Iterator(picture))
+    if _by_pillow(path):
+        with opened(path, FRAME, "a video") as picture:
+            for page in pages(picture):
+                picture.seek(page)
+                yield rgb(picture)
         return
     capture, cv2 = _opened(path)
     try:
@@ -131,13 +149,23 @@ def _frames(path: Path) -> Iterator[Image]:
         capture.release()
 
 
+def _by_pillow(path: Path) -> bool:
+    """Return True for a clip in a format of pictures, by its first bytes and its name. UserError for an empty file."""
+    if why := unfit(path):
+        raise UserError(f"{path} cannot be read as a video (it {why})")
+    with path.open("rb") as file:
+        start = file.read(12)
+    if not start:
+        raise UserError(f"{path} cannot be read as a video (it is empty)")
+    known = start.startswith(STARTS) and (start[:4] != b"RIFF" or start[8:] == b"WEBP")  # AVI begins with RIFF too
+    return known or path.suffix.lower() in (*STILLS, *UNREAD, ".apng")
+
+
 def _opened(path: Path) -> tuple[Any, Any]:
     """Return an open video and OpenCV, which reads it."""
     from flowgrpo.packages import needed
 
     cv2: Any = needed("cv2", "video", str(path))
-    if why := unfit(path):
-        raise UserError(f"{path} cannot be read as a video (it {why})")
     capture = cv2.VideoCapture(str(path))
     if not capture.isOpened():
         raise UserError(f"{path} cannot be read as a video: expected one that OpenCV reads, such as .mp4, or a .webp, "
@@ -148,8 +176,25 @@ def _opened(path: Path) -> tuple[Any, Any]:
     return capture, cv2
 
 
-def _stills(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if file.suffix.lower() in STILLS)
+def stills(folder: Path) -> list[Path]:
+    """Return the pictures of a folder in the order of their names, numbers in them by value: frame2, frame10.
+
+    Raises UserError for pictures of a format that is not read, and for two of one name.
+    """
+    files = [file for file in folder.iterdir() if not file.name.startswith(".")]
+    if other := sorted(file.name for file in files if file.suffix.lower() in UNREAD):
+        raise UserError(f"{folder} holds {other[0]}, expected frames of {', '.join(STILLS)}: convert it")
+    frames = sorted((file for file in files if file.suffix.lower() in STILLS), key=_natural)
+    for one, two in itertools.pairwise(frames):
+        if one.stem == two.stem:
+            raise UserError(f"{folder} holds {one.name} and {two.name}, expected one file for each frame: remove one")
+    return frames
+
+
+def _natural(file: Path) -> tuple[list[tuple[int, str]], str]:
+    """Return the key of a file's place: its name, in which digits count as a number."""
+    parts = re.split(r"(\d+)", file.stem)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts if part], file.name
 
 
 def _fitted(picture: Image, size: Size | None) -> Image:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
-from flowgrpo.data.open_picture import FLOATS, opened, upright
+from flowgrpo.data.open_picture import FLOATS, levels, opened, pages, require_single, rgb, upright
+from flowgrpo.data.pictures import stills
 from flowgrpo.errors import UserError
 from flowgrpo.files import text_of
 
@@ -98,18 +99,18 @@ def _middle(pictures: Tensor, size: int, start: Callable[[float], int]) -> Tenso
 
 
 def tensor_of(image: Image) -> Tensor:
-    """Return a picture [3, H, W] in [0, 1]. 16-bit grey keeps its levels; `convert("RGB")` would clip them at 255."""
+    """Return a picture [3, H, W] in [0, 1], upright; grey of more than 8 bits keeps its levels."""
     from torchvision.transforms.functional import to_tensor
 
-    if not image.mode.startswith("I;16"):
-        return to_tensor(image.convert("RGB"))
-    return torch.from_numpy(np.array(image, dtype=np.float32) / 65535).expand(3, -1, -1)
+    wide = levels(upright(image)) if "transparency" not in image.info else None
+    return to_tensor(rgb(image)) if wide is None else torch.from_numpy(wide).expand(3, -1, -1)
 
 
 def read_tensor(path: str | Path) -> Tensor:
     """Return the picture of a file, upright: [3, H, W] in [0, 1]. Raises UserError if it is none."""
     with opened(path, FLOATS) as picture:
-        return tensor_of(upright(picture))
+        require_single(picture)
+        return tensor_of(picture)
 
 
 def read_tensors(path: str | Path) -> list[Tensor]:
@@ -117,14 +118,13 @@ def read_tensors(path: str | Path) -> list[Tensor]:
 
     Raises UserError if it is none, and for more than FLOATS pixels in all frames.
     """
-    from PIL import ImageSequence
-
     frames: list[Tensor] = []
     with opened(path, FLOATS) as picture:
-        for frame in ImageSequence.Iterator(picture):
-            if (len(frames) + 1) * frame.width * frame.height > FLOATS:
+        for page in pages(picture) if picture.format != "MPO" else [0]:
+            picture.seek(page)
+            if (len(frames) + 1) * picture.width * picture.height > FLOATS:
                 raise UserError(f"{path} has more than {FLOATS:,} pixels in its frames: scale it down, or cut it")
-            frames.append(tensor_of(upright(frame)))
+            frames.append(tensor_of(picture))
     return frames
 
 
@@ -155,8 +155,7 @@ def read_output(path: Path) -> torch.Tensor | str:
         if path.suffix == ".txt":
             return text_of(path)
         if path.is_dir():
-            frames = [read_tensor(file) for file in sorted(path.iterdir())]
-            return torch.stack(_alike(path, frames))
+            return torch.stack(_alike(path, [read_tensor(file) for file in stills(path)]))
         frames = read_tensors(path)
         return torch.stack(_alike(path, frames)) if len(frames) > 1 else frames[0]
     except RuntimeError as error:

@@ -220,7 +220,7 @@ def test_a_video_of_too_large_frames_is_refused(tmp_path):
     head = b"GIF89a" + struct.pack("<HH", 8191, 8191) + b"\x80\0\0" + bytes(6)
     file = write(tmp_path, "a.mp4", head + 9 * frame + b";")
     line = refusal(frame_count, file)
-    assert "has frames of 8191 x 8191 pixels" in line or "cannot be read as a video" in line  # by OpenCV's build
+    assert "has 8191 x 8191 pixels" in line
 
 
 def test_a_format_that_starts_a_program_is_no_picture(tmp_path):
