@@ -81,7 +81,7 @@ def _unidentified(path: Path) -> str:
         if start[offset:].startswith(magic):
             return f"its format is {name}, {read}"
     if start[:4] in (b"II*\0", b"MM\0*"):
-        return "a TIFF of a layout that Pillow does not read, such as RGB of floats: save it with 8 or 16 bits a channel"
+        return "a TIFF of a layout that Pillow does not read, such as RGB of floats: save it with 8 or 16 bits"
     return "it is damaged, or no picture"
 
 

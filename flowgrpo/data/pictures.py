@@ -63,8 +63,8 @@ class Clip:
     """Clip that is decoded when `frames` is read.
 
     path: of a video, an animated WebP, GIF or PNG, a TIFF of several pages, or a folder of pictures in the order of
-    their names, numbers in them by value. count: frames, from the first on. size: (height, width) that each frame is scaled to fill; None leaves them. modified: of the file, so
-    that a changed one is another clip.
+    their names, numbers in them by value. count: frames, from the first on. size: (height, width) that each frame is
+    scaled to fill; None leaves them. modified: of the file, so that a changed one is another clip.
     Raises UserError in `frames` for a clip that is shorter, and for one that cannot be read.
     """
 

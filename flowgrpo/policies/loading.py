@@ -6,7 +6,6 @@ A pipeline loads the weights as for any user of diffusers.
 from __future__ import annotations
 
 import contextlib
-import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,11 +23,9 @@ from flowgrpo.policies.pipelines import edit_networks, edit_policy
 from flowgrpo.policies.pipelines.call import placed
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline, text_encoders
 from flowgrpo.policies.weights import adapters, finite, host_weights
-from flowgrpo.policies.weights.lora_files import LORA_FILE, load_lora
+from flowgrpo.policies.weights.lora_files import LORA_FILE, attach, tell
 from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts, require_quantiser
 from flowgrpo.policies.weights.rlg import Branches
-
-SIZES = re.compile(r"size mismatch for (\S+): .*?torch\.Size\((\[.*?\])\).*?torch\.Size\((\[.*?\])\)")  # torch's own
 
 
 @contextlib.contextmanager
@@ -84,8 +81,10 @@ def files_of(config: Config | None, model: str) -> Load:
     return config.load if config is not None and config.model == model else Load()
 
 
-def load_tuned(pipe: Any, path: Path) -> None:
+def load_tuned(pipe: Any, path: Path, told: bool = True) -> None:
     """Load a run's result, its checkpoint, or any LoRA, into a stock pipeline.
+
+    told: print what of a LoRA of others was applied.
 
     Raises UserError if there is none, or none that fits."""
     modules = denoisers(pipe)
@@ -96,12 +95,12 @@ def load_tuned(pipe: Any, path: Path) -> None:
     elif checkpoints.holds_edits(path):
         config = config_of(path)
         edit_policy.over(pipe, path, config.call if config else {}).attach()
-    elif path.is_file():
-        _load_lora(pipe, path)
-    elif (path / LORA_FILE).is_file() or any((path / name / "adapter_config.json").is_file() for name in modules):
+    elif path.is_file() or (path / LORA_FILE).is_file() or (path / adapters.CONFIG).is_file() or any(
+            (path / name / adapters.CONFIG).is_file() for name in modules):
         with _told(path, pipe):
-            load_lora(pipe, modules, path)
-        _check_lora(pipe, path / LORA_FILE)
+            applied = attach(pipe, modules, path, "default")
+        if told and config_of(path) is None:  # of others, whose files come in many forms
+            tell(applied)
     elif trained:
         for name in trained:
             module = getattr(pipe, name)
@@ -125,8 +124,8 @@ def load_branches(pipe: Any, path: Path) -> Branches:
 def require_weights(path: Path) -> None:
     """Raise UserError, before anything is drawn, if a path has no weights, or a LoRA that is not finite."""
     known = any((path / name).is_file() for name in (LORA_FILE, edit_networks.FILE))
-    if path.is_file() or checkpoints.is_checkpoint(path) or known or any(
-            file for name in ("adapter_config.json", "config.json") for file in path.glob(f"*/{name}")):
+    if path.is_file() or checkpoints.is_checkpoint(path) or known or (path / adapters.CONFIG).is_file() or any(
+            file for name in (adapters.CONFIG, "config.json") for file in path.glob(f"*/{name}")):
         if (path / LORA_FILE).is_file():
             finite.require_file(path / LORA_FILE)
         return
@@ -152,21 +151,7 @@ def _load_checkpoint(pipe: Any, path: Path) -> None:
         weights.save(Path(folder))
         for module in weights.modules.values():
             adapters.remove(module)
-        load_tuned(pipe, Path(folder))
-
-
-def _load_lora(pipe: Any, file: Path) -> None:
-    with _told(file, pipe):
-        finite.require_file(file)
-        pipe.load_lora_weights(str(file.parent), weight_name=file.name)
-    _check_lora(pipe, file)
-
-
-def _check_lora(pipe: Any, file: Path) -> None:
-    # diffusers ignores unknown keys
-    modules = denoisers(pipe) | text_encoders(pipe)
-    if not any(adapters.named(module) for module in modules.values()):
-        raise UserError(f"{file} holds no LoRA layer for {type(pipe).__name__}: was it trained on another model?")
+        load_tuned(pipe, Path(folder), told=False)
 
 
 @contextlib.contextmanager
@@ -178,13 +163,10 @@ def _told(path: Path, pipe: Any) -> Iterator[None]:
     logging.set_verbosity(logging.CRITICAL)
     try:
         yield
-    except UserError:
-        raise
+    except UserError as error:
+        raise UserError(f"{error}{lora_fit.trained_on(path)}") from error
     except Exception as error:
-        said = " ".join(str(error).split())
-        if sizes := SIZES.search(said):
-            said = f"size mismatch for {sizes[1]}, {sizes[2]} in the file and {sizes[3]} in the model"
-        raise UserError(f"{path} does not load into {type(pipe).__name__}: {said[:200]}{lora_fit.trained_on(path)}"
-                        ) from None
+        raise UserError(f"{path} does not load into {type(pipe).__name__}: {' '.join(str(error).split())[:200]}"
+                        f"{lora_fit.trained_on(path)}") from None
     finally:
         logging.set_verbosity(level)

@@ -20,8 +20,7 @@ from flowgrpo.policies.pipelines.attention import require_attention
 from flowgrpo.policies.weights import context_parallel, host_weights, sharding
 from flowgrpo.policies.weights.lora_files import require_lora
 from flowgrpo.policies.weights.memory_options import require_package, require_quantiser
-
-FACTORS = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")  # of pipelines: frames of one latent frame
+from flowgrpo.starter import FOLDERS
 
 
 def checked(config: Config, kind: str, device: str | torch.device) -> Method:
@@ -151,22 +150,18 @@ def require_sizes(setup: Setup) -> None:
 
 
 def check_frames(setup: Setup) -> None:
-    """Raise UserError for a number of frames of the evaluation that the model does not take, as far as it is known."""
-    frames, call = setup.config.eval.frames, setup.config.call
-    if frames is None:
-        return
-    if (pixels := frames * call.get("height", 8) * call.get("width", 8)) > PIXELS:
+    """Raise UserError for numbers of frames that the model does not make, as far as it is known."""
+    config, call = setup.config, setup.config.call
+    frames = config.eval.frames
+    if frames and (pixels := frames * call.get("height", 8) * call.get("width", 8)) > PIXELS:
         raise UserError(f"eval.frames is {frames}, whose clips have {pixels:,} pixels: expected {PIXELS:,} at most")
-    if setup.loaded is None:
-        return
-    from flowgrpo.policies.pipelines.prompt_inputs import accepted
+    counts = {"eval.frames": frames, "picture.frames": call.get("num_frames")} | {
+        f"phases[{number}].set picture.frames": phase.set.get("picture.frames")
+        for number, phase in enumerate(config.phases)}
+    if any(counts.values()):
+        from flowgrpo.policies.pipelines import frames as clips
 
-    cls = type(setup.loaded)
-    takes = accepted(cls)
-    if "num_frames" not in takes or "video" in takes:
-        why = "has the frames of its source video" if "video" in takes else "takes no number of frames"
-        raise UserError(f"eval.frames is {frames}, but {cls.__name__} {why}: leave it out (expected the default, None)")
-    every = next((factor for name in FACTORS if (factor := getattr(setup.loaded, name, None))), 1)
-    if (frames - 1) % every:
-        raise UserError(f"eval.frames is {frames}, but {cls.__name__} takes 1 more than a multiple of {every}: "
-                        f"expected {frames - (frames - 1) % every}")
+        known = clips.ahead(Path(FOLDERS.get(config.model, config.model))) if setup.loaded is None else setup.loaded
+        for key, count in counts.items() if known is not None and setup.kind == build.PIPELINE else ():
+            if count:
+                clips.require(key, count, known)

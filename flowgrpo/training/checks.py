@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from flowgrpo import rewards
 from flowgrpo.config.schema import Config
 from flowgrpo.cores import Threads
-from flowgrpo.data import recorded_pairs, splits
+from flowgrpo.data import recorded_pairs, sources, splits
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import pick_device
 from flowgrpo.methods import keys_read
@@ -41,8 +41,27 @@ Functions: TypeAlias = dict[str, Callable[..., Any]]
 
 
 def check_prompts(setup: Setup) -> None:
-    """Raise UserError for the first prompt whose files the model does not take, or that lacks one."""
-    build.require_inputs(setup.config, setup.prompts, setup.loaded)
+    """Raise UserError for the first prompt whose files the model does not take, or that lacks one.
+
+    A run that is resumed goes on without prompts whose files were damaged since.
+    """
+    kept = [prompt for prompt in setup.prompts if sources.fault(prompt, _frames(setup)) is None] if setup.resumes else \
+        setup.prompts
+    build.require_inputs(setup.config, kept, setup.loaded)
+
+
+def _frames(setup: Setup) -> int | None:
+    """Return the number of frames that are read of a source video."""
+    return setup.config.call.get("num_frames")
+
+
+def _without_lost(setup: Setup) -> Setup:
+    """Return the setup of a resumed run without held-out prompts whose files were damaged; report all of them."""
+    lost = sources.decode(setup.prompts, _frames(setup), Path(setup.config.output), setup.first)
+    for _, error in lost if setup.first else ():
+        print(f"resume: {error}: the run goes on without this prompt", flush=True)
+    gone = {prompt.key for prompt, _ in lost}
+    return replace(setup, split=(setup.split[0], [prompt for prompt in setup.split[1] if prompt.key not in gone]))
 
 
 # In the order in which they are made, by what they have to know: what costs nothing comes first.
@@ -93,7 +112,10 @@ def check(config: Config, resume: bool | Literal["auto"] = False, pipe: Any = No
     setup = _with_rewards(setup, functions)
     require(OF_REWARDS, setup)
     setup = _with_prompts(setup, prompts)
+    setup = _without_lost(setup) if setup.resumes else setup
     require(OF_PROMPTS, setup)
+    if setup.first and not setup.resumes:
+        sources.require(setup.prompts, _frames(setup), Path(setup.config.output))
     if setup.first:  # finds mistakes, and makes the trial
         rewards.load([*setup.trained.values(), *setup.watched.values()])
     last, changes, repeated = _resumed(setup, accelerator)

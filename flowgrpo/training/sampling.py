@@ -14,6 +14,7 @@ import torch
 from flowgrpo.advantages.group import AdvantageRule
 from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.curriculum.gradient_variance import gradient_norms
+from flowgrpo.data import sources
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import current_gpu, use_gpu
 from flowgrpo.distributed import signals
@@ -50,9 +51,27 @@ def choose_prompts(trainer: Run, epoch: int, count: int | None = None) -> list[P
     train, rule, weights = trainer.config.train, trainer.method.credit.advantage, None
     if type(rule).prompt_weights is not AdvantageRule.prompt_weights:  # few rules read them, and the prompts are many
         weights = rule.prompt_weights(trainer.memory, [prompt.key for prompt in trainer.prompts])
-    return trainer.method.curriculum(trainer.prompts, train.prompts if count is None else count, epoch,
-                                     trainer.config.seed, None if weights is None else weights.tolist(),
-                                     trainer.memory, train.group)
+    chosen = trainer.method.curriculum(trainer.prompts, train.prompts if count is None else count, epoch,
+                                       trainer.config.seed, None if weights is None else weights.tolist(),
+                                       trainer.memory, train.group)
+    return readable(trainer, chosen, epoch)
+
+
+def readable(trainer: Run, batch: list[Prompt], epoch: int) -> list[Prompt]:
+    """Return the prompts of all processes, with others in the place of those whose files cannot be read any more."""
+    if all(prompt.brings is None for prompt in batch):
+        return batch
+    frames = trainer.config.call.get("num_frames")
+    errors = [sources.fault(prompt, frames) for prompt in batch]
+    lost = trainer.processes.gather(torch.tensor([[error is not None for error in errors]], dtype=torch.int64)).any(0)
+    if not lost.any():
+        return batch
+    kept = sources.stand_ins(batch, lost.tolist(), trainer.prompts, frames)
+    for error, prompt in zip(errors, kept):
+        if error is not None and trainer.processes.first:
+            trainer.say(f"epoch {epoch}: {error}: another prompt is sampled in its place ({prompt.text[:40]!r}; "
+                        f"{sources.count_lost(trainer.prompts)} of {len(trainer.prompts)} prompts lost)")
+    return kept
 
 
 def draw_groups(trainer: Run, epoch: Epoch, batch: list[Prompt]) -> list[Part]:

@@ -21,10 +21,12 @@ import torch
 
 from flowgrpo import rewards
 from flowgrpo.config.reward_rules import Retry
+from flowgrpo.data.pictures import picture_size
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import Generating, measure, spread
+from flowgrpo.policies.pipelines.frames import require_made
 from flowgrpo.policies.policy import Policy
 from flowgrpo.rewards import Composed
 from flowgrpo.rewards.gradient import require_graph
@@ -86,6 +88,7 @@ def require(trainer: Run, measured: Functions) -> None:
             plain = [prompt.text for prompt in [*trainer.prompts, *held] if prompt.brings is None]
             cast(Any, trainer.policy).require_context(plain)
         trainer.rollouts.require(trainer.prompts)
+        _require_extremes(trainer, [*trainer.prompts, *held])
         samples = Samples(trainer)
         batches = _batches(trained, trainer.prompts, trainer.geometry.group, samples)
         further = _batches(watched, held, 1, samples)
@@ -105,6 +108,30 @@ def require(trainer: Run, measured: Functions) -> None:
             rewards.leave(trained.values())
             if batches and not any(scored) and not any(_grouped_or_slow(batch.reward) for batch in batches):
                 _require_real_scores(trainer)
+
+
+def _require_extremes(trainer: Run, prompts: list[Prompt]) -> None:
+    """Encode the prompts with the smallest, largest, widest and tallest images, which a pipeline may refuse.
+
+    They stay encoded for the run. Raises UserError that names the prompt.
+    """
+    if trainer.policy.modality == "text" or trainer.processes.count * trainer.processes.members > 1:
+        return
+    sizes = {}
+    for prompt in prompts:
+        for key, path in prompt.inputs.paths():
+            if key != "video":
+                with contextlib.suppress(UserError):  # `sampling.readable` tells
+                    sizes[picture_size(path)] = prompt
+    if len(sizes) < 2:
+        return
+    orders: list[Callable[[tuple[int, int]], float]] = [
+        lambda size: size[0] * size[1], lambda size: -size[0] * size[1], lambda size: size[0] / size[1],
+        lambda size: size[1] / size[0], lambda size: min(size)]
+    negative = trainer.config.negative_prompt
+    for prompt in {id(found): found for found in (sizes[min(sizes, key=order)] for order in orders)}.values():
+        cast(Any, trainer.rollouts).encode([prompt.text], [negative if prompt.negative is None else prompt.negative],
+                                           [prompt.brings])
 
 
 def judged(batch: Batch) -> bool:
@@ -206,6 +233,8 @@ class Samples:
                                            torch.zeros(len(some), dtype=torch.bool)).texts
             return [drawn[i % len(drawn)] for i in range(len(rows))]
         drawn = self.policy.of_noise(conditioning, generators, output_type)
+        if output_type == "pt":
+            require_made(self.policy.call.get("num_frames"), drawn, self.policy.pipe)
         if len(rows) == len(some):
             return drawn
         share = torch.linspace(0, 1, len(rows)).view(-1, *[1] * (drawn.ndim - 1))

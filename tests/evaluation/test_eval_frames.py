@@ -129,3 +129,32 @@ def test_the_cost_of_an_evaluation_is_that_of_its_steps(tmp_path):
     costs = [dry_run(settings(tmp_path, call["num_frames"], precision="bf16", eval__steps=steps, eval__prompts=6,
                               train__micro_batch=2), pipe=pipe).phases["evaluation"].flops for steps in (1, 7, 13)]
     assert costs[2] - costs[1] == pytest.approx(costs[1] - costs[0]) and costs[1] > costs[0] > 0
+
+
+@pytest.mark.parametrize("name, count, expected", [
+    (WAN, 4, "picture.frames is 4, but WanPipeline takes 1 more than a multiple of 2: expected 3"),
+    (WAN, 6, "picture.frames is 6, but WanPipeline takes 1 more than a multiple of 2: expected 5"),
+    ("LTXPipeline", 8, "picture.frames is 8, but LTXPipeline takes 1 more than a multiple of")])
+def test_frames_of_training_are_those_that_the_pipeline_makes(name, count, expected, tmp_path):
+    pipe = make(name)[0]
+    for keys in ({"picture__frames": count}, {"picture__call": {"num_frames": count}}):
+        with pytest.raises(UserError, match=expected):
+            options.check_frames(loop.setup(settings(tmp_path, None, **keys), "pipeline", loaded=pipe))
+    with pytest.raises(UserError, match=r"phases\[0\].set " + expected):
+        phases = [{"at": 0.5, "set": {"picture.frames": count}}]
+        options.check_frames(loop.setup(settings(tmp_path, None, phases=phases), "pipeline", loaded=pipe))
+
+
+def test_frames_are_refused_before_a_folder_is_loaded(tmp_path):
+    make(WAN)[0].save_pretrained(tmp_path / "wan")
+    with pytest.raises(UserError, match="picture.frames is 4, but WanPipeline takes 1 more than a multiple of 2"):
+        options.check_frames(loop.setup(settings(tmp_path, None, model=str(tmp_path / "wan"), picture__frames=4),
+                                        "pipeline"))
+
+
+def test_a_count_that_only_the_clips_show_is_refused():
+    from flowgrpo.policies.pipelines.frames import require_made
+
+    with pytest.raises(UserError, match="picture.frames is 8, but object makes clips of 9 frames: expected 9"):
+        require_made(8, torch.zeros(1, 9, 3, 4, 4), object())
+    require_made(9, torch.zeros(1, 9, 3, 4, 4), object())

@@ -1,14 +1,19 @@
-"""Frames of clips: how many a second, and another number of them in an evaluation (`eval.frames`)."""
+"""Frames of clips: how many a second, how many a pipeline makes, and `eval.frames`, another number of them."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from flowgrpo.errors import UserError
 
+# Attributes of pipelines: frames of one latent frame.
+FACTORS = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
+IRREGULAR = ("AllegroPipeline",)  # their frames are no 1 more than a multiple
 ARGUMENTS = ("fps", "frame_rate", "target_fps")  # of a pipeline's call: the rate that the model is told
 # Frames per second of the models whose pipelines are not told, by the beginning of the pipeline's name; the longest
 # beginning counts. Of the models' own scripts, else of diffusers' examples.
@@ -83,3 +88,42 @@ def clips_of(policy: Any, frames: int | None) -> Iterator[None]:
     finally:
         policy.call.clear()
         policy.call.update(before)
+
+
+def require(key: str, count: int, pipe: Any) -> None:
+    """Raise UserError for a number of frames that a pipeline does not make.
+
+    key: of the configuration. pipe: a pipeline; or (its class, frames of one latent frame) before it is loaded.
+    """
+    cls, every = pipe if isinstance(pipe, tuple) else (
+        type(pipe), next((factor for name in FACTORS if (factor := getattr(pipe, name, None))), 1))
+    takes = inspect.signature(inspect.unwrap(cls.__call__)).parameters
+    if "num_frames" not in takes or "video" in takes:
+        if key == "eval.frames":
+            why = "has the frames of its source video" if "video" in takes else "takes no number of frames"
+            raise UserError(f"{key} is {count}, but {cls.__name__} {why}: leave it out (expected the default, None)")
+        return
+    if cls.__name__ not in IRREGULAR and (count - 1) % every:
+        raise UserError(f"{key} is {count}, but {cls.__name__} takes 1 more than a multiple of {every}: expected "
+                        f"{count - (count - 1) % every}")
+
+
+def ahead(folder: Path) -> tuple[Any, int] | None:
+    """Return (class, frames of one latent frame) of the pipeline in a folder, before it is loaded; None if unknown."""
+    import diffusers
+
+    try:
+        cls = getattr(diffusers, json.loads((folder / "model_index.json").read_text("utf-8"))["_class_name"])
+        vae = json.loads((folder / "vae" / "config.json").read_text("utf-8"))
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):  # loading says what is wrong
+        return None
+    halved = vae.get("temperal_downsample")  # diffusers' own spelling
+    return cls, vae.get("scale_factor_temporal") or vae.get("temporal_compression_ratio") or (
+        2 ** sum(halved) if isinstance(halved, list) else 1)
+
+
+def require_made(count: int | None, clips: Any, pipe: Any) -> None:
+    """Raise UserError for clips [B, F, 3, H, W] of another number of frames than `picture.frames`. None: any."""
+    if count is not None and clips.ndim == 5 and clips.shape[1] != count:
+        raise UserError(f"picture.frames is {count}, but {type(pipe).__name__} makes clips of {clips.shape[1]} frames: "
+                        f"expected {clips.shape[1]}")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from flowgrpo.config.sections import Adapter, Memory
-from flowgrpo.device import DTYPES
+from flowgrpo.device import DTYPES, ran_out
 from flowgrpo.distributed import lockstep
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.methods.adapted import Adapted
@@ -24,7 +24,7 @@ from flowgrpo.policies.pipelines.call import EncodePrompt, PipelineCall, unlogge
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.load import modality, trained_modules
 from flowgrpo.policies.pipelines.probes import copies, stay_apart
-from flowgrpo.policies.pipelines.prompt_inputs import SHARED, parted, pictures_of
+from flowgrpo.policies.pipelines.prompt_inputs import SHARED, parted, pictures_of, refused
 from flowgrpo.policies.pipelines.teacher import Teachers
 from flowgrpo.policies.weights import context_parallel, host_weights, sharding
 from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recomputed, supported
@@ -157,8 +157,14 @@ class PipelinePolicy:
                 twice = plain.rows(torch.tensor([0, 0]))
                 self.encode_prompt.learn(twice, self.guidance, lambda: stay_apart(self, twice))
             conditioning = self.encode_prompt(plain, self.guidance)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"{type(self.pipe).__name__} refuses its arguments: {error}") from error
+        except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, UserError) or ran_out(error) or not (brings or isinstance(error, (TypeError,
+                                                                                                   ValueError))):
+                raise
+            said = " ".join(str(error).split())[:300]
+            told = said if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: {said}"
+            raise UserError(f"{refused(images, pictures)}{type(self.pipe).__name__} refuses its arguments: {told}"
+                            ) from error
         self.probe(conditioning)
         return conditioning
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from flowgrpo.data import sources
 from flowgrpo.data.inputs import SCALE, Inputs
 from flowgrpo.data.pictures import Clip, Size, frame_count, picture_size, read_picture
 from flowgrpo.data.prompts import Prompt
@@ -181,6 +182,22 @@ def pictures_of(policy: Pictured, count: int, images: Sequence[Any] | None = Non
     return pictures
 
 
+def refused(images: Sequence[Any] | None, pictures: Mapping[str, Sequence[Any]]) -> str:
+    """Return the place and files of the prompts whose pictures a pipeline refuses, as the begin of a message.
+
+    images: of each prompt a picture, its file, its `Inputs`, or None. pictures: what the pipeline was given for them.
+    """
+    told = []
+    for image in dict.fromkeys(image for image in images or () if isinstance(image, (str, Path, Inputs))):
+        files = [str(image)] if not isinstance(image, Inputs) else [path for _, path in image.paths()]
+        place = f"{image.place}: " if isinstance(image, Inputs) else sources.place_of(files[0])
+        told.append(place + ", ".join(files))
+    sizes = [f"{one.width} x {one.height}" for values in pictures.values() for value in values
+             for one in (value if isinstance(value, list) else [value]) if hasattr(one, "width")]
+    of = f" ({', '.join(dict.fromkeys(sizes))} pixels)" if sizes else ""
+    return f"{'; '.join(told)}{of}: " if told else ""
+
+
 def _brought(policy: Pictured, image: Any) -> dict[str, Any]:
     if image is None:
         return {}
@@ -189,7 +206,13 @@ def _brought(policy: Pictured, image: Any) -> dict[str, Any]:
     known = names(type(policy.pipe))
     if "image" not in known:
         raise UserError(f"{type(policy.pipe).__name__} takes no image, but a prompt brings one: leave it out")
-    return {known["image"]: read_picture(image) if isinstance(image, (str, Path)) else image}
+    if not isinstance(image, (str, Path)):
+        return {known["image"]: image}
+    try:
+        return {known["image"]: read_picture(image)}
+    except UserError as error:
+        sources.forget(str(image))
+        raise UserError(f"{sources.place_of(str(image))}{error}") from None
 
 
 def decoded(pipe: Any, inputs: Inputs, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,12 +234,15 @@ def decoded(pipe: Any, inputs: Inputs, call: Mapping[str, Any]) -> dict[str, Any
                 values[known[key]] = _clip(pipe, inputs, call, (height, width) if height and width else None)
             elif key == "control_image":
                 sized = call.get("height") and call.get("width")
-                values[known[key]] = read_picture(value, (call["height"], call["width"]) if sized else None)
+                values[known[key]] = read_picture(value, (call["height"], call["width"]) if sized else None,
+                                                  opaque=True)
             elif key == "mask_image":
-                values[known[key]] = read_picture(value).convert("L")
+                values[known[key]] = read_picture(value, opaque=True).convert("L")
             else:
                 values[known[key]] = value if key == SCALE else read_picture(value)
         except UserError as error:
+            for path in value if isinstance(value, tuple) else [value]:
+                sources.forget(path)
             raise inputs.error(key, str(error)) from None
     if inputs.control_image is not None and SCALE in known:  # all rows of a batch have it, or none
         values.setdefault(SCALE, call.get(SCALE, _default(pipe, SCALE)))

@@ -60,9 +60,12 @@ def require_read(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
                             "diverged, take those of an earlier checkpoint")
 
 
-def require_file(path: Path) -> None:
-    """Raise UserError if a LoRA's file holds weights that are not finite, or a layer with one side alone."""
-    tensors = tensors_of(path)[0]
+def require_file(path: Path, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Raise UserError if a LoRA's file holds weights that are not finite, or a layer with one side alone.
+
+    tensors: of the file, if it has been read.
+    """
+    tensors = tensors_of(path)[0] if tensors is None else tensors
     require_read(path, tensors)
     for key in tensors:
         for side, other in SIDES:

@@ -6,6 +6,9 @@ Also the LoRA from which a run starts: its comparison with the trained one, and 
 from __future__ import annotations
 
 import inspect
+import os
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +19,14 @@ from flowgrpo.errors import UserError
 from flowgrpo.files import tensors_of
 from flowgrpo.log import quiet
 from flowgrpo.packages import broken
-from flowgrpo.policies.weights import adapters, finite
+from flowgrpo.policies.weights import adapters, finite, lora_forms
 from flowgrpo.storage.places import CONFIG, is_checkpoint
 from flowgrpo.storage.tensor_files import order_metadata
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
+SIZES = re.compile(r"size mismatch for (\S+): .*?torch\.Size\((\[.*?\])\).*?torch\.Size\((\[.*?\])\)")  # torch's own
 LORA_FILE = "pytorch_lora_weights.safetensors"
 INIT, LIVE = "init", "default"  # adapters: the LoRA from which a run starts while it is read, and the trained one
 PIPELINE, EXPERT, PEFT = "load_lora_weights", "load_lora_weights(load_into_transformer_2=True)", \
@@ -79,26 +83,57 @@ def require_lora(setting: str, given: str) -> None:
     raise UserError(f"{setting} is {given!r}, which has no LoRA: {hint}")
 
 
-def attach(pipe: Any, modules: dict[str, torch.nn.Module], path: Path, adapter: str) -> None:
+def attach(pipe: Any, modules: dict[str, torch.nn.Module], path: Path, adapter: str) -> str:
     """Load a LoRA from its file, or from a folder as `load_lora` does, as an adapter of that name.
 
-    Raises UserError if it does not load, or loads nothing.
+    modules: those that may have one, by name. Returns what was applied, in words. Raises UserError if it does not
+    load, or in part.
     """
+    path = path.parent if path.name == adapters.WEIGHTS and path.with_name(adapters.CONFIG).is_file() else path
+    files = _files(path)
+    held = lora_forms.join([lora_forms.read(file) for file in files])
     try:
         with quiet():  # a second adapter, and none for the text encoders, are intended
             if path.is_file():
-                finite.require_file(path)
-                pipe.load_lora_weights(path.parent, weight_name=path.name, adapter_name=adapter)
+                given = {"pretrained_model_name_or_path_or_dict": held.tensors} if held.changed else {
+                    "pretrained_model_name_or_path_or_dict": path.parent, "weight_name": path.name}
+                pipe.load_lora_weights(**given, adapter_name=adapter)
+            elif (path / adapters.CONFIG).is_file():
+                adapters.load(_of_peft(pipe, modules, path, held), path, adapter)
             else:
                 load_lora(pipe, modules, path, adapter)
     except UserError:
         raise
     except Exception as error:  # third-party files can raise anything
-        why = broken(error) or " ".join(str(error).split())[:200]
-        raise UserError(f"{path} does not load into {type(pipe).__name__}: {why}") from error
-    parts: list[Any] = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
-    if not any(adapter in adapters.named(part) for part in parts):
-        raise UserError(f"{path} holds no LoRA layer for {type(pipe).__name__}: was it trained on another model?")
+        said = " ".join(str(error).split())
+        if sizes := SIZES.search(said):
+            said = f"size mismatch for {sizes[1]}, {sizes[2]} in the file and {sizes[3]} in the model"
+        raise UserError(f"{path} does not load into {type(pipe).__name__}: {broken(error) or said[:200]}") from error
+    parts = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+    return lora_forms.require_applied(path, held, pipe, parts, adapter)
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the LoRA files of a path, itself a file or a folder."""
+    if path.is_file():
+        return [path]
+    return [file for name in (LORA_FILE, adapters.WEIGHTS) for file in [path / name, *sorted(path.glob(f"*/{name}"))]
+            if file.is_file()]
+
+
+def _of_peft(pipe: Any, modules: dict[str, torch.nn.Module], path: Path, held: lora_forms.Held) -> torch.nn.Module:
+    """Return the module whose layers a peft folder's LoRA has. Raises UserError if there is none."""
+    names = {layer.removeprefix(adapters.WRAPPED) for layer in held.sizes}
+    for module in modules.values():
+        if names <= {name for name, _ in module.named_modules()}:
+            return module
+    raise UserError(f"{path} holds no LoRA layer for {type(pipe).__name__}: was it trained on another model?")
+
+
+def tell(line: str) -> None:
+    """Print a line to stderr, from the first of several processes."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr, flush=True)
 
 
 def save_stock(pipe: Any, folder: Path, modules: dict[str, str]) -> None:
@@ -117,7 +152,7 @@ def fuse(pipe: Any, modules: dict[str, torch.nn.Module], path: Path, scale: floa
     """Add a LoRA to a pipeline's weights for good. modules: those that may have one, by name. scale: its factor."""
     from peft.tuners.lora import LoraLayer
 
-    attach(pipe, modules, path, "default")
+    tell(f"load.lora {attach(pipe, modules, path, 'default')}")
     for module in modules.values():
         for layer in module.modules():
             if isinstance(layer, LoraLayer):
@@ -208,7 +243,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a path's files, with names that begin with their module's."""
     folder = path.parent if path.is_file() else path
     for file in [path] if path.is_file() else [folder / LORA_FILE, *folder.glob(f"*/{LORA_FILE}")]:
-        for key, value in tensors_of(file)[0].items() if file.is_file() else ():
+        for key, value in lora_forms.read(file).tensors.items() if file.is_file() else ():
             _, _, rest = key.partition(".")
             yield (key if file.parent == folder else f"{file.parent.name}.{rest}"), value
     for file in (folder / adapters.WEIGHTS, *folder.glob(f"*/{adapters.WEIGHTS}")) if path.is_dir() else ():

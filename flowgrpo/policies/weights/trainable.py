@@ -118,8 +118,9 @@ class TrainableWeights:
 
     def _start(self, path: Path) -> None:
         """Copy an existing LoRA's values. Raises UserError if its layers or ranks are others."""
-        with self._beside(path, lora_files.INIT):
+        with self._beside(path, lora_files.INIT) as applied:
             lora_files.require_same(path, self.modules, self.layers(), self._others())
+            lora_files.tell(f"adapter.init {applied}")
             values = lora_files.initial_values(path, self.named, self.layers())
         self.load(values)
 
@@ -145,8 +146,8 @@ class TrainableWeights:
         return {name: part for name, part in self.pipe.components.items()
                 if isinstance(part, torch.nn.Module) and name not in self.modules}
 
-    def _attach(self, path: Path, adapter: str) -> None:
-        attach(self.pipe, self.modules, path, adapter)
+    def _attach(self, path: Path, adapter: str) -> str:
+        return attach(self.pipe, self.modules, path, adapter)
 
     def _detach(self, adapter: str) -> None:
         for module in (*self.modules.values(), *self._others().values()):
@@ -155,12 +156,12 @@ class TrainableWeights:
             layer.set_adapter("default")
 
     @contextlib.contextmanager
-    def _beside(self, path: Path, adapter: str) -> Iterator[None]:
-        """Context manager: a LoRA from a path in addition to the live one, as an adapter of that name."""
+    def _beside(self, path: Path, adapter: str) -> Iterator[str]:
+        """Context manager: a LoRA from a path in addition to the live one, as an adapter of that name; what of it was
+        applied, in words."""
         live = {key: parameter.data for key, parameter in self.named.items()}
         try:
-            self._attach(path, adapter)
-            yield
+            yield self._attach(path, adapter)
         finally:
             with quiet():
                 self._detach(adapter)

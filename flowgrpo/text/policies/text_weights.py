@@ -43,9 +43,10 @@ class TextWeights(TrainableWeights):
     def _others(self) -> dict[str, torch.nn.Module]:
         return {}
 
-    def _attach(self, path: Path, adapter: str) -> None:
-        """Load a folder's adapter. Raises UserError if it does not load."""
+    def _attach(self, path: Path, adapter: str) -> str:
+        """Load a folder's adapter; return what was applied, in words. Raises UserError if it does not load."""
         attach(self.modules["model"], path, adapter)
+        return f"{path}: LoRA applied to {sum(adapter in layer.lora_A for layer in self.layers().values())} layers"
 
     def _base_name(self, module: Any) -> str | None:
         return getattr(module, "name_or_path", None)

@@ -1,0 +1,177 @@
+"""LoRA files of others, in every form and at every door: applied exactly, or refused in a line with counts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from flowgrpo.config.sections import Adapter
+from flowgrpo.errors import UserError
+from flowgrpo.policies import loading
+from flowgrpo.policies.pipelines.load import denoisers, text_encoders
+from flowgrpo.policies.weights import adapters, lora_files
+from flowgrpo.policies.weights.trainable import TrainableWeights
+from tests.helpers import tiny
+
+RANK = 2
+
+
+def pairs(pipe):
+    """A, B of the U-Net's and the text encoder's projections, by part and layer."""
+    generator = torch.Generator().manual_seed(0)
+    made = {}
+    for part, ends in (("unet", ("to_q", "to_v")), ("text_encoder", ("q_proj", "out_proj"))):
+        for name, module in getattr(pipe, part).named_modules():
+            if name.rpartition(".")[2] in ends:
+                out, into = module.weight.shape
+                made[part, name] = (torch.randn(RANK, into, generator=generator),
+                                    torch.randn(out, RANK, generator=generator))
+    return made
+
+
+def kohya(pipe, parts=("unet",), alpha=1.0):
+    """Kohya's names; alpha: of all layers, None for none, "some" for 1 in all but the first."""
+    tensors = {}
+    for number, ((part, name), (a, b)) in enumerate((k, v) for k, v in pairs(pipe).items() if k[0] in parts):
+        prefix = "lora_unet_" if part == "unet" else "lora_te_text_model_"
+        key = prefix + name.removeprefix("text_model.").replace(".", "_")
+        tensors |= {f"{key}.lora_down.weight": a, f"{key}.lora_up.weight": b}
+        if alpha is not None and not (alpha == "some" and number == 0):
+            tensors[f"{key}.alpha"] = torch.tensor(1.0 if alpha == "some" else alpha)
+    return tensors
+
+
+def plain(pipe, parts=("unet",), alpha=None):
+    """Diffusers' names."""
+    tensors = {}
+    for (part, name), (a, b) in pairs(pipe).items():
+        if part in parts:
+            tensors |= {f"{part}.{name}.lora_A.weight": a, f"{part}.{name}.lora_B.weight": b}
+            tensors |= {} if alpha is None else {f"{part}.{name}.alpha": torch.tensor(alpha)}
+    return tensors
+
+
+def dora(pipe):
+    return plain(pipe) | {f"unet.{name}.lora_magnitude_vector": 1.5 * pipe.unet.get_submodule(name).weight.norm(dim=1)
+                          for part, name in pairs(pipe) if part == "unet"}
+
+
+def fused(path):
+    pipe = tiny.sd15()
+    lora_files.fuse(pipe, denoisers(pipe) | text_encoders(pipe), path, 1.0)
+    return pipe
+
+
+def sampled(path):
+    pipe = tiny.sd15()
+    loading.load_tuned(pipe, path)
+    for module in (pipe.unet, pipe.text_encoder):
+        adapters.merge(module)
+    return pipe
+
+
+def changes(pipe, base):
+    """How each layer's weight differs from the base's."""
+    return {(part, name): (getattr(pipe, part).get_submodule(name).weight - getattr(base, part).get_submodule(
+        name).weight).detach() for part, name in pairs(base)}
+
+
+BOTH = ("unet", "text_encoder")
+FORMS = {
+    "plain": (plain, 1.0, ("unet",)), "plain_te": (lambda pipe: plain(pipe, BOTH), 1.0, BOTH),
+    "plain_alpha": (lambda pipe: plain(pipe, alpha=1.0), 0.5, ("unet",)), "kohya": (kohya, 0.5, ("unet",)),
+    "kohya_te": (lambda pipe: kohya(pipe, BOTH), 0.5, BOTH),
+    "kohya_without": (lambda pipe: kohya(pipe, alpha=None), 1.0, ("unet",)),
+}
+
+
+@pytest.mark.parametrize("door", [fused, sampled])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_changes_the_weights_by_scale_times_b_a(form, door, tmp_path, capsys):
+    make, scale, parts = FORMS[form]
+    base = tiny.sd15()
+    save_file(make(base), tmp_path / "a.safetensors")
+    for key, change in changes(door(tmp_path / "a.safetensors"), base).items():
+        a, b = pairs(base)[key]
+        torch.testing.assert_close(change, scale * b @ a if key[0] in parts else torch.zeros_like(change), atol=1e-5,
+                                   rtol=1e-4)
+    count = sum(part == "unet" for part, _ in pairs(base))
+    assert f"a.safetensors: LoRA applied to {count} layers of the unet" in capsys.readouterr().err
+
+
+def test_a_layer_without_alpha_has_scale_1_beside_others(tmp_path):
+    base = tiny.sd15()
+    save_file(kohya(base, alpha="some"), tmp_path / "a.safetensors")
+    found = changes(fused(tmp_path / "a.safetensors"), base)
+    first, second = [key for key in pairs(base) if key[0] == "unet"][:2]
+    for key, scale in ((first, 1.0), (second, 0.5)):
+        a, b = pairs(base)[key]
+        torch.testing.assert_close(found[key], scale * b @ a, atol=1e-5, rtol=1e-4)
+
+
+def test_a_dora_sets_the_lengths_of_rows(tmp_path):
+    base = tiny.sd15()
+    save_file(dora(base), tmp_path / "a.safetensors")
+    tuned = fused(tmp_path / "a.safetensors")
+    for name in (name for part, name in pairs(base) if part == "unet"):
+        old, new = (pipe.unet.get_submodule(name).weight.norm(dim=1) for pipe in (base, tuned))
+        torch.testing.assert_close(new, 1.5 * old, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("given", ["", adapters.WEIGHTS])
+def test_a_folder_of_peft_has_its_alpha_beside_it(given, tmp_path):
+    base = tiny.sd15()
+    save_file({f"base_model.model.{key.removeprefix('unet.')}": value for key, value in plain(base).items()},
+              tmp_path / adapters.WEIGHTS)
+    targets = [name for part, name in pairs(base) if part == "unet"]
+    (tmp_path / adapters.CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": 6,
+                                                        "target_modules": targets}))
+    for door in (fused, sampled):
+        found = changes(door(tmp_path / given), base)
+        a, b = pairs(base)["unet", targets[0]]
+        torch.testing.assert_close(found["unet", targets[0]], 3 * b @ a, atol=1e-4, rtol=1e-4)
+
+
+def other(names):
+    def made(pipe):
+        tensors = kohya(pipe)
+        layer = next(iter(tensors)).partition(".")[0]
+        return {key: value for key, value in tensors.items() if not key.startswith(f"{layer}.")} | {
+            f"{layer}.{name}": torch.ones(4, 4) for name in names}
+    return made
+
+
+def unknown(pipe):
+    return plain(pipe) | {"unet.nowhere.to_q.lora_A.weight": torch.ones(2, 8),
+                          "unet.nowhere.to_q.lora_B.weight": torch.ones(8, 2)}
+
+
+REFUSED = {
+    "kohya's DoRA": (lambda pipe: kohya(pipe) | {f"{key.partition('.')[0]}.dora_scale": torch.ones(32, 1)
+                                                 for key in kohya(pipe)}, "holds a DoRA in kohya's form"),
+    "LoHa": (other(["hada_w1_a", "hada_w1_b"]), r"holds a LoHa in 1 of its \d+ layers, which is not read"),
+    "LoKr": (other(["lokr_w1", "lokr_w2"]), "holds a LoKr in 1 of"),
+    "whole": (other(["diff"]), "holds a difference of whole weights in 1 of"),
+    "oft": (other(["oft_blocks"]), "holds a OFT in 1 of"),
+    "biases": (lambda pipe: plain(pipe) | {key.replace(".weight", ".bias"): torch.ones(4) for key in plain(pipe)
+                                           if "lora_B" in key}, "holds a LoRA with biases"),
+    "unknown": (unknown, r"(\d+) of its \d+ layers are applied to StableDiffusionPipeline, and 1 are not, or at "
+                         "another scale, such as unet.nowhere.to_q"),
+}
+
+
+def begun(path):
+    pipe = tiny.sd15()
+    TrainableWeights(pipe, denoisers(pipe), Adapter(rank=RANK, alpha=1.0, targets=["to_q", "to_v"], init=str(path)))
+
+
+@pytest.mark.parametrize("door", [fused, sampled, begun])
+@pytest.mark.parametrize("form", REFUSED)
+def test_what_would_be_lost_is_refused_at_every_door(form, door, tmp_path):
+    make, told = REFUSED[form]
+    save_file(make(tiny.sd15()), tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match=rf"a\.safetensors:? {told}"):
+        door(tmp_path / "a.safetensors")
