@@ -116,6 +116,8 @@ class Load(Section):
                                                                "infers")
     denoiser: str | None = Field(None, min_length=1, description="a .safetensors or .gguf file that replaces the "
                                  "denoiser of `model`")
+    vae: str | None = Field(None, min_length=1, description="a .safetensors file, folder or hub id of an autoencoder "
+                                                            "that replaces the one of `model`")
     lora: list[str | Fused] = Field([], description="LoRAs fused into the weights first, such as a turbo LoRA: "
                                                     "paths, or {path: FILE, scale: 0.8}")
     controlnet: str | None = Field(None, min_length=1, description="folder or hub id of a frozen ControlNet, for the"

@@ -25,19 +25,42 @@ KEPT = 4  # clips whose frames stay in memory
 FRAME = 2**25  # pixels of a clip's frame, of which decoders take several copies
 PIXELS = 2**28  # of a clip's frames together; 768 MiB
 
+SQUEEZE, CROP = "squeeze", "crop"
+SOURCE = "source_path"  # attribute of pictures that were read: their file
+
 Size = tuple[int, int]  # height, width
+_seen: dict[str, Size] = {}  # by file: the size that a pipeline squeezed it to
 
 
-def read_picture(path: str | Path, size: Size | None = None, opaque: bool = False) -> Image:
-    """Return the picture of a file as upright RGB; with a size, scaled to fill it and cut at the sides that stand over.
+def read_picture(path: str | Path, size: Size | None = None, opaque: bool = False, fit: str | None = None) -> Image:
+    """Return the picture of a file as upright RGB; with a size, as a model that draws in that size saw it.
 
-    Transparency is laid on white; opaque: refused. Raises UserError if it is none, for several in a file, and for one
-    whose values are not clear.
+    fit: "squeeze" to scale it without regard to its proportions, "crop" to scale it to fill the size and to cut the
+    sides that stand over; None: as `fit_of`. Transparency is laid on white; opaque: refused. Raises UserError if it is
+    none, for several in a file, and for one whose values are not clear.
     """
     require_open()
     with opened(path) as picture:
         require_single(picture)
-        return _fitted(rgb(picture, opaque), size)
+        read = rgb(picture, opaque)
+    if size is not None and (fit or fit_of(path, size)) == SQUEEZE:
+        from PIL.Image import Resampling
+
+        return read.resize(size[::-1], Resampling.LANCZOS)
+    read = _fitted(read, size)
+    setattr(read, SOURCE, str(path))
+    return read
+
+
+def fit_of(path: str | Path, size: Size) -> str:
+    """Return how a pipeline of this process brought a file's picture to a size: "squeeze", or "crop" where none did."""
+    return SQUEEZE if _seen.get(str(Path(path).resolve())) == size else CROP
+
+
+def note_seen(picture: Any, size: Size) -> None:
+    """Note that a pipeline scaled a picture of `read_picture` to a size without regard to its proportions."""
+    if path := getattr(picture, SOURCE, None):
+        _seen[str(Path(path).resolve())] = size
 
 
 def noised_picture(path: str | Path, deviation: float, seed: int) -> Image:

@@ -15,8 +15,8 @@ import torch
 from tqdm import tqdm
 
 from flowgrpo.config.schema import Config
-from flowgrpo.data import splits
-from flowgrpo.data.pictures import picture_size
+from flowgrpo.data import sources, splits
+from flowgrpo.data.pictures import read_picture
 from flowgrpo.data.prompts import Prompt, load_prompts, require_length
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
@@ -65,7 +65,7 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     require_length(given)
     require_disk(output, len(prompts) * count)
     if image is not None:
-        picture_size(image)
+        read_picture(image)
     run = None if lora is None else Path(lora)
     config = config_of(run) or Config()
     if run:
@@ -133,6 +133,7 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
     loading.require_weights(run)
     require_file(output)
     chosen = spread(load_prompts(prompts) if prompts else splits.resolve(config)[1], count)
+    sources.require(chosen)
     functions = run_rewards.measured(config)
     arguments, device = calls.call_arguments(config.model, run), loading.place()
     sampler = Pipelines(config.model, config, drawing(config.precision, device), device)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from flowgrpo.data import sources
 from flowgrpo.data.prompts import USER_PROMPT, Prompt, as_line, load_prompts
 from flowgrpo.device import require_generators
 from flowgrpo.errors import UserError
@@ -48,6 +49,7 @@ def sample(source: str, prompts: str | Path, output: str | Path, *, lora: str | 
                         "another key")
     paths.require_folder(output)
     given, [arm] = load_prompts(prompts), plan.arms
+    sources.require(given)
     images.require_disk(output, len(given) * count)
     require_generators(len(given) * count, "samples")
     ledger = plan.medium.ledger(Path(output))

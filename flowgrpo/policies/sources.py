@@ -7,11 +7,18 @@ from pathlib import Path
 
 from flowgrpo.config.sections import IPAdapter, Load
 from flowgrpo.errors import UserError
+from flowgrpo.files import shapes_of
 from flowgrpo.policies.weights.lora_files import require_lora
 from flowgrpo.starter import FOLDERS
 
 CHECKPOINT, QUANTISED = ".safetensors", ".gguf"
 ENDINGS = (CHECKPOINT, QUANTISED, ".ckpt", ".pt", ".pth", ".bin")  # of files that a user may give as a model
+
+# Files that are no checkpoint of a pipeline: what they hold, how their tensors' names begin (or what is in them), and
+# the key to give them under.
+PARTS = (("VAE", ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.", "first_stage_model.", "bn."), "load.vae"),
+         ("LoRA", ("lora", ".alpha", "dora_scale"), "load.lora or --lora"),
+         ("textual inversion", ("emb_params", "string_to_param", "clip_l", "clip_g"), "nothing: none is read"))
 
 
 def is_file(model: str) -> bool:
@@ -21,12 +28,13 @@ def is_file(model: str) -> bool:
 
 def assembled(model: str, files: Load) -> bool:
     """Return True for a pipeline that stock `from_pretrained` does not load by itself."""
-    return is_file(model) or any((files.denoiser, files.lora, files.controlnet, files.ip_adapter))
+    return is_file(model) or any((files.denoiser, files.vae, files.lora, files.controlnet, files.ip_adapter))
 
 
 def base(model: str, files: Load) -> str:
     """Return what a LoRA that was trained on this model needs as its base, in words."""
     parts = [f"`{model}`"] + [f"its denoiser from `{files.denoiser}`"] * (files.denoiser is not None)
+    parts += [f"its autoencoder from `{files.vae}`"] * (files.vae is not None)
     parts += [f"the ControlNet `{files.controlnet}`"] * (files.controlnet is not None)
     parts += [f"the IP-Adapter `{files.ip_adapter.path}`"] if files.ip_adapter else []
     fused = ", ".join(f"`{lora.path}` at scale {lora.scale:g}" for lora in files.fused)
@@ -52,6 +60,12 @@ def require(model: str, files: Load, weights: str = "full") -> None:
     _require_revision(model, files)
     _require_loras(files, weights)
     _require_conditioning(files.controlnet, files.ip_adapter)
+    if files.vae is not None and (is_file(files.vae) or _local(files.vae)):
+        if Path(files.vae).is_dir() and not (Path(files.vae) / "config.json").is_file():
+            raise UserError(f"load.vae is {files.vae!r}, a folder without a config.json: expected an autoencoder's "
+                            f"folder, such as {files.vae}/vae, or a {CHECKPOINT} file")
+        if not Path(files.vae).is_dir():
+            _require_file("load.vae", files.vae, (CHECKPOINT,))
     if files.denoiser is not None:
         _require_file("load.denoiser", files.denoiser, (CHECKPOINT, QUANTISED))
         if files.gguf and importlib.util.find_spec("gguf") is None:
@@ -90,6 +104,12 @@ def require_pipeline(model: str, for_tokens: bool = False) -> None:
         raise UserError(f"model is the file {model!r}, but the method trains a language model, which is loaded from a "
                         "folder with a config.json, or a hub id: give that")
     _require_file("model", model, (CHECKPOINT,))
+    keys = list(shapes_of(model))
+    for kind, marks, key in PARTS:
+        if keys and all(name.startswith(marks) if kind != "LoRA" else any(mark in name for mark in marks)
+                        for name in keys):
+            raise UserError(f"model is {model!r}, which holds a {kind} and no pipeline: give it as {key}, and the "
+                            "pipeline's folder, hub id or checkpoint as model")
 
 
 def require_full(files: Load) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flowgrpo.data.pictures import read_picture
+from flowgrpo.data.pictures import CROP, SQUEEZE, fit_of, read_picture
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.preprocessing import grey, tensor_of
@@ -28,8 +28,11 @@ STEADY = 0.01**2, 0.03**2  # SSIM's constants, for values in [0, 1]
 class Preservation:
     """Likeness of an edit to its source image, outside of the region that the edit may change.
 
-    The source is scaled to fill the output's size, and cut at the sides that stand over. None for a prompt without a
-    source, and for one whose mask leaves nothing to compare.
+    The source is brought to the output's size as the pipeline did it in this process: squeezed, as image-to-video
+    pipelines do, or else scaled to fill it and cut at the sides that stand over. None for a prompt without a source,
+    and for one whose mask leaves nothing to compare.
+
+    fit: `squeeze` or `crop` for all sources, whatever the pipeline did.
 
     key: metadata key of the source's path; a prompt's `image` is under `image`. mask: metadata key of the path of a
     picture, white (above half) where the edit may change things; prompts without one are compared everywhere.
@@ -40,12 +43,15 @@ class Preservation:
     key: str = "image"
     mask: str = "mask"
     measure: str = "ssim"
+    fit: str | None = None
     privileged = True  # reads files that metadata name
     about = About(modality="image", range=(-1, 1), needs="", licence="Apache-2.0")
 
     def __post_init__(self) -> None:
         if self.measure not in MEASURES:
             raise UserError(f"reward 'preservation': measure is {self.measure!r}, expected {' or '.join(MEASURES)}")
+        if self.fit not in (None, SQUEEZE, CROP):
+            raise UserError(f"reward 'preservation': fit is {self.fit!r}, expected {SQUEEZE}, {CROP} or nothing")
 
     def __call__(self, images: Tensor, prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
@@ -56,8 +62,11 @@ class Preservation:
 
     def _score(self, image: Tensor, entry: dict[str, Any]) -> float | None:
         size = image.shape[-2], image.shape[-1]
-        source, image = _read(entry[self.key], size).double(), image.detach().cpu().double()
-        kept = grey(_read(entry[self.mask], size)) < 0.5 if self.mask in entry else torch.ones(size, dtype=torch.bool)
+        fit = self.fit or fit_of(entry[self.key], size)
+        source, image = _read(entry[self.key], size, fit).double(), image.detach().cpu().double()
+        kept = torch.ones(size, dtype=torch.bool)
+        if self.mask in entry:
+            kept = grey(_read(entry[self.mask], size, fit, opaque=True)) < 0.5
         if self.measure == "ssim":
             values, edge = ssim(grey(image), grey(source)), SIDE // 2
             kept = kept[edge:size[0] - edge, edge:size[1] - edge]
@@ -82,8 +91,8 @@ def ssim(one: Tensor, two: Tensor) -> Tensor:
             / ((mean**2 + other**2 + light) * (variance + other_variance + contrast)))
 
 
-def _read(path: str, size: tuple[int, int]) -> Tensor:
+def _read(path: str, size: tuple[int, int], fit: str, opaque: bool = False) -> Tensor:
     try:
-        return tensor_of(read_picture(path, size))
+        return tensor_of(read_picture(path, size, opaque, fit))
     except UserError as error:
         raise UserError(f"reward 'preservation': {error}") from None

@@ -19,6 +19,7 @@ from flowgrpo.log import quiet
 from flowgrpo.methods.adapted import Adapted
 from flowgrpo.policies import hub, sources
 from flowgrpo.policies.pipelines import conditioned, frames, single_file
+from flowgrpo.policies.pipelines import conditioned, prompt_inputs, single_file
 from flowgrpo.policies.weights.lora_files import fuse
 from flowgrpo.policies.weights.low_precision import repair_zero_rows
 from flowgrpo.policies.weights.memory_options import quantisation
@@ -128,7 +129,7 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
     for library in (diffusers_logging, transformers_logging):
         library.disable_progress_bar()
     source = _source(model, files)
-    hub.require(source)
+    _require_source(model, source, files)
     try:
         with quiet():  # of components in another class than the pipeline's usual one, such as a small autoencoder
             pipe = _read(model, source, files, DTYPES[precision], weights, trust_remote_code, only, checker)
@@ -147,8 +148,22 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
             f"{' or '.join(FOLDERS)}, a directory with a model_index.json, or a hub id"
         raise hub.load_error(error, model, "model", expected, _missing(Path(source))) from error
     pipe.set_progress_bar_config(disable=True)
+    prompt_inputs.watch(pipe)
     _require_scheduler(model, pipe)
     return pipe
+
+
+def _require_source(model: str, source: str, files: Load) -> None:
+    """Raise UserError if the hub's repository that a model is read from, in whole or for its configuration, is out of
+    reach."""
+    try:
+        hub.require(source)
+    except UserError as error:
+        if not sources.is_file(model):
+            raise
+        given = "load.config names" if files.config else "diffusers infers the configuration of"
+        raise UserError(f"cannot load the model {model!r}: {given} {source!r} for it ({error}): set load.config to the "
+                        "folder of a pipeline like it") from None
 
 
 def _source(model: str, files: Load) -> str:
@@ -186,6 +201,8 @@ def _read(model: str, source: str, files: Load, dtype: torch.dtype, weights: str
         parts |= _without_values(index, source, files, dtype)
     elif files.denoiser:
         parts |= single_file.denoiser(files, source, index, names, dtype)
+    if files.vae and only != ENCODERS:
+        parts |= single_file.vae(files, source, index, dtype)
     if whole:
         return single_file.pipeline(model, source, index, dtype, parts)
     lower = quantisation(names, weights, dtype)

@@ -24,7 +24,7 @@ from flowgrpo.policies.pipelines.call import EncodePrompt, PipelineCall, unlogge
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.load import modality, trained_modules
 from flowgrpo.policies.pipelines.probes import copies, stay_apart
-from flowgrpo.policies.pipelines.prompt_inputs import SHARED, parted, pictures_of, refused
+from flowgrpo.policies.pipelines.prompt_inputs import SHARED, parted, pictures_of, refused, watch
 from flowgrpo.policies.pipelines.teacher import Teachers
 from flowgrpo.policies.weights import context_parallel, host_weights, sharding
 from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recomputed, supported
@@ -69,6 +69,8 @@ class PipelinePolicy:
                  adapted: Adapted = Adapted(), fps: float | None = None):
         self.pipe, self.guidance = pipe, guidance
         self.frames, self.call, self.given = parted(type(pipe), call or {}, fps)
+        watch(pipe)
+        self.frames, self.call, self.given = parted(type(pipe), call or {})
         self.device, self.precision, self.dtype = torch.device(device), precision, DTYPES[precision]
         self.exact = 1e-6 if self.dtype == torch.float32 else None  # how closely a replay repeats the rollout
         self.checkpointing, self.compiled, self.offloads = float(checkpointing), compiled, memory.offload != "none"

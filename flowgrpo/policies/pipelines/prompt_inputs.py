@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from flowgrpo.data import sources
 from flowgrpo.data.inputs import SCALE, Inputs
-from flowgrpo.data.pictures import Clip, Size, frame_count, picture_size, read_picture
+from flowgrpo.data.pictures import Clip, Size, frame_count, note_seen, picture_size, read_picture
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.frames import told
@@ -21,6 +22,7 @@ MASKED = ("image", "mask_image")  # what an inpainting pipeline needs
 ALIKE = 0.02  # by which the aspect ratio of a mask may differ from its image's
 # Of these a call has one for all its rows: rows with other values need a call of their own.
 SHARED = (SCALE, "ip_adapter_image")
+PROCESSORS = ("image_processor", "video_processor")  # of pipelines: what scales pictures for them
 # Pipelines that take several reference pictures of one prompt.
 SEVERAL = ("Flux2Pipeline", "Flux2KleinPipeline", "Flux2KleinKVPipeline", "QwenImageEditPlusPipeline",
            "WanVACEPipeline")
@@ -180,6 +182,30 @@ def pictures_of(policy: Pictured, count: int, images: Sequence[Any] | None = Non
         if any(value is None for value in pictures[name]):
             raise UserError(f"some prompts of a batch bring an `{name}` and others do not: give all one, or none")
     return pictures
+
+
+def watch(pipe: Any) -> None:
+    """Note from here on to which size a pipeline's processor squeezes the pictures of prompts."""
+    for name in PROCESSORS:
+        processor = getattr(pipe, name, None)
+        if hasattr(processor, "preprocess") and not hasattr(processor.preprocess, "noting"):
+            processor.preprocess = _noting(processor.preprocess)
+
+
+def _noting(preprocess: Callable[..., Any]) -> Callable[..., Any]:
+    parameters = inspect.signature(preprocess)
+
+    @functools.wraps(preprocess)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        given, made = parameters.bind(*args, **kwargs).arguments, preprocess(*args, **kwargs)
+        pictures = given.get("image", given.get("video"))
+        if given.get("resize_mode", "default") == "default" and given.get("crops_coords") is None:
+            for picture in pictures if isinstance(pictures, (list, tuple)) else [pictures]:
+                note_seen(picture, (made.shape[-2], made.shape[-1]))
+        return made
+
+    setattr(noting, "noting", True)
+    return noting
 
 
 def refused(images: Sequence[Any] | None, pictures: Mapping[str, Sequence[Any]]) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from flowgrpo.config.sections import Load
 from flowgrpo.errors import UserError
+from flowgrpo.files import tensors_of
 from flowgrpo.types import required
 
 EXPECTED = ("a checkpoint of a whole pipeline, with load.config where diffusers infers another one; of a denoiser "
@@ -96,6 +97,34 @@ def denoiser(files: Load, source: str, index: dict[str, Any], names: list[str], 
                         f"expected weights of a {cls.__name__}") from error
     _require_complete(file, name, module)
     return {name: module}
+
+
+def vae(files: Load, source: str, index: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.nn.Module]:
+    """Load the autoencoder of `load.vae`, by its name in a pipeline.
+
+    source: folder or hub id of the pipeline's configuration, which `index` is of. Raises UserError for a pipeline
+    without one, and for weights of another kind.
+    """
+    import diffusers
+
+    given = required(files.vae)
+    if "vae" not in index:
+        raise UserError(f"load.vae is {given!r}, but a {index['_class_name']} has no autoencoder: leave it out")
+    cls = getattr(diffusers, index["vae"][1])
+    try:
+        if Path(given).is_file() and not hasattr(cls, "from_single_file"):
+            module = cls.from_config(cls.load_config(source, subfolder="vae", revision=files.revision)).to(dtype)
+            module.load_state_dict(tensors_of(given)[0])
+        elif Path(given).is_file():
+            module = cls.from_single_file(given, config=source, subfolder="vae", dtype=dtype,
+                                          config_revision=files.revision)
+        else:
+            module = cls.from_pretrained(given, dtype=dtype)
+    except Exception as error:  # third-party files can raise anything
+        raise UserError(f"load.vae: {given} does not load as the vae of {source} ({' '.join(str(error).split())[:200]})"
+                        f": expected weights of a {cls.__name__}") from error
+    _require_complete(given, "vae", module)
+    return {"vae": module}
 
 
 def _require_complete(file: str, name: str, module: torch.nn.Module) -> None:

@@ -50,7 +50,7 @@ def read(path: Path) -> Held:
     A layer without an alpha has the scale 1, as in kohya's scripts, also where others have one. Where alphas differ,
     or stand beside peft's names, they are multiplied into the weights: diffusers mixes them up, or refuses them.
 
-    Raises UserError for another kind of adapter, a DoRA of kohya's form, a layer with one side alone, and for values
+    Raises UserError for another kind of adapter, a DoRA of kohya's form, a layer without one of its sides, and for values
     that are not finite.
     """
     tensors, metadata = tensors_of(path)
@@ -64,7 +64,7 @@ def read(path: Path) -> Held:
     scales: dict[str, float] = {}
     for layer, of in sides.items():
         if len(of) < 2:
-            raise UserError(f"{path}: the layer {layer} has one side alone: expected both sides of every layer")
+            raise UserError(f"{path}: the layer {layer} lacks one of its sides: expected both sides of every layer")
         rank, alpha = tensors[of["down"]].shape[0], tensors.get(layer + ALPHA)
         scales[layer] = 1.0 if held.described or alpha is None else float(alpha) / rank
         held.sizes[layer] = scales[layer]**2 * _size(tensors[of["down"]], tensors[of["up"]])
@@ -158,7 +158,7 @@ def _require_all(path: Path, held: Held, model: str, sizes: list[float], count: 
     some = next(iter(left or held.sizes))
     raise UserError(f"{path}: {len(held.sizes) - len(left)} of its {len(held.sizes)} layers are applied to {model}, "
                     f"and {len(left) or 'some'} are not, or at another scale, such as {some}: expected a LoRA of this "
-                    "model alone, without parts that it lacks")
+                    "model, without parts that it lacks")
 
 
 def _near(one: float, other: float, within: float) -> bool:

@@ -70,3 +70,24 @@ def test_mistakes_are_one_line(source, tmp_path):
         Preservation()(torch.zeros(1, 3, 8, 8), ["p"], [{"image": source[1]}])
     with pytest.raises(UserError, match=r"reward 'preservation': .*no\.png cannot be read as a picture"):
         Preservation()(torch.zeros(1, 3, 16, 16), ["p"], [{"image": str(tmp_path / "no.png")}])
+
+
+def test_a_source_that_the_pipeline_squeezed_is_compared_squeezed(tmp_path):
+    from flowgrpo.check import tiny as pipelines
+    from flowgrpo.data.pictures import fit_of, read_picture
+    from flowgrpo.policies.pipelines.prompt_inputs import watch
+
+    wide = Image.new("RGB", (300, 40), "red")
+    wide.paste((0, 0, 255), (200, 0, 300, 40))
+    wide.save(tmp_path / "wide.png")
+    squeezed = to_tensor(wide.resize((64, 64), Image.Resampling.LANCZOS))
+    given = squeezed[None], ["p"], [{"image": str(tmp_path / "wide.png")}]
+    assert Preservation()(*given)[0] < 0.9 and Preservation(fit="squeeze")(*given)[0] == pytest.approx(1)
+    pipe, _ = pipelines.make("WanImageToVideoPipeline")
+    watch(pipe)
+    pipe.video_processor.preprocess(read_picture(tmp_path / "wide.png"), height=64, width=64)
+    assert fit_of(tmp_path / "wide.png", (64, 64)) == "squeeze" and fit_of(tmp_path / "wide.png", (32, 64)) == "crop"
+    assert Preservation()(*given)[0] == pytest.approx(1)
+    assert Preservation(fit="crop")(*given)[0] < 0.9
+    with pytest.raises(UserError, match="fit is 'pad', expected squeeze, crop or nothing"):
+        Preservation(fit="pad")

@@ -172,3 +172,32 @@ def test_gguf_needs_its_package(tmp_path, monkeypatch):
     config = validate({"load": {"denoiser": str(tmp_path / "x.gguf")}})
     told = message(options.require_load, loop.setup(config, "pipeline"))
     assert told.endswith("x.gguf', which needs gguf: pip install gguf")
+
+
+def test_an_autoencoder_is_replaced_by_a_files_or_a_folders(tmp_path):
+    folder, other = tiny.save(tiny.sd15(), tmp_path / "folder"), tiny.sd15(seed=OTHER).vae
+    save_file(other.state_dict(), tmp_path / "vae.safetensors")
+    other.save_pretrained(tmp_path / "vae")
+    for given in ("vae.safetensors", "vae"):
+        config = validate({"model": str(folder), "precision": "fp32", "load": {"vae": str(tmp_path / given)}})
+        options.require_load(loop.setup(config, "pipeline"))
+        pipe = build.load(config)
+        assert same(pipe.vae, other) and not same(pipe.vae, tiny.sd15().vae) and same(pipe.unet, tiny.sd15().unet)
+
+
+@pytest.mark.parametrize("keys, expected", [
+    (["encoder.conv_in.weight", "decoder.conv_in.weight"], "holds a VAE and no pipeline: give it as load.vae"),
+    (["lora_unet_a.lora_down.weight", "lora_unet_a.alpha"], "holds a LoRA and no pipeline: give it as load.lora or --"),
+    (["emb_params"], "holds a textual inversion and no pipeline")])
+def test_a_file_of_a_part_is_no_model(keys, expected, tmp_path):
+    save_file({key: torch.ones(2) for key in keys}, tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match=rf"model is '.*a\.safetensors', which {expected}"):
+        build.kind(validate({"model": str(tmp_path / "a.safetensors")}))
+
+
+def test_a_checkpoint_without_a_network_names_itself_and_load_config(tmp_path, monkeypatch):
+    model = checkpoint(tiny.sd15(), tmp_path / "model.safetensors")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(UserError, match=rf"the model '{re.escape(model)}': diffusers infers .*load\.config"):
+        load_pipeline(model)

@@ -99,7 +99,7 @@ def test_a_form_changes_the_weights_by_scale_times_b_a(form, door, tmp_path, cap
         torch.testing.assert_close(change, scale * b @ a if key[0] in parts else torch.zeros_like(change), atol=1e-5,
                                    rtol=1e-4)
     count = sum(part == "unet" for part, _ in pairs(base))
-    assert f"a.safetensors: LoRA applied to {count} layers of the unet" in capsys.readouterr().err
+    assert f"{count} layers of the unet, rank 2, scale" in capsys.readouterr().err
 
 
 def test_a_layer_without_alpha_has_scale_1_beside_others(tmp_path):
