@@ -50,8 +50,8 @@ def read(path: Path) -> Held:
     A layer without an alpha has the scale 1, as in kohya's scripts, also where others have one. Where alphas differ,
     or stand beside peft's names, they are multiplied into the weights: diffusers mixes them up, or refuses them.
 
-    Raises UserError for another kind of adapter, a DoRA of kohya's form, a layer without one of its sides, and for values
-    that are not finite.
+    Raises UserError for another kind of adapter, a DoRA of kohya's form, a layer without one of its sides, and for
+    values that are not finite.
     """
     tensors, metadata = tensors_of(path)
     _require_kind(path, tensors)
