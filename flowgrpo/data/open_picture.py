@@ -66,7 +66,8 @@ def opened(path: str | Path, most: int = PIXELS, what: str = "a picture") -> Ite
     except UnidentifiedImageError:
         raise UserError(f"{path} cannot be read as {what} ({_unidentified(Path(path))})") from None
     except Exception as error:  # a broken file can raise anything
-        why = getattr(error, "strerror", None) or "it is damaged, or of a layout that Pillow does not read"
+        layout = ", or of a layout that Pillow does not read: save it as PNG" * _starts_as_tiff(path)
+        why = getattr(error, "strerror", None) or f"it is damaged{layout}"
         raise UserError(f"{path} cannot be read as {what} ({why})") from None
 
 
@@ -80,9 +81,14 @@ def _unidentified(path: Path) -> str:
     for offset, magic, name in OTHERS:
         if start[offset:].startswith(magic):
             return f"its format is {name}, {read}"
-    if start[:4] in (b"II*\0", b"MM\0*"):
+    if _starts_as_tiff(path):
         return "a TIFF of a layout that Pillow does not read, such as RGB of floats: save it with 8 or 16 bits"
     return "it is damaged, or no picture"
+
+
+def _starts_as_tiff(path: str | Path) -> bool:
+    with Path(path).open("rb") as file:
+        return file.read(4) in (b"II*\0", b"MM\0*")
 
 
 def orientation(picture: Image) -> int:

@@ -64,7 +64,7 @@ class Suite:
 
 
 def load_suite(name: str) -> Suite:
-    """Load a suite by name, path or hub dataset id.
+    """Load a suite by name, path or hub dataset id. Files of its prompts are decoded.
     Raises UserError if there is none, or none that can be read."""
     name = name.lower() if name.lower() in sets.SETS else name
     path = SHIPPED.get(name) or Path(name)
@@ -81,6 +81,7 @@ def load_suite(name: str) -> Suite:
     form, cases = _folder(path) if path.is_dir() else _file(path)
     if not cases:
         raise UserError(f"suite {path}: it holds no prompt")
+    sources.require([case.prompt for case in cases])
     return Suite(name if name in SHIPPED else Path(name.replace(":", "/")).stem, form, tuple(cases))
 
 

@@ -22,7 +22,6 @@ from tqdm import tqdm
 from flowgrpo import rewards
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.config.schema import Config
-from flowgrpo.data import sources
 from flowgrpo.data.suites import Suite, load_suite
 from flowgrpo.device import require_generators
 from flowgrpo.distributed.processes import Processes
@@ -83,8 +82,6 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
     if plan.medium.modality:
         rewards.require_modality(functions, plan.medium.modality)
     rewards.require_routes(functions, [prompt.metadata for prompt in chosen.prompts])
-    if processes.first:
-        sources.require(chosen.prompts)
     ledger = plan.medium.ledger(Path(output), processes.rank)
     settings = plan.as_json() | {"suite": digest([str(case) for case in chosen.cases]),
                               "rewards": held_out.rules(functions)}

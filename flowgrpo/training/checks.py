@@ -41,13 +41,8 @@ Functions: TypeAlias = dict[str, Callable[..., Any]]
 
 
 def check_prompts(setup: Setup) -> None:
-    """Raise UserError for the first prompt whose files the model does not take, or that lacks one.
-
-    A run that is resumed goes on without prompts whose files were damaged since.
-    """
-    kept = [prompt for prompt in setup.prompts if sources.fault(prompt, _frames(setup)) is None] if setup.resumes else \
-        setup.prompts
-    build.require_inputs(setup.config, kept, setup.loaded)
+    """Raise UserError for the first prompt whose files the model does not take, or that lacks one."""
+    build.require_inputs(setup.config, setup.prompts, setup.loaded)
 
 
 def _frames(setup: Setup) -> int | None:
@@ -56,12 +51,19 @@ def _frames(setup: Setup) -> int | None:
 
 
 def _without_lost(setup: Setup) -> Setup:
-    """Return the setup of a resumed run without held-out prompts whose files were damaged; report all of them."""
+    """Return the setup of a resumed run without prompts whose files were damaged since, and report them.
+
+    Raises UserError if none of training is left.
+    """
     lost = sources.decode(setup.prompts, _frames(setup), Path(setup.config.output), setup.first)
-    for _, error in lost if setup.first else ():
-        print(f"resume: {error}: the run goes on without this prompt", flush=True)
     gone = {prompt.key for prompt, _ in lost}
-    return replace(setup, split=(setup.split[0], [prompt for prompt in setup.split[1] if prompt.key not in gone]))
+    train, held = ([prompt for prompt in side if prompt.key not in gone] for side in setup.split)
+    if lost and not train:
+        raise lost[0][1]
+    for number, (_, error) in enumerate(lost if setup.first else (), 1):
+        print(f"resume: {error}: the run goes on without this prompt ({number} of {len(setup.prompts)} lost)",
+              flush=True)
+    return replace(setup, split=(train, held))
 
 
 # In the order in which they are made, by what they have to know: what costs nothing comes first.
