@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowgrpo.data import hub, prompts, sets
+from flowgrpo.data import hub, prompts, sets, sources
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 
