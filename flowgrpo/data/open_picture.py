@@ -161,7 +161,7 @@ def levels(picture: Image) -> np.ndarray | None:
         if picture.mode == "I" and picture.format != "PPM" and not (low >= 0 and 255 < high <= 65535):
             raise Unclear(f"has 32-bit values from {low} to {high}, whose white is not known: save it with 8 or 16 "
                           "bits")
-    scaled = (values / top).astype(np.float32)
+    scaled = values.astype(np.float32) / np.float32(top)
     return 1 - scaled if inverted else scaled
 
 

@@ -14,6 +14,7 @@ from flowgrpo.cores import Threads
 from flowgrpo.data import recorded_pairs, sources, splits
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import pick_device
+from flowgrpo.errors import UserError
 from flowgrpo.methods import keys_read
 from flowgrpo.methods.setup import Setup, check_parts
 from flowgrpo.methods.validate import resolve
@@ -53,13 +54,14 @@ def _frames(setup: Setup) -> int | None:
 def _without_lost(setup: Setup) -> Setup:
     """Return the setup of a resumed run without prompts whose files were damaged since, and report them.
 
-    Raises UserError if none of training is left.
+    Raises UserError if none of training, or of the held-out ones, is left.
     """
     lost = sources.decode(setup.prompts, _frames(setup), Path(setup.config.output), setup.first)
     gone = {prompt.key for prompt, _ in lost}
     train, held = ([prompt for prompt in side if prompt.key not in gone] for side in setup.split)
-    if lost and not train:
-        raise lost[0][1]
+    if lost and (not train or setup.split[1] and not held):
+        what = "held-out" if train else "training"
+        raise UserError(f"{lost[0][1]}; no {what} prompt is left whose files can be read: restore them")
     for number, (_, error) in enumerate(lost if setup.first else (), 1):
         print(f"resume: {error}: the run goes on without this prompt ({number} of {len(setup.prompts)} lost)",
               flush=True)
