@@ -155,6 +155,9 @@ def check_frames(setup: Setup) -> None:
     frames = config.eval.frames
     if frames and (pixels := frames * call.get("height", 8) * call.get("width", 8)) > PIXELS:
         raise UserError(f"eval.frames is {frames}, whose clips have {pixels:,} pixels: expected {PIXELS:,} at most")
+    if config.picture.frames not in (None, call.get("num_frames")):
+        raise UserError(f"picture.frames is {config.picture.frames}, and picture.call has num_frames "
+                        f"{call['num_frames']}: set one of them")
     counts = {"eval.frames": frames, "picture.frames": call.get("num_frames")} | {
         f"phases[{number}].set picture.frames": phase.set.get("picture.frames")
         for number, phase in enumerate(config.phases)}

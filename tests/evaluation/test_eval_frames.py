@@ -137,7 +137,7 @@ def test_the_cost_of_an_evaluation_is_that_of_its_steps(tmp_path):
     ("LTXPipeline", 8, "picture.frames is 8, but LTXPipeline takes 1 more than a multiple of")])
 def test_frames_of_training_are_those_that_the_pipeline_makes(name, count, expected, tmp_path):
     pipe = make(name)[0]
-    for keys in ({"picture__frames": count}, {"picture__call": {"num_frames": count}}):
+    for keys in ({"picture__frames": count, "picture__call": {}}, {"picture__call": {"num_frames": count}}):
         with pytest.raises(UserError, match=expected):
             options.check_frames(loop.setup(settings(tmp_path, None, **keys), "pipeline", loaded=pipe))
     with pytest.raises(UserError, match=r"phases\[0\].set " + expected):
@@ -148,7 +148,10 @@ def test_frames_of_training_are_those_that_the_pipeline_makes(name, count, expec
 def test_frames_are_refused_before_a_folder_is_loaded(tmp_path):
     make(WAN)[0].save_pretrained(tmp_path / "wan")
     with pytest.raises(UserError, match="picture.frames is 4, but WanPipeline takes 1 more than a multiple of 2"):
-        options.check_frames(loop.setup(settings(tmp_path, None, model=str(tmp_path / "wan"), picture__frames=4),
+        options.check_frames(loop.setup(settings(tmp_path, None, model=str(tmp_path / "wan"), picture__frames=4,
+                                                 picture__call={}), "pipeline"))
+    with pytest.raises(UserError, match="picture.frames is 5, and picture.call has num_frames 9"):
+        options.check_frames(loop.setup(settings(tmp_path, None, picture__frames=5, picture__call={"num_frames": 9}),
                                         "pipeline"))
 
 
