@@ -14,7 +14,6 @@ from flowgrpo.cores import Threads
 from flowgrpo.data import recorded_pairs, sources, splits
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import pick_device
-from flowgrpo.errors import UserError
 from flowgrpo.methods import keys_read
 from flowgrpo.methods.setup import Setup, check_parts
 from flowgrpo.methods.validate import resolve
@@ -59,9 +58,7 @@ def _without_lost(setup: Setup) -> Setup:
     lost = sources.decode(setup.prompts, _frames(setup), Path(setup.config.output), setup.first)
     gone = {prompt.key for prompt, _ in lost}
     train, held = ([prompt for prompt in side if prompt.key not in gone] for side in setup.split)
-    if lost and (not train or setup.split[1] and not held):
-        what = "held-out" if train else "training"
-        raise UserError(f"{lost[0][1]}; no {what} prompt is left whose files can be read: restore them")
+    sources.require_left(lost, {"training": train, "held-out": held or not setup.split[1]})
     for number, (_, error) in enumerate(lost if setup.first else (), 1):
         print(f"resume: {error}: the run goes on without this prompt ({number} of {len(setup.prompts)} lost)",
               flush=True)
