@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from flowgrpo import rewards
-from flowgrpo.data import sources, splits
+from flowgrpo.data import sources as given_files
+from flowgrpo.data import splits
 from flowgrpo.data.prompts import load_prompts
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
@@ -83,7 +84,7 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
         arguments = calls.call_arguments(config.model, run)
     chosen = KINDS[kind](Column("tuned", run, seed, arguments), list(values))
     shown = spread(load_prompts(prompts) if prompts else splits.resolve(config)[1], count)
-    sources.require(shown)
+    given_files.require(shown)
     functions = run_rewards.measured(config)
     device = loading.place()
     sampler = Texts(config.model, config, None, device) if written else Pipelines(

@@ -18,8 +18,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
 from flowgrpo.methods.adapted import Adapted
 from flowgrpo.policies import hub, sources
-from flowgrpo.policies.pipelines import conditioned, frames, single_file
-from flowgrpo.policies.pipelines import conditioned, prompt_inputs, single_file
+from flowgrpo.policies.pipelines import conditioned, frames, prompt_inputs, single_file
 from flowgrpo.policies.weights.lora_files import fuse
 from flowgrpo.policies.weights.low_precision import repair_zero_rows
 from flowgrpo.policies.weights.memory_options import quantisation

@@ -68,9 +68,8 @@ class PipelinePolicy:
                  checkpointing: float = 0.0, memory: Memory = Memory(), compiled: bool = False,
                  adapted: Adapted = Adapted(), fps: float | None = None):
         self.pipe, self.guidance = pipe, guidance
-        self.frames, self.call, self.given = parted(type(pipe), call or {}, fps)
         watch(pipe)
-        self.frames, self.call, self.given = parted(type(pipe), call or {})
+        self.frames, self.call, self.given = parted(type(pipe), call or {}, fps)
         self.device, self.precision, self.dtype = torch.device(device), precision, DTYPES[precision]
         self.exact = 1e-6 if self.dtype == torch.float32 else None  # how closely a replay repeats the rollout
         self.checkpointing, self.compiled, self.offloads = float(checkpointing), compiled, memory.offload != "none"

@@ -186,10 +186,12 @@ def pictures_of(policy: Pictured, count: int, images: Sequence[Any] | None = Non
 
 def watch(pipe: Any) -> None:
     """Note from here on to which size a pipeline's processor squeezes the pictures of prompts."""
+    from diffusers.image_processor import VaeImageProcessor
+
     for name in PROCESSORS:
         processor = getattr(pipe, name, None)
-        if hasattr(processor, "preprocess") and not hasattr(processor.preprocess, "noting"):
-            processor.preprocess = _noting(processor.preprocess)
+        if isinstance(processor, VaeImageProcessor) and not hasattr(processor.preprocess, "noting"):
+            setattr(processor, "preprocess", _noting(processor.preprocess))
 
 
 def _noting(preprocess: Callable[..., Any]) -> Callable[..., Any]:
@@ -199,7 +201,7 @@ def _noting(preprocess: Callable[..., Any]) -> Callable[..., Any]:
     def noting(*args: Any, **kwargs: Any) -> Any:
         given, made = parameters.bind(*args, **kwargs).arguments, preprocess(*args, **kwargs)
         pictures = given.get("image", given.get("video"))
-        if given.get("resize_mode", "default") == "default" and given.get("crops_coords") is None:
+        if hasattr(made, "shape") and given.get("resize_mode", "default") == "default" and given.get("crops_coords") is None:
             for picture in pictures if isinstance(pictures, (list, tuple)) else [pictures]:
                 note_seen(picture, (made.shape[-2], made.shape[-1]))
         return made
