@@ -201,7 +201,8 @@ def _noting(preprocess: Callable[..., Any]) -> Callable[..., Any]:
     def noting(*args: Any, **kwargs: Any) -> Any:
         given, made = parameters.bind(*args, **kwargs).arguments, preprocess(*args, **kwargs)
         pictures = given.get("image", given.get("video"))
-        if hasattr(made, "shape") and given.get("resize_mode", "default") == "default" and given.get("crops_coords") is None:
+        squeezed = given.get("resize_mode", "default") == "default" and given.get("crops_coords") is None
+        if squeezed and hasattr(made, "shape"):
             for picture in pictures if isinstance(pictures, (list, tuple)) else [pictures]:
                 note_seen(picture, (made.shape[-2], made.shape[-1]))
         return made
