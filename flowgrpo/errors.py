@@ -23,6 +23,10 @@ class UserError(ValueError):
         super().__init__(_one_line(str(text)))
 
 
+class NotFinite(UserError):
+    """Samples that hold NaN or an infinity, found before a reward sees them."""
+
+
 def _one_line(text: str) -> str:
     if len(text) > LONGEST:
         text = f"{text[:LONGEST * 2 // 3]} [...] {text[-LONGEST // 4:]}"

@@ -72,14 +72,21 @@ def _checked(ready: Ready, prompts: list[Prompt] | None, asked: str) -> dict[str
 
 def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
     """Run a loaded model, after all checks that need no model; listed: the content of the run's own prompt file."""
-    setup, resumed = ready.setup, ready.last is not None
-    folder, measured = setup.config.folder, setup.measured
+    setup = ready.setup
     policy = build.make_policy(setup.config, setup.device, loaded)
     config = batch_size.fit_micro_batch(setup.config, policy, setup.split[0][0], Processes(ready.accelerator))
     trainer = Trainer(config, ready.accelerator, policy, setup.trained, setup.split)
     if ready.last:
         state.restore(trainer, ready.last)
     trainer.progress.threads, trainer.progress.repeated = ready.threads, ready.repeated
+    with endings.explained(trainer, config.folder):
+        return _run(ready, trainer, listed)
+
+
+def _run(ready: Ready, trainer: Trainer, listed: str | None) -> dict[str, Any]:
+    """Try the rewards of a trainer, then measure, train, and measure again."""
+    setup, resumed, config, policy = ready.setup, ready.last is not None, trainer.config, trainer.policy
+    folder, measured = config.folder, setup.measured
     trial.require(trainer, measured)
     if trainer.processes.first:
         for line in loading.behind(config, trainer.method, policy, setup.prompts):

@@ -106,8 +106,8 @@ def program() -> Any:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0; 2 after a user or file error; 130 after an interrupt, or 128
-    and the number of a second signal.
+    """Run the command line and return the exit code: 0; 2 after a user or file error; 3 if a run trained nothing;
+    130 after an interrupt, or 128 and the number of a second signal.
 
     Without arguments it is the program, which then ends whatever threads of rewards still do.
     """

@@ -13,7 +13,9 @@ from typer.core import TyperCommand
 from flowgrpo.cli.options import Trusted
 from flowgrpo.cli.root import TRAIN, app
 from flowgrpo.errors import UserError
+from flowgrpo.escaped import line
 
+UNTRAINED = 3  # exit code of a run that went through its epochs and trained nothing
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # its settings; every torch reads the first name
 
 
@@ -54,15 +56,15 @@ def train(
                                          "begins a run of which there is none.")] = False,
     resume_auto: Annotated[bool, typer.Option("--resume-auto", hidden=True)] = False,
     trusted: Trusted = False,
-) -> None:
+) -> int:
     """Train a model on a reward. Settings come from a YAML recipe and --KEY=VALUE."""
     from flowgrpo.config import parse
 
     recipe, options = recipe_and_options(arguments or [])
     named = dict(method=method, reward=reward, prompts=prompts, model=model, output=output, seed=seed,
                  **{"eval.best": select_best})
-    _run(parse.load(recipe, options | {key: value for key, value in named.items() if value is not None}, trusted),
-         "auto" if resume_auto else resume)
+    return _run(parse.load(recipe, options | {key: value for key, value in named.items() if value is not None}, trusted),
+                "auto" if resume_auto else resume)
 
 
 @app.command(cls=Resuming, rich_help_panel=TRAIN,
@@ -73,18 +75,18 @@ def demo(
                          "the configuration, such as --output=FOLDER.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the run's last checkpoint.")] = False,
     resume_auto: Annotated[bool, typer.Option("--resume-auto", hidden=True)] = False,
-) -> None:
+) -> int:
     """Train the starter, a small packaged model: minutes on a laptop, without a GPU or a download."""
     from flowgrpo.config import parse, recipes
 
     recipe, options = recipe_and_options(arguments or [], others=("resume",))
     if recipe is not None:
         raise UserError(f"flowgrpo demo trains the recipe starter, got {recipe}: use `flowgrpo train {recipe}`")
-    _run(parse.load(recipes.FOLDER / "starter.yaml", options), "auto" if resume_auto else resume)
+    return _run(parse.load(recipes.FOLDER / "starter.yaml", options), "auto" if resume_auto else resume)
 
 
-def _run(settings: Any, resume: bool | Literal["auto"]) -> None:
-    """Validate a configuration's inputs, announce the run and run it."""
+def _run(settings: Any, resume: bool | Literal["auto"]) -> int:
+    """Validate a configuration's inputs, announce the run and run it. Returns 0, or UNTRAINED if it trained nothing."""
     check_inputs(settings)
     _grow_segments(settings)
     if "method" not in settings.model_fields_set:
@@ -96,7 +98,11 @@ def _run(settings: Any, resume: bool | Literal["auto"]) -> None:
     announce(settings)
     from flowgrpo.run import run
 
-    run(settings, resume=resume)
+    trained = run(settings, resume=resume).get("trained")  # of the first process
+    if not (trained and trained["nothing"]):
+        return 0
+    print(f"flowgrpo: {line(trained['said'][0])}", file=sys.stderr)
+    return UNTRAINED
 
 
 def _grow_segments(settings: Any) -> None:

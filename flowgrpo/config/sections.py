@@ -12,6 +12,7 @@ from flowgrpo.config.reward_rules import WatchRule
 Share = Annotated[float, Field(ge=0, le=1)]
 Side = Annotated[int, Field(ge=8, le=2**16)]
 Rows = Annotated[int, Field(ge=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 STEPS = 10_000  # denoising steps at most
 PIXELS = 2**28  # of a picture, or of all frames of a clip
@@ -175,7 +176,8 @@ class Optimizer(Section):
     warmup: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="of the learning rate, down to 0")
     weight_decay: float = Field(1e-4, ge=0, description="of AdamW")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="of AdamW")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="of AdamW")
+    eps: float = Field(1e-8, ge=0, description="of AdamW; a step is small where gradients are not far above it")
     clip_grad: float = Field(1.0, gt=0, description="largest norm of the gradient")
     optimizer: Literal["adamw", "adamw8bit"] = Field("adamw", description="`adamw8bit`: its moments in 8 bits, by "
                                                                          "bitsandbytes")
@@ -186,6 +188,11 @@ class Optimizer(Section):
         if self.lr == "auto":
             return AutoRate()
         return self.lr if isinstance(self.lr, AutoRate) else None
+
+    @property
+    def rate(self) -> str:
+        """Learning rate in words: a number, or auto."""
+        return "auto" if self.calibration else f"{self.lr:g}"
 
     @property
     def first_lr(self) -> float:
@@ -228,6 +235,8 @@ class Train(Optimizer):
                                                   " back if the next reward is lower; 0: none; see "
                                                   "docs/performance.md")
     extrapolate_every: int = Field(8, ge=2, description="epochs between two jumps, whose weights are the path")
+    unscored: int = Field(3, ge=0, description="epochs in a row in which a reward fails on every sample, after which "
+                                               "the run is saved and ends; 0: it goes on")
     save_every: int = Field(50, ge=1, description="epochs between checkpoints; the last epoch is always saved")
     keep: int = Field(2, ge=1, description="checkpoints kept")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 SAMPLE = {"image": "image", "video": "clip", "text": "completion"}
 
 
@@ -13,3 +15,8 @@ def named(count: int, noun: str) -> str:
 def counted(count: int, noun: str) -> str:
     """Return a count with its regular noun: 1 prompt, 2 prompts."""
     return f"{count} {named(count, noun)}"
+
+
+def joined(names: Sequence[str]) -> str:
+    """Return names in words: a, b and c."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

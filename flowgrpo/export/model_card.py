@@ -15,6 +15,7 @@ from flowgrpo.escaped import code, fenced, line, markdown
 from flowgrpo.evaluation.nouns import SAMPLE, counted
 from flowgrpo.evaluation.numbers import decimals, fixed, ranged
 from flowgrpo.evaluation.pages import figures
+from flowgrpo.evaluation.report.outcome import untrained
 from flowgrpo.evaluation.statistics import ALL
 from flowgrpo.evaluation.table import Rows, digits_of
 from flowgrpo.export import card_facts, run_lora
@@ -34,8 +35,10 @@ def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
     front = yaml.safe_dump(metadata(config, licence, sample, lora, pairs), sort_keys=False).rstrip()
     prompt, brought = (pairs[0].prompt, pairs[0].brought) if pairs else (PROMPTS[sample], ())
     page = "before_after.webp" if (run / "before_after.webp").is_file() else "before_after.png"
+    first = "".join(f"**{markdown(sentence)}**\n\n" for sentence in untrained(summary))
+    doing = "was to be aligned" if summary.get("trained", {}).get("nothing") else "aligned"
     parts = {
-        "": f"{code(config.model)} aligned by flowgrpo with {code(config.method)} to {_weighted(config)}."
+        "": f"{first}{code(config.model)} {doing} by flowgrpo with {code(config.method)} to {_weighted(config)}."
             f"{_base(config)}",
         "Usage": fenced(snippet(config, run, place, prompt, brought), "python"),
         "Result": "\n\n".join([results(config, summary), *([card_facts.beside(pairs)] if pairs else []),

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo.errors import UserError
+from flowgrpo.escaped import line
+from flowgrpo.evaluation.report.outcome import untrained
 from flowgrpo.export.export import CARD, card, finished
 from flowgrpo.policies import hub
 from flowgrpo.storage.places import CONFIG
@@ -29,12 +31,13 @@ def files(run: Path) -> list[Path]:
 
 
 def prepare(run: Path, repository: str) -> list[Path]:
-    """Write the run's card, and return the files to upload.
+    """Write the run's card, print what the run did not train, and return the files to upload.
 
     Raises UserError for a malformed name, and for an unfinished run.
     """
     require_name(repository)
-    finished(run)
+    for sentence in untrained(finished(run)[1]):
+        print(line(sentence), flush=True)
     card(run, repository)
     return files(run)
 

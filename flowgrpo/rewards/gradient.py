@@ -13,7 +13,7 @@ from flowgrpo.config.reward_rules import RewardRule, WatchRule
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.compose import Composed
-from flowgrpo.rewards.reward import Batch, Reward, as_reward, named, scores_latents, sees_base
+from flowgrpo.rewards.reward import Batch, Reward, as_reward, named, require_finite, scores_latents, sees_base
 from flowgrpo.user_code import guarded
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def value(rewards: Mapping[str, RewardFunction | Reward], weights: Mapping[str, 
     Raises UserError if a reward raises, or returns anything but a tensor [B] of finite numbers with a gradient.
     """
     held = getattr(pictures, "weights", pictures)
+    require_finite(held.detach(), prompts)
     total = held.new_zeros(len(pictures))
     for name, reward in rewards.items():
         rows, scores = _scored(name, reward, pictures, prompts, metadata)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from flowgrpo.errors import UserError
+from flowgrpo.errors import NotFinite, UserError
 from flowgrpo.rewards.about import MODALITIES, About, RewardFunction
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.user_code import told
@@ -101,6 +101,11 @@ class Batch:
 
         return replace(self, samples=own(self.samples), prompts=list(self.prompts),
                        metadata=copy.deepcopy(self.metadata), base=own(self.base))
+
+    def require_finite(self) -> None:
+        """Raise NotFinite if a sample, the base's or latents hold NaN or an infinity."""
+        for what, held in (("sample", self.samples), ("base's sample", self.base), ("latents", self.latents)):
+            require_finite(held, self.prompts, what)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -340,6 +345,17 @@ class Checked(Wrapped):
                             "let it copy them before it writes")
         self._reads_only = shared or all(map(torch.equal, batch.tensors, given.tensors))
         return _numbers(self.name, values, batch.prompts)
+
+
+def require_finite(samples: Any, prompts: Sequence[str], what: str = "sample") -> None:
+    """Raise NotFinite for the first of B samples that holds NaN or an infinity; texts, lists and None are not looked
+    at. what: its name."""
+    if not hasattr(samples, "isfinite") or samples.isfinite().all():
+        return
+    row = next(row for row, sample in enumerate(samples) if not sample.isfinite().all())
+    raise NotFinite(f"the {what} of the prompt {prompts[row][:60]!r} holds NaN or an infinity: look at the precision "
+                    "(autoencoders overflow in fp16: --precision=bf16, or fp32), at the weights of the autoencoder and "
+                    "the denoiser, and at train.lr")
 
 
 def _writes(batch: Batch) -> list[int]:

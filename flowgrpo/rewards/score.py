@@ -79,6 +79,7 @@ def of_batch(rewards: Mapping[str, RewardFunction | Reward], batch: Batch, tally
         if hasattr(batch.samples[0], "shape"):
             return by_size(batch, lambda alike: of_batch(rewards, alike, tally))
         batch = _with_tokens(batch)
+    batch.require_finite()
     made = {}
     for name, reward in rewards.items():
         made[name] = _ready(name, reward)

@@ -28,6 +28,7 @@ from flowgrpo.storage.places import STATE, checkpoint_name, checkpoints, epoch_o
 
 VALUES = "state.json"
 UNSTEADY = "unsteady"  # value of a checkpoint: its last update was skipped, for a gradient that is not finite
+GROWN = "grown"  # value of a checkpoint: training has moved its weights by more than the base's own size
 Tensors = dict[str, torch.Tensor]
 
 
@@ -66,7 +67,7 @@ def save_shard(folder: Path, epoch: int, tensors: Tensors, index: int, count: in
 def save(folder: Path, epoch: int, tensors: Tensors, state: dict[str, Any], keep: int, begun: bool = False) -> Path:
     """Write `folder/epoch-00042` and delete checkpoints that are neither the newest nor of the `keep` to be kept.
 
-    These are the newest ones whose last update was made; if there are fewer, others too.
+    These are the newest ones whose last update was made, with weights that have not grown; if there are fewer, others too.
     begun: `begin` was called, and the shards are written.
     """
     target, temporary = folder / checkpoint_name(epoch), _temporary(folder, epoch)
@@ -91,9 +92,17 @@ def _superfluous(known: list[Path], keep: int) -> list[Path]:
 
 
 def _unsteady(folder: Path) -> bool:
-    """Return True if the last update before a checkpoint was skipped, or the checkpoint is damaged."""
+    """Return True if the last update before a checkpoint was skipped or its weights have grown, or it is damaged."""
     try:
         return bool(_values(folder).get(UNSTEADY))
+    except (OSError, ValueError, RecursionError):
+        return True
+
+
+def grown(folder: Path) -> bool:
+    """Return True for a checkpoint whose weights have grown beyond use, or that cannot be read."""
+    try:
+        return bool(_values(folder).get(GROWN))
     except (OSError, ValueError, RecursionError):
         return True
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from flowgrpo.device import ran_out
 from flowgrpo.distributed.processes import OutOfMemoryElsewhere
 from flowgrpo.distributed.signals import Stopped
-from flowgrpo.errors import UserError
+from flowgrpo.errors import NotFinite, UserError
+from flowgrpo.evaluation.report import symptoms
+from flowgrpo.policies.weights import finite
+from flowgrpo.policies.weights.change import UNUSABLE
+from flowgrpo.storage import checkpoint, recovery
+from flowgrpo.storage.places import checkpoints
 from flowgrpo.training import state
 from flowgrpo.training.out_of_memory import why
 from flowgrpo.training.run import Run
@@ -37,8 +46,8 @@ def saved(trainer: Run, folder: Path) -> Iterator[None]:
         if save_whole(trainer, folder):
             trainer.say(f"stopped after epoch {trainer.epoch}, saved in {folder}; --resume goes on")
         raise
-    except UserError:
-        if save_whole(trainer, folder):
+    except UserError as error:
+        if save_whole(trainer, folder, spoiled=isinstance(error, NotFinite)):
             trainer.say(f"epoch {trainer.epoch} is saved in {folder}; --resume goes on from it")
         raise
     except Exception:
@@ -61,9 +70,66 @@ def evaluating(trainer: Run, folder: Path, which: str) -> Iterator[None]:
             raise
 
 
-def save_whole(trainer: Run, folder: Path, wait: bool = True) -> bool:
+@contextmanager
+def explained(trainer: Run, folder: Path) -> Iterator[None]:
+    """Context manager: to the error for samples that are not finite, add its most likely cause and the way on.
+
+    Raises UserError in place of it.
+    """
+    try:
+        yield
+    except NotFinite as error:
+        found = str(error).partition(": look at ")[0]
+        raise UserError(f"{found}, and no reward has seen it: {_cause(trainer, folder)}") from None
+
+
+def _cause(trainer: Run, folder: Path) -> str:
+    """Return the cause of samples that are not finite: trained weights first, then those of the model, then the
+    precision."""
+    change = trainer.progress.saved_counters.get("change", 0.0)
+    if not change < symptoms.GROWN:
+        return (f"training has changed the weights by {change:.1e} times the size of a usual layer, train.lr "
+                f"({trainer.config.train.rate}) is too large: {_way_back(trainer, folder)}")
+    pipe: Any = getattr(trainer.policy, "pipe", None)
+    parts = pipe.components if pipe is not None else {"model": getattr(trainer.policy, "model", None)}
+    for name, part in parts.items():
+        if isinstance(part, torch.nn.Module) and (key := finite.odd({**dict(part.named_parameters()),
+                                                                     **dict(part.named_buffers())})):
+            return f"the model's own {name}.{key} holds NaN or an infinity: load whole weights"
+    half = trainer.config.precision
+    advice = ("look at the model's autoencoder and denoiser" if half == "fp32" else
+              f"look first at the precision ({half}: try --precision={'bf16 or ' * (half == 'fp16')}fp32), then at the "
+              "model's autoencoder and denoiser")
+    return advice + (f", then at train.lr ({trainer.config.train.rate})" if trainer.optimization.update else "")
+
+
+def require_usable(trainer: Run, folder: Path, change: float) -> None:
+    """Raise UserError if an epoch's updates have made the weights NaN, infinite or larger than any use: they are not
+    saved. change: of `progress.change`."""
+    if not math.isfinite(change):
+        state.require_finite(trainer)
+    if not change <= UNUSABLE:
+        raise UserError(f"the updates of epoch {trainer.epoch + 1} have ruined the weights, which changed by "
+                        f"{change:.1e} times the size of a usual layer, and are not saved: train.lr "
+                        f"({trainer.config.train.rate}) is too large: {_way_back(trainer, folder)}")
+
+
+def _way_back(trainer: Run, folder: Path) -> str:
+    """Return the advice to go on from the last good checkpoint, or to begin anew. A checkpoint whose weights have grown
+    is set aside."""
+    trainer.progress.saving.finish_writing()
+    places = checkpoints(folder / "checkpoints")
+    good = [epoch for epoch, path in places.items() if not checkpoint.grown(path)]
+    for epoch in places.keys() - good:
+        with suppress(OSError):  # another process has
+            recovery.set_aside(places[epoch])
+    return f"--resume with a smaller one goes on from epoch {max(good)}" if good else "begin anew with a smaller one"
+
+
+def save_whole(trainer: Run, folder: Path, wait: bool = True, spoiled: bool = False) -> bool:
     """Save an interrupted run, unless the broken epoch has already changed the weights: it will be run again.
 
+    spoiled: samples of these weights are not finite on this process, so that they are not saved.
     wait: for the other processes, which have to be here too; weights that changed on one of them are not whole.
     Returns True if it was saved.
     """
@@ -72,6 +138,7 @@ def save_whole(trainer: Run, folder: Path, wait: bool = True) -> bool:
     else:
         trainer.progress.saving.finish_writing()
     broken = trainer.optimization.update != trainer.progress.saved_counters["update"]
+    broken = broken or spoiled
     whole = not (trainer.processes.any(broken) if wait else broken)
     if whole:
         state.save(trainer, folder, wait)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,15 @@ from typing import Any
 import torch
 
 from flowgrpo.cores import Threads
+from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
+from flowgrpo.evaluation.nouns import counted
+from flowgrpo.evaluation.report import symptoms
 from flowgrpo.evaluation.runs import HELD_OUT
-from flowgrpo.training import state
+from flowgrpo.policies.weights.change import Change
+from flowgrpo.storage.checkpoint import GROWN, UNSTEADY
+from flowgrpo.training import endings, state
 from flowgrpo.training.best import BestWeights
-from flowgrpo.training.endings import saved
 from flowgrpo.training.metrics import Log, shown
 from flowgrpo.training.run import Run
 from flowgrpo.training.saving import Saving
@@ -27,6 +32,8 @@ class Progress:
     sampled: images or completions. seconds: of training, without evaluations; reward_seconds: of them, those that were
     spent on waiting for rewards. begun: the clock's time at which training would have begun without a pause.
     evaluation_due: the last epoch is trained, and its evaluation is not done.
+    unscored: epochs in a row, up to the last one, in which each trained reward failed on every sample.
+    change: how far training has moved the weights, called.
     best: the best weights that were measured. saving: the writer of checkpoints. saved_counters: the counters at the
     end of the last whole epoch, as a checkpoint has them. threads: torch's on a CPU; repeated: those of epochs that the
     run trained before it was interrupted, by their numbers.
@@ -38,6 +45,8 @@ class Progress:
         self.reward_seconds = 0.0
         self.begun = 0.0
         self.evaluation_due = False
+        self.unscored: Counter[str] = Counter()
+        self.change = Change(trainer.policy.weights)
         self.best = BestWeights(trainer.config.eval, trainer.config.best_by)
         self.saving = Saving(trainer)
         self.saved_counters: dict[str, Any] = {}
@@ -52,17 +61,22 @@ def run(trainer: Run, folder: Path, measured: dict[str, Any]) -> None:
     throughput = Throughput(trainer.config, trainer.policy, trainer.processes)
     trainer.say = log.say
     progress.begun = time.perf_counter() - progress.seconds
-    with closing(log), trainer.stop, saved(trainer, folder):
+    with closing(log), trainer.stop, endings.saved(trainer, folder):
         if progress.evaluation_due:  # the run was stopped in the evaluation of its last epoch
             log.amend(measure(trainer, folder, measured))
         while trainer.epoch < train.epochs and not progress.best.stopped:
             settled = settle_threads(trainer)
             metrics = throughput.epoch(lambda: trainer.run_epoch() | trainer.clock.pop(), lambda: progress.sampled)
+            change = metrics["weights/change"] = progress.change(trainer.processes)
+            endings.require_usable(trainer, folder, change)
             progress.reward_seconds += metrics["seconds/reward"]
             progress.seconds = time.perf_counter() - progress.begun
             trainer.epoch += 1
             progress.evaluation_due = bool(every) and trainer.epoch % every == 0
             progress.saved_counters = state.counters(trainer)
+            progress.saved_counters |= {"change": change}
+            if change >= symptoms.GROWN:
+                progress.saved_counters |= {UNSTEADY: True, GROWN: True}
             metrics |= settled | {"evaluations": progress.saved_counters["evaluations"],
                                   "seconds": round(progress.seconds, 2)}
             try:
@@ -72,6 +86,8 @@ def run(trainer: Run, folder: Path, measured: dict[str, Any]) -> None:
                 log.epoch(trainer.epoch, metrics, shown(metrics, trainer.config))
             log.report(trainer)
             progress.saving.look()
+            if trainer.epoch < train.epochs:
+                require_scores(trainer, metrics)
             with trainer.processes.together():
                 trainer.stop.check()
             last = trainer.epoch == train.epochs or progress.best.stopped
@@ -93,6 +109,21 @@ def settle_threads(trainer: Run) -> dict[str, int]:
     if line := progress.threads.use(count, "" if before is None else f"as epoch {trainer.epoch + 1} had"):
         trainer.say(line)
     return {"threads": torch.get_num_threads()}
+
+
+def require_scores(trainer: Run, metrics: dict[str, Any]) -> None:
+    """Raise UserError for a trained reward that has failed on all samples of `train.unscored` epochs in a row.
+
+    One that applies to none of an epoch's prompts is not counted. metrics: of the epoch.
+    """
+    unscored, most = trainer.progress.unscored, trainer.config.train.unscored
+    for name in trainer.scoring.functions:
+        means, failed = metrics[f"reward/{name}/mean"], metrics[f"reward/{name}/failed"]
+        unscored[name] = 0 if means == means else unscored[name] + bool(failed)
+        if most and unscored[name] >= most:
+            raise UserError(f"reward {name!r} has failed on every sample of {counted(most, 'epoch')} in a row, so that "
+                            "it trains nothing: see that it answers, and --resume; --train.unscored=0 goes on without "
+                            "its scores")
 
 
 def measure(trainer: Run, folder: Path, measured: dict[str, Any]) -> dict[str, float]:

@@ -64,6 +64,9 @@ class FirstRatio:
             return parts
         plain, found = self._largest(parts, conditioning)
         left = found
+        if math.isnan(plain):
+            raise UserError("the first |log ratio| is nan: log-probabilities of the rollout or of its replay are not "
+                            "finite: look at the precision (fp16 overflows), at the model's weights and at train.lr")
         if self.exact and found > self.limit:
             spread = self._spread(parts, conditioning)
             self.limit = max(self.exact, min(MARGIN * spread, MOST))

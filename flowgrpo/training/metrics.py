@@ -111,15 +111,21 @@ class UpdateStats:
         self.decisions.append(torch.stack([value.detach().float().flatten() for value in columns], 1))
 
     def summary(self, processes: Processes = Processes()) -> dict[str, Any]:
-        """Return means over the decisions of all processes, which have the same norms."""
+        """Return means over the decisions of all processes, which have the same norms.
+
+        trained_updates: those with a gradient that was finite and not 0.
+        """
+        norms = torch.stack(self.norms).float() if self.norms else torch.zeros(1)
+        trained = {"trained_updates": int((norms.isfinite() & (norms > 0)).sum())}
         decisions = torch.cat(self.decisions).cpu() if self.decisions else torch.empty(0, 6)
         decisions = processes.gather(decisions[decisions[:, 5] > 0, :5])
         if not len(decisions):
-            return {"loss": 0.0, "grad_norm": 0.0}
+            return {"loss": 0.0, "grad_norm": 0.0} | trained
         of, log_ratio, clipped, loss, kl = decisions.unbind(1)
         steps = [int(step) for step in of.unique()]
         return {"loss": loss.mean().item(),
                 "grad_norm": torch.stack(self.norms).mean().item(),
+                **trained,
                 "log_ratio_max": log_ratio.abs().max().item(),
                 "clip_fraction": clipped.mean().item(),
                 **({} if kl.isnan().all() else {"kl": kl.nanmean().item()}),

@@ -22,6 +22,8 @@ from flowgrpo.policies.policy import Policy
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import required
 
+EPS_SHARE = 0.25  # share of the step that AdamW's eps takes, from which on it is reported
+
 
 def shares(parts: list[Part], geometry: BatchShape, processes: Processes, reduction: Reduction
            ) -> list[tuple[list[Part], int]]:
@@ -64,7 +66,8 @@ def make_optimizer(train: Train, parameters: Sequence[torch.nn.Parameter]) -> to
     if not parameters:
         raise UserError("no weight is trained: the model has none that the adapter or the method names; look at "
                         "`flowgrpo check MODEL`, which lists the denoisers and the LoRA's layers")
-    options: dict[str, Any] = {"lr": train.first_lr, "betas": train.betas, "weight_decay": train.weight_decay}
+    options: dict[str, Any] = {"lr": train.first_lr, "betas": train.betas, "eps": train.eps,
+                               "weight_decay": train.weight_decay}
     if train.optimizer == "adamw8bit":
         from bitsandbytes.optim import AdamW8bit
 
@@ -181,6 +184,17 @@ class Optimization:
         if self.ema is not None:
             update_average(self.ema, self.policy.weights.named, train.ema)
         return norm
+
+    def eps_share(self, norm: float) -> dict[str, float]:
+        """Return `adam_eps_share`: the share of AdamW's denominator, sqrt(v) + eps, that eps is, if it is at least
+        EPS_SHARE.
+
+        norm: of the gradient, mean over the epoch's updates; the root mean square of its values stands for sqrt(v).
+        """
+        values = sum(parameter.numel() for parameter in self.parameters)
+        typical = min(norm, self.config.train.clip_grad) / math.sqrt(values)
+        share = self.config.train.eps / (typical + self.config.train.eps) if typical > 0 else 0.0
+        return {"adam_eps_share": share} if share >= EPS_SHARE else {}
 
     def _step(self) -> None:
         """Step. Raises UserError for a learning rate with which it overflows; the weights are no whole epoch's then."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -15,6 +16,7 @@ from flowgrpo.distributed.signals import Stop
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.policy import Policy
+from flowgrpo.policies.weights.change import Change
 from flowgrpo.rollouts.base import GroupSampler
 from flowgrpo.storage.checkpoint import Stateful
 from flowgrpo.training.best import BestWeights
@@ -50,12 +52,17 @@ class Progress(Protocol):
     sampled: int
     seconds: float
     reward_seconds: float
+    unscored: Counter[str]
     begun: float
     evaluation_due: bool
     best: BestWeights
     saved_counters: dict[str, Any]
     threads: Threads
     repeated: dict[int, int]
+
+    @property
+    def change(self) -> Change:
+        """Return what tells how far training has moved the weights."""
 
     @property
     def saving(self) -> Writer:

@@ -20,6 +20,7 @@ START = FLAT // 2  # first epochs of a run: a reward that rose since then and st
 SAME, STILL, FADED = 1e-3, 1e-4, 1e-3
 MOST = 0.9  # share of zero-variance groups from which on it is a symptom
 CERTAIN = 2.0  # standard errors of a rise
+GROWN = 3.0  # change of the weights, as `policies.weights.change`, that is more than the base's own size
 SMALL = 0.1  # largest |log ratio| over the clip range, below which the clip never acts
 
 
@@ -40,7 +41,8 @@ def of_run(config: Config, lines: Sequence[dict[str, Any]], clip: float | None) 
     texts = {"flat reward": _flat(config, lines[-FLAT:], lines[:START]),
              "equal rewards": _equal(config, lines[-EQUAL:]),
              "clip fraction": _clipped(config, lines[-CLIPPED:], clip), "skipped updates": _skipped(config, lines[-1:]),
-             "collapse": _collapsed(lines[-FLAT:])}
+             "collapse": _collapsed(lines[-FLAT:]), "large weights": _grown(config, lines[-1:]),
+             "small gradient": _tiny(config, lines[-1:])}
     return [Symptom(name, text) for name, text in texts.items() if text]
 
 
@@ -113,6 +115,26 @@ def _skipped(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:
     scale = "; with fp16 the first few only set the loss scale" if config.precision == "fp16" else ""
     return (f"{count:g} of the updates so far {'were' if count > 1 else 'was'} skipped, because the gradient was not "
             f"finite: look at train.lr, the precision and the rewards' scale{scale}")
+
+
+def _grown(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:
+    """Describe weights that training has moved by more than the base's own size."""
+    change = _column(lines, "weights/change", 1)
+    if change is None or change[0] < GROWN:
+        return None
+    return (f"the weights have changed by {change[0]:.3g} times the size of a usual layer: samples of such weights are "
+            f"hardly the model's; go back to an earlier checkpoint with a smaller train.lr (now {config.train.rate})")
+
+
+def _tiny(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:
+    """Describe a gradient that is not far above AdamW's eps, which then makes its steps smaller than the rate."""
+    share = _column(lines, "adam_eps_share", 1)
+    if share is None:
+        return None
+    eps = config.train.eps
+    typical = eps * (1 / share[0] - 1)
+    return (f"a value of the gradient is about {typical:.1e}, and AdamW's eps {eps:g}, so that a step is {1 - share[0]:.2g}"
+            f" of train.lr: set train.eps to {typical / 100:.0e}")
 
 
 def _collapsed(lines: Sequence[dict[str, Any]]) -> str | None:

@@ -10,9 +10,10 @@ import numpy as np
 
 from flowgrpo.config.schema import Config
 from flowgrpo.data import sets
-from flowgrpo.evaluation.nouns import counted, named
+from flowgrpo.evaluation.nouns import counted, joined, named
 from flowgrpo.evaluation.numbers import bounds, decimals, fixed
 from flowgrpo.evaluation.report import symptoms
+from flowgrpo.evaluation.report.outcome import outcome
 from flowgrpo.evaluation.statistics import LEAST, Interval, change, interval, method_of
 
 
@@ -101,12 +102,16 @@ def _change(name: str, weight: float | None, was: list[float | None], now: list[
 def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[Change], last: dict[str, Any],
               finished: bool, kept: str | None = None, nouns: Nouns = Nouns()) -> list[dict[str, str]]:
     """Return the summary: {text, tone}, with tone plain, good or warn. kept: `kept` of summary.json."""
-    goal = _listed([name if rule.weight == 1 else f"{name} ({rule.strength})" for name, rule in
+    goal = joined([name if rule.weight == 1 else f"{name} ({rule.strength})" for name, rule in
                     config.trained.items()])
     line = lines[-1] if lines else {"epoch": 0, "evaluations": 0, "seconds": 0.0}
-    toned = [("plain", f"{config.model} {'was' if finished else 'is being'} aligned to {goal} with {config.method}: "
+    ended = outcome(config, lines)
+    untrained = [("warn", sentence) for sentence in ended.sentences]
+    doing = "is being" if not finished else "was to be" if ended.nothing else "was"
+    toned = [("plain", f"{config.model} {doing} aligned to {goal} with {config.method}: "
                        f"{line['epoch']} of {counted(config.train.epochs, 'epoch')}, "
                        f"{line['evaluations']:,} {nouns.unit}, {_duration(line['seconds'])} of training.")]
+    toned = untrained + toned if ended.nothing or not ended.taught else toned + untrained
     toned += [("warn", f"{sets.caution(config.prompts)}.")] if config.train_on_test_set else []
     toned += [("plain", f"{kept[0].upper()}{kept[1:]}.")] if kept else []
     if any(each.known for each in reward_changes) and lines:
@@ -127,6 +132,8 @@ def _moved(moved: Change, sample: str) -> tuple[str, str]:
                      for value in (moved.change.mean, moved.change.low, moved.change.high))
     certain = "" if low == "-" else f", 95 %: {low} to {high}"
     ends = f"from {before} to {now} on {moved.count} held-out {named(moved.count, sample)} ({by}{certain})"
+    if moved.change.mean == moved.change.low == moved.change.high == 0:
+        return "plain", f"{moved.name}, {kind}, stayed at {before} on {moved.count} held-out {named(moved.count, sample)}."
     if not moved.way:
         why = f": too few prompts to tell (at least {LEAST})" if moved.few else ", which may be chance"
         return "plain", f"{moved.name}, {kind}, went {ends}{why}."
@@ -139,7 +146,7 @@ def _hacking(reward_changes: list[Change], sample: str) -> list[tuple[str, str]]
     risen = [each.name for each in reward_changes if each.weight is not None and each.way > 0]
     fallen = [each.name for each in reward_changes if each.weight is None and each.way < 0]
     if risen and fallen:
-        return [("warn", f"Possible reward hacking: {_listed(risen)} got better, while {_listed(fallen)}, which was "
+        return [("warn", f"Possible reward hacking: {joined(risen)} got better, while {joined(fallen)}, which was "
                          f"eval-only, fell. Look at the {sample}s.")]
     if all(each.weight is not None for each in reward_changes):
         return [("plain", "No reward was eval-only, so reward hacking would not show in these numbers: name one or "
@@ -157,10 +164,6 @@ def _first_ratio(check: dict[str, Any]) -> list[tuple[str, str]]:
         return [("plain", f"{text}, above {check['limit']:.1e}: old log-probabilities are computed again as the replay "
                           "does.")]
     return [("good", f"{text} (at most {check['limit']:.1e} is right): the two agree.")]
-
-
-def _listed(names: list[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def _duration(seconds: float) -> str:

@@ -187,6 +187,11 @@ class TrainableWeights:
         self.named |= added
         self._first |= {key: parameter.detach().to("cpu", copy=True) for key, parameter in added.items()}
 
+    @property
+    def first(self) -> dict[str, torch.Tensor]:
+        """Return the first values of the parameters that no adapter can switch off, on the CPU."""
+        return self._first
+
     def parameters(self) -> list[torch.nn.Parameter]:
         return list(self.named.values())
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flowgrpo.advantages.group import Advantage, AdvantageRule
+from torch import Tensor
+
+from flowgrpo.advantages.group import Advantage, AdvantageRule, group_std, weighted_sum
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension
 from flowgrpo.training.run import Run
 
+STARVED = 5  # deviation of a batch's rewards over that within its groups
 TIMES = 100  # one reward's weighted deviation over another's, from which only the first counts
 
 
@@ -21,6 +24,21 @@ class RewardHints(Extension):
 
     def on_drawn(self, epoch: Epoch) -> None:
         self.epoch(epoch.metrics, self.trainer.scoring.spreads, self.trainer.epoch, self.trainer.say)
+        if isinstance(self.advantage, Advantage) and self.advantage.scale == "batch":
+            weights = list(self.trainer.scoring.weights.values())
+            shaped = self.trainer.scoring.shaped(epoch.groups.first[..., :len(weights)])
+            for column in shaped.unbind(2) if self.advantage.order != "rewards" else [weighted_sum(shaped, weights)]:
+                self.starved(column, self.trainer.epoch, self.trainer.say)
+
+    def starved(self, rewards: Tensor, epoch: int, say: Callable[[str], None]) -> None:
+        """Print that the batch's deviation, by which rewards [P,G] are divided, is far above that within groups."""
+        within = group_std(rewards[~rewards.isnan().all(1)])
+        within, whole = within[within > 0], rewards[~rewards.isnan()]
+        if len(within) and (ratio := (whole.std() / within.mean()).item()) >= STARVED:
+            self._once("starved", say, f"epoch {epoch + 1}: the batch's deviation of the rewards is {ratio:.0f} times "
+                       "that within groups that differ, and the method divides by the batch's, so that advantages are as "
+                       "much smaller: leave out prompts without differences, --method=...+dynamic_sampling, or divide "
+                       "by each group's, parts.advantage: {type: Advantage, scale: group}")
 
     def epoch(self, metrics: dict[str, float], spreads: dict[str, float], epoch: int, say: Callable[[str], None]
               ) -> None:

@@ -100,3 +100,13 @@ def test_skipped_updates(counts, precision, said):
     [*found] = of_run(validate({"reward": {"a": 1.0}, "precision": precision}), metrics, 1e-4)
     assert [symptom.text.startswith(said) for symptom in found] == [True] * (said is not None)
     assert all(("fp16" in symptom.text) == (precision == "fp16") for symptom in found)
+
+
+def test_weights_that_grow_and_gradients_near_eps():
+    metrics = lines(noisy(0.01, 2))
+    assert names({"reward": {"a": 1.0}}, [metrics[0], metrics[1] | {"weights/change": 2.9}]) == []
+    [large] = of_run(validate({"reward": {"a": 1.0}}), [metrics[0] | {"weights/change": 5.4}], None)
+    assert large.name == "large weights" and "changed by 5.4 times" in large.text and "0.0003" in large.text
+    [small] = of_run(validate({"reward": {"a": 1.0}}), [metrics[0] | {"adam_eps_share": 2 / 3}], None)
+    assert "about 5.0e-09, and AdamW's eps 1e-08, so that a step is 0.33 of train.lr: set train.eps to 5e-11" in \
+        small.text
