@@ -102,11 +102,14 @@ def _run(ready: Ready, trainer: Trainer, listed: str | None) -> dict[str, Any]:
         with endings.evaluating(trainer, folder, "first"):
             before = held_out.before(trainer, measured, folder, reuse=resumed)
         if not resumed:
+            tracker.log_held_out(ready.accelerator, before.mean(), 0)
             tracker.show(ready.accelerator, folder, 0, "before")
         trainer.extensions.on_base(before, measured)
         trainer.train(folder, measured)
         with endings.evaluating(trainer, folder, "last"):
             summary = held_out.finish(trainer, measured, folder, before, ready.began, resumed)
+        if not (config.eval.every and trainer.epoch % config.eval.every == 0):  # else they were sent then
+            tracker.log_held_out(ready.accelerator, summary["after"], trainer.epoch)
         tracker.show(ready.accelerator, folder, trainer.epoch, "after", "best", "worst")
         return summary
 

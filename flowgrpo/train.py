@@ -118,7 +118,6 @@ class Trainer:
                         stats.norms.append(self.optimization.step(self.extensions.on_stepped))
         self.scoring.offload()  # a reward whose gradient was followed
         metrics = stats.summary(self.processes) | self.rollouts.metrics()
-        metrics |= self.optimization.eps_share(metrics["grad_norm"])
         return metrics | {"skipped_updates": self.optimization.skipped}
 
     def gradient(self, epoch: Epoch, share: list[Part], count: int) -> list[torch.Tensor]:

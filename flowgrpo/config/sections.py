@@ -235,8 +235,6 @@ class Train(Optimizer):
                                                   " back if the next reward is lower; 0: none; see "
                                                   "docs/performance.md")
     extrapolate_every: int = Field(8, ge=2, description="epochs between two jumps, whose weights are the path")
-    unscored: int = Field(3, ge=0, description="epochs in a row in which a reward fails on every sample, after which "
-                                               "the run is saved and ends; 0: it goes on")
     save_every: int = Field(50, ge=1, description="epochs between checkpoints; the last epoch is always saved")
     keep: int = Field(2, ge=1, description="checkpoints kept")
 
@@ -301,7 +299,8 @@ class EarlyStop(Section):
 
 
 class Guard(Section):
-    """Guard against collapse: returns to the last good weights; see docs/reward_hacking.md."""
+    """Guard against collapse: returns to the last good weights, see docs/reward_hacking.md; and against rewards that no
+    longer answer."""
 
     window: int = Field(0, ge=0, description="epochs that make the run's band, such as 4; outside of it the run "
                                              "returns to its last good weights; 0: off")
@@ -311,6 +310,8 @@ class Guard(Section):
                                                                "`eval.every`; None: `eval.best`, or the trained one "
                                                                "of the largest weight")
     lr: float = Field(0.5, gt=0, le=1, description="factor of the learning rate at each return")
+    unscored: int = Field(3, ge=0, description="epochs in a row in which a trained reward fails on every sample, after "
+                                               "which the run is saved and ends; 0: it goes on")
     best: bool = Field(True, description="ends with the best held-out weights, as by `eval.best`; false: with the "
                                          "last ones")
 

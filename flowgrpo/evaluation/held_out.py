@@ -30,7 +30,6 @@ from flowgrpo.evaluation.pages.before_after import arrays, draw_pairs, means_of,
 from flowgrpo.evaluation.pages.clips import save_clip, tall, untall
 from flowgrpo.evaluation.pages.grid import draw_grid
 from flowgrpo.evaluation.report import report, snapshots
-from flowgrpo.evaluation.report.outcome import outcome
 from flowgrpo.evaluation.statistics import ALL
 from flowgrpo.evaluation.table import cells, compared, show
 from flowgrpo.evaluation.trainer import Trainer
@@ -39,7 +38,7 @@ from flowgrpo.policies.pipelines.frames import clips_of
 from flowgrpo.policies.policy import Policy
 from flowgrpo.policies.weights.finite import require_saved
 from flowgrpo.storage import atomic
-from flowgrpo.storage.json_files import finite, read_lines, read_object
+from flowgrpo.storage.json_files import finite, read_object
 
 
 def _measure(trainer: Trainer, functions: dict[str, Any], title: str,
@@ -176,9 +175,7 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
         "reward_failures": {"trained": trainer.scoring.reward_failures, "before": base.failed, "after": after.failed},
         "rewards": {"trained": config.rewards, "measured": list(functions)}}
     if first:
-        ended = outcome(config, read_lines(folder / "metrics.jsonl", "epoch"))
-        summary |= {"trained": {"epochs": ended.epochs - len(ended.idle), "nothing": ended.nothing,
-                                "said": ended.sentences}}
+        summary["trained"] = report.trained(config, folder)
         _draw_after(folder, base, after, config)
         summary |= {"total_seconds": round(time.perf_counter() - began, 1), "resumed": resumed}
         atomic.write_text(folder / "summary.json", json.dumps(finite(summary), indent=2) + "\n")

@@ -32,6 +32,7 @@ from flowgrpo.rewards.compose import (
     remembers,
     require_memory,
     require_routes,
+    require_values,
     transformed,
     transforms_of,
 )
@@ -57,6 +58,5 @@ from flowgrpo.rewards.score import require_clips, score
 __all__ = ["BUILT_IN", "GROUP", "MODALITIES", "About", "Batch", "Composed", "Failed", "Reward", "Tally", "about",
            "as_reward", "compose", "differentiable", "find", "inside", "lazily", "leave", "limits_of", "load", "locate",
            "named", "names", "reads_sampler", "remembers", "require_base", "require_clips", "require_gradient",
-           "require_latents", "require_memory", "require_modality", "require_routes", "reward", "score",
-           "scores_latents", "sees_base",
-           "source", "transformed", "transforms_of", "value"]
+           "require_latents", "require_memory", "require_modality", "require_routes", "require_values", "reward",
+           "score", "scores_latents", "sees_base", "source", "transformed", "transforms_of", "value"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo.config.reward_rules import Limit, Transform, WatchRule
-from flowgrpo.errors import UserError
+from flowgrpo.errors import UserError, nearest
 from flowgrpo.rewards import transforms
 from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.find import find
@@ -120,6 +120,17 @@ def _require_route(label: str, reward: Reward, every: Sequence[dict[str, Any]]) 
                             "prompt file, or name another key, args: {key: NAME}")
     for place, part in enumerate(reward.parts if applicable else ()):
         _require_route(f"{label}[{place}]", part, applicable)
+
+
+def require_values(where: str, when: Mapping[str, Any], metadata: Iterable[Mapping[str, Any]]) -> None:
+    """Raise UserError for a value in a list of `when` that no prompt's metadata has. where: its place in the recipe."""
+    every = list(metadata)
+    for key, values in when.items():
+        known = [entry[key] for entry in every if key in entry]
+        for value in values if isinstance(values, list) else ():
+            if known and value not in known:
+                raise UserError(f"{where}: no prompt has {key} {value!r}" +
+                                nearest(str(value), sorted({str(each) for each in known})))
 
 
 def _values(when: dict[str, Any], every: Sequence[dict[str, Any]]) -> str:

@@ -67,7 +67,8 @@ def save_shard(folder: Path, epoch: int, tensors: Tensors, index: int, count: in
 def save(folder: Path, epoch: int, tensors: Tensors, state: dict[str, Any], keep: int, begun: bool = False) -> Path:
     """Write `folder/epoch-00042` and delete checkpoints that are neither the newest nor of the `keep` to be kept.
 
-    These are the newest ones whose last update was made, with weights that have not grown; if there are fewer, others too.
+    These are the newest ones whose last update was made, with weights that have not grown; if there are fewer, others
+    too.
     begun: `begin` was called, and the shards are written.
     """
     target, temporary = folder / checkpoint_name(epoch), _temporary(folder, epoch)

@@ -69,6 +69,7 @@ def run(trainer: Run, folder: Path, measured: dict[str, Any]) -> None:
             metrics = throughput.epoch(lambda: trainer.run_epoch() | trainer.clock.pop(), lambda: progress.sampled)
             change = metrics["weights/change"] = progress.change(trainer.processes)
             endings.require_usable(trainer, folder, change)
+            metrics |= trainer.optimization.eps_share(metrics["grad_norm"])
             progress.reward_seconds += metrics["seconds/reward"]
             progress.seconds = time.perf_counter() - progress.begun
             trainer.epoch += 1
@@ -112,17 +113,17 @@ def settle_threads(trainer: Run) -> dict[str, int]:
 
 
 def require_scores(trainer: Run, metrics: dict[str, Any]) -> None:
-    """Raise UserError for a trained reward that has failed on all samples of `train.unscored` epochs in a row.
+    """Raise UserError for a trained reward that has failed on all samples of `guard.unscored` epochs in a row.
 
     One that applies to none of an epoch's prompts is not counted. metrics: of the epoch.
     """
-    unscored, most = trainer.progress.unscored, trainer.config.train.unscored
+    unscored, most = trainer.progress.unscored, trainer.config.guard.unscored
     for name in trainer.scoring.functions:
-        means, failed = metrics[f"reward/{name}/mean"], metrics[f"reward/{name}/failed"]
+        means, failed = (metrics.get(f"reward/{name}/{what}", 0) for what in ("mean", "failed"))
         unscored[name] = 0 if means == means else unscored[name] + bool(failed)
         if most and unscored[name] >= most:
             raise UserError(f"reward {name!r} has failed on every sample of {counted(most, 'epoch')} in a row, so that "
-                            "it trains nothing: see that it answers, and --resume; --train.unscored=0 goes on without "
+                            "it trains nothing: see that it answers, and --resume; --guard.unscored=0 goes on without "
                             "its scores")
 
 

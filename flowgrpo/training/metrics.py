@@ -115,7 +115,7 @@ class UpdateStats:
 
         trained_updates: those with a gradient that was finite and not 0.
         """
-        norms = torch.stack(self.norms).float() if self.norms else torch.zeros(1)
+        norms = torch.stack(self.norms).cpu() if self.norms else torch.zeros(1)
         trained = {"trained_updates": int((norms.isfinite() & (norms > 0)).sum())}
         decisions = torch.cat(self.decisions).cpu() if self.decisions else torch.empty(0, 6)
         decisions = processes.gather(decisions[decisions[:, 5] > 0, :5])
@@ -124,7 +124,7 @@ class UpdateStats:
         of, log_ratio, clipped, loss, kl = decisions.unbind(1)
         steps = [int(step) for step in of.unique()]
         return {"loss": loss.mean().item(),
-                "grad_norm": torch.stack(self.norms).mean().item(),
+                "grad_norm": norms.mean().item(),
                 **trained,
                 "log_ratio_max": log_ratio.abs().max().item(),
                 "clip_fraction": clipped.mean().item(),

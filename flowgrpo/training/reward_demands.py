@@ -54,3 +54,6 @@ def check_routes(setup: Setup) -> None:
     """Raise UserError for a reward that applies to none of the prompts that it is for."""
     for routed, side in zip((setup.trained, setup.watched), setup.split):
         rewards.require_routes(routed, [prompt.metadata for prompt in side])
+    for name, rule in (setup.config.trained | setup.config.watched).items():
+        rewards.require_values(f"reward {name!r}, when", rule.when,
+                               [prompt.metadata for side in setup.split for prompt in side])

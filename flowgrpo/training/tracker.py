@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import io
 import json
+import math
 import os
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.evaluation.report.symptoms import Symptom
+from flowgrpo.evaluation.runs import HELD_OUT
 from flowgrpo.methods.setup import Setup
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import read_object
@@ -233,6 +235,11 @@ def _brought(cards: list[dict[str, Any]]) -> Samples:
     """Return what the prompts of samples bring, with captions: their prompt and its name."""
     return [(f"{card['prompt']} ({source['name']})", snapshots.content(source))
             for card in cards for source in card.get("sources", ())]
+
+
+def log_held_out(accelerator: Accelerator, means: dict[str, float], step: int) -> None:
+    """Send held-out means to the run's tracker, as `held_out/NAME`, after so many epochs."""
+    accelerator.log({f"{HELD_OUT}{name}": mean for name, mean in means.items() if math.isfinite(mean)}, step=step)
 
 
 def alert(accelerator: Accelerator, symptom: Symptom, epoch: int) -> None:

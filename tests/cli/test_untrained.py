@@ -6,7 +6,8 @@ import json
 
 from flowgrpo.cli import main
 
-SAID = "Nothing was trained in 1 epoch: {file}:same gave every sample 0.5. These are the weights that the run began with."
+SAID = ("Nothing was trained in 1 epoch: same.py:same gave every sample 0.5. These are the weights that the run began "
+        "with.")
 
 
 def test_a_constant_reward_has_an_exit_code_of_its_own(tmp_path, capsys, monkeypatch):
@@ -16,7 +17,7 @@ def test_a_constant_reward_has_an_exit_code_of_its_own(tmp_path, capsys, monkeyp
              "--eval.prompts=1", "--eval.rewards=[]", "--tracker=none", "--output=runs", "--method=mix_grpo",
              "--parts={plan: {size: 1}}", "--train.updates=1", "--train.lr=1e-3"]
     assert main(["train", "starter", "--reward=same.py:same", *small]) == 3
-    said, out = SAID.format(file="same.py"), capsys.readouterr()
+    said, out = SAID, capsys.readouterr()
     assert out.err.splitlines()[-1] == f"flowgrpo: {said}" and said in out.out and "was aligned to" not in out.out
     run = tmp_path / "runs" / "starter"
     assert json.loads((run / "summary.json").read_text())["trained"] == {"epochs": 0, "nothing": True, "said": [said]}

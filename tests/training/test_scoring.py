@@ -22,8 +22,9 @@ def test_the_diversity_of_groups():
 @pytest.mark.fast
 def test_a_learning_rate_of_1000_ends_the_run_in_one_line(tmp_path, capsys):
     config = tiny.config(tmp_path, train__epochs=5, train__lr=1000.0, train__save_every=1, eval__every=0)
-    with pytest.raises(UserError, match=r"^the updates of epoch 2 have ruined the weights, which changed by \S+e\+07 times "
-                                        r".* train.lr \(1000\) is too large: begin anew with a smaller one$"):
+    with pytest.raises(UserError, match=r"^the updates of epoch 2 have ruined the weights, which changed by "
+                                        r"\S+e\+07 times .* train.lr \(1000\) is too large: begin anew with a "
+                                        r"smaller one$"):
         run(config, pipe=tiny.sd3(), functions={"red": tiny.red}, prompts=[Prompt(text) for text in tiny.PROMPTS])
     [line] = [line for line in capsys.readouterr().out.splitlines() if "alert, epoch" in line]
     assert line.startswith("alert, epoch 1: the weights have changed by ")
@@ -65,7 +66,7 @@ def test_samples_that_are_not_finite_stop_the_run_before_a_reward(part, told, tm
 @pytest.mark.parametrize("epochs", [2, 4])
 def test_a_reward_that_no_longer_answers_ends_the_run_with_its_epochs_saved(epochs, tmp_path, capsys):
     """At the last epoch the run ends as it would, and says it."""
-    config = tiny.config(tmp_path, train__epochs=epochs, train__unscored=2, reward={
+    config = tiny.config(tmp_path, train__epochs=epochs, guard__unscored=2, reward={
         "red": 1.0, "gone": {"weight": 1.0, "on_error": "skip"}})
     given = dict(prompts=[Prompt(text) for text in tiny.PROMPTS])
 
@@ -79,7 +80,7 @@ def test_a_reward_that_no_longer_answers_ends_the_run_with_its_epochs_saved(epoc
         assert "gone gave no score in 2 epochs" in capsys.readouterr().out
         return
     with pytest.raises(UserError, match=r"^reward 'gone' has failed on every sample of 2 epochs in a row, .*--resume; "
-                                        r"--train.unscored=0 goes on"):
+                                        r"--guard.unscored=0 goes on"):
         run(config, pipe=tiny.sd3(), functions={"red": tiny.red, "gone": gone}, **given)
     assert "epoch 2 is saved in " in capsys.readouterr().out
     run(config, True, pipe=tiny.sd3(), functions={"red": tiny.red, "gone": tiny.red}, **given)

@@ -106,6 +106,10 @@ def test_tensorboard_gets_pictures_and_the_configuration(tmp_path):
         return sorted(found, key=lambda event: event.wall_time)
 
     assert [event.step for event in in_time(events.Scalars("reward/red/mean"))] == [1, 2]
+    assert [event.step for event in in_time(events.Scalars("held_out/red"))] == [0, 1, 2]
+    for tag in events.Tags()["scalars"]:
+        steps = [event.step for event in in_time(events.Scalars(tag))]
+        assert steps == sorted(set(steps)), tag
     assert {tag.partition("/")[0] for tag in events.Tags()["images"]} == {"before", "after", "best", "worst"}
     last = in_time(events.Images("after/1"))[-1]
     (tmp_path / "after.png").write_bytes(last.encoded_image_string)
@@ -118,6 +122,17 @@ def test_tensorboard_gets_pictures_and_the_configuration(tmp_path):
     assert len(texts["run"]) == 2 and len({*texts["run"]}) == 1 and texts["run"][0].startswith("run (")
     assert texts["config"][-1].replace("\n    ", "\n").strip() == (folder / "config.yaml").read_text().strip()
     assert texts["before/samples"][0].startswith(f"1. {stored(folder, 'before')[0]['prompt']} (red 0.")
+
+
+@pytest.mark.parametrize("every, steps", [(0, [0, 2]), (1, [0, 1, 2]), (3, [0, 2])])
+def test_held_out_means_are_scalars_before_and_after(every, steps, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = tiny.config(tmp_path, train__group=3, train__prompts=1, eval__every=every, tracker="tensorboard")
+    summary = run(config, pipe=tiny.sd3(), functions={"red": tiny.red}, prompts=[Prompt(text) for text in tiny.PROMPTS])
+    found = EventAccumulator(str(config.folder / "events")).Reload().Scalars("held_out/red")
+    assert [event.step for event in found] == steps
+    assert [found[0].value, found[-1].value] == pytest.approx([summary["before"]["red"], summary["after"]["red"]])
 
 
 @pytest.mark.parametrize("board", ["wandb"], indirect=True)

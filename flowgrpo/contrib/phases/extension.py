@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from flowgrpo import rewards
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.parse import validate
 from flowgrpo.config.schema import Config
@@ -76,6 +77,7 @@ def _require(setup: Setup) -> None:
             raise UserError(f"{where}.weights: no reward {unknown[0]!r}{nearest(unknown[0], list(config.rewards))}")
         if not any(matches(prompt, phase.when) for prompt in setup.split[0]):
             raise UserError(f"{where}.when: no training prompt has {phase.when}: expected values of its metadata")
+        rewards.require_values(f"{where}.when", phase.when, [prompt.metadata for prompt in setup.split[0]])
         _require_read(phase, where, first=starts[number] == 0)
     if not setup.method.for_tokens and setup.method.denoising.learned_noise:
         kernel = type(setup.method.denoising.kernel).__name__

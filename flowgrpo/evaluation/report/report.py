@@ -17,6 +17,7 @@ from flowgrpo.config.parse import load
 from flowgrpo.config.schema import Config
 from flowgrpo.evaluation.numbers import decimals
 from flowgrpo.evaluation.report import snapshots
+from flowgrpo.evaluation.report.outcome import outcome
 from flowgrpo.evaluation.report.verdict import Nouns, changes, mean, sentences
 from flowgrpo.evaluation.runs import whole
 from flowgrpo.evaluation.table import cells
@@ -93,6 +94,12 @@ def _data(run: Path) -> dict[str, Any]:
             "phases": phases(lines), "machine": _read(run / snapshots.FOLDER / "machine.json"), "config": config.yaml()}
 
 
+def trained(config: Config, run: Path) -> dict[str, Any]:
+    """Return what a run's summary says of its training: the epochs that trained, if none did, and both in words."""
+    ended = outcome(config, read_lines(run / "metrics.jsonl", *PLAIN))
+    return {"epochs": ended.epochs - len(ended.idle), "nothing": ended.nothing, "said": ended.sentences}
+
+
 def changed(run: Path) -> str:
     """Return a mark that changes with the report's source files: of their names, sizes, inodes and times.
 
@@ -161,6 +168,8 @@ ALONE = {"clip_fraction": ("Clip fraction", "share of the decisions that the cli
          "log_ratio_max": ("Largest |log ratio|", "of an epoch"), "grad_norm": ("Gradient norm", "before clipping"),
          "loss": ("Loss", ""), "kl": ("KL to the reference", ""),
          "diversity": ("Diversity", "of the samples of a group"),
+         "weights/change": ("Change of the weights", "of the layer that changed most, over a usual layer's size"),
+         "trained_updates": ("Updates", "of an epoch, with a gradient"),
          "guard/returns": ("Returns to good weights", "so far: see docs/reward_hacking.md"),
          "frontier/epoch": ("Epoch of the kept weights", "before reward hacking: see docs/reward_hacking.md"),
          "skipped_updates": ("Skipped updates", "so far: the gradient was not finite")}

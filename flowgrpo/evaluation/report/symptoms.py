@@ -133,8 +133,8 @@ def _tiny(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:
         return None
     eps = config.train.eps
     typical = eps * (1 / share[0] - 1)
-    return (f"a value of the gradient is about {typical:.1e}, and AdamW's eps {eps:g}, so that a step is {1 - share[0]:.2g}"
-            f" of train.lr: set train.eps to {typical / 100:.0e}")
+    return (f"a value of the gradient is about {typical:.1e}, and AdamW's eps {eps:g}, so that a step is "
+            f"{1 - share[0]:.2g} of train.lr: set train.eps to {typical / 100:.0e}")
 
 
 def _collapsed(lines: Sequence[dict[str, Any]]) -> str | None:

@@ -115,7 +115,7 @@ def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[
     toned += [("warn", f"{sets.caution(config.prompts)}.")] if config.train_on_test_set else []
     toned += [("plain", f"{kept[0].upper()}{kept[1:]}.")] if kept else []
     if any(each.known for each in reward_changes) and lines:
-        toned += [_moved(each, nouns.sample) for each in reward_changes if each.known]
+        toned += [_moved(each, nouns.sample, ended.nothing) for each in reward_changes if each.known]
         toned += _hacking(reward_changes, nouns.sample)
     first = last.get("first_ratio", {})
     toned += [("warn", f"{symptom.name.capitalize()}: {symptom.text}.")
@@ -124,16 +124,17 @@ def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[
     return [{"tone": tone, "text": text} for tone, text in toned]
 
 
-def _moved(moved: Change, sample: str) -> tuple[str, str]:
-    """Describe one reward's change in a sentence."""
+def _moved(moved: Change, sample: str, untrained: bool = False) -> tuple[str, str]:
+    """Describe one reward's change in a sentence. untrained: no weight changed."""
     kind = "trained on" if moved.weight is not None else "eval-only"
+    images = f"{moved.count} held-out {named(moved.count, sample)}"
     before, now = (fixed(of.mean, moved.digits) for of in (moved.before, moved.now))
     by, low, high = (fixed(value, moved.digits, "+")
                      for value in (moved.change.mean, moved.change.low, moved.change.high))
     certain = "" if low == "-" else f", 95 %: {low} to {high}"
-    ends = f"from {before} to {now} on {moved.count} held-out {named(moved.count, sample)} ({by}{certain})"
-    if moved.change.mean == moved.change.low == moved.change.high == 0:
-        return "plain", f"{moved.name}, {kind}, stayed at {before} on {moved.count} held-out {named(moved.count, sample)}."
+    ends = f"from {before} to {now} on {images} ({by}{certain})"
+    if moved.change.mean == 0 and (untrained or moved.change.low == moved.change.high == 0):
+        return "plain", f"{moved.name}, {kind}, stayed at {before} on {images}."
     if not moved.way:
         why = f": too few prompts to tell (at least {LEAST})" if moved.few else ", which may be chance"
         return "plain", f"{moved.name}, {kind}, went {ends}{why}."

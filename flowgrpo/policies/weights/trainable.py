@@ -12,7 +12,7 @@ import torch
 from flowgrpo.config.sections import Adapter
 from flowgrpo.device import free_memory
 from flowgrpo.distributed.shards import is_shard, local
-from flowgrpo.errors import UserError
+from flowgrpo.errors import UserError, nearest
 from flowgrpo.log import quiet
 from flowgrpo.policies.weights import adapters, lora_files, sharding
 from flowgrpo.policies.weights.lora_files import EXPERT, LORA_FILE, PEFT, PIPELINE, attach, loader, save_stock
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 COPIES = 4  # of a trained parameter in fp32: value, gradient, AdamW's two moments
 KEPT = 2**30  # bytes of trained weights whose averages stay on the device: of a LoRA, not of a whole denoiser
+
+
+def _ends(key: str, target: str) -> bool:
+    return key == target or key.endswith(f".{target}")
 
 
 def lora_layers(module: torch.nn.Module) -> dict[str, LoraLayer]:
@@ -59,6 +63,8 @@ class TrainableWeights:
 
     def __init__(self, pipe: Any, modules: dict[str, torch.nn.Module], adapter: Adapter, unsharded: bool = True):
         self.pipe, self.modules, self.adapter = pipe, modules, adapter
+        if adapter.rank:
+            self._require_targets()
         for name, module in modules.items():
             if adapter.rank:
                 self._add_lora(name, module)
@@ -79,6 +85,18 @@ class TrainableWeights:
         self.sharded = any(map(is_shard, self.named.values()))
         self._first = {} if self.adapter.rank else self.snapshot()
 
+    def _require_targets(self) -> None:
+        """Raise UserError for a name in a list of targets, other than the default one, that matches no module."""
+        for option, encoders in (("targets", False), ("encoder_targets", True)):
+            targets: list[str] = getattr(self.adapter, option)
+            keys = [key for name, module in self.modules.items() if name.startswith("text_encoder") == encoders
+                    for key, each in module.named_modules() if isinstance(each, (torch.nn.Linear, torch.nn.Conv2d))]
+            lost = [target for target in targets if not any(_ends(key, target) for key in keys)]
+            if keys and targets != getattr(Adapter(), option) and 0 < len(lost) < len(targets):
+                present = sorted({".".join(key.split(".")[-1 - key.split(".")[-1].isdigit():]) for key in keys})
+                raise UserError(f"adapter.{option}: {lost[0]!r} matches no module of the {' or '.join(self.modules)}"
+                                f"{nearest(lost[0], present)}")
+
     def _add_lora(self, name: str, module: Any) -> None:
         from peft import LoraConfig
 
@@ -88,7 +106,7 @@ class TrainableWeights:
         option = "encoder_targets" if name.startswith("text_encoder") else "targets"
         rank, targets = self.adapter.rank, getattr(self.adapter, option)
         keys = sorted(key for key, m in module.named_modules() if isinstance(m, (torch.nn.Linear, torch.nn.Conv2d))
-                      and any(key == t or key.endswith("." + t) for t in targets))
+                      and any(_ends(key, target) for target in targets))
         if not keys:
             names = sorted({key.split(".")[-1] for key, m in module.named_modules() if isinstance(m, torch.nn.Linear)})
             raise UserError(f"adapter.{option} {targets} match no module of the {name}: its linear layers are called "

@@ -21,7 +21,7 @@ from flowgrpo.policies.weights.checkpointing import recompute
 from flowgrpo.samplers.rollout import generators
 from flowgrpo.text.policies.load import cache_name, load_causal_lm, plain_generation, special_tokens
 from flowgrpo.text.policies.teacher import Teachers
-from flowgrpo.text.policies.text_weights import TextWeights
+from flowgrpo.text.policies.text_weights import TextWeights, present
 from flowgrpo.text.samplers.decoding import Decoding, Draw, TokenDistribution, decided, score, uniforms
 from flowgrpo.text.samplers.records import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completion, Completions, Scored, wide
@@ -62,7 +62,7 @@ class CausalLM:
         plain_generation(model, self.ends, self.padding)
         model.to(self.device).eval().requires_grad_(False)
         if adapter and adapter.targets == Adapter().targets:
-            adapter = adapter.model_copy(update={"targets": TARGETS})
+            adapter = adapter.model_copy(update={"targets": present(model, TARGETS)})
         self.weights: Any = TextWeights(tokenizer, {"model": model}, adapter) if adapter else None
         if checkpointing:
             recompute(model, checkpointing)

@@ -25,6 +25,7 @@ from flowgrpo.policies import hub
 from flowgrpo.text.policies import causal_lm
 from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.policies.load import at_revision
+from flowgrpo.text.policies.text_weights import present
 from flowgrpo.text.samplers.decoding import Decoding, Unmasking, decided, drawn, score, uniforms
 from flowgrpo.text.samplers.gumbel_softmax import GumbelSoftmax, walk
 from flowgrpo.text.samplers.records import SampledCompletions, TokenizedPrompts
@@ -55,7 +56,7 @@ class MaskedLM(CausalLM):
                  unmasking: Unmasking = Unmasking(), *, device: str | torch.device = "cpu", precision: str = "fp32",
                  checkpointing: float = 0.0):
         if adapter and adapter.targets == Adapter().targets:
-            adapter = adapter.model_copy(update={"targets": TARGETS})
+            adapter = adapter.model_copy(update={"targets": present(model, TARGETS)})
         super().__init__(model, tokenizer, adapter, text, device=device, precision=precision,
                          checkpointing=checkpointing)
         token = getattr(model.config, "mask_token_id", None)

@@ -15,6 +15,12 @@ from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.storage import atomic, paths
 
 
+def present(model: torch.nn.Module, targets: list[str]) -> list[str]:
+    """Return the targets that name a module of the model; all of them if none does."""
+    names = {key.rpartition(".")[2] for key, _ in model.named_modules()}
+    return [target for target in targets if target in names] or targets
+
+
 class TextWeights(TrainableWeights):
     """Trainable weights of a language model: a LoRA, or all, in the files that transformers and peft read.
 

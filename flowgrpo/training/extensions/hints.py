@@ -36,9 +36,9 @@ class RewardHints(Extension):
         within, whole = within[within > 0], rewards[~rewards.isnan()]
         if len(within) and (ratio := (whole.std() / within.mean()).item()) >= STARVED:
             self._once("starved", say, f"epoch {epoch + 1}: the batch's deviation of the rewards is {ratio:.0f} times "
-                       "that within groups that differ, and the method divides by the batch's, so that advantages are as "
-                       "much smaller: leave out prompts without differences, --method=...+dynamic_sampling, or divide "
-                       "by each group's, parts.advantage: {type: Advantage, scale: group}")
+                       "that within groups that differ, and the method divides by the batch's, so that advantages are "
+                       "as much smaller: leave out prompts without differences, --method=...+dynamic_sampling, or "
+                       "divide by each group's, parts.advantage: {type: Advantage, scale: group}")
 
     def epoch(self, metrics: dict[str, float], spreads: dict[str, float], epoch: int, say: Callable[[str], None]
               ) -> None:

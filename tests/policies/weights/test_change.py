@@ -7,6 +7,7 @@ import torch
 
 from flowgrpo.config.sections import Adapter
 from flowgrpo.distributed.processes import Processes
+from flowgrpo.errors import UserError
 from flowgrpo.policies.weights.change import Change
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from tests.helpers import tiny
@@ -34,6 +35,19 @@ def test_a_lora_changes_by_the_product_of_its_sides():
     with torch.no_grad():
         next(iter(weights.named.values())).fill_(torch.nan)
     assert change(Processes()) != change(Processes())  # NaN
+
+
+@pytest.mark.parametrize("targets, told", [
+    (["to_q", "to_kk"], r"adapter\.targets: 'to_kk' matches no module of the transformer: did you mean 'to_k'\?"),
+    (["to_out.0", "attn.to_v", "nothing_like_it"], r"'nothing_like_it' matches no module of the transformer; ")])
+def test_a_target_that_matches_nothing_is_refused(targets, told):
+    pipe = tiny.sd3()
+    with pytest.raises(UserError, match=told):
+        TrainableWeights(pipe, {"transformer": pipe.transformer}, Adapter(rank=2, targets=targets))
+    assert not hasattr(pipe.transformer, "peft_config")
+    right = Adapter(rank=2, targets=["to_out.0", "attn.to_v"])
+    weights = TrainableWeights(pipe, {"transformer": pipe.transformer}, right)
+    assert len(weights.layers()) == 4
 
 
 def test_whole_weights_change_by_their_difference():

@@ -34,6 +34,26 @@ def test_one_reward_that_never_varies_and_one_of_another_scale_are_named_once(ca
     assert scale.startswith("epoch 1: reward 'large' varies by 1.29e+03 within groups and 'small' by 0.645, weights")
 
 
+@pytest.mark.parametrize("scale, told", [("batch", True), ("group", False)])
+def test_a_batch_whose_deviation_is_far_above_that_within_groups_is_told_once(scale, told):
+    """One prompt of two scores 1 throughout; the others 0, 0.01, 0.02, 0.03."""
+    def uneven(images, prompts):
+        return [1.0 if prompt == prompts[0] else 0.01 * (i % 4) for i, prompt in enumerate(prompts)]
+
+    trainer = tiny.trainer(rewards={"uneven": uneven}, reward="uneven", train__group=4, train__prompts=2,
+                           train__micro_batch=8, parts={"advantage": {"type": "Advantage", "scale": scale,
+                                                                      "order": "rewards"}})
+    lines: list[str] = []
+    trainer.say = lines.append
+    for trainer.epoch in range(2):
+        trainer.run_epoch()
+    said = [line for line in lines if "the batch's deviation" in line]
+    # 8 scores of 1, 1, 1, 1, 0, .01, .02, .03: .5268; within the group .01291
+    assert [line.partition(" times ")[0] for line in said] == [
+        "epoch 1: the batch's deviation of the rewards is 41"] * told
+    assert all("+dynamic_sampling" in line and "scale: group" in line for line in said)
+
+
 @pytest.mark.parametrize("rule, expected", [
     (Advantage(), False), (Advantage(order="gdpo"), False), (Advantage(order="rewards"), True),
     (Advantage(scale="none"), True), (Influence(), False)])
