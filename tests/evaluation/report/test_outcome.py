@@ -51,10 +51,10 @@ def test_what_was_not_trained_is_told(rewards, lines, said):
     assert not said or told[0] in shown[:2]
 
 
-def test_weights_of_zero_train_nothing():
-    config = validate({"reward": {"a": 0.0}})
-    assert outcome(config, [line(1, 0, a=VARIES)]).sentences[0].startswith(
-        "Nothing was trained in 1 epoch: a has the weight 0.")
+def test_a_reward_of_weight_0_is_no_cause():
+    config = validate({"reward": {"a": 0.0, "b": 1.0}})
+    assert outcome(config, [line(1, 0, a=VARIES, b=HALF)]).sentences[0].startswith(
+        "Nothing was trained in 1 epoch: b gave every sample 0.5.")
 
 
 def test_lines_of_earlier_versions_say_it_by_the_gradient():
