@@ -63,8 +63,8 @@ def train(
     recipe, options = recipe_and_options(arguments or [])
     named = dict(method=method, reward=reward, prompts=prompts, model=model, output=output, seed=seed,
                  **{"eval.best": select_best})
-    return _run(parse.load(recipe, options | {key: value for key, value in named.items() if value is not None}, trusted),
-                "auto" if resume_auto else resume)
+    given = options | {key: value for key, value in named.items() if value is not None}
+    return _run(parse.load(recipe, given, trusted), "auto" if resume_auto else resume)
 
 
 @app.command(cls=Resuming, rich_help_panel=TRAIN,
