@@ -14,7 +14,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.policies import hub_folder
 from flowgrpo.storage import paths, places
 
-ExportForm = Literal["kohya", "merged", "card"]
+ExportForm = Literal["comfyui", "kohya", "merged", "card"]
 
 
 @app.command(rich_help_panel=SHARE, short_help="Write a LoRA for ComfyUI, merged weights or a model card.")
@@ -22,9 +22,9 @@ def export(
     context: typer.Context,
     run: Annotated[Path, typer.Argument(metavar="RUN", help=RUN)],
     form: Annotated[ExportForm | None, typer.Option(
-        help="kohya: a LoRA for ComfyUI, where it has names for the model's layers; merged: a whole pipeline or "
-             "language model; card: README.md in the run's folder. Without: kohya, of a language model "
-             "merged.")] = None,
+        help="comfyui: a LoRA for ComfyUI, of SD 3, FLUX and Chroma also for OneTrainer; kohya: a LoRA for kohya's "
+             "scripts; merged: a whole pipeline or language model; card: README.md in the run's folder. Without: "
+             "comfyui, of a language model merged.")] = None,
     output: Annotated[Path | None, typer.Option(help="The file or folder; without: in the run's folder, of a run of "
                                                 "the hub here.")] = None,
     epoch: Annotated[int | None, typer.Option(min=0, help=EPOCH)] = None,
@@ -37,8 +37,8 @@ def export(
     place = places.weights_of(local(run), epoch)
     if places.is_checkpoint(place):
         if form == "card":
-            raise UserError(f"--form card: got the checkpoint {place}, expected a finished run: use --form kohya or "
-                            "merged")
+            raise UserError(f"--form card: got the checkpoint {place}, expected a finished run: use --form "
+                            "comfyui, kohya or merged")
         from flowgrpo.policies.checkpoints import as_finished
 
         with as_finished(place) as folder:
@@ -59,11 +59,13 @@ def _write(files: Path, run: Path, place: Path, form: ExportForm | None, output:
     from flowgrpo.export import export as forms
     from flowgrpo.export.model_card import TOKENS
 
-    _, summary = forms.finished(files)
+    config, summary = forms.finished(files)
     if form == "merged" or form is None and summary["unit"] == TOKENS:
         typer.echo(forms.merged(files, output or page_of(run, place, "merged")))
     else:
-        for path in forms.kohya(files, output or page_of(run, place, "kohya.safetensors")):
+        program: Literal["comfyui", "kohya"] = "kohya" if form == "kohya" else "comfyui"
+        name = str(forms.comfyui_file(Path(), config.name)) if program == "comfyui" else "kohya.safetensors"
+        for path in forms.lora(files, output or page_of(run, place, name), program):
             typer.echo(path)
 
 

@@ -1,36 +1,131 @@
-"""Names that ComfyUI uses for the layers that diffusers trains, by the class of the denoiser.
+"""Names that other programs use for the layers that diffusers trains, by the class of the denoiser.
 
-The names are those its loader knows (comfy/lora.py, `model_lora_keys_unet` and `model_lora_keys_clip`). ComfyUI reads a
-file with other names and changes nothing, so a denoiser that is not in the table is refused.
+ComfyUI's are those that its loader maps (comfy/lora.py, `model_lora_keys_unet` and `model_lora_keys_clip`); kohya's are
+the modules of its scripts (networks/lora*.py): the layers of the model's original code. A program reads a file with
+other names and changes nothing, so what is not in a table is refused.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from flowgrpo.errors import UserError
 from flowgrpo.starter import FOLDERS
 
+Program = Literal["comfyui", "kohya"]
 # After a prefix that ends with an underscore, dots become underscores.
-FLAT, DIFFUSERS, NATIVE = "lora_transformer_", "transformer.", "diffusion_model."
-DENOISERS = {
-    "UNet2DConditionModel": "lora_unet_",
-    "SD3Transformer2DModel": FLAT, "FluxTransformer2DModel": FLAT, "Flux2Transformer2DModel": FLAT,
-    "ChromaTransformer2DModel": FLAT,
-    "PixArtTransformer2DModel": DIFFUSERS, "AuraFlowTransformer2DModel": DIFFUSERS,
-    "QwenImageTransformer2DModel": NATIVE, "ZImageTransformer2DModel": NATIVE, "LTXVideoTransformer3DModel": NATIVE,
-    "WanTransformer3DModel": NATIVE,
+UNET, FLAT, DIFFUSERS, NATIVE = "lora_unet_", "lora_transformer_", "transformer.", "diffusion_model."
+
+
+@dataclass(frozen=True)
+class Place:
+    """Layer of another program's file. part: of a fused one, such as "q" of `parts` "qkv"; empty for a whole one."""
+
+    name: str
+    part: str = ""
+    parts: str = ""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names of a class of denoisers.
+
+    prefix: of diffusers' names in a file for ComfyUI; empty where it reads the original names alone. own: ComfyUI maps
+    the names of the file of `load_lora_weights`. native: expressions for diffusers' names and the original ones, where
+    `|q` ends a part of a fused layer. kohya: its scripts have the class.
+    """
+
+    prefix: str = ""
+    own: bool = False
+    native: tuple[tuple[str, str], ...] = ()
+    kohya: bool = False
+
+    def place(self, cls: str, layer: str) -> Place:
+        """Return a layer's place among the original names. Raises UserError for one without a name."""
+        for pattern, replacement in self.native:
+            if re.fullmatch(pattern, layer):
+                name, _, part = re.sub(pattern, replacement, layer).partition("|")
+                return Place(name, part, next(parts for end, parts in FUSED.items() if name.endswith(end)) if part
+                             else "")
+        raise UserError(f"the original name of the layer {layer} of {cls} is not known: use --form merged, or train "
+                        "without it in adapter.targets")
+
+
+FUSED = {"kv_proj": "kv", "linear1": "qkvm", "qkv": "qkv", "qkv_x": "qkv", "qkv_y": "qkv"}  # parts by the name's end
+
+
+def joint(blocks: str, first: str, second: str, up: str, down: str, first_mlp: str, second_mlp: str
+          ) -> tuple[tuple[str, str], ...]:
+    """Return the rules of blocks with two streams of fused attention. up, down: layers of an MLP."""
+    start, to = rf"{blocks}\.(\d+)\.", r"\1."
+    return ((start + r"attn\.to_([qkv])", to + first + r".qkv|\2"),
+            (start + r"attn\.add_([qkv])_proj", to + second + r".qkv|\2"),
+            (start + r"attn\.to_out\.0", to + first + ".proj"), (start + r"attn\.to_add_out", to + second + ".proj"),
+            (start + r"ff\.net\.0\.proj", to + first_mlp + up), (start + r"ff\.net\.2", to + first_mlp + down),
+            (start + r"ff_context\.net\.0\.proj", to + second_mlp + up),
+            (start + r"ff_context\.net\.2", to + second_mlp + down))
+
+
+def _below(prefix: str, rules: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    return tuple((pattern, f"{prefix}.{replacement}") for pattern, replacement in rules)
+
+
+DOUBLE = _below("double_blocks", joint("transformer_blocks", "img_attn", "txt_attn", ".0", ".2", "img_mlp", "txt_mlp"))
+SINGLE = ((r"single_transformer_blocks\.(\d+)\.attn\.to_([qkv])", r"single_blocks.\1.linear1|\2"),
+          (r"single_transformer_blocks\.(\d+)\.proj_mlp", r"single_blocks.\1.linear1|m"),
+          (r"single_transformer_blocks\.(\d+)\.proj_out", r"single_blocks.\1.linear2"))
+REFINER = tuple((r"context_embedder\.token_refiner\.refiner_blocks\.(\d+)\." + pattern,
+                 r"txt_in.individual_token_refiner.blocks.\1." + name) for pattern, name in (
+    (r"attn\.to_([qkv])", r"self_attn.qkv|\2"), (r"attn\.to_out\.0", "self_attn.proj"),
+    (r"ff\.net\.0\.proj", "mlp.0"), (r"ff\.net\.2", "mlp.2")))
+SD3 = (*_below("joint_blocks", joint("transformer_blocks", "x_block.attn", "context_block.attn", ".fc1", ".fc2",
+                                     "x_block.mlp", "context_block.mlp")),
+       (r"transformer_blocks\.(\d+)\.attn2\.to_([qkv])", r"joint_blocks.\1.x_block.attn2.qkv|\2"),
+       (r"transformer_blocks\.(\d+)\.attn2\.to_out\.0", r"joint_blocks.\1.x_block.attn2.proj"))
+WAN = tuple((r"(blocks|vace_blocks)\.(\d+)\." + pattern, r"\1.\2." + name) for pattern, name in (
+    (r"attn1\.to_([qkv])", r"self_attn.\3"), (r"attn1\.to_out\.0", "self_attn.o"),
+    (r"attn2\.to_([qkv])", r"cross_attn.\3"), (r"attn2\.to_out\.0", "cross_attn.o"),
+    (r"attn2\.add_([kv])_proj", r"cross_attn.\3_img"), (r"ffn\.net\.0\.proj", "ffn.0"), (r"ffn\.net\.2", "ffn.2"),
+    (r"proj_in", "before_proj"), (r"proj_out", "after_proj")))
+LUMINA = tuple((r"(layers|noise_refiner|context_refiner)\.(\d+)\." + pattern, r"\1.\2." + name) for pattern, name in (
+    (r"attn\.to_([qkv])", r"attention.qkv|\3"), (r"attn\.to_out\.0", "attention.out"),
+    (r"feed_forward\.linear_([123])", r"feed_forward.w\3")))
+HUNYUAN_DIT = tuple((r"blocks\.(\d+)\." + pattern, r"blocks.\1." + name) for pattern, name in (
+    (r"attn1\.to_([qkv])", r"attn1.Wqkv|\2"), (r"attn2\.to_q", "attn2.q_proj"),
+    (r"attn2\.to_([kv])", r"attn2.kv_proj|\2"), (r"(attn[12])\.to_out\.0", r"\2.out_proj"),
+    (r"ff\.net\.0\.proj", "mlp.fc1"), (r"ff\.net\.2", "mlp.fc2"), (r"skip_linear", "skip_linear")))
+MOCHI = tuple((r"transformer_blocks\.(\d+)\." + pattern, r"blocks.\1." + name) for pattern, name in (
+    (r"attn1\.to_([qkv])", r"attn.qkv_x|\2"), (r"attn1\.add_([qkv])_proj", r"attn.qkv_y|\2"),
+    (r"attn1\.to_out\.0", "attn.proj_x"), (r"attn1\.to_add_out", "attn.proj_y"),
+    (r"ff\.net\.2", "mlp_x.w2"), (r"ff_context\.net\.2", "mlp_y.w2"))) + (
+    (r"time_embed\.pooler\.(to_q|to_kv|to_out)", r"t5_y_embedder.\1"),)
+LTX = ((r"(transformer_blocks\.\d+\.(?:(?:audio_)?(?:attn[12]|ff)|audio_to_video_attn|video_to_audio_attn)\..+)",
+        r"\1"),)
+FAMILIES = {
+    "UNet2DConditionModel": Family(UNET, kohya=True),
+    "SD3Transformer2DModel": Family(FLAT, own=True, native=SD3, kohya=True),
+    "FluxTransformer2DModel": Family(FLAT, own=True, native=DOUBLE + SINGLE, kohya=True),
+    "ChromaTransformer2DModel": Family(FLAT, own=True, native=DOUBLE + SINGLE, kohya=True),
+    "Flux2Transformer2DModel": Family(FLAT, own=True),
+    "PixArtTransformer2DModel": Family(DIFFUSERS),
+    "AuraFlowTransformer2DModel": Family(DIFFUSERS, own=True),
+    "QwenImageTransformer2DModel": Family(NATIVE, own=True), "ZImageTransformer2DModel": Family(NATIVE, own=True),
+    "Krea2Transformer2DModel": Family(DIFFUSERS, own=True), "ErnieImageTransformer2DModel": Family(DIFFUSERS, own=True),
+    "HiDreamImageTransformer2DModel": Family(DIFFUSERS, own=True),
+    "Lumina2Transformer2DModel": Family(native=LUMINA, kohya=True),
+    "LTXVideoTransformer3DModel": Family(native=LTX), "LTX2VideoTransformer3DModel": Family(native=LTX),
+    "WanTransformer3DModel": Family(native=WAN), "WanVACETransformer3DModel": Family(native=WAN),
+    "SkyReelsV2Transformer3DModel": Family(native=WAN),
+    "HunyuanVideoTransformer3DModel": Family(native=DOUBLE + SINGLE + REFINER),
+    "HunyuanVideo15Transformer3DModel": Family(native=DOUBLE + REFINER),
+    "HunyuanDiT2DModel": Family(native=HUNYUAN_DIT), "MochiTransformer3DModel": Family(native=MOCHI),
 }
-# Wan's layer names in its original code; ComfyUI keeps them.
-WAN = {"attn1.to_q": "self_attn.q", "attn1.to_k": "self_attn.k", "attn1.to_v": "self_attn.v",
-       "attn1.to_out.0": "self_attn.o", "attn2.to_q": "cross_attn.q", "attn2.to_k": "cross_attn.k",
-       "attn2.to_v": "cross_attn.v", "attn2.to_out.0": "cross_attn.o", "attn2.add_k_proj": "cross_attn.k_img",
-       "attn2.add_v_proj": "cross_attn.v_img", "ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"}
-CLIP = {"CLIPTextModel", "CLIPTextModelWithProjection"}
-ENCODERS = {"UNet2DConditionModel": CLIP, "SD3Transformer2DModel": CLIP | {"T5EncoderModel"},
-            "FluxTransformer2DModel": CLIP | {"T5EncoderModel"}}
+CLIP, T5 = {"CLIPTextModel", "CLIPTextModelWithProjection"}, {"T5EncoderModel"}
+ENCODERS = {"UNet2DConditionModel": CLIP, "SD3Transformer2DModel": CLIP | T5, "FluxTransformer2DModel": CLIP | T5}
 PLACES = {"text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_", "text_encoder_3": "lora_te3_"}
 
 
@@ -53,32 +148,46 @@ def classes(model: str) -> dict[str, str]:
     return {name: str(value[1]) for name, value in index.items() if isinstance(value, list)}
 
 
-def namer(part: str, known: dict[str, str]) -> Callable[[str], str]:
-    """Return the function from a diffusers layer name to ComfyUI's, for the part `part`. known: result of `classes`.
-    Raises UserError for a part that has no ComfyUI names."""
+def plays_own(parts: set[str], known: dict[str, str]) -> bool:
+    """Return True if ComfyUI reads the file of `load_lora_weights` of these parts. known: result of `classes`."""
+    return all(known.get(part) in FAMILIES and FAMILIES[known[part]].own for part in parts)
+
+
+def namer(part: str, known: dict[str, str], program: Program = "comfyui") -> Callable[[str], Place]:
+    """Return the function from a diffusers layer name to a program's, for the part `part`. known: result of `classes`.
+    Raises UserError for a part that the program has no names for."""
     denoiser = known.get("unet", known.get("transformer", ""))
-    cls = known.get(part, "")
-    if cls in DENOISERS and part not in PLACES:
-        return lambda layer: _joined(DENOISERS[cls], _wan(layer) if cls == "WanTransformer3DModel" else layer)
+    cls, family = known.get(part, ""), FAMILIES.get(known.get(part, ""))
+    if family and part not in PLACES and (program == "comfyui" or family.kohya):
+        if program == "comfyui" and family.prefix:
+            return lambda layer: Place(_joined(family.prefix, layer))
+        if not family.native:
+            return lambda layer: Place(_joined(UNET, layer))
+        prefix = NATIVE if program == "comfyui" else UNET
+
+        def native(layer: str) -> Place:
+            place = family.place(cls, layer)
+            return Place(_joined(prefix, place.name), place.part, place.parts)
+
+        return native
     if part in PLACES and cls in ENCODERS.get(denoiser, ()):
-        return lambda layer: _joined(PLACES[part], _clip(layer) if cls in CLIP else layer)
-    raise UserError(f"ComfyUI has no name for the {part} ({cls or 'of an unknown class'}): expected a denoiser among "
-                    f"{', '.join(DENOISERS)}, and text encoders only of the first of them; use --form merged, or load "
-                    "the run's own pytorch_lora_weights.safetensors with diffusers")
+        return lambda layer: Place(_joined(_encoder(part, cls, known, program), _clip(layer) if cls in CLIP else layer))
+    has = "ComfyUI has" if program == "comfyui" else "the scripts of kohya have"
+    raise UserError(f"{has} no name for the {part} ({cls or 'of an unknown class'}): use --form merged, or load the "
+                    "run's own file with diffusers")
 
 
 def _joined(prefix: str, layer: str) -> str:
     return prefix + (layer.replace(".", "_") if prefix.endswith("_") else layer)
 
 
+def _encoder(part: str, cls: str, known: dict[str, str], program: Program) -> str:
+    """Return the prefix of a text encoder; kohya's scripts have others for the T5 of FLUX and the CLIP of SD 1.5."""
+    if program == "kohya" and cls in T5:
+        return "lora_te3_"
+    return "lora_te_" if program == "kohya" and "unet" in known and "text_encoder_2" not in known else PLACES[part]
+
+
 def _clip(layer: str) -> str:
     """Add the name of the inner model, which some versions of transformers omit."""
     return layer if layer.startswith("text_model.") else f"text_model.{layer}"
-
-
-def _wan(layer: str) -> str:
-    block = re.fullmatch(r"(blocks\.\d+\.)(.+)", layer)
-    if block is None or block[2] not in WAN:
-        raise UserError(f"ComfyUI's name for Wan's layer {layer} is not known: expected {', '.join(WAN)}; use --form "
-                        "merged, or train without it in adapter.targets")
-    return block[1] + WAN[block[2]]

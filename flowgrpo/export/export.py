@@ -1,4 +1,4 @@
-"""Export a finished run: a LoRA for ComfyUI, a whole merged model, or a model card.
+"""Export a finished run: a LoRA for ComfyUI or kohya's scripts, a whole merged model, or a model card.
 
 The run's own weights are already in the format of diffusers, or of peft for a language model. Every export is made from
 the files in the run's folder.
@@ -19,15 +19,18 @@ from flowgrpo.device import DTYPES, pick_device
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.runs import whole
 from flowgrpo.export import comfy_names, model_card, run_lora
-from flowgrpo.policies import sources
+from flowgrpo.policies import build, sources
 from flowgrpo.policies.checkpoints import run_config
 from flowgrpo.policies.pipelines import edit_networks
 from flowgrpo.policies.precision import resolve_precision
+from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage import atomic, paths
 from flowgrpo.storage.json_files import read_object
 from flowgrpo.storage.places import run_of
 
-SIDES = {".lora_A.weight": ".lora_down.weight", ".lora_B.weight": ".lora_up.weight"}  # peft's names -> kohya's
+DOWN, UP = ".lora_down.weight", ".lora_up.weight"
+SIDES = {".lora_A.weight": DOWN, ".lora_B.weight": UP}  # peft's names -> kohya's
+COMFYUI = "comfyui"  # folder
 CARD = "README.md"
 SECOND = "transformer_2"  # the expert of the low-noise steps
 
@@ -41,24 +44,57 @@ def finished(run: Path) -> tuple[Config, dict[str, Any]]:
         return run_config(run), read_object(run / "summary.json", "restore it, or --resume the run", unit=str)
 
 
-def kohya(run: Path, output: Path) -> list[Path]:
-    """Write the run's LoRA for ComfyUI, in the layout of the kohya scripts, and return the files: `output`, or one per
-    expert (Wan 2.2, which ComfyUI loads separately), `..._high_noise` and `..._low_noise`.
+def lora(run: Path, output: Path, program: comfy_names.Program = "comfyui") -> list[Path]:
+    """Write the run's LoRA for ComfyUI or kohya's scripts, and return the files: `output`, or one per expert (Wan 2.2,
+    which ComfyUI loads separately), `..._high_noise` and `..._low_noise`.
 
     Every layer becomes `NAME.lora_down.weight`, `.lora_up.weight` and `.alpha`, with NAME from `comfy_names`. The scale
-    is in lora_up (rsLoRA included) and alpha is the rank.
-    Raises UserError for a run without a LoRA, for a part that has no name in ComfyUI, and for a DoRA: ComfyUI takes its
-    lengths from the base's weights, peft from the tuned ones.
+    is in lora_up (rsLoRA included) and alpha is the rank. LoRAs of the parts of a fused layer become one of the sum of
+    their ranks.
+    Raises UserError for a run without a LoRA, for a part that has no name there, and for a DoRA: these programs take
+    its lengths from the base's weights, peft from the tuned ones.
     """
+    parts = run_lora.read(run)
+    return _written(run, output, parts, comfy_names.classes(load(run / "config.yaml").model), program)
+
+
+def for_comfyui(config: Config, run: Path, policy: Any) -> str | None:
+    """Write `comfyui/NAME.safetensors` if ComfyUI does not read the names of the run's own LoRA file.
+
+    Returns a sentence for the log; None without a LoRA of a pipeline, and if ComfyUI reads the run's own.
+    """
+    if build.kind(config) != build.PIPELINE or not model_card.has_lora(config, run):
+        return None
+    known = {name: type(part).__name__ for name, part in policy.pipe.components.items()}
+    parts = run_lora.read(run)
+    stock = (run / LORA_FILE).is_file() and comfy_names.plays_own(set(parts), known)
+    if stock and SECOND not in parts and not _dora(parts):
+        return None
+    try:
+        files = _written(run, comfyui_file(run, config.name), parts, known, "comfyui")
+    except UserError as error:
+        return f"no file for ComfyUI: {error}"
+    return f"for ComfyUI: {' and '.join(map(str, files))}"
+
+
+def comfyui_file(folder: Path, name: str) -> Path:
+    """Return the path of a run's LoRA for ComfyUI. name: of the run."""
+    return folder / COMFYUI / f"{Path(name).name}.safetensors"
+
+
+def _dora(parts: run_lora.Parts) -> bool:
+    return any(adapter.get("use_dora") for _, adapter in parts.values())
+
+
+def _written(run: Path, output: Path, parts: run_lora.Parts, known: dict[str, str], program: comfy_names.Program
+             ) -> list[Path]:
     from safetensors.torch import save_file
 
-    parts = run_lora.read(run)
     paths.require_file(output)
-    if any(adapter.get("use_dora") for _, adapter in parts.values()):
-        raise UserError(f"the LoRA of {run} has lengths of its own (adapter.dora), which ComfyUI scales otherwise: use "
-                        "--form merged")
-    known = comfy_names.classes(load(run / "config.yaml").model)
-    layers = {part: _kohya(comfy_names.namer(part, known), tensors, adapter)
+    if _dora(parts):
+        raise UserError(f"the LoRA of {run} has lengths of its own (adapter.dora), which ComfyUI and kohya's scripts "
+                        "scale otherwise: use --form merged")
+    layers = {part: _renamed(comfy_names.namer(part, known, program), tensors, adapter)
               for part, (tensors, adapter) in parts.items()}
     written = {output: layers}
     if SECOND in layers:
@@ -73,23 +109,46 @@ def kohya(run: Path, output: Path) -> list[Path]:
     return list(written)
 
 
-def _kohya(name: Callable[[str], str], tensors: dict[str, torch.Tensor], adapter: dict[str, Any]
-           ) -> dict[str, torch.Tensor]:
-    """Rename one part's tensors to the kohya layout."""
-    layers: dict[str, torch.Tensor] = {}
+def _renamed(name: Callable[[str], comfy_names.Place], tensors: dict[str, torch.Tensor], adapter: dict[str, Any]
+             ) -> dict[str, torch.Tensor]:
+    """Return one part's tensors in kohya's layout, under another program's names."""
+    found: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
+    fused: dict[str, str] = {}
     for key, tensor in tensors.items():
         ending = next((ending for ending in SIDES if key.endswith(ending)), None)
         if ending is None or tensor.ndim < 2 or 0 in tensor.shape:
             raise UserError(f"the LoRA has the tensor {key} {list(tensor.shape)}, expected matrices that end in "
                             f"{' or '.join(SIDES)}")
-        side = SIDES[ending]
-        layer = name(key.removesuffix(ending))
+        layer = key.removesuffix(ending)
+        place = name(layer)
+        fused[place.name] = place.parts
         if ending == ".lora_B.weight":
-            rank = tensor.shape[1]
-            tensor = tensor * run_lora.scale(adapter, key.removesuffix(ending), rank)
-            layers[f"{layer}.alpha"] = torch.tensor(float(rank))
-        layers[layer + side] = tensor.contiguous()
-    return layers
+            tensor = tensor * run_lora.scale(adapter, layer, tensor.shape[1])
+        found.setdefault(place.name, {}).setdefault(place.part, {})[SIDES[ending]] = tensor
+    return {f"{layer}{side}": tensor for layer, parts in found.items()
+            for side, tensor in _joined(layer, parts, fused[layer]).items()}
+
+
+def _joined(layer: str, found: dict[str, dict[str, torch.Tensor]], parts: str) -> dict[str, torch.Tensor]:
+    """Return a layer's matrices and alpha; of a fused layer one LoRA of its parts, block by block.
+
+    found: matrices by part. parts: all of a fused layer; the MLP "m" of q, k, v and an MLP may have no LoRA.
+    Raises UserError for a LoRA of only some parts, and for one without both matrices.
+    """
+    if any(len(sides) < 2 for sides in found.values()):
+        raise UserError(f"the LoRA of {layer} has one of its two matrices, expected both")
+    if not parts:
+        [sides] = found.values()
+        down, up = sides[DOWN].contiguous(), sides[UP].contiguous()
+    else:
+        if missing := [part for part in parts if part not in found and part != "m"]:
+            raise UserError(f"{layer} is one layer of {', '.join(parts)} there, and the LoRA has none of "
+                            f"{', '.join(missing)}: expected adapter.targets with to_q, to_k and to_v")
+        down = torch.cat([found[part][DOWN] for part in parts if part in found])
+        up = torch.block_diag(*(found[part][UP] for part in parts if part in found))
+        if "m" in parts and "m" not in found:  # as wide as four of q
+            up = torch.cat([up, up.new_zeros(4 * len(found["q"][UP]), up.shape[1])])
+    return {DOWN: down, UP: up, ".alpha": torch.tensor(float(len(down)))}
 
 
 def merged(run: Path, output: Path) -> Path:

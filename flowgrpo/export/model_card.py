@@ -48,7 +48,7 @@ def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
         "Rewards": card_facts.rewards(config),
         "Training": f"{settings(config, summary, run)}\n\nMade with: {card_facts.made_with(run)}.\n\nAll settings "
                     "are in `config.yaml`, the numbers of each epoch in `metrics.jsonl`.",
-        "Files": f"SHA-256 of the weights:\n\n{card_facts.hashes(run)}",
+        "Files": f"{_files(run)}SHA-256 of the weights:\n\n{card_facts.hashes(run)}",
         "Limits": limits(config, summary),
         "Licence": _licence(config, licence)}
     body = "\n\n".join((f"## {head}\n\n" if head else "") + part for head, part in parts.items())
@@ -111,6 +111,13 @@ def licence_of(model: str) -> dict[str, str]:
         entries = {}
     named = isinstance(entries, dict) and isinstance(entries.get("license"), str)
     return {key: line(str(entries[key])) for key in LICENCES if key in entries} if named else {}
+
+
+def _files(run: Path) -> str:
+    """Return a sentence on the file for ComfyUI, of a run that has one."""
+    made = sorted(run.glob("comfyui/*.safetensors"))
+    named = " and ".join(code(file.relative_to(run).as_posix()) for file in made)
+    return f"For ComfyUI: {named}, at strength 1. All other programs: the files below.\n\n" if made else ""
 
 
 def has_lora(config: Config, run: Path) -> bool:

@@ -9,13 +9,14 @@ from typing import Any
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import line
 from flowgrpo.evaluation.report.outcome import untrained
-from flowgrpo.export.export import CARD, card, finished
+from flowgrpo.export.export import CARD, COMFYUI, card, finished
 from flowgrpo.policies import hub
 from flowgrpo.storage.places import CONFIG
 
 # Uploaded files: below the run's folder, and below folders of weights.
 TOP = (CARD, CONFIG, "summary.json", "metrics.jsonl", "curves.png", "before_after.png", "before_after.webp",
-       "before_after.mp4", "adapter_config.json", "*.safetensors", "images/*.png", "images/*.webp", "images/*.mp4")
+       "before_after.mp4", "adapter_config.json", "*.safetensors", f"{COMFYUI}/*.safetensors",
+       "images/*.png", "images/*.webp", "images/*.mp4")
 PARTS = ("unet", "transformer*", "text_encoder*", "model")
 OF_PARTS = ("*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json")
 OF_MODELS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "*.jinja", "vocab.json", "merges.txt")

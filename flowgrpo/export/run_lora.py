@@ -14,10 +14,11 @@ from flowgrpo.policies.weights import adapters, finite
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage.json_files import read_object
 
+Parts = dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]
 WRITTEN = "expected a file that `flowgrpo train` wrote"
 
 
-def read(run: Path) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
+def read(run: Path) -> Parts:
     """Return a run's LoRA by part: tensors by module, and the peft configuration.
 
     Reads diffusers' file, the second expert's separate file, or peft's file where diffusers has no loader.
@@ -68,7 +69,7 @@ def scale(adapter: dict[str, Any], layer: str, rank: int) -> float:
     return alpha / (rank ** 0.5 if adapter.get("use_rslora") else rank)
 
 
-def _stock(file: Path) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
+def _stock(file: Path) -> Parts:
     tensors, metadata = tensors_of(file)
     try:
         said = dict(decoded(metadata.get("lora_adapter_metadata", "{}")))

@@ -116,7 +116,7 @@ def require_full(files: Load) -> None:
     """Raise UserError for a denoiser whose weights cannot be changed."""
     if files.gguf:
         raise UserError(f"load.denoiser is {files.denoiser!r}, whose quantised weights take no LoRA in: use the LoRA's "
-                        "own file, or --form kohya")
+                        "own file, or --form comfyui")
 
 
 def _require_revision(model: str, files: Load) -> None:

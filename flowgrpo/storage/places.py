@@ -92,5 +92,4 @@ def beside(path: Path, name: str) -> Path:
     """
     if not is_checkpoint(path):
         return path / name
-    stem, dot, ending = name.partition(".")
-    return run_of(path) / f"{stem}-{path.name}{dot}{ending}"
+    return run_of(path) / Path(name).with_stem(f"{Path(name).stem}-{path.name}")

@@ -10,6 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from flowgrpo.cli import main
+from flowgrpo.config import load
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.weights.lora_files import LORA_FILE
@@ -32,11 +33,12 @@ def exported(capsys, *arguments: str) -> Path:
     return Path(capsys.readouterr().out.splitlines()[-1])
 
 
-@pytest.mark.parametrize("asked", [(), ("--form", "kohya"), ("--form=kohya", "--output", "mine/lora.safetensors")])
-def test_kohya(finished, tmp_path, capsys, monkeypatch, asked):
+@pytest.mark.parametrize("asked", [(), ("--form", "comfyui"), ("--form=comfyui", "--output", "mine/lora.safetensors")])
+def test_comfyui(finished, tmp_path, capsys, monkeypatch, asked):
     monkeypatch.chdir(tmp_path)
     file = exported(capsys, str(finished), *asked)
-    assert file == (Path("mine/lora.safetensors") if "--output" in asked else finished / "kohya.safetensors")
+    assert file == (Path("mine/lora.safetensors") if "--output" in asked else
+                    finished / "comfyui" / f"{load(finished / 'config.yaml').name}.safetensors")
     layers, own = load_file(file), load_file(finished / LORA_FILE)
     [name] = [key for key in own if key.endswith("lora_A.weight")][:1]
     layer = "lora_transformer_" + name.removeprefix("transformer.").removesuffix(".lora_A.weight").replace(".", "_")
@@ -48,7 +50,8 @@ def test_a_checkpoint_is_exported_as_the_result_is(finished, tmp_path, capsys):
     result = load_file(exported(capsys, str(finished), "--output", str(tmp_path / "result.safetensors")))
     file = exported(capsys, str(finished), "--epoch", "1")
     layers = load_file(file)
-    assert file == finished / "kohya-epoch-00001.safetensors" and layers.keys() == result.keys()
+    name = load(finished / "config.yaml").name
+    assert file == finished / "comfyui" / f"{name}-epoch-00001.safetensors" and layers.keys() == result.keys()
     assert all(torch.equal(value, result[key]) for key, value in layers.items())
     checkpoint = finished / "checkpoints" / "epoch-00001"
     folder = exported(capsys, str(checkpoint), "--form=merged")
@@ -113,7 +116,7 @@ def test_what_would_be_dropped_is_refused(finished, capsys, arguments, told):
 
 
 @pytest.mark.parametrize("arguments, told", [
-    (("--form", "onnx"), "'onnx' is not one of 'kohya'"), ((), "is not a run: it has no config.yaml"),
+    (("--form", "onnx"), "'onnx' is not one of 'comfyui'"), ((), "is not a run: it has no config.yaml"),
 ])
 def test_mistakes_are_told(tmp_path, capsys, arguments, told):
     assert main(["export", str(tmp_path), *arguments]) == 2

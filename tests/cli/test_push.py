@@ -11,6 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from flowgrpo.cli import main
+from flowgrpo.config import load
 from flowgrpo.export import push
 from flowgrpo.policies import hub_folder
 from flowgrpo.policies.weights.lora_files import LORA_FILE
@@ -134,9 +135,10 @@ def test_commands_take_a_run_of_the_hub(shared, trained, tmp_path, capsys, monke
              for source in (["hub:me/mine"], [model, "--lora", "me/mine"], [trained], [model])]
     pictures = [Image.open(path).tobytes() for path in paths]
     assert pictures[0] == pictures[1] == pictures[2] != pictures[3]
-    assert said(capsys, "export", "hub:me/mine").strip() == "kohya.safetensors"
+    name = load(trained / "config.yaml").name
+    assert said(capsys, "export", "hub:me/mine").strip() == f"comfyui/{name}.safetensors"
     said(capsys, "export", trained, "--output", "own.safetensors")
-    own, theirs = load_file("own.safetensors"), load_file("kohya.safetensors")
+    own, theirs = load_file("own.safetensors"), load_file(f"comfyui/{name}.safetensors")
     assert own.keys() == theirs.keys() and all((value == theirs[key]).all() for key, value in own.items())
     line = said(capsys, "export", "hub:me/mine", "--form=card", code=2)
     assert "--form card: got hub:me/mine, whose card is on the hub" in line

@@ -18,7 +18,7 @@ from flowgrpo.evaluation import runs
 from flowgrpo.evaluation.ledger import entries
 from flowgrpo.evaluation.report import report
 from flowgrpo.export import run_lora
-from flowgrpo.export.export import finished, kohya
+from flowgrpo.export.export import finished, lora
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.vote.ballot import Ballot
 from flowgrpo.vote.sources import pairs
@@ -82,7 +82,7 @@ def test_a_damaged_summary_is_refused_by_exports(run, content):
 def test_a_damaged_lora_is_refused_by_exports(run, tensors, adapter, message):
     text = adapter if isinstance(adapter, str) else json.dumps(adapter)
     save_file(tensors, run / LORA_FILE, {"lora_adapter_metadata": text})
-    assert message in refusal(kohya, run, run / "out.safetensors")
+    assert message in refusal(lora, run, run / "out.safetensors")
 
 
 def test_a_file_that_is_no_safetensors_is_refused_by_exports(run):

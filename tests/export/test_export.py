@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.plan import weights_digest
 from flowgrpo.export import comfy_names, export, run_lora
+from flowgrpo.export.comfy_names import Place
 from flowgrpo.policies.loading import load_tuned
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
@@ -71,7 +73,7 @@ def latents(pipe, **call) -> torch.Tensor:
 
 
 def test_the_kohya_file_of_a_unet_does_what_the_runs_own_does(unet, tmp_path):
-    [file] = export.kohya(unet, tmp_path / "kohya.safetensors")
+    [file] = export.lora(unet, tmp_path / "kohya.safetensors")
     made = []
     for lora in (None, unet / LORA_FILE, file):
         pipe = load_pipeline(str(unet / "model"))
@@ -83,7 +85,7 @@ def test_the_kohya_file_of_a_unet_does_what_the_runs_own_does(unet, tmp_path):
 
 
 def test_the_kohya_layers_of_a_transformer_give_the_same_change(sd3, tmp_path):
-    layers, own = load_file(*export.kohya(sd3, tmp_path / "kohya.safetensors")), load_file(sd3 / LORA_FILE)
+    layers, own = load_file(*export.lora(sd3, tmp_path / "kohya.safetensors")), load_file(sd3 / LORA_FILE)
     for name in {key.rpartition(".lora_A")[0] for key in own if ".lora_A" in key}:
         layer = "lora_transformer_" + name.removeprefix("transformer.").replace(".", "_")
         down, up, alpha = (layers[f"{layer}.{end}"] for end in ("lora_down.weight", "lora_up.weight", "alpha"))
@@ -95,7 +97,7 @@ def test_the_kohya_layers_of_a_transformer_give_the_same_change(sd3, tmp_path):
 def test_a_lora_in_pefts_own_format_is_merged_and_has_the_kohya_layout(pixart, tmp_path):
     assert not (pixart / LORA_FILE).exists()
     base, merged = (load_pipeline(str(folder)) for folder in (pixart / "model", export.merged(pixart, tmp_path / "m")))
-    layers = load_file(*export.kohya(pixart, tmp_path / "kohya.safetensors"))
+    layers = load_file(*export.lora(pixart, tmp_path / "kohya.safetensors"))
     before, after = base.transformer.state_dict(), merged.transformer.state_dict()
     changed = {key for key in before if not torch.equal(before[key], after[key])}
     for key in changed:
@@ -105,29 +107,8 @@ def test_a_lora_in_pefts_own_format_is_merged_and_has_the_kohya_layout(pixart, t
     assert changed and not layers and set(before) == set(after)
 
 
-# What ComfyUI's loader calls a layer of each family, and with it the first trained one of a tiny pipeline.
-NAMES = {
-    "StableDiffusionXLPipeline": ("unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_out.0",
-                                  "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_out_0"),
-    "StableDiffusion3Pipeline": ("transformer.transformer_blocks.1.attn.add_q_proj",
-                                 "lora_transformer_transformer_blocks_1_attn_add_q_proj"),
-    "FluxPipeline": ("transformer.single_transformer_blocks.0.attn.to_q",
-                     "lora_transformer_single_transformer_blocks_0_attn_to_q"),
-    "Flux2Pipeline": ("transformer.transformer_blocks.0.attn.to_out.0",
-                      "lora_transformer_transformer_blocks_0_attn_to_out_0"),
-    "ChromaPipeline": ("transformer.transformer_blocks.0.attn.to_add_out",
-                       "lora_transformer_transformer_blocks_0_attn_to_add_out"),
-    "AuraFlowPipeline": ("transformer.joint_transformer_blocks.0.attn.to_q",
-                         "transformer.joint_transformer_blocks.0.attn.to_q"),
-    "PixArtSigmaPipeline": ("transformer.transformer_blocks.0.attn2.to_v",
-                            "transformer.transformer_blocks.0.attn2.to_v"),
-    "QwenImagePipeline": ("transformer.transformer_blocks.0.attn.add_k_proj",
-                          "diffusion_model.transformer_blocks.0.attn.add_k_proj"),
-    "ZImagePipeline": ("transformer.layers.0.attention.to_out.0", "diffusion_model.layers.0.attention.to_out.0"),
-    "LTXPipeline": ("transformer.transformer_blocks.0.attn1.to_out.0",
-                    "diffusion_model.transformer_blocks.0.attn1.to_out.0"),
-    "WanPipeline": ("transformer.blocks.0.attn2.to_out.0", "diffusion_model.blocks.0.cross_attn.o"),
-}
+# By tiny pipeline and form: [layer, rows, columns, rank] as the programs loaded them, by `scripts/lora_loaders.py`.
+NAMES = json.loads((Path(__file__).parent / "names.json").read_text())
 
 
 def lora_run(folder, name: str, **adapter):
@@ -139,17 +120,35 @@ def lora_run(folder, name: str, **adapter):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_family_has_the_names_that_comfyui_maps(name, tmp_path):
-    ours, theirs = NAMES[name]
-    (tensors, adapter), = run_lora.read(lora_run(tmp_path, name)).values()
-    layers = load_file(*export.kohya(tmp_path, tmp_path / "out" / "kohya.safetensors"))
-    ours = ours.partition(".")[2]
-    assert torch.equal(layers[f"{theirs}.lora_down.weight"], tensors[f"{ours}.lora_A.weight"])
-    assert torch.equal(layers[f"{theirs}.lora_up.weight"], tensors[f"{ours}.lora_B.weight"])
-    assert layers[f"{theirs}.alpha"] == 2 and (adapter["lora_alpha"], adapter["r"]) == (2, 2)
-    prefix = re.match(r"lora_unet_|lora_transformer_|transformer\.|diffusion_model\.", theirs)[0]
-    modules = {re.sub(r"\.(lora_down\.weight|lora_up\.weight|alpha)$", "", key) for key in layers}
-    assert all(module.startswith(prefix) for module in modules) and len(layers) == 3 * len(modules)
+def test_exports_have_the_layers_that_the_programs_load_and_the_whole_change(name, tmp_path):
+    [(tensors, adapter), *_] = run_lora.read(lora_run(tmp_path, name)).values()
+    assert adapter["lora_alpha"] == adapter["r"] == 2
+    change = sum((tensors[key].flatten(1) @ tensors[key.replace("_B", "_A")].flatten(1)).square().sum()
+                 for key in tensors if key.endswith(".lora_B.weight"))
+    for form, expected in NAMES[name].items():
+        layers = load_file(export.lora(tmp_path, tmp_path / f"{form}.safetensors", form)[0])
+        names = sorted({key.rpartition(".lora_")[0] for key in layers if ".lora_" in key})
+        sides = {layer: (layers[f"{layer}.lora_up.weight"], layers[f"{layer}.lora_down.weight"]) for layer in names}
+        assert [[layer, len(up), down.shape[1], len(down)] for layer, (up, down) in sides.items()] == expected
+        assert all(layers[f"{layer}.alpha"] == len(down) for layer, (_, down) in sides.items())
+        written = sum((up.flatten(1) @ down.flatten(1)).square().sum() for up, down in sides.values())
+        torch.testing.assert_close(written, change, rtol=1e-5, atol=0)
+
+
+def test_parts_of_a_fused_layer_become_one_lora_block_by_block():
+    place = {"to_q": Place("a.linear1", "q", "qkvm"), "to_k": Place("a.linear1", "k", "qkvm"),
+             "to_v": Place("a.linear1", "v", "qkvm"), "o": Place("a.o")}
+    tensors = {f"{layer}.lora_{side}.weight": torch.randn(*shape) for layer in place
+               for side, shape in (("A", (2, 5)), ("B", (3, 2)))}
+    found = export._renamed(place.get, tensors, {"lora_alpha": 4})
+    change = {layer: 2 * tensors[f"{layer}.lora_B.weight"] @ tensors[f"{layer}.lora_A.weight"] for layer in place}
+    product = found["a.linear1.lora_up.weight"] @ found["a.linear1.lora_down.weight"]
+    expected = torch.cat([change["to_q"], change["to_k"], change["to_v"], torch.zeros(12, 5)])
+    torch.testing.assert_close(product, expected)
+    assert found["a.linear1.alpha"] == 6 and found["a.o.alpha"] == 2 and len(found) == 6
+    with pytest.raises(UserError, match="has none of v: expected adapter.targets with to_q, to_k and to_v"):
+        export._renamed(place.get, {key: value for key, value in tensors.items() if "to_v" not in key},
+                        {"lora_alpha": 4})
 
 
 def merged_weights(name: str, *files, **options) -> dict[str, torch.Tensor]:
@@ -168,7 +167,7 @@ def merged_weights(name: str, *files, **options) -> dict[str, torch.Tensor]:
 def test_what_is_written_for_comfyui_is_read_by_diffusers_too(name, tmp_path):
     """Every layer, as diffusers' own tables of other people's names have it."""
     run = lora_run(tmp_path, name)
-    found = export.kohya(run, tmp_path / "kohya.safetensors")
+    found = export.lora(run, tmp_path / "kohya.safetensors")
     assert len(found) == (2 if name in ("WanPipeline (2.2)", "WanImageToVideoPipeline") else 1)
     own, into = [run / LORA_FILE], [{}, {"load_into_transformer_2": True}]
     if len(found) == 2:  # of two experts
@@ -188,12 +187,21 @@ def test_what_is_written_for_comfyui_is_read_by_diffusers_too(name, tmp_path):
     ("text_encoder_3", "T5EncoderModel", "encoder.block.0.layer.0.SelfAttention.q",
      "lora_te3_encoder_block_0_layer_0_SelfAttention_q")])
 def test_names_of_text_encoders(part, cls, layer, name):
-    assert comfy_names.namer(part, {"transformer": "SD3Transformer2DModel", part: cls})(layer) == name
+    assert comfy_names.namer(part, {"transformer": "SD3Transformer2DModel", part: cls})(layer) == Place(name)
+
+
+@pytest.mark.parametrize("part, known, prefix", [
+    ("text_encoder", {"unet": "UNet2DConditionModel", "text_encoder": "CLIPTextModel"}, "lora_te_"),
+    ("text_encoder", {"unet": "UNet2DConditionModel", "text_encoder": "CLIPTextModel",
+                      "text_encoder_2": "CLIPTextModelWithProjection"}, "lora_te1_"),
+    ("text_encoder_2", {"transformer": "FluxTransformer2DModel", "text_encoder_2": "T5EncoderModel"}, "lora_te3_")])
+def test_names_of_text_encoders_in_the_scripts_of_kohya(part, known, prefix):
+    assert comfy_names.namer(part, known, "kohya")("x").name.startswith(prefix)
 
 
 @pytest.mark.parametrize("part, known, told", [
     ("transformer", {"transformer": "SanaTransformer2DModel"}, "no name for the transformer (SanaTransformer2DModel)"),
-    ("transformer", {"transformer": "HunyuanVideoTransformer3DModel"}, "pytorch_lora_weights.safetensors"),
+    ("transformer", {"transformer": "CogVideoXTransformer3DModel"}, "load the run's own file with diffusers"),
     ("text_encoder", {"transformer": "PixArtTransformer2DModel", "text_encoder": "T5EncoderModel"}, "--form merged"),
     ("text_encoder", {"unet": "UNet2DConditionModel", "text_encoder": "ChatGLMModel"}, "no name for the text_encoder"),
     ("prior", {}, "of an unknown class")])
@@ -203,12 +211,12 @@ def test_what_comfyui_has_no_name_for_is_refused(part, known, told):
 
 
 def test_layers_and_models_that_cannot_be_named_are_refused(tmp_path):
-    with pytest.raises(UserError, match="Wan's layer condition_embedder.time_proj is not known"):
+    with pytest.raises(UserError, match="the layer condition_embedder.time_proj of WanTransformer3DModel is not known"):
         comfy_names.namer("transformer", {"transformer": "WanTransformer3DModel"})("condition_embedder.time_proj")
     with pytest.raises(UserError, match="the parts of the model .* cannot be read"):
         comfy_names.classes(str(tmp_path))
     with pytest.raises(UserError, match="adapter.dora"):
-        export.kohya(lora_run(tmp_path, "FluxPipeline", dora=True), tmp_path / "out.safetensors")
+        export.lora(lora_run(tmp_path, "FluxPipeline", dora=True), tmp_path / "out.safetensors")
 
 
 @pytest.mark.parametrize("adapter, rank, expected", [
@@ -222,7 +230,7 @@ def test_scales_by_hand(adapter, rank, expected):
 def test_exports_beside_the_weights_leave_an_evaluation_valid(tmp_path):
     run = make_run(tmp_path / "run", tiny.sd3(), tiny.CALL)
     before = weights_digest(run)
-    export.kohya(run, run / "kohya.safetensors")
+    export.lora(run, run / "kohya.safetensors")
     export.merged(run, run / "merged")
     export.card(run)
     assert weights_digest(run) == before == weights_digest(run / LORA_FILE)
@@ -280,7 +288,7 @@ from tests.export.test_export import make_run
 from tests.helpers import tiny
 torch.manual_seed(0)
 run = make_run(Path(sys.argv[1]), tiny.sd3(), tiny.CALL)
-export.kohya(run, run / "kohya.safetensors")
+export.lora(run, run / "kohya.safetensors")
 """
 
 
@@ -315,6 +323,25 @@ def test_a_foreign_lora_without_its_alpha_is_refused(tmp_path):
 
     save_file({"transformer.x.lora_A.weight": torch.ones(1, 1)}, tmp_path / LORA_FILE)
     with pytest.raises(UserError, match="does not say its alpha"):
-        export.kohya(tmp_path, tmp_path / "out.safetensors")
+        export.lora(tmp_path, tmp_path / "out.safetensors")
     with pytest.raises(UserError, match="no LoRA in"):
-        export.kohya(tmp_path / "elsewhere", tmp_path / "out.safetensors")
+        export.lora(tmp_path / "elsewhere", tmp_path / "out.safetensors")
+
+
+@pytest.mark.parametrize("name, adapter, said, written", [
+    ("FluxPipeline", {}, None, []), ("WanPipeline", {}, "for ComfyUI: RUN/comfyui/mine.safetensors", ["mine"]),
+    ("WanPipeline (2.2)", {}, "for ComfyUI: RUN/comfyui/mine_high_noise.safetensors and "
+     "RUN/comfyui/mine_low_noise.safetensors", ["mine_high_noise", "mine_low_noise"]),
+    ("PixArtSigmaPipeline", {}, "for ComfyUI: RUN/comfyui/mine.safetensors", ["mine"]),
+    ("SanaPipeline", {}, "no file for ComfyUI: ComfyUI has no name for the transformer (SanaTransformer2DModel): use "
+     "--form merged, or load the run's own file with diffusers", []),
+    ("FluxPipeline", {"dora": True}, "no file for ComfyUI: the LoRA of RUN has lengths of its own (adapter.dora), "
+     "which ComfyUI and kohya's scripts scale otherwise: use --form merged", [])])
+def test_a_run_ends_with_a_file_for_comfyui_where_its_own_is_not_read(name, adapter, said, written, tmp_path):
+    pipe, call = make(name)
+    policy = PipelinePolicy(pipe, Adapter(rank=2, **adapter), call=call)
+    policy.weights.save(tmp_path)
+    config = validate({"name": "mine", "adapter": {"rank": 2} | adapter})
+    told = export.for_comfyui(config, tmp_path, policy)
+    assert (told and told.replace(str(tmp_path), "RUN")) == said
+    assert sorted(file.stem for file in tmp_path.glob("comfyui/*")) == written

@@ -211,7 +211,8 @@ def folders(case: tuple[str, bytes, bytes], folder: Path) -> None:
 
 def tensors(content: bytes, folder: Path) -> None:
     from flowgrpo.export import run_lora
-    from flowgrpo.export.export import _kohya
+    from flowgrpo.export.comfy_names import Place
+    from flowgrpo.export.export import _renamed
     from flowgrpo.policies.pipelines.single_file import _shapes
     from flowgrpo.policies.weights.lora_files import LORA_FILE
 
@@ -219,7 +220,7 @@ def tensors(content: bytes, folder: Path) -> None:
     with contextlib.suppress(UserError):
         _shapes(str(file))
     for tensors, adapter in run_lora.read(folder).values():
-        _kohya(str, tensors, adapter)
+        _renamed(Place, tensors, adapter)
 
 
 def edited(case: tuple[dict[str, Any], dict[str, list[int]]], folder: Path) -> None:

@@ -19,7 +19,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.ledger import Ledger, Place
 from flowgrpo.evaluation.statistics import BOOTSTRAP, interval
-from flowgrpo.export.export import card, kohya, merged
+from flowgrpo.export.export import card, lora, merged
 from flowgrpo.files import tensors_of
 from flowgrpo.methods import preset
 from flowgrpo.methods.targets import LatentEdits
@@ -433,7 +433,7 @@ def test_a_run_saves_what_draws_its_pictures_and_resumes(tmp_path):
     with pytest.raises(UserError, match="holds an edit policy, which merges into no pipeline"):
         merged(folder, tmp_path / "merged")
     with pytest.raises(UserError, match="no LoRA in .*: it holds an edit policy, which no stock pipeline loads"):
-        kohya(folder, tmp_path / "out.safetensors")
+        lora(folder, tmp_path / "out.safetensors")
     assert "lora" not in card(folder).read_text().partition("tags:")[2].partition("\n")[0]
     with pytest.raises(UserError, match="no edit policy at"):
         load_editor(tmp_path)

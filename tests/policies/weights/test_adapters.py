@@ -126,7 +126,7 @@ def test_a_file_of_an_earlier_version_acts_at_its_strength(door, tmp_path):
 
 def test_an_export_of_an_earlier_version_acts_at_its_strength(tmp_path):
     changes = earlier(tmp_path, tiny.sd3(), alpha=3.0)
-    layers = load_file(*export.kohya(tmp_path, tmp_path / "kohya.safetensors"))
+    layers = load_file(*export.lora(tmp_path, tmp_path / "kohya.safetensors"))
     for key, change in changes.items():
         down, up, alpha = (layers[f"lora_transformer_{key.replace('.', '_')}.{part}"]
                            for part in ("lora_down.weight", "lora_up.weight", "alpha"))
