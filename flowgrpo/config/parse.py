@@ -65,7 +65,8 @@ def _files(path: Path) -> Iterator[Path]:
     base: Path | None = path
     while base is not None:
         yield base
-        base, below = extends.base_of(read_yaml(base), base, below), [*below, base]
+        below.append(base)
+        base = extends.base_of(read_yaml(base), base, below[:-1])
 
 
 def _read_recipe(path: Path, below: Sequence[Path] = ()) -> dict[str, Any]:

@@ -41,10 +41,10 @@ class Change:
                     down, up = torch.cat([down, first[0]]), torch.cat([up, -first[1]], 1)
                 squares = ((down @ down.T) * (up.T @ up)).sum() / len(up)  # |B A|^2 = tr(A A^T B^T B)
                 found.append(layer.scaling["default"] * squares.clamp(min=0).sqrt().cpu())
-        for key, first in self.weights.first.items():
+        for key, start in self.weights.first.items():
             if key.partition(".")[0] not in self.weights.added:  # a critic and the like grow from nothing
                 now = local(self.weights.named[key]).detach().float()
-                moved = now - first.to(now)
+                moved = now - start.to(now)
                 found.append((moved.square().sum() / max(len(moved) if moved.ndim else 1, 1)).sqrt().double().cpu())
         largest = torch.stack(found).double().max().view(1)
         return float((processes.gather(largest) if self.weights.sharded else largest).max())

@@ -26,7 +26,7 @@ OTHERS = {".hada_": "LoHa", ".lokr_": "LoKr", ".oft_": "OFT", ".boft_": "BOFT", 
           ".on_input": "IA3", ".diff_b": "difference of whole weights", ".diff": "difference of whole weights",
           ".lora_B.bias": "LoRA with biases", ".lora_up.bias": "LoRA with biases", ".b1.weight": "GLoRA",
           "emb_params": "textual inversion", "string_to_param": "textual inversion"}
-WITHIN = 2e-3  # relative: of the size of what a file changes, after its rounding to half precision
+WITHIN = 1e-2  # relative, of |B A|^2 where A and B were rounded to bf16: four times its unit roundoff of 2^-9
 
 
 @dataclass
@@ -129,14 +129,15 @@ def require_applied(path: Path, held: Held, pipe: Any, parts: dict[str, torch.nn
         for layer in part.modules():
             if not isinstance(layer, LoraLayer) or adapter not in layer.lora_A:
                 continue
+            magnitude: Any = layer.lora_magnitude_vector
             scale = layer.scaling[adapter]
             counts[name] = counts.get(name, 0) + 1
             ranks.add(layer.r[adapter])
             scales.add(scale)
             sizes.append((1.0 if held.described else scale**2) * _size(
                 layer.lora_A[adapter].weight.detach(), layer.lora_B[adapter].weight.detach()))
-            if adapter in layer.lora_magnitude_vector:
-                magnitudes += float(layer.lora_magnitude_vector[adapter].weight.detach().double().square().sum())
+            if adapter in magnitude:
+                magnitudes += float(magnitude[adapter].weight.detach().double().square().sum())
     if not counts:
         raise UserError(f"{path} holds no LoRA layer for {type(pipe).__name__}: was it trained on another model?")
     _require_all(path, held, type(pipe).__name__, sizes, sum(counts.values()))

@@ -260,7 +260,8 @@ def _streamed(body: bytes) -> dict[str, Any]:
     """Return the choice that the events of a stream make together. Raises ValueError if they make none, or end within
     it."""
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
-    reason, tokens, ended = None, [], False
+    tokens: list[Any] = []
+    reason, ended = None, False
     for line in body.decode("utf-8").splitlines():
         data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
         ended |= data == "[DONE]"
