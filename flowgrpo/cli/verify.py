@@ -48,8 +48,8 @@ def verify(
     from flowgrpo.contrib.engine.lora import LoraSender
     from flowgrpo.contrib.engine.verify import Asked, rows, table
 
-    engine = Engine(url, timeout)
     configs = {each: _config(model, options, each, lora) for each in dict.fromkeys(precision.split(","))}
+    engine = Engine(url, timeout)
     first = next(iter(configs.values()))
     asked = Asked(tuple(prompt or PROMPTS), first.negative_prompt, count, first.train.steps, kernel, level, seed)
     sender = LoraSender(engine, folder) if lora is not None else None

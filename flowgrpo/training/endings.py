@@ -107,7 +107,7 @@ def require_usable(trainer: Run, folder: Path, change: float) -> None:
     """Raise UserError if an epoch's updates have made the weights NaN, infinite or larger than any use: they are not
     saved. change: of `progress.change`."""
     if not math.isfinite(change):
-        state.require_finite(trainer)
+        state.require_finite(trainer, epoch=trainer.epoch + 1)
     if not change <= UNUSABLE:
         raise UserError(f"the updates of epoch {trainer.epoch + 1} have ruined the weights, which changed by "
                         f"{change:.1e} times the size of a usual layer, and are not saved: train.lr "

@@ -68,8 +68,9 @@ class FirstRatio:
             raise UserError("the first |log ratio| is nan: log-probabilities of the rollout or of its replay are not "
                             "finite: look at the precision (fp16 overflows), at the model's weights and at train.lr")
         if self.exact and found > self.limit:
-            spread = self._spread(parts, conditioning)
-            self.limit = max(self.exact, min(MARGIN * spread, MOST))
+            again, spread = self._spreads(parts, conditioning)
+            if again <= self.exact:  # what changes by itself is no rounding
+                self.limit = max(self.exact, min(MARGIN * spread, MOST))
             if found <= self.limit:
                 say(f"first |log ratio| {found:.1e} is above {self.exact:.0e}, and half the micro-batch alone changes "
                     f"log-probabilities by {spread:.1e}: the limit is {self.limit:.1e}")
@@ -102,23 +103,25 @@ class FirstRatio:
         with self.rollouts.old_policy.old(), self.processes.together():  # all have the old weights till all are done
             return [self.rollouts.rescored(part, conditioning) for part in parts]
 
-    def _spread(self, parts: list[Part], conditioning: Encoded) -> float:
-        """Return the largest difference of the first part's log-probabilities at the run's micro-batch and at half of
-        it (at 2 in place of 1)."""
+    def _spreads(self, parts: list[Part], conditioning: Encoded) -> tuple[float, float]:
+        """Return the largest differences of the first part's log-probabilities between two replays at the run's
+        micro-batch, and to one at half of it (at 2 in place of 1)."""
         shape = self.rollouts.geometry
         run, scores = shape.micro_batch, []
         try:
             with self.processes.together():
                 for part in parts[:1]:
-                    for shape.micro_batch in (run, run // 2 or 2):
+                    for shape.micro_batch in (run, run, run // 2 or 2):
                         logp = [torch.zeros_like(taken.old.logp, device="cpu") for taken in part.transitions]
                         for k, rows, new in self.rollouts.replay(part, conditioning):
                             logp[k][rows] = new.logp.detach().cpu()
                         scores.append(torch.cat([values.flatten() for values in logp]))
         finally:
             shape.micro_batch = run
-        apart = (scores[0] - scores[1]).abs().max()[None] if scores else torch.empty(0)
-        return float(self.processes.gather(apart).max())
+        apart = torch.stack([(scores[0] - other).abs().max() for other in scores[1:]])[None] if scores \
+            else torch.empty(0, 2)
+        again, half = self.processes.gather(apart).max(0).values.tolist()
+        return again, half
 
     def _largest(self, parts: list[Part], conditioning: Encoded) -> tuple[float, float]:
         """Return the largest difference of log-probabilities, and the method's largest |log ratio|; NaN if one is."""

@@ -81,10 +81,10 @@ def save(trainer: Run, folder: Path, wait: bool = True) -> None:
         processes.wait()  # a process that left would have the others ended, in the midst of writing
 
 
-def require_finite(trainer: Run, wait: bool = True) -> None:
+def require_finite(trainer: Run, wait: bool = True, epoch: int | None = None) -> None:
     """Raise UserError if trained weights or their moving average are not finite. wait: on any process; all call it."""
     weights = {**trainer.policy.weights.named, **(trainer.optimization.ema or {})}
-    finite.require_saved(weights, trainer.epoch, trainer.processes.any if wait else bool)
+    finite.require_saved(weights, trainer.epoch if epoch is None else epoch, trainer.processes.any if wait else bool)
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,8 @@ def test_rewards_have_weights():
     ({"eval": {"stepss": 8}}, "unknown key 'eval.stepss': did you mean 'eval.steps'?"),
     ({"lr": 1e-4}, "unknown key 'lr': did you mean 'train.lr'?"),
     ({"train.lr": 1e-4}, "unknown key 'train.lr': in a file, write 'lr' below 'train'"),
-    ({"picture": {"zzz": 1}}, "'picture.zzz'; there are: picture.height, picture.width, picture.frames, picture.sizes, "
-                                   "picture.call"),
+    ({"picture": {"zzz": 1}}, "'picture.zzz'; there are: picture.height, picture.width, picture.frames, picture.fps, "
+                                   "picture.sizes, picture.call"),
     ({"qqqq": 1}, "unknown key 'qqqq'; there are: name, model, "),
 ])
 def test_unknown_keys_name_the_nearest(raw, told):

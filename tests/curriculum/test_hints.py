@@ -83,7 +83,7 @@ def test_an_epoch_trains_on_the_prompt_with_its_hint():
     assert sorted(read[3]) == ["2+2=", "2+2=5", "2+2=5\n8", "7+7=", "7+7=8"]  # what is learned
     four, fourteen = (prompt.metadata for prompt in trainer.prompts)
     assert sorted(seen, key=str) == [("2+2=", four)] * 3 + [("7+7=", fourteen)] * 2
-    shown = [prompt for _, prompt, *_ in (*trainer.scoring.extremes.best, *trainer.scoring.extremes.worst)]
+    shown = [prompt.text for _, prompt, *_ in (*trainer.scoring.extremes.best, *trainer.scoring.extremes.worst)]
     assert shown and {*shown} <= {"2+2=", "7+7="}
 
 

@@ -24,7 +24,7 @@ OTHER = {"load.config": "folder", "load.denoiser": "file.safetensors", "load.lor
          "memory.denoiser": "cpu", "memory.offload": "block_level", "picture.sizes": [[64, 64], [64, 128]],
          "memory.shard": True, "memory.attention": "native", "memory.context_parallel": 2,
          "picture.height": 64, "picture.width": 64,
-         "picture.frames": 9,
+         "picture.frames": 9, "picture.fps": 12.0,
          "picture.call": {"max_sequence_length": 7}, "negative_prompt": "grey",
          "rollout.engine": "http://127.0.0.1:1", "rollout.timeout": 9.0, "rollout.retries": 9,
          "rollout.folder": "folder", "rollout.release": True,

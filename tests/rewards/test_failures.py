@@ -287,7 +287,7 @@ def test_a_skipped_reward_neither_raises_nor_lowers_a_samples_total():
     totals = trainer.scoring.weighted(grouped)
     assert totals[0, 2] == pytest.approx((grouped[0, [0, 1, 3], 0].mean() + grouped[0, 2, 1]).item(), abs=1e-4)
     totals[0, 2] = NAN
-    best = {prompt: total for total, prompt, *_ in trainer.scoring.extremes.best}
+    best = {prompt.text: total for total, prompt, *_ in trainer.scoring.extremes.best}
     assert best == {prompt.text: pytest.approx(own[~own.isnan()].max().item(), abs=1e-4)
                     for prompt, own in zip(batch, totals)}
 

@@ -391,7 +391,7 @@ def test_a_reward_server_that_is_not_there_is_told_at_once():
 def test_room_for_checkpoints(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     line = told({"red": tiny.red}, output=tmp_path / "not" / "there")
-    assert line.startswith(f"{tmp_path}/not/there/run has room for 0 MiB, but the run's checkpoints take ")
+    assert line.startswith(f"{tmp_path}/not/there/run has room for 1,000 bytes, but the run's checkpoints take ")
     paths.require_room(tmp_path, 1000, "a file")
 
 

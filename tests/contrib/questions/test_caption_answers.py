@@ -17,7 +17,7 @@ QUESTIONS = [{"question": "How many dogs?", "answer": "two", "choices": ["one", 
 
 def reader(body, number):
     """A model that answers what the caption says, and else takes the choice that is listed first."""
-    caption, question = parts(body, "text")
+    caption, question = parts(body, "text")[0].split("</completion>\n")
     listed = re.search(r"Choose one of: (.*?)\.", question)[1].split(", ")
     return said(f"Answer: {next((choice for choice in listed if choice in caption), listed[0])}")
 

@@ -59,10 +59,10 @@ def trained(model, tmp_path_factory):
 
 
 def line(capsys, *arguments: object) -> str:
-    """Run a command that has to end in one line, and return it."""
+    """Run a command that has to end in one line, beside those of its epochs, and return it."""
     capsys.readouterr()
     assert main([str(argument) for argument in arguments]) == 2
-    [said] = [text for text in capsys.readouterr().err.split("\n") if text and "\r" not in text]
+    [said] = [text for text in capsys.readouterr().err.split("\n") if text and not text.startswith("epoch ")]
     return said
 
 
