@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from flowgrpo.errors import UserError
@@ -245,3 +247,15 @@ def free_memory(device: str | torch.device) -> int:
     most = limit.read_text().strip() if limit.is_file() else "max"
     free = psutil.virtual_memory().available + psutil.Process().memory_info().rss
     return min(free, int(most)) if most.isdigit() else free
+
+
+@contextlib.contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Context manager: restore the random states of Python, NumPy and torch at the end."""
+    python, numbers = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numbers)

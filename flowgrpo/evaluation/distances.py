@@ -1,4 +1,5 @@
-"""Distances of two sets of images in a feature space: FID and KID of the tuned model's images to the base's."""
+"""Distances of the tuned model's images to the base's: FID and KID of two sets in a feature space, and SSIM of pairs
+from the same prompts and seeds."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.statistics import LEAST
-from flowgrpo.rewards import guards
+from flowgrpo.rewards import guards, quality
+from flowgrpo.rewards.preprocessing import eight_bit, grey
 
+SHORT = 256  # pixels of an image's shorter side, to which `structure` scales
 SIDE = 256  # pixels of the image by which the number of features is found, where the run has no size
 
 
@@ -94,3 +97,25 @@ def measured(names: Sequence[str], features: str | Callable, base: Iterable[Tens
 
 def _images(batch: Tensor) -> Tensor:
     return batch if batch.ndim == 4 else batch[:, batch.shape[1] // 2]
+
+
+def structure(base: Tensor | list[str], tuned: Tensor | list[str]) -> dict[str, Any] | None:
+    """Return the mean SSIM of pairs of images [N, 3, H, W] of the same prompts and seeds, and their number; None for
+    anything else, and for images smaller than SSIM's window.
+
+    Images are rounded to 8 bits, as in a run's files, and averaged down to a shorter side of about SHORT, as the
+    authors of SSIM advise.
+    """
+    if isinstance(base, list) or isinstance(tuned, list) or base.ndim != 4 or base.shape != tuned.shape:
+        return None
+    factor = max(1, round(min(base.shape[-2:]) / SHORT))
+    if not len(base) or min(base.shape[-2:]) // factor < quality.SIDE:
+        return None
+    pairs = ((_small(one, factor), _small(other, factor)) for one, other in zip(base, tuned))
+    return {"ssim": sum(quality.ssim(one, other).mean().item() for one, other in pairs) / len(base),
+            "images": len(base)}
+
+
+def _small(image: Tensor, factor: int) -> Tensor:
+    light = grey(torch.from_numpy(eight_bit(image)).movedim(-1, -3) / 255)
+    return torch.nn.functional.avg_pool2d(light[None], factor)[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +30,7 @@ from flowgrpo.evaluation.pages.before_after import arrays, draw_pairs, means_of,
 from flowgrpo.evaluation.pages.clips import save_clip, tall, untall
 from flowgrpo.evaluation.pages.grid import draw_grid
 from flowgrpo.evaluation.report import report, snapshots
-from flowgrpo.evaluation.statistics import ALL
+from flowgrpo.evaluation.statistics import ALL, blind
 from flowgrpo.evaluation.table import cells, compared, show
 from flowgrpo.evaluation.trainer import Trainer
 from flowgrpo.log import plain_console
@@ -42,7 +42,8 @@ from flowgrpo.storage.json_files import finite, read_object
 
 
 def _measure(trainer: Trainer, functions: dict[str, Any], title: str,
-             reference: Callable[[], AbstractContextManager[None]] | None = None) -> Measured:
+             reference: Callable[[], AbstractContextManager[None]] | None = None, shuffle: Collection[str] = ()
+             ) -> Measured:
     settings, config = trainer.config.eval, trainer.config
     policy = cast(Generating, trainer.policy)
     with clips_of(policy, settings.frames):
@@ -50,7 +51,8 @@ def _measure(trainer: Trainer, functions: dict[str, Any], title: str,
             policy, spread(trainer.held_out, settings.prompts), functions, steps=settings.steps,
             guidance=settings.guidance, samples=settings.samples, micro_batch=trainer.geometry.micro_batch,
             negative=config.negative_prompt, keep=settings.grid, title=title, encode=trainer.rollouts.encode,
-            prepare=trainer.rollouts.prepare, processes=trainer.processes, reference=reference), "evaluation")
+            prepare=trainer.rollouts.prepare, processes=trainer.processes, reference=reference,
+            shuffle=shuffle), "evaluation")
 
 
 def before(trainer: Trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Measured:
@@ -76,10 +78,13 @@ def _base(trainer: Trainer, functions: dict[str, Any], folder: Path, reuse: bool
     if reuse and {**known.get("settings", {}), "grid": settings["grid"]} != settings:
         trainer.progress.best.forget()
     with trainer.policy.reference():
-        measured = _measure(trainer, functions, "held-out prompts, before")
+        measured = _measure(trainer, functions, "held-out prompts, before",
+                            shuffle=[name for name in functions if name in trainer.config.trained])
     trainer.policy.evaluations = evaluations
     if trainer.processes.first:
         write_before(folder, measured, settings)
+        for _, said in blind(measured.scores, measured.shuffled):
+            print(said, flush=True)
     return measured
 
 
@@ -99,7 +104,7 @@ def _read_before(trainer: Trainer, folder: Path, known: dict[str, Any]) -> Measu
                   flush=True)
         return None
     return Measured([p for p in prompts for _ in range(trainer.config.eval.samples)], known["scores"],
-                    known["texts"] or pictures, known["failed"], trainer.policy.fps)
+                    known["texts"] or pictures, known["failed"], trainer.policy.fps, known.get("shuffled") or {})
 
 
 def _picture(file: Path) -> torch.Tensor:
@@ -140,7 +145,7 @@ def write_before(folder: Path, measured: Measured, settings: dict[str, Any]) -> 
             if frames is not None:
                 save_clip(folder / "before" / f"{i:03d}.webp", picture, fps=measured.fps)
     content = {"settings": settings, "scores": measured.scores, "failed": measured.failed, "frames": frames,
-               "texts": texts}
+               "texts": texts, "shuffled": measured.shuffled}
     atomic.write_text(folder / "before.json", json.dumps(finite(content)))
 
 
@@ -164,6 +169,7 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
         "before": base.mean(), "after": after.mean(),
         "tasks": {name: {"before": base.by_task(name), "after": after.by_task(name)} for name in functions},
         "compared": compared(base, after, config.eval.samples),
+        "structure": after.structure(base),
         "seconds": round(progress.seconds, 1), "epochs": trainer.epoch, "updates": trainer.optimization.update,
         "kept": "; ".join(filter(None, [progress.best.summary(), *trainer.extensions.summary()])) or None,
         "denoiser_evaluations": evaluations, "unit": policy.unit,

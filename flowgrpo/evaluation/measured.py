@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,9 @@ from flowgrpo import rewards
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed import signals
 from flowgrpo.distributed.processes import Processes
+from flowgrpo.evaluation.distances import structure
 from flowgrpo.evaluation.nouns import SAMPLE
+from flowgrpo.evaluation.shuffled import Shuffled
 from flowgrpo.samplers.rollout import seeder
 
 EVAL_SEED = 20_000  # independent of the run's seed, so that runs are compared on the same pictures
@@ -53,6 +55,7 @@ class Measured:
     pictures: of n prompts, evenly spaced: pictures [n,3,H,W], clips [n,F,3,H,W] or texts.
     fps: frames per second of clips; None for others.
     failed: number of the N that each reward failed on, if its rule skips failures.
+    shuffled: scores [N] under other prompts (shuffled.py), by reward; NaN where a sample has none.
     """
 
     prompts: list[Prompt]
@@ -60,10 +63,16 @@ class Measured:
     pictures: torch.Tensor | list[str]
     failed: dict[str, int] = field(default_factory=dict)
     fps: float | None = None
+    shuffled: dict[str, list[float]] = field(default_factory=dict)
 
     def __post_init__(self):
-        object.__setattr__(self, "scores", {name: [math.nan if value is None else value for value in values]
-                                            for name, values in self.scores.items()})
+        for key in ("scores", "shuffled"):
+            object.__setattr__(self, key, {name: [math.nan if value is None else value for value in values]
+                                           for name, values in getattr(self, key).items()})
+
+    def structure(self, base: Measured) -> dict[str, Any] | None:
+        """Return the likeness of the pictures to the base's; see `distances.structure`."""
+        return structure(base.pictures, self.pictures)
 
     def mean(self) -> dict[str, float]:
         return {name: _mean(values) for name, values in self.scores.items()}
@@ -98,7 +107,8 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
             samples: int, micro_batch: int, negative: str = "", keep: int = 0, title: str = "evaluating",
             encode: Callable[..., Any] | None = None, prepare: Callable[[list[Prompt]], None] | None = None,
             processes: Processes = Processes(),
-            reference: Callable[[], AbstractContextManager[None]] | None = None) -> Measured:
+            reference: Callable[[], AbstractContextManager[None]] | None = None, shuffle: Collection[str] = ()
+            ) -> Measured:
     """Generate `samples` pictures per prompt with the pipeline's own scheduler, or texts, and score them.
 
     keep: number of prompts, evenly spaced, whose first picture is kept.
@@ -106,11 +116,14 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
     processes: share the work; all get the whole result.
     reference: returns a context manager in which the policy is its base. Rewards that compare with the base get its
     pictures from the same seeds. None: the policy is its base already.
+    shuffle: names of rewards that also score images under other prompts, where they can.
     """
     encode = encode or policy.encode
     seed, kept = seeder(EVAL_SEED, 0), set(evenly(len(prompts), keep))
     rows = [(i, k) for i in range(len(prompts)) for k in range(samples)]
     local, scores, pictures, tally = processes.own(rows), [torch.empty(0, len(functions))], [], rewards.Tally()
+    shuffled = Shuffled.of({name: functions[name] for name in shuffle} if policy.modality == "image" else {}, prompts)
+    under_others = [torch.empty(0, len(shuffled.rewards))]
     undecoded = any(map(rewards.scores_latents, functions.values()))
     hidden, compared = None if processes.first else True, any(map(rewards.sees_base, functions.values()))
     bar = tqdm(total=len(local), desc=title, unit=SAMPLE[policy.modality], leave=False, disable=hidden)
@@ -133,13 +146,19 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
             scores.append(signals.promptly(partial(rewards.score, functions, outputs, texts, metadata, tally=tally,
                                                    base=base, latents=latents, policy=policy, fps=policy.fps))
                           if processes.reports else torch.zeros(len(of), len(functions)))
+            if shuffled.rewards:
+                firsts = [i if k == 0 else None for i, k in batch]
+                under_others.append(signals.promptly(partial(shuffled.score, firsts, outputs, policy))
+                                    if processes.reports else torch.zeros(len(of), len(shuffled.rewards)))
             pictures += [picture for (i, k), picture in zip(batch, outputs) if k == 0 and i in kept]
             bar.update(len(batch))
     rewards.leave(functions.values())
     columns = processes.gather(torch.cat(scores)).T.tolist()
+    others = processes.gather(torch.cat(under_others)).T.tolist() if shuffled.rewards else []
     return Measured([prompts[i] for i, _ in rows], dict(zip(functions, columns)),
                     processes.gather_samples(pictures),
-                    dict(zip(functions, processes.total([tally.failed[name] for name in functions]))), policy.fps)
+                    dict(zip(functions, processes.total([tally.failed[name] for name in functions]))), policy.fps,
+                    dict(zip(shuffled.rewards, others)))
 
 
 def _generate(policy: Any, conditioning: Any, seeds: list[int], steps: int, guidance: float, undecoded: bool

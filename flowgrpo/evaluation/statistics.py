@@ -8,18 +8,20 @@ the categories, arms and changes of a reward have intervals of one kind.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from flowgrpo.evaluation.numbers import decimals
+from flowgrpo.evaluation.numbers import decimals, fixed
 
 CONFIDENCE = 0.95
 Z = 1.959963984540054  # of a normal distribution, for CONFIDENCE
 RESAMPLES = 2000
 LEAST = 20  # prompts; with fewer, a bootstrap's interval is too narrow to report drift
+PAIRS = 8  # images under their own prompts and others; with fewer, nothing is said of whether a reward reads prompts
+EXACT = 1e-5  # relative difference of scores that is rounding
 WILSON, BOOTSTRAP = "Wilson", "bootstrap over prompts"
 ALL = "all prompts"  # row of all categories
 
@@ -196,3 +198,29 @@ def _amount(name: str, change: Interval) -> str:
     digits = decimals([], [change.mean])
     return (f"{name} {way} by {abs(change.mean):.{digits}f} "
             f"(95 %: {change.low:+.{digits}f} to {change.high:+.{digits}f})")
+
+
+def blind(scores: Mapping[str, Sequence[float | None]], shuffled: Mapping[str, Sequence[float | None]]
+          ) -> list[tuple[str, str]]:
+    """Describe the rewards whose mean under other prompts is within the paired 95 % interval of that under their own,
+    each with the tone of a report: warn, or plain for one whose every score is the same.
+
+    scores, shuffled: [N] by reward; NaN or None where there is none. A reward with fewer than PAIRS pairs is left out.
+    """
+    said: list[tuple[str, str]] = []
+    for name, values in shuffled.items():
+        own, other = (np.array(each, dtype=np.float64) for each in (scores[name], values))
+        known = ~np.isnan(own) & ~np.isnan(other)
+        own, other, count = own[known], other[known], int(known.sum())
+        if count < PAIRS:
+            continue
+        found = change(other[:, None], own[:, None])
+        digits = decimals([own.mean(), other.mean()], [found.mean])
+        if np.allclose(own, other, rtol=EXACT, atol=0) and np.ptp(own):
+            said.append(("plain", f"reward {name!r} does not read the prompt: {count} images have the same scores "
+                                  "under other prompts"))
+        elif found.low <= 0 <= found.high:
+            said.append(("warn", f"reward {name!r} gives images of other prompts the same scores "
+                                 f"({fixed(other.mean(), digits)} against {fixed(own.mean(), digits)} on {count} "
+                                 "images): it cannot tell whether an image fits its prompt"))
+    return said

@@ -33,8 +33,10 @@ from flowgrpo.rewards.compose import (
     require_memory,
     require_routes,
     require_values,
+    slow,
     transformed,
     transforms_of,
+    tried,
 )
 from flowgrpo.rewards.failures import Failed, Tally
 from flowgrpo.rewards.find import BUILT_IN, GROUP, find, locate, names, reward, source
@@ -59,4 +61,4 @@ __all__ = ["BUILT_IN", "GROUP", "MODALITIES", "About", "Batch", "Composed", "Fai
            "as_reward", "compose", "differentiable", "find", "inside", "lazily", "leave", "limits_of", "load", "locate",
            "named", "names", "reads_sampler", "remembers", "require_base", "require_clips", "require_gradient",
            "require_latents", "require_memory", "require_modality", "require_routes", "require_values", "reward",
-           "score", "scores_latents", "sees_base", "source", "transformed", "transforms_of", "value"]
+           "score", "scores_latents", "sees_base", "slow", "source", "transformed", "transforms_of", "tried", "value"]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from flowgrpo.config.reward_rules import Limit, Transform, WatchRule
+from flowgrpo.config.reward_rules import Limit, Retry, Transform, WatchRule
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.rewards import transforms
 from flowgrpo.rewards.about import RewardFunction
@@ -139,6 +139,20 @@ def _values(when: dict[str, Any], every: Sequence[dict[str, Any]]) -> str:
     if key is None:
         return ""
     return f" ({key}: {', '.join(sorted({repr(entry[key]) for entry in every if key in entry})[:10])})"
+
+
+def tried(reward: Composed) -> Composed:
+    """Return the reward without a cache and with at most one immediate retry."""
+    policy = reward.rule.on_error
+    if isinstance(policy, Retry):
+        policy = policy.model_copy(update={"retry": 1, "wait": 0.0})
+    return replace(reward, rule=reward.rule.model_copy(update={"on_error": policy}), kept=None)
+
+
+def slow(reward: object) -> bool:
+    """True if a server answers for a reward, or for one that it is made of: a call may take long, or cost money."""
+    needs = [part.about.needs or "" for part in inside(reward)]
+    return any("server" in map(str.strip, need.split(",")) for need in needs)
 
 
 def reads_sampler(reward: object) -> bool:

@@ -10,17 +10,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 
-from flowgrpo import rewards
-from flowgrpo.config.reward_rules import Retry
+from flowgrpo import device, rewards
 from flowgrpo.data.pictures import picture_size
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.signals import promptly
@@ -99,7 +96,7 @@ def require(trainer: Run, measured: Functions) -> None:
                 for batch in further:
                     judged(batch)
                 for batch, size in itertools.product(batches, trainer.config.picture.sizes):
-                    if not slow(batch.reward.function):
+                    if not rewards.slow(batch.reward.function):
                         judged(replace(batch, outputs=samples(batch.prompts, size)))
                 for batch in batches if trainer.method.target.follows_reward else ():
                     require_graph(batch.name, batch.reward, cast(Any, samples.in_graph(batch)), batch.texts,
@@ -148,9 +145,9 @@ def judged(batch: Batch) -> bool:
     notice.start()
     try:
         base = outputs.clone() if rewards.sees_base(batch.reward) else None
-        scores = promptly(lambda: rewards.score({name: tried(batch.reward)}, outputs, batch.texts, batch.metadata,
-                                                batch.group, tally, base, batch.latents, batch.policy,
-                                                fps=getattr(batch.policy, "fps", None)))
+        scores = promptly(lambda: rewards.score(
+            {name: rewards.tried(batch.reward)}, outputs, batch.texts, batch.metadata, batch.group, tally, base,
+            batch.latents, batch.policy, fps=getattr(batch.policy, "fps", None)))
     finally:
         notice.cancel()
     if said := tally.said.get(name):
@@ -158,22 +155,8 @@ def judged(batch: Batch) -> bool:
     return bool(said) or not bool(scores.isnan().all())
 
 
-def tried(reward: Composed) -> Composed:
-    """Return the reward without a cache and with at most one immediate retry."""
-    policy = reward.rule.on_error
-    if isinstance(policy, Retry):
-        policy = policy.model_copy(update={"retry": 1, "wait": 0.0})
-    return replace(reward, rule=reward.rule.model_copy(update={"on_error": policy}), kept=None)
-
-
-def slow(reward: Callable[..., Any]) -> bool:
-    """True if a server answers for a reward, or for one that it is made of: a call may take long, or cost money."""
-    needs = [part.about.needs or "" for part in rewards.inside(reward)]
-    return any("server" in map(str.strip, need.split(",")) for need in needs)
-
-
 def _grouped_or_slow(reward: Composed) -> bool:
-    return sees_groups(reward.function) or slow(reward.function)
+    return sees_groups(reward.function) or rewards.slow(reward.function)
 
 
 def _batches(functions: Functions, prompts: list[Prompt], group: int, samples: Samples) -> list[Batch]:
@@ -181,7 +164,7 @@ def _batches(functions: Functions, prompts: list[Prompt], group: int, samples: S
     batches = []
     for name, reward in functions.items():
         reward = reward if isinstance(reward, Composed) else Composed(reward)
-        few, grouped = slow(reward.function), sees_groups(reward.function)
+        few, grouped = rewards.slow(reward.function), sees_groups(reward.function)
         # A judge of pairs does not see their number: from a possibly paid one, request a single pair.
         size = 2 if few and pairing(reward.function) else group if grouped else 1
         applicable = list(itertools.islice((prompt for prompt in prompts if reward.rule.applies(prompt.metadata)),
@@ -267,14 +250,12 @@ def _short(policy: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _unseen(policy: Policy) -> Iterator[None]:
     """Context manager: count no evaluation, and restore the random state at the end."""
-    evaluations, python, numbers = policy.evaluations, random.getstate(), np.random.get_state()
+    evaluations = policy.evaluations
     try:
-        with torch.random.fork_rng([policy.device] if policy.device.type == "cuda" else []):
+        with device.random_state_kept(policy.device):
             yield
     finally:
         policy.evaluations = evaluations
-        random.setstate(python)
-        np.random.set_state(numbers)
 
 
 def _require_real_scores(trainer: Run) -> None:
@@ -285,7 +266,8 @@ def _require_real_scores(trainer: Run) -> None:
     if trainer.processes.count * trainer.processes.members > 1:
         return
     settings, functions = trainer.config.eval, trainer.scoring.functions
-    functions = {name: tried(reward) if isinstance(reward, Composed) else reward for name, reward in functions.items()}
+    functions = {name: rewards.tried(reward) if isinstance(reward, Composed) else reward
+                 for name, reward in functions.items()}
     prompts = spread(trainer.prompts, min(REAL, trainer.config.train.prompts))
     result = measure(
         cast(Generating, trainer.policy), prompts, functions, steps=settings.steps, guidance=settings.guidance,

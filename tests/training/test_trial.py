@@ -156,7 +156,7 @@ def test_a_server_is_asked_once():
         {}, {"group": True}, {"pairwise": True}, {"made_of": []}))
     tried({"alone": alone, "grouped": grouped, "pairs": pairs, "made": Seen(made_of=[plain])})
     assert [len(each.calls[0].prompts) for each in (alone, grouped, pairs)] == [1, 4, 1]
-    assert trial.slow(Seen(made_of=[plain])) and not trial.slow(Seen()) and plain.calls == []
+    assert rewards.slow(Seen(made_of=[plain])) and not rewards.slow(Seen()) and plain.calls == []
 
 
 def test_a_reward_that_compares_with_the_base_has_one():

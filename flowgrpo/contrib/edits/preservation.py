@@ -1,8 +1,4 @@
-"""Preservation of a source picture in an edit, without a model.
-
-SSIM (Wang et al. 2004, "Image quality assessment: from error visibility to structural similarity") of the luminance,
-with the paper's window and constants.
-"""
+"""Preservation of a source picture in an edit, without a model."""
 
 from __future__ import annotations
 
@@ -11,17 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flowgrpo.data.pictures import CROP, SQUEEZE, fit_of, read_picture
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.preprocessing import grey, tensor_of
+from flowgrpo.rewards.quality import SIDE, ssim
 
 MEASURES = ("ssim", "distance")
-SIDE, DEVIATION = 11, 1.5  # pixels of SSIM's Gaussian window
-STEADY = 0.01**2, 0.03**2  # SSIM's constants, for values in [0, 1]
 
 
 @dataclass(frozen=True)
@@ -76,19 +70,6 @@ class Preservation:
             return None
         mean = values[kept].mean().item()
         return mean if self.measure == "ssim" else 1 - mean**0.5
-
-
-def ssim(one: Tensor, two: Tensor) -> Tensor:
-    """Return SSIM at each place of two luminances [H, W] in [0, 1] that the window fits into: [H-10, W-10]."""
-    places = torch.arange(SIDE, dtype=one.dtype) - SIDE // 2
-    line = torch.exp(-places.square() / (2 * DEVIATION**2))
-    window = (line[:, None] * line / line.sum() ** 2)[None, None]
-    maps = torch.stack([one, two, one * one, two * two, one * two])[:, None]
-    mean, other, square, other_square, product = F.conv2d(maps, window)[:, 0]
-    variance, other_variance, covariance = square - mean**2, other_square - other**2, product - mean * other
-    light, contrast = STEADY
-    return ((2 * mean * other + light) * (2 * covariance + contrast)
-            / ((mean**2 + other**2 + light) * (variance + other_variance + contrast)))
 
 
 def _read(path: str, size: tuple[int, int], fit: str, opaque: bool = False) -> Tensor:

@@ -84,7 +84,8 @@ def _data(run: Path) -> dict[str, Any]:
     drawn, zeros = without_zeros(charts(config, lines, stages, ranges), lines)
     nouns = Nouns(**_read(run / snapshots.FOLDER / "nouns.json"))
     return {"title": config.name, "finished": finished,
-            "sentences": sentences(config, lines, reward_changes, last, finished, summary.get("kept"), nouns),
+            "sentences": sentences(config, lines, reward_changes, last, finished, summary.get("kept"), nouns,
+                                   summary.get("structure"), stages[0] if stages else None),
             "sample": nouns.sample,
             "changes": [each.as_json() for each in reward_changes if each.known and lines],
             "tasks": {name: cells(rows) for name, rows in summary.get("compared", {}).items() if len(rows) > 1},

@@ -239,7 +239,7 @@ def stage(run: Path, name: str, epoch: int, measured: Measured) -> None:
     pictures = [{"prompt": row.caption, "scores": finite(row.scores[0]), **shown(row.images[0], measured.fps),
                  **(brought(row.sources, measured.fps) if name == "before" else {})} for row in rows(measured)]
     write(run / FOLDER / f"{name}.json", {"name": name, "epoch": epoch, "scores": finite(measured.scores),
-                                          "cards": pictures})
+                                          "shuffled": finite(measured.shuffled), "cards": pictures})
 
 
 def last(run: Path, trainer: Trainer) -> None:

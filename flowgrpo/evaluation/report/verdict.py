@@ -14,7 +14,7 @@ from flowgrpo.evaluation.nouns import counted, joined, named
 from flowgrpo.evaluation.numbers import bounds, decimals, fixed
 from flowgrpo.evaluation.report import symptoms
 from flowgrpo.evaluation.report.outcome import outcome
-from flowgrpo.evaluation.statistics import LEAST, Interval, change, interval, method_of
+from flowgrpo.evaluation.statistics import LEAST, Interval, blind, change, interval, method_of
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,12 @@ def _change(name: str, weight: float | None, was: list[float | None], now: list[
 
 
 def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[Change], last: dict[str, Any],
-              finished: bool, kept: str | None = None, nouns: Nouns = Nouns()) -> list[dict[str, str]]:
-    """Return the summary: {text, tone}, with tone plain, good or warn. kept: `kept` of summary.json."""
+              finished: bool, kept: str | None = None, nouns: Nouns = Nouns(),
+              structure: dict[str, Any] | None = None, base: dict[str, Any] | None = None) -> list[dict[str, str]]:
+    """Return the summary: {text, tone}, with tone plain, good or warn.
+
+    kept, structure: of summary.json. base: the base's stage.
+    """
     goal = joined([name if rule.weight == 1 else f"{name} ({rule.strength})" for name, rule in
                     config.trained.items()])
     line = lines[-1] if lines else {"epoch": 0, "evaluations": 0, "seconds": 0.0}
@@ -117,6 +121,9 @@ def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[
     if any(each.known for each in reward_changes) and lines:
         toned += [_moved(each, nouns.sample, ended.nothing) for each in reward_changes if each.known]
         toned += _hacking(reward_changes, nouns.sample)
+    toned += _structure(structure)
+    toned += [(tone, f"{said[0].upper()}{said[1:]}.")
+              for tone, said in (blind(base["scores"], base.get("shuffled") or {}) if base else ())]
     first = last.get("first_ratio", {})
     toned += [("warn", f"{symptom.name.capitalize()}: {symptom.text}.")
               for symptom in symptoms.of_run(config, lines, first.get("clip"))]
@@ -153,6 +160,15 @@ def _hacking(reward_changes: list[Change], sample: str) -> list[tuple[str, str]]
         return [("plain", "No reward was eval-only, so reward hacking would not show in these numbers: name one or "
                           f"two under eval.rewards, and look at the {sample}s.")]
     return []
+
+
+def _structure(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Describe the likeness of the images to the base's."""
+    if not found:
+        return []
+    of = "the same prompt and seed" if found["images"] == 1 else "the same prompts and seeds"
+    return [("plain", f"Images have kept {found['ssim']:.2f} of the base's structure (SSIM of {of}, "
+                      f"{counted(found['images'], 'image')}).")]
 
 
 def _first_ratio(check: dict[str, Any]) -> list[tuple[str, str]]:
