@@ -80,7 +80,7 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict, hash=False)
     image: str | None = None
     weight: float = 1.0
-    inputs: Inputs = Inputs()
+    inputs: Inputs = NOTHING
     guided: Guidance | None = None
 
     def __post_init__(self) -> None:
