@@ -17,7 +17,6 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.watch import Watch
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
-from flowgrpo.export.export import for_comfyui
 from flowgrpo.log import silence
 from flowgrpo.methods.method import Method
 from flowgrpo.packages import require_versions
@@ -111,8 +110,7 @@ def _run(ready: Ready, trainer: Trainer, listed: str | None) -> dict[str, Any]:
             summary = held_out.finish(trainer, measured, folder, before, ready.began, resumed)
         if not (config.eval.every and trainer.epoch % config.eval.every == 0):  # else they were sent then
             tracker.log_held_out(ready.accelerator, summary["after"], trainer.epoch)
-        if trainer.processes.first and (told := for_comfyui(config, folder, trainer.policy)):
-            print(told, flush=True)
+        endings.export_for_comfyui(trainer, folder)
         tracker.show(ready.accelerator, folder, trainer.epoch, "after", "best", "worst")
         return summary
 

@@ -19,7 +19,6 @@ from tqdm import tqdm
 from flowgrpo.data.pictures import frames_of, read_picture
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.storage import atomic
 
 FILE = ".sources.json"  # in the folder of the runs
 MANY = 32  # files from which on a bar is shown, and what was found is written
@@ -116,7 +115,9 @@ def decode(prompts: Iterable[Prompt], frames: int | None = None, folder: Path | 
         good = sorted(state for state, why in _known.items() if why is None)
         with contextlib.suppress(OSError):  # it saves time alone
             file.parent.mkdir(parents=True, exist_ok=True)
-            atomic.write_text(file, json.dumps(good), shared=True)
+            part = file.with_name(f"{FILE}.{os.getpid()}")  # another run may write the same file
+            part.write_text(json.dumps(good), encoding="utf-8")
+            part.replace(file)
     return [(prompt, error) for prompt in prompts if (error := fault(prompt, frames)) is not None]
 
 

@@ -143,3 +143,11 @@ def save_whole(trainer: Run, folder: Path, wait: bool = True, spoiled: bool = Fa
     if whole:
         state.save(trainer, folder, wait)
     return whole
+
+
+def export_for_comfyui(trainer: Run, folder: Path) -> None:
+    """Write a file for ComfyUI if it does not read the run's own, and print which file it takes."""
+    from flowgrpo.export.export import for_comfyui
+
+    if trainer.processes.first and (told := for_comfyui(trainer.config, folder, trainer.policy)):
+        print(told, flush=True)

@@ -59,7 +59,7 @@ def choose_prompts(trainer: Run, epoch: int, count: int | None = None) -> list[P
 
 def readable(trainer: Run, batch: list[Prompt], epoch: int) -> list[Prompt]:
     """Return the prompts of all processes, with others in the place of those whose files cannot be read any more."""
-    if all(prompt.image is None and prompt.inputs is NOTHING for prompt in batch):
+    if all(prompt.image is None and prompt.inputs == NOTHING for prompt in batch):
         return batch
     frames = trainer.config.call.get("num_frames")
     errors = [sources.fault(prompt, frames) for prompt in batch]
