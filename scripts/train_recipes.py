@@ -325,7 +325,7 @@ def exported(name: str, folder: Path) -> list[str]:
 
     known = model_of(name)
     kinds = {kind for kind, _ in known.parts.values()} if known else set()
-    if known and not kinds & comfy_names.DENOISERS.keys():
+    if known and not kinds & comfy_names.FAMILIES.keys():
         return ["--form=merged", f"--output={folder / 'merged'}"]
     return [f"--output={folder / ('lora.safetensors' if known else 'merged')}"]
 

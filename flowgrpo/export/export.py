@@ -19,7 +19,7 @@ from flowgrpo.device import DTYPES, pick_device
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.runs import whole
 from flowgrpo.export import comfy_names, model_card, run_lora
-from flowgrpo.policies import build, sources
+from flowgrpo.policies import sources
 from flowgrpo.policies.checkpoints import run_config
 from flowgrpo.policies.pipelines import edit_networks
 from flowgrpo.policies.precision import resolve_precision
@@ -63,9 +63,10 @@ def for_comfyui(config: Config, run: Path, policy: Any) -> str | None:
 
     Returns a sentence for the log; None without a LoRA of a pipeline, and if ComfyUI reads the run's own.
     """
-    if build.kind(config) != build.PIPELINE or not model_card.has_lora(config, run):
+    pipe = getattr(policy, "pipe", None)
+    if pipe is None or not model_card.has_lora(config, run):
         return None
-    known = {name: type(part).__name__ for name, part in policy.pipe.components.items()}
+    known = {name: type(part).__name__ for name, part in pipe.components.items()}
     parts = run_lora.read(run)
     stock = (run / LORA_FILE).is_file() and comfy_names.plays_own(set(parts), known)
     if stock and SECOND not in parts and not _dora(parts):

@@ -149,8 +149,13 @@ def listed(folder: Path) -> dict[str, tuple[Path, Prompt]]:
 
 def own_picture(folder: Path, name: str) -> Path | None:
     """Return the picture that a folder's prompts.jsonl names; None if there is no such file.
+
+    A whole path, as `sample` writes it, is that of the same file in a folder that was moved or copied since.
     Raises UserError for a file outside the folder, and for one that is no picture by its ending."""
     path = folder / name
+    if path.is_absolute() and not path.resolve().is_relative_to(folder.resolve()):
+        ends = (folder.joinpath(*path.parts[at:]) for at in range(1, len(path.parts)))
+        path = next((end for end in ends if end.is_file()), path)
     if not path.is_file():
         return None
     if path.suffix.lower() not in ENDINGS or not path.resolve().is_relative_to(folder.resolve()):

@@ -85,4 +85,4 @@ def test_a_lora_that_does_not_fit_is_told_in_one_line(tmp_path):
 def test_comfyui_has_no_language_models(tmp_path):
     run, _ = finished(tmp_path)
     with pytest.raises(UserError, match="is of a language model, which ComfyUI does not load: use --form merged"):
-        export.kohya(run, tmp_path / "out.safetensors")
+        export.lora(run, tmp_path / "out.safetensors", "comfyui")
