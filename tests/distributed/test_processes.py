@@ -290,7 +290,7 @@ def test_a_broken_reward_ends_both_with_one_line(folder, found):
 
 def test_only_the_first_process_speaks_and_writes(folder):
     (_, first), (told, second) = json.loads((folder / "said.json").read_text())
-    assert "training" in first and told == "" and "training" not in second and "held-out" not in second
+    assert "epoch 1 of 3" in first and told == "" and "epoch 1" not in second and "held-out" not in second
     run = folder / "two" / "run"
     assert len(list(run.rglob("events.out.tfevents*"))) == 2  # one of each attempt
     assert max(path.name for path in (run / "checkpoints").iterdir()) == "epoch-00003"
