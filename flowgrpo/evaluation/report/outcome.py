@@ -17,7 +17,7 @@ SHOWN = 3  # epochs that are named one by one
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run trained.
+    """Account of what a run trained.
 
     epochs: that are done. idle: those that trained nothing; why: the cause of these.
     silent: epochs in which a trained reward was asked and gave no score, by reward.
