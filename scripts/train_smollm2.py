@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from flowgrpo.cli.train import UNTRAINED
+
 ROOT = Path(__file__).resolve().parent.parent
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 REWARD = "numeric_match"
@@ -49,9 +51,11 @@ def train(model: Path, seed: int, output: Path, further: list[str]) -> None:
     if (run / "summary.json").is_file():
         return
     resume = ["--resume"] if (run / "config.yaml").is_file() else []
-    subprocess.run([sys.executable, "-m", "flowgrpo", "train", str(ROOT / "configs" / "smollm2_135m.yaml"),
-                    f"--model={model}", f"--seed={seed}", f"--output={output}", f"--name={run.name}",
-                    "--tracker=none", *further, *resume], check=True, cwd=ROOT)
+    trained = subprocess.run([sys.executable, "-m", "flowgrpo", "train", str(ROOT / "configs" / "smollm2_135m.yaml"),
+                              f"--model={model}", f"--seed={seed}", f"--output={output}", f"--name={run.name}",
+                              "--tracker=none", *further, *resume], cwd=ROOT)
+    if trained.returncode != UNTRAINED:  # such a run has scores too
+        trained.check_returncode()
 
 
 def row(run: Path) -> dict[str, Any]:

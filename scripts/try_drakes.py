@@ -145,7 +145,7 @@ def main() -> None:
     recipe = args.output / "drakes.yaml"
     recipe.write_text(RECIPE.format(model=base, prompts=prompts, script=Path(__file__).resolve(), length=args.length,
                                     alpha=args.alpha, epochs=args.epochs, output=args.output))
-    subprocess.run([sys.executable, "-m", "flowgrpo", "train", str(recipe)], check=True)
+    subprocess.run([sys.executable, "-m", "flowgrpo", "train", str(recipe), "--trust"], check=True)
     rows = {"base": measured(base, base, args.length), "optimum of the chain": optimum(args.length, args.alpha),
             "tuned": measured(args.output / "drakes" / "model", base, args.length)}
     for name, (reward, kl) in rows.items():

@@ -57,7 +57,7 @@ def prepare(folder: Path, feature: str) -> list[str]:
         prompts=str(folder / "prompts.jsonl"), train__epochs=EPOCHS, train__save_every=1, train__keep=2,
         train__ema=0.9, train__lr=0.02, eval__every=2, eval__weights="ema"))
     (folder / "recipe.yaml").write_text(settings.yaml())
-    return ["train", str(folder / "recipe.yaml")]
+    return ["train", str(folder / "recipe.yaml"), "--trust"]
 
 
 def run(arguments: list[str], output: Path, resume: bool = False) -> tuple[int, str]:

@@ -20,6 +20,7 @@ IMPORTED = [
     ("accelerate.commands.accelerate_cli", "main"),
     ("accelerate.utils", "broadcast_object_list"),
     ("accelerate.utils", "set_seed"),
+    ("diffusers.image_processor", "VaeImageProcessor"),
     ("diffusers.loaders.single_file_utils", "fetch_diffusers_config"),
     ("diffusers.loaders.single_file_utils", "is_clip_model_in_single_file"),
     ("diffusers.loaders.single_file_utils", "is_t5_in_single_file"),

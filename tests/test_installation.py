@@ -153,7 +153,7 @@ def test_the_modules_of_extras_are_those_of_the_project():
 
 def test_a_source_tree_that_is_not_installed_trains(tmp_path):
     (tmp_path / "recipe.yaml").write_text(
-        f"output: {tmp_path}\ntracker: none\nprecision: fp32\ndevice: cpu\n"
+        f"output: {tmp_path}\nreward: sharpness\ntracker: none\nprecision: fp32\ndevice: cpu\n"
         "train: {epochs: 1, prompts: 1, group: 2, micro_batch: 2, steps: 6}\neval: {steps: 2, prompts: 2}\n")
     out = run(TRAIN, RECIPE=str(tmp_path / "recipe.yaml"))
     assert re.search(r"clip_score .* clip .* no\b", out) and "installed" in out

@@ -228,8 +228,9 @@ def test_mistakes_are_told_before_anything_is_drawn(world, tmp_path, options, to
     assert not (tmp_path / "out").exists()
 
 
-def test_a_plain_model_is_scored_by_rewards_with_arguments(world, model, tmp_path):
+def test_a_plain_model_is_scored_by_rewards_with_arguments(world, model, tmp_path, monkeypatch):
     """A file of rules, in place of names: one with arguments, under a label of its own, and one that fails on a fog."""
+    monkeypatch.chdir(tmp_path)  # the rules are the user's own
     (tmp_path / "level.py").write_text("class Level:\n    def __init__(self, level):\n        self.level = level\n\n"
                                        "    def __call__(self, images, prompts):\n        assert 'fog' not in prompts\n"
                                        "        return [self.level] * len(prompts)\n")
