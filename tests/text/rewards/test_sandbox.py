@@ -59,6 +59,15 @@ def test_without_a_boundary_the_reward_refuses(monkeypatch, tmp_path):
     assert choose.described() == "none (bwrap is not installed; nsjail is not installed; wasmtime is not installed)"
 
 
+def test_a_variable_that_the_boundary_sets_is_no_leak(monkeypatch):
+    """The probe asks for a variable of the trainer that the boundary does not set by itself."""
+    for name in os.environ.keys() - {"PATH"}:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    choose._probed.cache_clear()
+    assert choose.available()[0].keys() == WORKING.keys()
+
+
 @pytest.mark.parametrize("script, reason", [
     ("echo 'No permissions to create a new namespace' >&2; exit 1", "No permissions to create a new namespace"),
     ("exit 3", "it ended without a message"),

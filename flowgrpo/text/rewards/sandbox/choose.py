@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from flowgrpo.errors import UserError
-from flowgrpo.text.rewards.sandbox.kinds import KINDS, Boundary, located, nothing
+from flowgrpo.text.rewards.sandbox.kinds import ENVIRONMENT, KINDS, Boundary, located, nothing
 from flowgrpo.text.rewards.sandbox.run import Limits, program
 
 # Prints what a program inside has: the file beside the trainer, its user's environment, writable folders, network, a
@@ -44,7 +44,7 @@ def _probed(kind: str, path: str) -> tuple[Boundary | None, str]:
     with tempfile.TemporaryDirectory(prefix="flowgrpo-probe-") as folder:
         marker = Path(folder, "marker")
         marker.touch()
-        known = next(iter(os.environ.keys() - {"PATH", "LANG", "HOME", "TMPDIR", "PWD"}), "none")
+        known = next(iter(os.environ.keys() - {*ENVIRONMENT, "PWD"}), "none")  # the boundary sets those itself
         try:
             output = program(PROBE, f"{marker}\n{known}\n", Limits(seconds=60, files=1), boundary)
             shown = json.loads(output.text) | ({} if boundary.writes else {"no folder of its own": False})
