@@ -22,6 +22,9 @@ PYTEST = $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
 CHROMIUM := $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name))))
 # Jobs are run where Debian's Slurm is installed: its daemons are in /usr/sbin.
 SLURM := $(and $(wildcard /usr/sbin/slurmctld),$(wildcard /usr/sbin/munged))
+# Judges are asked where the packages of `transformers serve` are installed.
+PACKAGES = $(VENV)/lib/python3*/site-packages
+SERVERS = $(and $(wildcard $(PACKAGES)/fastapi),$(wildcard $(PACKAGES)/openai))
 
 .PHONY: demo test test-all lint fuzz docs lock ends
 demo: $(VENV)/installed
@@ -31,9 +34,10 @@ test: $(VENV)/tested
 	$(PYTEST) --tier fast
 
 test-all: $(VENV)/tested-all
-	$(PYTEST) tests $(if $(CHROMIUM),tests/browser) $(if $(SLURM),tests/slurm)
+	$(PYTEST) tests $(if $(CHROMIUM),tests/browser) $(if $(SLURM),tests/slurm) $(if $(SERVERS),tests/servers)
 	$(if $(CHROMIUM),,@echo "no Chromium was found, so tests/browser did not run (Debian: apt-get install chromium)")
 	$(if $(SLURM),,@echo "no Slurm was found, so tests/slurm did not run (Debian: apt-get install slurm-wlm munge)")
+	$(if $(SERVERS),,@echo "no transformers serve was found, so tests/servers did not run ($(BIN)/python -m pip install 'transformers[serving]')")
 
 fuzz: $(VENV)/tested
 	$(BIN)/python -m tests.fuzz.battery --seconds 600 --failures fuzz_failures.json

@@ -18,10 +18,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from bench_results import collected, dumped, load, merged
+from bench_results import ELSEWHERE, collected, dumped, load, merged
 from build_docs import page_of
 
 from flowgrpo.bench import charts, models, table
+from flowgrpo.config import validate
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.numbers import fixed
 from flowgrpo.evaluation.pages.figures import COLOURS, FAINT, INK, save, styled
@@ -53,11 +54,19 @@ def page(results: Iterable[Mapping[str, Any]]) -> str:
 def section(model: Mapping[str, Any]) -> str:
     """Return the section of a model: one figure and one table."""
     name, [first, *rest] = model["model"], [line for line in table.notes(dict(model)) if line]
-    rest = [note for note in rest if " runs with " not in note]
+    rest = [note for note in rest if " runs with " not in note] + since(model)
     lines = [f"## {name}", "", wrapped(first), "",
              f"![Accuracy of each method against {model['unit']}; the reference is grey]({figure_of(name)})", "",
              *markdown(accuracies(model))]
     return "\n".join([*lines, *([""] * bool(rest)), *(wrapped(f"- {note}", "  ") for note in rest)])
+
+
+def since(model: Mapping[str, Any]) -> list[str]:
+    """Return what the settings of a bench are now that they were not when the results were made, as a note."""
+    usual, now = models.flat(validate({}).model_dump()), models.shared(model["model"])
+    changed = [f"`{key}: {value}`" for key, value in now.items()
+               if key not in ELSEWHERE and value != model["settings"].get(key, usual[key])]
+    return [f"Made before the bench took {', '.join(changed)} from the recipe."] if changed else []
 
 
 def command(model: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ KEPT = ("model", "unit", "evaluations", "seeds", "points", "prompts", "measured_
 OF_METHOD = ("label", "given", "adjusted", "accuracy", "low", "high", "lowest", "highest", "gain", "reached", "epochs",
              "evaluations", "seconds_ratio", "kl", "zero_variance", "diversity", "watched", "tasks", "curve")
 OF_TUNED = ("accuracy", "low", "high", "lowest", "highest", "lr", "clip")
-ELSEWHERE = ("model", "tracker", "reward", "eval.rewards")  # shared settings that are said apart, or change no number
+ELSEWHERE = ("model", "tracker", "reward", "eval.rewards", "eval.grid")  # said apart, or they change no number
 DIGITS = 6  # significant ones of kept numbers
 
 

@@ -17,6 +17,7 @@ from PIL import Image
 
 from flowgrpo import config
 from flowgrpo.bench import models
+from flowgrpo.cli import main
 from flowgrpo.config.geometry import geometry
 from flowgrpo.data.prompt_writer import load_templates
 
@@ -137,7 +138,31 @@ def test_make_targets_that_are_shown_exist():
 
 def test_the_benchs_own_recipe_makes_two_updates_of_an_epoch():
     """Over the settings that the bench shares; losses differ from the second update on."""
-    [shown] = [yaml.safe_load(block) for block in blocks("yaml", ROOT / "docs" / "bench.md")]
+    shown = yaml.safe_load(bench_example()[0])
     train = {key[6:]: value for key, value in models.shared("starter").items() if key.startswith("train.")}
     made = geometry(config.validate({"train": train | shown["train"]}).train, 1)
     assert made.updates == 2 and made.micro_batch == 48
+
+
+def bench_example() -> tuple[str, str]:
+    """Return mine.yaml and mix2.yaml of docs/bench.md."""
+    [mine] = blocks("yaml", ROOT / "docs" / "bench.md")
+    return mine, "".join(line for line in mine.splitlines(True) if not line.startswith("parts:"))
+
+
+def test_the_benchs_own_methods_run(tmp_path, monkeypatch, capsys):
+    """The commands of docs/bench.md with files as printed, for one epoch of each method."""
+    monkeypatch.chdir(tmp_path)
+    Path("soft_gate.py").write_text(next(blocks("python", ROOT / "docs" / "extending.md")))
+    for name, text in zip(("mine.yaml", "mix2.yaml"), bench_example()):
+        Path(name).write_text(text)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    text = (ROOT / "docs" / "bench.md").read_text(encoding="utf-8")
+    [written, compared] = re.findall(r"^flowgrpo (new method .*|compare methods .*my_loss.*)$", text, re.M)
+    assert main(written.split()) == 0
+    assert main([*compared.split(), "--evaluations", "1"]) == 2
+    assert "takes 1,068: expected at least as many" in capsys.readouterr().err  # all of it was planned
+    [two] = re.findall(r"`(--methods mine.yaml,mix2.yaml --reference mix2.yaml)`", text)
+    small = ["--evaluations", "1200", "--seeds", "1", "--points", "1", "--prompts", "2", "--jobs", "1"]
+    assert main(["compare", "methods", *two.split(), *small, "--output", "bench"]) == 0
+    assert "Unlike the recipe `starter`: `adapter.targets: [" in Path("bench/results.md").read_text()

@@ -8,6 +8,7 @@ from flowgrpo.bench import collect, page, table
 from flowgrpo.bench.plan import FACTORS, Plan, Request, Run, begin
 from flowgrpo.bench.schedule import Workers, cores, duration, perform, remaining, seconds, trials
 from flowgrpo.errors import UserError
+from flowgrpo.nouns import counted
 from flowgrpo.storage import atomic, lock
 
 
@@ -74,8 +75,10 @@ def _announce(plan: Plan, runs: list[Run], cost: dict[str, float], jobs: int, th
     left, request = remaining(runs), plan.request
     expected = duration(seconds(runs, cost, request.evaluations, (2 * request.points + 1) * PROMPTS * SAMPLES, jobs))
     kept = len(runs) - len(left)
-    print(f"{request.model}: {len(plan.entries)} methods, {len(left)} runs of {request.evaluations:,} evaluations"
-          f"{f' ({kept} more finished)' if kept else ''}, {jobs} at a time with {threads} threads each: {expected}",
+    print(f"{request.model}: {counted(len(plan.entries), 'method')}, {counted(len(left), 'run')} of "
+          f"{request.evaluations:,} evaluations"
+          f"{f' ({kept} more finished)' if kept else ''}, {jobs} at a time with {counted(threads, 'thread')} each: "
+          f"{expected}",
           flush=True)
 
 
@@ -89,5 +92,6 @@ def _finish(bench: Bench) -> None:
         print(f"{output / 'results.md'}, {output / 'results.json'}, {output / 'index.html'}", flush=True)
     if bench.errors:
         label, error = next(iter(bench.errors.items()))
-        raise UserError(f"{len(bench.errors)} runs failed, the first one {label}: {error}: mend it, and the same "
+        raise UserError(f"{counted(len(bench.errors), 'run')} failed, the first one {label}: {error}: mend it, and "
+                        "the same "
                         "command goes on with what is left")

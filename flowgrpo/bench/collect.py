@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from flowgrpo.bench import models
 from flowgrpo.bench.methods import Entry
 from flowgrpo.bench.plan import AS_PUBLISHED, PUBLISHED, TUNED, Plan, Run
-from flowgrpo.bench.statistics import TEST, compare, interval, mean_curve, mean_path, reached
+from flowgrpo.bench.statistics import TEST, compare, interval, mean_curve, mean_path, reached, value_at
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import finite, read_lines, read_object
 
@@ -108,7 +109,9 @@ def results(plan: Plan, runs: Sequence[Run], errors: dict[str, str]) -> dict[str
     goals = {share: base + share * (final - base) for share in SHARES} \
         if base is not None and final is not None and final - base > FEWEST else {}
     methods = [_method(entry, finished[PUBLISHED][entry.label], goals) for entry in present]
+    cost = min((method["curve"][-1][0] for method in methods), default=None)
     for method in methods:
+        method["at_cost"] = value_at(method["curve"], cost)
         if tuned := finished[TUNED].get(method["label"]):
             lr, clip = factors[method["label"]]
             method["tuned"] = _accuracy(tuned) | {"lr": lr, "clip": clip, "runs": tuned}
@@ -116,10 +119,12 @@ def results(plan: Plan, runs: Sequence[Run], errors: dict[str, str]) -> dict[str
                                                              if other["label"] == reference])
     return finite({
         "model": request.model, "unit": some[0]["unit"] if some else None, "evaluations": request.evaluations,
+        "cost": cost, "apart": [list(row) for row in models.differences(request.model)],
         "seeds": request.seeds, "points": request.points, "prompts": {side: len(prompts) for side, prompts in
                                                                       plan.sides.items()},
         "measured_prompts": len(some[0]["scores"]) if some else 0, "measured": of.measured,
-        "trained": of.settings["reward"], "watched": list(of.watched), "reference": reference, "base": base,
+        "trained": models.shared(request.model)["reward"], "watched": list(of.watched), "reference": reference,
+        "base": base,
         "base_tasks": some[0]["base_tasks"] if some else {}, "goals": [[share, goal] for share, goal in goals.items()],
         "methods": methods, "test": TEST, "differences": _differences(finished[PUBLISHED], present),
         "tuned_differences": _differences(finished[TUNED], present), "errors": errors})

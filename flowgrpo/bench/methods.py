@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo import rewards
+from flowgrpo.bench import models
 from flowgrpo.bench.models import ADJUSTED, BenchModel
 from flowgrpo.config import parse
-from flowgrpo.config.schema import sections
 from flowgrpo.errors import UserError
 from flowgrpo.methods import overlay
 from flowgrpo.methods.targets import LatentEdits
@@ -44,7 +44,7 @@ def entries(given: list[str], name: str, of: BenchModel, trusted: bool = False) 
         raise UserError(f"--methods: {twice[0]} is given twice, expected different methods")
     made = [_of_recipe(Path(text), name, trusted) if text.endswith(RECIPES) else _of_method(text, of) for text in given]
     for entry in made:
-        _require(entry, of)
+        _require(entry, name, of)
     common = {label for label, count in Counter(entry.label for entry in made).items() if count > 1}
     return [replace(entry, label=entry.given) if entry.label in common else entry for entry in made]
 
@@ -68,25 +68,17 @@ def _of_recipe(path: Path, name: str, trusted: bool) -> Entry:
     if "model" in raw and config.model != name:
         raise UserError(f"{path}: its model is {config.model}, but the bench is of {name}: give --model "
                         f"{config.model}, or another recipe")
-    settings = {key: value for key, value in _flat(raw).items() if key not in SHARED and not key.startswith("eval.")}
+    settings = {key: value for key, value in models.flat(raw).items()
+                if key not in SHARED and not key.startswith("eval.")}
     settings = {"method": config.method} | settings
     return Entry(path.stem, str(path), settings, settings)
 
 
-def _flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """Return the values of sections under dotted keys; parts and rewards stay whole."""
-    values: dict[str, Any] = {}
-    for key, value in nested.items():
-        dotted = f"{above}{key}"
-        values |= _flat(value, f"{dotted}.") if dotted in sections() and isinstance(value, dict) else {dotted: value}
-    return values
-
-
-def _require(entry: Entry, of: BenchModel) -> None:
+def _require(entry: Entry, name: str, of: BenchModel) -> None:
     """Raise UserError for a method of another kind of model, and for rewards that it cannot follow."""
     method = overlay.preset(entry.settings["method"]).on(of.process)
     if method.target.follows_reward:
-        given = parse.validate({"reward": entry.settings.get("reward", of.settings["reward"])})
+        given = parse.validate({"reward": entry.settings.get("reward", models.shared(name)["reward"])})
         with rewards.lazily():
             rewards.require_gradient(rewards.compose(given.trained, None))
 

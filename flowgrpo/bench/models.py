@@ -1,4 +1,5 @@
-"""Packaged models of a bench: settings that all methods share, and three disjoint sets of prompts."""
+"""Packaged models of a bench: the settings of their recipes that all methods share, what a bench sets in their place,
+and three disjoint sets of prompts."""
 
 from __future__ import annotations
 
@@ -10,63 +11,69 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flowgrpo.config import parse
+from flowgrpo.config.schema import sections
 from flowgrpo.config.sections import Adapter
 from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt, as_line
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.starter import EVAL
 from flowgrpo.storage import atomic
 
 VALIDATION = 5  # one of so many training texts of a task is for validation
 SIDES = ("train", "validation", "held_out")
 
 
+# Keys of the recipe that every bench sets itself, and why.
+OF_BENCH = {
+    "method": "the methods are compared",
+    "parts": "each method has its published parts",
+    "prompts": "training, validation and held-out prompts share no text",
+    "held_out": "training, validation and held-out prompts share no text",
+    "seed": "0 to `--seeds` less 1",
+    "name": "method, seed and a hash of the settings",
+    "output": "the folder of the bench",
+    "tracker": "none: a bench has a page of its own",
+    "train.epochs": "as many as the budget buys",
+    "train.save_every": "the measured epochs are saved",
+    "train.keep": "the measured epochs are saved",
+    "eval.every": "`--points` measurements",
+    "eval.prompts": "all held-out prompts, or `--prompts`",
+    "eval.rewards": "the accuracy, and a reward that is not trained on"}
+
+
 @dataclass(frozen=True)
 class BenchModel:
     """Facts of a model that a bench needs.
 
-    process: as in `Method.on`. prompts: name of its set. settings: dotted keys of a recipe, shared by all methods.
-    measured: reward that is the accuracy. watched: rule of a reward that is not trained on, by name.
-    gradient: `reward` for methods that follow a reward's gradient; None without a differentiable one.
-    reference: default method to compare with, whose sampler also measures the KL.
+    process: as in `Method.on`. prompts: name of its set. measured: reward that is the accuracy. watched: rule of a
+    reward that is not trained on, by name. differs: dotted keys whose value in the recipe is not the bench's, with the
+    bench's and the reason. gradient: `reward` for methods that follow a reward's gradient; None without a
+    differentiable one. reference: default method to compare with, whose sampler also measures the KL.
     """
 
     process: str
     prompts: str
-    settings: dict[str, Any]
     measured: str
     watched: dict[str, dict[str, Any]]
+    differs: dict[str, tuple[Any, str]] = field(default_factory=dict)
     reference: str = "flow_grpo"
     gradient: dict[str, float] | None = None
     parts_of_kl: dict[str, Any] = field(default_factory=lambda: {"kl": {"type": "GaussianKL", "weight": 1.0}})
 
 
-SHAPES = ["to_q", "to_k", "add_k_proj", "linear_1", "linear_2"]
-IMAGES: dict[str, Any] = {
-    "reward": {"scene": 1.0, "scene_graded": 1.0}, "adapter.rank": 16, "adapter.targets": SHAPES,
-    "train.micro_batch": 96, "train.lr": 1.5e-3, "train.schedule": "linear"}
 MODELS: dict[str, BenchModel] = {
     "starter": BenchModel(
-        "flow", "starter",
-        IMAGES | {"train.prompts": 4, "train.group": 24, "train.shift": 1.5, "train.steps": 6, "train.lr": 2.0e-3},
-        "scene",
-        {"sharpness": {}}, gradient={"scene_soft": 1.0}),
-    "starter_consistency": BenchModel(
-        "flow", "starter", IMAGES | {"train.prompts": 8, "train.group": 12, "train.steps": 4, "train.grid": "stock"},
-        "scene", {"sharpness": {}}, gradient={"scene_soft": 1.0}),
+        "flow", "starter", "scene", {"sharpness": {}},
+        {"adapter.targets": (["to_q", "to_k", "add_k_proj", "linear_1", "linear_2"],
+                             "the recipe trains text encoders, most methods the denoiser"),
+         "train.lr": (2.0e-3, "of the denoiser, and one number for all methods: what `auto` finds depends on the "
+                              "method")},
+        gradient={"scene_soft": 1.0}),
+    "starter_consistency": BenchModel("flow", "starter", "scene", {"sharpness": {}}, gradient={"scene_soft": 1.0}),
     "starter_video": BenchModel(
-        "flow", "starter_video",
-        {"reward": {"motion": 1.0, "motion_graded": 1.0, "appearance": 1.0}, "adapter.rank": 16,
-         "adapter.targets": ["to_q", "to_k", "linear_1", "linear_2"], "train.prompts": 8, "train.group": 16,
-         "train.micro_batch": 128, "train.shift": 1.5, "train.steps": 6, "train.guidance": 4.0, "train.lr": 5.0e-4,
-         "train.schedule": "linear"},
-        "motion", {"sharpness": {"use": "frames", "args": {"reward": "sharpness"}}}),
+        "flow", "starter_video", "motion", {"sharpness": {"use": "frames", "args": {"reward": "sharpness"}}}),
     "starter_text": BenchModel(
-        "tokens", "starter_text",
-        {"reward": {"numeric_match": 1.0}, "text.max_tokens": 24, "adapter.rank": 16, "train.prompts": 32,
-         "train.group": 16, "train.updates": 4, "train.micro_batch": 128, "train.lr": 2.0e-3,
-         "train.schedule": "linear"},
-        "numeric_match", {"repetition": {}}, reference="grpo", parts_of_kl={})}
+        "tokens", "starter_text", "numeric_match", {"repetition": {}}, reference="grpo", parts_of_kl={})}
 SIXTEEN = {"train.prompts": 6, "train.group": 16}  # as many samples as 4 groups of 24
 # What presets need beside their published parts on few steps and small groups: splits that a short grid has, and
 # groups of the size that two, two, two and two make; fewer previews; an edit that learns within the budget.
@@ -86,11 +93,33 @@ def model(name: str) -> BenchModel:
     return MODELS[name]
 
 
+@functools.cache
+def _recipe(name: str) -> dict[str, Any]:
+    """Return the dotted keys of a packaged recipe."""
+    raw = parse.read_recipe(name)
+    return flat(raw | {"reward": raw["reward"] if isinstance(raw["reward"], dict) else {raw["reward"]: 1.0}})
+
+
 def shared(name: str) -> dict[str, Any]:
-    """Return the dotted settings of all runs on a model, evaluation with its card's sampler included."""
-    of, card = MODELS[name], EVAL.get(name, {})
-    sampler = {"eval.steps": card["num_inference_steps"], "eval.guidance": card["guidance"]} if card else {}
-    return of.settings | sampler | {"model": name, "tracker": "none", "eval.rewards": of.watched | {of.measured: {}}}
+    """Return the dotted settings of all runs on a model: its recipe's, but OF_BENCH and `BenchModel.differs`."""
+    of = MODELS[name]
+    kept = {key: value for key, value in _recipe(name).items() if key not in OF_BENCH}
+    return kept | {key: value for key, (value, _) in of.differs.items()} | {
+        "model": name, "tracker": "none", "eval.rewards": of.watched | {of.measured: {}}}
+
+
+def differences(name: str) -> list[tuple[str, Any, Any, str]]:
+    """Return the keys of `BenchModel.differs` with the recipe's value, None for its default, the bench's, and why."""
+    return [(key, _recipe(name).get(key), value, why) for key, (value, why) in MODELS[name].differs.items()]
+
+
+def flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """Return the values of sections under dotted keys; parts and rewards stay whole."""
+    values: dict[str, Any] = {}
+    for key, value in nested.items():
+        dotted = f"{above}{key}"
+        values |= flat(value, f"{dotted}.") if dotted in sections() and isinstance(value, dict) else {dotted: value}
+    return values
 
 
 @functools.cache

@@ -130,6 +130,11 @@ def reached(points: Sequence[tuple[float, float]], goal: float) -> float | None:
     return None
 
 
+def value_at(points: Sequence[Sequence[float]], place: float) -> float:
+    """Return the y of a curve of (x, y, ...) at an x within it, on straight lines between its points."""
+    return float(np.interp(place, [x for x, *_ in points], [y for _, y, *_ in points]))
+
+
 def mean_curve(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float, float, float]]:
     """Return (x, mean, lowest, highest) of several curves, at the x of all of their points where each has a value.
 

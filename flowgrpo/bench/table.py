@@ -15,19 +15,31 @@ COST = ("`to 50%`: evaluations to that share of the reference's gain over the ba
         "samples all had the same accuracy in training; `KL`: to the base, per sample; `diversity`: "
         "distance between a prompt's samples, as a share of the base's; then rewards that were not trained on, before "
         "and after.")
+SAME = 0.01  # of a cost, below which two are equal
 MARKS = {1: "above", -1: "below", 0: ""}
 
 
 def accuracies(results: dict[str, Any]) -> Rows:
-    """Return accuracy and gain of every method, of the published parts and of the best of the sweep."""
+    """Return accuracy and gain of every method, of the published parts and of the best of the sweep.
+
+    Where methods spent differently, also the accuracy at the cost that all reached.
+    """
     swept = any("tuned" in method for method in results["methods"])
-    heads = ["method", "accuracy", "95 %", "seeds", "gain"] + ["best of sweep", "its lr, clip"] * swept
+    equal = [f"at {results['cost']:,.0f}"] if unequal(results) else []
+    heads = ["method", "accuracy", "95 %", "seeds", "gain", *equal] + ["best of sweep", "its lr, clip"] * swept
     rows = [["base", fixed(results["base"], 3)] + [""] * (len(heads) - 2)]
     for method in ranked(results):
         row = [method["label"], fixed(method["accuracy"], 3), f"{method['low']:.3f} to {method['high']:.3f}",
-               f"{method['lowest']:.3f} to {method['highest']:.3f}", fixed(method["gain"], 3, "+")]
+               f"{method['lowest']:.3f} to {method['highest']:.3f}", fixed(method["gain"], 3, "+"),
+               *([fixed(method["at_cost"], 3)] if equal else [])]
         rows.append(row + (_tuned(method) if swept else []))
     return heads, rows
+
+
+def unequal(results: dict[str, Any]) -> bool:
+    """Return True if a method spent more than another, by more than SAME of it."""
+    cost = results.get("cost")  # results of earlier versions have none
+    return cost is not None and any(method["curve"][-1][0] > cost * (1 + SAME) for method in results["methods"])
 
 
 def _tuned(method: dict[str, Any]) -> list[str]:
@@ -117,6 +129,14 @@ def notes(results: dict[str, Any]) -> list[str]:
              f"`{results['reference']}`."]
     if results["seeds"] == 1:
         lines.append("One seed: intervals and tests are over prompts alone, and another seed may change the order.")
+    if unequal(results):
+        lines.append(f"Equal cost is in {results['unit']}. Methods end with a whole epoch, so some spent more: `at "
+                     f"{results['cost']:,.0f}` is the accuracy there, between two measurements on a straight line. "
+                     "Intervals and tests are of the ends.")
+    if apart := results.get("apart"):
+        lines.append(f"Unlike the recipe `{results['model']}`: " + "; ".join(
+            f"`{key}: {_inline(own)}` for {f'`{_inline(recipe)}`' if recipe is not None else 'the default'} ({why})"
+            for key, recipe, own, why in apart) + ".")
     for method in results["methods"]:
         if method["adjusted"]:
             told = ", ".join(f"`{key}: {_inline(value)}`" for key, value in method["adjusted"].items())

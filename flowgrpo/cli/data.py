@@ -12,7 +12,7 @@ import typer
 from flowgrpo.cli.options import asked_rewards
 from flowgrpo.cli.root import prompts_app
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.nouns import counted
+from flowgrpo.nouns import counted
 from flowgrpo.storage import atomic
 
 By = Literal["hardest", "variance", "middling"]

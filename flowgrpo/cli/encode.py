@@ -10,7 +10,7 @@ from flowgrpo.cli.options import Trusted
 from flowgrpo.cli.root import prompts_app
 from flowgrpo.cli.train import recipe_and_options, recipe_argument
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.nouns import named
+from flowgrpo.nouns import named
 
 
 @prompts_app.command("encode", short_help="Encode a recipe's prompts ahead of its run.",

@@ -11,7 +11,7 @@ import typer
 from flowgrpo.cli.root import list_app, prompts_app
 from flowgrpo.cli.show import print_table
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.evaluation.nouns import counted
+from flowgrpo.nouns import counted
 from flowgrpo.storage import atomic
 
 AT_ONCE = 25  # prompts of one request

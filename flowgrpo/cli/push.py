@@ -10,6 +10,7 @@ import typer
 from flowgrpo.cli.options import opening
 from flowgrpo.cli.root import SHARE, app
 from flowgrpo.errors import UserError
+from flowgrpo.nouns import counted
 from flowgrpo.storage import places
 
 
@@ -39,4 +40,5 @@ def push(
     for path, size in zip(files, sizes):
         typer.echo(f"{size:>13,}  {path}")
     branch = "" if revision is None else f", branch {revision}"
-    typer.echo(f"{sum(sizes):>13,}  bytes in {len(files)} files, to {repository}{branch}; nothing was uploaded")
+    typer.echo(f"{sum(sizes):>13,}  bytes in {counted(len(files), 'file')}, to {repository}{branch}; nothing was "
+               "uploaded")

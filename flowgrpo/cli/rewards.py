@@ -12,6 +12,7 @@ from flowgrpo.cli.options import made_with
 from flowgrpo.cli.root import list_app, reward_app
 from flowgrpo.cli.show import print_table
 from flowgrpo.errors import UserError
+from flowgrpo.nouns import counted
 from flowgrpo.rewards.failures import Failed
 
 NONE = "the reward does not apply"
@@ -59,7 +60,8 @@ def score(
         raise UserError("got --prompt and --prompts, expected one of them")
     given = load_prompts(prompts) if prompts else [Prompt(prompt or "")] * len(images)
     if len(given) != len(images):
-        raise UserError(f"--prompts {prompts} has {len(given)} prompts for {len(images)} files, expected one for each")
+        raise UserError(f"--prompts {prompts} has {counted(len(given), 'prompt')} for "
+                        f"{counted(len(images), 'file')}, expected one for each")
     scores = table.score_files(reward, made_with(reward, args), images, given)
     why = [str(value) if isinstance(value, Failed) else NONE if value != value else None for value in scores]
     known = [value if reason is None else None for value, reason in zip(scores, why)]

@@ -11,6 +11,7 @@ import typer
 from flowgrpo.cli.root import compare_app
 from flowgrpo.cli.show import print_table
 from flowgrpo.errors import UserError
+from flowgrpo.nouns import counted
 from flowgrpo.storage import paths
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ def vote(
     comparisons, names = _pairs(places, lora or [], prompts, count, seed, output)
     ballot = Ballot(comparisons, names, output, seed)
     with server(ballot, port) as serving:
-        typer.echo(f"{len(ballot.comparisons)} pairs, {len(ballot.verdicts)} with a vote: {address(serving)} "
+        typer.echo(f"{counted(len(ballot.comparisons), 'pair')}, {len(ballot.verdicts)} with a vote: "
+                   f"{address(serving)} "
                    "(Ctrl-C ends it)")
         with contextlib.suppress(KeyboardInterrupt):
             serving.serve_forever()

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from flowgrpo.config.sections import Train
 from flowgrpo.errors import UserError
+from flowgrpo.nouns import counted
 
 T = TypeVar("T")
 
@@ -114,9 +115,9 @@ def _require_updates(train: Train, shape: BatchShape, processes: int) -> None:
         processes = 1
     if train.updates > shape.parts:
         smaller = f", or a micro_batch of {_fits(shape.prompts // train.updates, shape, processes) * shape.group}"
-        raise UserError(f"train.updates is {train.updates}, but {shape.prompts} groups of {shape.group} in "
-                        f"micro-batches of {train.rows} make {shape.parts} parts: use at most {shape.parts} "
-                        f"updates{smaller if train.updates <= shape.prompts else ''}")
+        raise UserError(f"train.updates is {train.updates}, but {counted(shape.prompts, 'group')} of {shape.group} in "
+                        f"micro-batches of {train.rows} make {counted(shape.parts, 'part')}: use at most "
+                        f"{counted(shape.parts, 'update')}{smaller if train.updates <= shape.prompts else ''}")
     fits = _fits(together, shape, processes)
     if train.updates > 1 and fits < together:
         raise UserError(f"train.updates is {train.updates}, but micro-batches of {train.rows} take {together} "

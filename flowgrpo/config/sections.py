@@ -96,6 +96,13 @@ class Fused(Section):
     scale: float = Field(1.0, description="factor of what it changes")
 
 
+class Inversion(Section):
+    """Embeddings of a textual inversion, for a token of prompts."""
+
+    path: str = Field(min_length=1, description="a .safetensors file")
+    token: str | None = Field(None, min_length=1, description="in prompts; None: the name in the file, or the file's")
+
+
 class IPAdapter(Section):
     """IP-Adapter: weights by which the denoiser reads the picture `ip_adapter_image` of a prompt."""
 
@@ -121,6 +128,8 @@ class Load(Section):
                                                             "that replaces the one of `model`")
     lora: list[str | Fused] = Field([], description="LoRAs fused into the weights first, such as a turbo LoRA: "
                                                     "paths, or {path: FILE, scale: 0.8}")
+    textual_inversion: list[str | Inversion] = Field([], description="embeddings for tokens of prompts: .safetensors "
+                                                     "files, or {path: FILE, token: NAME}")
     controlnet: str | None = Field(None, min_length=1, description="folder or hub id of a frozen ControlNet, for the"
                                                                    " `control_image` of prompts")
     ip_adapter: IPAdapter | None = Field(None, description="a frozen IP-Adapter, for the `ip_adapter_image` of "
@@ -130,6 +139,11 @@ class Load(Section):
     def fused(self) -> list[Fused]:
         """LoRAs of `lora` with their scales."""
         return [Fused(path=lora) if isinstance(lora, str) else lora for lora in self.lora]
+
+    @property
+    def inversions(self) -> list[Inversion]:
+        """Textual inversions of `textual_inversion` with their tokens."""
+        return [Inversion(path=each) if isinstance(each, str) else each for each in self.textual_inversion]
 
     @property
     def gguf(self) -> bool:

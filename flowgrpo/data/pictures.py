@@ -14,6 +14,7 @@ from flowgrpo.data.client_files import require_open
 from flowgrpo.data.open_picture import SIDEWAYS, opened, orientation, pages, require_single, rgb
 from flowgrpo.errors import UserError
 from flowgrpo.files import unfit
+from flowgrpo.nouns import counted
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -113,11 +114,12 @@ def _decoded(clip: Clip) -> tuple[Image, ...]:
     for frame in frames_of(Path(clip.path)):
         frames.append(_fitted(frame, clip.size))
         if sum(kept.width * kept.height for kept in frames) > PIXELS:
-            raise UserError(f"{clip.path} has more than {PIXELS:,} pixels in its first {len(frames)} frames: scale it "
+            raise UserError(f"{clip.path} has more than {PIXELS:,} pixels in its first "
+                            f"{counted(len(frames), 'frame')}: scale it "
                             "down")
         if len(frames) == clip.count:
             return tuple(frames)
-    raise UserError(f"{clip.path} has {len(frames)} frames, expected {clip.count}")
+    raise UserError(f"{clip.path} has {counted(len(frames), 'frame')}, expected {clip.count}")
 
 
 def frame_count(path: str | Path) -> int:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.nouns import counted
 
 # Words of which one stands for another; the longest forms first where one begins with another.
 SWAPS = (
@@ -53,7 +54,8 @@ def inverted(prompts: Sequence[Prompt]) -> list[Prompt]:
             made.append(replace(prompt, text=INVERT.format(question=prompt.text), metadata=prompt.metadata | {
                 "task": "inversion", "answer": others}))
     if not made:
-        raise UserError(f"none of the {len(prompts)} prompts has metadata.choices, a list such as [A, B, C, D]")
+        raise UserError(f"none of {counted(len(prompts), 'prompt')} has metadata.choices, a list such as [A, B, "
+                        "C, D]")
     return made
 
 
@@ -87,7 +89,8 @@ def caption_errors(prompts: Sequence[Prompt], seed: int = 0) -> list[Prompt]:
             made.append(replace(prompt, text=FIND.format(caption=text), metadata=prompt.metadata | {
                 "task": "caption_error", "answer": wrong, "right": right}))
     if not made:
-        raise UserError(f"none of the {len(prompts)} prompts has a caption in which a word can be exchanged: expected "
+        raise UserError(f"none of {counted(len(prompts), 'prompt')} has a caption in which a word can be "
+                        "exchanged: expected "
                         "metadata.caption, a text with a colour, a number, a place or the like")
     return made
 

@@ -11,7 +11,6 @@ from flowgrpo.data.suites import Suite
 from flowgrpo.escaped import markdown as markdown_of
 from flowgrpo.escaped import plain
 from flowgrpo.evaluation.distances import DISTANCES
-from flowgrpo.evaluation.nouns import counted
 from flowgrpo.evaluation.numbers import decimals
 from flowgrpo.evaluation.statistics import (
     ALL,
@@ -28,6 +27,7 @@ from flowgrpo.evaluation.statistics import (
 from flowgrpo.evaluation.table import Scores, cell
 from flowgrpo.evaluation.table import show as print_table
 from flowgrpo.log import plain_console
+from flowgrpo.nouns import counted
 
 
 def summarise(suite: Suite, scores: dict[str, dict[str, np.ndarray]], spread: dict[str, np.ndarray],
@@ -92,7 +92,10 @@ def notes(results: dict[str, Any]) -> list[str]:
             digits = decimals(entry["mean"] for entry in means.values())
             listed = ", ".join(f"{arm} {cell(entry, digits)}" for arm, entry in means.items())
             said.append(f"{name}, mean over the categories: {listed}")
-    unit = f"{results['unit']}s"
+    unit, suite = f"{results['unit']}s", results["suite"]
+    if trained := suite.get("trained"):
+        said.append(f"the run trained on {trained} of the {counted(suite['prompts'], 'prompt')}: what it does on new "
+                    "ones, a suite without them shows")
     said += [f"{name} failed on {count} {unit}, which are left out: the same command asks for them again"
              for name, count in results["failed"].items() if count]
     said += [f"{name}, {arm}: {', '.join(f'{what} {cell(entry)}' for what, entry in entries.items())}"

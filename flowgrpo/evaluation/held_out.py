@@ -23,8 +23,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import plain
 from flowgrpo.evaluation import picture_files
-from flowgrpo.evaluation.measured import EVAL_SEED, Generating, Measured, evenly, measure, spread
-from flowgrpo.evaluation.nouns import SAMPLE, named
+from flowgrpo.evaluation.measured import EVAL_SEED, Generating, Measured, evenly, measure, readable, spread
 from flowgrpo.evaluation.pages import singles
 from flowgrpo.evaluation.pages.before_after import arrays, draw_pairs, means_of, rows, shown_prompts
 from flowgrpo.evaluation.pages.clips import save_clip, tall, untall
@@ -34,6 +33,7 @@ from flowgrpo.evaluation.statistics import ALL, blind
 from flowgrpo.evaluation.table import cells, compared, show
 from flowgrpo.evaluation.trainer import Trainer
 from flowgrpo.log import plain_console
+from flowgrpo.nouns import SAMPLE, counted, named
 from flowgrpo.policies.pipelines.frames import clips_of
 from flowgrpo.policies.policy import Policy
 from flowgrpo.policies.weights.finite import require_saved
@@ -46,13 +46,17 @@ def _measure(trainer: Trainer, functions: dict[str, Any], title: str,
              ) -> Measured:
     settings, config = trainer.config.eval, trainer.config
     policy = cast(Generating, trainer.policy)
+    prompts = spread(trainer.held_out, settings.prompts)
+    frames = settings.frames or config.call.get("num_frames")
+    sound, lost = readable(prompts, frames, trainer.processes, title)
     with clips_of(policy, settings.frames):
-        return trainer.with_oom_retry(lambda: measure(
-            policy, spread(trainer.held_out, settings.prompts), functions, steps=settings.steps,
+        measured = trainer.with_oom_retry(lambda: measure(
+            policy, sound, functions, steps=settings.steps,
             guidance=settings.guidance, samples=settings.samples, micro_batch=trainer.geometry.micro_batch,
             negative=config.negative_prompt, keep=settings.grid, title=title, encode=trainer.rollouts.encode,
             prepare=trainer.rollouts.prepare, processes=trainer.processes, reference=reference,
             shuffle=shuffle), "evaluation")
+    return measured.without(prompts, lost, settings.grid) if any(lost) else measured
 
 
 def before(trainer: Trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Measured:
@@ -161,10 +165,11 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
         require_saved(policy.weights.named, trainer.epoch, trainer.processes.any)
         said = policy.weights.save(folder) if first or policy.weights.sharded else ""
         after = _measure(trainer, functions, "held-out prompts, after", policy.reference)
+    base = base.beside(after)
     summary = {
         "name": config.name, "model": config.model, "method": config.method, "seed": config.seed,
-        "evaluation": {"prompts": len(base.prompts), "samples": config.eval.samples, "steps": config.eval.steps,
-                       "guidance": config.eval.guidance, "seed": EVAL_SEED,
+        "evaluation": {"prompts": len(base.prompts), "lost": sum(after.lost), "samples": config.eval.samples,
+                       "steps": config.eval.steps, "guidance": config.eval.guidance, "seed": EVAL_SEED,
                        "of": described(policy, config, len(base.prompts))},
         "before": base.mean(), "after": after.mean(),
         "tasks": {name: {"before": base.by_task(name), "after": after.by_task(name)} for name in functions},
@@ -209,8 +214,9 @@ def described(policy: Policy, config: Config, count: int) -> str:
     """Describe in words the evaluated samples, `count` of them, and their sampling."""
     warm = config.text.eval_temperature
     text = f"temperature {warm:g}" if warm else "greedy"
-    frames = "" if config.eval.frames is None else f"{config.eval.frames} frames, "
-    how = text if policy.modality == "text" else f"{frames}{config.eval.steps} steps, guidance {config.eval.guidance:g}"
+    frames = "" if config.eval.frames is None else f"{counted(config.eval.frames, 'frame')}, "
+    drawn = f"{frames}{counted(config.eval.steps, 'step')}, guidance {config.eval.guidance:g}"
+    how = text if policy.modality == "text" else drawn
     return f"{named(count, SAMPLE[policy.modality])} ({how})"
 
 

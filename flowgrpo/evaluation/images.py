@@ -25,11 +25,11 @@ from flowgrpo.evaluation import calls, draw, picture_files, run_rewards
 from flowgrpo.evaluation.enhancer import Enhancer
 from flowgrpo.evaluation.ledger import Place
 from flowgrpo.evaluation.measured import Measured, spread
-from flowgrpo.evaluation.nouns import SAMPLE
 from flowgrpo.evaluation.pages import mp4, singles
 from flowgrpo.evaluation.pages.before_after import captions, draw_pairs
 from flowgrpo.evaluation.plan import BASE, TUNED, Arm, Hand, Plan
 from flowgrpo.evaluation.sampler import Pipelines, first_of_each
+from flowgrpo.nouns import SAMPLE
 from flowgrpo.policies import loading
 from flowgrpo.policies.checkpoints import config_of, run_config
 from flowgrpo.policies.pipelines.load import modality, rate_ahead

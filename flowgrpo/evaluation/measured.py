@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,14 +14,16 @@ import torch
 from tqdm import tqdm
 
 from flowgrpo import rewards
+from flowgrpo.data import sources
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed import signals
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.evaluation.distances import structure
-from flowgrpo.evaluation.nouns import SAMPLE
 from flowgrpo.evaluation.shuffled import Shuffled
+from flowgrpo.nouns import SAMPLE, counted
 from flowgrpo.samplers.rollout import seeder
 
+GREY = 0.5  # in the place of a picture that could not be made
 EVAL_SEED = 20_000  # independent of the run's seed, so that runs are compared on the same pictures
 
 
@@ -56,6 +58,7 @@ class Measured:
     fps: frames per second of clips; None for others.
     failed: number of the N that each reward failed on, if its rule skips failures.
     shuffled: scores [N] under other prompts (shuffled.py), by reward; NaN where a sample has none.
+    lost: [N], True for samples of prompts whose files cannot be read any more, without scores; empty for none.
     """
 
     prompts: list[Prompt]
@@ -64,15 +67,44 @@ class Measured:
     failed: dict[str, int] = field(default_factory=dict)
     fps: float | None = None
     shuffled: dict[str, list[float]] = field(default_factory=dict)
+    lost: list[bool] = field(default_factory=list)
 
     def __post_init__(self):
         for key in ("scores", "shuffled"):
             object.__setattr__(self, key, {name: [math.nan if value is None else value for value in values]
                                            for name, values in getattr(self, key).items()})
 
+    def without(self, prompts: list[Prompt], lost: list[bool], keep: int) -> Measured:
+        """Return the scores without those of lost prompts, in whose place others were measured, with grey pictures.
+
+        prompts: as they were meant, [n]; lost: [n]. keep: number of prompts whose picture is kept.
+        """
+        samples = len(self.prompts) // len(prompts)
+        shown = [lost[i] for i in evenly(len(prompts), keep)]
+        pictures = ["" if gone else text for text, gone in zip(self.pictures, shown)] if isinstance(
+            self.pictures, list) else self.pictures.clone()
+        if isinstance(pictures, torch.Tensor) and len(pictures):
+            pictures[torch.tensor(shown)] = GREY
+        gone = [each for each in lost for _ in range(samples)]
+        return replace(self._blank(gone), prompts=[prompt for prompt in prompts for _ in range(samples)],
+                       pictures=pictures, lost=gone)
+
+    def beside(self, other: Measured) -> Measured:
+        """Return the scores of the samples that another measurement has not lost."""
+        return self._blank(other.lost) if other.lost else self
+
+    def _blank(self, gone: list[bool]) -> Measured:
+        scores, shuffled = ({name: [math.nan if lost else value for value, lost in zip(values, gone)]
+                             for name, values in of.items()} for of in (self.scores, self.shuffled))
+        return replace(self, scores=scores, shuffled=shuffled)
+
     def structure(self, base: Measured) -> dict[str, Any] | None:
         """Return the likeness of the pictures to the base's; see `distances.structure`."""
-        return structure(base.pictures, self.pictures)
+        one, other = base.pictures, self.pictures
+        if any(self.lost) and isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            made = [not bool((picture == GREY).all()) for picture in other]
+            one, other = one[made], other[made]
+        return structure(one, other)
 
     def mean(self) -> dict[str, float]:
         return {name: _mean(values) for name, values in self.scores.items()}
@@ -101,6 +133,22 @@ def evenly(total: int, count: int) -> list[int]:
     """Return at most `count` of `total` indices, evenly spaced."""
     count = min(count, total)
     return [i * total // count for i in range(count)]
+
+
+def readable(prompts: list[Prompt], frames: int | None, processes: Processes, title: str
+             ) -> tuple[list[Prompt], list[bool]]:
+    """Return prompts with others in the place of those whose files cannot be read any more, and which these are.
+
+    frames: number of frames that are read of a source video. title: of the measurement, for the line of each.
+    """
+    if all(prompt.brings is None for prompt in prompts):
+        return prompts, [False] * len(prompts)
+    errors = [sources.fault(prompt, frames) for prompt in prompts]
+    lost = processes.gather(torch.tensor([[error is not None for error in errors]], dtype=torch.int64)).any(0)
+    for error in filter(None, errors if processes.first else ()):
+        print(f"{title}: {error}: it is not measured ({int(lost.sum())} of {counted(len(prompts), 'prompt')} lost)",
+              flush=True)
+    return sources.stand_ins(prompts, lost.tolist(), prompts, frames), lost.tolist()
 
 
 def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any], *, steps: int, guidance: float,

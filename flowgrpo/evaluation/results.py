@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from flowgrpo.config.schema import Config
+from flowgrpo.data import splits
 from flowgrpo.data.suites import Suite
+from flowgrpo.errors import UserError
 from flowgrpo.evaluation import distances, findings, measured
 from flowgrpo.evaluation.ledger import BaseLedger, Place
 from flowgrpo.evaluation.pages import rlg_sweep, sources
@@ -37,7 +40,8 @@ def write(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedge
         if plan.samples > 1 else {}
     trained = list(plan.config.trained) if plan.config else None
     summary = findings.summarise(suite, scores, spread, trained, f"{plan.medium.unit}s")
-    results = {"suite": {"name": suite.name, "format": suite.form, "prompts": shape[0]}, **plan.as_json(),
+    results = {"suite": {"name": suite.name, "format": suite.form, "prompts": shape[0],
+                         "trained": seen(plan.config, suite)}, **plan.as_json(),
                "unit": plan.medium.unit, "failed": failed, **summary,
                "tries": {arm: tries({name: scores[arm][name] for name in verdicts(functions)},
                                     _answers(arm, shape, functions, ledger)) for arm in plan.arms}}
@@ -51,6 +55,16 @@ def write(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedge
     if plan.rlg == "sweep":
         rlg_sweep.plot(rlg_sweep.curves(plan.arms, results["arms"]), ledger.folder / "rlg.png")
     return results
+
+
+def seen(config: Config | None, suite: Suite) -> int:
+    """Return the number of a suite's prompts on which a run trained; 0 where its prompts are not there any more."""
+    try:
+        train, _ = splits.resolve(config) if config is not None else ([], [])
+    except UserError:
+        return 0
+    keys = {prompt.key for prompt in train}
+    return sum(case.prompt.key in keys for case in suite.cases)
 
 
 def _places(arm: str, shape: tuple[int, int]) -> list[list[Place]]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from flowgrpo.evaluation.numbers import decimals, fixed
+from flowgrpo.nouns import counted
 
 CONFIDENCE = 0.95
 Z = 1.959963984540054  # of a normal distribution, for CONFIDENCE
@@ -159,7 +160,8 @@ def drift(changes: dict[str, Interval], trained: Iterable[str] | None, diversity
     distance between a prompt's samples. unit: name of the samples.
     A reward with scores on fewer than LEAST prompts is left out.
     """
-    few = [f"nothing is said of drift in {name}: it has scores on {change.prompts} prompts, and at least {LEAST} are "
+    few = [f"nothing is said of drift in {name}: it has scores on {counted(change.prompts, 'prompt')}, and at least "
+           f"{LEAST} are "
            "needed" for name, change in changes.items() if change.prompts < LEAST]
     changes = {name: change for name, change in changes.items() if change.prompts >= LEAST}
     if not changes:

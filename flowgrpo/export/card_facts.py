@@ -18,6 +18,7 @@ from flowgrpo.escaped import code, line, markdown
 from flowgrpo.evaluation.pages import sources
 from flowgrpo.evaluation.picture_files import weight_files
 from flowgrpo.evaluation.report import snapshots
+from flowgrpo.nouns import counted
 from flowgrpo.rewards.find import ALIASES, BUILT_IN
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import read_object
@@ -154,7 +155,7 @@ def cost(summary: dict[str, Any], run: Path) -> str:
     machine = read_object(file, snapshots.MEND) if file.is_file() else {}
     processes = int(machine.get("processes", 1))
     hours = summary["seconds"] * processes / 3600
-    drawn = f"{summary['sampled_pictures']:,} samples, " if "sampled_pictures" in summary else ""
+    drawn = f"{counted(summary['sampled_pictures'], 'sample')}, " if "sampled_pictures" in summary else ""
     on = f" of {processes} x {markdown(machine['device'])}" if "device" in machine else ""
     return (f"{drawn}{summary['denoiser_evaluations']:,} {summary['unit']}, {summary['seconds']:,.0f} s of training "
             f"({hours:.3g} hours{on})")

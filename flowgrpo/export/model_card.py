@@ -12,7 +12,6 @@ import yaml
 
 from flowgrpo.config.schema import Config
 from flowgrpo.escaped import code, fenced, line, markdown
-from flowgrpo.evaluation.nouns import SAMPLE, counted
 from flowgrpo.evaluation.numbers import decimals, fixed, ranged
 from flowgrpo.evaluation.pages import figures
 from flowgrpo.evaluation.report.outcome import untrained
@@ -20,6 +19,7 @@ from flowgrpo.evaluation.statistics import ALL
 from flowgrpo.evaluation.table import Rows, digits_of
 from flowgrpo.export import card_facts, run_lora
 from flowgrpo.export.usage import snippet, task
+from flowgrpo.nouns import SAMPLE, counted
 from flowgrpo.policies import sources
 from flowgrpo.starter import FOLDERS
 
@@ -160,7 +160,7 @@ def settings(config: Config, summary: dict[str, Any], run: Path) -> str:
     none = "none: all weights" if config.adapter.rank == 0 else "none: an edit policy"
     adapter = run_lora.described(run) if has_lora(config, run) else none
     batch = f"{counted(train.prompts, 'prompt')} x {counted(train.group, 'sample')} each"
-    epochs = f"{summary['epochs']}, {batch}; {summary['updates']} updates"
+    epochs = f"{summary['epochs']}, {batch}; {counted(summary['updates'], 'update')}"
     measured, rate = summary["evaluation"]["of"], "auto" if train.calibration else f"{train.lr:g}"
     rows = {"method": card_facts.method(config), "rewards": _weighted(config), "sample with": measured,
             "epochs": epochs, "completions" if writes else "steps in training": sampling, "LoRA": adapter,

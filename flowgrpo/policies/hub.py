@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
+from flowgrpo.config import recipes
 from flowgrpo.errors import UserError
 from flowgrpo.packages import broken, causes
 from flowgrpo.starter import FOLDERS
@@ -31,11 +32,18 @@ def require(model: str) -> None:
     except ValueError:  # no name that the hub can have
         cached = False
     if not cached:
+        fix = f"`hf download {model}` where there is one, and give the folder" if "/" in model else _without_id(model)
         raise UserError(f"cannot load the model {model!r}: no folder of that name, not in the hub's cache, and no "
-                        f"network ({constants.ENDPOINT} does not answer): `hf download {model}` where there is one, "
-                        "and give the folder")
+                        f"network ({constants.ENDPOINT} does not answer): {fix}")
     print(f"no network ({constants.ENDPOINT} does not answer): {model} is loaded from the hub's cache", file=sys.stderr)
     constants.HF_HUB_OFFLINE = True
+
+
+def _without_id(model: str) -> str:
+    """Return what to do about a name that is no hub id, OWNER/NAME."""
+    made = f"the first lines of the recipe {model} put that folder together" if model in recipes.names() else \
+        "expected a folder that is there"
+    return f"{made}, or give a hub id (OWNER/NAME)"
 
 
 def read_cache_alone(source: str) -> None:

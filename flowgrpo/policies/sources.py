@@ -18,7 +18,7 @@ ENDINGS = (CHECKPOINT, QUANTISED, ".ckpt", ".pt", ".pth", ".bin")  # of files th
 # the key to give them under.
 PARTS = (("VAE", ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.", "first_stage_model.", "bn."), "load.vae"),
          ("LoRA", ("lora", ".alpha", "dora_scale"), "load.lora or --lora"),
-         ("textual inversion", ("emb_params", "string_to_param", "clip_l", "clip_g"), "nothing: none is read"))
+         ("textual inversion", ("emb_params", "string_to_param", "clip_l", "clip_g"), "load.textual_inversion"))
 
 
 def is_file(model: str) -> bool:
@@ -28,7 +28,8 @@ def is_file(model: str) -> bool:
 
 def assembled(model: str, files: Load) -> bool:
     """Return True for a pipeline that stock `from_pretrained` does not load by itself."""
-    return is_file(model) or any((files.denoiser, files.vae, files.lora, files.controlnet, files.ip_adapter))
+    return is_file(model) or any((files.denoiser, files.vae, files.lora, files.controlnet, files.ip_adapter,
+                                   files.textual_inversion))
 
 
 def base(model: str, files: Load) -> str:
@@ -37,6 +38,7 @@ def base(model: str, files: Load) -> str:
     parts += [f"its autoencoder from `{files.vae}`"] * (files.vae is not None)
     parts += [f"the ControlNet `{files.controlnet}`"] * (files.controlnet is not None)
     parts += [f"the IP-Adapter `{files.ip_adapter.path}`"] if files.ip_adapter else []
+    parts += [f"the textual inversion `{each.path}`" for each in files.inversions]
     fused = ", ".join(f"`{lora.path}` at scale {lora.scale:g}" for lora in files.fused)
     return " with ".join(filter(None, (parts[0], " and ".join(parts[1:])))) + (f", fused with {fused}" if fused else "")
 
@@ -60,6 +62,8 @@ def require(model: str, files: Load, weights: str = "full") -> None:
     _require_revision(model, files)
     _require_loras(files, weights)
     _require_conditioning(files.controlnet, files.ip_adapter)
+    for inversion in files.inversions:
+        _require_file("load.textual_inversion", inversion.path, (CHECKPOINT,))
     if files.vae is not None and (is_file(files.vae) or _local(files.vae)):
         if Path(files.vae).is_dir() and not (Path(files.vae) / "config.json").is_file():
             raise UserError(f"load.vae is {files.vae!r}, a folder without a config.json: expected an autoencoder's "

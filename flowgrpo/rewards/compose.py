@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowgrpo.config.reward_rules import Limit, Retry, Transform, WatchRule
 from flowgrpo.errors import UserError, nearest
+from flowgrpo.nouns import counted
 from flowgrpo.rewards import transforms
 from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.find import find
@@ -109,8 +110,9 @@ def _require_route(label: str, reward: Reward, every: Sequence[dict[str, Any]]) 
     applicable = [entry for entry in every if rule.applies(entry)]
     if rule.when and not applicable:
         keys = sorted({key for entry in every for key in entry})
-        raise UserError(f"reward {label!r} applies to no prompt: its `when` is {rule.when}, and the metadata of the "
-                        f"{len(every)} prompts has {', '.join(keys) or 'no keys'}{_values(rule.when, every)}")
+        raise UserError(f"reward {label!r} applies to no prompt: its `when` is {rule.when}, and the metadata of "
+                        f"{counted(len(every), 'prompt')} has {', '.join(keys) or 'no keys'}"
+                        f"{_values(rule.when, every)}")
     for read in reward.reads if applicable else ():
         key = read.partition(".")[2]
         if key and all(entry.get(key) is None for entry in applicable):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowgrpo.config.reward_rules import RewardRule, WatchRule
 from flowgrpo.errors import UserError
+from flowgrpo.nouns import counted
 from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.compose import Composed
 from flowgrpo.rewards.reward import Batch, Reward, as_reward, named, require_finite, scores_latents, sees_base
@@ -84,7 +85,8 @@ def _scored(name: str, reward: RewardFunction | Reward, pictures: Tensor, prompt
         scores = _combined(name, made, batch.samples, batch.prompts, batch.metadata)
         there = scores.isfinite().nonzero()[:, 0].tolist()
         return [rows[i] for i in there], scores[there]
-    message = f"reward {name!r} raised on {len(rows)} samples that carry a graph (first prompt: {batch.prompts[0]!r})"
+    message = (f"reward {name!r} raised on {counted(len(rows), 'sample')} that carry a graph (first prompt: "
+               f"{batch.prompts[0]!r})")
     return rows, _checked(name, guarded(message, made, batch), batch.samples)
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from flowgrpo.errors import NotFinite, UserError
+from flowgrpo.nouns import counted
 from flowgrpo.rewards.about import MODALITIES, About, RewardFunction
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.user_code import told
@@ -330,7 +331,8 @@ class Checked(Wrapped):
         if self.unit == "group" and batch.group < 2:
             raise UserError(f"reward {self.name!r} compares the samples of a group, but here every image is scored "
                             "by itself: choose a reward that scores one image at a time")
-        shared, on = self._reads_only, f"on {len(batch)} samples (first prompt of the batch: {batch.prompts[0]!r})"
+        shared = self._reads_only
+        on = f"on {counted(len(batch), 'sample')} (first prompt of the batch: {batch.prompts[0]!r})"
         given = batch.copied(tensors=not shared)
         before = _writes(given)
         try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo.config.schema import Config
-from flowgrpo.evaluation.nouns import counted
+from flowgrpo.nouns import counted
 from flowgrpo.starter import FOLDERS
 from flowgrpo.version import __version__
 

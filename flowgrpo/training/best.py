@@ -15,6 +15,7 @@ from torch import Tensor
 from flowgrpo.config.sections import Eval
 from flowgrpo.errors import UserError
 from flowgrpo.methods.setup import Setup
+from flowgrpo.nouns import counted
 
 
 @dataclass
@@ -71,7 +72,8 @@ class BestWeights:
             said.append(f"kept the weights of epoch {self.best.epoch}, the best by held-out {self.best.reward} "
                         f"({self.best.value:.4g})")
         if self.stopped:
-            said.append(f"stopped: {self.stop.since} evaluations without a better held-out {self.stop.reward} than "
+            said.append(f"stopped: {counted(self.stop.since, 'evaluation')} without a better held-out "
+                        f"{self.stop.reward} than "
                         f"that of epoch {self.stop.epoch}")
         return "; ".join(said) or None
 

@@ -13,9 +13,9 @@ import torch
 from flowgrpo.cores import Threads
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
-from flowgrpo.evaluation.nouns import counted
 from flowgrpo.evaluation.report import symptoms
 from flowgrpo.evaluation.runs import HELD_OUT
+from flowgrpo.nouns import counted
 from flowgrpo.policies.weights.change import Change
 from flowgrpo.storage.checkpoint import GROWN, UNSTEADY
 from flowgrpo.training import endings, state

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from flowgrpo.config.schema import Config
 from flowgrpo.data import provenance
-from flowgrpo.evaluation.nouns import SAMPLE
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.methods.setup import Setup
+from flowgrpo.nouns import SAMPLE
 from flowgrpo.policies.policy import Policy
 from flowgrpo.storage import atomic, lock
 from flowgrpo.storage.places import CRASH

@@ -19,6 +19,7 @@ from flowgrpo.data.prompts import NOTHING, Prompt
 from flowgrpo.device import current_gpu, use_gpu
 from flowgrpo.distributed import signals
 from flowgrpo.distributed.signals import Stop, Stopped
+from flowgrpo.nouns import counted
 from flowgrpo.rollouts.base import Encoded, Outputs
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
@@ -70,7 +71,7 @@ def readable(trainer: Run, batch: list[Prompt], epoch: int) -> list[Prompt]:
     for error, prompt in zip(errors, kept):
         if error is not None and trainer.processes.first:
             trainer.say(f"epoch {epoch}: {error}: another prompt is sampled in its place ({prompt.text[:40]!r}; "
-                        f"{sources.count_lost(trainer.prompts)} of {len(trainer.prompts)} prompts lost)")
+                        f"{sources.count_lost(trainer.prompts)} of {counted(len(trainer.prompts), 'prompt')} lost)")
     return kept
 
 

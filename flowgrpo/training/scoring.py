@@ -20,6 +20,7 @@ from flowgrpo.distributed import signals
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report.snapshots import Extremes
+from flowgrpo.nouns import counted
 from flowgrpo.rewards import Composed
 from flowgrpo.rewards.pairwise import pairing
 from flowgrpo.rollouts.base import Outputs
@@ -278,7 +279,7 @@ class Scoring:
         failed = dict(zip(names, self.processes.total([tally.failed[name] for name in names])))
         self.reward_failures = {name: self.reward_failures.get(name, 0) + count for name, count in failed.items()}
         for name, said in tally.said.items():
-            say(f"left out: {failed[name]} samples that a reward failed on; the last: {said}")
+            say(f"left out: {counted(failed[name], 'sample')} that a reward failed on; the last: {said}")
         tally.failed.clear()
         tally.said.clear()
         return failed

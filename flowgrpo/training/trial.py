@@ -23,6 +23,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import Generating, measure, spread
+from flowgrpo.nouns import counted
 from flowgrpo.policies.pipelines.frames import require_made
 from flowgrpo.policies.policy import Policy
 from flowgrpo.rewards import Composed
@@ -139,7 +140,8 @@ def judged(batch: Batch) -> bool:
     """
     name, count, tally = batch.name, len(batch.prompts), rewards.Tally()
     outputs = batch.outputs if isinstance(batch.outputs, list) else batch.outputs.clone()
-    notice = threading.Timer(PATIENCE, print, [f"reward {name!r} has judged {count} samples for {PATIENCE:g} s: if it "
+    notice = threading.Timer(PATIENCE, print, [f"reward {name!r} has judged {counted(count, 'sample')} for "
+                                               f"{PATIENCE:g} s: if it "
                                                "hangs, set its timeout"])
     notice.daemon = True
     notice.start()
@@ -276,6 +278,7 @@ def _require_real_scores(trainer: Run) -> None:
         encode=cast(Any, trainer.rollouts).encode)
     scored = any(score == score for scores in result.scores.values() for score in scores)
     if not scored and not any(result.failed.values()):
-        raise UserError(f"no sample of {len(prompts)} prompts had a score from {' or '.join(map(repr, functions))}: "
+        raise UserError(f"no sample of {counted(len(prompts), 'prompt')} had a score from "
+                        f"{' or '.join(map(repr, functions))}: "
                         "expected prompts to which it applies, with the metadata that it reads, got such as "
                         f"{prompts[0].text[:60]!r}")

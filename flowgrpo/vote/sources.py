@@ -14,6 +14,7 @@ from flowgrpo.data.open_picture import opened
 from flowgrpo.data.prompts import Prompt, load_prompts
 from flowgrpo.errors import UserError
 from flowgrpo.files import decoded, text_of, unsafe
+from flowgrpo.nouns import counted
 from flowgrpo.storage.places import CONFIG
 from flowgrpo.vote.ballot import Comparison
 
@@ -60,7 +61,8 @@ def of_page(page: Path) -> tuple[list[Comparison], Sides]:
     except OSError as error:
         raise UserError(f"{page} names a folder that cannot be read ({error.strerror}): sample it again") from None
     if not all(len(column) == len(prompts) > 0 for column in columns):
-        raise UserError(f"{page} has {len(prompts)} prompts, but {len(columns[0])} and {len(columns[1])} images in "
+        raise UserError(f"{page} has {counted(len(prompts), 'prompt')}, but {len(columns[0])} and {len(columns[1])} "
+                        "images in "
                         f"{sides[0]} and {sides[1]}: sample it again")
     tasks = tasks if len(tasks) == len(prompts) else [None] * len(prompts)
     return [Comparison(prompt, a, b, task, brought) for prompt, a, b, task, brought

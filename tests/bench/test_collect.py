@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from flowgrpo.bench import page
+from flowgrpo.bench import page, table
 from flowgrpo.bench.collect import best_factors, frontier
-from flowgrpo.bench.statistics import mean_path
+from flowgrpo.bench.statistics import mean_path, value_at
 
 PUBLISHED, LOW, HIGH = (1.0, 1.0), (1 / 3, 1.0), (3.0, 1.0)
 
@@ -102,3 +102,23 @@ def test_the_page_draws_a_curve_per_method_over_the_distance():
     for result in results["methods"]:
         result["frontier"] = result["diversities"] = [(0, .2, .2, .2)]
     assert len(page._curves(results)) == 1
+
+
+@pytest.mark.parametrize("spent, shown", [((1000, 1005), False), ((1000, 1200), True)])
+def test_methods_that_spent_differently_are_compared_at_the_cost_that_both_reached(spent, shown):
+    curves = [[(0, 0.2, 0.2, 0.2), (1000, 0.5, 0.5, 0.5)], [(0, 0.2, 0.2, 0.2), (800, 0.4, 0.4, 0.4), (0, 0.6, 0, 1)]]
+    for curve, end in zip(curves, spent):
+        curve[-1] = (end, *curve[-1][1:])
+    methods = [{"label": label, "accuracy": curve[-1][1], "low": 0.1, "high": 0.9, "lowest": 0.2, "highest": 0.8,
+                "gain": 0.3, "curve": curve, "at_cost": value_at(curve, 1000), "adjusted": {}}
+               for label, curve in zip(("a", "b"), curves)]
+    told = {"methods": methods, "base": 0.2, "cost": 1000, "unit": "tokens", "evaluations": 900, "seeds": 2,
+            "trained": {"r": 1.0}, "measured": "r", "measured_prompts": 8, "reference": "a", "errors": {},
+            "model": "starter",
+            "apart": [["train.lr", "auto", 0.002, "one for all"], ["train.group", None, 4, "fewer"]]}
+    heads, rows = table.accuracies(told)
+    assert ("at 1,000" in heads) == shown == any("Equal cost is in tokens." in line for line in table.notes(told))
+    if shown:
+        assert [row[heads.index("at 1,000")] for row in rows] == ["", "0.500", "0.500"]
+    assert ("Unlike the recipe `starter`: `train.lr: 0.002` for `auto` (one for all); `train.group: 4` for the default "
+            "(fewer).") in table.notes(told)

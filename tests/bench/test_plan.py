@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,17 +51,29 @@ def test_three_sides_share_no_text_and_hold_all_tasks(name):
 
 
 @pytest.mark.parametrize("name", models.MODELS)
-def test_settings_are_those_of_the_models_recipe(name):
-    recipe, own = load(RECIPES / f"{name}.yaml"), load(None, models.shared(name))
-    assert own.reward == (recipe.reward if isinstance(recipe.reward, dict) else {recipe.reward: 1.0})
-    assert own.adapter.model_copy(update={"targets": recipe.adapter.targets}) == recipe.adapter
-    assert own.text == recipe.text and (own.adapter.targets == recipe.adapter.targets or name == "starter")
-    apart = {"epochs", "steps", "micro_batch", "clip_grad"}  # the norm of a gradient is on another scale in each loss
-    apart |= {"lr"} if name == "starter" else set()  # its recipe trains text encoders, the bench the denoiser
-    apart |= {"warmup"} if name == "starter_text" else set()  # the results of the bench are older than its warm-up
-    assert own.train.model_dump(exclude=apart) == recipe.train.model_dump(exclude=apart)
+def test_every_setting_of_the_recipe_is_taken_or_listed_with_a_reason(request_of, name):
+    made = Plan(request_of(models.model(name).reference, model=name, evaluations=10**6))
+    for entry in made.unforeseen:
+        made.learn(entry, 10**4, 10**4)
+    recipe, own = (models.flat(config.model_dump()) for config in (load(name), made.published()[0].config))
+    recipe["reward"] = load(name).reward if isinstance(load(name).reward, dict) else {load(name).reward: 1.0}
+    differing = {key for key in recipe.keys() | own.keys() if recipe.get(key) != own.get(key)}
+    apart = models.MODELS[name].differs
+    assert differing - models.OF_BENCH.keys() == apart.keys()
+    assert models.OF_BENCH.keys() <= own.keys()
+    assert [(key, value, why) for key, _, value, why in models.differences(name)] == [
+        (key, *of) for key, of in apart.items()] and all(own[key] == value for key, (value, _) in apart.items())
     if card := EVAL.get(name):
-        assert (own.eval.steps, own.eval.guidance) == (card["num_inference_steps"], card["guidance"])
+        assert (own["eval.steps"], own["eval.guidance"]) == (card["num_inference_steps"], card["guidance"])
+
+
+def test_the_page_lists_every_difference_and_its_reason():
+    text = (RECIPES.parent / "docs" / "bench.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| (`.*`) \| (.*) \|$", text, re.M))
+    listed = {key: why for names, why in rows.items() for key in re.findall(r"`([^`]+)`", names)}
+    expected = models.OF_BENCH | {f"{key} of {name}": why for name, of in models.MODELS.items()
+                                  for key, (_, why) in of.differs.items()}
+    assert listed == expected
 
 
 @pytest.mark.parametrize("name", ["starter", "starter_consistency", "starter_video"])

@@ -12,8 +12,8 @@ import pytest
 from flowgrpo.cli import about, main, root
 from flowgrpo.cli.train import ALLOCATOR, recipe_and_options
 from flowgrpo.config import Config
-from flowgrpo.evaluation.nouns import counted
 from flowgrpo.log import NOISY
+from flowgrpo.nouns import counted
 from flowgrpo.training import announcement
 from tests.helpers.commands import commands
 

@@ -68,7 +68,7 @@ def test_as_many_updates_as_parts():
     ({"prompts": 2, "updates": 3}, 3, "2 groups of 12 in micro-batches of 8 make 2 parts: use at most 2 updates"),
     ({"updates": 9}, 1, "8 groups of 12 in micro-batches of 8 make 8 parts: use at most 8 updates"),
     ({"updates": 4, "micro_batch": 40}, 1, "make 3 parts: use at most 3 updates, or a micro_batch of 24"),
-    ({"updates": 2, "micro_batch": 24}, 4, "2 groups of 12 in micro-batches of 24 make 1 parts: use at most 1 updates, "
+    ({"updates": 2, "micro_batch": 24}, 4, "2 groups of 12 in micro-batches of 24 make 1 part: use at most 1 update, "
                                            "or a micro_batch of 12"),
     ({"updates": 97, "micro_batch": 1}, 1, "make 8 parts: use at most 8 updates"),
     ({"prompts": 12, "updates": 2, "micro_batch": 48}, 2, "micro-batches of 48 take 4 groups of 12 together, which do "

@@ -38,7 +38,7 @@ def test_the_exact_span_is_rewarded():
     texts = [f"<answer>{answer}</answer>", f"<answer>{answer} house</answer>", made.metadata["right"]]
     found = rewards.score({"r": rewards.find("exact_match")}, texts, ["p"] * 3, [made.metadata] * 3)
     assert found[:, 0].tolist() == [1, 0, 0]
-    with pytest.raises(UserError, match="none of the 1 prompts has a caption"):
+    with pytest.raises(UserError, match="none of 1 prompt has a caption"):
         caption_errors(prompts[1:])
 
 
@@ -80,5 +80,5 @@ def test_an_inverted_question_has_all_other_choices_for_its_answer():
     assert found[:, 0].tolist() == [0.5, 1]
     with pytest.raises(UserError, match="is .'D'., expected of"):
         inverted([Prompt("q", metadata={"choices": ["A"], "answer": "D"})])
-    with pytest.raises(UserError, match="none of the 1 prompts has metadata.choices"):
+    with pytest.raises(UserError, match="none of 1 prompt has metadata.choices"):
         inverted(prompts[1:])

@@ -13,12 +13,15 @@ from PIL import Image
 
 from flowgrpo.cli import main
 from flowgrpo.cli.options import asked_rewards
-from flowgrpo.config import load
+from flowgrpo.config import load, validate
 from flowgrpo.config.reward_rules import WatchRule
+from flowgrpo.data.suites import load_suite
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import findings, statistics
 from flowgrpo.evaluation.evaluate import evaluate
+from flowgrpo.evaluation.findings import notes
 from flowgrpo.evaluation.ledger import Ledger, Place
+from flowgrpo.evaluation.results import seen
 from flowgrpo.storage.json_files import finite
 from tests.evaluation.test_images import make_run, stock
 from tests.helpers import tiny
@@ -337,3 +340,17 @@ def test_pictures_and_clips_come_back(tmp_path, shape):
     ledger.save(Place("base", 0, 0), picture)
     assert torch.equal(ledger.load(Place("base", 0, 0)), picture)
     assert (tmp_path / "pictures" / "base" / "00000-00.webp").exists() == (len(shape) == 4)
+
+
+def test_a_suite_says_how_many_of_its_prompts_the_run_trained_on(world, tmp_path):
+    train = tmp_path / "train.jsonl"
+    train.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("a dog", "fog", "a tree")))
+    (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "a cup"}))
+    settings = validate({"prompts": str(train), "held_out": str(tmp_path / "held.jsonl"), "reward": "red"})
+    suite = load_suite(str(world / "suite.jsonl"))
+    assert seen(settings, suite) == 2
+    assert seen(None, suite) == seen(settings.model_copy(update={"prompts": "gone.jsonl"}), suite) == 0
+    told = {"arms": {"tuned": {}}, "category_means": {"tuned": {}}, "unit": "image", "failed": {}, "tries": {},
+            "diversity": {}, "drift": [], "suite": {"prompts": 5, "trained": 2}}
+    assert notes(told) == [
+        "the run trained on 2 of the 5 prompts: what it does on new ones, a suite without them shows"]

@@ -33,7 +33,8 @@ def save(pipe, folder: Path) -> Path:
     index |= {name: [None, None] for name, part in pipe.components.items() if part is None}
     (folder / "model_index.json").write_text(json.dumps(index))
     vae = json.loads((folder / "vae" / "config.json").read_text())
-    vae.pop("block_out_channels", None)  # AutoencoderTiny writes it and does not take it
+    if vae["_class_name"] == "AutoencoderTiny":  # it writes this key and does not take it
+        vae.pop("block_out_channels", None)
     (folder / "vae" / "config.json").write_text(json.dumps(vae))
     return folder
 

@@ -99,7 +99,7 @@ def test_a_typo_in_the_route_of_a_gate_is_told(when):
                                                     use="gated", when={"task": "t"})})
     with pytest.raises(UserError, match=r"reward 'whole\[0\]' applies to no prompt: its `when` is .* has task") as told:
         rewards.require_routes(composed, [{"task": "t"}, {"task": "u"}])
-    assert "\n" not in str(told.value) and "the 1 prompts" in str(told.value)  # those that the whole applies to
+    assert "\n" not in str(told.value) and "metadata of 1 prompt has" in str(told.value)  # to which the whole applies
 
 
 def test_a_route_that_some_prompts_take_stays():

@@ -176,7 +176,7 @@ def tensors(**named: torch.Tensor) -> str:
     (of({"text": "t"}, format=2), "format: got 2, expected 1"),
     (of(), "expected `samples`, a list of objects"),
     (of(samples=[3]), "expected `samples`, a list of objects"),
-    (of({"text": "t"}, group=0), "group is 0, expected a divisor of the 1 samples"),
+    (of({"text": "t"}, group=0), "group is 0, expected a divisor of the 1 sample"),
     (of({"text": "t"}, group=2), "group is 2"),
     (of({"text": "t"}, group=True), "group is True"),
     (of({"text": "t", "prompt": None}), "expected a text under `prompt`"),
@@ -402,7 +402,7 @@ def test_a_reward_that_fails_is_told_in_one_line():
 
     with serving(broken) as url:
         status, line = post(url, body("a"))
-        assert status == 422 and "reward 'mine' raised on 1 samples" in line and "ArithmeticError: first second" in line
+        assert status == 422 and "reward 'mine' raised on 1 sample" in line and "ArithmeticError: first second" in line
         told = message(Remote(url, **QUICK), pictures(1), ["a"], [{}], error=Failed)
         assert told.startswith(f"reward '{url}': {url} answered 422: reward 'mine' raised") and "asked" not in told
 

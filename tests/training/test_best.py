@@ -145,7 +145,7 @@ def test_stop_alone_keeps_the_last_weights(tmp_path):
     config = settings(tmp_path, eval__stop={"reward": "aim", "patience": 1})
     summary = go(config, Aim())
     assert epochs(config.folder) == [1, 2, 3, 4] and same(saved(config.folder), in_file(config, 4))
-    assert summary["kept"].startswith("stopped: 1 evaluations") and not weights_of(config.folder, 4, "best/")
+    assert summary["kept"].startswith("stopped: 1 evaluation ") and not weights_of(config.folder, 4, "best/")
 
 
 def test_the_moving_average_is_kept_where_it_is_what_is_evaluated(tmp_path):

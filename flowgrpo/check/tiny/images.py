@@ -146,7 +146,7 @@ def qwen_inpaint(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
 def qwen_edit(seed: int = 0, kind: type | None = None) -> tuple[Pipeline, dict[str, Any]]:
     """Return a QwenImageEditPipeline, which takes one prompt per call: its prompt encoder also reads the picture.
 
-    It scales the picture to a million pixels, so the autoencoder shrinks by 64: by 16 before its first layer.
+    It scales the picture to a million pixels, so the autoencoder shrinks by 64.
     """
     from diffusers import QwenImageEditPipeline
 
@@ -156,7 +156,6 @@ def qwen_edit(seed: int = 0, kind: type | None = None) -> tuple[Pipeline, dict[s
     pipe = (kind or QwenImageEditPipeline)(
         transformer=lively(qwen_transformer()), scheduler=dynamic_scheduler(), vae=patch_vae(), tokenizer=tokens,
         text_encoder=qwen_vl(tokens), processor=qwen_processor(tokens))
-    pipe.vae_scale_factor = 64
     return silent(pipe), {"height": 256, "width": 256, "image": picture()}
 
 

@@ -142,11 +142,14 @@ def qwen_vae() -> Network:
 
 
 def patch_vae() -> Network:
-    """Return an AutoencoderKLWan on patches of 16 by 16 pixels: latents of 4 channels."""
+    """Return an AutoencoderKLWan that shrinks by 64: by 16 before its first layer, by 4 in three stages.
+
+    Pipelines read the factor from the number of `temperal_downsample`: 2**6.
+    """
     from diffusers import AutoencoderKLWan
 
     return AutoencoderKLWan(base_dim=4, z_dim=4, dim_mult=[1, 1, 1], num_res_blocks=1, in_channels=768,
-                            temperal_downsample=[False, False], out_channels=768, patch_size=16,
+                            temperal_downsample=[False] * 6, out_channels=768, patch_size=16,
                             latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
 
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from flowgrpo.contrib.engine import msgpack
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
+from flowgrpo.nouns import counted
 from flowgrpo.rewards.remote.exchange import as_json, tell
 
 LARGEST = 2**34  # bytes of an answer's tensors
@@ -240,7 +241,8 @@ class Engine:
                 return self._once(method, path, body, refusals)
             except _Passing as error:
                 if attempt == self.retries:
-                    raise EngineError("no answer", f"{self.url}{path}: {error} (asked {attempt + 1} times): is the "
+                    raise EngineError("no answer", f"{self.url}{path}: {error} (asked "
+                                                   f"{counted(attempt + 1, 'time')}): is the "
                                                    "engine running there?") from None
             time.sleep(wait)
             wait *= 2

@@ -29,6 +29,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from flowgrpo.contrib.json_api.template import Template, reached
 from flowgrpo.errors import UserError
+from flowgrpo.nouns import counted
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed, TimedOut
 from flowgrpo.rewards.remote.exchange import (
@@ -73,7 +74,8 @@ class Meter:
         Raises UserError if it would exceed the budget."""
         with self._lock:
             if self.budget is not None and self.spent + self.cost > self.budget * (1 + 1e-9):
-                raise UserError(f"{WHO}: {self.requests} requests of this process have cost {self.spent:.10g}, and the "
+                raise UserError(f"{WHO}: {counted(self.requests, 'request')} of this process cost {self.spent:.10g}, "
+                                "and the "
                                 f"next would exceed its budget of {self.budget:.10g}: raise budget in its args, or "
                                 "score fewer samples")
             self.requests += 1
@@ -84,7 +86,7 @@ class Meter:
     def tell(self) -> None:
         """Print the requests and their cost, if there were any."""
         if self.requests:
-            print(f"{WHO}: {self.requests} requests cost {self.spent:.10g}", file=sys.stderr)
+            print(f"{WHO}: {counted(self.requests, 'request')} cost {self.spent:.10g}", file=sys.stderr)
 
 
 class Http:

@@ -19,6 +19,7 @@ from flowgrpo.contrib.step_size.sizing import Calibration
 from flowgrpo.errors import UserError
 from flowgrpo.methods import targets
 from flowgrpo.methods.setup import Setup
+from flowgrpo.nouns import counted
 from flowgrpo.storage.checkpoint import Tensors
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
@@ -126,7 +127,8 @@ class StepSize(Extension):
     def _tell(self, name: str) -> None:
         found = self.calibration
         if self.trainer.processes.first:
-            self.trainer.say(f"train.lr: {self.found:.3g} (auto: after {found.done} updates, {name} {found.moved:.2g} "
+            self.trainer.say(f"train.lr: {self.found:.3g} (auto: after {counted(found.done, 'update')}, {name} "
+                             f"{found.moved:.2g} "
                              f"of {found.target:.2g} at the whole rate)")
 
     @property

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 from PIL import Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
 
-from flowgrpo.evaluation.nouns import counted
 from flowgrpo.evaluation.numbers import bounds, decimals, fixed
 from flowgrpo.evaluation.pages.clips import animate, as_image, moving, seconds_of, still
 from flowgrpo.evaluation.pages.fonts import WORDS, Font
 from flowgrpo.evaluation.pages.sources import Source
+from flowgrpo.nouns import counted
 from flowgrpo.storage import atomic
 
 if TYPE_CHECKING:

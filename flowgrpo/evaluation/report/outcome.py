@@ -9,7 +9,7 @@ from typing import Any
 
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.nouns import counted, joined
+from flowgrpo.nouns import counted, joined
 
 UNMOVED = 1e-7  # change of the weights, as `TrainableWeights.change`, that no sample shows
 SHOWN = 3  # epochs that are named one by one

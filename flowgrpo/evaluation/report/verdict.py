@@ -10,11 +10,11 @@ import numpy as np
 
 from flowgrpo.config.schema import Config
 from flowgrpo.data import sets
-from flowgrpo.evaluation.nouns import counted, joined, named
 from flowgrpo.evaluation.numbers import bounds, decimals, fixed
 from flowgrpo.evaluation.report import symptoms
 from flowgrpo.evaluation.report.outcome import outcome
 from flowgrpo.evaluation.statistics import LEAST, Interval, blind, change, interval, method_of
+from flowgrpo.nouns import counted, joined, named
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""ControlNets and IP-Adapters: a loaded pipeline as the one of the same model that takes a control or prompt picture.
+"""ControlNets, IP-Adapters and textual inversions: what a pipeline takes beside its own parts.
 
-Both stay frozen; what is trained is the denoiser's LoRA.
+All stay frozen; what is trained is the denoiser's LoRA.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo.config.schema import Config
-from flowgrpo.config.sections import IPAdapter
+from flowgrpo.config.sections import Inversion, IPAdapter
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.files import tensors_of
+from flowgrpo.nouns import counted
 from flowgrpo.policies.pipelines import prompt_inputs
+from flowgrpo.policies.weights.lora_files import tell
 from flowgrpo.starter import FOLDERS
 
 if TYPE_CHECKING:
     import torch
 
 WIDTHS = ("cross_attention_dim", "joint_attention_dim")  # of a denoiser and its ControlNet alike
+SIDES = {"clip_l": "text_encoder", "clip_g": "text_encoder_2"}  # of a textual inversion for SDXL
 ENCODERS = ("image_encoder_folder", "image_encoder_pretrained_model_name_or_path")  # arguments of load_ip_adapter
 
 
@@ -95,6 +99,37 @@ def add_ip_adapter(pipe: Any, adapter: IPAdapter) -> None:
     if getattr(pipe, "image_encoder", None) is None:
         raise UserError(f"load.ip_adapter: {adapter.path!r} has no image encoder: set load.ip_adapter.encoder to its "
                         "folder")
+
+
+def add_inversion(pipe: Any, inversion: Inversion) -> None:
+    """Add a textual inversion's embeddings to the text encoders of a pipeline, and its token to their tokenizers.
+
+    The file holds a tensor [n, width] for each CLIP encoder: clip_l and clip_g, or one under its token's name or
+    emb_params. Raises UserError for a pipeline that takes none, and for other tensors.
+    """
+    path = inversion.path
+    if not hasattr(pipe, "load_textual_inversion"):
+        raise UserError(f"load.textual_inversion is set, but {type(pipe).__name__} takes none: leave it out")
+    given = {key: value if value.ndim > 1 else value[None] for key, value in tensors_of(path)[0].items()}
+    token = inversion.token or (next(iter(given)) if len(given) == 1 and "emb_params" not in given else Path(path).stem)
+    encoders = {name: part for name, part in pipe.components.items() if name.startswith("text_encoder") and part}
+    widths = {name: part.get_input_embeddings().weight.shape[1] for name, part in encoders.items()}
+    of = {SIDES.get(key) or next((name for name, width in widths.items() if width == value.shape[1]), ""): value
+          for key, value in given.items()}
+    clips = {name for name, part in encoders.items() if type(part).__name__.startswith("CLIP")}
+    if len(of) < len(given) or not clips <= of.keys() or any(widths.get(key) != of[key].shape[1] for key in of):
+        got = ", ".join(f"{key} of width {value.shape[1]}" for key, value in given.items())
+        expected = " and ".join(f"{widths[name]} for the {name}" for name in sorted(clips or widths))
+        raise UserError(f"load.textual_inversion: {path} holds {got}: expected embeddings of width {expected}")
+    try:
+        for name, value in of.items():
+            tokenizer = getattr(pipe, name.replace("text_encoder", "tokenizer"))
+            pipe.load_textual_inversion({token: value}, token, tokenizer, encoders[name])
+    except Exception as error:  # of diffusers, such as for a token that is a word of the tokenizer
+        raise UserError(f"load.textual_inversion: {path} does not load ({_short(error)}): set its token to a name that "
+                        "is no word of the tokenizer") from None
+    tell(f"load.textual_inversion {path}: the token {token!r} is {counted(len(next(iter(of.values()))), 'embedding')} "
+         f"of the {' and the '.join(of)}")
 
 
 def has_ip_adapter(pipe: Any) -> bool:

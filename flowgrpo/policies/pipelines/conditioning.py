@@ -343,9 +343,13 @@ def fingerprint(policy: PromptEncoder) -> str:
     pipe, content = policy.pipe, hashlib.sha256()
     content.update(f"form 2 {type(pipe).__name__} {policy.dtype} {sorted(policy.call.items())}".encode())
     for name, module in sorted(pipe.components.items()):
+        if name.startswith("tokenizer") and hasattr(module, "get_added_vocab"):  # such as of textual inversions
+            added = sorted(set(module.get_added_vocab()) - set(module.all_special_tokens))
+            content.update(f"{name} {added}".encode() if added else b"")
         if isinstance(module, torch.nn.Module) and name.startswith("text_encoder"):
             for key, parameter in module.named_parameters():
-                content.update(f"{name}.{key} {tuple(parameter.shape)} {parameter.flatten()[:16].tolist()}".encode())
+                content.update(f"{name}.{key} {tuple(parameter.shape)} {parameter.flatten()[:16].tolist()} "
+                               f"{parameter.flatten()[-16:].tolist()}".encode())
     return content.hexdigest()[:16]
 
 

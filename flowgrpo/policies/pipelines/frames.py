@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo.errors import UserError
+from flowgrpo.nouns import counted
 
 # Attributes of pipelines: frames of one latent frame.
 FACTORS = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
@@ -125,5 +126,6 @@ def ahead(folder: Path) -> tuple[Any, int] | None:
 def require_made(count: int | None, clips: Any, pipe: Any) -> None:
     """Raise UserError for clips [B, F, 3, H, W] of another number of frames than `picture.frames`. None: any."""
     if count is not None and clips.ndim == 5 and clips.shape[1] != count:
-        raise UserError(f"picture.frames is {count}, but {type(pipe).__name__} makes clips of {clips.shape[1]} frames: "
+        raise UserError(f"picture.frames is {count}, but {type(pipe).__name__} makes clips of "
+                        f"{counted(clips.shape[1], 'frame')}: "
                         f"expected {clips.shape[1]}")

@@ -138,6 +138,8 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
                 fuse(pipe, denoisers(pipe) | text_encoders(pipe), Path(lora.path), lora.scale)
             if files.controlnet is not None:
                 pipe = conditioned.with_controlnet(pipe, files.controlnet, DTYPES[precision])
+            for inversion in files.inversions:
+                conditioned.add_inversion(pipe, inversion)
             if files.ip_adapter is not None:
                 conditioned.add_ip_adapter(pipe, files.ip_adapter)
     except UserError:

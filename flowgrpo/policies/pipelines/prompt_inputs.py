@@ -13,6 +13,7 @@ from flowgrpo.data.inputs import SCALE, Inputs
 from flowgrpo.data.pictures import Clip, Size, frame_count, note_seen, picture_size, read_picture
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.nouns import counted
 from flowgrpo.policies.pipelines.frames import told
 
 # Arguments of a pipeline's call that belong to a prompt.
@@ -165,7 +166,8 @@ def _opened(inputs: Inputs, key: str, path: str, frames: int | None) -> Size:
     except UserError as error:
         raise inputs.error(key, str(error)) from None
     if frames is not None and count < frames:
-        raise inputs.error(key, f"{path} has {count} frames, but picture.frames is {frames}: expected as many or more")
+        raise inputs.error(key, f"{path} has {counted(count, 'frame')}, but picture.frames is {frames}: expected as "
+                                "many or more")
     return 0, 0
 
 
@@ -289,6 +291,7 @@ def _clip(pipe: Any, inputs: Inputs, call: Mapping[str, Any], size: Size | None)
     count = call.get("num_frames") or frame_count(inputs.video)
     every = getattr(pipe, "vae_scale_factor_temporal", 1) or 1
     if (count - 1) % every:
-        raise UserError(f"{count} frames, but {type(pipe).__name__} takes 1 more than a multiple of {every}: set "
+        raise UserError(f"{counted(count, 'frame')}, but {type(pipe).__name__} takes 1 more than a multiple of "
+                        f"{every}: set "
                         f"picture.frames: {max(1, count - (count - 1) % every)}")
     return Clip.of(inputs.video, count, size)

@@ -108,7 +108,9 @@ def attach(pipe: Any, modules: dict[str, torch.nn.Module], path: Path, adapter: 
         said = " ".join(str(error).split())
         if sizes := SIZES.search(said):
             said = f"size mismatch for {sizes[1]}, {sizes[2]} in the file and {sizes[3]} in the model"
-        raise UserError(f"{path} does not load into {type(pipe).__name__}: {broken(error) or said[:200]}") from error
+        if isinstance(error, KeyError):  # of a converter that expects all layers
+            said = f"as diffusers reads its form, the file lacks {said}; {lora_forms.doubt(held)}"
+        raise UserError(f"{path} does not load into {type(pipe).__name__}: {broken(error) or said[:300]}") from error
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
     return lora_forms.require_applied(path, held, pipe, parts, adapter)
 
@@ -127,7 +129,7 @@ def _of_peft(pipe: Any, modules: dict[str, torch.nn.Module], path: Path, held: l
     for module in modules.values():
         if names <= {name for name, _ in module.named_modules()}:
             return module
-    raise UserError(f"{path} holds no LoRA layer for {type(pipe).__name__}: was it trained on another model?")
+    raise UserError(f"{path} holds no LoRA layer for {type(pipe).__name__}: {lora_forms.doubt(held)}")
 
 
 def tell(line: str) -> None:

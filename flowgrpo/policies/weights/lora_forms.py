@@ -17,9 +17,11 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.files import tensors_of
+from flowgrpo.nouns import counted
 from flowgrpo.policies.weights import finite
 
 SIDE = re.compile(r"^(?P<layer>.+?)(?:[._]lora\w*?)?[._](?P<side>A|B|down|up)(?:\.\w+)?\.weight$")
+KOHYA, PEFT = "lora_", "base_model.model."  # beginnings of layers' names
 ALPHA, MAGNITUDE, SCALES = ".alpha", ".lora_magnitude_vector", ".dora_scale"
 # Tensors of other kinds of adapters, by a part of their names.
 OTHERS = {".hada_": "LoHa", ".lokr_": "LoKr", ".oft_": "OFT", ".boft_": "BOFT", ".lora_mid": "LoCon with lora_mid",
@@ -48,7 +50,8 @@ def read(path: Path) -> Held:
     """Read a LoRA's file.
 
     A layer without an alpha has the scale 1, as in kohya's scripts, also where others have one. Where alphas differ,
-    or stand beside peft's names, they are multiplied into the weights: diffusers mixes them up, or refuses them.
+    or stand beside peft's names, they are multiplied into the weights: diffusers mixes them up, or refuses them. A file
+    of kohya's without alphas gets those of the scale 1.
 
     Raises UserError for another kind of adapter, a DoRA of kohya's form, a layer without one of its sides, and for
     values that are not finite.
@@ -76,6 +79,11 @@ def read(path: Path) -> Held:
             up = tensors[of["up"]]
             held.tensors[of["up"]] = up if scales[layer] == 1 else up.float() * scales[layer]
             held.tensors.pop(layer + ALPHA, None)
+    if lacking := {layer: of for layer, of in sides.items() if ".lora_down." in of["down"]
+                   and layer.startswith(KOHYA) and layer + ALPHA not in held.tensors}:
+        held.changed = True  # some of diffusers' converters read no file of kohya's without it
+        held.tensors |= {layer + ALPHA: torch.tensor(float(tensors[of["down"]].shape[0]))
+                         for layer, of in lacking.items()}
     held.magnitudes = sum(float(value.double().square().sum()) for key, value in tensors.items() if MAGNITUDE in key)
     return held
 
@@ -98,11 +106,12 @@ def _require_kind(path: Path, tensors: Iterable[str]) -> None:
     layers = {match["layer"] for key in keys if (match := SIDE.match(key))}
     for mark, kind in OTHERS.items():
         if other := {key.partition(mark)[0] for key in keys if mark in key}:
-            of = f" in {len(other)} of its {len(layers | other)} layers" if layers - other else ""
+            of = f" in {len(other)} of its {counted(len(layers | other), 'layer')}" if layers - other else ""
             raise UserError(f"{path} holds a {kind}{of}, which is not read: expected a LoRA, or a DoRA in the form of "
                             "peft or diffusers; merge it into the model with the tool that made it")
     if scales := [key for key in keys if key.endswith(SCALES)]:
-        raise UserError(f"{path} holds a DoRA in kohya's form ({len(scales)} layers with dora_scale), whose lengths "
+        raise UserError(f"{path} holds a DoRA in kohya's form ({counted(len(scales), 'layer')} with dora_scale), "
+                        "whose lengths "
                         "diffusers drops: convert it to peft's form (lora_magnitude_vector), or merge it into the "
                         "model with the tool that made it")
 
@@ -134,18 +143,28 @@ def require_applied(path: Path, held: Held, pipe: Any, parts: dict[str, torch.nn
             counts[name] = counts.get(name, 0) + 1
             ranks.add(layer.r[adapter])
             scales.add(scale)
-            sizes.append((1.0 if held.described else scale**2) * _size(
-                layer.lora_A[adapter].weight.detach(), layer.lora_B[adapter].weight.detach()))
+            down, up = (matrices[adapter].weight.data for matrices in (layer.lora_A, layer.lora_B))
+            sizes.append((1.0 if held.described else scale**2) * _size(down, up))
             if adapter in magnitude:
                 magnitudes += float(magnitude[adapter].weight.detach().double().square().sum())
     if not counts:
-        raise UserError(f"{path} holds no LoRA layer for {type(pipe).__name__}: was it trained on another model?")
+        raise UserError(f"{path} holds no LoRA layer for {type(pipe).__name__}: {doubt(held)}")
     _require_all(path, held, type(pipe).__name__, sizes, sum(counts.values()))
     if not _near(magnitudes, held.magnitudes, WITHIN):
         raise UserError(f"{path}: the lengths of its DoRA do not reach {type(pipe).__name__} as they are: convert it "
                         "with a current diffusers, or merge it into the model")
-    of = ", ".join(f"{count} layers of the {name}" for name, count in counts.items())
+    of = ", ".join(f"{counted(count, 'layer')} of the {name}" for name, count in counts.items())
     return f"{path}: {'DoRA' if magnitudes else 'LoRA'} applied to {of}, rank {_range(ranks)}, scale {_range(scales)}"
+
+
+def doubt(held: Held) -> str:
+    """Return why none of a LoRA's layers may have been found, by the form of their names."""
+    if held.sizes and all(layer.startswith(PEFT) for layer in held.sizes):
+        return "its names are peft's: expected its adapter_config.json beside it, or a LoRA of this model"
+    if held.sizes and all(layer.startswith(KOHYA) for layer in held.sizes):
+        return ("its names are kohya's, which diffusers does not read for every model: convert it to diffusers' names; "
+                "or was it trained on another model?")
+    return "was it trained on another model?"
 
 
 def _require_all(path: Path, held: Held, model: str, sizes: list[float], count: int) -> None:
@@ -157,7 +176,8 @@ def _require_all(path: Path, held: Held, model: str, sizes: list[float], count: 
     if count < len(held.sizes) and not left:  # layers that change nothing
         left = dict(list(held.sizes.items())[count:])
     some = next(iter(left or held.sizes))
-    raise UserError(f"{path}: {len(held.sizes) - len(left)} of its {len(held.sizes)} layers are applied to {model}, "
+    raise UserError(f"{path}: {len(held.sizes) - len(left)} of its {counted(len(held.sizes), 'layer')} are applied "
+                    f"to {model}, "
                     f"and {len(left) or 'some'} are not, or at another scale, such as {some}: expected a LoRA of this "
                     "model, without parts that it lacks")
 

@@ -9,6 +9,7 @@ import torch
 
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
+from flowgrpo.nouns import counted
 from flowgrpo.packages import broken
 from flowgrpo.policies.weights import adapters
 from flowgrpo.policies.weights.trainable import TrainableWeights
@@ -52,7 +53,8 @@ class TextWeights(TrainableWeights):
     def _attach(self, path: Path, adapter: str) -> str:
         """Load a folder's adapter; return what was applied, in words. Raises UserError if it does not load."""
         attach(self.modules["model"], path, adapter)
-        return f"{path}: LoRA applied to {sum(adapter in layer.lora_A for layer in self.layers().values())} layers"
+        count = sum(adapter in layer.lora_A for layer in self.layers().values())
+        return f"{path}: LoRA applied to {counted(count, 'layer')}"
 
     def _base_name(self, module: Any) -> str | None:
         return getattr(module, "name_or_path", None)

@@ -10,12 +10,13 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
+from flowgrpo.check.tiny import make
 from flowgrpo.check.tiny.unets import sdxl
 from flowgrpo.config import validate
 from flowgrpo.config.sections import Load
 from flowgrpo.errors import UserError
-from flowgrpo.policies import build, loading, options
-from flowgrpo.policies.pipelines import single_file
+from flowgrpo.policies import build, loading, options, sources
+from flowgrpo.policies.pipelines import conditioned, single_file
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
 from tests.helpers import loop, tiny
 
@@ -188,7 +189,7 @@ def test_an_autoencoder_is_replaced_by_a_files_or_a_folders(tmp_path):
 @pytest.mark.parametrize("keys, expected", [
     (["encoder.conv_in.weight", "decoder.conv_in.weight"], "holds a VAE and no pipeline: give it as load.vae"),
     (["lora_unet_a.lora_down.weight", "lora_unet_a.alpha"], "holds a LoRA and no pipeline: give it as load.lora or --"),
-    (["emb_params"], "holds a textual inversion and no pipeline")])
+    (["emb_params"], "holds a textual inversion and no pipeline: give it as load.textual_inversion")])
 def test_a_file_of_a_part_is_no_model(keys, expected, tmp_path):
     save_file({key: torch.ones(2) for key in keys}, tmp_path / "a.safetensors")
     with pytest.raises(UserError, match=rf"model is '.*a\.safetensors', which {expected}"):
@@ -201,3 +202,45 @@ def test_a_checkpoint_without_a_network_names_itself_and_load_config(tmp_path, m
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with pytest.raises(UserError, match=rf"the model '{re.escape(model)}': diffusers infers .*load\.config"):
         load_pipeline(model)
+
+
+# --- textual inversions ----------------------------------------------------------------------------------------------
+
+def inverted(name, tmp_path, tensors, **options):
+    save_file(tensors, tmp_path / "my-style.safetensors")
+    pipe = make(name)[0]
+    for inversion in Load(textual_inversion=[{"path": str(tmp_path / "my-style.safetensors")} | options]).inversions:
+        conditioned.add_inversion(pipe, inversion)
+    return pipe
+
+
+@pytest.mark.parametrize("key, options, token", [
+    ("<style>", {}, "<style>"), ("emb_params", {}, "my-style"), ("<style>", {"token": "other"}, "other")])
+def test_a_textual_inversion_gives_a_token_its_embeddings(key, options, token, tmp_path, capsys):
+    values = torch.randn(2, make("StableDiffusionPipeline")[0].text_encoder.config.hidden_size)
+    pipe = inverted("StableDiffusionPipeline", tmp_path, {key: values}, **options)
+    ids = [pipe.tokenizer.convert_tokens_to_ids(each) for each in (token, f"{token}_1")]
+    assert torch.equal(pipe.text_encoder.get_input_embeddings().weight[ids], values)
+    assert pipe.maybe_convert_prompt(f"a {token}", pipe.tokenizer) == f"a {token} {token}_1"
+    assert f"the token {token!r} is 2 embeddings of the text_encoder" in capsys.readouterr().err
+
+
+def test_a_textual_inversion_of_sdxl_has_one_for_each_encoder(tmp_path):
+    plain = make("StableDiffusionXLPipeline")[0]
+    wide = [part.config.hidden_size for part in (plain.text_encoder, plain.text_encoder_2)]
+    left, right = (torch.randn(1, width) for width in wide)
+    pipe = inverted("StableDiffusionXLPipeline", tmp_path, {"clip_g": right, "clip_l": left})
+    for part, tokenizer, value in ((pipe.text_encoder, pipe.tokenizer, left), (pipe.text_encoder_2, pipe.tokenizer_2,
+                                                                               right)):
+        assert torch.equal(part.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids("my-style")], value[0])
+    with pytest.raises(UserError, match="holds clip_l of width .*: expected embeddings of width .* for the text_enc"):
+        inverted("StableDiffusionXLPipeline", tmp_path, {"clip_l": left})
+
+
+def test_what_no_textual_inversion_is_for_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="but WanPipeline takes none: leave it out"):
+        inverted("WanPipeline", tmp_path, {"<a>": torch.ones(1, 8)})
+    with pytest.raises(UserError, match=r"holds <a> of width 3: expected embeddings of width \d+ for the text_encoder"):
+        inverted("StableDiffusionPipeline", tmp_path, {"<a>": torch.ones(1, 3)})
+    with pytest.raises(UserError, match="load.textual_inversion is 'a.pt': expected a .safetensors file"):
+        sources.require("starter", Load(textual_inversion=["a.pt"]))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from flowgrpo.check.tiny import make
 from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
 from flowgrpo.policies import loading
@@ -175,3 +177,114 @@ def test_what_would_be_lost_is_refused_at_every_door(form, door, tmp_path):
     save_file(make(tiny.sd15()), tmp_path / "a.safetensors")
     with pytest.raises(UserError, match=rf"a\.safetensors:? {told}"):
         door(tmp_path / "a.safetensors")
+
+
+# --- other families --------------------------------------------------------------------------------------------------
+
+WAN = {f"blocks.0.attn{number}.{ours}": f"blocks_0_{kind}_attn_{theirs}"
+       for number, kind in ((1, "self"), (2, "cross"))
+       for ours, theirs in (("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "o"))}
+CLASSES = {"sdxl": "StableDiffusionXLPipeline", "sd3": "StableDiffusion3Pipeline", "flux": "FluxPipeline",
+           "wan": "WanPipeline"}
+NAMED = {  # by family: kohya's names of some layers; of the others they are diffusers' own
+    "flux": {"transformer_blocks.0.attn.to_out.0": "double_blocks_0_img_attn_proj",
+             "single_transformer_blocks.0.proj_out": "single_blocks_0_linear2"},
+    "wan": WAN | {"blocks.0.ffn.net.0.proj": "blocks_0_ffn_0", "blocks.0.ffn.net.2": "blocks_0_ffn_2"}}
+TOWERS = {"text_encoder": "lora_te1_text_model_", "text_encoder_2": "lora_te2_text_model_"}
+
+
+def layers_of(family, pipe):
+    """Return A, B of layers of the denoiser and of CLIP's text encoders, by part and layer."""
+    generator, made = torch.Generator().manual_seed(0), {}
+    [(part, denoiser)] = denoisers(pipe).items()
+    ends = {part: lambda name: name in NAMED[family] if family in NAMED else name.endswith((".to_q", ".to_v"))}
+    ends |= {name: lambda name: name.endswith(("q_proj", "out_proj")) for name, module in text_encoders(pipe).items()
+             if type(module).__name__.startswith("CLIP")}
+    for part, chosen in ends.items():
+        for name, module in getattr(pipe, part).named_modules():
+            if chosen(name):
+                out, into = module.weight.shape
+                made[part, name] = (torch.randn(RANK, into, generator=generator),
+                                    torch.randn(out, RANK, generator=generator))
+    return made
+
+
+def written(family, pipe, form, towers, alpha):
+    """Return the tensors of a file. form: kohya, or diffusers. towers: with text encoders."""
+    tensors, sides = {}, ("lora_down", "lora_up") if form == "kohya" else ("lora_A", "lora_B")
+    for (part, name), matrices in layers_of(family, pipe).items():
+        if part in TOWERS and not towers:
+            continue
+        key = f"{part}.{name}"
+        if form == "kohya":
+            plain = name.removeprefix("text_model.").replace(".", "_")
+            key = TOWERS[part] + plain if part in TOWERS else f"lora_unet_{NAMED.get(family, {}).get(name, plain)}"
+        tensors |= {f"{key}.{side}.weight": matrix.clone() for side, matrix in zip(sides, matrices)}
+        tensors |= {} if alpha is None else {f"{key}.alpha": torch.tensor(alpha)}
+    return tensors
+
+
+def of_family(family, path, door):
+    """Return a pipeline with a LoRA in its weights, by `load.lora`, `sample --lora` or `adapter.init`."""
+    pipe = make(CLASSES[family])[0]
+    if door == "fuse":
+        lora_files.fuse(pipe, denoisers(pipe) | text_encoders(pipe), path, 1.0)
+    elif door == "sample":
+        loading.load_tuned(pipe, path)
+    else:
+        targets = [name for part, name in layers_of(family, pipe) if part not in TOWERS]
+        TrainableWeights(pipe, denoisers(pipe), Adapter(rank=RANK, alpha=1.0, targets=targets, init=str(path)))
+    if door != "fuse":
+        for module in (denoisers(pipe) | text_encoders(pipe)).values():
+            adapters.merge(module)
+    return pipe
+
+
+READ = [(family, form, towers, alpha) for family in CLASSES for form in ("diffusers", "kohya")
+        for towers in (False, True) for alpha in (None, 1.0)
+        if not (form == "kohya" and family == "sd3" or towers and family == "wan")]
+
+
+@pytest.mark.parametrize("door", ["fuse", "sample", "init"])
+@pytest.mark.parametrize("family, form, towers, alpha", READ)
+def test_a_family_reads_a_form_exactly_or_refuses_it(family, form, towers, alpha, door, tmp_path):
+    base = make(CLASSES[family])[0]
+    save_file(written(family, base, form, towers, alpha), tmp_path / "a.safetensors")
+    if door == "init" and towers:
+        with pytest.raises(UserError, match="its LoRA is also of the text_encoder, but the run trains"):
+            of_family(family, tmp_path / "a.safetensors", door)
+        return
+    found = of_family(family, tmp_path / "a.safetensors", door)
+    for (part, name), (a, b) in layers_of(family, base).items():
+        change = getattr(found, part).get_submodule(name).weight - getattr(base, part).get_submodule(name).weight
+        scale = (1.0 if alpha is None else alpha / RANK) * (towers or part not in TOWERS)
+        torch.testing.assert_close(change, scale * b @ a, atol=1e-4, rtol=1e-3)
+
+
+def beginning(family, pipe, prefix):
+    """Diffusers' names with another beginning."""
+    return {prefix + key.partition(".")[2]: value
+            for key, value in written(family, pipe, "diffusers", False, None).items()}
+
+
+UNREAD = {
+    "kohya, SD 3": ("sd3", lambda pipe: written("sd3", pipe, "kohya", False, 1.0), "its names are kohya's, which"),
+    "kohya, some layers": ("wan", lambda pipe: dict([*written("wan", pipe, "kohya", False, 1.0).items()][:9]),
+                           "as diffusers reads its form, the file lacks 'blocks_0_"),
+    "peft's file alone": ("wan", lambda pipe: beginning("wan", pipe, "base_model.model."),
+                          "its names are peft's: expected its adapter_config.json beside it"),
+    "without a part": ("sdxl", lambda pipe: beginning("sdxl", pipe, ""), "holds no LoRA layer for StableDiffusionXL"),
+    "another model": ("flux", lambda pipe: {f"unet.down.0.to_q.lora_{side}.weight": torch.ones(2, 2) for side in "AB"},
+                      "holds no LoRA layer for FluxPipeline: was it trained on another model"),
+    "LoHa": ("wan", lambda pipe: {"lora_unet_blocks_0_self_attn_q.hada_w1_a": torch.ones(2, 2)}, "holds a LoHa, which"),
+    "kohya's DoRA": ("flux", lambda pipe: written("flux", pipe, "kohya", False, 1.0) | {
+        "lora_unet_single_blocks_0_linear2.dora_scale": torch.ones(16, 1)}, "holds a DoRA in kohya's form")}
+
+
+@pytest.mark.parametrize("door", ["fuse", "sample", "init"])
+@pytest.mark.parametrize("form", UNREAD)
+def test_what_a_family_does_not_read_is_refused_at_every_door(form, door, tmp_path):
+    family, make_tensors, told = UNREAD[form]
+    save_file(make_tensors(make(CLASSES[family])[0]), tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match=rf"a\.safetensors.* {re.escape(told)}|a\.safetensors {re.escape(told)}"):
+        of_family(family, tmp_path / "a.safetensors", door)

@@ -630,6 +630,41 @@ def test_keys_of_probabilities_are_left_out_where_they_are_refused():
     assert not {"logprobs", "top_logprobs"} & server.seen[1][2].keys()
 
 
+# Servers that were not run here, by their documentation: owner of their models, the keys of a request that it lists,
+# and the answer to an unknown model.
+OLLAMA = ("library", {"model", "messages", "frequency_penalty", "presence_penalty", "response_format", "seed", "stop",
+                      "stream", "stream_options", "temperature", "top_p", "max_tokens", "tools", "reasoning_effort",
+                      "reasoning"},
+          {"error": {"message": 'model "m" not found, try pulling it first', "type": "not_found_error", "param": None,
+                     "code": None}})
+LM_STUDIO = ("organization_owner",
+             {"model", "messages", "top_p", "top_k", "temperature", "max_tokens", "stream", "stop", "presence_penalty",
+              "frequency_penalty", "logit_bias", "repeat_penalty", "seed"},
+             {"error": {"message": 'Model "m" not found. Please specify a valid model.',
+                        "type": "invalid_request_error", "param": "model", "code": "model_not_found"}})
+
+
+@pytest.mark.parametrize("owner, fields, refusal", [OLLAMA, LM_STUDIO], ids=["Ollama", "LM Studio"])
+def test_servers_by_their_documentation(owner, fields, refusal):
+    """A judge sends listed keys alone; DeQA adds two, which a server may ignore or refuse by name, and no beginning."""
+    with endpoint([said("Score: 5")]) as server:
+        server.models = (200, {}, {"object": "list", "data": [{"id": "m", "object": "model", "owned_by": owner}]})
+        assert Judge(url=server.url, **QUICK)(ONE, ["p"]) == [5]
+        body = server.seen[0][2]
+    assert body.keys() <= fields and parts(body, "image_url")[0]["url"].startswith("data:image/")
+    refused = (400, {}, {"error": "Unrecognized keys in the request: 'logprobs', 'top_logprobs'"})
+    for replies in ([said("good")], [refused, said("good")]):
+        with endpoint(replies) as server:
+            server.models = (200, {}, {"data": [{"id": "m", "owned_by": owner}]})
+            assert DeQA(url=server.url, **QUICK)(ONE, ["p"]) == [4]
+        [question] = server.seen[-1][2]["messages"]
+        added = server.seen[-1][2].keys() - fields
+        assert question["role"] == "user" and added == ({"logprobs", "top_logprobs"} if len(replies) == 1 else set())
+    with endpoint([(404, {}, refusal)]) as server:
+        told = str(pytest.raises(UserError, Judge(url=server.url, **QUICK), ONE, ["p"]).value)
+    assert f"answered 404: {refusal['error']['message']}" in told and len(server.seen) == 1
+
+
 @pytest.mark.parametrize("status, reply, told", [
     (422, {"detail": "Field required"}, "answered 422: Field required"),
     (400, {"detail": [{"loc": ["body", "messages", 0], "msg": "no"}]}, "answered 400: body.messages.0: no"),
