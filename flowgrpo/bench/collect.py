@@ -109,7 +109,7 @@ def results(plan: Plan, runs: Sequence[Run], errors: dict[str, str]) -> dict[str
     goals = {share: base + share * (final - base) for share in SHARES} \
         if base is not None and final is not None and final - base > FEWEST else {}
     methods = [_method(entry, finished[PUBLISHED][entry.label], goals) for entry in present]
-    cost = min((method["curve"][-1][0] for method in methods), default=None)
+    cost = min((float(method["curve"][-1][0]) for method in methods), default=0.0)
     for method in methods:
         method["at_cost"] = value_at(method["curve"], cost)
         if tuned := finished[TUNED].get(method["label"]):

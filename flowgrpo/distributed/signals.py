@@ -66,7 +66,8 @@ class Stop:
     """Context manager: the first signal requests a stop at the next `check`; a second one interrupts immediately.
 
     A second signal within `same` seconds, or one of REPEATED, does nothing. Under a launcher neither does one that soon
-    after the context of a stopped run: it ends its processes as soon as the first of them has ended.
+    after the context of a stopped run: it ends its processes as soon as the first of them has ended. Nor does the first
+    SIGTERM behind warnings there, which a batch system sends at the time limit: it leaves some seconds to save.
 
     code: the exit code of an interrupt, 130, or 128 and the number of the second signal.
     teams: True where several processes run the same rows, which leave an evaluation together alone.
@@ -77,6 +78,7 @@ class Stop:
     def __init__(self, teams: bool = False):
         self.asked, self.teams, self.code = False, teams, 130
         self._since: float | None = None  # time.monotonic of the first signal, or of the end
+        self._warned = False  # all signals so far are of REPEATED
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Stop:
@@ -91,7 +93,7 @@ class Stop:
     def __exit__(self, *_: object) -> None:
         _active.remove(self)
         if self.asked and launched():
-            self._since = time.monotonic()
+            self._since, self._warned = time.monotonic(), False
         else:
             self._restore()
 
@@ -103,6 +105,9 @@ class Stop:
     def _ask(self, number: int, frame: FrameType | None) -> None:
         repeated = signal.Signals(number).name in REPEATED
         first, now = self._since is None, time.monotonic()
+        if self._warned and number == signal.SIGTERM and launched():
+            self._since = now
+        self._warned = repeated and (first or self._warned)
         if self._since is not None and not repeated and now - self._since > same(number):
             if self not in _active:
                 self._restore()

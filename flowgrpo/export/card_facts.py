@@ -62,8 +62,9 @@ def gallery(run: Path) -> list[Pair]:
 
 def _brought(run: Path, number: int) -> Iterator[tuple[str, str]]:
     """Copy what a held-out prompt brings to `images/`, and yield each key with the path."""
-    for file in sorted((run / sources.FOLDER).glob(f"{number:03d}-*")):
-        key, ending = file.stem.split("-")[1], file.name.partition("-")[2]
+    files = {file: file.stem.split("-")[1:] for file in (run / sources.FOLDER).glob(f"{number:03d}-*")}
+    for file, (key, *_) in sorted(files.items(), key=lambda item: (item[1][0], int("".join(item[1][1:]) or 0))):
+        ending = file.name.partition("-")[2]
         atomic.write_bytes(run / FOLDER / f"source-{number}-{ending}", file.read_bytes())
         yield key, f"{FOLDER}/source-{number}-{ending}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import pytest
@@ -18,8 +19,12 @@ GREYS = (0.1, 0.4, 0.7, 1.0)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of 60 epochs with a grey of its own at every stage."""
+    """A run of 60 epochs with a grey of its own at every stage, and numbers that are long on an axis."""
     run = make_run(tmp_path_factory.mktemp("runs") / "run", epochs=60, every=30)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line | {
+        "loss": (-1) ** number * 3e-5, "memory/host": 1.074e9 + 1e5 * number}) + "\n"
+        for number, line in enumerate(lines)))
     for (name, epoch), grey in zip((("before", 0), ("epoch-00030", 30), ("epoch-00060", 60), ("after", 60)), GREYS):
         found = measured(grey, grey / 2)
         snapshots.stage(run, name, epoch, Measured(found.prompts, found.scores, torch.full((2, 3, 8, 8), grey)))
@@ -101,6 +106,8 @@ def test_it_fits_the_screen(browser, run, size, scheme):
         page.locator("details").evaluate_all("all => all.forEach(each => { each.open = true; })")
         assert overflow(page) <= 0
         assert page.locator("figure.chart svg path").count() > 10
+        begins = page.locator("figure.chart svg text").evaluate_all("all => all.map(each => each.getBBox().x)")
+        assert len(begins) > 20 and min(begins) >= 0
         lines = page.locator(".tile .numbers, .scores")
         assert lines.evaluate_all("all => all.every(each => each.scrollWidth <= each.clientWidth)")
         dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"

@@ -169,8 +169,7 @@ def test_the_card_of_a_run_with_sources_runs_and_draws_what_sample_does(name, tm
     config = load(run / "config.yaml")
     ours = draw_one(here["pipe"], prompt, 3, call_arguments(config.model, run))
     theirs = here["frames" if clip else "picture"]
-    near = 5e-4 if name.startswith("Qwen") else 1e-5  # its sources have a million pixels
-    torch.testing.assert_close(theirs.float().cpu(), ours, rtol=0, atol=near)
+    torch.testing.assert_close(theirs.float().cpu(), ours, rtol=0, atol=1e-5)
     if clip:
         exec(code(card.text), {})  # as printed
         assert f"fps={'25' if name.startswith('LTX') else '16'})" in card.text and (tmp_path / "clip.mp4").is_file()

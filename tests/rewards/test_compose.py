@@ -138,7 +138,7 @@ def test_texts_are_routed_as_pictures_are():
 def test_a_route_that_no_prompt_takes_is_told_with_what_there_is():
     mine = rewards.compose({"scene": WatchRule(when={"task": "txet"})})
     assert message(rewards.require_routes, mine, METADATA) == (
-        "reward 'scene' applies to no prompt: its `when` is {'task': 'txet'}, and the metadata of the 4 prompts has n, "
+        "reward 'scene' applies to no prompt: its `when` is {'task': 'txet'}, and the metadata of 4 prompts has n, "
         "task (task: 'colour', 'count', 'text')")
     assert "1 prompt has no keys" in message(rewards.require_routes, mine, [{}])
     rewards.require_routes(rewards.compose({"scene": WatchRule(when={"n": 3})}), METADATA)

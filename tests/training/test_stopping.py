@@ -219,6 +219,28 @@ def test_two_signals_of_one_stop_are_one(variable, number, after, ends, monkeypa
     signal.signal(number, before)
 
 
+@pytest.mark.parametrize("variable, ends", [("", [90]), ("SLURM_JOB_ID", [110])])
+def test_a_time_limit_behind_its_warning_leaves_its_seconds_to_save(variable, ends, monkeypatch):
+    """SIGUSR1, and SIGTERM at the limit; SIGKILL follows after 30 s."""
+    for name in signals.LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    at, began, before = time.monotonic(), time.monotonic(), signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(signals.time, "monotonic", lambda: at)
+    ended = []
+    with Stop() as stop:
+        signal.raise_signal(signal.SIGUSR1)
+        for after in (90, 95, 110):  # the limit, the launcher's own, and one more
+            at = began + after
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            except KeyboardInterrupt:
+                ended.append(after)
+        assert stop.asked and ended[:1] == ends
+    signal.signal(signal.SIGTERM, before)
+
+
 def test_news_of_a_stop_are_no_signal(monkeypatch):
     """Another process was signalled first, and this one in the next seconds."""
     monkeypatch.setenv("RANK", "1")

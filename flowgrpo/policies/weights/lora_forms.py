@@ -143,7 +143,8 @@ def require_applied(path: Path, held: Held, pipe: Any, parts: dict[str, torch.nn
             counts[name] = counts.get(name, 0) + 1
             ranks.add(layer.r[adapter])
             scales.add(scale)
-            down, up = (matrices[adapter].weight.data for matrices in (layer.lora_A, layer.lora_B))
+            matrices: Any = layer.lora_A, layer.lora_B
+            down, up = (sides[adapter].weight.data for sides in matrices)
             sizes.append((1.0 if held.described else scale**2) * _size(down, up))
             if adapter in magnitude:
                 magnitudes += float(magnitude[adapter].weight.detach().double().square().sum())

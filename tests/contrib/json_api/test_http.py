@@ -217,7 +217,7 @@ def test_a_budget_is_not_exceeded():
         reward = Http(url=url, cost=0.1, budget=0.3, concurrency=2)
         assert reward(PICTURE.expand(3, -1, -1, -1), ["p"] * 3, [{}] * 3) == [1.0] * 3
         assert message(reward, PICTURE[None], ["p"], [{}]) == (
-            "reward 'http': 3 requests of this process have cost 0.3, and the next would exceed its budget of 0.3: "
+            "reward 'http': 3 requests of this process cost 0.3, and the next would exceed its budget of 0.3: "
             "raise budget in its args, or score fewer samples")
 
 
