@@ -18,7 +18,7 @@ from flowgrpo.run import run
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import extensions
 from tests.helpers import loop, tiny, tiny_text
-from tests.training.test_best import epochs, same, saved, weights_of
+from tests.training.test_best import epochs, in_file, same, saved
 
 HACK = [0.0, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9]  # trained reward of the base and of each evaluation
 GOLD = [0.5, 0.6, 0.7, 0.8, 0.4, 0.2, 0.1]  # what the samples are worth: it peaks in epoch 3
@@ -83,7 +83,7 @@ def test_the_weights_before_hacking_are_kept(hacked):
     assert epochs(config.folder) == [1, 2, 3, 4, 5, 6]
     kept = stored(config.folder, 6, "best/")
     assert same(kept, stored(config.folder, 3)) and not same(kept, stored(config.folder, 6))
-    assert kind == "text" or same(saved(config.folder), weights_of(config.folder, 3))
+    assert kind == "text" or same(saved(config.folder), in_file(config, 3))
     assert summary["kept"].startswith("kept the weights of epoch 3, the best by held-out frontier (0.6")
     assert summary["kept"].endswith("; beyond the frontier: epochs 4, 5, 6, by a higher trained reward and a lower "
                                     "gold")
