@@ -9,6 +9,10 @@ from flowgrpo.errors import UserError
 
 GEMM, ATTENTION, TRAFFIC = 0.63, 0.45, 0.75  # shares of the peaks that good kernels reach
 LAUNCH = 2.5e-6  # seconds of the shortest kernel
+HOST = 5e-6  # seconds of the host for an operation of eager torch: the least of the 5 to 25 us that are published
+# Of a first epoch, each the least of what is published: loading of kernels; a plan of cuDNN for a new shape of
+# attention; growth of the allocator by a GiB.
+LOADING, PLAN, GROWTH = 0.5, 0.03, 0.01
 BUS = 20e9  # bytes per second between host and GPU
 GIB = 2**30
 CONTEXT = 0.6 * GIB  # bytes of CUDA's context and its libraries

@@ -38,10 +38,11 @@ HEAD = """# Recipes of full-size models
 Each recipe aligns one published model on GPUs of one memory class. `flowgrpo train sdxl_24gb` finds it by name in any
 folder. Your own recipe [extends](configuration.md) one by `extends: sdxl_24gb`; a local file of that name wins.
 
-Peak memory of each GPU and hours of all epochs are **computed, not measured**, by
-`flowgrpo check RECIPE --gpu GPU --processes N` ([what is counted](performance.md#estimate-memory-and-time)). No recipe
-has been run at full size on a GPU unless its row says so: `loads` (and measures the base), a number of epochs, or
-`curve` (all epochs, and each trained reward has risen on held-out prompts, 95 %).
+Peak memory of each GPU and hours of all epochs are **computed** by
+`flowgrpo check RECIPE --gpu GPU --processes N` ([what is counted](performance.md#estimate-memory-and-time)). **No GPU
+has confirmed an hour of this table.** Hours are lower bounds, without rewards and evaluations. No recipe has been run
+at full size on a GPU unless its row says so: `loads` (and measures the base), a number of epochs, or `curve` (all
+epochs, and each trained reward has risen on held-out prompts, 95 %).
 
 Check a licence on the model's page before you publish weights. For a gated model, accept its licence there and run
 `hf auth login`.
@@ -53,7 +54,7 @@ Recipes of edits and of videos from an image read your own prompt file, with an 
 TABLE = """
 ## All recipes
 
-| recipe | method | GPUs | peak, GiB | hours | trained on |
+| recipe | method | GPUs | computed peak, GiB | computed hours | trained on |
 |---|---|---|---:|---:|---|
 """
 MODELS_HEAD = """
@@ -76,23 +77,24 @@ def computed(name: str) -> str:
     """Run a recipe dry on its GPUs; return the comment's text. SystemExit if it does not fit."""
     config, line = load(path(name)), comment(name)
     gpu = gpu_named(line["gpu"])
-    counts = dry_run(config, gpu, processes(line))
+    counts = dry_run(config, gpu, processes(line)).corrected(line["gpu"], config.model)
     if above := counts.above(gpu.room):
         raise SystemExit(f"{name} does not fit a {line['gpu']} in {', '.join(above)}: {gib(counts.peak):.1f} GiB of "
                          f"{gib(gpu.room):.1f}")
-    return said(config, counts.seconds, gib(counts.peak))
+    return said(config, counts.seconds, gib(counts.peak), counts.source)
 
 
 def processes(line: re.Match[str]) -> int:
     return 1 if line["count"] == "One" else int(line["count"])
 
 
-def said(config: Config, seconds: float, peak: float) -> str:
-    """Return what a recipe's comment says of an epoch and of the run. peak: GiB."""
+def said(config: Config, seconds: float, peak: float, source: str = "") -> str:
+    """Return what a recipe's comment says of an epoch and of the run. peak: GiB. source: of a measured correction."""
     train = config.train
     hours = train.epochs * round(seconds) / 3600
     return (f"{train.prompts * train.group:,} {noun(config)} an epoch in {round(seconds):,} s, "
-            f"{train.epochs} epochs in {hours:,.{0 if hours >= 10 else 1}f} h, peak {peak:.1f} GiB (computed)")
+            f"{train.epochs} epochs in {hours:,.{0 if hours >= 10 else 1}f} h, peak {peak:.1f} GiB "
+            f"({f'computed, hours corrected as {source}' if source else 'computed'})")
 
 
 def noun(config: Config) -> str:

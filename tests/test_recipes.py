@@ -35,7 +35,8 @@ from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.types import Gaussian, Scored
 from tests.helpers import loop, tiny_text
 
-FOLDER = Path(__file__).parents[1] / "configs"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "configs"
 # The pipeline class of each recipe's model, and the process of its scheduler.
 PIPELINES = {
     "sd15": ("StableDiffusionPipeline", "vp"),
@@ -258,6 +259,22 @@ def test_it_says_what_an_epoch_and_the_run_take_on_a_gpu(name):
     assert 0.92 * memory <= GPUS[gpu].memory <= memory
     assert float(line[7]) * 2**30 <= GPUS[gpu].room
     assert not re.search(r"_\d+gb$", name) or int(name[-4:-2]) == memory
+
+
+PAGES = {"README.md": (r"check (\w+) --gpu 4090 +# computed: ([\d.]+) GiB, ([\d.]+) hours",),
+         "docs/get_started/one_gpu.md": (
+             r"check (\w+) --gpu 4090 +# fits: ([\d.]+) of 22.0 GiB, ([\d.]+) h on one 4090 \(computed",
+             r"^\| `(\w+)` \|.*\| ([\d.]+) GiB, ([\d.]+) h \|$")}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_pages_memory_and_hours_are_those_of_the_recipes(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    told = [found for pattern in PAGES[page] for found in re.findall(pattern, text, re.M)]
+    assert len(told) >= len(PAGES[page])
+    for name, peak, hours in told:
+        recipe = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+        assert f"epochs in {hours} h, peak {peak} GiB (computed)" in recipe, name
 
 
 @pytest.mark.parametrize("name", SHORTER)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -11,6 +18,7 @@ from flowgrpo.cli.show import print_table
 from flowgrpo.errors import UserError
 
 if TYPE_CHECKING:
+    from flowgrpo.config import Config
     from flowgrpo.dry_run.estimate import Estimate
     from flowgrpo.gpus import GPU
 
@@ -23,7 +31,6 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
     and what is counted too. trusted: as of `parse.load`.
     """
     from flowgrpo.config import parse
-    from flowgrpo.dry_run import estimate, fit
     from flowgrpo.gpus import gpu_named
     from flowgrpo.methods import keys_read, validate
     from flowgrpo.methods.setup import Setup
@@ -38,20 +45,95 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
     setup = Setup(config, kind, validate.resolve(config, build.process(kind)))
     keys_read.check(setup)
     sharding.require_shardable(setup)
-    config = fit.settle(config, gpu, processes)
-    counts = estimate.dry_run(config, gpu, processes)
-    above = counts.above(gpu.room)
-    settings, better = fit.nearest_settings(config, gpu, counts, processes) if above else ({}, counts)
-    report = _report(config.model, name, gpu, counts, settings, better) | {
+    report = _kept(_key(config, name, processes), partial(_predicted, config, name, gpu, processes))
+    typer.echo(json.dumps(report, indent=2) if as_json else summary(report))
+    if not as_json:
+        _page(report) if verbose else typer.echo("--verbose: memory and seconds by phase, and what is counted")
+    if report["above"]:
+        raise typer.Exit(2)
+
+
+def _predicted(config: Config, name: str, gpu: GPU, processes: int) -> dict[str, Any]:
+    """Return the report of a recipe by dry runs, whose phases are shown on stderr."""
+    from flowgrpo.dry_run import estimate, fit
+
+    with _shown(name, estimate.LOG):
+        config = fit.settle(config, gpu, processes)
+        counts = estimate.dry_run(config, gpu, processes)
+        settings, better = ({}, counts) if not counts.above(gpu.room) else fit.nearest_settings(
+            config, gpu, counts, processes)
+    counts, better = (each.corrected(name, config.model) for each in (counts, better))
+    return _report(config.model, name, gpu, counts, settings, better) | {
         "processes": processes,
         "micro_batch": config.train.micro_batch, "checkpointing": config.train.checkpointing,
         "one_pass": config.train.one_pass,
         "epochs": config.train.epochs, "hours": round(counts.seconds * config.train.epochs / 3600, 4)}
-    typer.echo(json.dumps(report, indent=2) if as_json else summary(report))
-    if not as_json:
-        _page(report) if verbose else typer.echo("--verbose: memory and seconds by phase, and what is counted")
-    if above:
-        raise typer.Exit(2)
+
+
+@contextmanager
+def _shown(gpu: str, log: logging.Logger) -> Iterator[None]:
+    """Context manager: stderr shows the phases of the dry runs: in a terminal as they begin, otherwise one line."""
+    from rich.console import Console
+
+    console = Console(stderr=True, markup=False, highlight=False)
+    said = f"dry run on {gpu.upper()}, up to two minutes"
+    if not console.is_terminal:
+        console.print(said)
+    before = log.level
+    with console.status(said) as status:
+        handler = logging.Handler()
+        handler.emit = lambda record: status.update(f"{said}: {record.getMessage()}")  # type: ignore[method-assign]
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+            log.setLevel(before)
+
+
+def _key(config: Config, name: str, processes: int) -> str | None:
+    """Return what a report depends on, as a digest; None for a model, or a recipe's code, that is not known here."""
+    from importlib.metadata import version
+
+    import flowgrpo
+    from flowgrpo.dry_run.estimate import MEASURED
+    from flowgrpo.gpus import gpu_named
+    from flowgrpo.published import MODELS
+
+    described, recipe = Path(config.load.config or config.model), config.yaml()
+    if ".py" in recipe:
+        return None
+    if described.is_dir():
+        model: Any = {str(file): file.read_text(encoding="utf-8") for file in sorted(described.rglob("*.json"))
+                      if file.stat().st_size < 2**20}
+    elif (model := repr(MODELS.get(config.model))) == "None":
+        return None
+    root = Path(flowgrpo.__file__).parent
+    sources = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(root.rglob("*.py"))]
+    parts = [recipe, name.upper(), gpu_named(name), processes, model, sources, MEASURED.read_text(encoding="utf-8"),
+             [version(name) for name in ("torch", "diffusers", "transformers", "peft")]]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _kept(key: str | None, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return a report from the cache of this user, which it is put into; a damaged or closed cache is not used."""
+    from flowgrpo.storage import atomic
+
+    if key is None:
+        return make()
+    file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flowgrpo" / f"check-{key[:32]}.json"
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if found.get("key") == key:
+            return found["report"]
+    except (OSError, ValueError, AttributeError, KeyError):
+        pass
+    report = make()
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_text(file, json.dumps({"key": key, "report": report}), shared=True)
+    return report
 
 
 def _report(model: str, name: str, gpu: GPU, counts: Estimate, settings: dict[str, Any], better: Estimate
@@ -61,14 +143,17 @@ def _report(model: str, name: str, gpu: GPU, counts: Estimate, settings: dict[st
     from flowgrpo.gpus import CONTEXT
 
     phases = {key: {"allocated": round(gib(phase.allocated), 2), "reserved": round(gib(phase.reserved), 2),
-                    "tflop": round(phase.flops / 1e12, 1), "seconds": round(phase.seconds, 1),
-                    "share": round(phase.seconds / counts.seconds, 3), "kernels": phase.kernels,
+                    "tflop": round(phase.flops / 1e12, 1), "seconds": round(counts.taken(key), 1),
+                    "tbyte": round(phase.traffic / 1e12, 2),
+                    "gpu_seconds": round(phase.seconds, 1), "host_seconds": round(phase.host, 1),
+                    "share": round(counts.taken(key) / counts.seconds, 3), "kernels": phase.kernels,
                     "waits": dict(phase.waits)} for key, phase in counts.phases.items()}
     fits = {"settings": settings, "peak": round(gib(better.peak), 2), "seconds": round(better.seconds, 1),
             "enough": not better.above(gpu.room)}
-    return {"model": model, "gpu": name.upper(), "measured": False, "phases": phases,
+    return {"model": model, "gpu": name.upper(), "measured": False, "basis": counts.basis, "phases": phases,
             "rewards": round(gib(counts.rewards), 2), "context": round(gib(CONTEXT), 2),
             "peak": round(gib(counts.peak), 2), "room": round(gib(gpu.room), 2), "seconds": round(counts.seconds, 1),
+            "first_epoch": round(counts.first, 1),
             "waits_per_step": counts.step_waits, "waits_per_replay": counts.replay_waits,
             "above": counts.above(gpu.room), "nearest": fits if settings else None}
 
@@ -78,7 +163,7 @@ def summary(report: dict[str, Any]) -> str:
     hours, count = report["hours"], report["processes"]
     gpus = f"one {report['gpu']}" if count == 1 else f"{count} {report['gpu']}"
     line = (f"{'does not fit' if report['above'] else 'fits'}: {report['peak']:.1f} of {report['room']:.1f} GiB, "
-            f"{hours:,.{0 if hours >= 10 else 1}f} h on {gpus} (computed)")
+            f"{hours:,.{0 if hours >= 10 else 1}f} h on {gpus} ({report['basis']})")
     if not report["above"]:
         return line
     return f"{line}\n{', '.join(report['above'])}: {_nearest(report['nearest'], report['room'])}"
@@ -96,14 +181,16 @@ def _page(report: dict[str, Any]) -> None:
                      f"{report['gpu']}: its memory less {report['context']:.1f} GiB of CUDA's context and 4 % between "
                      "the allocator's blocks",
              "reserved": "by the rules of torch's caching allocator; unused blocks are given back when memory runs out",
-             "seconds": f"{report['seconds']:,.0f} an epoch; of each kernel the largest of FLOP / peak, bytes / "
-                        "bandwidth and 2.5 us: computed, not measured",
+             "seconds": f"{report['seconds']:,.0f} an epoch: {report['basis']}; of each kernel the largest of FLOP / "
+                        "peak, bytes / bandwidth and 2.5 us, of a phase at least 5 us of the host for each kernel",
+             "first epoch": f"at least {report['first_epoch']:,.1f} s longer: kernels are loaded, attention is "
+                            "planned, and the allocator grows",
              "hours": f"{report['hours']:,.1f} of all {report['epochs']:,} epochs (train.epochs), without the time of "
                       "rewards and evaluations",
              "host waits": f"{_waits(report['waits_per_step'])} per rollout step, "
                            f"{_waits(report['waits_per_replay'])} per replayed micro-batch"}
     for key, text in lines.items():
-        typer.echo(f"{key:<10}  {text}")
+        typer.echo(f"{key:<11}  {text}")
 
 
 def _waits(reasons: dict[str, float]) -> str:

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 import random
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,14 +31,18 @@ from flowgrpo.dry_run.meta_gpu import META, MetaGPU, Phase
 from flowgrpo.dry_run.repeats import Repeats
 from flowgrpo.dry_run.reward_models import reward_bytes
 from flowgrpo.errors import UserError
-from flowgrpo.gpus import GIB, GPU, GPUS
+from flowgrpo.gpus import GIB, GPU, GPUS, GROWTH, LOADING, PLAN, gpu_key
 from flowgrpo.log import PhaseTimer
 from flowgrpo.policies.build import PIPELINE, kind, make_policy
+from flowgrpo.published import named
 from flowgrpo.train import Trainer
 
+LOG = logging.getLogger(__name__)  # the phases that a dry run begins
 ORDER = ("encode", "preview", "rollout", "decode", "base", "reward", "rescore", "update")
 EVALUATION = "evaluation"  # a phase beside the epoch
 ONCE = "once"  # a part of the update, which more prompts do not make longer
+# Seconds that a GPU took over those computed, by card, pipeline and phase, with the commit that was measured.
+MEASURED = Path(__file__).with_name("measured.json")
 PROMPT = "a lighthouse at dusk, two owls on a branch, and a sign that says open"
 
 
@@ -48,12 +54,17 @@ class Estimate:
     rewards: bytes of the reward models, which are not in the phases.
     steps: denoising steps of the rollouts that were run. replays: micro-batches that were replayed with a backward.
     step_waits, replay_waits: how often the host waits for the GPU in each of them, by reason; once per call is not.
+    first: seconds that a first epoch takes longer, at least. factors: by phase, measured seconds over computed ones;
+    source: where they are measured.
     """
 
     phases: dict[str, Phase]
     rewards: float
     step_waits: dict[str, float] = field(default_factory=dict)
     replay_waits: dict[str, float] = field(default_factory=dict)
+    first: float = 0.0
+    factors: dict[str, float] = field(default_factory=dict)
+    source: str = ""
 
     @property
     def peak(self) -> float:
@@ -66,8 +77,30 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the epoch, if every kernel is at its roofline."""
-        return sum(phase.seconds for name, phase in self.phases.items() if name != EVALUATION)
+        """Seconds of the epoch: those of every phase, by its measured factor if it has one."""
+        return sum(self.taken(name) for name in self.phases if name != EVALUATION)
+
+    def taken(self, name: str) -> float:
+        """Return the seconds of a phase."""
+        return self.phases[name].taken * self.factors.get(name, 1.0)
+
+    @property
+    def basis(self) -> str:
+        """What the seconds are: computed, or corrected by a measurement."""
+        if not self.factors:
+            return "computed, no measurement yet on this card"
+        factors = ", ".join(f"{name} {factor:.2f}" for name, factor in self.factors.items())
+        return f"computed, corrected by {factors} as {self.source}"
+
+    def corrected(self, gpu: str, model: str, table: Path = MEASURED) -> Estimate:
+        """Return the estimate with the factors that were measured on this card for the model's pipeline, if any are.
+
+        table: {card: {pipeline: {phase: factor, "commit": commit}}}, which scripts/gpu/gpu_minutes.py writes.
+        """
+        known, card = named(model), gpu_key(gpu)
+        found = json.loads(table.read_text(encoding="utf-8")).get(card, {}).get(known.pipeline if known else "", {})
+        factors = {name: found[name] for name in ORDER if name in found}
+        return replace(self, factors=factors, source=f"measured on {card} at {found['commit'][:8]}" if factors else "")
 
 
 class _Phases(PhaseTimer):
@@ -87,6 +120,7 @@ class _Phases(PhaseTimer):
     def __call__(self, phase: str) -> Iterator[None]:
         if phase != "encode":
             self.encoders.offload()
+        LOG.info(phase)
         self.began = self.gpu.memory.in_use if self.began is None else self.began
         if phase == "update":  # a method that noises its samples begins one with the first of them
             self.drawn = max(self.drawn, self.gpu.memory.in_use)
@@ -126,8 +160,9 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
         phases[EVALUATION] = evaluated
     if config.train.one_pass is True:
         one_pass.hold(phases, calls, shape.prompts / few)
-    return Estimate(phases, reward_bytes(config),
-                    _each(calls.step_waits, calls.steps), _each(replay_waits, calls.replays))
+    estimate = Estimate(phases, reward_bytes(config),
+                        _each(calls.step_waits, calls.steps), _each(replay_waits, calls.replays))
+    return replace(estimate, first=LOADING + PLAN * len(meta.attentions) + GROWTH * gib(estimate.peak))
 
 
 def _covered(config: Config) -> Config:
@@ -247,7 +282,8 @@ def _extrapolated(meta: MetaGPU, clock: _Phases, prompts: int, few: int, stalene
         phases[name] = Phase(phase.allocated + more, phase.reserved + more, phase.flops * times,
                              round(phase.kernels * times),
                              (phase.seconds - phase.fixed) * times + phase.fixed, phase.fixed,
-                             Counter({reason: round(count * times) for reason, count in phase.waits.items()}))
+                             Counter({reason: round(count * times) for reason, count in phase.waits.items()}),
+                             phase.traffic * times)
     once, update = meta.phases[ONCE], phases["update"]
     update.allocated = max(update.allocated, once.allocated + more)
     update.reserved = max(update.reserved, once.reserved + more)

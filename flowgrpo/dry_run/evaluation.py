@@ -35,7 +35,8 @@ def of(trainer: Trainer, meta: MetaGPU, processes: int) -> Phase:
     waits = {reason: round(extrapolated(one.waits[reason], two.waits[reason])) for reason in one.waits | two.waits}
     return Phase(meta.spare + max(one.allocated, two.allocated), meta.spare + max(one.reserved, two.reserved),
                  extrapolated(one.flops, two.flops), round(extrapolated(one.kernels, two.kernels)),
-                 extrapolated(one.seconds, two.seconds), waits=Counter(waits))
+                 extrapolated(one.seconds, two.seconds), waits=Counter(waits),
+                 traffic=extrapolated(one.traffic, two.traffic))
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from flowgrpo.dry_run import kernels
 from flowgrpo.dry_run.allocator import Allocator, Block
 from flowgrpo.dry_run.autocast import Autocast, autocast
 from flowgrpo.dry_run.host_values import HostValues
-from flowgrpo.gpus import BUS, GPU
+from flowgrpo.gpus import BUS, GPU, HOST
 
 META = torch.device("meta")
 UNIQUE = frozenset(("unique_consecutive", "_unique2", "unique_dim"))  # whose sizes depend on values
@@ -40,10 +40,10 @@ ONLY_WRITE = frozenset(("copy_", "fill_", "zero_", "normal_", "uniform_", "berno
 
 @dataclass
 class Phase:
-    """Counts of a phase: bytes in use and reserved at the peak, FLOPs, kernels, seconds of the roofline, and how often
-    the host waits, by reason.
+    """Counts of a phase: bytes in use and reserved at the peak, FLOPs, kernels, seconds of the roofline, how often the
+    host waits, by reason, and the bytes that kernels read and write.
 
-    fixed: of the seconds, those that more prompts do not make longer.
+    fixed: of the seconds, those that more prompts do not make longer. taken: the seconds that the phase takes.
     """
 
     allocated: int = 0
@@ -53,6 +53,17 @@ class Phase:
     seconds: float = 0.0
     fixed: float = 0.0
     waits: Counter[str] = field(default_factory=Counter)
+    traffic: float = 0.0
+
+    @property
+    def host(self) -> float:
+        """Seconds in which the host starts the kernels, at least."""
+        return self.kernels * HOST
+
+    @property
+    def taken(self) -> float:
+        """Seconds of GPU or host, whichever needs more: a lower bound, since they do not always overlap."""
+        return max(self.seconds, self.host)
 
     def add(self, other: Phase) -> None:
         """Add the counts of a piece of work, whose bytes are above those in use before it."""
@@ -61,6 +72,7 @@ class Phase:
         self.seconds += other.seconds
         self.fixed += other.fixed
         self.waits.update(other.waits)
+        self.traffic += other.traffic
 
 
 _tensor, _cast = torch.tensor, torch.autocast
@@ -81,6 +93,7 @@ class MetaGPU(TorchDispatchMode):
         self.gpu, self.memory, self.values = gpu, Allocator(), HostValues()
         self._alive: dict[int, Block] = {}
         self.phases: dict[str, Phase] = defaultdict(Phase)
+        self.attentions: set[Any] = set()  # shapes, of which cuDNN plans each once
         self.spare = 0  # bytes that are needed at times, beside what is counted
         self.part = 1.0  # share of the bytes of tensors that are `sharded`
         self.share = 1.0  # that of the tensors that are made now
@@ -223,9 +236,12 @@ class MetaGPU(TorchDispatchMode):
         count = flop_registry.get(function._overloadpacket)
         flops = float(count(*args, **kwargs, out_val=result)) if count else 0.0
         half = bool(outputs) and outputs[0].element_size() < 4
+        if attention := "attention" in name:
+            self.attentions.add((name, torch.is_grad_enabled(), *(tensor.shape for tensor in inputs[:3])))
         self.phase.flops += flops
         self.phase.kernels += 1
-        self.phase.seconds += self.gpu.seconds(flops, traffic, half, "attention" in name)
+        self.phase.traffic += traffic
+        self.phase.seconds += self.gpu.seconds(flops, traffic, half, attention)
 
     def bus(self, count: int, fixed: bool = False) -> None:
         """Count the seconds of a copy of so many bytes between host and GPU. fixed: once an epoch."""
@@ -300,7 +316,8 @@ class MetaGPU(TorchDispatchMode):
             return None
         self.bus(source.numel() * source.element_size())
         if source.device == META:
-            self._wait("to the host")
+            if not _within(device.put_away):
+                self._wait("to the host")
             if name == "copy_":
                 return args[0]
             known = self.values.of(source)
@@ -308,7 +325,7 @@ class MetaGPU(TorchDispatchMode):
                 return known.to(kwargs.get("dtype") or known.dtype, copy=True)
             shape = source.shape if source.numel() * source.element_size() <= WHOLE else ()
             return torch.zeros(shape, dtype=kwargs.get("dtype") or source.dtype, device="cpu").expand(source.shape)
-        if not _queued():
+        if not _within(device.queued):
             self._wait("from the host")
         if name == "_to_copy" and source.numel() <= FILLED:
             result = torch.empty_like(source, device=META, dtype=kwargs.get("dtype") or source.dtype)
@@ -348,6 +365,6 @@ def _caller() -> str:
     return "unknown"
 
 
-def _queued() -> bool:
-    """Return True within `device.queued`, whose copies to a GPU do not block."""
-    return any(frame.f_code is device.queued.__code__ for frame, _ in zip(_frames(2), range(10)))
+def _within(copy: Any) -> bool:
+    """Return True within a function of `device` whose copies do not block."""
+    return any(frame.f_code is copy.__code__ for frame, _ in zip(_frames(2), range(10)))

@@ -22,4 +22,5 @@ def hold(phases: dict[str, Phase], calls: Repeats, times: float) -> None:
     update.flops -= forwards.flops * times
     update.seconds -= forwards.seconds * times
     update.kernels -= round(forwards.kernels * times)
+    update.traffic -= forwards.traffic * times
     update.waits.subtract({reason: round(count * times) for reason, count in forwards.waits.items()})

@@ -12,9 +12,10 @@ from flowgrpo.cli.dry_run import summary
 from flowgrpo.config import load
 from flowgrpo.dry_run import estimate, fit, from_configs
 from flowgrpo.dry_run.estimate import dry_run
+from flowgrpo.dry_run.meta_gpu import Phase
 from flowgrpo.dry_run.repeats import Repeats
 from flowgrpo.errors import UserError
-from flowgrpo.gpus import BUS, CONTEXT, GIB, GPU, GPUS, SPARE
+from flowgrpo.gpus import BUS, CONTEXT, GIB, GPU, GPUS, GROWTH, HOST, LOADING, PLAN, SPARE
 from tests.helpers import tiny
 
 # All options of memory but quantised weights.
@@ -90,7 +91,7 @@ def test_epochs_that_are_drawn_ahead_cost_a_forward_pass_and_their_states(model)
                                         train__staleness=count)) for count in (0, 1, 3))
     assert [*one.phases] == [*three.phases] == ["encode", "rollout", "decode", "reward", "rescore", "update"]
     assert one.phases["rescore"].flops == three.phases["rescore"].flops == plain.phases["rollout"].flops * 5 / 6
-    assert one.seconds - plain.seconds == pytest.approx(one.phases["rescore"].seconds, rel=0.01)
+    assert one.seconds - plain.seconds == pytest.approx(one.taken("rescore"), rel=0.01)
     states = 4 * 4 * 6 * 4 * 8 * 8 * 2  # prompts, samples, recorded states, and bytes of one
     for name in plain.phases:
         waiting = (three.phases[name].allocated - one.phases[name].allocated) / 2
@@ -117,6 +118,50 @@ def test_text_encoders_come_once_whatever_the_number_of_prompts(model):
                 if getattr(encoders, name, None) is not None for p in getattr(encoders, name).parameters())
     assert many.fixed == few.fixed >= moved / BUS
     assert many.seconds - many.fixed == pytest.approx(2 * (few.seconds - few.fixed))
+
+
+def test_a_phase_takes_the_longer_of_gpu_and_host(model):
+    """A tiny model's kernels are short, so that the host's time to start them decides; of a slow GPU its own does."""
+    slow = GPU(1000.0, half=1e-6, single=1e-6, bandwidth=1.0)
+    one, other = (dry_run(config(model), each) for each in (GPUS["H100"], slow))
+    for name in ("rollout", "update"):
+        assert one.phases[name].taken == one.phases[name].kernels * HOST > one.phases[name].seconds
+        assert other.phases[name].taken == other.phases[name].seconds > other.phases[name].host
+    assert one.seconds == pytest.approx(sum(phase.taken for phase in one.phases.values()))
+
+
+def test_a_first_epoch_takes_longer_by_loading_plans_and_growth(model):
+    counts = dry_run(config(model))
+    plans = (counts.first - LOADING - GROWTH * counts.peak / 2**30) / PLAN
+    assert plans == pytest.approx(round(plans)) and 3 <= round(plans) <= 8  # forward, with a gradient, backward
+
+
+def test_states_that_are_kept_on_the_cpu_are_not_waited_for(model):
+    counts = dry_run(config(model, memory__states="cpu"))
+    waits = counts.phases["rollout"].waits
+    assert not [reason for reason in waits if reason.startswith("to the host: samplers/growth")]
+
+
+def test_measured_factors_of_a_card_and_a_pipeline_correct_its_phases_alone(tmp_path):
+    counts = estimate.Estimate({"rollout": Phase(seconds=10.0), "update": Phase(seconds=20.0)}, 0.0)
+    table = tmp_path / "measured.json"
+    table.write_text(json.dumps({"H100": {"StableDiffusionXLPipeline": {
+        "rollout": 1.5, "update": 1.25, "commit": "0123456789abcdef"}}}))
+    sdxl = "stabilityai/stable-diffusion-xl-base-1.0"
+    found = counts.corrected("NVIDIA H100", sdxl, table)
+    assert found.seconds == 40.0 and (found.taken("rollout"), found.taken("update")) == (15.0, 25.0)
+    assert found.basis == "computed, corrected by rollout 1.50, update 1.25 as measured on H100 at 01234567"
+    for gpu, model in (("4090", sdxl), ("H100", "black-forest-labs/FLUX.1-dev"), ("H100", "a/folder")):
+        other = counts.corrected(gpu, model, table)
+        assert other.seconds == 30.0 and other.basis == "computed, no measurement yet on this card"
+
+
+def test_the_packaged_factors_name_cards_phases_and_commits():
+    for card, pipelines in json.loads(estimate.MEASURED.read_text()).items():
+        for pipeline, found in pipelines.items():
+            factors = {name: value for name, value in found.items() if name in estimate.ORDER}
+            assert card in GPUS and pipeline.endswith("Pipeline") and len(found["commit"]) == 40
+            assert factors and all(0.5 < value < 10 for value in factors.values())
 
 
 def test_an_old_policy_is_there_once_and_not_once_a_prompt(model):
@@ -224,13 +269,15 @@ def recipe(model, tmp_path):
 def test_the_command_prints_phases_and_what_fits(recipe, capsys):
     assert main(["check", "--recipe", recipe, "--gpu", "h200", "--verbose"]) == 0
     page = capsys.readouterr().out
-    assert "rollout" in page and "3.7 GiB of reward models" in page and "computed, not measured" in page
+    assert "rollout" in page and "3.7 GiB of reward models" in page
+    assert ": computed, no measurement yet on this card; " in page
     assert "0 per rollout step" in page and "does not fit" not in page
     seconds = dry_run(load(recipe), GPUS["H200"]).seconds
     assert seconds > 1e-3 and f"{1000 * seconds:,.1f} of all 3,600,000 epochs" in page
 
 
-REPORT = {"peak": 16.83, "room": 22.04, "hours": 41.9, "processes": 1, "gpu": "4090", "above": [], "nearest": None}
+REPORT = {"peak": 16.83, "room": 22.04, "hours": 41.9, "processes": 1, "gpu": "4090", "above": [], "nearest": None,
+          "basis": "computed"}
 NEAREST = {"settings": {"train.checkpointing": True}, "peak": 19.0, "seconds": 61.4, "enough": True}
 
 
@@ -252,8 +299,24 @@ def test_the_command_says_it_first_and_the_rest_on_request(recipe, capsys):
     lines = capsys.readouterr().out.splitlines()
     peak, room = (number / 2**30 for number in (dry_run(load(recipe), GPUS["H200"]).peak, GPUS["H200"].room))
     assert lines[0].startswith(f"fits: {peak:.1f} of {room:.1f} GiB, ")
-    assert lines[0].endswith(" h on one H200 (computed)")
+    assert lines[0].endswith(" h on one H200 (computed, no measurement yet on this card)")
     assert lines[1:] == ["--verbose: memory and seconds by phase, and what is counted"]
+
+
+def test_the_command_shows_what_it_does_and_answers_from_a_cache_the_second_time(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    asked = ["check", "--recipe", recipe, "--gpu", "h200", "--verbose"]
+
+    def answer(*more: str) -> tuple[str, str]:
+        assert main([*asked, *more]) == 0
+        return capsys.readouterr()
+
+    first, again = answer(), answer()
+    assert first.err == "dry run on H200, up to two minutes\n" and again.err == "" and again.out == first.out
+    assert answer("--train.micro_batch=2").err == first.err  # another recipe
+    for file in (tmp_path / "cache" / "flowgrpo").iterdir():
+        file.write_text("{")
+    assert answer() == first
 
 
 def test_the_command_as_json_names_the_nearest_settings(recipe, model, capsys, monkeypatch):
