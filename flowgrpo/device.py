@@ -217,6 +217,23 @@ def queued(tensor: torch.Tensor, device: torch.device | str | None) -> torch.Ten
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def put_away(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the tensor on the device where it waits.
+
+    From a GPU to the CPU the copy goes into pinned memory and is queued: the GPU may read it again, the host only after
+    `arrived`.
+    """
+    if tensor.device.type != "cuda" or device.type != "cpu":
+        return tensor.to(device)
+    return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def arrived(device: torch.device) -> None:
+    """Wait until the host may read what was put away from a device."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def ran_out(error: BaseException) -> bool:
     """Return True for an error that says that memory ran out; for a CPU's torch has no class of its own."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or isinstance(error, RuntimeError) and (

@@ -91,7 +91,8 @@ class Trainer:
     def train_on(self, epoch: Epoch) -> dict[str, Any]:
         """Learn from an epoch whose parts have advantages; return its metrics."""
         if self.first_ratio.max_log_ratio is None or self.first_ratio.rescore:  # in a run's first epoch, as a rule
-            self.with_oom_retry(partial(self.first_ratio.check, epoch, self.rollouts, self.say), "update")
+            with self.clock("first_ratio"):
+                self.with_oom_retry(partial(self.first_ratio.check, epoch, self.rollouts, self.say), "update")
         epoch.weights = self.rollouts.step_weights(epoch.parts, self.epoch)
         self.extensions.on_credited(epoch)
         epoch.metrics |= self.learn(epoch)

@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from flowgrpo import device
-from flowgrpo.device import queued, rounded_products, without_cudnn_attention
+from flowgrpo.device import put_away, queued, rounded_products, without_cudnn_attention
 from flowgrpo.errors import UserError
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.scheduler import PolicyScheduler, Segment
@@ -47,6 +47,32 @@ def test_a_copy_is_queued(moved, copies):
     with Gpu() as gpu:
         moved()
     assert gpu.copies == [(True, True)] * copies
+
+
+class Away(TorchFunctionMode):
+    """Inside, a tensor is on a GPU by its device; what is copied to the CPU is noted as (pinned, queued)."""
+
+    def __init__(self, tensor):
+        super().__init__()
+        self.tensor, self.pinned, self.copies = tensor, False, []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function == torch.Tensor.device.__get__ and args[0] is self.tensor:
+            return torch.device("cuda")
+        if function is torch.empty_like:
+            self.pinned = kwargs.pop("pin_memory", False)
+        if function is torch.Tensor.copy_:
+            self.copies.append((self.pinned, kwargs.get("non_blocking", False)))
+        return function(*args, **kwargs)
+
+
+def test_a_copy_that_is_put_away_goes_into_pinned_memory_and_is_queued():
+    tensor = torch.arange(3.0)
+    with Away(tensor) as seen:
+        found = put_away(tensor, torch.device("cpu"))
+    assert seen.copies == [(True, True)] and torch.equal(found, tensor) and found is not tensor
+    assert put_away(tensor, torch.device("cpu")) is tensor
 
 
 def test_a_scheduler_that_announces_its_steps_waits_for_nothing():

@@ -18,7 +18,7 @@ import torch
 
 from flowgrpo import gaussian
 from flowgrpo.config.geometry import prompts_per_part
-from flowgrpo.device import queued
+from flowgrpo.device import arrived, put_away, queued
 from flowgrpo.samplers.denoiser import C, Denoiser
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
 from flowgrpo.samplers.scheduler import StepRecord, cat_known, noise_like
@@ -83,6 +83,8 @@ class Grower(Generic[C]):
         finals = tuple(end for end in ends if end is not None)
         transitions = tuple(self.recorder.taken[step] for step in exploration.schedule.trained)
         seeds = torch.tensor(self._seeds(prompts)).repeat_interleave(exploration.group // exploration.roots)
+        if self.policy.states != self.policy.device:
+            arrived(self.policy.device)
         return Part(groups, nodes.prompts, exploration, transitions, finals, seeds=seeds)
 
     def _begun(self, prompts: torch.Tensor, trunks: dict[int, Nodes]) -> tuple[Nodes, int]:
@@ -220,20 +222,21 @@ class Recorder:
         logp = torch.cat([record.logp[step] for record in records])[:, None]
         means, std = None, None
         if self.means:
-            means = torch.cat([record.transition[step].mean for record in records])[:, None].to(self.states)
+            means = torch.cat([record.transition[step].mean for record in records])[:, None]
+            means = put_away(means, self.states)
             std = records[0].transition[step].std.reshape(1)
         score = Scored(logp, torch.ones_like(logp, dtype=torch.bool), means, std)
         clean = None
         if self.predict is not None:
             first = torch.searchsorted(parent, torch.arange(len(x)))  # one transition of each state
             drawn = torch.cat([record.transition[step].mean for record in records])
-            clean = self.predict(x, drawn[first.to(drawn.device)], step).to(self.states)
+            clean = put_away(self.predict(x, drawn[first.to(drawn.device)], step), self.states)
         self.taken[step] = Transitions(step, before, prompts, parent, after, score, clean=clean)
 
     def _put(self, state: torch.Tensor) -> torch.Tensor:
         """Return the state on the device of recorded states; the last stored one is not copied again."""
         if self._stored is None or self._stored[0] is not state:
-            self._stored = state, state.to(self.states)
+            self._stored = state, state if state.device == self.states else put_away(state, self.states)
         return self._stored[1]
 
 

@@ -101,8 +101,10 @@ def update_average(average: dict[str, torch.Tensor], named: dict[str, torch.nn.P
 
     Of sharded parameters it holds this process's rows.
     """
-    for key, parameter in named.items():
-        average[key].lerp_(local(parameter).detach().to(average[key].device), 1 - decay)
+    kept = [average[key] for key in named]
+    if kept:  # one kernel for all on a GPU
+        torch._foreach_lerp_(kept, [local(parameter).detach().to(each.device) for each, parameter in
+                                    zip(kept, named.values(), strict=True)], 1 - decay)
 
 
 def make_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:

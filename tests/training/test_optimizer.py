@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flowgrpo.training.optimizer import update_average
 from tests.helpers import tiny
 
 
@@ -24,3 +25,13 @@ def test_a_step_takes_the_gradient_scaled_to_the_largest_norm(most):
     for parameter, gradient in zip(optimization.parameters, gradients, strict=True):
         torch.testing.assert_close(optimization.optimizer.state[parameter]["exp_avg"], factor * gradient,
                                    rtol=1e-4, atol=1e-7)
+
+
+def test_a_moving_average_is_that_of_each_weight():
+    generator = torch.Generator().manual_seed(0)
+    named = {name: torch.nn.Parameter(torch.randn(3, size, generator=generator)) for name, size in (("a", 2), ("b", 5))}
+    average = {name: torch.randn(parameter.shape, generator=generator) for name, parameter in named.items()}
+    expected = {name: value.clone().lerp_(named[name].detach(), 0.25) for name, value in average.items()}
+    update_average(average, named, 0.75)
+    assert all(torch.equal(average[name], expected[name]) for name in named)
+    update_average({}, {}, 0.75)

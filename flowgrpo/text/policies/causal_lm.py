@@ -18,6 +18,7 @@ from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.device import DTYPES, without_cudnn_attention
 from flowgrpo.errors import UserError
 from flowgrpo.policies.weights.checkpointing import recompute
+from flowgrpo.policies.weights.forwards import fuse_text_norms
 from flowgrpo.samplers.rollout import generators
 from flowgrpo.text.policies.load import cache_name, load_causal_lm, plain_generation, special_tokens
 from flowgrpo.text.policies.teacher import Teachers
@@ -61,6 +62,7 @@ class CausalLM:
                             f"{self.dtype}: load it with that dtype, or set precision")
         plain_generation(model, self.ends, self.padding)
         model.to(self.device).eval().requires_grad_(False)
+        fuse_text_norms(model, self.device)
         if adapter and adapter.targets == Adapter().targets:
             adapter = adapter.model_copy(update={"targets": present(model, TARGETS)})
         self.weights: Any = TextWeights(tokenizer, {"model": model}, adapter) if adapter else None

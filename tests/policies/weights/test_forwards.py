@@ -8,11 +8,12 @@ from diffusers.models.normalization import MochiRMSNorm, RMSNorm
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
+from flowgrpo.check.tiny import texts
 from flowgrpo.config.sections import Adapter
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.policies.weights.forwards import fuse_norms, without_casts
+from flowgrpo.policies.weights.forwards import fuse_norms, fuse_text_norms, without_casts
 from flowgrpo.policies.weights.trainable import lora_layers
-from tests.helpers import tiny
+from tests.helpers import tiny, tiny_text
 
 PROMPTS = ["red", "blue"]
 
@@ -114,6 +115,25 @@ def test_a_norm_whose_weight_has_another_dtype_answers_as_stock():
     stock = layer(x)
     assert fuse_norms(layer, torch.device("cuda")) == 1 and torch.equal(layer(x), stock)
     assert fuse_norms(RMSNorm(8, 1e-6, bias=True), torch.device("cuda")) == 0
+
+
+@pytest.mark.parametrize("name, count", [
+    ("LlamaForCausalLM", 5), ("MistralForCausalLM", 5), ("Qwen2ForCausalLM", 5), ("Qwen3ForCausalLM", 9),
+    ("Olmo2ForCausalLM", 9), ("SmolLM3ForCausalLM", 5), ("Gemma3ForCausalLM", 0)])
+def test_fused_norms_of_language_models_agree_with_stock_and_between_rollout_and_replay(name, count):
+    """Two layers with two norms each, the last, and Qwen3's of queries and keys; Gemma's adds 1 to its weight."""
+    model, tokenizer = texts.make(name)
+    with torch.no_grad():
+        for weight in (p for key, p in model.named_parameters() if "norm" in key):
+            weight.copy_(torch.rand(weight.shape, generator=torch.Generator().manual_seed(0)) + 0.5)
+        ids = torch.arange(3, 15)[None]
+        expected = model(ids).logits
+        assert fuse_text_norms(model, torch.device("cpu")) == 0
+        assert fuse_text_norms(model, torch.device("cuda")) == count
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
+    own = tiny_text.trainer(tiny_text.CausalLM(model, tokenizer, Adapter(rank=2), tiny_text.Text(max_tokens=6)))
+    own.run_epoch()
+    assert own.first_ratio.max_log_ratio <= 1e-5 and any(p.grad.any() for p in own.policy.weights.parameters())
 
 
 @pytest.mark.parametrize("adapter, casts", [({}, False), ({"dora": True}, True), ({"rank": 0}, True)])

@@ -455,6 +455,21 @@ def test_compiled_blocks_sample_and_replay_alike():
     assert compile_blocks(torch.nn.Linear(2, 2), backend="eager") == 1
 
 
+def test_compiled_blocks_that_recompute_have_the_same_gradient_and_are_compiled_once():
+    plain, policy, plan = seeded(), seeded(), dataclasses.replace(PLAN, roots=4)
+    first_log_ratio(plain, rollout(plain, plan=plan))
+    policy.compiled = True
+    compile_blocks(policy.denoisers["transformer"], backend="eager")
+    policy.checkpoint(1.0)
+    assert first_log_ratio(policy, rollout(policy, plan=plan)) <= 1e-6
+    for own, other in zip(policy.weights.parameters(), plain.weights.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=1e-5)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for _ in range(2):
+        assert first_log_ratio(policy, rollout(policy, plan=plan)) <= 1e-6
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0
+
+
 def seeded():
     """A policy whose LoRA is the same every time."""
     torch.manual_seed(0)
