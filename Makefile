@@ -25,6 +25,8 @@ SLURM := $(and $(wildcard /usr/sbin/slurmctld),$(wildcard /usr/sbin/munged))
 # Judges are asked where the packages of `transformers serve` are installed.
 PACKAGES = $(VENV)/lib/python3*/site-packages
 SERVERS = $(and $(wildcard $(PACKAGES)/fastapi),$(wildcard $(PACKAGES)/openai))
+# Request classes of SGLang's wheel, where it can be fetched: unpacked without the packages that it needs to serve.
+export FLOWGRPO_SGLANG := $(VENV)/sglang
 
 .PHONY: demo test test-all lint fuzz docs lock ends
 demo: $(VENV)/installed
@@ -34,7 +36,10 @@ test: $(VENV)/tested
 	$(PYTEST) --tier fast
 
 test-all: $(VENV)/tested-all
-	$(PYTEST) tests $(if $(CHROMIUM),tests/browser) $(if $(SLURM),tests/slurm) $(if $(SERVERS),tests/servers)
+	-test -d $(FLOWGRPO_SGLANG) || $(BIN)/python -m pip install --quiet --no-deps --target $(FLOWGRPO_SGLANG) sglang==0.5.23
+	$(PYTEST) tests $(if $(CHROMIUM),tests/browser) $(if $(SLURM),tests/slurm) $(if $(SERVERS),tests/servers) \
+	    $$(test -d $(FLOWGRPO_SGLANG)/sglang && echo tests/sglang)
+	@test -d $(FLOWGRPO_SGLANG)/sglang || echo "SGLang's wheel could not be fetched, so tests/sglang did not run"
 	$(if $(CHROMIUM),,@echo "no Chromium was found, so tests/browser did not run (Debian: apt-get install chromium)")
 	$(if $(SLURM),,@echo "no Slurm was found, so tests/slurm did not run (Debian: apt-get install slurm-wlm munge)")
 	$(if $(SERVERS),,@echo "no transformers serve was found, so tests/servers did not run ($(BIN)/python -m pip install 'transformers[serving]')")
