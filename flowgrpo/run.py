@@ -112,7 +112,7 @@ def _run(ready: Ready, trainer: Trainer, listed: str | None) -> dict[str, Any]:
             tracker.log_held_out(ready.accelerator, summary["after"], trainer.epoch)
         endings.export_for_comfyui(trainer, folder)
         tracker.show(ready.accelerator, folder, trainer.epoch, "after", "best", "worst")
-        return summary
+        return endings.of_all(trainer, summary)
 
 
 def align(model: Any = OMITTED, rewards: Rewards | Omitted = OMITTED, prompts: Prompts | Omitted = OMITTED,

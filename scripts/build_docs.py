@@ -312,7 +312,7 @@ COMMANDS_HEAD = """# Commands
 
 `RUN` is a run's folder, one of its checkpoints (`RUN/checkpoints/epoch-00050`, or `RUN --epoch 50`), or
 `hub:OWNER/NAME`. `MODEL` is `starter`, a folder, a file, a hub id or a run. A mistake is one line and exit code 2.
-A run that went through its epochs and trained nothing has exit code 3; an interrupt 130.
+A run that went through its epochs and trained nothing has exit code 3, on every process; an interrupt 130.
 Defaults are in brackets; an option without one is off, or of `train` the recipe's. `flowgrpo COMMAND --help` says more.
 
 """

@@ -12,6 +12,7 @@ from typer.core import TyperCommand
 
 from flowgrpo.cli.options import Trusted
 from flowgrpo.cli.root import TRAIN, app
+from flowgrpo.distributed import launchers
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import line
 
@@ -98,10 +99,12 @@ def _run(settings: Any, resume: bool | Literal["auto"]) -> int:
     announce(settings)
     from flowgrpo.run import run
 
-    trained = run(settings, resume=resume).get("trained")  # of the first process
-    if not (trained and trained["nothing"]):
+    trained = run(settings, resume=resume)["trained"]
+    if not trained["nothing"]:
         return 0
-    print(f"flowgrpo: {line(trained['said'][0])}", file=sys.stderr)
+    launchers.let_the_first_speak()
+    for sentence in trained["said"][:1]:  # of the first process
+        print(f"flowgrpo: {line(sentence)}", file=sys.stderr)
     return UNTRAINED
 
 

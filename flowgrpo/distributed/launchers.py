@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, MutableMapping
@@ -116,7 +117,7 @@ def _of_sizes(environment: Mapping[str, str], fsdp: bool) -> dict[str, Any]:
 
 
 def main(command: list[str]) -> int:
-    """Run `torchrun` or `accelerate launch` with its arguments, without torch's log and traceback at its end.
+    """Run `torchrun` or `accelerate launch` with its arguments, without a log and traceback of theirs at its end.
 
     Returns 0; 130 after a signal, which is passed on to the processes; else the exit code of the first that failed.
     """
@@ -144,9 +145,9 @@ def main(command: list[str]) -> int:
         return 130
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode < 0:
-            _say(f"process {rank} was killed by {signal.Signals(-failure.exitcode).name}")
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        return _code(failure.exitcode, f"process {rank}")
+    except subprocess.CalledProcessError as error:  # accelerate's, of a single process
+        return _code(error.returncode, "the process")
     except (DistError, ConnectionError, UserError) as error:
         _say(str(error))
         return 2
@@ -158,6 +159,13 @@ def let_the_first_speak() -> None:
     first one, which has the same error as a rule, has printed it."""
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0":
         time.sleep(FIRST)
+
+
+def _code(code: int, who: str) -> int:
+    """Return the exit code for that of a process, which is printed if a signal killed it. who: the process."""
+    if code < 0:
+        _say(f"{who} was killed by {signal.Signals(-code).name}")
+    return code if code > 0 else 128 - code
 
 
 def _ignore() -> None:

@@ -151,3 +151,10 @@ def export_for_comfyui(trainer: Run, folder: Path) -> None:
 
     if trainer.processes.first and (told := for_comfyui(trainer.config, folder, trainer.policy)):
         print(told, flush=True)
+
+
+def of_all(trainer: Run, summary: dict[str, Any]) -> dict[str, Any]:
+    """Return the summary when the first process has written everything; every process then knows whether nothing was
+    trained (`trained.nothing`), and the first alone has the sentences (`trained.said`)."""
+    trained = summary.get("trained", {"said": []})
+    return summary | {"trained": trained | {"nothing": trainer.processes.any(trained.get("nothing", False))}}

@@ -168,9 +168,23 @@ def test_two_processes_that_accelerate_configured_train_as_one(case, tmp_path):
 
 
 @pytest.mark.parametrize("program, code, told", [
-    ("exit 0", 0, ""), ("exit 2", 2, ""),
+    ("exit 0", 0, ""), ("exit 2", 2, ""), ("exit 3", 3, ""), ("kill -KILL $$", 137,
+                                                             "flowgrpo: error: the process was killed by SIGKILL\n")])
+def test_a_launcher_of_one_process_ends_without_a_traceback(program, code, told):
+    launcher = Forked(launchers.main, ["accelerate", "launch", "--cpu", "--num_processes", "1", "--no_python", "bash",
+                                       "-c", program])
+    try:
+        assert (launcher.wait(60), launcher.streams()[1].splitlines()[-1:]) == (code, told.splitlines())
+        assert "Traceback" not in launcher.streams()[1]
+    finally:
+        launcher.kill()
+
+
+@pytest.mark.parametrize("program, code, told", [
+    ("exit 0", 0, ""), ("exit 2", 2, ""), ("exit 3", 3, ""),
     ("kill -KILL $$$$", 137, "flowgrpo: error: process 0 was killed by SIGKILL\n"),
-    ("trap 'exit 130' TERM; kill -TERM $PPID; sleep 60 & wait", 130, "")], ids=["done", "error", "killed", "stopped"])
+    ("trap 'exit 130' TERM; kill -TERM $PPID; sleep 60 & wait", 130, "")],
+    ids=["done", "error", "untrained", "killed", "stopped"])
 def test_a_launcher_ends_without_a_traceback(program, code, told):
     """The processes print why they end. torch replaces $$ by $."""
     launcher = Forked(launchers.main, ["torchrun", "--nproc_per_node", "1", "--master_port", free_ports(1)[0],

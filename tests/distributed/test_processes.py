@@ -22,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from flowgrpo.cli import main
+from flowgrpo.cli.train import UNTRAINED
 from flowgrpo.config import load
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt
@@ -74,6 +75,9 @@ def red(images, prompts):
 
 def short(images, prompts):
     return [0.5]
+
+def same(images, prompts):
+    return [0.5] * len(prompts)
 '''
 
 
@@ -144,6 +148,9 @@ def one_of_two(folder: Path) -> None:
     found["resumed"] = main([*arguments(folder, "two"), "--resume"])
     join_anew(os.environ["FOURTH_PORT"])
     found["refused"] = main([*arguments(folder, "refused"), f"--reward={folder}/reward.py:short"])
+    join_anew(os.environ["FIFTH_PORT"])
+    found["untrained"] = main([*arguments(folder, "untrained"), f"--reward={folder}/reward.py:same",
+                               "--train.epochs=1", "--train.warmup=0", "--eval.every=0", "--tracker=none"])
     (own / "found.json").write_text(json.dumps(found))
 
 
@@ -180,7 +187,7 @@ def recipe(folder: Path) -> None:
 
 def launch(folder: Path) -> list[tuple[str, str]]:
     """Run `one_of_two` in two processes; what each wrote to its two streams."""
-    ports = dict(zip(("MASTER_PORT", "SECOND_PORT", "THIRD_PORT", "FOURTH_PORT"), free_ports(4)))
+    ports = dict(zip(("MASTER_PORT", "SECOND_PORT", "THIRD_PORT", "FOURTH_PORT", "FIFTH_PORT"), free_ports(5)))
     launched = [Forked(one_of_two, folder, **ports, MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1", WORLD_SIZE="2",
                        LOCAL_WORLD_SIZE="2", RANK=rank, LOCAL_RANK=rank) for rank in "01"]
     try:
@@ -286,6 +293,12 @@ def test_a_broken_reward_ends_both_with_one_line(folder, found):
     (_, first), (_, second) = json.loads((folder / "said.json").read_text())
     assert first.count("flowgrpo: error:") == 1 and "flowgrpo: error:" not in second
     assert "reward.py:short' returned 1 values: expected 2 numbers, one per sample" in first
+
+
+def test_a_run_that_trained_nothing_ends_both_with_the_same_code(folder, found):
+    assert [each["untrained"] for each in found] == [UNTRAINED, UNTRAINED]
+    (_, first), (_, second) = json.loads((folder / "said.json").read_text())
+    assert "flowgrpo: Nothing was trained in 1 epoch" in first and "Nothing was trained" not in second
 
 
 def test_only_the_first_process_speaks_and_writes(folder):
