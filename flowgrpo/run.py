@@ -131,8 +131,8 @@ def align(model: Any = OMITTED, rewards: Rewards | Omitted = OMITTED, prompts: P
     recipe: a YAML file or a packaged name, such as "starter": the base, of which all other arguments change keys.
         Without it a model is needed, and the others are `scene_graded`, `starter` and `mix_grpo`, of a language
         model `grpo`.
-    trust: let a recipe that is neither packaged nor below the working folder execute code, read keys and reach
-        addresses.
+    trust: let a recipe that is neither packaged nor below the working folder execute code, read keys, reach addresses
+        and write elsewhere.
     resume: resume from the last checkpoint of the run of that `name`; the other arguments are given again. "auto":
         begin if there is no such run.
     options: configuration keys, sections as dictionaries, such as `train={"epochs": 50}`.

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo.errors import UserError
+from flowgrpo.files import at_home
 
 FLAG = "--trust-run"
 RECIPE_FLAG = "--trust"
 KEYS = {"key_env": "the key in", "token_file": "the token of the file"}  # arguments of rewards that send a secret
+# Keys of folders that a run writes, and of files that a reward reads and may write.
+WRITTEN = {"output": "writes to", "cache": "writes to", "rollout.folder": "writes to", "file": "uses the file"}
 _FILE = re.compile(r"(.+\.py):")
 # Rewards that execute code of prompts' metadata or of completions.
 _EXECUTING = ("code_run",)
@@ -76,8 +79,8 @@ def remote_code(allowed: bool, run: Path) -> bool:
 
 
 def require_own(recipe: object, values: Mapping[str, Any], given: Iterable[str], flag: str | None) -> None:
-    """Raise UserError if a recipe from elsewhere executes code, sends anything to an address, or reads a key or a
-    token.
+    """Raise UserError if a recipe from elsewhere executes code, sends anything to an address, reads a key or a token,
+    or writes outside of the working folder.
 
     recipe: its file. values: its keys, with `given`, the dotted ones of the command line, in place. flag: the command's
     option that allows it.
@@ -107,6 +110,9 @@ def _reaches(value: object, path: str = "", key: object = "") -> Iterator[tuple[
         yield path, f"sends {KEYS[str(key)]} {value} ({path})"
     elif isinstance(value, str):
         yield from _of_text(value, path)
+        does = WRITTEN.get(path, WRITTEN.get(str(key)))
+        if does and not Path(at_home(value)).resolve().is_relative_to(Path.cwd()):
+            yield path, f"{does} {value} ({path})"
 
 
 def _of_text(text: str, path: str) -> Iterator[tuple[str, str]]:

@@ -277,6 +277,11 @@ RECIPES: dict[str, dict[str, Any]] = {
     "a method's file": {"method": "mix_grpo+rewards.py:constant"},
     "code_run": {"reward": {"code_run": {"args": {"accept_risk": True}}}},
     "a model's code": {"trust_remote_code": True},
+    "an output": {"output": "/etc/cron.d"},
+    "an output above": {"output": "runs/../../x"},
+    "an output at home": {"output": "~/.config/autostart"},
+    "a cache": {"cache": "/var/tmp/c"},
+    "an engine's folder": {"rollout": {"folder": "~/x"}},
 }
 FOREIGN = {f"elsewhere: {name}": ["train", f"{ELSEWHERE}/{name}.yaml"] for name in RECIPES} | {
     "elsewhere: check": ["check", f"{ELSEWHERE}/a key.yaml"],

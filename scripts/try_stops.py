@@ -171,7 +171,7 @@ def until(holds: Callable[[], bool], process: subprocess.Popen[bytes], log: Path
 def measured(case: Case, folder: Path, addresses: dict[str, str]) -> Result:
     """Run a case."""
     recipe(case, folder, addresses)
-    command = case.command or ("train", "{folder}/recipe.yaml", *case.options)
+    command = case.command or ("train", "{folder}/recipe.yaml", "--trust", *case.options)
     log = folder / "log"
     with log.open("w") as file:
         process = subprocess.Popen([sys.executable, "-m", "flowgrpo", *(word.format(**addresses) for word in command)],

@@ -21,7 +21,7 @@ LORA = f"A finished run's folder or checkpoint; a LoRA's folder or .safetensors 
 TRUST = "Execute code that the run's recipe names: FILE.py:NAME of rewards, methods and parts, trust_remote_code, " \
         "and rewards with an address. Without: only what this command line names."
 Trusted = Annotated[bool, typer.Option(trust.RECIPE_FLAG, help="Let a recipe that is neither packaged nor below the "
-                                       "working folder execute code, read keys and reach addresses.")]
+                                       "working folder execute code, read keys, reach addresses and write elsewhere.")]
 RLG = "Sample with base + W * (tuned - base): 0 the base, 1 the tuned model, above 1 beyond it (RLG). Other weights " \
       "run the denoiser twice as often."
 BEST_OF = "Generate N for each kept sample, and keep the one that --by scores highest."

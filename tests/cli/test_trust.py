@@ -181,10 +181,21 @@ def from_elsewhere(folder, **values):
     ({"method": "mix_grpo+mine.py:changed"}, "executes code (mix_grpo+mine.py:changed)"),
     ({"reward": {"code_run": 1.0}}, "executes code (code_run)"),
     ({"trust_remote_code": True}, "runs code that comes with a model (trust_remote_code)"),
+    ({"output": "/etc/cron.d"}, "writes to /etc/cron.d (output)"),
+    ({"output": "../given"}, "writes to ../given (output)"),
+    ({"output": "runs/../../x"}, "writes to runs/../../x (output)"),
+    ({"output": "linked/x"}, "writes to linked/x (output)"),
+    ({"output": "~/.config/autostart"}, "writes to ~/.config/autostart (output)"),
+    ({"reward": {"judge": {"args": {"writer": {"model": "m"}, "file": "~/.profile"}}}},
+     "uses the file ~/.profile (reward.judge.args.file)"),
+    ({"cache": "/var/tmp/c"}, "writes to /var/tmp/c (cache)"),
+    ({"rollout": {"folder": "~root/loras"}}, "writes to ~root/loras (rollout.folder)"),
+    ({"phases": [{"at": 0.5, "set": {"rollout.folder": "/srv"}}]}, "writes to /srv (phases.0.set.rollout.folder)"),
 ])
 def test_a_recipe_from_elsewhere_reaches_out_only_where_it_is_trusted(values, does, tmp_path, monkeypatch):
     given = from_elsewhere(tmp_path / "given", **values)
     (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "linked").symlink_to(tmp_path / "given")
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(UserError) as caught:
         parse.load(given, trusted=False)
@@ -195,6 +206,15 @@ def test_a_recipe_from_elsewhere_reaches_out_only_where_it_is_trusted(values, do
     assert parse.load(given, trusted=True)
     monkeypatch.chdir(tmp_path)  # which holds it
     assert parse.load(given, trusted=False)
+
+
+@pytest.mark.parametrize("values", [{}, {"output": "runs"}, {"output": "./a/../b", "cache": "c"}, {"output": "..x/~"}])
+def test_a_recipe_from_elsewhere_may_write_below_the_working_folder(values, tmp_path, monkeypatch):
+    given = from_elsewhere(tmp_path / "given", **values)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert parse.load(given, trusted=False).output == values.get("output", "runs")
+    assert parse.load(given, {"output": str(tmp_path)}, trusted=False).output == str(tmp_path)  # of the command line
 
 
 def test_what_the_command_line_names_is_its_own(tmp_path, monkeypatch):
@@ -216,8 +236,8 @@ def test_commands_refuse_it_in_a_line(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path / "here")
     [line] = said(capsys, *command, given, code=2).splitlines()
     assert line == (f"flowgrpo: error: {given} sends the key in HF_TOKEN (reward.e.args.key_env); sends samples to "
-                    "http://there:1/x: it is neither packaged nor below the working folder, so it may not: read it, "
-                    "and --trust (from Python: trust=True) lets it")
+                    f"http://there:1/x; writes to {tmp_path}/cache (cache): it is neither packaged nor below the "
+                    "working folder, so it may not: read it, and --trust (from Python: trust=True) lets it")
     with pytest.raises(UserError, match="sends the key in HF_TOKEN"):
         flowgrpo.align(recipe=given)
     with pytest.raises(UserError, match="copy it below the working folder"):
