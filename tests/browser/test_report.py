@@ -98,6 +98,28 @@ def test_a_chart_tells_its_values(page):
     assert at.inner_text() in ("epoch 30", "epoch 31")
 
 
+VALUES = {"memory/host": (1.43e9, 1.47e9), "huge": (2.8e12, 2.8003e12), "tiny": (1e-9, 1.2e-9), "one": (1e300, 1e300),
+          "below": (-123456.0, -123455.9), "fine": (0.1234561, 0.1234562), "wide": (-1e6, 9e6)}
+
+
+def test_labels_of_axes_are_whole_and_differ(browser, tmp_path):
+    run = make_run(tmp_path / "run", epochs=2)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(
+        json.dumps(line | {name: both[place] for name, both in VALUES.items()}) + "\n"
+        for place, line in enumerate(lines)))
+    report.write(run)
+    with opened(browser, (run / "report.html").as_uri(), PHONE) as page:
+        page.locator("details").evaluate_all("all => all.forEach(each => { each.open = true; })")
+        for name in [*VALUES][1:] + ["Peak memory"]:
+            chart = page.locator("figure.chart", has=page.locator(f"h3[title='{name}']"))
+            axis = chart.locator("svg text[text-anchor=end]")
+            told = axis.all_text_contents()
+            assert len(told) > 1 and len({*told}) == len(told), (name, told)
+            assert min(axis.evaluate_all("all => all.map(each => each.getBBox().x)")) >= 0, (name, told)
+        assert [text for text in told if text in ("1.43", "1.44")], told  # of the last, in GB
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
 def test_it_fits_the_screen(browser, run, size, scheme):

@@ -164,6 +164,7 @@ GATHERED = (
     ("Violations of the limits", "mean reward beyond its limit; below 0 where it is kept", r"limit/(.+)/violation"),
     ("Failed samples per reward", "left out of their groups", r"reward/(.+)/failed"),
     ("Seconds per phase", "of an epoch", r"seconds/(.+)"),
+    ("Peak memory", "of this process in {unit}", r"memory/(.+)"),
 )
 ALONE = {"clip_fraction": ("Clip fraction", "share of the decisions that the clip cut"),
          "log_ratio_max": ("Largest |log ratio|", "of an epoch"), "grad_norm": ("Gradient norm", "before clipping"),
@@ -173,7 +174,15 @@ ALONE = {"clip_fraction": ("Clip fraction", "share of the decisions that the cli
          "trained_updates": ("Updates", "of an epoch, with a gradient"),
          "guard/returns": ("Returns to good weights", "so far: see docs/reward_hacking.md"),
          "frontier/epoch": ("Epoch of the kept weights", "before reward hacking: see docs/reward_hacking.md"),
-         "skipped_updates": ("Skipped updates", "so far: the gradient was not finite")}
+         "skipped_updates": ("Skipped updates", "so far: the gradient was not finite"),
+         "step_size/rate": ("Learning rate", "found by train.lr: auto"),
+         "step_size/moved": ("Change of the samples by an update", "over the rest of the schedule"),
+         "step_size/floor": ("Change of the samples by rounding", "over the rest of the schedule"),
+         "samples_per_second": ("Samples per second", "of all processes"),
+         "evaluations_per_second": ("Evaluations per second", "rows through the network, of all processes"),
+         "mfu": ("Share of the peak FLOP/s", "of the GPU"),
+         "threads": ("Threads", "of the processor")}
+BYTES = ("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)
 PLAIN = ("epoch", "evaluations", "seconds")  # axes, not diagnostics; every line has them
 
 
@@ -181,13 +190,15 @@ def charts(config: Config, lines: list[dict[str, Any]], stages: list[dict[str, A
            ranges: dict[str, list[float | None]]) -> list[dict[str, Any]]:
     """Return a chart for every reward and every diagnostic: {title, note, kind, series}, of a reward also its `range`.
 
-    A series is {label} with the `key` of a metric, optionally its deviation's key as `band`, or with x and y.
+    A series is {label} with the `key` of a metric, optionally its deviation's key as `band` and the `size` of the
+    chart's unit, or with x and y.
     """
     reward_charts = [_reward(config, name, lines, stages) | {"range": ranges.get(name) or _seen_range(name, stages)}
                      for name in (config.trained | config.watched)]
     rest = [key for key in columns(lines) if key not in PLAIN
             and not re.fullmatch(r"reward/.+/(mean|std)|held_out/.+", key)]
     gathered = [_gathered(title, note, pattern, rest, lines) for title, note, pattern in GATHERED]
+    gathered = [_in_bytes(chart, lines) if "{unit}" in chart["note"] else chart for chart in gathered]
     alone = [key for key in rest if not any(re.fullmatch(pattern, key) for _, _, pattern in GATHERED)
              and any(isinstance(line.get(key), (int, float)) for line in lines)]
     single = [{"title": title, "note": note, "kind": "lines", "series": [{"label": key, "key": key}]}
@@ -218,6 +229,14 @@ def _gathered(title: str, note: str, pattern: str, keys: list[str], lines: list[
     return {"title": title, "note": note, "kind": "steps" if "step" in pattern else "lines",
             "series": [{"label": label, "key": key}
                        for label, key in sorted(curves, key=lambda pair: _natural(pair[0]))]}
+
+
+def _in_bytes(chart: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a chart of bytes in the largest unit that its largest value reaches."""
+    values = [line.get(series["key"]) or 0 for series in chart["series"] for line in lines]
+    unit, size = next((each for each in BYTES if max(values, default=0) >= each[1]), BYTES[-1])
+    return chart | {"note": chart["note"].format(unit=unit),
+                    "series": [series | {"size": size} for series in chart["series"]]}
 
 
 def _natural(label: str) -> tuple[str, int]:

@@ -160,6 +160,16 @@ def test_diagnostics_that_are_always_zero_are_named_in_place_of_a_chart(tmp_path
     assert not {"Clip fraction", "Zero-variance groups"} & {chart["title"] for chart in found["charts"]}
 
 
+@pytest.mark.parametrize("most, unit, size", [(0, "B", 1), (999, "B", 1), (1000, "kB", 1e3), (1.43e9, "GB", 1e9),
+                                              (80e9, "GB", 1e9), (9.9e11, "GB", 1e9), (3e12, "TB", 1e12)])
+def test_memory_is_shown_in_its_unit(most, unit, size):
+    lines = [{"epoch": 1, "memory/allocated": most / 2, "memory/reserved": most}, {"epoch": 2, "memory/reserved": None}]
+    [chart] = report.charts(validate({}), lines, [], {})
+    assert chart == {"title": "Peak memory", "note": f"of this process in {unit}", "kind": "lines", "series": [
+        {"label": "allocated", "key": "memory/allocated", "size": size},
+        {"label": "reserved", "key": "memory/reserved", "size": size}]}
+
+
 def test_a_chart_knows_the_range_of_its_score(tmp_path):
     """Known from the reward itself, or from all held-out scores."""
     run = make_run(tmp_path / "run")
