@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from types import SimpleNamespace
@@ -9,8 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from flowgrpo import rewards
+from flowgrpo.cli import main
 from flowgrpo.config import validate
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.data.prompts import Prompt
@@ -127,3 +130,44 @@ def test_structure_of_large_images_is_averaged_first():
     (torch.zeros(1, 3, 10, 12), torch.zeros(1, 3, 10, 12)), (torch.zeros(1, 3, 12, 12), torch.zeros(2, 3, 12, 12))])
 def test_there_is_no_structure_of_texts_clips_or_small_images(base, tuned):
     assert structure(base, tuned) is None
+
+
+REWARDS = '''
+def bright(images):
+    return images.mean((1, 2, 3))
+
+seen = {}
+
+def fits(images, prompts):
+    """1 for an image under the first prompt with which it came."""
+    return [float(seen.setdefault(image.numpy().tobytes(), prompt) == prompt) + 0.1 * float(image.mean())
+            for image, prompt in zip(images, prompts)]
+'''
+
+
+def test_a_run_says_which_reward_does_not_read_the_prompt_and_how_like_the_bases_its_images_are(
+        tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "prompts.txt").write_text("".join(f"{count} {thing}\n" for count in "abc" for thing in (
+        "star", "circle", "square", "cross")))
+    assert main(["train", "starter", "--reward={rewards.py:bright: 1, rewards.py:fits: 1}", "--prompts=prompts.txt",
+                 "--held_out=8", "--train.epochs=1", "--train.prompts=1", "--train.group=4", "--train.steps=4",
+                 "--train.updates=1", "--train.lr=1e-2", "--method=mix_grpo", "--parts={plan: {size: 1}}",
+                 "--eval.steps=2", "--eval.prompts=8", "--eval.grid=8", "--eval.rewards=[]", "--tracker=none",
+                 "--output=runs", "--precision=fp32"]) == 0
+    run, out = tmp_path / "runs" / "starter", capsys.readouterr().out
+    said = "reward 'rewards.py:bright' does not read the prompt: 8 images have the same scores under other prompts"
+    assert [line for line in out.splitlines() if "under other prompts" in line] == [said, f"R{said[1:]}."]
+    base = json.loads((run / "before.json").read_text())
+    assert base["shuffled"]["rewards.py:bright"] == base["scores"]["rewards.py:bright"]
+    assert base["shuffled"]["rewards.py:fits"] == pytest.approx(
+        [score - 1 for score in base["scores"]["rewards.py:fits"]])
+    before, after = (torch.stack([torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1) / 255
+                                  for file in sorted((run / when).glob("[0-9]*.png"))]) for when in ("before", "after"))
+    found = json.loads((run / "summary.json").read_text())["structure"]
+    assert found == {"ssim": pytest.approx(structure(before, after)["ssim"], abs=1e-6), "images": 8}
+    assert found["ssim"] < 0.999
+    kept = f"have kept {found['ssim']:.2f} of the base's structure (SSIM of the same prompts and seeds, 8 images)."
+    page = (run / "report.html").read_text()
+    assert kept in out and kept in page and f"R{said[1:]}." in page
