@@ -10,13 +10,14 @@ LONGEST = 4000  # characters of an error; a longer one loses its middle
 COMPARED = 200  # characters of a word that are compared with others
 # Control characters, line ends, changes of a text's direction, and halves of surrogate pairs.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object in memory, in its repr
 
 
 class UserError(ValueError):
     """One line with what was got, what was expected and the fix.
 
-    Line ends become spaces, and control characters are written out, such as \\x1b. Of a text of more than LONGEST
-    characters the middle is left out.
+    Line ends become spaces, control characters are written out, such as \\x1b, and addresses in memory are left out. Of
+    a text of more than LONGEST characters the middle is left out.
     """
 
     def __init__(self, text: object = "") -> None:
@@ -30,6 +31,7 @@ class NotFinite(UserError):
 def _one_line(text: str) -> str:
     if len(text) > LONGEST:
         text = f"{text[:LONGEST * 2 // 3]} [...] {text[-LONGEST // 4:]}"
+    text = _ADDRESS.sub("", text)
     return _CONTROL.sub(lambda match: " " if match[0] in "\n\r\t" else ascii(match[0])[1:-1], text)
 
 

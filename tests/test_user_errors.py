@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flowgrpo.cli import main
+from flowgrpo.errors import UserError
 from flowgrpo.storage import checkpoint
 from tests.helpers import tiny
 
@@ -274,3 +275,8 @@ def test_an_interrupted_evaluation_says_how_it_goes_on(tmp_path, capsys):
     file.write_text("raise KeyboardInterrupt\n")
     assert main(["eval", "starter", "--suite=starter", f"--rewards={file}:f", f"--output={out}"]) == 130
     assert f"flowgrpo: interrupted; the same command continues with what is in {out}" in capsys.readouterr().err
+
+
+def test_a_message_has_no_addresses_in_memory():
+    assert str(UserError(f"got {object()!r}, expected {(lambda: 0)!r} at 5")) == (
+        "got <object object>, expected <function test_a_message_has_no_addresses_in_memory.<locals>.<lambda>> at 5")
