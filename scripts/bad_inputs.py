@@ -171,13 +171,13 @@ COMMANDS: dict[str, list[str]] = {
     "broken checkpoint": train("--resume", "--name=broken"),
     "empty model folder": train("--model=hollow"),
     "export unfinished": ["export", "runs/unfinished"],
-    "score broken": ["score", "sharpness", "broken.png"],
-    "score missing": ["score", "sharpness", "nowhere.png"],
+    "score broken": ["reward", "score", "sharpness", "broken.png"],
+    "score missing": ["reward", "score", "sharpness", "nowhere.png"],
     "report on a file": ["report", "afile"],
-    "bad port": ["serve-reward", "sharpness", "--port", "99999"],
+    "bad port": ["reward", "serve", "sharpness", "--port", "99999"],
     "unknown suite": ["eval", "starter", "--suite", "nope", "--output", "e", "--rewards", "scene"],
     "unknown reward": ["eval", "starter", "--suite", "starter", "--output", "e", "--rewards", "nope"],
-    "train-reward, empty": ["train-reward", "empty.txt", "--output", "rw"],
+    "train-reward, empty": ["reward", "train", "empty.txt", "--output", "rw"],
 }
 
 # Not among the mistakes that three users tried.
@@ -250,11 +250,11 @@ NEW: dict[str, list[str]] = {
     "report, no run": ["report", "runs/nope"],
     "check, class misspelt": ["check", "StableDiffusion3Pipelin"],
     "check, no such model": ["check", "./nope"],
-    "pairs without pictures": ["train-reward", "pairs.jsonl", "--output", "rw"],
-    "pairs, unknown key": ["train-reward", "pairs_key.jsonl", "--output", "rw"],
-    "score, no reward": ["score", "nope", "broken.png"],
-    "score, wrong args": ["score", "sharpness", "zero.png", "--args", "{nope: 1}"],
-    "serve, no reward": ["serve-reward", "nope", "--port", "0"],
+    "pairs without pictures": ["reward", "train", "pairs.jsonl", "--output", "rw"],
+    "pairs, unknown key": ["reward", "train", "pairs_key.jsonl", "--output", "rw"],
+    "score, no reward": ["reward", "score", "nope", "broken.png"],
+    "score, wrong args": ["reward", "score", "sharpness", "zero.png", "--args", "{nope: 1}"],
+    "serve, no reward": ["reward", "serve", "nope", "--port", "0"],
 }
 
 # Right, however unusual: they end with exit code 0.
