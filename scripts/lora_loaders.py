@@ -1,11 +1,11 @@
 """Load the LoRA files of tiny models of every family by the loaders of other programs, and compare what they add.
 
-    python scripts/lora_loaders.py --comfyui DIR --kohya DIR --ai-toolkit DIR --sglang DIR
+    python scripts/lora_loaders.py --comfyui DIR --kohya DIR --ai-toolkit DIR --sglang DIR [--family NAME ...]
 
 DIR: clones of ComfyUI, kohya's sd-scripts and ai-toolkit, and a folder with the package sglang. `--python` names an
 interpreter that has their requirements; `--names tests/export/names.json` writes the layers' names for the tests.
-Prints a Markdown table: per family and program, for the run's own file and its exports, how many keys are unmatched and
-the change relative to peft's (1: the same).
+Prints the commit of each, of a folder without git that in DIR.commit, and a Markdown table: per family and program, for
+the run's own file and its exports, how many keys are unmatched and the change relative to peft's (1: the same).
 
 Sizes are tiny and weights random (seed 0). ComfyUI's layers are those of its own classes; which part of a fused layer a
 layer of diffusers is comes from ComfyUI's own maps, or from the converters of diffusers.
@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
+import dataclasses
+import importlib.metadata
 import json
 import logging
 import subprocess
@@ -397,8 +398,8 @@ def kohya_network(facts: dict[str, Any]) -> tuple[Any, Any] | None:
 
             return network, sd3_models.MMDiT(
                 input_size=None, pos_embed_max_size=8, patch_size=2, in_channels=16, adm_in_channels=2048, depth=2,
-                context_embedder_config={"in_features": 64, "out_features": 128}, register_length=0, mlp_ratio=4,
-                qk_norm="rms", x_block_self_attn_layers=[0, 1])
+                context_embedder_in_features=64, context_embedder_out_features=128, mlp_ratio=4, qk_norm="rms",
+                x_block_self_attn_layers=[0, 1])
         if cls in ("FluxTransformer2DModel", "ChromaTransformer2DModel"):
             import networks.lora_flux as network
             from library import chroma_models, flux_models
@@ -408,7 +409,7 @@ def kohya_network(facts: dict[str, Any]) -> tuple[Any, Any] | None:
             if cls == "FluxTransformer2DModel":
                 return network, flux_models.Flux(flux_models.FluxParams(
                     **sizes, vec_in_dim=768, guidance_embed=True))
-            return network, chroma_models.Chroma(chroma_models.ChromaParams(**sizes, guidance_embed=False))
+            return network, chroma_models.Chroma(dataclasses.replace(chroma_models.chroma_params, **sizes))
         if cls == "Lumina2Transformer2DModel":
             import networks.lora_lumina as network
             from library import lumina_models
@@ -432,8 +433,8 @@ def by_kohya(facts: dict[str, Any], file: Path, _: Path) -> dict[str, Any] | Non
             layer.out_features, layer.in_features = value.shape
             layer.weight = torch.nn.Parameter(torch.zeros_like(value))
     state = load_file(file)
-    lora, weights = network.create_network_from_weights(1.0, None, None, [], denoiser, weights_sd=dict(state),
-                                                        for_inference=True)
+    lora, weights = network.create_network_from_weights(1.0, None, None, [torch.nn.Identity()], denoiser,
+                                                        weights_sd=dict(state), for_inference=True)
     lora.apply_to([], denoiser, apply_text_encoder=False, apply_unet=True)
     told = lora.load_state_dict(weights, strict=False)
     modules = {layer.lora_name: layer for layer in lora.unet_loras}
@@ -455,6 +456,7 @@ def by_ai_toolkit(facts: dict[str, Any], file: Path, _: Path) -> dict[str, Any]:
     network = LoRASpecialNetwork([], module, lora_dim=2, alpha=2, train_text_encoder=False, is_transformer=not unet,
                                  target_lin_modules=[facts["class"]])
     network.is_v1 = False
+    network.apply_to([], module, False, True)  # which adds the layers to the network
     odd = network.load_weights(str(file)) or {}
     expected = load_file(Path(facts["folder"]) / "change.safetensors")
     modules = {layer.lora_name: layer for layer in network.unet_loras}
@@ -473,6 +475,15 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "kohya": (by_kohya, FORMS), "ai-toolkit": (by_ai_toolkit, (OWN,)), "SGLang": (by_sglang, (OWN,))}
 
 
+def commit(clone: Path) -> str:
+    """Return the commit of a clone; of a folder without git that in its .commit, or the version of a package in it."""
+    if (clone / ".git").exists():
+        return subprocess.check_output(["git", "-C", str(clone), "rev-parse", "HEAD"], text=True).strip()
+    noted = clone.with_name(f"{clone.name}.commit")
+    versions = [path.name.removesuffix(".dist-info") for path in clone.glob("*.dist-info")]
+    return noted.read_text().strip() if noted.is_file() else next(iter(versions), "unknown")
+
+
 def measured(program: str, clone: Path | None, cases: Path) -> dict[str, Any]:
     """Return the results of a program by family and form; a text for an error."""
     loads, forms = PROGRAMS[program]
@@ -484,7 +495,7 @@ def measured(program: str, clone: Path | None, cases: Path) -> dict[str, Any]:
 
         comfy.options.enable_args_parsing()
     found: dict[str, Any] = {}
-    for family in PIPELINES:
+    for family in (name for name in PIPELINES if (cases / name).exists()):
         facts = json.loads((cases / family / "facts.json").read_text())
         for form in forms:
             if form not in facts["files"]:
@@ -532,6 +543,7 @@ def main() -> None:
     for name in ("comfyui", "kohya", "ai-toolkit", "sglang"):
         parser.add_argument(f"--{name}", type=Path)
     parser.add_argument("--python", default=sys.executable, help="interpreter with the programs' requirements")
+    parser.add_argument("--family", nargs="+", choices=PIPELINES, default=[*PIPELINES], metavar="NAME")
     parser.add_argument("--details", type=Path, help="JSON file for all results")
     parser.add_argument("--names", type=Path, help="JSON file for the layers of the exports that load whole")
     parser.add_argument("--program", help=argparse.SUPPRESS)
@@ -545,9 +557,9 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         cases = Path(folder)
-        for family, name in PIPELINES.items():
+        for family in arguments.family:
             (cases / family).mkdir()
-            write_case(name, cases / family)
+            write_case(PIPELINES[family], cases / family)
         results = {}
         for program, clone in clones.items():
             if clone is None and program not in ("peft", "diffusers"):
@@ -561,10 +573,13 @@ def main() -> None:
             arguments.names.write_text("{\n" + ",\n".join(rows) + "\n}\n")
     if arguments.details:
         arguments.details.write_text(json.dumps(results, indent=1))
+    for program, clone in clones.items():
+        print(f"{program}: {importlib.metadata.version(program) if clone is None else commit(clone)}"
+              if program in results else f"{program}: not given")
     columns = [(program, form) for program in results for form in PROGRAMS[program][1]]
     print(f"| family | {' | '.join(f'{program}: {form}' for program, form in columns)} |")
     print(f"|---|{'---|' * len(columns)}")
-    for family in PIPELINES:
+    for family in arguments.family:
         row = [cell(results[program][family][form]) if form in results[program].get(family, {}) else "-"
                for program, form in columns]
         print(f"| {family} | {' | '.join(row)} |")
