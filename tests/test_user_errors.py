@@ -199,7 +199,7 @@ def failing_at_call(number: int, statement: str) -> str:
 
 @pytest.mark.parametrize("answer, line", [
     ("1 / 0", "raised on 4 samples (first prompt of the batch: '"),
-    ("[0.5]", "returned 1 values: expected 4 numbers"),
+    ("[0.5]", "returned 1 value: expected 4 numbers"),
     ("[0.5, 0.5, float('nan'), 0.5]", "returned nan, expected a finite number"),
     ("[0.5, 0.5, float('inf'), 0.5]", "returned inf, expected a finite number"),
     ("images[:, :2].mean((2, 3))", "returned the shape [4, 2]: expected 4 numbers"),

@@ -292,7 +292,7 @@ def test_a_broken_reward_ends_both_with_one_line(folder, found):
     assert [each["refused"] for each in found] == [2, 130] and not (folder / "refused").exists()
     (_, first), (_, second) = json.loads((folder / "said.json").read_text())
     assert first.count("flowgrpo: error:") == 1 and "flowgrpo: error:" not in second
-    assert "reward.py:short' returned 1 values: expected 2 numbers, one per sample" in first
+    assert "reward.py:short' returned 1 value: expected 2 numbers, one per sample" in first
 
 
 def test_a_run_that_trained_nothing_ends_both_with_the_same_code(folder, found):

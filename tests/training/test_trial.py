@@ -71,7 +71,7 @@ async def later(images, prompts):
 
 BROKEN = {
     "raises": (lambda images, prompts: 1 / 0, "raised on 2 samples (first prompt of the batch: 'red'): ZeroDivision"),
-    "one number": (lambda images, prompts: [0.5], "returned 1 values: expected 2 numbers"),
+    "one number": (lambda images, prompts: [0.5], "returned 1 value: expected 2 numbers"),
     "strings": (lambda images, prompts: ["a", "b"], "returned 'a', expected a finite number"),
     "nan": (lambda images, prompts: [0.1, float("nan")], "returned nan, expected a finite number, or None where it "
             "does not apply (prompt: 'blue')"),
@@ -101,7 +101,7 @@ def test_a_broken_reward_is_told_before_anything_is_measured_or_written(case, tm
 
 
 def test_a_watched_reward_is_tried_on_held_out_prompts():
-    assert "reward 'seen' returned 1 values: expected 2 numbers, one per sample (first prompt: 'held out')" in told(
+    assert "reward 'seen' returned 1 value: expected 2 numbers, one per sample (first prompt: 'held out')" in told(
         {"red": tiny.red}, {"seen": lambda images, prompts: [1.0]})
 
 
@@ -146,7 +146,7 @@ def test_a_reward_that_sees_groups_is_given_one():
     [call] = grouped.calls
     assert call.group == (4,) and call.prompts == ["red"] * 4 and len(call.outputs.unique(dim=0)) == 4
     assert len(pairs.calls[0].prompts) == 6  # the pairs of four
-    assert "'grouped' returned 1 values: expected 4 numbers" in told(
+    assert "'grouped' returned 1 value: expected 4 numbers" in told(
         {"grouped": Seen(lambda outputs: [1.0], group=True)})
 
 
