@@ -133,7 +133,7 @@ def test_there_is_no_structure_of_texts_clips_or_small_images(base, tuned):
 
 
 REWARDS = '''
-def bright(images):
+def bright(images, prompts):
     return images.mean((1, 2, 3))
 
 seen = {}
@@ -152,7 +152,7 @@ def test_a_run_says_which_reward_does_not_read_the_prompt_and_how_like_the_bases
     (tmp_path / "prompts.txt").write_text("".join(f"{count} {thing}\n" for count in "abc" for thing in (
         "star", "circle", "square", "cross")))
     assert main(["train", "starter", "--reward={rewards.py:bright: 1, rewards.py:fits: 1}", "--prompts=prompts.txt",
-                 "--held_out=8", "--train.epochs=1", "--train.prompts=1", "--train.group=4", "--train.steps=4",
+                 "--held_out=0.67", "--train.epochs=1", "--train.prompts=1", "--train.group=4", "--train.steps=4",
                  "--train.updates=1", "--train.lr=1e-2", "--method=mix_grpo", "--parts={plan: {size: 1}}",
                  "--eval.steps=2", "--eval.prompts=8", "--eval.grid=8", "--eval.rewards=[]", "--tracker=none",
                  "--output=runs", "--precision=fp32"]) == 0
