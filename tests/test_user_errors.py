@@ -230,10 +230,14 @@ def test_a_reward_that_fails_between_epochs_loses_no_epoch(recipe, capsys):
     assert [json.loads(line)["epoch"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
 
 
-def test_a_reward_that_always_fails_is_told_before_training(recipe, capsys):
-    recipe.with_name("reward.py").write_text("def red(images):\n    return [0.0] * len(images)\n")
-    assert "takes (images): expected (images, prompts, metadata) or (images, prompts)" in told(capsys, recipe)
-    assert not (recipe.parent / "runs" / "run" / "checkpoints").exists()
+@pytest.mark.parametrize("begins, line", [
+    ("def red(images)", "takes (images): expected (images, prompts, metadata) or (images, prompts)"),
+    ("def red()", "takes (): expected (images, prompts, metadata) or (images, prompts)"),
+    ("async def red(images, prompts)", "is an `async def`: expected a function that returns a number per sample"),
+    ("def red(first, second)", "takes (first, second): expected (first, second, prompts, metadata) or")])
+def test_a_function_that_is_no_reward_is_told_before_the_model_is_loaded(begins, line, recipe, capsys):
+    recipe.with_name("reward.py").write_text(f"{begins}:\n    return [0.0]\n")
+    assert line in told(capsys, recipe, "--model=nowhere/to/be/found")
 
 
 def refused(capsys, *arguments: object) -> str:

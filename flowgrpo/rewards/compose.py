@@ -14,7 +14,7 @@ from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.find import find
 from flowgrpo.rewards.pairwise import sees_groups
 from flowgrpo.rewards.placement import Placement, leave
-from flowgrpo.rewards.reward import EPOCH, LATENTS, MEMORY, POLICY, Batch, Reward, as_reward, inside, named
+from flowgrpo.rewards.reward import EPOCH, LATENTS, MEMORY, POLICY, Batch, Function, Reward, as_reward, inside, named
 from flowgrpo.rewards.wrap import Scores, ready
 
 if TYPE_CHECKING:
@@ -81,6 +81,9 @@ def _composed(label: str, rule: WatchRule, cache: str | None, given: RewardFunct
     if given is not None and rule.args:
         raise UserError(f"reward {label!r} takes no args: it is given as an object")
     function = find(name, rule.args) if given is None else given
+    made = as_reward(function, label)
+    if isinstance(made, Function):
+        made.require_signature()
     if not rule.cache:
         return Composed(function, rule, name=label)
     parts = inside(function)

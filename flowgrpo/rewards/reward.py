@@ -194,6 +194,17 @@ class Function(Reward):
         given = batch.samples, batch.prompts, batch.metadata
         return self.function(*given[:self._takes(3, "(images, ", **further)], **further)
 
+    def require_signature(self) -> None:
+        """Raise UserError for a function that cannot be called as a reward: an `async def`, or other parameters."""
+        if inspect.iscoroutinefunction(_signed(self.function)):
+            raise UserError(f"reward {self.name!r} is an `async def`: expected a function that returns a number per "
+                            "sample; asyncio.run(...) inside it waits for a coroutine")
+        if self.unit == "pair":
+            self._takes(4, "(first, second, ")
+        elif self.unit == "sample" or self.named_group:
+            further = [field for field in PASSED if field in self.reads] + ["group"] * self.named_group
+            self._takes(3, "(images, ", **dict.fromkeys(further))
+
     def _takes(self, most: int, begins: str, **further: Any) -> int:
         """Return `most` if the function takes so many values by position, metadata the last, or one fewer."""
         if self.signature is None:

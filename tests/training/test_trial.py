@@ -83,7 +83,7 @@ BROKEN = {
     "a generator": (lambda images, prompts: (0.5 for _ in prompts), "returned <generator object"),
     "a set": (lambda images, prompts: {0.5, 1.0}, "expected 2 numbers, one per sample"),
     "beyond float": (lambda images, prompts: [10**400] * 2, "expected a finite number"),
-    "async": (later, "is an `async def`, which returned a coroutine: expected 2 numbers"),
+    "async": (later, "is an `async def`: expected a function that returns a number per sample"),
     "None each": (lambda images, prompts: [None] * len(prompts), "no sample of 2 prompts had a score from 'mine'"),
 }
 
