@@ -245,7 +245,7 @@ def test_a_language_model_without_a_method_or_a_template_trains(tmp_path, capsys
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     capsys.readouterr()
-    assert main(["train", "--trust", str(tmp_path / "own.yaml"), f"--model={tmp_path / 'model'}"]) == 3  # none was right
+    assert main(["train", "--trust", str(tmp_path / "own.yaml"), f"--model={tmp_path / 'model'}"]) == 3
     out, err = capsys.readouterr()
     assert "method: grpo\n" in out and out.count("the tokenizer has no chat template, so prompts stay as they are") == 1
     assert load(tmp_path / "own" / "config.yaml").method == "grpo"

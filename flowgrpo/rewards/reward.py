@@ -380,7 +380,7 @@ def _numbers(name: str, values: Any, prompts: Sequence[str]) -> list[float | Fai
     """Return B floats, NaN for None, or failures.
     Raises Failed if `values` is anything else."""
     count = len(prompts)
-    expected = f"expected {count} number{'s' * (count > 1)}, one per sample (first prompt: {prompts[0]!r})"
+    expected = f"expected {counted(count, 'number')}, one per sample (first prompt: {prompts[0]!r})"
     shape = getattr(values, "shape", None)
     if shape is not None and len(shape) != 1:
         raise Failed(f"reward {name!r} returned the shape {list(shape)}: {expected}")
@@ -390,7 +390,7 @@ def _numbers(name: str, values: Any, prompts: Sequence[str]) -> list[float | Fai
     if isinstance(values, (str, bytes, dict, set, frozenset)) or not hasattr(values, "__len__"):
         raise Failed(f"reward {name!r} returned {_short(values)}: {expected}")
     if len(values) != count:
-        raise Failed(f"reward {name!r} returned {len(values)} value{'s' * (len(values) != 1)}: {expected}")
+        raise Failed(f"reward {name!r} returned {counted(len(values), 'value')}: {expected}")
     try:
         listed = values.tolist() if hasattr(values, "tolist") else list(values)
     except (UserError, KeyboardInterrupt):

@@ -71,7 +71,7 @@ def test_encode_goes_on_with_the_finished_prompts(number, model, tmp_path):
     (tmp_path / "p.txt").write_text("\n".join(tiny.PROMPTS))
     config = tiny.config(tmp_path, model=str(model), prompts=str(tmp_path / "p.txt"), cache=str(tmp_path / "cache"))
     (tmp_path / "r.yaml").write_text(config.yaml())
-    command = ["prompts", "encode", str(tmp_path / "r.yaml")]
+    command = ["prompts", "encode", "--trust", str(tmp_path / "r.yaml")]
     stopped(command, "replace", ".safetensors", number)
     kept = content(tmp_path / "cache", "[!.]*.safetensors")
     assert len(kept) == 2

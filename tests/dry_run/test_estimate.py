@@ -260,7 +260,8 @@ def test_batch_settings_are_the_largest_that_fit(model):
 # --- the command -----------------------------------------------------------------------------------------------------
 
 @pytest.fixture
-def recipe(model, tmp_path):
+def recipe(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     file = tmp_path / "recipe.yaml"
     file.write_text(config(model, reward="hpsv2.1", train__epochs=3_600_000, **LOW).yaml())
     return str(file)
@@ -331,7 +332,7 @@ def test_the_command_as_json_names_the_nearest_settings(recipe, model, capsys, m
 def test_the_command_refuses_what_a_sharded_run_refuses(model, tmp_path, capsys):
     file = tmp_path / "sharded.yaml"
     file.write_text(config(model, memory__shard=True, memory__weights="int8").yaml())
-    assert main(["check", "--recipe", str(file), "--gpu", "h200", "--processes", "2"]) == 2
+    assert main(["check", "--trust", "--recipe", str(file), "--gpu", "h200", "--processes", "2"]) == 2
     assert "memory.shard is true, which does not go with memory.weights: int8" in capsys.readouterr().err
 
 
