@@ -4,6 +4,7 @@ What a run's folder names needs --trust-run, and what a recipe from elsewhere na
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo.errors import UserError
-from flowgrpo.files import at_home
 
 FLAG = "--trust-run"
 RECIPE_FLAG = "--trust"
@@ -111,7 +111,7 @@ def _reaches(value: object, path: str = "", key: object = "") -> Iterator[tuple[
     elif isinstance(value, str):
         yield from _of_text(value, path)
         does = WRITTEN.get(path, WRITTEN.get(str(key)))
-        if does and not Path(at_home(value)).resolve().is_relative_to(Path.cwd()):
+        if does and not Path(os.path.expanduser(value)).resolve().is_relative_to(Path.cwd()):
             yield path, f"{does} {value} ({path})"
 
 

@@ -371,7 +371,7 @@ def test_a_busy_service_is_asked_again():
             asked.append(url)
             raise error
 
-        with brief(), pytest.raises(Failed, match=f".asked {options.get('told', 5)} times"):
+        with brief(), pytest.raises(Failed, match=f".asked {options.get('told', 5)} times?"):
             service(**{key: value for key, value in options.items() if key != "told"}).asked(attempt)
         return len(asked)
 
