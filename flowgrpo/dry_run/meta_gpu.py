@@ -35,6 +35,7 @@ FREE = frozenset("""view _unsafe_view t transpose permute expand slice select un
     split_with_sizes alias detach as_strided _reshape_alias unsafe_split chunk view_as_real view_as_complex narrow
     diagonal lift_fresh empty empty_like empty_strided new_empty new_empty_strided is_pinned squeeze_ unsqueeze_ set_
     resize_ _conj detach_ unfold""".split())
+IN_PLACE: dict[Any, Any] = {torch.ops.aten.addmm_: torch.ops.aten.addmm}  # whose FLOPs torch counts for the other alone
 ONLY_WRITE = frozenset(("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_"))  # in place, without a read
 
 
@@ -233,7 +234,8 @@ class MetaGPU(TorchDispatchMode):
         if name in ONLY_WRITE:
             read = {key: tensor for key, tensor in read.items() if key not in written}
         traffic = sum(tensor.numel() * tensor.element_size() for tensor in (*read.values(), *written.values()))
-        count = flop_registry.get(function._overloadpacket)
+        packet = function._overloadpacket
+        count = flop_registry.get(IN_PLACE.get(packet, packet))
         flops = float(count(*args, **kwargs, out_val=result)) if count else 0.0
         half = bool(outputs) and outputs[0].element_size() < 4
         if attention := "attention" in name:

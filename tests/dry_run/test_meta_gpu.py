@@ -31,6 +31,14 @@ def test_flops_bytes_and_seconds_of_a_product_by_hand():
     assert meta.memory.in_use == 4 * 32 * 16 and work.allocated > meta.memory.in_use
 
 
+def test_a_product_that_is_added_in_place_has_its_flops():
+    meta = MetaGPU(SLOW)
+    with meta.running(), meta.during("work"):
+        y, a, b = (torch.empty(shape, device="meta") for shape in ((64, 16), (64, 32), (32, 16)))
+        y.addmm_(a, b)
+    assert (meta.phases["work"].kernels, meta.phases["work"].flops) == (1, 2 * 64 * 32 * 16)
+
+
 def test_peak_and_flops_of_a_linear_layers_training_step_by_hand():
     meta, rows, wide, narrow = MetaGPU(SLOW), 256, 128, 64
     with meta.running(), meta.during("work"):
