@@ -240,9 +240,9 @@ def complaints(results: Mapping[str, Any], files: str | None) -> Iterator[str]:
 def page(results: Mapping[str, Any]) -> str:
     """Return docs/gpu.md, of the results and of nothing else."""
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items() if version)
-    text = ["# Measured on a GPU", ""]
+    text = ["# Measurements on a GPU", ""]
     if results["rehearsed"]:
-        text += ["**Rehearsed: no number on this page is of a GPU.** Tiny models ran on a CPU, to show that the script "
+        text += ["**Rehearsed: no number on this page is of a GPU.** Tiny models ran on a CPU, to show that the script",
                  "runs. The page is made anew when a GPU has been measured.", ""]
     else:
         text += ["Models of full size with random weights. Seconds end with the last kernel. Nothing ran beside them.",

@@ -314,7 +314,7 @@ def attention() -> Iterator[Line]:
     for name, kernel, rows in (("default", None, 14), ("flash", SDPBackend.FLASH_ATTENTION, 14),
                                ("cudnn", SDPBackend.CUDNN_ATTENTION, 15)):
         for tokens in (1357, 1024):
-            shape = (rows, tokens, 24, 64) if large else (2, 16, 2, 64)
+            shape = (rows, tokens, 24, 64) if large else (2, tokens // 64, 2, 64)
             q, k, v = (torch.randn(*shape, device=HERE.device, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
                        for _ in range(3))
             forward, out = partial(F.scaled_dot_product_attention, q, k, v), list[torch.Tensor]()
@@ -326,11 +326,11 @@ def attention() -> Iterator[Line]:
                     first = clock(lambda out=out, forward=forward: out.append(forward())), clock(back)
                     with torch.no_grad():
                         later = clock(forward, 5)
-                    yield {"backend": name, "tokens": tokens, "first s": still, "first with a graph s": first[0],
+                    yield {"backend": name, "tokens": shape[1], "first s": still, "first with a graph s": first[0],
                            "first backward s": first[1], "forward s": later, "backward s": clock(back, 5),
                            "chosen": type(out[0].grad_fn).__name__}
             except RuntimeError as error:
-                yield {"backend": name, "tokens": tokens, "error": " ".join(str(error).split())[:120]}
+                yield {"backend": name, "tokens": shape[1], "error": str(error).partition(".")[0]}
 
 
 def calls() -> Iterator[Line]:
