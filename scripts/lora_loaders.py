@@ -472,7 +472,7 @@ def by_ai_toolkit(facts: dict[str, Any], file: Path, _: Path) -> dict[str, Any]:
 
 PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "peft": (by_peft, (OWN,)), "diffusers": (by_diffusers, (OWN,)), "ComfyUI": (by_comfyui, FORMS),
-    "kohya": (by_kohya, FORMS), "ai-toolkit": (by_ai_toolkit, (OWN,)), "SGLang": (by_sglang, (OWN,))}
+    "kohya": (by_kohya, FORMS), "ai-toolkit": (by_ai_toolkit, (OWN, COMFYUI)), "SGLang": (by_sglang, (OWN,))}
 
 
 def commit(clone: Path) -> str:
