@@ -39,7 +39,7 @@ from flowgrpo.check.tiny import texts
 from flowgrpo.config.schema import Config
 from flowgrpo.device import ran_out, rounded_products
 from flowgrpo.errors import UserError
-from flowgrpo.policies import build, sources
+from flowgrpo.policies import build, hub, sources
 from flowgrpo.starter import FOLDERS
 
 # Reported fields of a pipeline; `text.check.FIELDS` are those of a language model.
@@ -77,7 +77,7 @@ def report(model: str | tuple[Any, Any], config: Config | None = None, device: s
             else:
                 drive(model, config, device, result)
         result |= {"drivable": True, "notes": _notes(config) or None}
-    except Unknown as error:
+    except (Unknown, hub.Unreachable) as error:
         result |= {"drivable": None, "reason": str(error)}
     except Exception as error:  # third-party pipelines can raise anything; the error is the answer
         message = " ".join(str(error).split()) or "no message"

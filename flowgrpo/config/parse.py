@@ -125,7 +125,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """
     if why := unfit(path):
         packaged = f": did you mean the packaged recipe {path.stem}?" if path.stem in recipes.names() else \
-            "; expected a YAML file, or a packaged recipe such as starter"
+            "; expected a YAML file, or a packaged recipe such as starter" + \
+            f" (a model is --model={path})" * (re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) is not None
+                                              and path.suffix not in (".yaml", ".yml"))
         raise UserError(f"no recipe at {path}: it {why}{packaged}")
     raw = yaml_text.read(path)
     if not isinstance({} if raw is None else raw, dict):

@@ -18,8 +18,12 @@ SECONDS = 4.0  # until an answer
 INDICES = ("model_index.json", "config.json")  # of a pipeline, of a language model
 
 
+class Unreachable(UserError):
+    """Error: a model is neither here nor in the hub's cache, and the hub does not answer."""
+
+
 def require(model: str) -> None:
-    """Raise UserError if a model is neither here nor in the hub's cache, and the hub does not answer.
+    """Raise Unreachable if a model is neither here nor in the hub's cache, and the hub does not answer.
 
     Without an answer a cached model is loaded in the hub's offline mode, which is reported.
     """
@@ -33,8 +37,8 @@ def require(model: str) -> None:
         cached = False
     if not cached:
         fix = f"`hf download {model}` where there is one, and give the folder" if "/" in model else _without_id(model)
-        raise UserError(f"cannot load the model {model!r}: no folder of that name, not in the hub's cache, and no "
-                        f"network ({constants.ENDPOINT} does not answer): {fix}")
+        raise Unreachable(f"cannot load the model {model!r}: no folder of that name, not in the hub's cache, and no "
+                          f"network ({constants.ENDPOINT} does not answer): {fix}")
     print(f"no network ({constants.ENDPOINT} does not answer): {model} is loaded from the hub's cache", file=sys.stderr)
     constants.HF_HUB_OFFLINE = True
 

@@ -167,7 +167,7 @@ class Tiered(Combined):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require(len(self.thresholds) == len(self.rewards) - 1, "thresholds",
-                      f"{len(self.rewards) - 1}, one per reward but the last")
+                      f"a list of {len(self.rewards) - 1}, one per reward but the last")
         self._require(self.weights is None or len(self.weights) == len(self.rewards), "weights",
                       f"{len(self.rewards)}, one per reward")
 
@@ -185,7 +185,7 @@ class Gated(Combined):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require(len(self.thresholds) == len(self.rewards) - 1, "thresholds",
-                      f"{len(self.rewards) - 1}, one per reward but the last")
+                      f"a list of {len(self.rewards) - 1}, one per reward but the last")
 
     def combined(self, scores: Tensor) -> Tensor:
         return gated(scores, self.thresholds)

@@ -15,7 +15,7 @@ from flowgrpo.rewards.find import find
 from flowgrpo.rewards.pairwise import sees_groups
 from flowgrpo.rewards.placement import Placement, leave
 from flowgrpo.rewards.reward import EPOCH, LATENTS, MEMORY, POLICY, Batch, Function, Reward, as_reward, inside, named
-from flowgrpo.rewards.wrap import Scores, ready
+from flowgrpo.rewards.wrap import Scores, labelled, ready
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,7 +80,8 @@ def _composed(label: str, rule: WatchRule, cache: str | None, given: RewardFunct
     name = rule.use or label
     if given is not None and rule.args:
         raise UserError(f"reward {label!r} takes no args: it is given as an object")
-    function = find(name, rule.args) if given is None else given
+    with labelled(label, rule.use):
+        function = find(name, rule.args) if given is None else given
     made = as_reward(function, label)
     if isinstance(made, Function):
         made.require_signature()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -153,7 +154,8 @@ def pretrained(reward: str, kind: Any, name: str, revision: str | None, option: 
     Raises UserError, which names `option`, if it is unavailable.
     """
     given = f"{{{within}: {{{option}: FOLDER}}}}" if within else f"{{{option}: FOLDER}}"
-    with loading(f"reward {reward!r}: {name}", f"fetch it and give its folder as args: {given}", name):
+    fetch = f"`hf download {name}`" if re.fullmatch(r"[\w.-]+/[\w.-]+", name) else "fetch it"
+    with loading(f"reward {reward!r}: {name}", f"{fetch} and give its folder as args: {given}", name):
         return kind.from_pretrained(name, revision=revision, trust_remote_code=False, **more)
 
 

@@ -17,8 +17,8 @@ import json
 import math
 import sqlite3
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,8 @@ def ready(name: str, reward: Reward, rule: WatchRule = WatchRule(), kept: Scores
     """Return a reward of that label under its rule: `when`, then cached scores, weights on their device, attempts, the
     time-out, and the check of its answer."""
     made: Reward = Checked(name, WinRates(name, reward, pairing(reward)) if reward.unit == "pair" else reward)
+    if rule.use not in (None, name):
+        made = Labelled(name, made, str(rule.use))
     if rule.timeout is not None:
         made = Timed(name, made, rule.timeout)
     if rule.on_error != "raise":
@@ -52,6 +54,29 @@ def ready(name: str, reward: Reward, rule: WatchRule = WatchRule(), kept: Scores
     if kept is not None:
         made = Cached(name, made, kept)
     return Where(name, made, rule) if rule.when else made
+
+
+@contextmanager
+def labelled(label: str, use: str | None) -> Iterator[None]:
+    """Context manager: an error that names a reward as its rule does, by `use`, names its label too."""
+    try:
+        yield
+    except UserError as error:
+        if use not in (None, label) and str(error).startswith(named := f"reward {use!r}"):
+            error.args = (f"reward {label!r} ({use}){str(error)[len(named):]}",)
+        raise
+
+
+class Labelled(Wrapped):
+    """Reward with another label than its name, whose errors have both."""
+
+    def __init__(self, name: str, reward: Reward, use: str) -> None:
+        super().__init__(name, reward)
+        self.use = use
+
+    def __call__(self, batch: Batch) -> Any:
+        with labelled(self.name, self.use):
+            return self.reward(batch)
 
 
 class Timed(Wrapped):

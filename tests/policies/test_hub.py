@@ -37,6 +37,9 @@ def test_a_model_of_a_hub_that_does_not_answer_is_refused_in_one_line(silent, ca
         assert main(arguments) == 2
         error = capsys.readouterr().err
         assert expected in error and error.count("\n") == 1
+    assert main(["check", "owner/name"]) == 2
+    out = capsys.readouterr().out
+    assert "drivable  unknown\n" in out and expected in out
     assert not constants.HF_HUB_OFFLINE
 
 

@@ -232,3 +232,13 @@ def test_a_reward_of_videos_is_refused_before_a_picture_is_drawn(tmp_path):
             lambda: run(tiny.config(tmp_path, **rewarded), pipe=tiny.sd3(), functions={"red": tiny.red, "still": still},
                         prompts=[tiny.Prompt(text) for text in tiny.PROMPTS]))
     assert not (tmp_path / "run").exists()
+
+
+def test_an_error_names_the_label_of_a_reward_that_has_another_name(tmp_path):
+    with pytest.raises(UserError, match=r"^reward 'mine' \(gated\): thresholds is \(\), expected a list of 1"):
+        rewards.compose({"mine": WatchRule(use="gated", args={"rewards": ["sharpness", "piqe"]})})
+    (tmp_path / "odd.py").write_text("from flowgrpo.errors import UserError\n\ndef odd(images, prompts):\n"
+                                     f"    raise UserError(\"reward '{tmp_path}/odd.py:odd': no\")\n")
+    [made] = rewards.compose({"mine": WatchRule(use=f"{tmp_path}/odd.py:odd")}).values()
+    with pytest.raises(UserError, match=rf"^reward 'mine' \({tmp_path}/odd.py:odd\): no$"):
+        rewards.score({"mine": made}, torch.zeros(1, 3, 8, 8), ["a"], [{}])
