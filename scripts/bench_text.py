@@ -30,8 +30,8 @@ from flowgrpo.config import Config, validate
 from flowgrpo.data import prompts, splits
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.text.policies.causal_lm import CausalLM
-from flowgrpo.text.policies.load import load_causal_lm
-from flowgrpo.text.samplers.records import TokenizedPrompts
+from flowgrpo.text.policies.text_weights import load_causal_lm
+from flowgrpo.text.samplers.language_model import TokenizedPrompts
 from flowgrpo.train import Trainer
 from flowgrpo.training import sampling
 from flowgrpo.training.epoch import Epoch

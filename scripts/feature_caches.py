@@ -18,7 +18,7 @@ import torch
 from common import make_trainer, measuring, options
 
 from flowgrpo.config import load
-from flowgrpo.contrib.feature_cache.extension import RolloutCache
+from flowgrpo.contrib.feature_cache import RolloutCache
 from flowgrpo.train import Trainer
 
 ROOT = Path(__file__).parent.parent

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from flowgrpo.rewards import differentiable
-from flowgrpo.text.rewards.soft_texts import letters
+from flowgrpo.text.rewards.embeddings import letters
 
 ALPHABET = "ACGT"
 TOKENS = ["<pad>", "</s>", "=", *ALPHABET, "<mask>"]  # the mask is the last

@@ -16,7 +16,7 @@ from flowgrpo.training import extensions
 
 ROOT = Path(__file__).parents[1]
 # Dataclasses beside parts, in the modules of parts: what a run makes of a target, and what parts hold.
-RECORDS = {"RecordedCompletions", "Traces", "Branch", "_Downsampled"}
+RECORDS = {"RecordedCompletions", "Traces", "Recorded", "Branch"}
 LOADED = "print(*(name for name in sys.modules if name.startswith(('flowgrpo.text', 'flowgrpo.contrib'))))"
 
 
@@ -57,19 +57,16 @@ def test_the_table_of_text_presets_is_that_of_their_modules():
     assert texts == {*presets.OF_TEXT} | presets.TEXT_ALONE
 
 
-@pytest.mark.parametrize("place", registry.LATER)
-def test_the_table_of_parts_is_that_of_their_modules(place):
-    for name, names in registry.LATER[place].items():
-        module = import_module(f"flowgrpo.{name}")
-        made = [cls.__name__ for cls in vars(module).values() if dataclasses.is_dataclass(cls)
-                and isinstance(cls, type) and cls.__module__ == module.__name__ and cls.__name__ not in RECORDS]
-        assert made == names.split(), name
+LATER = {name: {part for parts in registry.LATER.values() for part in parts.get(name, "").split()}
+         for name in {name for parts in registry.LATER.values() for name in parts}}
 
 
-def test_all_modules_of_parts_in_contrib_are_in_the_table():
-    listed = {module for modules in registry.LATER.values() for module in modules}
-    found = {f"contrib.{file.parent.name}.parts" for file in (ROOT / "flowgrpo" / "contrib").glob("*/parts.py")}
-    assert found == {module for module in listed if module.startswith("contrib.")}
+@pytest.mark.parametrize("name", sorted(LATER))
+def test_the_table_of_parts_is_that_of_their_modules(name):
+    module = import_module(f"flowgrpo.{name}")
+    made = {cls.__name__ for cls in vars(module).values() if dataclasses.is_dataclass(cls) and isinstance(cls, type)
+            and cls.__module__ == module.__name__ and cls.__name__ not in RECORDS and not cls.__name__.startswith("_")}
+    assert made == LATER[name], name
 
 
 def test_the_fields_of_language_models_are_names_of_parts():

@@ -28,8 +28,8 @@ from flowgrpo.samplers.scheduler import Segment
 FULL = 4  # bytes of a trained value, which is in fp32
 # Rare features whose `add(phases, measured)` adds what they keep, and the runs that have them.
 FEATURES: dict[str, Callable[[Config], bool]] = {
-    "contrib.staleness.memory": lambda config: config.train.staleness > 0,
-    "contrib.one_pass.memory": lambda config: config.train.one_pass is True}
+    "contrib.staleness.extension": lambda config: config.train.staleness > 0,
+    "contrib.one_pass": lambda config: config.train.one_pass is True}
 
 
 @dataclass(frozen=True, eq=False)

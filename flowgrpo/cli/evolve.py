@@ -32,12 +32,12 @@ def evolve(
     from flowgrpo.policies.weights.lora_files import require_lora
 
     require_lora("adapter.init", config.adapter.init)
-    from flowgrpo.contrib.evolve import evolution
+    from flowgrpo.contrib import evolve
 
     policy, value = _value(config)
-    lines = evolution.evolve(policy.weights, value, evolution.Settings(generations, population, spread, config.seed),
+    lines = evolve.evolve(policy.weights, value, evolve.Settings(generations, population, spread, config.seed),
                              typer.echo)
-    typer.echo(evolution.write(policy.weights, output, lines))
+    typer.echo(evolve.write(policy.weights, output, lines))
 
 
 def _value(config: Any) -> tuple[Any, Any]:

@@ -34,7 +34,7 @@ def learn_experience(
     """Learn lessons for the prompt in place of weights: a language model compares scored samples."""
     config = settings_for(output, arguments, ("epochs", "edits", "lessons", "url", "served", "key-env"),
                           {"method": "grpo"}, trusted)
-    from flowgrpo.contrib.experience import experience
+    from flowgrpo.contrib import experience
     from flowgrpo.rewards.vlm_judge.client import Endpoint, user
 
     endpoint = Endpoint(url=url, model=served, key_env=key_env, temperature=0.0, max_tokens=2048)

@@ -22,7 +22,7 @@ import torch
 
 from flowgrpo.config.geometry import geometry, prompts_per_part
 from flowgrpo.config.schema import Config
-from flowgrpo.contrib.one_pass.extension import require_one_pass
+from flowgrpo.contrib.one_pass import require_one_pass
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.data.sets import SETS
 from flowgrpo.device import AUTO, DTYPES

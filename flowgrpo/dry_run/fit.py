@@ -8,7 +8,7 @@ from typing import Any
 
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
-from flowgrpo.contrib.one_pass.extension import settled
+from flowgrpo.contrib.one_pass import settled
 from flowgrpo.device import AUTO
 from flowgrpo.dry_run.estimate import Estimate, dry_run
 from flowgrpo.errors import UserError

@@ -77,7 +77,7 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
         raise UserError(f"--columns {kind}: is of denoisers, and {run} trained a language model; expected one of "
                         f"{', '.join(OF_TEXTS)}")
     if written:
-        from flowgrpo.text.policies import sampling as texts
+        from flowgrpo.text.policies import engines as texts
 
         arguments = texts.asked(config, 2 if kind == "seeds" else 1, None)
     else:

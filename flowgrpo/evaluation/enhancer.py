@@ -28,7 +28,7 @@ class Enhancer:
     """
 
     def __init__(self, source: str, seed: int = 0):
-        from flowgrpo.text.policies import sampling as texts
+        from flowgrpo.text.policies import engines as texts
 
         self.source, self.seed = source, seed
         model, self.weights = checkpoints.source(source)

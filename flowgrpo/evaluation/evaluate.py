@@ -113,7 +113,7 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
     _require_fitting(medium, {"steps": steps, "guidance": guidance, "rlg": rlg or None, "enhancer": enhancer},
                      {"temperature": temperature, "max-tokens": max_tokens})
     if medium is draw.TEXTS:
-        from flowgrpo.text.policies import sampling as texts
+        from flowgrpo.text.policies import engines as texts
 
         arguments = texts.asked(config, samples * best_of, temperature, max_tokens)
     else:

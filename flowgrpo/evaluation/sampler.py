@@ -132,7 +132,7 @@ class Texts:
     def load(self, arm: Arm) -> CausalLM:
         """Load the model with an arm's weights and settings, unless they are in it, and return it."""
         if self.policy is None or arm != self.arm:
-            from flowgrpo.text.policies import sampling as texts
+            from flowgrpo.text.policies import engines as texts
 
             self.policy = None  # two models at once may not fit
             config = texts.settings(self.model, self.config, arm.asked, self.device, self.precision)

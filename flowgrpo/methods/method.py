@@ -282,7 +282,7 @@ class Method:
         """True where draws are pruned by a head that the run trains."""
         if not self.for_tokens:
             return False
-        from flowgrpo.text.samplers.pruned import PrunedDraws
+        from flowgrpo.text.samplers.groups import PrunedDraws
 
         return isinstance(self.generation.draws, PrunedDraws)
 

@@ -20,7 +20,7 @@ from flowgrpo.types import Context, Gaussian
 
 if TYPE_CHECKING:
     from flowgrpo.text.samplers.decoding import Decoding
-    from flowgrpo.text.samplers.records import SampledCompletions, TokenizedPrompts
+    from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
 
 @runtime_checkable
 class ConfigChecked(Protocol):

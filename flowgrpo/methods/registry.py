@@ -30,38 +30,34 @@ LATER: dict[str, dict[str, str]] = {
     "target": {"text.targets": "Completions RelaxedTraces"},
     "decoding": {
         "text.samplers.decoding": "Decoding WithAnswers Unmasking",
-        "contrib.annealing.parts": "AnnealedDecoding SpanDecoding"},
+        "contrib.annealing": "AnnealedDecoding SpanDecoding"},
     "shaping": {
-        "text.credit.length_shaping": "LengthSwitch ExitDecay",
-        "contrib.episodic.parts": "Episodic",
-        "contrib.consistency.parts": "LikelihoodConsistency",
-        "text.credit.expert_reward": "ExpertReward"},
+        "text.credit": "ExpertReward LengthSwitch ExitDecay",
+        "contrib.episodic": "Episodic",
+        "contrib.consistency": "LikelihoodConsistency"},
     "advantage": {
-        "contrib.risk.parts": "RiskAverse",
-        "contrib.reward_weights.parts": "Influence Hypervolume HardPrompts ForwardCorrected",
-        "contrib.reshaped.parts": "Difficulty Confidence Unconfident Consistency"},
-    "selection": {"contrib.downsampling.parts": "ResampleCorrect Consistent"},
+        "contrib.risk": "RiskAverse",
+        "contrib.reward_weights": "Influence Hypervolume HardPrompts ForwardCorrected",
+        "contrib.reshaped": "Difficulty Confidence Unconfident Consistency"},
+    "selection": {"contrib.downsampling": "ResampleCorrect Consistent"},
     "surrogate": {
-        "text.losses.token_losses": "EntropyBonus HighEntropy ConflictTokens LikelihoodFloor ExpertMixture Calibrated",
-        "text.losses.reward_labels": "RewardLabels",
-        "contrib.token_weights.parts": "TokenWeights",
-        "text.losses.random_policy": "RandomPolicyValue",
-        "contrib.policy_shaping.parts": "PolicyShaping"},
-    "rehearsal": {"contrib.rehearsal.parts": "Rehearsal"},
+        "text.losses.token_losses": "EntropyBonus HighEntropy ConflictTokens LikelihoodFloor ExpertMixture Calibrated "
+                                    "RandomPolicyValue RewardLabels",
+        "contrib.token_weights": "TokenWeights",
+        "contrib.policy_shaping": "PolicyShaping"},
+    "rehearsal": {"contrib.rehearsal": "Rehearsal"},
     "relaxation": {"text.samplers.gumbel_softmax": "GumbelSoftmax"},
     "draws": {
-        "text.samplers.groups": "Independent EarlyExits SecondAttempt",
-        "text.samplers.trees": "Tree",
+        "text.samplers.groups": "Independent EarlyExits SecondAttempt Tree PrunedDraws",
         "text.samplers.lookahead": "BranchingLookahead",
-        "contrib.branching.parts": "CriticalTokens SemanticBranches",
-        "text.samplers.pruned": "PrunedDraws"},
-    "spread": {"text.credit.step_scores": "StepScores"},
+        "contrib.branching": "CriticalTokens SemanticBranches"},
+    "spread": {"text.credit": "StepScores"},
     "curriculum": {
-        "contrib.categories.parts": "CategoryBandit",
-        "contrib.prediction.parts": "PredictedDifficulty",
-        "contrib.variants.parts": "Variations"},
-    "redraw": {"contrib.hint_length.parts": "HintLength", "text.teacher_answers": "TeacherAnswers"},
-    "replay": {"contrib.group_replay.parts": "GroupReplay"}}
+        "contrib.categories": "CategoryBandit",
+        "contrib.prediction": "PredictedDifficulty",
+        "contrib.variants": "Variations"},
+    "redraw": {"contrib.hint_length": "HintLength", "text.teacher_answers": "TeacherAnswers"},
+    "replay": {"contrib.group_replay": "GroupReplay"}}
 # What parts return or hold, and what no recipe names; the last is what a run makes of noised finals.
 _RECORDS = objectives.RECORDS | samplers.RECORDS | {supervised.DataLoss, supervised.NoisedData, targets.Target,
                                                     targets.RecordedPairs}

@@ -222,7 +222,7 @@ def load_language(config: Config) -> tuple[Any, Any]:
         from flowgrpo.text.policies.masked_lm import load_masked_lm
 
         return load_masked_lm(*source, files=config.load)
-    from flowgrpo.text.policies.load import load_causal_lm
+    from flowgrpo.text.policies.text_weights import load_causal_lm
 
     folder = Path(FOLDERS.get(config.model, config.model))
     if kind_of_model == VISION_LM or not folder.is_dir() and reads_images(_on_hub(config.model, config.load.revision)):

@@ -24,7 +24,7 @@ from flowgrpo.types import Scored
 
 if TYPE_CHECKING:
     from flowgrpo.policies.pipelines.conditioning import Conditioning
-    from flowgrpo.text.samplers.records import TokenizedPrompts
+    from flowgrpo.text.samplers.language_model import TokenizedPrompts
 
 Encoded: TypeAlias = "Conditioning | TokenizedPrompts"
 Outputs: TypeAlias = torch.Tensor | list[str]

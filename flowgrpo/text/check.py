@@ -27,7 +27,7 @@ from flowgrpo.rollouts.build import make_rollouts
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.text import memory as text_memory
 from flowgrpo.text.policies.causal_lm import CausalLM
-from flowgrpo.text.samplers.records import TokenizedPrompts
+from flowgrpo.text.samplers.language_model import TokenizedPrompts
 from flowgrpo.types import Completions, Scored
 
 PROMPT, TOKENS, GROUP = "1+2=", 8, 2

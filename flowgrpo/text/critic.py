@@ -23,12 +23,12 @@ from flowgrpo.rollouts.base import Encoded
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.storage import checkpoint
 from flowgrpo.text.samplers.decoding import Decoding, decided
-from flowgrpo.text.samplers.pruned import PrunedDraws, looked
+from flowgrpo.text.samplers.groups import PrunedDraws, looked
 from flowgrpo.types import Completions
 
 if TYPE_CHECKING:
     from flowgrpo.text.policies.causal_lm import CausalLM
-    from flowgrpo.text.samplers.records import TokenizedPrompts
+    from flowgrpo.text.samplers.language_model import TokenizedPrompts
 
 
 class Critic:

@@ -20,7 +20,7 @@ from flowgrpo.evaluation.sampler import Texts
 from flowgrpo.policies.checkpoints import config_of, run_config
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage import paths
-from flowgrpo.text.policies.sampling import asked, load, settings
+from flowgrpo.text.policies.engines import asked, load, settings
 from flowgrpo.types import Completion
 
 

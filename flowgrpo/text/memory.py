@@ -11,9 +11,9 @@ from flowgrpo.check.memory import FULL, averages, kept, tensor_bytes
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
 from flowgrpo.text.policies.causal_lm import CausalLM
-from flowgrpo.text.policies.load import cache_name
 from flowgrpo.text.policies.masked_lm import MaskedLM
-from flowgrpo.text.samplers.records import TokenizedPrompts
+from flowgrpo.text.policies.text_weights import cache_name
+from flowgrpo.text.samplers.language_model import TokenizedPrompts
 
 SHORT, LONG = 4, 12  # tokens of the measured completions
 CHUNK = 1024  # tokens whose logits are held at once (tokens.score)

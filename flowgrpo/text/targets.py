@@ -11,7 +11,7 @@ from flowgrpo.methods.groups import Credit, Loss
 from flowgrpo.methods.targets import Rollout, Target
 from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.text.generation import TextGeneration
-from flowgrpo.text.samplers import gumbel_softmax, pruned
+from flowgrpo.text.samplers import groups, gumbel_softmax
 from flowgrpo.text.samplers.decoding import Unmasking
 
 
@@ -34,7 +34,7 @@ class Completions(Target):
         if group % rollout.draws.leaves:
             raise ValueError(f"parts.draws is {type(rollout.draws).__name__} with {rollout.draws.leaves} leaves: "
                              "expected a train.group that is a multiple of them")
-        if isinstance(rollout.draws, pruned.PrunedDraws) and (rollout.decoding.greedy or credit.value is not None):
+        if isinstance(rollout.draws, groups.PrunedDraws) and (rollout.decoding.greedy or credit.value is not None):
             raise ValueError("parts.draws is PrunedDraws, whose samples are all random and whose head is the run's "
                              "only one: set parts.decoding.greedy: 0 and parts.value: null, or leave it out")
         shaping = credit.shaping

@@ -37,7 +37,7 @@ from flowgrpo.training.run import Run
 from flowgrpo.training.scoring import Functions
 
 if TYPE_CHECKING:
-    from flowgrpo.text.rewards.soft_texts import SoftTexts
+    from flowgrpo.text.rewards.embeddings import SoftTexts
 
 SAMPLES = 2  # per batch: one alone would not reveal a reward that always returns one number
 TOKENS = 8  # of a completion, at most
@@ -230,7 +230,7 @@ class Samples:
         if self.policy.modality != "text":
             assert isinstance(batch.outputs, torch.Tensor)
             return batch.outputs.to(self.policy.device).clone().requires_grad_()
-        from flowgrpo.text.rewards.soft_texts import SoftTexts
+        from flowgrpo.text.rewards.embeddings import SoftTexts
 
         tokens = self.rollouts.tokens
         [ids] = self.policy.encode([batch.prompts[0].text]).ids

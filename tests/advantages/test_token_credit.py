@@ -22,9 +22,9 @@ from flowgrpo.advantages.segments import (
 from flowgrpo.advantages.token_credit import Exploring, MergedSteps, Planning, SegmentChain, SegmentTree, StepGroups
 from flowgrpo.errors import UserError
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.text.samplers.continuations import continued, segmented
 from flowgrpo.text.samplers.decoding import Decoding
-from flowgrpo.text.samplers.records import TokenizedPrompts
+from flowgrpo.text.samplers.groups import continued, segmented
+from flowgrpo.text.samplers.language_model import TokenizedPrompts
 from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.optimizer import decisions

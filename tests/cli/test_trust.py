@@ -13,8 +13,8 @@ from flowgrpo import trust, user_code
 from flowgrpo.cli import main
 from flowgrpo.cli.options import asked_rewards
 from flowgrpo.config import parse
+from flowgrpo.contrib import json_api
 from flowgrpo.contrib.engine.client import Engine
-from flowgrpo.contrib.json_api import http
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.remote import exchange
 from flowgrpo.rewards.vlm_judge.judge import Judge
@@ -249,7 +249,7 @@ def test_commands_refuse_it_in_a_line(command, tmp_path, monkeypatch, capsys):
 
 def test_what_goes_where_is_printed_before_it_goes(monkeypatch, capsys):
     monkeypatch.setenv("BRAND_KEY", "k3y")
-    http.Http(url="http://127.0.0.1:1/score?version=2", key_env="BRAND_KEY")
+    json_api.Http(url="http://127.0.0.1:1/score?version=2", key_env="BRAND_KEY")
     Judge(url="https://judge.example/v1", show=["output", "source"])
     Engine("http://127.0.0.1:7")
     assert capsys.readouterr().err.splitlines() == [
@@ -266,7 +266,7 @@ def test_what_goes_where_is_printed_before_it_goes(monkeypatch, capsys):
 ])
 def test_a_key_goes_unencrypted_to_this_machine_alone(url, goes, monkeypatch):
     monkeypatch.setenv("BRAND_KEY", "k3y")
-    for reward in (http.Http, Judge):
+    for reward in (json_api.Http, Judge):
         reward(url=url)
         if goes:
             reward(url=url, key_env="BRAND_KEY")

@@ -12,9 +12,9 @@ import torch
 
 from flowgrpo.advantages.group import group_relative
 from flowgrpo.config import Config
-from flowgrpo.contrib.categories.parts import CategoryBandit
-from flowgrpo.contrib.prediction.parts import PredictedDifficulty, predicted
-from flowgrpo.contrib.variants.parts import Variations
+from flowgrpo.contrib.categories import CategoryBandit
+from flowgrpo.contrib.prediction import PredictedDifficulty, predicted
+from flowgrpo.contrib.variants import Variations
 from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.curriculum.history import InformationGain, OppositePairs, Retention, VarianceSampling
 from flowgrpo.curriculum.resampling import ExtraRollouts

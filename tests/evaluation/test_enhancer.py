@@ -12,7 +12,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.evaluation.calls import draw_one
 from flowgrpo.evaluation.enhancer import INSTRUCTION, Enhancer
 from flowgrpo.samplers.rollout import seeder
-from flowgrpo.text.policies import sampling as texts
+from flowgrpo.text.policies import engines as texts
 from tests.evaluation.test_images import pixels
 from tests.helpers import tiny
 

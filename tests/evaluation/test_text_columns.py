@@ -16,7 +16,7 @@ from flowgrpo.evaluation.pages.html_page import write_page, write_table
 from flowgrpo.policies import checkpoints
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage import checkpoint
-from flowgrpo.text.policies import sampling as texts
+from flowgrpo.text.policies import engines as texts
 from flowgrpo.text.policies.causal_lm import CausalLM
 from tests.helpers import tiny_text as tiny
 from tests.text.test_text_evaluate import SHORT, finished, save

@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from flowgrpo import rewards  # noqa: E402
-from flowgrpo.contrib.metrics.adapters import IMSCORE, Imscore  # noqa: E402
+from flowgrpo.contrib.metrics import IMSCORE, Imscore  # noqa: E402
 from flowgrpo.errors import UserError  # noqa: E402
 from flowgrpo.rewards.reward import Batch, as_reward  # noqa: E402
 

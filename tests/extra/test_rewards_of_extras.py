@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from flowgrpo import rewards  # noqa: E402
-from flowgrpo.text.rewards.svg import render  # noqa: E402
+from flowgrpo.text.rewards.code_tests import render  # noqa: E402
 
 
 def square(left: int, fill: str = "red") -> str:

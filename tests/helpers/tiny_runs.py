@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from flowgrpo.config import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.policies import build
-from flowgrpo.text.rewards.soft_texts import letters
+from flowgrpo.text.rewards.embeddings import letters
 from flowgrpo.train import Trainer
 from flowgrpo.training import state
 from tests.helpers import tiny, tiny_masked, tiny_text

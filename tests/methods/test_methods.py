@@ -60,15 +60,19 @@ from flowgrpo.samplers.grids import TailPoints
 from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowDDIM, FlowSDE
 from flowgrpo.samplers.plans import AllSteps, Branches, EachStep, GrowingTail, RandomSubset, Single, Sliding, TreeWindow
 from flowgrpo.samplers.solvers import DPMSolver2M, Euler
-from flowgrpo.text.credit.expert_reward import ExpertReward
-from flowgrpo.text.credit.length_shaping import ExitDecay, LengthSwitch
-from flowgrpo.text.losses.random_policy import RandomPolicyValue
-from flowgrpo.text.losses.reward_labels import RewardLabels
-from flowgrpo.text.losses.token_losses import ConflictTokens, EntropyBonus, ExpertMixture, HighEntropy, LikelihoodFloor
+from flowgrpo.text.credit import ExitDecay, ExpertReward, LengthSwitch
+from flowgrpo.text.losses.token_losses import (
+    ConflictTokens,
+    EntropyBonus,
+    ExpertMixture,
+    HighEntropy,
+    LikelihoodFloor,
+    RandomPolicyValue,
+    RewardLabels,
+)
 from flowgrpo.text.samplers.decoding import Decoding
-from flowgrpo.text.samplers.groups import EarlyExits
+from flowgrpo.text.samplers.groups import EarlyExits, Tree
 from flowgrpo.text.samplers.lookahead import BranchingLookahead
-from flowgrpo.text.samplers.trees import Tree
 from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.optimizer import decisions

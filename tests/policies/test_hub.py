@@ -15,8 +15,8 @@ from flowgrpo.cli import main
 from flowgrpo.errors import UserError
 from flowgrpo.policies import hub
 from flowgrpo.policies.pipelines.load import load_pipeline
-from flowgrpo.text.policies.load import load_causal_lm
 from flowgrpo.text.policies.masked_lm import load_masked_lm
+from flowgrpo.text.policies.text_weights import load_causal_lm
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flowgrpo import rewards
-from flowgrpo.contrib.verdicts import combined
+from flowgrpo.contrib import verdicts
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import combine
 from tests.helpers.tables import close, f64
@@ -49,15 +49,15 @@ def test_gates():
 
 
 def test_abstaining_stands_between_right_and_wrong():
-    same(combined.ternary(f64([1, 0.8, 0.79, 0.5, 0.21, 0.2, 0, NAN]), 0.8, 0.2), [1, 1, 0, 0, 0, -1, -1, 0])
+    same(verdicts.ternary(f64([1, 0.8, 0.79, 0.5, 0.21, 0.2, 0, NAN]), 0.8, 0.2), [1, 1, 0, 0, 0, -1, -1, 0])
     # Among a group that abstains or is wrong, abstaining is the better one; a binary reward has both at 0.
-    abstains, wrong = combined.ternary(f64([NAN, 0]), 1, 0).tolist()
+    abstains, wrong = verdicts.ternary(f64([NAN, 0]), 1, 0).tolist()
     assert abstains > wrong
 
 
 def test_the_share_of_a_checklist():
     scores = f64([[1, 1, 0.5, 1], [1, 0, 0.5, 0], [1, NAN, 0.4, NAN], [0, 0, 0, 0], [NAN] * 4])
-    same(combined.checklist(scores, [1, 1, 0.5, 1]), [1, 0.5, 0.5, 0, NAN])
+    same(verdicts.checklist(scores, [1, 1, 0.5, 1]), [1, 0.5, 0.5, 0, NAN])
 
 
 def test_the_harmonic_mean():
@@ -70,13 +70,13 @@ def test_the_harmonic_mean():
 
 @pytest.mark.parametrize("false_positive, false_negative", [(0.1, 0.3), (0, 0.4), (0.25, 0), (0, 0), (0.45, 0.5)])
 def test_the_corrected_verdict_is_right_in_the_mean(false_positive, false_negative):
-    passed, failed = combined.corrected(f64([1, 0]), false_positive, false_negative).tolist()
+    passed, failed = verdicts.corrected(f64([1, 0]), false_positive, false_negative).tolist()
     assert (1 - false_negative) * passed + false_negative * failed == pytest.approx(1, abs=1e-12)
     assert false_positive * passed + (1 - false_positive) * failed == pytest.approx(0, abs=1e-12)
 
 
 def test_the_corrected_verdict_by_hand():
-    close(combined.corrected(f64([1, 0, 0.5]), 0.1, 0.3), [0.9 / 0.6, -0.1 / 0.6, 0.4 / 0.6])
+    close(verdicts.corrected(f64([1, 0, 0.5]), 0.1, 0.3), [0.9 / 0.6, -0.1 / 0.6, 0.4 / 0.6])
 
 
 # --- for a recipe ----------------------------------------------------------------------------------------------------

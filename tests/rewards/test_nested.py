@@ -7,7 +7,7 @@ import torch
 
 from flowgrpo import rewards
 from flowgrpo.config.reward_rules import RewardRule
-from flowgrpo.contrib.verdicts import combined
+from flowgrpo.contrib import verdicts
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import combine
 from flowgrpo.training import extensions
@@ -134,7 +134,7 @@ def plain(images, prompts):
 def test_a_combination_is_differentiable_if_all_its_parts_are():
     soft, hard = combine.Tiered([red, green], [0.5]), combine.Tiered([red, plain], [0.5])
     assert soft.differentiable and not hard.differentiable and nested(soft).differentiable
-    assert not combined.Ternary([red]).differentiable  # a step has no slope
+    assert not verdicts.Ternary([red]).differentiable  # a step has no slope
     rewards.require_gradient({"it": nested(soft)})
     with pytest.raises(UserError, match="reward 'it' is not differentiable"):
         rewards.require_gradient({"it": hard})

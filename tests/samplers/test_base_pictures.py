@@ -14,7 +14,7 @@ from torchvision.utils import save_image
 
 from flowgrpo import rewards
 from flowgrpo.config.reward_rules import RewardRule
-from flowgrpo.contrib.verdicts import combined
+from flowgrpo.contrib import verdicts
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.evaluate import evaluate
 from flowgrpo.rewards import combine, guards
@@ -157,7 +157,7 @@ def test_a_picture_of_the_metadata_goes_first(tmp_path):
 def test_rewards_of_rewards_hand_it_on():
     both = combine.Tiered([guards.BaseSimilarity(), lambda images, prompts: [1.0, 1.0]], [0.7])
     assert both.reads == {"base"} and ask(both, BASE) == pytest.approx([1.9, 0.6])
-    assert not combined.Corrected([lambda images, prompts: [1.0, 1.0]]).reads
+    assert not verdicts.Corrected([lambda images, prompts: [1.0, 1.0]]).reads
 
 
 def test_groups_see_it_too():

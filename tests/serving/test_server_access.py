@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import save
 
 from flowgrpo import rewards
-from flowgrpo.contrib.edits.preservation import Preservation
+from flowgrpo.contrib.edits import Preservation
 from flowgrpo.data import pictures
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import clip

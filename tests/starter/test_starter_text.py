@@ -16,7 +16,7 @@ from flowgrpo.run import run
 from flowgrpo.starter import FOLDERS
 from flowgrpo.starter.arithmetic import FACTS, RATES, Problem, chosen, draw, solution
 from flowgrpo.text.policies.causal_lm import CausalLM
-from flowgrpo.text.policies.load import load_causal_lm
+from flowgrpo.text.policies.text_weights import load_causal_lm
 from flowgrpo.text.samplers.decoding import Decoding
 from tests.helpers import tiny_text
 

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "flowgrpo"
 WRITE = re.compile(r"(?<!atomic)\.write_(?:text|bytes)\(|open\([^()]*[\"'][wx]b?[\"']|\.savefig\(|shutil\.copy")
 TEMPORARY = {  # files in a folder that is deleted afterwards, or under a name that `atomic` gave
     "check/tiny/unets.py", "policies/checkpoints.py", "evaluation/pages/figures.py", "text/rewards/sandbox/run.py",
-    "data/sources.py", "contrib/vbench/vbench_child.py", "contrib/vbench/package.py", "storage/atomic.py",
+    "data/sources.py", "contrib/vbench/vbench_child.py", "contrib/vbench/dimensions.py", "storage/atomic.py",
     "storage/tensor_files.py", "training/tracker.py"}
 
 

@@ -28,7 +28,7 @@ from flowgrpo.rewards.vlm_judge.judge import Judge, JudgePairs
 from flowgrpo.run import run
 from flowgrpo.storage import paths
 from flowgrpo.text.policies.masked_lm import MaskedLM
-from flowgrpo.text.rewards.soft_texts import letters
+from flowgrpo.text.rewards.embeddings import letters
 from flowgrpo.training import tracker, trial
 from tests.helpers import loop, tiny, tiny_dna, tiny_text
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from flowgrpo.contrib.engine import capability
+from flowgrpo.contrib.engine import sampler
 from flowgrpo.contrib.engine.client import Engine
 from flowgrpo.contrib.engine.lora import LoraSender
 from flowgrpo.contrib.engine.sampler import EngineSampler
@@ -25,7 +25,7 @@ class EngineRollouts(Extension):
         self.lora = LoraSender(self.engine, own.folder)
         rollouts = trainer.rollouts
         for spec in rollouts.explorations(0):
-            capability.require(capability.of_rollout(spec, rollouts.grid))
+            sampler.require(sampler.of_rollout(spec, rollouts.grid))
         served = self.engine.info()
         trainer.say(f"rollouts by {self.engine.url}: {served.get('model_path', 'an unnamed model')}, version "
                     f"{served.get('version', 'unknown')}")
@@ -33,7 +33,7 @@ class EngineRollouts(Extension):
 
     @classmethod
     def require(cls, setup: Setup) -> None:
-        capability.check(setup)
+        sampler.check(setup)
 
     def _placed(self) -> None:
         """Have the present rollouts draw by the engine."""

@@ -17,8 +17,7 @@ from torch.nn.functional import softplus
 
 from flowgrpo.contrib.learned_rewards.labelled_texts import OVERALL, LabelledText, degraded
 from flowgrpo.errors import UserError
-from flowgrpo.text.rewards.embeddings import SemanticSimilarity
-from flowgrpo.text.rewards.text_scorer import LearnedHeads, hashed
+from flowgrpo.text.rewards.embeddings import LearnedHeads, SemanticSimilarity, hashed
 
 SQUARED, LOGISTIC, PAIRS = "R2", "accuracy", "accuracy of pairs"  # what is measured, by the kind of labels
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flowgrpo.contrib.criteria.writer import CachedWriter
+from flowgrpo.contrib.criteria import CachedWriter
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
 from flowgrpo.rewards.geneval.colours import NAMES

@@ -4,11 +4,21 @@ With `train.staleness` N, epoch k + N is sampled before the update of epoch k. A
 + 1 to k + N meanwhile. An epoch is therefore trained by weights that are at most N epochs newer than those that drew
 it, for which the loss is decoupled (`decoupled`). So is that of partial rollouts (`partial_rollouts`), whose
 groups have tokens of several epochs' weights.
+
+Device memory of the epochs that `train.staleness` draws ahead.
+
+Decoupled PPO: weights of decisions that older weights of the policy drew.
+
+The loss is (pi_prox / pi_behaviour) * clipped(pi / pi_prox): the proximal policy is the one before the update, around
+which the surrogate clips, and the behaviour policy is the one that drew the decision (AReaL, 2505.24298).
+
+Runs that can draw epochs ahead of their update, or go on with partial rollouts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -16,18 +26,24 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from flowgrpo.contrib.staleness import requirements
-from flowgrpo.contrib.staleness.decoupled import behaviour_weights
+from flowgrpo.check.memory import Measured
+from flowgrpo.config.schema import Config
 from flowgrpo.contrib.staleness.partial_rollouts import make_pool, older, oldest
 from flowgrpo.data.prompts import Prompt, as_line, of_records
 from flowgrpo.methods import capabilities
+from flowgrpo.methods.method import Method
 from flowgrpo.methods.setup import Setup
 from flowgrpo.objectives.ratios import LogRatio
+from flowgrpo.rewards.reward import EPOCH, MEMORY, POLICY, inside
 from flowgrpo.rollouts.base import Encoded, Outputs
 from flowgrpo.samplers.replay import rescored
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.storage.checkpoint import Tensors
+from flowgrpo.text.credit import StepScores
+from flowgrpo.text.policies import engines
+from flowgrpo.text.samplers.groups import Independent
 from flowgrpo.training import sampling
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
@@ -35,6 +51,54 @@ from flowgrpo.training.run import Run
 from flowgrpo.training.scoring import Scoring
 from flowgrpo.training.stored_parts import restored, stored, within
 from flowgrpo.types import Completion, Scored, required
+
+
+def add(phases: dict[str, dict[str, int]], measured: Measured) -> None:
+    """Add the recorded states of the epochs that wait to all phases."""
+    for parts in phases.values():
+        parts["epochs drawn ahead"] = measured.recorded * measured.config.train.staleness
+
+
+def behaviour_weights(log_ratio: Tensor, mask: Tensor, cap: float) -> Tensor:
+    """Return the weight pi_prox / pi_behaviour [B, N] of every decision, without a gradient.
+
+    It is 0 above the cap and 1 where mask is false. log_ratio: [B, N], the method's log-ratio of the proximal policy to
+    the behaviour policy. mask: bool [B, N].
+    """
+    excess = log_ratio.detach().masked_fill(~mask, 0.0)
+    return excess.exp().masked_fill(excess > math.log(cap), 0.0)
+
+
+def refused(setup: Setup) -> dict[str, bool]:
+    """Return what keeps a run from staleness or partial rollouts, besides what it lacks, in words, and whether it
+    applies."""
+    config, method = setup.config, setup.method
+    loss, parts = method.loss, [(name, part) for name, reward in setup.trained.items() for part in inside(reward)]
+    wrong = {
+        "memory.context_parallel, whose first process scores": config.memory.context_parallel > 1,
+        f"a method that trains {method.target.trains}": not method.target.has_logp,
+        f"the surrogate {type(loss.surrogate).__name__}, which compares samples": loss.surrogate.reads_groups,
+        f"the reference {type(loss.reference).__name__}, whose prompts are of one epoch": method.teaches_itself,
+        "memory.rewards: cpu": config.memory.rewards == "cpu"}
+    if config.text.over_provision:
+        wrong = {f"{setup.all_processes} processes": setup.all_processes > 1} | wrong | _of_partial(config, method)
+    wrong |= {f"the reward {name!r}, which remembers earlier epochs": True for name, part in parts
+              if {MEMORY, EPOCH} & part.reads}
+    return wrong | {f"the reward {name!r}, which reads the policy": True for name, part in parts
+                    if POLICY in part.reads}
+
+
+def _of_partial(config: Config, method: Method) -> dict[str, bool]:
+    """Return what keeps completions from being continued, in words, and whether it applies."""
+    rollout, spread = method.generation, method.credit.spread
+    return {
+        "text.engine or text.engine_precision, which draw whole completions": engines.wanted(config),
+        f"parts.draws {type(rollout.draws).__name__}": not isinstance(rollout.draws, Independent),
+        "greedy samples or answers in a group": bool(rollout.decoding.greedy or rollout.decoding.expert),
+        f"parts.spread {type(spread).__name__}, which draws or scores segments":
+            isinstance(spread, StepScores) or bool(spread and spread.samples),
+        f"the surrogate {type(method.loss.surrogate).__name__}, which reads all tokens":
+            method.loss.surrogate.reads_uniform}
 
 
 @dataclass(eq=False)
@@ -91,7 +155,7 @@ class Staleness(Extension):
 
     @classmethod
     def refused(cls, setup: Setup) -> dict[str, bool]:
-        return requirements.refused(setup)
+        return refused(setup)
 
     # --- one epoch ---------------------------------------------------------------------------------------------------
 

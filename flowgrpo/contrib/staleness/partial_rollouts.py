@@ -13,7 +13,7 @@ from flowgrpo.samplers.rollout import Part
 from flowgrpo.storage.checkpoint import Tensors
 from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.rollouts.completions import TextRollouts
-from flowgrpo.text.samplers.partial import Begun, begin, completed, go_on
+from flowgrpo.text.samplers.importance import Begun, begin, completed, go_on
 from flowgrpo.training import sampling
 from flowgrpo.training.run import Run
 from flowgrpo.training.stored_parts import within

@@ -20,11 +20,17 @@ from flowgrpo.errors import UserError
 from flowgrpo.policies.weights.checkpointing import recompute
 from flowgrpo.policies.weights.forwards import fuse_text_norms
 from flowgrpo.samplers.rollout import generators
-from flowgrpo.text.policies.load import cache_name, load_causal_lm, plain_generation, special_tokens
-from flowgrpo.text.policies.teacher import Teachers
-from flowgrpo.text.policies.text_weights import TextWeights, present
+from flowgrpo.text.policies.text_weights import (
+    Teachers,
+    TextWeights,
+    cache_name,
+    load_causal_lm,
+    plain_generation,
+    present,
+    special_tokens,
+)
 from flowgrpo.text.samplers.decoding import Decoding, Draw, TokenDistribution, decided, score, uniforms
-from flowgrpo.text.samplers.records import SampledCompletions, TokenizedPrompts
+from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completion, Completions, Scored, wide
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -24,11 +24,10 @@ from flowgrpo.log import quiet
 from flowgrpo.policies import hub
 from flowgrpo.text.policies import causal_lm
 from flowgrpo.text.policies.causal_lm import CausalLM
-from flowgrpo.text.policies.load import at_revision
-from flowgrpo.text.policies.text_weights import present
+from flowgrpo.text.policies.text_weights import at_revision, present
 from flowgrpo.text.samplers.decoding import Decoding, Unmasking, decided, drawn, score, uniforms
 from flowgrpo.text.samplers.gumbel_softmax import GumbelSoftmax, walk
-from flowgrpo.text.samplers.records import SampledCompletions, TokenizedPrompts
+from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completion, Completions, Scored, Traces, wide
 
 # Names in the Llama family and Dream, LLaDA (its `ff_out` is its head too), BERT and ModernBERT.

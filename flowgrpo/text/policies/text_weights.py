@@ -1,18 +1,30 @@
-"""Trainable weights of a language model, in the files of transformers and peft."""
+"""Trainable weights of a language model, in the files of transformers and peft.
+
+Load a language model and its tokenizer, and read what its files say of generation.
+
+Teachers: other frozen models in place of a language policy's own, to score its samples.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from flowgrpo.config.sections import Load
+from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
 from flowgrpo.nouns import counted
 from flowgrpo.packages import broken
+from flowgrpo.policies import hub
 from flowgrpo.policies.weights import adapters
 from flowgrpo.policies.weights.trainable import TrainableWeights
+from flowgrpo.starter import FOLDERS
 from flowgrpo.storage import atomic, paths
 
 
@@ -73,3 +85,116 @@ def attach(model: torch.nn.Module, folder: Path, adapter: str = "default") -> No
     except Exception as error:  # third-party files can raise anything
         why = broken(error) or " ".join(str(error).split())[:200]
         raise UserError(f"{folder} does not load into {type(model).__name__}: {why}") from error
+
+
+def load_causal_lm(model: str, precision: str = "fp32", trust_remote_code: bool = False,
+                   classes: Sequence[str] = ("AutoModelForCausalLM", "AutoTokenizer"), files: Load = Load()
+                   ) -> tuple[Any, Any]:
+    """Load (model, tokenizer): a starter's name, a directory or a hub id.
+
+    classes: of transformers. files: variant and revision.
+    Raises UserError if it does not load.
+    """
+    import transformers
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    source = FOLDERS.get(model, model)
+    try:
+        with quiet():
+            body, reader = (getattr(transformers, name) for name in classes)
+            common: dict[str, Any] = {"trust_remote_code": trust_remote_code, **at_revision(files)}
+            return (body.from_pretrained(source, dtype=DTYPES[precision], variant=files.variant, **common),
+                    reader.from_pretrained(source, **common))
+    except Exception as error:  # third-party model files can raise anything
+        expected = "starter_text, a directory with a config.json and a tokenizer, or a hub id"
+        raise hub.load_error(error, model, "language model", expected) from error
+
+
+def at_revision(files: Load) -> dict[str, str]:
+    """Return the argument of transformers' `from_pretrained` for a revision; without one its own default applies."""
+    return {} if files.revision is None else {"revision": files.revision}
+
+
+def special_tokens(model: Any, tokenizer: Any) -> tuple[list[int], int]:
+    """Return the tokens that end a completion, and the padding token. Raises UserError if none ends one."""
+    config = getattr(model, "generation_config", None)  # a model without `generate` has none
+    ends = config.eos_token_id if config else None
+    ends = tokenizer.eos_token_id if ends is None else ends
+    if ends is None:
+        raise UserError("neither the model nor its tokenizer says which token ends a completion: set the tokenizer's "
+                        "eos_token")
+    ends = list(ends) if isinstance(ends, (list, tuple)) else [ends]
+    return ends, ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+
+def plain_generation(model: Any, ends: list[int], padding: int) -> None:
+    """Drop a model's own temperature, cuts and penalties, which a replay would not apply."""
+    from transformers import GenerationConfig
+
+    if getattr(model, "generation_config", None) is None:
+        return
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=padding,
+                                               bos_token_id=model.generation_config.bos_token_id)
+
+
+def cache_name(decoder: Any) -> str:
+    """Return the name of the cache in a decoder's arguments and outputs: transformers renames it to `cache`, and drops
+    `past_key_values` in 5.40."""
+    return "cache" if "cache" in inspect.signature(type(decoder).forward).parameters else "past_key_values"
+
+
+class Taught(Protocol):
+    """Language policy whose model can be replaced, with the results of its trials."""
+
+    model: Any
+    tokenizer: Any
+    device: torch.device
+    _head_alone: bool | None
+    _apart: str | None
+
+    def another(self, model: str) -> tuple[Any, Any]:
+        """Load another model of its kind, and its tokenizer."""
+
+    def _count(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count the tokens of a forward."""
+
+
+class Teachers:
+    """Teachers of a policy by name, a directory or a hub id, each loaded at its first use.
+
+    policy: its `another(name)` loads a model of its kind, with its tokenizer.
+    """
+
+    def __init__(self, policy: Taught):
+        self.policy = policy
+        self.known: dict[str, tuple[Any, bool | None, str | None]] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Context manager: the teacher is the policy's model.
+
+        Raises UserError if it does not load or has another tokenizer.
+        """
+        state = self._state()
+        self._set(*self.known.get(name) or (self._loaded(name), None, None))
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.known[name] = self._state()
+            self._set(*state)
+
+    def _state(self) -> tuple[Any, bool | None, str | None]:
+        """Return the model, and the results of its trials."""
+        return self.policy.model, self.policy._head_alone, self.policy._apart
+
+    def _set(self, model: Any, head_alone: bool | None, apart: str | None) -> None:
+        self.policy.model, self.policy._head_alone, self.policy._apart = model, head_alone, apart
+
+    def _loaded(self, name: str) -> Any:
+        model, tokenizer = self.policy.another(name)
+        if tokenizer.get_vocab() != self.policy.tokenizer.get_vocab():
+            raise UserError(f"the teacher {name!r} has another tokenizer than the model: expected the same tokens")
+        model.base_model.register_forward_pre_hook(self.policy._count, with_kwargs=True)
+        return model.to(self.policy.device).eval().requires_grad_(False)

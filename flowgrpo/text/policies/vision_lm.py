@@ -19,9 +19,9 @@ from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.data.pictures import read_picture
 from flowgrpo.errors import UserError
 from flowgrpo.text.policies.causal_lm import RECOMPUTED, TARGETS, CausalLM
-from flowgrpo.text.policies.load import load_causal_lm
+from flowgrpo.text.policies.text_weights import load_causal_lm
 from flowgrpo.text.samplers.decoding import TokenDistribution
-from flowgrpo.text.samplers.records import TokenizedPrompts
+from flowgrpo.text.samplers.language_model import TokenizedPrompts
 from flowgrpo.types import Scored
 
 # Configuration keys of the placeholder tokens of an image, a video or a sound.

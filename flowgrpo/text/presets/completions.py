@@ -9,11 +9,10 @@ from flowgrpo.advantages import baselines, correctness, gae, group, selection, s
 from flowgrpo.methods import supervised
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import pair_losses, reductions, references, sequence_losses
-from flowgrpo.text import targets
-from flowgrpo.text.credit import length_shaping
+from flowgrpo.text import credit, targets
 from flowgrpo.text.generation import TextGeneration
-from flowgrpo.text.losses import random_policy, reward_labels, token_losses
-from flowgrpo.text.samplers import decoding, groups, lookahead, trees
+from flowgrpo.text.losses import token_losses
+from flowgrpo.text.samplers import decoding, groups, lookahead
 
 
 def grpo(method: Method = Method()) -> Method:
@@ -110,20 +109,20 @@ def reg_grpo(method: Method = Method()) -> Method:
 
 def real(method: Method = Method()) -> Method:
     """REAL: rewards are labels, the log-ratios of a group's completions the logits beside an anchor (2602.05630)."""
-    return grpo(method).having(advantage=baselines.NoBaseline(), surrogate=reward_labels.RewardLabels("anchor", 10.0),
+    return grpo(method).having(advantage=baselines.NoBaseline(), surrogate=token_losses.RewardLabels("anchor", 10.0),
                                kl=objectives.SampledKL(0.0))
 
 
 def pacs(method: Method = Method()) -> Method:
     """PACS: cross-entropy of the rewards under each log-ratio less that of the others (2509.02522)."""
-    return real(method).having(surrogate=reward_labels.RewardLabels("leave_one_out", 1.0, reference=True),
+    return real(method).having(surrogate=token_losses.RewardLabels("leave_one_out", 1.0, reference=True),
                                log_ratio=objectives.CompletionRatio(), reduction=reductions.SequenceSum())
 
 
 def rover(method: Method = Method()) -> Method:
     """ROVER: log-ratios regressed on the values of the uniformly random policy, which keep all ways (2509.24981)."""
     return grpo(method).having(advantage=group.Advantage(scale="none", order="rewards", clamp=math.inf),
-                               surrogate=random_policy.RandomPolicyValue(), reduction=reductions.TokenMean(),
+                               surrogate=token_losses.RandomPolicyValue(), reduction=reductions.TokenMean(),
                                kl=objectives.SampledKL(0.0))
 
 
@@ -180,7 +179,7 @@ def gtpo(method: Method = Method()) -> Method:
 
 def grpo_lambda(method: Method = Method()) -> Method:
     """GRPO-lambda: right answers earn less the longer they are, in groups that are mostly right (2505.18086)."""
-    return grpo(method).having(shaping=length_shaping.LengthSwitch(), kl=objectives.SampledKL(0.0))
+    return grpo(method).having(shaping=credit.LengthSwitch(), kl=objectives.SampledKL(0.0))
 
 
 def spo_chain(method: Method = Method()) -> Method:
@@ -191,7 +190,7 @@ def spo_chain(method: Method = Method()) -> Method:
 
 def spo_tree(method: Method = Method()) -> Method:
     """SPO-tree: a tree of completions, whose segments are compared with the other continuations (2505.23564)."""
-    return spo_chain(method).having(draws=trees.Tree(), spread=token_credit.SegmentTree())
+    return spo_chain(method).having(draws=groups.Tree(), spread=token_credit.SegmentTree())
 
 
 def gigpo(method: Method = Method()) -> Method:
@@ -201,7 +200,7 @@ def gigpo(method: Method = Method()) -> Method:
 
 def s_grpo(method: Method = Method()) -> Method:
     """S-GRPO: one chain of thought is left early in several ways; earlier right answers earn more (2505.07686)."""
-    return grpo(method).having(draws=groups.EarlyExits(), shaping=length_shaping.ExitDecay(),
+    return grpo(method).having(draws=groups.EarlyExits(), shaping=credit.ExitDecay(),
                                kl=objectives.SampledKL(0.0))
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from flowgrpo.methods import data_sources, supervised
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import balance, supervised_weights
-from flowgrpo.text.credit import expert_reward
+from flowgrpo.text import credit
 from flowgrpo.text.losses import token_losses
 from flowgrpo.text.presets.completions import dapo, grpo
 
@@ -36,7 +36,7 @@ def visurf(method: Method = Method()) -> Method:
     """ViSurf over a base method of causal language models, GRPO without one: the prompt's own answer joins its group,
     with a controlled reward (2510.10606)."""
     method = _with_answer(method)
-    return method.having(shaping=expert_reward.ExpertReward(shaping=method.credit.shaping))
+    return method.having(shaping=credit.ExpertReward(shaping=method.credit.shaping))
 
 
 def rl_plus(method: Method = Method()) -> Method:

@@ -1,18 +1,32 @@
-"""Embeddings of texts by an encoder of transformers, and the similarity to a reference by them."""
+"""Embeddings of texts by an encoder of transformers, and the similarity to a reference by them.
+
+Diversity of texts: of a group's completions, and of answers that agree with a reference.
+
+Texts whose tokens carry a graph, for differentiable rewards, and a reader of both kinds of texts.
+
+Text reward that `flowgrpo reward train-text` learned: a linear head per aspect, on hashed words or an encoder.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from flowgrpo.errors import UserError
+from flowgrpo.data.text_features import features
+from flowgrpo.errors import UserError, nearest
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.local_model import LocalModel, pretrained
+from flowgrpo.rewards.guards import distances
+from flowgrpo.rewards.local_model import LocalModel, loading, pretrained
+from flowgrpo.storage import atomic
 from flowgrpo.text.rewards.answer_keys import LICENCE, keys, several, spoken, stated
+from flowgrpo.text.rewards.rules import normalised
 
 
 def pooled(states: Tensor, mask: Tensor) -> Tensor:
@@ -86,3 +100,228 @@ class SemanticSimilarity(TextEncoder):
         of = dict(zip(texts, self.embedded(texts)))
         return [None if accepted is None else max(float(of[answer] @ of[text]) for text in accepted)
                 for answer, accepted in zip(answers, references)]
+
+
+def ngrams(text: str, most: int) -> set[tuple[str, ...]]:
+    """Return the n-grams of a text's words, of 1 to `most` words, in lower case."""
+    words = normalised(text).split()
+    return {tuple(words[at:at + n]) for n in range(1, most + 1) for at in range(len(words) - n + 1)}
+
+
+def likeness(one: set[tuple[str, ...]], other: set[tuple[str, ...]]) -> float:
+    """Return the share of common n-grams among all of two texts, 1 for two empty ones (Jaccard)."""
+    return len(one & other) / len(one | other) if one | other else 1.0
+
+
+def lexical(texts: Sequence[str], most: int) -> list[float]:
+    """Return the mean of 1 - `likeness` of each text to the others; 0 for a single one."""
+    grams, count = [ngrams(text, most) for text in texts], max(len(texts) - 1, 1)
+    return [sum(1 - likeness(one, other) for at, other in enumerate(grams) if at != row) / count
+            for row, one in enumerate(grams)]
+
+
+@dataclass(frozen=True)
+class TextDiversity:
+    """Diversity: mean distance of a completion to the others of its group (MultiRole-R1).
+
+    ngram: the distance is 1 - the share of common n-grams of up to so many words.
+    features: `file.py:function`, texts to [B, D], for the distance of meanings or perspectives instead: Euclidean.
+    """
+
+    ngram: int = 2
+    features: str | Callable[[Sequence[str]], Any] | None = None
+    group = True
+    about = About(modality="text", range=(0, None), needs="", licence=LICENCE)
+
+    def __post_init__(self) -> None:
+        if self.ngram < 1:
+            raise UserError(f"reward 'text_diversity': ngram is {self.ngram}, expected 1 or more")
+        if isinstance(self.features, str):
+            from flowgrpo.user_code import load
+
+            object.__setattr__(self, "features", load(self.features))
+
+    def __call__(self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
+                 group: int) -> list[float]:
+        if callable(self.features):
+            features: Tensor = torch.as_tensor(self.features(completions))
+            return distances(features.reshape(len(features) // group, group, -1)).flatten().tolist()
+        return [score for at in range(0, len(completions), group)
+                for score in lexical(completions[at:at + group], self.ngram)]
+
+
+@dataclass(frozen=True)
+class ReferenceBand:
+    """Agreement with the reference answer, as good within a range of std as an exact copy, plus a bonus for
+    diverse answers there (DARL).
+
+    The deviation is 1 - the largest share of common n-grams with an accepted answer. Up to `deviation` the score is 1,
+    plus `bonus` times the mean distance to the group's others. Beyond, it falls linearly to 0 at a deviation of 1. The
+    paper measures agreement by the policy's likelihood of the reference; n-grams are a reconstruction.
+
+    key: of the metadata, an answer or a list of them; None for a prompt without it.
+    ngram: as in `text_diversity`.
+    """
+
+    deviation: float = 0.4
+    bonus: float = 0.2
+    key: str = "answer"
+    ngram: int = 2
+    group = True
+    keyed = True
+    about = About(modality="text", range=(0, None), needs="", licence=LICENCE)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.deviation < 1 or self.bonus < 0 or self.ngram < 1:
+            raise UserError(f"reward 'reference_band': `deviation` is {self.deviation}, bonus {self.bonus} and ngram "
+                            f"{self.ngram}, expected 0 to below 1, 0 or more, and 1 or more")
+
+    def __call__(self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
+                 group: int) -> list[float | None]:
+        references = keys("reference_band", metadata, self.key, prompts, several)
+        apart = [score for at in range(0, len(completions), group)
+                 for score in lexical(completions[at:at + group], self.ngram)]
+        return [None if accepted is None else self._one(completion, accepted, distance)
+                for completion, accepted, distance in zip(completions, references, apart)]
+
+    def _one(self, completion: str, accepted: Sequence[str], distance: float) -> float:
+        grams = ngrams(completion, self.ngram)
+        deviation = 1 - max(likeness(grams, ngrams(answer, self.ngram)) for answer in accepted)
+        if deviation <= self.deviation:
+            return 1 + self.bonus * distance
+        return (1 - deviation) / (1 - self.deviation)
+
+
+@dataclass(frozen=True, eq=False)
+class SoftTexts:
+    """B texts as token weights.
+
+    weights: [B,L,V], one-hot, with a graph, 0 after a text's end.
+    tokens: the V strings.
+    """
+
+    weights: Tensor
+    tokens: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def __getitem__(self, rows: Sequence[int]) -> SoftTexts:
+        return SoftTexts(self.weights[rows], self.tokens)
+
+
+def letters(texts: SoftTexts | Sequence[str], alphabet: Sequence[str]) -> Tensor:
+    """Return the weight of each of A letters at each place of B texts: [B,L,A], a column per letter of `alphabet`.
+
+    Ordinary texts: float32, 1 or 0, L the length of the longest, a character per place. `SoftTexts`: a token per place,
+    in the texts' graph. A reward that reads its texts only by this function is differentiable and works with any
+    method.
+    Raises UserError for a letter that is not a token.
+    """
+    import torch
+
+    if isinstance(texts, SoftTexts):
+        if missing := [letter for letter in alphabet if letter not in texts.tokens]:
+            raise UserError(f"{missing[0]!r} is none of the model's {len(texts.tokens)} tokens: a reward whose "
+                            "gradient is followed reads whole tokens")
+        return texts.weights[..., [texts.tokens.index(letter) for letter in alphabet]]
+    weights = torch.zeros(len(texts), max((len(text) for text in texts), default=0), len(alphabet))
+    for row, text in enumerate(texts):
+        for place, character in enumerate(text):
+            if character in alphabet:
+                weights[row, place, alphabet.index(character)] = 1
+    return weights
+
+
+FORM, WIDTH = 1, 2048  # of the file; hashed words
+
+
+@dataclass(frozen=True)
+class LearnedHeads:
+    """Heads of a text reward.
+
+    aspects: their names, in the order of the heads. heads: by category, "" for texts without one, [A, D + 1], the last
+    column being the intercept. encoder: a model of transformers; None for hashed words.
+    measured: what the training measured on held-out texts.
+    """
+
+    aspects: list[str]
+    heads: dict[str, list[list[float]]]
+    encoder: str | None = None
+    measured: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, file: Path) -> None:
+        """Write the file of the reward."""
+        atomic.write_text(file, json.dumps({"form": FORM, **asdict(self)}) + "\n")
+
+    @classmethod
+    def read(cls, file: Path) -> LearnedHeads:
+        """Read the file of a reward. Raises UserError for one not written by `flowgrpo reward train-text`."""
+        with loading(f"reward 'text_scorer': {file}", "expected what `flowgrpo reward train-text` wrote"):
+            record = json.loads(file.read_text(encoding="utf-8"))
+            if record.pop("form") != FORM:
+                raise ValueError(f"expected form {FORM}")
+            known = cls(**record)
+            for head in known.heads.values():
+                if np.array(head, dtype=float).shape[:1] != (len(known.aspects),):
+                    raise ValueError("expected a head per aspect")
+            return known
+
+
+def hashed(texts: Sequence[str]) -> Tensor:
+    """Return the hashed words of texts: [B, WIDTH] float32."""
+    return torch.from_numpy(np.stack([features(text, WIDTH) for text in texts])).float()
+
+
+@dataclass(frozen=True, eq=False)
+class TextScorer(TextEncoder):
+    """Weighted sum of the aspects that `flowgrpo reward train-text` learned from labelled completions.
+
+    file: what it wrote. weights: of aspects; omitted ones get 0, and without weights all get 1.
+    category: key of the metadata that names a text's category, of a reward with a head for each; a category without a
+        head, or a prompt without one where all have one, gets no score.
+    thoughts: read the <think> part.
+    longest: tokens that its encoder reads. dtype (fp32), device and batch_size (32) of it: as in `LocalModel`.
+    """
+
+    file: str
+    weights: dict[str, float] | None = None
+    category: str = "category"
+    thoughts: bool = False
+    longest: int = 512
+    batch_size: int = field(default=32, kw_only=True)
+    known: LearnedHeads = field(init=False, repr=False)
+    reward = "text_scorer"
+    revision = None
+    about = About(modality="text", range=(None, None), needs="", licence=f"{LICENCE}, weights of your own")
+
+    def __post_init__(self) -> None:
+        known = LearnedHeads.read(Path(self.file))
+        for name in self.weights or ():
+            if name not in known.aspects:
+                raise UserError(f"reward 'text_scorer': {self.file} has no aspect {name!r}"
+                                f"{nearest(name, known.aspects)}")
+        object.__setattr__(self, "known", known)
+        super().__post_init__()
+
+    @property
+    def model(self) -> str:  # type: ignore[override]
+        return self.known.encoder or ""
+
+    def _loaded(self) -> tuple[Any, ...]:
+        return super()._loaded() if self.known.encoder else ()
+
+    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+        given = self.weights or dict.fromkeys(self.known.aspects, 1.0)
+        weight = torch.tensor([given.get(name, 0.0) for name in self.known.aspects], dtype=torch.float64)
+        scores = self.scores(completions, [str(entry.get(self.category, "")) for entry in metadata])
+        return [None if row is None else float(row @ weight) for row in scores]
+
+    def scores(self, texts: Sequence[str], categories: Sequence[str]) -> list[Tensor | None]:
+        """Return the aspects' scores of each text, [A] float64; None for a category without a head."""
+        texts = texts if self.thoughts else [spoken(text) for text in texts]
+        rows = (self.embedded(texts) if self.known.encoder else hashed(texts)).double()
+        heads = {name: torch.tensor(head, dtype=torch.float64) for name, head in self.known.heads.items()}
+        of = [heads.get(category, heads.get("")) for category in categories]
+        return [None if head is None else head[:, :-1] @ row + head[:, -1] for head, row in zip(of, rows)]

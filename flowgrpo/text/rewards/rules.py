@@ -1,4 +1,11 @@
-"""Rules for completions: exact answers, tag formats, repetition, length."""
+"""Rules for completions: exact answers, tag formats, repetition, length.
+
+Reward of questions with several right choices: partial credit for a part of them (TW-GRPO).
+
+Reward of a translation: BLEU or chrF to references, by sacrebleu (MT-R1-Zero).
+
+Reward of a solution's steps, compared with the reference's one by one.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +17,7 @@ from typing import Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
+from flowgrpo.packages import needed
 from flowgrpo.rewards.about import About
 from flowgrpo.text.rewards.answer_keys import LICENCE, abstains, keys, several, spoken, stated
 
@@ -282,3 +290,104 @@ class LengthCurve:
                  metadata: Sequence[dict[str, Any]]) -> list[float]:
         return [turning(size / self.longest, self.turn)
                 for size in sizes("length_curve", completions, prompts, metadata, self.unit)]
+
+
+_APART = re.compile(r"[,;/&\n]|\band\b|\bor\b", re.I)
+
+
+def chosen(text: str) -> set[str]:
+    """Return the choices that an answer names, in upper case: parts between commas, or the letters of such as "ACD"."""
+    parts = {part.strip(" .()[]{}\t\"'").upper() for part in _APART.split(text)} - {""}
+    letters = "".join(parts)
+    runs = len(parts) == 1 and letters.isalpha() and len(set(letters)) == len(letters) <= 6 and text.strip().isupper()
+    return set(letters) if runs else parts
+
+
+@dataclass(frozen=True)
+class MultiChoice:
+    """Share of choices that answer and reference have in common, among those that either has (TW-GRPO's soft reward, in
+    a form of ours): 1 for the same set, 0 for none.
+
+    key: of the metadata, a choice or a list of all right ones; None for a prompt without it.
+    strict: an answer with a wrong choice scores 0, and one without them the share of the right ones that it names.
+    """
+
+    key: str = "answer"
+    strict: bool = False
+    about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
+    keyed = True  # nothing is scored without the key
+
+    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+        references = keys("multi_choice", metadata, self.key, prompts, several)
+        return [None if right is None else self._one(chosen(stated(text) or spoken(text)),
+                                                     {choice.strip().upper() for choice in right})
+                for text, right in zip(completions, references)]
+
+    def _one(self, answer: set[str], right: set[str]) -> float:
+        if self.strict and answer - right:
+            return 0.0
+        return len(answer & right) / len(right if self.strict else answer | right)
+
+
+METRICS = ("chrf", "bleu")
+
+
+@dataclass(frozen=True)
+class Translation:
+    """chrF or BLEU of a completion's answer to the references in the metadata, over 100.
+
+    metric: "chrf" or "bleu", of sentences; BLEU is smoothed, and counts only the orders that the answer has. To mix
+    them, name the reward twice; `gated` behind `format_tags` makes the format a condition.
+    key: of the metadata, a text or a list of references; None for a prompt without it. The answer is the one that the
+    completion states (see `answer_keys.stated`), or the text after its thoughts.
+    """
+
+    metric: str = "chrf"
+    key: str = "answer"
+    about = About(modality="text", range=(0, 1), needs="translation", licence="Apache-2.0")
+    keyed = True  # nothing is scored without the key
+
+    def __post_init__(self) -> None:
+        if self.metric not in METRICS:
+            raise UserError(f"reward 'translation': metric is {self.metric!r}, expected {' or '.join(METRICS)}")
+        needed("sacrebleu", "translation", "reward 'translation'")
+
+    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+        sacrebleu = needed("sacrebleu", "translation", "reward 'translation'")
+        metric = sacrebleu.CHRF() if self.metric == "chrf" else sacrebleu.BLEU(effective_order=True)
+        wanted = keys("translation", metadata, self.key, prompts, several)
+        return [None if references is None else
+                min(1.0, metric.sentence_score(stated(text) or spoken(text).strip(), references).score / 100)
+                for text, references in zip(completions, wanted)]
+
+
+@dataclass(frozen=True)
+class StepMatch:
+    """Share of a solution's steps that are right up to the first wrong one; 1 for all of them and no more.
+
+    key: of the metadata, the right steps as one text or a list; None for a prompt without it.
+    separator: between two steps.
+    """
+
+    key: str = "solution"
+    separator: str = ";"
+    about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
+    keyed = True  # nothing is scored without the key
+
+    def __post_init__(self) -> None:
+        if not self.separator:
+            raise UserError("reward 'step_match': separator is empty, expected the text between two steps")
+
+    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+        references = keys("step_match", metadata, self.key, prompts,
+                          lambda value: self.separator.join(several(value)))
+        return [None if reference is None else self._one(completion, reference)
+                for completion, reference in zip(completions, references)]
+
+    def _one(self, completion: str, reference: str) -> float:
+        steps, right = ([normalised(step) for step in text.split(self.separator)] for text in (completion, reference))
+        equal = [step == other for step, other in zip(steps, right)]
+        return (equal.index(False) if False in equal else len(equal)) / max(len(steps), len(right))

@@ -20,7 +20,7 @@ def make_rollouts(config: Config, policy: Policy, method: Method, geometry: Batc
     """Make what samples and replays a language model."""
     given: tuple[Any, ...] = config, policy, method, geometry, processes, clock
     if isinstance(method.target, RelaxedTraces):
-        from flowgrpo.text.rollouts.relaxed import RelaxedRollouts
+        from flowgrpo.text.rollouts.recorded import RelaxedRollouts
 
         return RelaxedRollouts(*given)
     if isinstance(method.target, RecordedCompletions):
@@ -28,7 +28,7 @@ def make_rollouts(config: Config, policy: Policy, method: Method, geometry: Batc
 
         return RecordedTextRollouts(*given)
     if engines.wanted(config):
-        from flowgrpo.text.rollouts.engine import EngineRollouts
+        from flowgrpo.text.rollouts.completions import EngineRollouts
 
         return EngineRollouts(*given)
     from flowgrpo.text.rollouts.completions import TextRollouts

@@ -1,21 +1,37 @@
-"""Recorded pairs of texts in place of sampled completions: nothing is drawn, and all else stays."""
+"""Recorded pairs of texts in place of sampled completions: nothing is drawn, and all else stays.
+
+Rollouts and replays of a masked language model along its reward's gradient (`gumbel_softmax`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from flowgrpo import objectives
+from flowgrpo.config.geometry import BatchShape
+from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
+from flowgrpo.log import PhaseTimer
+from flowgrpo.methods.method import Method
 from flowgrpo.rollouts.base import GroupSampler, RewardValue, TotalReward
+from flowgrpo.rollouts.loss_inputs import LossInputs
 from flowgrpo.samplers.rollout import Part
+from flowgrpo.text.policies.masked_lm import MaskedLM
+from flowgrpo.text.rewards.embeddings import SoftTexts
 from flowgrpo.text.rollouts.completions import TextRollouts
-from flowgrpo.text.samplers.records import SampledCompletions, TokenizedPrompts
-from flowgrpo.types import Completion
+from flowgrpo.text.samplers.decoding import decided
+from flowgrpo.text.samplers.gumbel_softmax import GumbelSoftmax
+from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
+from flowgrpo.text.targets import RelaxedTraces
+from flowgrpo.types import Completion, Scored, required
 
 SIDES = ("chosen", "rejected")  # of a prompt's metadata, as `data.recorded_pairs` sets them
 
@@ -74,3 +90,100 @@ class RecordedTextRollouts(TextRollouts):
         self.policy.evaluations = before  # nothing was drawn
         return SampledCompletions(ids, logp, mask, torch.zeros(len(rows), dtype=torch.bool),
                                   [Completion(text, int(count)) for text, count in zip(texts, lengths)])
+
+
+@dataclass(frozen=True, eq=False)
+class Redrawn:
+    """Answers that are drawn again from their noise: prompts int64 [m], the prompt of each; generators: m, of all its
+    noise; old: Scored [m,1], its reward less the KL."""
+
+    prompts: Tensor
+    generators: tuple[torch.Generator, ...]
+    old: Scored
+    step = 0
+    goal = correction = expert = None
+
+    @property
+    def parent(self) -> Tensor:
+        return torch.arange(len(self.prompts))
+
+    @property
+    def counts(self) -> Tensor:
+        """True where an answer counts, bool [m]: everywhere."""
+        return torch.ones(len(self.prompts), dtype=torch.bool)
+
+    def kept(self, keep: Tensor) -> Redrawn | None:
+        """Return the answers where `keep` (bool [m]) is true; None if there are none."""
+        generators = tuple(generator for generator, kept in zip(self.generators, keep.tolist(), strict=True) if kept)
+        return Redrawn(self.prompts[keep], generators, self.old.rows(keep)) if generators else None
+
+
+@dataclass(frozen=True)
+class Relaxed(Part):
+    """Part whose score is the reward that `value` gives its answers, less the KL that `gumbel_softmax` weighs."""
+
+    value: Callable[[Tensor, SoftTexts], Tensor] | None = None
+    relaxation: GumbelSoftmax | None = None
+
+
+class RelaxedRollouts(TextRollouts):
+    """Masked language model under a method with `backprop`: a rollout without a graph, the same again with one."""
+
+    def __init__(self, config: Config, policy: MaskedLM, method: Method, geometry: BatchShape, processes: Processes,
+                 clock: PhaseTimer):
+        super().__init__(config, policy, method, geometry, processes, clock)
+        weights = self.policy.weights
+        # Before any update, so that it is the base. A graph holds it beside the present weights: no switching to and
+        # fro, which a backward pass would not see.
+        self.base_weights = {key: tensor.detach().clone() for key, tensor in weights.named.items()}
+        self.tokens = tuple(self.policy.vocabulary())
+
+    def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
+               value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
+        """Sample a group per prompt: yield the parts as they are finished, each with its texts.
+
+        value: the reward whose gradient is followed. turn: how often the epoch has drawn before.
+        """
+        before = self.policy.evaluations
+        seed = self.seeds(epoch, turn, len(conditioning.prompts))
+        now = cast(RelaxedTraces, self.method.target).relaxation.at_epoch(epoch, self.config.train.epochs)
+        for groups, prompts, samples, _ in self.whole_groups(len(conditioning.prompts)):
+            generators = self.policy.generators(seed(int(p), int(k)) for p, k in zip(prompts, samples))
+            unknown = torch.full((len(prompts), 1), torch.nan)
+            taken: Any = Redrawn(prompts, tuple(generators), Scored(unknown, unknown.isnan()))
+            part = Relaxed(groups, prompts, None, (taken,), (), value=value, relaxation=now)
+            with self.clock("rollout"), torch.no_grad():
+                batches = [self._made(part, conditioning, rows) for rows in self._batches(part)]
+                old = Scored(torch.cat([logp for _, logp in batches])[:, None].cpu(), taken.old.mask)
+            texts = [text for answers, _ in batches for text in self.policy.texts(answers.argmax(-1))]
+            yield replace(part, transitions=(replace(taken, old=old),)), [texts]
+        self.count(self.policy.evaluations - before)
+
+    def replay(self, part: Part, conditioning: TokenizedPrompts) -> Iterator[tuple[int, slice, Scored]]:
+        """Replay a part's noise under the present weights, in micro-batches.
+
+        Yields (0, rows of the part, Scored [b,1] of their rewards less their KLs).
+        """
+        assert isinstance(part, Relaxed)
+        for rows in self._batches(part):
+            scores = self._made(part, conditioning, rows)[1][:, None]
+            yield 0, rows, Scored(scores, torch.ones_like(scores, dtype=torch.bool))
+
+    def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: list[Scored]) -> LossInputs:
+        """Return what the surrogate reads in addition to ratio and advantage."""
+        return lambda batch, k, rows, new, old: objectives.surrogate_input(self.method.loss.surrogate, new, old)
+
+    def _batches(self, part: Relaxed) -> list[slice]:
+        most = self.geometry.micro_batch
+        return [slice(start, start + most) for start in range(0, len(part.transitions[0].prompts), most)]
+
+    def _made(self, part: Relaxed, conditioning: TokenizedPrompts, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return the answers [b,L,V] of some rows, one-hot, and their scores [b]."""
+        taken: Any
+        [taken], relaxation = part.transitions, required(part.relaxation)
+        prompts, generators = taken.prompts[rows], [generator.clone_state() for generator in taken.generators[rows]]
+        answers, kl = self.policy.relaxed(conditioning, prompts, generators, self.method.generation.decoding,
+                                          relaxation, self.base_weights)
+        counted, _ = decided(answers.argmax(-1), self.policy.ends)
+        reward = required(part.value)(prompts, SoftTexts(answers * counted[..., None], self.tokens))
+        return answers, reward - relaxation.kl * kl

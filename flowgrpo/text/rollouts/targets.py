@@ -1,12 +1,16 @@
-"""Targets of a language model's rollouts: what the loss scores. One class each, which owns record and replay."""
+"""Targets of a language model's rollouts: what the loss scores. One class each, which owns record and replay.
+
+Scores of the steps of completions, measured while they are sampled.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
+from torch import Tensor
 
 from flowgrpo import objectives
 from flowgrpo.config.geometry import BatchShape
@@ -16,12 +20,40 @@ from flowgrpo.objectives.sequence_losses import GroupLoss
 from flowgrpo.rollouts.loss_inputs import CompletionInputs, LossInputs
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.text import targets
+from flowgrpo.text.credit import StepScores, text_steps
 from flowgrpo.text.samplers.decoding import Unmasking
-from flowgrpo.text.samplers.records import SampledCompletions, TokenizedPrompts
-from flowgrpo.types import Completions, Scored, Traces, required
+from flowgrpo.text.samplers.language_model import LanguageModel, SampledCompletions, TokenizedPrompts
+from flowgrpo.types import Completion, Completions, Scored, Segmented, Traces, required
 
 if TYPE_CHECKING:
     from flowgrpo.text.policies.masked_lm import SampledTrace
+
+def scored_steps(policy: LanguageModel, taken: Completions, spread: StepScores, judge: Callable[..., Tensor]
+                 ) -> Segmented:
+    """Return the completions in steps, with the score of each.
+
+    judge: judge(texts, votes, prompts, None, names) returns the total rewards [., votes] of texts of the prompts.
+    """
+    def text(ids: Sequence[int]) -> str:
+        return policy.tokenizer.decode(ids, skip_special_tokens=True)
+
+    segments, texts, of = torch.zeros_like(taken.ids), [], []
+    for row, (ids, mask) in enumerate(zip(taken.ids, taken.old.mask.cpu())):
+        count = int((mask * torch.arange(1, len(mask) + 1)).max())  # to the last one that counts
+        start = 0
+        for number, end in enumerate(text_steps(ids[:count].tolist(), spread.ends, text)):
+            segments[row, start:] = number
+            shown = ids[0 if spread.whole else start:end].tolist()
+            texts += [Completion(text(shown), len(shown))] * spread.votes
+            of.append((row, number))
+            start = end
+    scores = torch.full((len(taken.ids), int(segments.max()) + 1), torch.nan)
+    if of:
+        rows, numbers = torch.tensor(of).unbind(1)
+        prompts = taken.prompts[rows].repeat_interleave(spread.votes)
+        scores[rows, numbers] = spread.voted(judge(texts, spread.votes, prompts, None, spread.rewards)).to(scores)
+    return Segmented(**vars(taken), segments=segments, values=scores)
+
 
 Replayed = Iterator[tuple[int, slice, Scored]]
 

@@ -7,24 +7,34 @@ greedy: bool [B], rows that take the most likely token.
 The result is a list of SampledCompletions, B rows together in their order.
 `causal`: tokens are drawn one after the other.
 `leaves`: the size of a group must be a multiple of it.
+
+Completions that are begun and not all finished: a part of a method's `draws`, as in `groups`.
+
+Continuations of partial completions, and Monte-Carlo values of the states there.
+
+Groups of completions with shared prefixes: parts of a method's `draws`, as in `groups`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flowgrpo.errors import UserError
+from flowgrpo.samplers.rollout import Seed
+from flowgrpo.text.samplers.decoding import Decoding, decided, divided
+from flowgrpo.text.samplers.importance import Begun, begin, completed, go_on
+from flowgrpo.text.samplers.language_model import CausalModel, SampledCompletions, TokenizedPrompts
+from flowgrpo.types import Completions, Segmented, wide
 
 if TYPE_CHECKING:
-    from flowgrpo.text.samplers.decoding import Decoding
-    from flowgrpo.text.samplers.language_model import CausalModel, LanguageModel
-    from flowgrpo.text.samplers.records import SampledCompletions, TokenizedPrompts
-
+    from flowgrpo.text.samplers.language_model import LanguageModel
 
 @dataclass(frozen=True)
 class Independent:
@@ -124,7 +134,6 @@ def left(policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, g
          ids: Tensor, logp: Tensor, places: Tensor, text: Tensor) -> SampledCompletions:
     """Return completions that repeat ids [b,L], with their logp [b,L], up to `places` [b], go on with the tokens `text`
     [n], which are not trained, and are drawn from there."""
-    from flowgrpo.text.samplers.continuations import continued
 
     prefixes = [torch.cat([row[:place], text]) for row, place in zip(ids, places)]
     answers = continued(policy, tokenized, prefixes, decoding, generators)
@@ -154,3 +163,222 @@ def ordered(samples: SampledCompletions, order: Tensor) -> SampledCompletions:
     """Return the samples at the indices `order`, int64 [n], which may repeat or omit some."""
     return type(samples)(samples.ids[order], samples.logp[order], samples.mask[order], samples.cut[order],
                          [samples.texts[i] for i in order.tolist()])
+
+
+@dataclass(frozen=True)
+class PrunedDraws:
+    """Group of begun completions expected to be half right (ARRoL); the others are stopped.
+
+    After `tokens` tokens the run's quality head, a linear one on the policy's last hidden state, predicts the chance of
+    success of each. A group goes on: the likeliest and the least likely to succeed, as many of each as bring the
+    expected number of successes nearest to half. The others are neither scored, compared nor trained. The head learns
+    from the trained samples after every epoch; in the first one it knows nothing, and any go on. The choice, and the
+    new samples of the pool in the place of those that are stopped, are a reconstruction.
+
+    begun: completions that are begun per sample of a group.
+    right: total reward from which a completion is a success.
+    lr, passes: of AdamW; the number of steps over all of an epoch's completions, by cross-entropy.
+    """
+
+    begun: int = 2
+    tokens: int = 128
+    right: float = 0.5
+    lr: float = 1e-3
+    passes: int = 4
+    causal, leaves = True, 1
+
+    def __post_init__(self) -> None:
+        if self.begun < 2 or self.tokens < 1:
+            raise ValueError(f"PrunedDraws: begun is {self.begun} and tokens {self.tokens}, expected 2 or more, and 1 "
+                             "or more")
+        if not self.lr > 0 or self.passes < 1:
+            raise ValueError(f"PrunedDraws: lr is {self.lr} and passes {self.passes}, expected above 0, and 1 or more")
+
+    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
+                 generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
+                 ) -> list[SampledCompletions]:
+        most = policy.text.max_tokens
+        if type(tokenized) is not TokenizedPrompts:
+            raise UserError("parts.draws PrunedDraws continues completions from the middle, for which prompts with "
+                            "images are not made: use another")
+        if self.tokens >= most:
+            raise UserError(f"text.max_tokens is {most}, and parts.draws.tokens is {self.tokens}, after which samples "
+                            "are stopped: set it below")
+        firsts = range(0, len(generators), group)
+        prompts = tokenized.rows(torch.tensor(firsts))
+        seeds = [torch.randint(2**62, (self.begun,), generator=generator).tolist() for generator in generators]
+        groups = [begin(sum(seeds[first:first + group], []), most) for first in firsts]
+        groups = go_on(policy, prompts, groups, decoding, self.tokens, micro_batch, 0)
+        groups = [_rows(of, self.chosen(chances, group))
+                  for of, chances in zip(groups, self.chances(policy, prompts, groups, micro_batch))]
+        return [completed(policy, go_on(policy, prompts, groups, decoding, most - self.tokens, micro_batch, 0))]
+
+    def chosen(self, chances: Tensor, group: int) -> Tensor:
+        """Return the samples that go on, int64 [group], ascending, of the chances of success [pool]."""
+        order = chances.argsort(descending=True, stable=True)
+        ends = [torch.cat([order[:best], order[len(order) - group + best:]]) for best in range(group + 1)]
+        expected = torch.stack([chances[of].sum() for of in ends])
+        return ends[int((expected - group / 2).abs().argmin())].sort()[0]
+
+    @torch.no_grad()
+    def chances(self, policy: CausalModel, prompts: TokenizedPrompts, groups: Sequence[Begun], micro_batch: int
+                ) -> Tensor:
+        """Return the predicted chances of success of groups that are begun, [P, pool]; 0.5 without a quality head."""
+        pool = len(groups[0].ids)
+        if policy.quality is None:
+            return torch.full((len(groups), pool), 0.5)
+        of = torch.arange(len(groups)).repeat_interleave(pool)
+        ids, lengths, ended = (torch.cat([getattr(one, name) for one in groups]) for name in ("ids", "lengths",
+                                                                                              "ended"))
+        states = looked(policy, prompts, of, ids, lengths - ended.long(), micro_batch)
+        return policy.quality(states).sigmoid().cpu().view(len(groups), pool)
+
+
+@torch.no_grad()
+def looked(policy: CausalModel, tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor, places: Tensor,
+           micro_batch: int) -> Tensor:
+    """Return the states [n,H], float32 or wider, before the tokens at `places` [n] of completions ids [n,L] of the
+    prompts [n]."""
+    found = []
+    for at in torch.arange(len(ids)).split(micro_batch):
+        begun = ids[at, :int(places[at].max()) + 1].to(policy.device)
+        states = policy.states_before(tokenized.rows(prompts[at]), begun)
+        found.append(states[torch.arange(len(at)), places[at].to(states.device)])
+    return wide(torch.cat(found))[0]
+
+
+def _rows(group: Begun, at: Tensor) -> Begun:
+    return Begun(**{field.name: getattr(group, field.name)[at] for field in fields(group)})
+
+
+def continued(policy: CausalModel, tokenized: TokenizedPrompts, prefixes: Sequence[Tensor], decoding: Decoding,
+              generators: Sequence[torch.Generator]) -> SampledCompletions:
+    """Return one completion per row that begins with its prefix: B whole completions of at most `text.max_tokens`
+    tokens.
+
+    A prefix is int64, shorter than `text.max_tokens`, without an end. At its tokens logp is 0 and mask is true.
+    Raises UserError for prompts with images.
+    """
+    if type(tokenized) is not TokenizedPrompts:
+        raise UserError("the method continues completions from the middle, for which prompts with images are not "
+                        "made: use another method")
+    begun = [torch.cat(both) for both in zip(tokenized.ids, prefixes)]
+    sampled = torch.zeros(len(begun), dtype=torch.bool)
+    rests = policy.sample(replace(tokenized, ids=begun, begun=list(prefixes)), decoding, generators, sampled)
+    most = policy.text.max_tokens
+    behind = [(prefix, torch.zeros(len(prefix))) for prefix in prefixes]
+    whole = [(torch.cat([first, rest])[:most], torch.cat([none, logp])[:most])
+             for (first, none), rest, logp in zip(behind, rests.ids, rests.logp)]
+    ids, logp = (torch.stack([pad(row, (0, most - len(row))) for row in column]) for column in zip(*whole))
+    mask, cut = decided(ids, policy.ends)
+    return SampledCompletions(ids, logp.masked_fill(~mask, 0.0), mask, cut, policy.written(ids, mask))
+
+
+@torch.no_grad()
+def alternatives(policy: CausalModel, tokenized: TokenizedPrompts, ids: Tensor, mask: Tensor, decoding: Decoding
+                 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the most likely other token at each place of completions [B,L], its log-probability, and the largest one.
+
+    All are [B,L]. The largest log-probability may be that of the other token. Values are -inf where mask is false or
+    nothing else could be drawn.
+    Raises UserError for a model whose logits are not those of its head alone.
+    """
+    if not policy.head_alone(tokenized):
+        raise UserError(f"{type(policy.model).__name__} does more to its logits than its head: use a method that does "
+                        "not look for other tokens")
+    states, head = policy.states_before(tokenized, ids.to(policy.device)), policy.model.get_output_embeddings()
+    tokens, logp, likeliest = torch.zeros_like(ids), *(torch.full(ids.shape, -torch.inf) for _ in range(2))
+    heat = decoding.temperatures(ids)
+    for row in range(len(ids)):  # row by row: the vocabulary may be large
+        counted = mask[row]
+        logits = head(states[row, :ids.shape[1]][counted.to(states.device)])
+        log_probs = decoding(divided(logits, None if heat is None else heat[row, counted])).cpu()
+        likeliest[row, counted] = log_probs.amax(1)
+        best = log_probs.scatter(1, ids[row, counted][:, None], -torch.inf).max(1)
+        logp[row, counted], tokens[row, counted] = best.values, best.indices
+    return tokens, logp, likeliest
+
+
+def segmented(policy: CausalModel, tokenized: TokenizedPrompts, taken: Completions, segments: Tensor,
+              starts: Sequence[tuple[int, int, int]], samples: int, decoding: Decoding, seed: Seed, group: int,
+              micro_batch: int, judge: Callable[[list[str], int, Tensor], Tensor]) -> Segmented:
+    """Return the completions, whole groups, with the values of the states before their segments.
+
+    A value is the mean reward of `samples` continuations from each of `starts`, (row, segment, place). It is NaN for a
+    row's first segment, and where no continuation has a reward.
+    seed: seed(prompt, sample); every continuation has a separate one, independent of the other samples.
+    judge: judge(texts, n, prompts) returns the total rewards [., n] of texts of the prompts, n for each state.
+    """
+    values = torch.full((len(taken.ids), int(segments.max()) + 1), torch.nan)
+    length = taken.ids.shape[1]
+    rows = [(row, place, number) for row, _, place in starts for number in range(samples)]
+    texts: list[str] = []
+    for at in range(0, len(rows), micro_batch):
+        batch = rows[at:at + micro_batch]
+        prompts = taken.prompts[[row for row, _, _ in batch]]
+        generators = policy.generators(seed(int(p), group + ((row % group) * length + place) * samples + number)
+                                       for p, (row, place, number) in zip(prompts, batch))
+        prefixes = [taken.ids[row, :place] for row, place, _ in batch]
+        texts += continued(policy, tokenized.rows(prompts), prefixes, decoding, generators).texts
+    if starts:
+        row, segment, _ = torch.tensor(list(starts)).unbind(1)
+        totals = judge(texts, samples, taken.prompts[row].repeat_interleave(samples))
+        values[row, segment] = totals.nanmean(1).to(values)
+    return Segmented(**vars(taken), segments=segments, values=values)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Tree: after every `tokens` tokens each completion so far continues in `children` ways (SPO-tree, 2505.23564).
+
+    children: of the first split, the second and so on. A group has as many samples as the tree has leaves, or a
+    multiple of them from separate roots. One of the ways is the present completion; the others are drawn anew from its
+    prefix. A completion that ends before a split is repeated in the group.
+    """
+
+    children: tuple[int, ...] = (2, 2)
+    tokens: int = 32
+    causal = True
+
+    def __post_init__(self) -> None:
+        if not self.children or min(self.children) < 1 or self.tokens < 1:
+            raise ValueError(f"Tree: children are {list(self.children)} and tokens {self.tokens}, expected 1 or more, "
+                             "and one split at least")
+
+    @property
+    def leaves(self) -> int:
+        return math.prod(self.children)
+
+    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
+                 generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
+                 ) -> list[SampledCompletions]:
+        rows = torch.arange(0, len(generators), self.leaves)
+        completions = joined([policy.sample(tokenized.rows(at), decoding, [generators[i] for i in at], greedy[at])
+                              for at in rows.split(micro_batch)])
+        for depth, count in enumerate(self.children):
+            width = math.prod(self.children[depth + 1:])
+            parents = torch.arange(len(rows)).repeat_interleave(count - 1)
+            new = rows[parents] + width * (torch.arange(count - 1) + 1).repeat(len(rows))
+            grown = [regrown(policy, tokenized.rows(new[at]), decoding, [generators[i] for i in new[at]],
+                             ordered(completions, parents[at]), torch.full((len(at),), (depth + 1) * self.tokens))
+                     for at in torch.arange(len(new)).split(micro_batch)]
+            completions, rows = joined([completions, *grown]), torch.cat([rows, new])
+        return [ordered(completions, rows.argsort())]
+
+
+def regrown(policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
+            completions: SampledCompletions, places: Tensor) -> SampledCompletions:
+    """Return the completions, each kept up to its place and drawn anew from there.
+
+    places: int64 [b], in tokens. A completion that ends before its place stays unchanged.
+    """
+
+    open_ = (completions.mask.sum(1) > places).nonzero().flatten()
+    if not len(open_):
+        return completions
+    anew = continued(policy, tokenized.rows(open_), [completions.ids[i, :places[i]] for i in open_], decoding,
+                     [generators[i] for i in open_])
+    before = torch.arange(completions.ids.shape[1]) < places[open_, None]
+    anew = replace(anew, logp=torch.where(before, completions.logp[open_], anew.logp))
+    closed = (completions.mask.sum(1) <= places).nonzero().flatten()
+    return ordered(joined([anew, ordered(completions, closed)]), torch.cat([open_, closed]).argsort())

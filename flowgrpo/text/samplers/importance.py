@@ -2,14 +2,22 @@
 
 An engine with other kernels or another precision computes other log-probabilities for the same weights. So its samples
 are not quite the policy's. They are weighted by the bounded ratio of the two.
+
+Partial rollouts: groups of completions that are drawn a few tokens at a time, until enough of them are whole (APRIL,
+2509.18521).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
+
+from flowgrpo.text.samplers.decoding import Decoding, decided
+from flowgrpo.text.samplers.language_model import CausalModel, SampledCompletions, TokenizedPrompts
 
 HOW, LEVELS = ("tis", "mis", "none"), ("token", "sequence")
 
@@ -53,3 +61,92 @@ class Mismatch:
     def _log_ratio(self, trainer: Tensor, engine: Tensor, mask: Tensor) -> Tensor:
         apart = (trainer.detach() - engine.detach()).masked_fill(~mask, 0.0)
         return apart if self.level == "token" else apart.sum(1, keepdim=True).expand_as(apart)
+
+
+@dataclass(frozen=True, eq=False)
+class Begun:
+    """Group of G completions of at most L tokens, some of which go on.
+
+    seeds: int64 [G], of their generators.
+    ids: int64 [G, L].
+    logp: [G, L], of each token under the weights that drew it.
+    versions: int64 [G, L], the number of those weights.
+    lengths: int64 [G], tokens so far. ended: bool [G].
+
+    All tensors are on the CPU.
+    """
+
+    seeds: Tensor
+    ids: Tensor
+    logp: Tensor
+    versions: Tensor
+    lengths: Tensor
+    ended: Tensor
+
+    @property
+    def whole(self) -> bool:
+        """True if all completions have ended."""
+        return bool(self.ended.all())
+
+    @property
+    def drawn(self) -> Tensor:
+        """Return the mask of drawn tokens, bool [G, L]."""
+        return torch.arange(self.ids.shape[1]) < self.lengths[:, None]
+
+
+def begin(seeds: Sequence[int], most: int) -> Begun:
+    """Return a group without tokens, whose completions have at most `most`."""
+    ids = torch.zeros(len(seeds), most, dtype=torch.int64)
+    none = torch.zeros(len(seeds), dtype=torch.int64)
+    return Begun(torch.tensor(seeds), ids, torch.zeros(ids.shape), ids.clone(), none, none.bool())
+
+
+def go_on(policy: CausalModel, tokenized: TokenizedPrompts, groups: Sequence[Begun], decoding: Decoding, chunk: int,
+          micro_batch: int, version: int) -> list[Begun]:
+    """Return the groups with up to `chunk` more tokens of every completion that has not ended, at most `micro_batch`
+    rows at once.
+
+    tokenized: the prompt of each group. version: the number of the present weights. The tokens of a completion are
+    those of one uninterrupted draw, if the weights stay the same.
+    """
+    longer = [replace(group, ids=group.ids.clone(), logp=group.logp.clone(), versions=group.versions.clone(),
+                      lengths=group.lengths.clone(), ended=group.ended.clone()) for group in groups]
+    rows = [(place, row) for place, group in enumerate(longer) for row in (~group.ended).nonzero()[:, 0].tolist()]
+    text = policy.text
+    policy.text = text.model_copy(update={"max_tokens": min(chunk, text.max_tokens)})
+    try:
+        for at in range(0, len(rows), micro_batch):
+            _draw(policy, tokenized, longer, rows[at:at + micro_batch], decoding, version)
+    finally:
+        policy.text = text
+    return longer
+
+
+def _draw(policy: CausalModel, tokenized: TokenizedPrompts, groups: Sequence[Begun], rows: Sequence[tuple[int, int]],
+          decoding: Decoding, version: int) -> None:
+    """Draw more tokens of these rows, (group, row), and write them into their groups."""
+    of = [groups[place] for place, _ in rows]
+    lengths = [int(group.lengths[row]) for group, (_, row) in zip(of, rows)]
+    prefixes = [group.ids[row, :length] for group, (_, row), length in zip(of, rows, lengths)]
+    generators = policy.generators(int(group.seeds[row]) for group, (_, row) in zip(of, rows))
+    for generator, length in zip(generators, lengths):
+        torch.rand(length, generator=generator)  # the numbers of the tokens so far
+    begun = [torch.cat([tokenized.ids[place], prefix]) for (place, _), prefix in zip(rows, prefixes)]
+    prompts = TokenizedPrompts([tokenized.prompts[place] for place, _ in rows], begun, begun=prefixes)
+    more = policy.sample(prompts, decoding, generators, torch.zeros(len(rows), dtype=torch.bool))
+    counts = more.mask.sum(1).tolist()
+    for number, (group, (_, row), start) in enumerate(zip(of, rows, lengths)):
+        count = min(counts[number], group.ids.shape[1] - start)
+        at = slice(start, start + count)
+        group.ids[row, at], group.logp[row, at] = more.ids[number, :count], more.logp[number, :count]
+        group.versions[row, at], group.lengths[row] = version, start + count
+        group.ended[row] = start + count == group.ids.shape[1] or (count == counts[number] and not more.cut[number])
+
+
+def completed(policy: CausalModel, groups: Sequence[Begun]) -> SampledCompletions:
+    """Return whole groups as one batch of completions, with the stored log-probabilities."""
+    ids, logp = torch.cat([group.ids for group in groups]), torch.cat([group.logp for group in groups])
+    drawn = torch.cat([group.drawn for group in groups])
+    mask, cut = decided(ids, policy.ends)
+    mask = mask & drawn
+    return SampledCompletions(ids, logp.masked_fill(~mask, 0.0), mask, cut, policy.written(ids, mask))

@@ -14,8 +14,7 @@ from flowgrpo.text.samplers.groups import joined, ordered
 
 if TYPE_CHECKING:
     from flowgrpo.text.samplers.decoding import Decoding
-    from flowgrpo.text.samplers.language_model import CausalModel
-    from flowgrpo.text.samplers.records import SampledCompletions, TokenizedPrompts
+    from flowgrpo.text.samplers.language_model import CausalModel, SampledCompletions, TokenizedPrompts
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class BranchingLookahead:
                  decoding: Decoding, after: Sequence[int], first: int) -> list[list[Branch]]:
         """Return the possible branches of each of the completions [b] from the place `after` on, numbered from
         `first`."""
-        from flowgrpo.text.samplers.continuations import alternatives
+        from flowgrpo.text.samplers.groups import alternatives
 
         tokens, logp, likeliest = alternatives(policy, tokenized, completions.ids, completions.mask, decoding)
         fits = completions.mask & (logp.exp() > self.likely) & (likeliest.exp() - logp.exp() <= self.gap)
@@ -113,7 +112,7 @@ class Branch:
 def branched(policy: CausalModel, tokenized: TokenizedPrompts, completions: SampledCompletions, decoding: Decoding,
              generators: Sequence[torch.Generator], branches: Sequence[Branch]) -> SampledCompletions:
     """Return the completions of these branches, drawn to their end."""
-    from flowgrpo.text.samplers.continuations import continued
+    from flowgrpo.text.samplers.groups import continued
 
     prefixes = [torch.cat([completions.ids[branch.parent, :branch.place], torch.tensor([branch.token])])
                 for branch in branches]

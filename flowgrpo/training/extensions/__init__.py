@@ -22,12 +22,12 @@ Wanted: TypeAlias = Callable[[Config, Method], Any]
 
 # In the order in which they are called. A class is imported where it is wanted.
 TABLE: dict[str, Wanted] = {
-    "contrib.phases.extension:Phases": lambda config, method: config.phases,
+    "contrib.phases:Phases": lambda config, method: config.phases,
     "contrib.engine.extension:EngineRollouts": lambda config, method: config.rollout.engine,
-    "contrib.feature_cache.extension:RolloutCache": lambda config, method: config.rollout.cache,
+    "contrib.feature_cache:RolloutCache": lambda config, method: config.rollout.cache,
     "contrib.staleness.extension:Staleness":
         lambda config, method: config.train.staleness or config.text.over_provision,
-    "contrib.one_pass.extension:OnePass": lambda config, method: config.train.one_pass,
+    "contrib.one_pass:OnePass": lambda config, method: config.train.one_pass,
     "training.extensions.resampling:Resampling": lambda config, method: method.redraw or method.expansion,
     "training.extensions.constraints:Constraints":
         lambda config, method: any(rule.limit for rule in config.trained.values()),
@@ -36,15 +36,15 @@ TABLE: dict[str, Wanted] = {
         lambda config, method: method.needs or method.judges_by_reference,
     "training.extensions.supervised:Supervised": lambda config, method: method.loss.data,
     "training.extensions.value_model:ValueModel": lambda config, method: method.credit.value or method.has_quality_head,
-    "contrib.variants.extension:Variants": lambda config, method: method.writes_prompts,
-    "contrib.rehearsal.extension:Rehearsal": lambda config, method: method.loss.rehearsal,
-    "contrib.group_replay.extension:GroupReplay": lambda config, method: method.replay,
+    "contrib.variants:Variants": lambda config, method: method.writes_prompts,
+    "contrib.rehearsal:RehearsedSamples": lambda config, method: method.loss.rehearsal,
+    "contrib.group_replay:ReplayedGroups": lambda config, method: method.replay,
     "contrib.step_size.extension:StepSize": lambda config, method: config.train.calibration,
-    "contrib.frontier.extension:KeepFrontier": lambda config, method:
+    "contrib.frontier:KeepFrontier": lambda config, method:
         config.eval.best == "frontier" not in config.trained | config.watched and config.eval.every,
     # The last ones move the weights.
-    "contrib.extrapolation.extension:Extrapolation": lambda config, method: config.train.extrapolate,
-    "contrib.guard.extension:Guard": lambda config, method: config.guard.window,
+    "contrib.extrapolation:Extrapolation": lambda config, method: config.train.extrapolate,
+    "contrib.guard:Guard": lambda config, method: config.guard.window,
 }
 
 

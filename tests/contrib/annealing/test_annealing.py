@@ -7,14 +7,13 @@ import math
 import pytest
 import torch
 
-from flowgrpo.contrib.annealing.parts import AnnealedDecoding, SpanDecoding
-from flowgrpo.contrib.branching.parts import CriticalTokens, SemanticBranches, semantic_entropy
+from flowgrpo.contrib.annealing import AnnealedDecoding, SpanDecoding
+from flowgrpo.contrib.branching import CriticalTokens, SemanticBranches, semantic_entropy
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
 from flowgrpo.text.samplers.decoding import Decoding
-from flowgrpo.text.samplers.groups import EarlyExits, Independent
+from flowgrpo.text.samplers.groups import EarlyExits, Independent, Tree
 from flowgrpo.text.samplers.lookahead import BranchingLookahead
-from flowgrpo.text.samplers.trees import Tree
 from tests.helpers import tiny_runs, tiny_text
 
 ANNEALED, SPANS = AnnealedDecoding(highest=1.5, lowest=0.3, slow=4.0), SpanDecoding(opens=(5, 6, 7), closes=(8,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowgrpo.contrib.consistency.parts import LikelihoodConsistency
+from flowgrpo.contrib.consistency import LikelihoodConsistency
 from flowgrpo.errors import UserError
 from flowgrpo.methods.validate import resolve
 from flowgrpo.training import sampling

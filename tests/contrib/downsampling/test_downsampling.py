@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flowgrpo.advantages import group_relative
-from flowgrpo.contrib.downsampling.parts import Consistent, ResampleCorrect
+from flowgrpo.contrib.downsampling import Consistent, ResampleCorrect
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
 from flowgrpo.training import sampling

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from torchvision.transforms.functional import to_tensor
 
-from flowgrpo.contrib.edits.preservation import Preservation
+from flowgrpo.contrib.edits import Preservation
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.quality import ssim
 from tests.rewards.test_clip import saved

@@ -8,7 +8,7 @@ import torch
 import flowgrpo
 from flowgrpo.check.tiny import hunyuan
 from flowgrpo.config import load
-from flowgrpo.contrib.engine import capability
+from flowgrpo.contrib.engine import sampler
 from flowgrpo.contrib.engine.client import EngineError
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
@@ -177,12 +177,12 @@ def test_what_a_stock_engine_cannot_do_is_refused_in_one_line(options, said):
     usual = dict(method="flow_grpo", train__grid="stock", train__steps=4)
     settings = tiny.config(**usual | options)
     made = tiny.trainer(**usual | options)
-    needs = [*capability.of_method(settings, made.method)]
+    needs = [*sampler.of_method(settings, made.method)]
     for spec in made.rollouts.explorations(0):
-        needs += capability.of_rollout(spec, made.rollouts.grid)
+        needs += sampler.of_rollout(spec, made.rollouts.grid)
     assert any(said in need for need in needs), needs
     with pytest.raises(UserError, match="rollout.engine: a stock engine does not do .*; or leave rollout.engine out"):
-        capability.require(iter(needs))
+        sampler.require(iter(needs))
 
 
 def far(images, prompts, base):

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from flowgrpo.contrib.episodic.parts import Episodic
+from flowgrpo.contrib.episodic import Episodic
 from flowgrpo.types import Context, PromptGroups, RewardColumns, RunState
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowgrpo.__main__ import main
-from flowgrpo.contrib.evolve.evolution import SeparableCMA, Settings, SingularValues, evolve, factors
+from flowgrpo.contrib.evolve import SeparableCMA, Settings, SingularValues, evolve, factors
 from flowgrpo.errors import UserError
 from tests.helpers import tiny, tiny_text
 

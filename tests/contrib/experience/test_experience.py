@@ -6,7 +6,7 @@ import json
 import math
 
 from flowgrpo.__main__ import main
-from flowgrpo.contrib.experience.experience import Library, Settings, learn, request
+from flowgrpo.contrib.experience import Library, Settings, learn, request
 from tests.helpers import tiny_text
 from tests.rewards.vlm_judge.test_judge import endpoint, said
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowgrpo.contrib.extrapolation import extension as extrapolation
+from flowgrpo.contrib import extrapolation as extrapolation
 from flowgrpo.errors import UserError
 from flowgrpo.training import extensions, state
 from flowgrpo.training.epoch import Epoch

@@ -11,8 +11,7 @@ from accelerate import Accelerator
 from flowgrpo.check import tiny as pipelines
 from flowgrpo.config import load
 from flowgrpo.config.sections import Adapter, Rollout
-from flowgrpo.contrib.feature_cache.blocks import FeatureCache
-from flowgrpo.contrib.feature_cache.extension import RolloutCache
+from flowgrpo.contrib.feature_cache import FeatureCache, RolloutCache
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods import keys_read

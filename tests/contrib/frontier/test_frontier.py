@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from flowgrpo.cli import main
-from flowgrpo.contrib.frontier.extension import KeepFrontier
+from flowgrpo.contrib.frontier import KeepFrontier
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from flowgrpo.contrib.frontier.rule import LEVEL, Frontier, change, trained
+from flowgrpo.contrib.frontier import LEVEL, Frontier, change, trained
 
 SPREAD = np.array([-3.0, -1.0, 1.0, 3.0]) / 1000  # over prompts; that of every other measurement is turned
 

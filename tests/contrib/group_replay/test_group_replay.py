@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from flowgrpo.contrib.group_replay.parts import GroupReplay, priority
+from flowgrpo.contrib.group_replay import GroupReplay, priority
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods.validate import resolve

@@ -8,8 +8,7 @@ import math
 import pytest
 import torch
 
-from flowgrpo.contrib.guard.extension import Guard
-from flowgrpo.contrib.guard.good_weights import copied
+from flowgrpo.contrib.guard import Guard, copied
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report import report

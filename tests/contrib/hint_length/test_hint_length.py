@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from flowgrpo.contrib.hint_length.parts import KEY, LEAST, HintLength, fitted
+from flowgrpo.contrib.hint_length import KEY, LEAST, HintLength, fitted
 from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.data.pictures import noised_picture, read_picture
 from flowgrpo.data.prompts import Prompt

@@ -21,8 +21,7 @@ import torch
 from PIL import Image
 
 from flowgrpo import rewards
-from flowgrpo.contrib.json_api.http import Http, Meter
-from flowgrpo.contrib.json_api.template import Template, reached
+from flowgrpo.contrib.json_api import Http, Meter, Template, reached
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import Failed
 from flowgrpo.rewards.failures import TimedOut

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowgrpo import rewards
-from flowgrpo.contrib.metrics.adapters import IMSCORE
+from flowgrpo.contrib.metrics import IMSCORE
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.reward import Batch, as_reward
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from flowgrpo.check import memory
-from flowgrpo.contrib.one_pass.extension import OnePass
-from flowgrpo.contrib.one_pass.held import HeldGrower, HeldPart, HeldSteps
+from flowgrpo.contrib.one_pass import HeldGrower, HeldPart, HeldSteps, OnePass
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods import keys_read

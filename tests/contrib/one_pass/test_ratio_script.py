@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flowgrpo.config import load
-from flowgrpo.contrib.one_pass.extension import OnePass
+from flowgrpo.contrib.one_pass import OnePass
 from flowgrpo.training import extensions
 from tests.helpers import loop, tiny_runs
 

@@ -10,8 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from flowgrpo.check.tiny import videos
-from flowgrpo.contrib.phases.carried import Carried
-from flowgrpo.contrib.phases.extension import Phases
+from flowgrpo.contrib.phases import Carried, Phases
 from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.curriculum.order import EpochPermutation
 from flowgrpo.data.prompts import Prompt

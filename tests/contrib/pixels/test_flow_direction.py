@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from flowgrpo.contrib.pixels.motion import along
+from flowgrpo.contrib.pixels import along
 from flowgrpo.errors import UserError
 from tests.rewards.test_video_motion import scored, square
 

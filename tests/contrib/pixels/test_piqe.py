@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from flowgrpo.contrib.pixels.piqe import distortion, piqe
+from flowgrpo.contrib.pixels import distortion, piqe
 from tests.rewards.test_quality import landscape, scored, spoilt
 
 

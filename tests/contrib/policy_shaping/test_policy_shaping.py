@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from flowgrpo.contrib.policy_shaping.parts import PolicyShaping
+from flowgrpo.contrib.policy_shaping import PolicyShaping
 from flowgrpo.objectives import Clip, DivergenceMask, surrogate_input
 from flowgrpo.types import Scored
 from tests.helpers.tables import close, f64

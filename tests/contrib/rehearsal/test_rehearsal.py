@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributions import Categorical, kl_divergence
 
-from flowgrpo.contrib.rehearsal.parts import Rehearsal
+from flowgrpo.contrib.rehearsal import Rehearsal
 from flowgrpo.errors import UserError
 from flowgrpo.methods.validate import resolve
 from tests.helpers import loop, tiny, tiny_text

@@ -10,7 +10,7 @@ import torch
 from flowgrpo.advantages.baselines import Conditional
 from flowgrpo.advantages.correctness import Signed
 from flowgrpo.advantages.group import Advantage, group_relative
-from flowgrpo.contrib.reshaped.parts import (
+from flowgrpo.contrib.reshaped import (
     Confidence,
     Consistency,
     Difficulty,

@@ -9,7 +9,7 @@ import torch
 
 from flowgrpo import methods
 from flowgrpo.advantages.group import Advantage, group_relative
-from flowgrpo.contrib.reward_weights.parts import (
+from flowgrpo.contrib.reward_weights import (
     ForwardCorrected,
     HardPrompts,
     Hypervolume,

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from flowgrpo.contrib.risk.parts import RiskAverse, risk_weights
+from flowgrpo.contrib.risk import RiskAverse, risk_weights
 from flowgrpo.types import Context, RunState
 from tests.helpers.tables import close, draw, f64
 

@@ -9,7 +9,7 @@ import torch
 
 from flowgrpo.contrib.staleness.extension import Staleness
 from flowgrpo.errors import UserError
-from flowgrpo.text.samplers import partial
+from flowgrpo.text.samplers import importance
 from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.training import sampling, state
 from flowgrpo.training.extensions import require
@@ -44,10 +44,10 @@ def test_a_completion_in_pieces_is_the_one_that_is_drawn_at_once():
     prompts = policy.encode(["1+2=", "33+4="])
     whole = policy.sample(prompts.rows(torch.tensor([0, 0, 1, 1])), Decoding(), policy.generators([3, 4, 5, 6]),
                           torch.zeros(4, dtype=torch.bool))
-    groups = [partial.begin([3, 4], 12), partial.begin([5, 6], 12)]
+    groups = [importance.begin([3, 4], 12), importance.begin([5, 6], 12)]
     for version in range(6):
-        groups = partial.go_on(policy, prompts, groups, Decoding(), 2, 3, version)
-    pieces = partial.completed(policy, groups)
+        groups = importance.go_on(policy, prompts, groups, Decoding(), 2, 3, version)
+    pieces = importance.completed(policy, groups)
     assert torch.equal(pieces.ids[pieces.mask], whole.ids[whole.mask]) and torch.equal(pieces.mask, whole.mask)
     assert torch.equal(pieces.cut, whole.cut) and pieces.texts == whole.texts
     torch.testing.assert_close(pieces.logp, whole.logp, rtol=0, atol=1e-5)
@@ -59,10 +59,10 @@ def test_a_completion_in_pieces_is_the_one_that_is_drawn_at_once():
 
 def test_every_token_keeps_the_log_probability_of_the_weights_that_drew_it():
     policy = tiny_text.policy(max_tokens=6)
-    prompts, groups = policy.encode(["1+2="]), [partial.begin([7, 8, 9], 6)]
+    prompts, groups = policy.encode(["1+2="]), [importance.begin([7, 8, 9], 6)]
     scores = {}
     for version in range(2):
-        groups = partial.go_on(policy, prompts, groups, Decoding(), 3, 8, version)
+        groups = importance.go_on(policy, prompts, groups, Decoding(), 3, 8, version)
         [group] = groups
         scores[version] = policy.log_probs(prompts, torch.zeros(3, dtype=torch.int64), group.ids, group.drawn,
                                            Decoding()).logp.detach()

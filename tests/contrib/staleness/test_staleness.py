@@ -8,8 +8,7 @@ import threading
 import pytest
 import torch
 
-from flowgrpo.contrib.staleness.decoupled import behaviour_weights
-from flowgrpo.contrib.staleness.extension import Staleness
+from flowgrpo.contrib.staleness.extension import Staleness, behaviour_weights
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import UserError
 from flowgrpo.objectives import Clip

@@ -8,7 +8,7 @@ import pytest
 import torch
 from numpy.polynomial.hermite_e import hermegauss
 
-from flowgrpo.contrib.step_size import signals, sizing
+from flowgrpo.contrib.step_size import extension, signals
 
 STATES, WIDTH = 12, 5
 
@@ -43,7 +43,7 @@ class Linear:
 def calibrated(start: float, floor: float = 0.0, decay: float = 0.01, reach: float = 8.0):
     """A calibration from a learning rate, and the problem behind its updates."""
     updates = 12
-    toy, found = Linear(floor), sizing.Calibration(0.015, updates, reach)
+    toy, found = Linear(floor), extension.Calibration(0.015, updates, reach)
     for update in range(updates):
         left, rate = 1 - decay * update, start * found.scale
         toy.step(rate * left)
@@ -98,10 +98,10 @@ def test_six_decades_of_starting_rates_end_at_the_same_rate():
 
 
 def test_the_first_step_itself_is_scaled_and_no_sample_is_lost():
-    toy, found = Linear(), sizing.Calibration(0.015, 12)
+    toy, found = Linear(), extension.Calibration(0.015, 12)
     toy.step(1.0)
     factor = found(toy.measure, 1.0, 1.0)
-    assert toy.exact() == pytest.approx(0.015, rel=sizing.NEAR - 1)
+    assert toy.exact() == pytest.approx(0.015, rel=extension.NEAR - 1)
     torch.testing.assert_close(toy.weight, toy.before - factor * toy.sign)
 
 
@@ -121,7 +121,7 @@ def test_a_step_that_is_read_at_its_own_size_would_be_too_small():
 
 def test_a_floor_above_half_of_what_is_read_is_seen_in_the_first_update():
     for floor, refused in ((0.05, False), (0.07, True)):
-        toy, found = Linear(floor), sizing.Calibration(0.015, 12, 8.0)
+        toy, found = Linear(floor), extension.Calibration(0.015, 12, 8.0)
         toy.step(1e-3)
         found(toy.measure, 1.0, 1e-3)
         assert (found.floor > found.highest_floor) == refused
@@ -130,7 +130,7 @@ def test_a_floor_above_half_of_what_is_read_is_seen_in_the_first_update():
 def test_a_signal_that_flattens_is_no_rounding():
     """0.3 tanh(8 * 0.015 / 0.3) is 5 % below 8 * 0.015, and of 0.045, three times too large, 31 %."""
     for start, rate in ((1.0, 0.0158), (0.045 / 0.015, 0.045)):
-        found = sizing.Calibration(0.015, 12, 8.0, scale=start, floor=0.0)
+        found = extension.Calibration(0.015, 12, 8.0, scale=start, floor=0.0)
         found(lambda factor, rate=rate: 0.3 * math.tanh(factor * rate / 0.3), 1.0, 1e-3)
         assert found.floor < 0.6 * found.highest_floor
         assert found.scale / start == pytest.approx((0.015 / rate) ** 0.5, rel=0.21)
@@ -138,7 +138,7 @@ def test_a_signal_that_flattens_is_no_rounding():
 
 def test_the_rate_follows_steps_whose_signal_fades_as_adams_first_ones_do():
     """The signal of a rate falls to a seventh in the first updates, as on texts: the rate ends at seven times."""
-    found, rate = sizing.Calibration(0.4, 12), 1e-4
+    found, rate = extension.Calibration(0.4, 12), 1e-4
     for update in range(12):
         gain = 1000 * max(1.0, 7.0 * 0.6**update)
         found(lambda factor, gain=gain: factor * rate * found.scale * gain, 1.0, rate * found.scale)
@@ -147,7 +147,7 @@ def test_the_rate_follows_steps_whose_signal_fades_as_adams_first_ones_do():
 
 def test_what_is_kept_is_the_geometric_mean_of_the_second_half_since_one_reading_is_noisy():
     """Readings are 1.5 times too large and too small in turn. A target of 0.015 needs a scale of 1."""
-    found, scales = sizing.Calibration(0.015, 12, floor=0.0), []
+    found, scales = extension.Calibration(0.015, 12, floor=0.0), []
     for update in range(12):
         noise = 1.5 if update % 2 else 1 / 1.5
         found(lambda factor, noise=noise: factor * 0.015 * found.scale * noise, 1.0, 1e-3)
@@ -157,29 +157,29 @@ def test_what_is_kept_is_the_geometric_mean_of_the_second_half_since_one_reading
 
 
 def test_a_spike_is_cut_in_the_update_in_which_it_comes():
-    toy, found = Linear(), sizing.Calibration(0.015, 12)
+    toy, found = Linear(), extension.Calibration(0.015, 12)
     for update in range(4):
         rate = 1e-3 * found.scale
         toy.step(rate * (50 if update == 3 else 1))
         found(toy.measure, 1.0, rate)
-    assert toy.exact() < 0.015 * sizing.NEAR * 1.001
+    assert toy.exact() < 0.015 * extension.NEAR * 1.001
 
 
 def test_a_step_that_is_not_finite_is_cut():
     def measure(factor: float) -> float:
         return 0.015 * factor * 1e4 if factor < 1e-3 else math.inf
 
-    factor, signal = sizing.sized(measure, 0.015)
+    factor, signal = extension.sized(measure, 0.015)
     assert signal == measure(factor) == pytest.approx(0.015, rel=0.25)
 
 
 def test_a_step_that_moves_nothing_stays_below_the_highest_rate():
-    found = sizing.Calibration(0.015, 12)
+    found = extension.Calibration(0.015, 12)
     found(lambda factor: 0.0, 1.0, 1e-3)
-    assert 1e-3 * found.scale == pytest.approx(sizing.HIGHEST)
+    assert 1e-3 * found.scale == pytest.approx(extension.HIGHEST)
 
 
 def test_what_a_schedule_leaves_is_not_read_below_the_floor():
-    found = sizing.Calibration(0.015, 12, 8.0, scale=2.0, floor=0.01, done=5)
+    found = extension.Calibration(0.015, 12, 8.0, scale=2.0, floor=0.01, done=5)
     found(lambda factor: 0.01, 0.05, 1e-3)
     assert found.scale == 2.0 and found.done == 6

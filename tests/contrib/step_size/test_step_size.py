@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from flowgrpo.config.sections import AutoRate
-from flowgrpo.contrib.step_size.extension import StepSize
-from flowgrpo.contrib.step_size.sizing import NEAR
+from flowgrpo.contrib.step_size.extension import NEAR, StepSize
 from flowgrpo.errors import UserError
 from flowgrpo.training import state
 from flowgrpo.training.optimizer import rate

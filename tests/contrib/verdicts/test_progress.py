@@ -7,7 +7,7 @@ import math
 import torch
 
 from flowgrpo import rewards
-from flowgrpo.contrib.verdicts.progress import progress
+from flowgrpo.contrib.verdicts import progress
 from tests.helpers.tables import close, f64
 
 

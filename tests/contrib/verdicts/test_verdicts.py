@@ -9,7 +9,7 @@ import torch
 
 from flowgrpo import rewards
 from flowgrpo.advantages.group import group_relative
-from flowgrpo.contrib.verdicts import rewards as verdicts
+from flowgrpo.contrib import verdicts as verdicts
 from flowgrpo.errors import UserError
 from tests.helpers.tables import f64
 

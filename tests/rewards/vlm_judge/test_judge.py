@@ -21,7 +21,7 @@ from PIL import Image
 from flowgrpo import rewards
 from flowgrpo.cli import main
 from flowgrpo.config.reward_rules import Retry, RewardRule
-from flowgrpo.contrib.criteria.rubric import Criterion, JudgeRubric, TextJudgeRubric, answers, share
+from flowgrpo.contrib.criteria import Criterion, JudgeRubric, TextJudgeRubric, answers, share
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import Composed, Failed, Tally
 from flowgrpo.rewards.deqa import DeQA

@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from flowgrpo.contrib.criteria.rubric import JudgeRubric
-from flowgrpo.contrib.edits.judge import EditJudge
+from flowgrpo.contrib.criteria import JudgeRubric
+from flowgrpo.contrib.edits import EditJudge
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.vlm_judge.judge import Judge, JudgePairs
 from tests.rewards.vlm_judge.test_judge import ONE, QUICK, answered, endpoint, opened, parts, said, shades

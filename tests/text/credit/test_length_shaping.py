@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from flowgrpo.text.credit.length_shaping import LengthSwitch, shortened
+from flowgrpo.text.credit import LengthSwitch, shortened
 from flowgrpo.types import Context, SampleMeasures
 
 REWARDS = torch.tensor([[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 0, 0]], dtype=torch.float64)[..., None]

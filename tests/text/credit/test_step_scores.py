@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowgrpo.text.credit.step_scores import StepScores, merged_steps, text_steps
+from flowgrpo.text.credit import StepScores, merged_steps, text_steps
 from flowgrpo.training import sampling
 from flowgrpo.types import Scored, Segmented
 from tests.helpers import tiny_runs

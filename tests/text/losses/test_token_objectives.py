@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowgrpo.contrib.token_weights.parts import TokenWeights, disagreement
+from flowgrpo.contrib.token_weights import TokenWeights, disagreement
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.overlay import with_parts

@@ -283,7 +283,7 @@ def test_the_adapter_is_saved_with_the_same_bytes(tmp_path):
 
 
 def test_all_weights_are_saved_with_what_reads_prompts(tmp_path):
-    from flowgrpo.text.policies import sampling as texts
+    from flowgrpo.text.policies import engines as texts
 
     own = tiny.stir(CausalLM(*tiny.model(), tiny.Adapter(rank=0), tiny.Text(max_tokens=6)))
     own.weights.save(tmp_path)
@@ -299,7 +299,7 @@ def test_all_weights_are_saved_with_what_reads_prompts(tmp_path):
 def test_texts_from_a_finished_run_on_the_command_line(tmp_path, capsys):
     from flowgrpo.cli import main
     from flowgrpo.run import run
-    from flowgrpo.text.policies.load import load_causal_lm
+    from flowgrpo.text.policies.text_weights import load_causal_lm
 
     model, tokenizer = tiny.model()
     model.save_pretrained(tmp_path / "lm")

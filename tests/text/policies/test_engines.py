@@ -18,8 +18,7 @@ from flowgrpo.run import run
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.text.policies import engines
 from flowgrpo.text.policies.causal_lm import CausalLM
-from flowgrpo.text.rollouts.completions import TextRollouts
-from flowgrpo.text.rollouts.engine import EngineRollouts
+from flowgrpo.text.rollouts.completions import EngineRollouts, TextRollouts
 from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.text.samplers.importance import Mismatch
 from flowgrpo.training import sampling

@@ -193,7 +193,7 @@ def test_a_run_on_prompts_with_images_and_what_it_leaves(family, tmp_path, image
     from transformers import AutoModelForImageTextToText
 
     from flowgrpo.run import run
-    from flowgrpo.text.policies import sampling as texts
+    from flowgrpo.text.policies import engines as texts
 
     model, processor = tiny.FAMILIES[family]()
     model.save_pretrained(tmp_path / "model")
@@ -220,7 +220,7 @@ def test_a_run_on_prompts_with_images_and_what_it_leaves(family, tmp_path, image
 
 
 def test_all_weights_are_saved_with_what_reads_images(tmp_path, images):
-    from flowgrpo.text.policies import sampling as texts
+    from flowgrpo.text.policies import engines as texts
 
     own = tiny_text.stir(tiny.policy("qwen", rank=0))
     own.weights.save(tmp_path)

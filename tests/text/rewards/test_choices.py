@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowgrpo.text.rewards.choices import MultiChoice, chosen
+from flowgrpo.text.rewards.rules import MultiChoice, chosen
 
 
 @pytest.mark.parametrize("text, choices", [

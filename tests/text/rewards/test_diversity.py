@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowgrpo.errors import UserError
-from flowgrpo.text.rewards.diversity import ReferenceBand, TextDiversity, lexical, likeness, ngrams
+from flowgrpo.text.rewards.embeddings import ReferenceBand, TextDiversity, lexical, likeness, ngrams
 
 
 def scored(reward, completions, group, answer=None):

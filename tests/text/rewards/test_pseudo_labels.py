@@ -8,7 +8,7 @@ import pytest
 
 from flowgrpo import rewards
 from flowgrpo.errors import UserError
-from flowgrpo.text.rewards import pseudo_labels
+from flowgrpo.text.rewards import majority
 from tests.helpers import loop, tiny_text
 
 NAN = math.nan
@@ -24,7 +24,7 @@ def scored(reward, prompt, answers, memory=None, epoch=None, **metadata) -> list
 @pytest.mark.parametrize("values, expected", [([], 0), ([5], 0), ([0, 1], 1), ([1, 1, 1], 0), ([0, 3, 0], 0),
                                               ([0.2, 0.4, 0.9], 0.35)])
 def test_a_slope(values, expected):
-    assert pseudo_labels.slope(values) == pytest.approx(expected)
+    assert majority.slope(values) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("history, answer", [
@@ -32,7 +32,7 @@ def test_a_slope(values, expected):
     ([("a", 0.7), ("a", 0.6), ("a", 0.5)], None), ([("a", 0.5), ("b", 0.6), ("a", 0.7)], None),
     ([("a", 0.5), ("a", 0.7)], None), ([("a", 0.6)] * 3, None), ([(None, 0.5), (None, 0.6), (None, 0.7)], None)])
 def test_a_label_is_replaced_by_a_rising_and_stable_majority(history, answer):
-    assert pseudo_labels.refined(history, 3) == answer
+    assert majority.refined(history, 3) == answer
 
 
 def test_a_wrong_label_gives_way_in_a_run():
@@ -47,13 +47,13 @@ def test_a_wrong_label_gives_way_in_a_run():
 
 def test_trajectories_like_the_labelled_ones_are_trusted():
     """Of ten rising and ten collapsing ones, against a rising mean."""
-    labelled = pseudo_labels.mean_trajectory([[0.1, 0.5, 0.9], [0.3, 0.5, 0.7], [0.2]])
+    labelled = majority.mean_trajectory([[0.1, 0.5, 0.9], [0.3, 0.5, 0.7], [0.2]])
     assert labelled == pytest.approx([0.2, 0.5, 0.8])
     good = [[0.1 + 0.01 * i, 0.4 + 0.02 * i, 0.8] for i in range(10)]
     bad = [[0.9, 0.3 - 0.02 * i, 0.05] for i in range(10)]
-    assert [pseudo_labels.alike(each, labelled) >= 0.9 for each in good + bad] == [True] * 10 + [False] * 10
-    assert pseudo_labels.alike([1, 0], [0, 1]) == 0 and pseudo_labels.alike([], [1]) == 0
-    assert pseudo_labels.alike([1, 2], [2, 4, 9]) == pytest.approx(1)
+    assert [majority.alike(each, labelled) >= 0.9 for each in good + bad] == [True] * 10 + [False] * 10
+    assert majority.alike([1, 0], [0, 1]) == 0 and majority.alike([], [1]) == 0
+    assert majority.alike([1, 2], [2, 4, 9]) == pytest.approx(1)
 
 
 def test_a_prompt_without_a_label_is_scored_once_it_is_trusted():

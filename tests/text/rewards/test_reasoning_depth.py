@@ -9,7 +9,7 @@ import torch
 
 from flowgrpo import rewards
 from flowgrpo.errors import UserError
-from flowgrpo.text.rewards.reasoning_depth import ReasoningDepth, depths, divergence
+from flowgrpo.text.rewards.models import ReasoningDepth, depths, divergence
 from tests.helpers import tiny_text
 
 

@@ -9,7 +9,7 @@ import torch
 
 from flowgrpo import rewards
 from flowgrpo.errors import UserError
-from flowgrpo.text.rewards.reference_likelihood import ReferenceLikelihood, reflective
+from flowgrpo.text.rewards.models import ReferenceLikelihood, reflective
 from tests.helpers import tiny_text
 from tests.helpers.tables import close, f64
 

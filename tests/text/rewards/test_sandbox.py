@@ -14,21 +14,22 @@ from pathlib import Path
 import pytest
 
 from flowgrpo.errors import UserError
-from flowgrpo.text.rewards.sandbox import choose, kinds, wasm
+from flowgrpo.text.rewards.sandbox import choose, wasm
+from flowgrpo.text.rewards.sandbox import run as boundaries
 from flowgrpo.text.rewards.sandbox.run import Checks, Limits, asserts, program, remove, run
 
 WORKING, REASONS = choose.available()
 SLOW = Limits(seconds=60)
 
 
-def inside(boundary: kinds.Boundary, code: str, limits: Limits = SLOW) -> str:
+def inside(boundary: boundaries.Boundary, code: str, limits: Limits = SLOW) -> str:
     """What a program printed that ran to its end."""
     output = program(code, "", limits, boundary)
     assert output.status == 0, output
     return output.text.strip()
 
 
-def refusal(boundary: kinds.Boundary, code: str, limits: Limits = SLOW) -> str:
+def refusal(boundary: boundaries.Boundary, code: str, limits: Limits = SLOW) -> str:
     """Name of the exception of a piece of code, and of its number of the system; "" without one."""
     body = "\n    ".join(code.splitlines())
     return inside(boundary, "import errno, os\ntry:\n    " + body + "\nexcept BaseException as error:\n"
@@ -43,7 +44,7 @@ def none(monkeypatch, folder: Path) -> None:
 
 def test_what_this_machine_has_is_said():
     """Every kind either works or has its reason, so that the tests below tell of which boundaries they speak."""
-    assert len(WORKING) + len(REASONS) == len(kinds.KINDS) and WORKING.keys() <= kinds.KINDS.keys()
+    assert len(WORKING) + len(REASONS) == len(boundaries.KINDS) and WORKING.keys() <= boundaries.KINDS.keys()
     assert choose.described() == (", ".join(WORKING) if WORKING else f"none ({'; '.join(REASONS)})")
 
 
@@ -84,8 +85,8 @@ def test_a_boundary_that_does_not_hold_is_not_taken(script, reason, monkeypatch,
 
 def test_a_wrapper_that_confines_nothing_is_found_out(monkeypatch, tmp_path):
     """One that only starts the process: everything that its own filter of calls does not stop is open."""
-    monkeypatch.setitem(kinds.KINDS, "bubblewrap", ("true", lambda program: kinds.Boundary(
-        "open", kinds.nothing().wrap)))
+    monkeypatch.setitem(boundaries.KINDS, "bubblewrap", ("true", lambda program: boundaries.Boundary(
+        "open", boundaries.nothing().wrap)))
     working, reasons = choose.available()
     assert "bubblewrap" not in working
     assert sys.platform != "linux" or "leaves open: a file outside, " in reasons[0]
@@ -251,7 +252,7 @@ def test_the_trainers_memory_and_environment_are_not_read(kind, monkeypatch):
 def test_no_folder_of_the_trainer_is_seen(kind, tmp_path):
     """Only Python's installation, the system's libraries, four devices, and the code's own job and folder."""
     for path in (tmp_path, Path.cwd(), Path(sys.prefix) / "pyvenv.cfg", "/etc/passwd", "/sys", "/var", "/run",
-                 Path(kinds.__file__).parents[3]):
+                 Path(boundaries.__file__).parents[3]):
         assert refusal(WORKING[kind], f"os.stat({str(path)!r})") == "FileNotFoundError ENOENT", path
     assert inside(WORKING[kind], "import os\nprint(sorted(os.listdir('/tmp')), sorted(os.listdir('/job')), "
                                  "sorted(os.listdir('/dev')))") == (
@@ -448,7 +449,7 @@ def test_a_deep_folder_is_deleted_without_recursion(tmp_path):
 
 def test_accepted_risk_keeps_limits_and_verdict(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    bare = kinds.nothing()
+    bare = boundaries.nothing()
     assert asserts("def f(x): return 2 * x", ["assert f(2) == 4", "assert f(2) == 5"], SLOW, bare) == [True, False]
     assert asserts(FORGED["equal"], KEPT, SLOW, bare) == [False] * 5
     assert refusal(bare, "x = bytearray(2**30)", Limits(seconds=60, memory=512)) == "MemoryError"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowgrpo.text.rewards.svg import alike, similarity, sound, svg_of
+from flowgrpo.text.rewards.code_tests import alike, similarity, sound, svg_of
 
 RECT = '<svg><rect width="1"/></svg>'
 

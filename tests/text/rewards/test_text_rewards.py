@@ -15,9 +15,8 @@ from flowgrpo import rewards
 from flowgrpo.config.reward_rules import RewardRule
 from flowgrpo.errors import UserError
 from flowgrpo.text.rewards.answer_keys import abstains, boxed, marked, spoken, stated
-from flowgrpo.text.rewards.json_schema import JsonSchema
-from flowgrpo.text.rewards.math_answer import MathAnswer, Worker
-from flowgrpo.text.rewards.numeric import NumericMatch, answer_key, expression, last_number
+from flowgrpo.text.rewards.code_tests import JsonSchema
+from flowgrpo.text.rewards.numeric import MathAnswer, NumericMatch, Worker, answer_key, expression, last_number
 from flowgrpo.text.rewards.rubric import Rubric
 from flowgrpo.text.rewards.rules import (
     CompletionLength,
@@ -28,6 +27,7 @@ from flowgrpo.text.rewards.rules import (
     LengthCurve,
     Overlong,
     Repetition,
+    StepMatch,
     distinct,
     kept,
     normalised,
@@ -35,7 +35,6 @@ from flowgrpo.text.rewards.rules import (
     turning,
     window,
 )
-from flowgrpo.text.rewards.steps import StepMatch
 
 
 def message(call, *arguments, **keywords) -> str:

@@ -8,8 +8,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards import find
 from flowgrpo.text.rewards.code_tests import CodeRun, code_of, paced, read_tests
 from flowgrpo.text.rewards.sandbox.choose import choose
-from flowgrpo.text.rewards.sandbox.kinds import Boundary
-from flowgrpo.text.rewards.sandbox.run import Checks, Limits, asserts, printed
+from flowgrpo.text.rewards.sandbox.run import Boundary, Checks, Limits, asserts, printed
 
 SLOW = Limits(seconds=60)
 

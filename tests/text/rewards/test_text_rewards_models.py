@@ -10,10 +10,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from flowgrpo import rewards
-from flowgrpo.contrib.criteria.rubric import TextJudgeRubric
+from flowgrpo.contrib.criteria import TextJudgeRubric
 from flowgrpo.errors import UserError
 from flowgrpo.text.rewards.judge import TextJudge
-from flowgrpo.text.rewards.reward_model import RewardModel, unused
+from flowgrpo.text.rewards.models import RewardModel, unused
 from tests.rewards.vlm_judge.test_judge import QUICK, endpoint, parts, said
 
 

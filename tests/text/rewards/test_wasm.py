@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from flowgrpo.errors import UserError
-from flowgrpo.text.rewards.sandbox import choose, kinds, wasm
+from flowgrpo.text.rewards.sandbox import choose, wasm
+from flowgrpo.text.rewards.sandbox import run as boundaries
 from flowgrpo.text.rewards.sandbox.run import Checks, Limits, asserts, program, run
 from tests.text.rewards.test_sandbox import FORGED, KEPT, PROCESSES, SLOW, WORKING, WRITES, inside, refusal
 
@@ -60,7 +61,7 @@ def test_no_process_is_started(way):
     "import threading\nthreading.Thread(target=print).start()", "import ctypes", "import resource",
     "import socket\nsocket.socket()", "import socket\nsocket.create_connection(('127.0.0.1', 80))",
     "os.kill(1, 9)", "os.stat('/etc/passwd')", "os.stat('/proc/self/environ')", "os.listdir('/')", "os.mkdir('/tmp/a')",
-    "os.open('/job/../../etc/passwd', os.O_RDONLY)", "os.open('/box/inside/../kinds.py', os.O_RDONLY)",
+    "os.open('/job/../../etc/passwd', os.O_RDONLY)", "os.open('/box/inside/../run.py', os.O_RDONLY)",
     "os.symlink('/etc/passwd', '/job/in2')", "os.chdir('/..')\nos.stat('etc')", "os.environ['PATH']",
     f"os.stat({str(Path.cwd())!r})", f"os.stat({sys.prefix!r})"])
 def test_nothing_else_is_reached(code):
@@ -125,5 +126,5 @@ def _is_host(process: Path) -> bool:
 
 
 def test_the_preferred_kind_is_of_the_kernel():
-    assert list(kinds.KINDS) == ["bubblewrap", "nsjail", "wasmtime"]
-    assert list(choose.available()[0]) == [kind for kind in kinds.KINDS if kind in WORKING]
+    assert list(boundaries.KINDS) == ["bubblewrap", "nsjail", "wasmtime"]
+    assert list(choose.available()[0]) == [kind for kind in boundaries.KINDS if kind in WORKING]

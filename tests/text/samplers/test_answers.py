@@ -15,7 +15,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives import Clip, Reinforce
-from flowgrpo.text.credit.expert_reward import ExpertReward
+from flowgrpo.text.credit import ExpertReward
 from flowgrpo.text.losses.token_losses import Calibrated, ExpertMixture
 from flowgrpo.text.samplers.decoding import Decoding, WithAnswers
 from flowgrpo.text.teacher_answers import TeacherAnswers, solutions_of

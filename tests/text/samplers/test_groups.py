@@ -9,8 +9,7 @@ import torch
 
 from flowgrpo import methods
 from flowgrpo.errors import UserError
-from flowgrpo.text.credit.length_shaping import ExitDecay
-from flowgrpo.text.credit.step_scores import StepScores, with_gains
+from flowgrpo.text.credit import ExitDecay, StepScores, with_gains
 from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.text.samplers.groups import EarlyExits, Independent, SecondAttempt, joined, thought
 from tests.helpers import tiny_text

@@ -16,7 +16,7 @@ from flowgrpo.objectives import RewardAscent
 from flowgrpo.objectives.schedules import Adaptive, Linear
 from flowgrpo.run import run
 from flowgrpo.text.policies.masked_lm import MaskedLM
-from flowgrpo.text.rewards.soft_texts import SoftTexts, letters
+from flowgrpo.text.rewards.embeddings import SoftTexts, letters
 from flowgrpo.text.samplers.decoding import Unmasking
 from flowgrpo.text.samplers.gumbel_softmax import GumbelSoftmax, divergence, straight_through, walk
 from flowgrpo.text.targets import RelaxedTraces

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowgrpo.text.samplers.continuations import alternatives
 from flowgrpo.text.samplers.decoding import Decoding
+from flowgrpo.text.samplers.groups import alternatives
 from flowgrpo.text.samplers.lookahead import BranchingLookahead, edit_distance
 from tests.helpers import tiny_text
 

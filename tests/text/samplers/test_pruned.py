@@ -13,7 +13,7 @@ from flowgrpo.methods.validate import resolve
 from flowgrpo.run import run
 from flowgrpo.storage import checkpoint
 from flowgrpo.text.samplers.decoding import Decoding
-from flowgrpo.text.samplers.pruned import PrunedDraws, looked
+from flowgrpo.text.samplers.groups import PrunedDraws, looked
 from tests.helpers import loop, tiny_text
 
 

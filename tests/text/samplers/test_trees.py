@@ -8,7 +8,7 @@ import torch
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
 from flowgrpo.text.samplers.decoding import Decoding
-from flowgrpo.text.samplers.trees import Tree
+from flowgrpo.text.samplers.groups import Tree
 from tests.helpers import tiny_text
 
 

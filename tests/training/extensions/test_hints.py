@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowgrpo.advantages.group import Advantage
-from flowgrpo.contrib.reward_weights.parts import Influence
+from flowgrpo.contrib.reward_weights import Influence
 from flowgrpo.training.extensions import hints
 from tests.helpers import tiny
 

@@ -9,8 +9,7 @@ import tempfile
 from pathlib import Path
 
 from flowgrpo.errors import UserError
-from flowgrpo.text.rewards.sandbox.kinds import ENVIRONMENT, KINDS, Boundary, located, nothing
-from flowgrpo.text.rewards.sandbox.run import Limits, program
+from flowgrpo.text.rewards.sandbox.run import ENVIRONMENT, KINDS, Boundary, Limits, located, nothing, program
 
 # Prints what a program inside has: the file beside the trainer, its user's environment, writable folders, network, a
 # further process.

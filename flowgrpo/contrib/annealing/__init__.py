@@ -1,1 +1,0 @@
-"""Decoding whose temperature changes along a completion."""

@@ -1,0 +1,121 @@
+"""Completions drawn anew from their most uncertain tokens: parts of a method's `draws`, as in `groups`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flowgrpo.errors import UserError
+from flowgrpo.text.samplers.decoding import divided
+from flowgrpo.text.samplers.groups import joined, ordered, regrown
+from flowgrpo.types import required
+
+if TYPE_CHECKING:
+    from flowgrpo.text.samplers.decoding import Decoding
+    from flowgrpo.text.samplers.language_model import CausalModel, SampledCompletions, TokenizedPrompts
+
+@dataclass(frozen=True)
+class CriticalTokens:
+    """Group with a share sampled anew from others' uncertain tokens (CURE, stage 1).
+
+    A regrown completion keeps the tokens before its place and draws the rest. The place is one of the `top` tokens with
+    the largest entropy of their distribution, chosen by lot. Both trajectories are in the group and are trained. In
+    CURE's second stage draws are independent again: continue the run with `draws: {type: Independent}`.
+
+    share: of a group's samples, those that are regrown, from the other ones in turn.
+    top: number of candidate places; 1 is the most uncertain.
+    fresh: probability that a sample starts again from the prompt instead (ROSE's epsilon).
+    """
+
+    share: float = 0.5
+    top: int = 1
+    fresh: float = 0.0
+    causal, leaves = True, 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share < 1 or not 0 <= self.fresh <= 1 or self.top < 1:
+            raise ValueError(f"{type(self).__name__}: share is {self.share}, fresh {self.fresh} and top {self.top}, "
+                             "expected 0 to below 1, 0 to 1, and 1 or more")
+
+    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
+                 generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
+                 ) -> list[SampledCompletions]:
+        kept, every = group - round(self.share * group), torch.arange(len(generators))
+        anew = torch.tensor([float(torch.rand((), generator=generators[row])) < self.fresh if row % group >= kept
+                             else True for row in every.tolist()])
+        rows, new = every[anew], every[~anew]
+        whole = joined([policy.sample(tokenized.rows(at), decoding, [generators[i] for i in at], greedy[at])
+                        for at in rows.split(micro_batch)])
+        pieces = [whole]
+        for at in new.split(micro_batch) if len(new) else ():
+            parents = torch.searchsorted(rows, at - at % group + (at % group - kept) % kept)
+            of, drawing = ordered(whole, parents), [generators[i] for i in at]
+            uncertain = self.uncertainty(policy, tokenized.rows(at), of, decoding)
+            pieces.append(regrown(policy, tokenized.rows(at), decoding, drawing, of,
+                                  self.places(uncertain, of.mask, drawing)))
+        return [ordered(joined(pieces), torch.cat([rows, new]).argsort())]
+
+    def places(self, uncertain: Tensor, mask: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        """Return a place of each completion, int64 [b], among its `top` largest values of `uncertain` [b,L]."""
+        ranked = uncertain.masked_fill(~mask, -torch.inf).argsort(dim=1, descending=True, stable=True)
+        tops = mask.sum(1).clamp(1, self.top).tolist()
+        lots = [int(torch.randint(top, (), generator=generator)) for top, generator in zip(tops, generators)]
+        return ranked[torch.arange(len(lots)), torch.tensor(lots)]
+
+    def uncertainty(self, policy: CausalModel, tokenized: TokenizedPrompts, completions: SampledCompletions,
+                    decoding: Decoding) -> Tensor:
+        """Return how uncertain the policy was at each token of the completions, [b,L]."""
+        with torch.no_grad():
+            scored = policy.log_probs(tokenized, torch.arange(len(completions.ids)), completions.ids, completions.mask,
+                                      decoding, entropy=True)
+        return required(scored.entropy).cpu()
+
+
+@dataclass(frozen=True)
+class SemanticBranches(CriticalTokens):
+    """`CriticalTokens` where the meanings of the next token differ most (ROSE): the largest `semantic_entropy`.
+
+    candidates: most likely tokens that are compared. For the credit of the branches' segments use the spread
+    SegmentTree.
+    """
+
+    candidates: int = 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.candidates < 2:
+            raise ValueError(f"SemanticBranches: candidates is {self.candidates}, expected 2 or more")
+
+    @torch.no_grad()
+    def uncertainty(self, policy: CausalModel, tokenized: TokenizedPrompts, completions: SampledCompletions,
+                    decoding: Decoding) -> Tensor:
+        if not policy.head_alone(tokenized):
+            raise UserError(f"{type(policy.model).__name__} does more to its logits than its head: set parts.draws: "
+                            "{type: CriticalTokens}")
+        ids, mask = completions.ids, completions.mask
+        states, head = policy.states_before(tokenized, ids.to(policy.device)), policy.model.get_output_embeddings()
+        embeddings, heat = policy.model.get_input_embeddings().weight, decoding.temperatures(ids)
+        entropy = torch.zeros(ids.shape)
+        for row in range(len(ids)):  # row by row: the vocabulary may be large
+            counted = mask[row]
+            logits = head(states[row, :ids.shape[1]][counted.to(states.device)])
+            log_probs = decoding(divided(logits, None if heat is None else heat[row, counted]))
+            entropy[row, counted] = semantic_entropy(log_probs, embeddings, self.candidates).cpu()
+        return entropy
+
+
+def semantic_entropy(log_probs: Tensor, embeddings: Tensor, candidates: int) -> Tensor:
+    """Return -H sum over i != j of p_i p_j cos(e_i, e_j) of log_probs [n,V] of the next token: [n] (ROSE, 2601.05053,
+    its released code).
+
+    H: the entropy of the token, in nats. e: embeddings [V,D]. The sum is over pairs of the likeliest `candidates`.
+    """
+    log_probs = log_probs.float()
+    top = log_probs.topk(min(candidates, log_probs.shape[1]), dim=1)
+    shares, vectors = top.values.exp(), torch.nn.functional.normalize(embeddings.float()[top.indices], dim=-1)
+    alike = (shares[..., None] * vectors).sum(1).square().sum(1) - shares.square().sum(1)
+    return alike * (log_probs.exp() * log_probs).nan_to_num(0).sum(1)

@@ -1,1 +1,0 @@
-"""Groups of completions that branch."""

@@ -1,1 +1,0 @@
-"""Bandit over categories of prompts."""

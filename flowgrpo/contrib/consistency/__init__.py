@@ -1,1 +1,0 @@
-"""Rewards by the likelihood of answers."""

@@ -1,1 +1,0 @@
-"""Resampling of right samples."""

@@ -1,1 +1,0 @@
-"""Rewards by episodes of earlier epochs."""

@@ -1,1 +1,0 @@
-"""`flowgrpo contrib evolve`: an adapter moved by the user's choices."""

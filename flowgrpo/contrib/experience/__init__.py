@@ -1,1 +1,0 @@
-"""`flowgrpo contrib lessons`: advice that a judge draws from samples."""

@@ -1,1 +1,0 @@
-"""Extrapolation of the weights."""

@@ -1,0 +1,227 @@
+"""diffusers' feature caches in the calls of a pipeline, each empty at the beginning of a call.
+
+A pipeline names its CFG branches to the cache, which has features of each. diffusers decides for a whole batch at a
+time, so that a sample depends on those that are sampled with it.
+
+Feature caches of a run's rollouts: `rollout.cache`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+
+from flowgrpo.config.sections import Rollout
+from flowgrpo.errors import UserError
+from flowgrpo.methods import capabilities
+from flowgrpo.methods.setup import Setup
+from flowgrpo.policies.pipelines.load import denoisers
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.samplers.scheduler import Segment
+from flowgrpo.training.epoch import Epoch
+from flowgrpo.training.extension import Extension, Metrics
+from flowgrpo.training.run import Run
+
+MAG = "mag"
+EVERY_STEP = 1e9  # a threshold at which all steps are skipped that can be
+
+
+class FeatureCache:
+    """Feature cache of denoisers, around calls that do several steps.
+
+    settings: the recipe's section. dtype: of the denoisers' arithmetic.
+    ratios: of `mag`, of the norms of the blocks' outputs from step to step [T]; empty before they are measured.
+    calls, computed: how often the blocks (of `taylorseer` their attention) were called, and how often they ran.
+    """
+
+    def __init__(self, denoisers: Mapping[str, Any], settings: Rollout, dtype: torch.dtype):
+        self.denoisers, self.settings, self.dtype = denoisers, settings, dtype
+        self.ratios: list[float] = []
+        self.calls = self.computed = 0
+
+    @contextlib.contextmanager
+    def __call__(self, task: Segment) -> Iterator[None]:
+        """Context manager: the denoisers have a new cache in a call that does the steps of a task."""
+        if len(task.steps) < 2:  # a first step always runs
+            yield
+            return
+        ratios = self.ratios[task.steps.start:task.steps.stop]
+        with self._enabled(self.config(len(task.steps), ratios)):
+            yield
+
+    @contextlib.contextmanager
+    def skipping_all(self, task: Segment) -> Iterator[None]:
+        """Context manager: the denoisers skip all steps of a task that can be skipped."""
+        steps = len(task.steps)
+        with self._enabled(self.config(steps, [1.0] * steps, EVERY_STEP)):
+            yield
+
+    @contextlib.contextmanager
+    def measuring(self, task: Segment) -> Iterator[None]:
+        """Context manager: the denoisers skip nothing; a whole grid's `ratios` are measured, of `mag`."""
+        from diffusers import MagCacheConfig
+
+        steps = len(task.steps)
+        # One step more than there are, or diffusers would print the ratios and forget them.
+        with self._enabled(MagCacheConfig(num_inference_steps=steps + 1, calibrate=True)):
+            managers = [hook.state_manager for hook in self.hooks()]
+            for manager in managers:
+                manager.reset = lambda: None  # or the pipeline would forget the ratios at the end of its call
+            yield
+            states = [state for manager in managers for state in manager._state_cache.values()]
+            self.ratios = next((state.calibration_ratios for state in states), [])  # of the first branch
+
+    def config(self, steps: int, ratios: list[float], threshold: float | None = None) -> Any:
+        """Return diffusers' configuration for a call of so many steps. threshold: in place of the recipe's."""
+        import diffusers
+
+        own = self.settings
+        threshold = own.cache_threshold if threshold is None else threshold
+        given = {} if threshold is None else {"threshold": threshold}
+        if own.cache == "first_block":
+            return diffusers.FirstBlockCacheConfig(**given)
+        if own.cache == MAG:
+            return diffusers.MagCacheConfig(num_inference_steps=steps, mag_ratios=torch.tensor(ratios), **given)
+        every = {} if own.cache_interval is None else {"cache_interval": own.cache_interval}
+        return diffusers.TaylorSeerCacheConfig(taylor_factors_dtype=self.dtype, **every)
+
+    @contextlib.contextmanager
+    def _enabled(self, config: Any) -> Iterator[None]:
+        """Context manager: the denoisers have a cache, and are afterwards as they were."""
+        modules = [part for module in self.denoisers.values() for part in module.modules()]
+        forwards = {part: vars(part).get("forward") for part in modules}
+        enabled = []
+        try:
+            for module in self.denoisers.values():
+                module.enable_cache(config)
+                enabled.append(module)
+            for hook in self.hooks():
+                self._counted(hook.fn_ref)
+            yield
+        finally:
+            for module in enabled:
+                module.disable_cache()
+            for part, forward in forwards.items():  # what the hooks left: a bound method of the class, or a count
+                vars(part).pop("forward", None)
+                if forward is not None:
+                    part.forward = forward
+
+    def hooks(self) -> Iterator[Any]:
+        """Yield the present hooks of the cache, one per block."""
+        for module in self.denoisers.values():
+            for part in module.modules():
+                registry = getattr(part, "_diffusers_hook", None)
+                yield from (hook for hook in getattr(registry, "hooks", {}).values() if hasattr(hook, "state_manager"))
+
+    def _counted(self, reference: Any) -> None:
+        """Count a hook's calls, and those that run its block."""
+        reference.forward = self._counting("calls", reference.forward)
+        reference.original_forward = self._counting("computed", reference.original_forward)
+
+    def _counting(self, name: str, function: Callable) -> Callable:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            setattr(self, name, getattr(self, name) + 1)
+            return function(*args, **kwargs)
+
+        return counted
+
+
+class RolloutCache(Extension):
+    """Cache in every call of an epoch that samples. Training, scores and evaluations never read it."""
+
+    name = "feature_cache"
+    needs = frozenset({capabilities.FINALS_ALONE, capabilities.WHOLE_WEIGHTS})
+
+    def __init__(self, trainer: Run):
+        super().__init__(trainer)
+        policy = cast(PipelinePolicy, trainer.policy)
+        self.cache = FeatureCache(policy.denoisers, trainer.config.rollout, policy.dtype)
+        self._try()
+
+    @classmethod
+    def asked(cls, setup: Setup) -> str:
+        return f"rollout.cache is {setup.config.rollout.cache}"
+
+    @classmethod
+    def require(cls, setup: Setup) -> None:
+        if setup.loaded is None:
+            return
+        found = denoisers(setup.loaded)
+        for module in found.values():
+            if not hasattr(module, "enable_cache"):
+                raise UserError(f"rollout.cache: got {type(module).__name__}, expected a model with diffusers' feature "
+                                "caches (`enable_cache`): leave rollout.cache out")
+        if len(found) > 1 and setup.config.rollout.cache == MAG:
+            raise UserError(f"rollout.cache is {MAG}, which counts the steps of one denoiser, but "
+                            f"{type(setup.loaded).__name__} has {len(found)}: use first_block or taylorseer")
+
+    @classmethod
+    def refused(cls, setup: Setup) -> dict[str, bool]:
+        memory = setup.config.memory
+        return {"rollout.engine, which draws": setup.config.rollout.engine is not None,
+                "train.compile, whose blocks are compiled without it": setup.config.train.compile,
+                "memory.context_parallel, whose processes would skip different steps": memory.context_parallel > 1,
+                "memory.offload, whose blocks come in a fixed order": memory.offload != "none"}
+
+    def _try(self) -> None:
+        """Skip all steps that can be skipped, for one row, and measure the ratios of `mag`.
+
+        Raises UserError for a model that diffusers' cache does not go with.
+        """
+        policy = cast(PipelinePolicy, self.trainer.policy)
+        rollouts: Any = self.trainer.rollouts
+        spec = rollouts.explorations(0)[0]
+        row = rollouts.conditioning([self.trainer.prompts[0]])
+        before, states, cache = policy.evaluations, torch.get_rng_state(), self.cache
+        contexts = [cache.skipping_all, cache.measuring] if cache.settings.cache == MAG else [cache.skipping_all]
+        try:
+            for context in contexts:
+                generators = policy.generators([0])
+                with self._around(context):
+                    policy.run(spec.task(0, spec.steps, generators), row, None, generators)
+        except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise UserError(f"rollout.cache is {cache.settings.cache}, which diffusers cannot do for "
+                            f"{type(policy.pipe).__name__} ({error}): use another, or leave it out") from error
+        if cache.settings.cache == MAG and len(cache.ratios) != spec.steps:
+            raise UserError(f"rollout.cache is {MAG}, which counts steps, but {type(policy.pipe).__name__} calls its "
+                            "denoiser several times in one without naming its branches: use another, or leave it out")
+        if not cache.calls:
+            raise UserError(f"rollout.cache is {cache.settings.cache}, but {type(policy.pipe).__name__} has no blocks "
+                            "that it knows: use another, or leave it out")
+        cache.calls = cache.computed = 0
+        policy.evaluations = before
+        torch.set_rng_state(states)
+
+    @contextlib.contextmanager
+    def _around(self, context: Any) -> Iterator[None]:
+        """Context manager: the pipeline's calls that sample run inside a context, given their task."""
+        driver = cast(PipelinePolicy, self.trainer.policy).driver
+        before, driver.around_rollout = driver.around_rollout, context
+        try:
+            yield
+        finally:
+            driver.around_rollout = before
+
+    @contextlib.contextmanager
+    def around_epoch(self) -> Iterator[None]:
+        """Context manager: the policy samples with the cache."""
+        self.cache.settings = self.trainer.config.rollout
+        with self._around(self.cache):
+            yield
+
+    def on_trained(self, epoch: Epoch) -> Metrics:
+        """Return the share of the blocks' calls that ran, of all processes."""
+        calls, computed = self.trainer.processes.total([self.cache.calls, self.cache.computed])
+        self.cache.calls = self.cache.computed = 0
+        return {"rollout/computed": computed / calls} if calls else {}
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        return {}, {"ratios": self.cache.ratios}
+
+    def load_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+        self.cache.ratios = values.get("ratios", self.cache.ratios)

@@ -1,1 +1,0 @@
-"""Feature caches of diffusers in the rollouts of methods that read final samples alone: `rollout.cache`."""

@@ -1,0 +1,268 @@
+"""Replay of recorded groups: which earlier groups take the places of those whose samples all earn the same.
+
+Recorded groups of a run, which replace groups that teach nothing: the state of a `GroupReplay`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowgrpo.data.prompts import Guidance, Prompt, as_line, of_records
+from flowgrpo.methods import capabilities
+from flowgrpo.methods.setup import Setup
+from flowgrpo.ranges import at_least
+from flowgrpo.rollouts.base import Encoded
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.training.epoch import Epoch
+from flowgrpo.training.extension import Extension, Metrics
+from flowgrpo.training.run import Run
+from flowgrpo.training.stored_parts import record_of, tensors_of
+
+
+@dataclass(frozen=True)
+class GroupReplay:
+    """Buffer of the last `size` groups with advantages that are not all 0 (VL-Rethinker, 2504.08837;
+    ExGRPO, 2510.02245).
+
+    A group whose advantages are all 0 is replaced by a recorded one, drawn in proportion to |A|^alpha, its mean
+    absolute advantage, while the buffer has any. A recorded group keeps its advantages and the log-probabilities of the
+    policy that drew it: the ratio of the loss corrects for the policy's change since then, within its clip. Groups
+    older than `age` epochs are dropped.
+
+    certain: the odds have the further factor exp(certain * mean log-probability of a decision), which prefers groups of
+        low entropy, as ExGRPO does.
+    more: recorded groups that are trained besides, as a share of the epoch's own (DOTS, 2506.05316).
+    recompose: an epoch trains the shorter half of a group's right samples and the longer half of its wrong ones; the
+        others wait in the buffer for the compensation batches of `more` (RoRecomp). Texts alone have lengths.
+
+    VL-Rethinker draws single samples; here the unit is a group.
+    """
+
+    size: int = 64
+    age: int = 10
+    alpha: float = 1.0
+    certain: float = 0.0
+    more: float = 0.0
+    recompose: bool = False
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "size", "age")
+        at_least(self, 0, "alpha", "certain", "more")
+
+    def odds(self, sizes: Sequence[float], logps: Sequence[float]) -> np.ndarray:
+        """Return the probabilities of groups by their mean |advantages| and mean log-probabilities."""
+        if not len(sizes):
+            return np.empty(0)
+        scores = self.alpha * np.log(np.array(sizes)) + self.certain * np.array(logps)
+        odds = np.exp(scores - scores.max())
+        return odds / odds.sum()
+
+    def chosen(self, sizes: Sequence[float], logps: Sequence[float], count: int, seed: Sequence[int]) -> list[int]:
+        """Return the places of `count` different groups, or of all if there are fewer."""
+        count = min(count, len(sizes))
+        return np.random.default_rng(seed).choice(len(sizes), count, replace=False,
+                                                  p=self.odds(sizes, logps)).tolist() if count else []
+
+
+def priority(advantages: Tensor, lengths: Tensor) -> Tensor:
+    """Return the samples [m] of a group that train at once: the shorter half, rounded up, of those with an advantage
+    above 0, and the longer half of those below 0: bool [m]."""
+    first = torch.zeros(len(advantages), dtype=torch.bool)
+    for side, keys in ((advantages > 0, lengths), (advantages < 0, -lengths)):
+        places = side.nonzero()[:, 0]
+        first[places[keys[places].argsort(stable=True)[:-(-len(places) // 2)]]] = True
+    return first
+
+
+SALT = 7  # of the draws' seeds
+
+
+@dataclass(eq=False)
+class Recorded:
+    """Recorded group: its prompt, the epoch that drew it, and its part, on the CPU, with advantages and step weights.
+
+    size: its mean |advantage|. logp: the mean log-probability of its decisions.
+    """
+
+    prompt: Prompt
+    epoch: int
+    part: Part
+    size: float
+    logp: float
+
+
+class ReplayedGroups(Extension):
+    """Buffer of a run of one process, or of one team of processes."""
+
+    name = "replay"
+    needs = frozenset({capabilities.RECORDABLE})
+
+    def __init__(self, trainer: Run):
+        super().__init__(trainer)
+        self.part, self.processes, self.seed = trainer.method.replay, trainer.processes, trainer.config.seed
+        self.groups: list[Recorded] = []
+        self.fresh: list[Recorded] = []
+        self.ages: list[int] = []
+        self.replayed: list[Prompt] = []
+
+    @classmethod
+    def asked(cls, setup: Setup) -> str:
+        return f"parts.replay is {type(setup.method.replay).__name__}"
+
+    @classmethod
+    def lacks(cls, setup: Setup) -> dict[str, str]:
+        return {capabilities.OWN_SAMPLES: "parts.replay, which trains samples of earlier epochs"}
+
+    @classmethod
+    def refused(cls, setup: Setup) -> dict[str, bool]:
+        method, processes = setup.method, setup.processes
+        assert method.replay is not None
+        return {
+            f"{processes} processes, of which a checkpoint holds the first one's groups": processes > 1,
+            "parts.tuning, whose goals are of one epoch": method.tuning.weight > 0,
+            "parts.replay.recompose, which reads lengths of texts": method.replay.recompose and not method.for_tokens}
+
+    def on_credited(self, epoch: Epoch) -> None:
+        epoch.parts, epoch.conditioning = self.replaced(
+            epoch.parts, epoch.conditioning, [prompt.learned for prompt in epoch.own], self.trainer.epoch,
+            epoch.weights)
+        epoch.own = [*epoch.own, *self.replayed]
+
+    def on_trained(self, epoch: Epoch) -> Metrics:
+        return self.keep(self.trainer.epoch)
+
+    def replaced(self, parts: list[Part], conditioning: Encoded, prompts: Sequence[Prompt], epoch: int,
+                 weights: dict[int, float]) -> tuple[list[Part], Encoded]:
+        """Return the parts of an epoch with recorded groups in place of those without advantages, and the conditioning
+        of all their prompts.
+
+        A recorded group is drawn of those of earlier epochs.
+        prompts: of this process's groups. weights: of the epoch's steps.
+        """
+        known = [group for group in self.groups if 0 < epoch - group.epoch <= self.part.age]
+        single = {place: alone for part in parts for place in part.groups
+                  if (alone := restricted(part, [place])) is not None}
+        silent = [place for place, alone in single.items() if not size_of(alone)]
+        taken = [known[place] for place in self.part.chosen(
+            [group.size for group in known], [group.logp for group in known],
+            len(silent) + round(self.part.more * len(single)), [self.seed, epoch, self.processes.rank, SALT])]
+        dropped = {*silent[:len(taken)]}
+        fresh = {place: alone for place, alone in single.items() if place not in {*silent}}
+        now = {place: self._priority(alone) for place, alone in fresh.items()} if self.part.recompose else {}
+        self.fresh = []
+        for place, alone in fresh.items():
+            waits = alone if not now else kept(alone, ~now[place])
+            if waits is not None and size_of(waits):
+                self.fresh.append(recorded(waits, prompts[place], epoch, weights))
+        left = [self._left(part, dropped, now) for part in parts]
+        self.ages = [epoch - group.epoch for group in taken]
+        self.replayed = [group.prompt for group in taken]
+        if taken:
+            conditioning = self.trainer.rollouts.conditioning([*prompts, *self.replayed], epoch)
+        return [part for part in left if part is not None] + [
+            placed(group.part, len(prompts) + number) for number, group in enumerate(taken)], conditioning
+
+    @staticmethod
+    def _priority(part: Part) -> Tensor:
+        return priority(part.advantages[0].cpu(), part.transitions[0].old.mask.sum(1).cpu())
+
+    @staticmethod
+    def _left(part: Part, dropped: set[int], now: dict[int, Tensor]) -> Part | None:
+        """Return what of a part is trained; the part itself if that is all."""
+        if not now and not dropped & {*part.groups}:
+            return part
+        masks = []
+        for taken in part.transitions:
+            of = taken.prompts[taken.parent].cpu()
+            keep = ~torch.isin(of, torch.tensor([*dropped], dtype=torch.int64))
+            for place in {*part.groups} & now.keys():
+                keep[of == place] = now[place]
+            masks.append(keep)
+        return part.credited(part.advantages, masks, part.rewards)
+
+    def keep(self, epoch: int) -> dict[str, float]:
+        """Store the groups of an epoch that is trained; return its metrics over all processes."""
+        self.groups = [group for group in [*self.groups, *self.fresh]
+                       if epoch + 1 - group.epoch <= self.part.age][-self.part.size:]
+        self.fresh = []
+        count, ages = self.processes.total([len(self.ages), sum(self.ages)])
+        return {"replayed_groups": count} | ({"replay_age": ages / count} if count else {})
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the groups, for a checkpoint."""
+        tensors: dict[str, Tensor] = {}
+        listed = []
+        for number, group in enumerate(self.groups):
+            kinds = []
+            for k, taken in enumerate(group.part.transitions):
+                tensors |= {f"{number}.{k}.{name}": value.clone() for name, value in tensors_of(taken).items()}
+                tensors[f"{number}.{k}.advantage"] = group.part.advantages[k]
+                tensors[f"{number}.{k}.reward"] = group.part.rewards[k]
+                kinds.append([type(taken).__name__, taken.step])
+            guided = {"guided": asdict(group.prompt.guided)} if group.prompt.guided else {}
+            listed.append(guided | {"prompt": as_line(group.prompt), "epoch": group.epoch, "size": group.size,
+                           "logp": group.logp, "steps": kinds,
+                           "weights": [*map(list, (group.part.weights or {}).items())]})
+        return tensors, {"groups": listed}
+
+    def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Restore the groups of a checkpoint."""
+        self.groups = []
+        for number, entry in enumerate(values.get("groups", ())):
+            transitions, advantages, totals = [], [], []
+            for k, (kind, step) in enumerate(entry["steps"]):
+                prefix = f"{number}.{k}."
+                given = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+                advantages.append(given.pop("advantage"))
+                totals.append(given.pop("reward"))
+                transitions.append(record_of(kind, step, given))
+            specs = self.trainer.rollouts.explorations(entry["epoch"])
+            part = Part(range(1), torch.zeros(len(transitions[0].old.logp), dtype=torch.int64),
+                        specs[0] if specs else None, tuple(transitions), (), tuple(advantages),
+                        rewards=tuple(totals), weights={step: weight for step, weight in entry["weights"]})
+            [prompt] = of_records([entry["prompt"]])
+            prompt = replace(prompt, guided=Guidance(**entry["guided"])) if "guided" in entry else prompt
+            self.groups.append(Recorded(prompt, entry["epoch"], part, entry["size"], entry["logp"]))
+
+
+def recorded(part: Part, prompt: Prompt, epoch: int, weights: dict[int, float]) -> Recorded:
+    """Return a group with its tensors on the CPU and the weights of its steps."""
+    transitions = tuple(record_of(type(taken).__name__, taken.step, tensors_of(taken)) for taken in part.transitions)
+    old = [taken.old for taken in transitions]
+    logp = sum((each.logp * each.mask).sum().item() for each in old) / max(sum(int(each.mask.sum()) for each in old), 1)
+    steps = {taken.step: weights[taken.step] for taken in transitions}
+    kept = replace(part, transitions=transitions, finals=(), seeds=None, weights=steps, measured={},
+                   advantages=tuple(advantage.cpu() for advantage in part.advantages),
+                   rewards=tuple(total.cpu() for total in part.rewards))
+    return Recorded(prompt, epoch, placed(kept, 0), size_of(kept), logp)
+
+
+def restricted(part: Part, places: Sequence[int]) -> Part | None:
+    """Return the part of these groups alone; None if nothing of them is trained."""
+    at = torch.tensor([*places])
+    return part.credited(part.advantages, [torch.isin(taken.prompts[taken.parent].cpu(), at)
+                                           for taken in part.transitions], part.rewards)
+
+
+def kept(part: Part, keep: Tensor) -> Part | None:
+    """Return the part with the samples `keep` (bool [m]) alone."""
+    return part.credited(part.advantages, [keep for _ in part.transitions], part.rewards)
+
+
+def placed(part: Part, place: int) -> Part:
+    """Return a part of one group as the group `place` of an epoch, with the prompt of that place."""
+    transitions = tuple(replace(taken, prompts=torch.full_like(taken.prompts, place)) for taken in part.transitions)
+    return replace(part, groups=range(place, place + 1), prompts=torch.full_like(part.prompts, place),
+                   transitions=transitions)
+
+
+def size_of(part: Part) -> float:
+    """Return the mean |advantage| of a part's trained decisions."""
+    values = torch.cat([advantage.flatten().abs() for advantage in part.advantages])
+    return values.double().mean().item()

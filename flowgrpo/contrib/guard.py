@@ -1,0 +1,321 @@
+"""Guard against collapse: `guard.window`. A run whose measurements leave its own band goes back to good weights.
+
+After an update whose weights are not finite, or whose gradient norm, KL or |log ratio| is a spike, it goes back to the
+weights before that epoch. After a fall of the training reward or of the held-out reward, it goes back to the weights
+with the best measurement. `bounds` derives when. The epochs go on, with new samples and a lower learning rate.
+
+Bounds of a run's own band, derived from the probability of a return without a cause.
+
+A run makes three kinds of tests: of the training reward, of the held-out reward, and of spikes. Each kind gets a third
+of that probability, and each of its tests an equal share (Bonferroni). The best of earlier measurements is selected,
+so that every pair of two of them counts as a test. The only assumption is that means are nearly normal.
+
+Copies of what a run trains, in host memory: weights, optimizer state, moving average, old policy and reference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from scipy import stats
+
+from flowgrpo.curriculum.order import EpochPermutation
+from flowgrpo.errors import UserError
+from flowgrpo.methods import capabilities
+from flowgrpo.methods.setup import Setup
+from flowgrpo.policies.weights import finite
+from flowgrpo.storage import checkpoint
+from flowgrpo.storage.checkpoint import Stateful, Tensors
+from flowgrpo.training.epoch import Epoch
+from flowgrpo.training.extension import Extension, Metrics
+from flowgrpo.training.run import Run
+from flowgrpo.training.stored_parts import within
+from flowgrpo.types import required
+
+if TYPE_CHECKING:
+    from flowgrpo.evaluation.measured import Measured
+
+KINDS = 3
+SIGNALS = ("grad_norm", "log_ratio_max", "kl")  # metrics of an update, which are read as logarithms
+LEAST = 3  # values before a spike can be told
+
+
+def of_pairs(false_alarms: float, count: int) -> float:
+    """Return the level of one test, of all pairs of `count` measurements."""
+    return false_alarms / KINDS / max(count * (count - 1) / 2, 1)
+
+
+def of_spikes(false_alarms: float, epochs: int) -> float:
+    """Return the level of one test of one signal in one epoch."""
+    return false_alarms / KINDS / (epochs * len(SIGNALS))
+
+
+def fell(best: Sequence[float], now: Sequence[float], level: float) -> bool:
+    """Return True if the mean of independent values is below that of the best ones, by Welch's one-sided t-test."""
+    if min(len(best), len(now)) < 2:
+        return False
+    (one, other), apart = (np.var(of, ddof=1) / len(of) for of in (best, now)), np.mean(best) - np.mean(now)
+    if one + other == 0:
+        return bool(apart > 0)
+    freedom = (one + other)**2 / (one**2 / (len(best) - 1) + other**2 / (len(now) - 1))
+    return bool(apart / math.sqrt(one + other) > stats.t.isf(level, freedom))
+
+
+def fell_paired(best: Sequence[float], now: Sequence[float], level: float) -> bool:
+    """Return True if values of the same prompts and seeds are below the best ones, by the paired t-test.
+
+    Pairs with a NaN are left out.
+    """
+    apart = np.asarray(best, dtype=np.float64) - np.asarray(now, dtype=np.float64)
+    apart = apart[~np.isnan(apart)]
+    if len(apart) < 2:
+        return False
+    error = apart.std(ddof=1) / math.sqrt(len(apart))
+    return bool(apart.mean() > 0 and apart.mean() > error * stats.t.isf(level, len(apart) - 1))
+
+
+def limit(before: Sequence[float], level: float) -> float:
+    """Return the largest value that the ones before allow: the upper bound of the prediction interval of their
+    logarithms. It is infinite for fewer than LEAST values, and for equal ones, which have no spread."""
+    logs = np.log(before)
+    if len(logs) < LEAST or not (spread := logs.std(ddof=1)):
+        return math.inf
+    reach = stats.t.isf(level, len(logs) - 1) * spread * math.sqrt(1 + 1 / len(logs))
+    return float(np.exp(min(logs.mean() + reach, 700.0)))
+
+
+@dataclass(frozen=True)
+class Good:
+    """Weights after `epoch` epochs, with all that belongs to them, by the names of a checkpoint."""
+
+    epoch: int
+    tensors: Tensors
+
+
+def followers(run: Run) -> Iterator[tuple[str, Stateful]]:
+    """Yield the parts of a run that hold earlier weights."""
+    yield "old", run.rollouts.old_policy
+    yield "reference", run.kl_reference
+
+
+def copied(run: Run) -> Good:
+    """Return a copy of what the run trains."""
+    tensors: Tensors = {f"weights/{key}": value for key, value in run.policy.weights.named.items()}
+    tensors |= {f"ema/{key}": value for key, value in (run.optimization.ema or {}).items()}
+    tensors |= {f"optimizer/{key}": value
+                for key, value in checkpoint.optimizer_tensors(run.optimization.optimizer).items()}
+    tensors |= {f"{name}/{key}": value for name, part in followers(run) for key, value in part.state()[0].items()}
+    return Good(run.epoch, {key: value.detach().to("cpu", copy=True) for key, value in tensors.items()})
+
+
+@torch.no_grad()
+def restore(run: Run, good: Good) -> None:
+    """Give the run what was copied, bit by bit."""
+    optimization, weights = run.optimization, run.policy.weights
+    weights.load(within(good.tensors, "weights/"))
+    own = {key: value.clone() for key, value in within(good.tensors, "optimizer/").items()}  # the optimizer keeps them
+    checkpoint.load_optimizer(optimization.optimizer, own)
+    if optimization.ema is not None:
+        for key, value in within(good.tensors, "ema/").items():
+            optimization.ema[key].copy_(value)
+    for name, part in followers(run):
+        held = {key: value.clone() for key, value in within(good.tensors, f"{name}/").items()}
+        part.load_state(held, {"epoch": run.epoch} | part.state()[1])
+
+
+class Guard(Extension):
+    """Last good weights of a run, and the band of its measurements.
+
+    good: weights with the best measurement; before: those at the start of the present epoch. None before there are any.
+    recent: mean rewards of the groups of the last epochs, one list each; window: those of the best window, which ended
+    `since` epochs ago. held_out: means of the held-out prompts at their best measurement; how: what identifies these.
+    signals: values of the last updates in the band. returns: a sentence each.
+    """
+
+    name = "guard"
+    needs = frozenset({capabilities.PRESENT_WEIGHTS, capabilities.OWN_SAMPLES, capabilities.WHOLE_WEIGHTS})
+
+    def __init__(self, trainer: Run):
+        super().__init__(trainer)
+        self.settings, self.epochs, self.run = trainer.config.guard, trainer.config.train.epochs, trainer
+        self.good: Good | None = None
+        self.before: Good | None = None
+        self.recent: deque[list[float]] = deque(maxlen=self.settings.window)
+        self.window: list[float] = []
+        self.since = 0
+        self.held_out: list[float] = []
+        self.how = ""
+        self.signals: dict[str, deque[float]] = {key: deque(maxlen=self.settings.window) for key in SIGNALS}
+        self.returns: list[str] = []
+
+    @classmethod
+    def asked(cls, setup: Setup) -> str:
+        return f"guard.window is {setup.config.guard.window}"
+
+    @classmethod
+    def refused(cls, setup: Setup) -> dict[str, bool]:
+        return {"phases, whose prompts and rewards change": bool(setup.config.phases),
+                "train.extrapolate, which moves the weights too": setup.config.train.extrapolate > 0,
+                f"{_unsteady(setup.config, setup.method)} without eval.every":
+                    bool(_unsteady(setup.config, setup.method)) and not setup.config.eval.every}
+
+    @classmethod
+    def require(cls, setup: Setup) -> None:
+        """Raise UserError for a held-out reward that is not measured, or is better the lower it is."""
+        config = setup.config
+        if not config.eval.every:
+            return
+        if config.guarded not in setup.measured:
+            raise UserError(f"guard.reward names the reward {config.guarded!r}, which is not measured: expected "
+                            f"{', '.join(setup.measured)}, or name it under eval.rewards too")
+        if config.rewards.get(config.guarded, 1.0) <= 0:
+            raise UserError(f"guard.reward is {config.guarded!r}, whose weight is {config.rewards[config.guarded]:g}: "
+                            "expected a measured reward that is better the higher it is")
+
+    # --- moments -----------------------------------------------------------------------------------------------------
+
+    def on_drawn(self, epoch: Epoch) -> None:
+        """Record the mean rewards of the epoch's first groups, which the weights before it drew."""
+        totals = epoch.groups.totals[[*epoch.groups.turns[0]]].nanmean(1)
+        self.recent.append(totals[~totals.isnan()].tolist())
+        self.since += 1
+
+    def on_credited(self, epoch: Epoch) -> None:
+        self.before = copied(self.run)
+        self.good = self.good or self.before
+
+    def on_trained(self, epoch: Epoch) -> Metrics:
+        """Go back if the training reward fell or the update is a spike; return the number of returns so far."""
+        before = required(self.before)
+        if fall := self._fall():
+            self._return_to_good(fall)
+        else:
+            self._keep_best(before)
+            if spike := self._broken() or self._spike(epoch.metrics):
+                self._go_back(before, spike)
+        self.before = None
+        return {"guard/returns": len(self.returns)}
+
+    def on_measured(self, measured: Measured) -> Metrics:
+        """Keep weights that are the best on held-out prompts, or go back if these fell."""
+        name, settings = self.run.config.guarded, self.run.config.eval
+        how = fingerprint(settings, measured)
+        if how != self.how:  # a resumed run may measure in another way
+            self.how, self.held_out = how, []
+        now = of_prompts(measured.scores[name], settings.samples)
+        level = of_pairs(self.settings.false_alarms, self.epochs // settings.every)
+        if not np.isnan(now).all():
+            if not self.held_out or np.nanmean(now) > np.nanmean(self.held_out):
+                self.held_out, self.good = now, copied(self.run)
+            elif fell_paired(self.held_out, now, level):
+                self._return_to_good(f"held-out {name} fell from {np.nanmean(self.held_out):.4g} to "
+                                     f"{np.nanmean(now):.4g}")
+        return {"guard/returns": len(self.returns)}
+
+    # --- band --------------------------------------------------------------------------------------------------------
+
+    def _fall(self) -> str:
+        """Describe the fall of the training reward since its best window, if there is one."""
+        if not self.window or _unsteady(self.run.config, self.run.method):
+            return ""
+        now = [value for values in [*self.recent][-self.since:] for value in values]
+        if not fell(self.window, now, of_pairs(self.settings.false_alarms, self.epochs)):
+            return ""
+        return f"the training reward fell from {np.mean(self.window):.4g} to {np.mean(now):.4g}"
+
+    def _keep_best(self, before: Good) -> None:
+        """Take the last window, if it is the best so far; its weights are the good ones if none was measured."""
+        now = [value for values in self.recent for value in values]
+        if len(self.recent) < self.settings.window or not now or (self.window and np.mean(now) < np.mean(self.window)):
+            return
+        self.window, self.since = now, 0
+        if not self.held_out:
+            self.good = before
+
+    def _broken(self) -> str:
+        """Describe weights that are not finite, on any process."""
+        weights = {**self.run.policy.weights.named, **(self.run.optimization.ema or {})}
+        return "weights are not finite" if self.run.processes.any(bool(finite.odd(weights))) else ""
+
+    def _spike(self, metrics: Metrics) -> str:
+        """Describe a signal of the last update that is out of its band, or add all to the band."""
+        level = of_spikes(self.settings.false_alarms, self.epochs)
+        values = {key: metrics[key] for key in SIGNALS if metrics.get(key)}
+        for key, value in values.items():
+            if math.isfinite(value) and value > (bound := limit(self.signals[key], level)):
+                return f"{key} is {value:.3g}, above its bound {bound:.3g}"
+            if not math.isfinite(value) and key != "grad_norm":  # such a gradient is skipped
+                return f"{key} is not finite"
+        for key, value in values.items():
+            if math.isfinite(value) and value > 0:
+                self.signals[key].append(value)
+        return ""
+
+    def _return_to_good(self, why: str) -> None:
+        """Restore the good weights, and forget the training rewards of others."""
+        self._go_back(required(self.good), why)
+        self.recent.clear()
+        self.since = 0
+        self.window = [] if self.held_out else self.window
+
+    def _go_back(self, to: Good, why: str) -> None:
+        """Restore weights, and lower the learning rate."""
+        restore(self.run, to)
+        self.run.optimization.scale *= self.settings.lr
+        self.returns.append(f"epoch {self.run.epoch + (self.before is not None)}: {why}, so that the run went back to "
+                            f"the weights of epoch {to.epoch}")
+        self.run.say(f"{self.returns[-1]}, with {self.settings.lr:g} of the learning rate")
+
+    def summary(self) -> str | None:
+        """Return the returns, for the run's summary."""
+        return "; ".join(self.returns) or None
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state(self) -> tuple[Tensors, dict[str, Any]]:
+        """Return the good weights and the band, for a checkpoint."""
+        good = self.good or copied(self.run)
+        return dict(good.tensors), {
+            "good": good.epoch, "recent": [*self.recent], "window": self.window, "since": self.since, "how": self.how,
+            "held_out": [None if value != value else value for value in self.held_out], "returns": [*self.returns],
+            "signals": {key: [*values] for key, values in self.signals.items()}, "scale": self.run.optimization.scale}
+
+    def load_state(self, tensors: Tensors, values: dict[str, Any]) -> None:
+        """Restore the state of a checkpoint; without any, begin with the present weights."""
+        self.good = Good(values["good"], dict(tensors)) if "good" in values else None
+        self.recent = deque(values.get("recent", ()), self.settings.window)
+        self.window, self.since = values.get("window", []), values.get("since", 0)
+        self.held_out = [math.nan if value is None else value for value in values.get("held_out", ())]
+        self.how, self.returns = values.get("how", ""), [*values.get("returns", ())]
+        for key, kept in self.signals.items():
+            kept.clear()
+            kept.extend(values.get("signals", {}).get(key, ()))
+        if self.returns:
+            self.run.optimization.scale = values["scale"]
+
+
+def _unsteady(config: Any, method: Any) -> str:
+    """Describe what changes the training reward of equal weights in the course of a run; empty for nothing."""
+    if type(method.curriculum) is not EpochPermutation:
+        return f"the curriculum {type(method.curriculum).__name__}, which chooses prompts by their rewards,"
+    return "a reward's limit, whose multiplier changes," if any(rule.limit for rule in config.trained.values()) else ""
+
+
+def of_prompts(scores: list[float], samples: int) -> list[float]:
+    """Return the mean of each prompt's scores that apply; NaN where none does."""
+    rows = np.asarray(scores, dtype=np.float64).reshape(-1, samples)
+    there = ~np.isnan(rows)
+    return (np.where(there, rows, 0).sum(1) / np.where(there.any(1), there.sum(1), np.nan)).tolist()
+
+
+def fingerprint(settings: Any, measured: Measured) -> str:
+    """Return a hash of the settings and the prompts of a measurement: those that are equal are compared in pairs."""
+    how = settings.model_dump_json(exclude={"every", "best", "stop", "weights", "grid"})
+    return hashlib.sha256(repr((how, [prompt.text for prompt in measured.prompts])).encode()).hexdigest()

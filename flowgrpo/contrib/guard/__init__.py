@@ -1,1 +1,0 @@
-"""Guard against collapse: a run that goes back to its last good weights, `guard.window`."""

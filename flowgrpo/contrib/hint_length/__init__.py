@@ -1,1 +1,0 @@
-"""Hints whose length follows the success."""

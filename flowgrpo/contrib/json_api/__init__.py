@@ -1,1 +1,0 @@
-"""A JSON API of anybody's as a reward: `http`."""

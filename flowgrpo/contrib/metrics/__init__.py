@@ -1,1 +1,0 @@
-"""Metrics of other packages as rewards: imscore, pyiqa and torchmetrics."""

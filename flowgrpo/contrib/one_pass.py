@@ -1,0 +1,319 @@
+"""Rollouts that keep the graphs of their trained steps, and the update that reads them.
+
+Where every sample is trained once by the weights that drew it, the ratio is 1. The gradient of a part is then that of
+its own outputs: the state before a step and its noise are constants, as in a replay. A trained step is one call of the
+denoiser with gradients. The loss is the ordinary one, at these outputs in the place of those of a replay.
+
+Device memory of the graphs that `train.one_pass` keeps from the rollout to the update.
+
+One-pass updates of a run: `train.one_pass`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from flowgrpo.check import memory, reward_models
+from flowgrpo.check.memory import Measured, planned
+from flowgrpo.config.schema import Config
+from flowgrpo.device import AUTO, free_memory, ran_out
+from flowgrpo.errors import UserError
+from flowgrpo.methods import capabilities, targets
+from flowgrpo.methods.setup import Setup
+from flowgrpo.methods.validate import resolve
+from flowgrpo.policies import build
+from flowgrpo.policies.pipelines import encoded_prompts
+from flowgrpo.policies.pipelines.conditioning import Conditioning
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.rollouts.denoising import DenoisingRollouts
+from flowgrpo.rollouts.targets import RecordedSteps, Replayed
+from flowgrpo.samplers import replay
+from flowgrpo.samplers.denoiser import C
+from flowgrpo.samplers.growth import Grower, Nodes, explore
+from flowgrpo.samplers.pruning import Judge
+from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
+from flowgrpo.training import extensions
+from flowgrpo.training.batch_size import MOST
+from flowgrpo.training.epoch import Epoch
+from flowgrpo.training.extension import Extension, Metrics
+from flowgrpo.training.run import Run
+
+
+class HeldOutputs:
+    """Outputs of a part's trained steps, with their graphs: a `Replayer` that answers every state once, in order.
+
+    device: of the outputs. outputs: by step, those of each micro-batch, [b,*D] of b states.
+    """
+
+    def __init__(self, device: torch.device, outputs: dict[int, list[Tensor]]):
+        self.device = self.states = device
+        self.outputs = outputs
+        self._read: tuple[int, int, Tensor] | None = None  # a step, how many of its states are read, and its leaf
+
+    def covers(self, part: Part) -> bool:
+        """Return True if the graphs of all steps of a part are there."""
+        return all(taken.step in self.outputs for taken in part.transitions)
+
+    def scored(self, part: Part, conditioning: Any, micro_batch: int) -> Replayed:
+        """Score the transitions of the part, as a replay would, and hand their gradients on to the weights."""
+        self._read = None  # of an earlier reading that broke off
+        yield from replay.replay(self, conditioning, part, micro_batch)
+        self.backward()
+
+    def replay(self, conditioning: Any, x: Tensor, grid: Tensor, step: int | Tensor, timesteps: Tensor | None = None
+               ) -> Tensor:
+        """Return the outputs [b,*D] at the next b states of a step, whose gradient `backward` hands on."""
+        assert isinstance(step, int), "outputs are held step by step"
+        if self._read is None or self._read[0] != step:
+            self.backward()
+            self._read = step, 0, torch.cat([each.detach() for each in self.outputs[step]]).requires_grad_()
+        _, first, leaf = self._read
+        self._read = step, first + len(x), leaf
+        return leaf[first:first + len(x)]
+
+    def backward(self) -> None:
+        """Add the weights' gradient of the step that was read last, and let its graph go."""
+        if self._read is None:
+            return
+        (step, _, leaf), self._read = self._read, None
+        outputs = self.outputs.pop(step)
+        if leaf.grad is not None:
+            torch.autograd.backward(outputs, leaf.grad.split([len(each) for each in outputs]))
+
+    def of_states(self, left: dict[int, Tensor]) -> HeldOutputs:
+        """Return the outputs at some states. left: by step their places among those of the step, ascending."""
+        return HeldOutputs(self.device, {step: _picked(self.outputs[step], places) for step, places in left.items()
+                                         if step in self.outputs})
+
+
+def _picked(outputs: Sequence[Tensor], places: Tensor) -> list[Tensor]:
+    """Return the rows at places of outputs that follow on each other; one without any is left out."""
+    found, first = [], 0
+    for each in outputs:
+        own = places[(places >= first) & (places < first + len(each))] - first
+        if len(own):
+            found.append(each if len(own) == len(each) else each[own.to(each.device)])
+        first += len(each)
+    return found
+
+
+@dataclass(frozen=True)
+class HeldPart(Part):
+    """Part whose trained steps have their graphs. held: until its update has read them."""
+
+    held: HeldOutputs | None = None
+
+    def credited(self, advantages: Sequence[Tensor], keep: Sequence[Tensor], rewards: Sequence[Tensor] | None = None
+                 ) -> Part | None:
+        left = super().credited(advantages, keep, rewards)
+        if not isinstance(left, HeldPart) or self.held is None:
+            return left
+        places = {taken.step: taken.parent[at.cpu() & taken.counts].unique_consecutive()
+                  for taken, at in zip(self.transitions, keep, strict=True)}
+        return replace(left, held=self.held.of_states({taken.step: places[taken.step] for taken in left.transitions}))
+
+
+class HeldGrower(Grower[C]):
+    """`Grower` whose trained steps keep their graphs, each from a call of its own."""
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self.outputs: dict[int, list[Tensor]] = {}
+
+    def grow(self, groups: range, prompts: Tensor, trunks: dict[int, Nodes]) -> Part:
+        part = super().grow(groups, prompts, trunks)
+        return HeldPart(**vars(part), held=HeldOutputs(self.policy.device, self.outputs))
+
+    def _advance(self, nodes: Nodes, start: int, stop: int, exploration: RolloutSpec | None = None) -> Nodes:
+        for step in sorted(self.exploration.schedule.trained):
+            if start <= step < stop:
+                nodes = super()._advance(nodes, start, step, exploration)
+                nodes, start = self._draw(nodes, step, 1, nodes.generators), step + 1
+        return super()._advance(nodes, start, stop, exploration)
+
+    def _evaluated(self, prompts: Tensor, x: Tensor, step: int) -> Tensor:
+        exploration = self.exploration
+        if step not in exploration.schedule.trained:
+            return super()._evaluated(prompts, x, step)
+        with torch.enable_grad():
+            output = self.policy.replay(self.conditioning.rows(prompts), x, exploration.grid, step,
+                                        exploration.timesteps)
+        self.outputs.setdefault(step, []).append(output)
+        return output.detach()
+
+
+class HeldSteps(RecordedSteps):
+    """Stochastic steps of a rollout, which the update scores by the graphs that the rollout kept.
+
+    A part is replayed as ever before its advantages are known, without gradients, and once its graphs are read.
+    """
+
+    def sample(self, conditioning: Conditioning, explorations: list[RolloutSpec], seed: Seed, judge: Judge
+               ) -> Iterator[Part]:
+        """Yield whole groups with their graphs. Raises UserError where memory does not hold them."""
+        try:
+            yield from explore(self.policy, conditioning, explorations, self.micro_batch, seed,
+                               self.rollouts.together(len(conditioning.prompts)), HeldGrower)
+        except (MemoryError, RuntimeError) as error:
+            if not ran_out(error):
+                raise
+            raise UserError("out of memory in the rollout: train.one_pass keeps the graphs of all trained steps of an "
+                            "epoch until its update; set it to false, train fewer steps or prompts at once, or set "
+                            "train.checkpointing: true") from error
+
+    def replay(self, part: Part, conditioning: Conditioning) -> Replayed:
+        if isinstance(part, HeldPart) and part.held is not None and part.advantages and torch.is_grad_enabled() \
+                and part.held.covers(part):
+            return part.held.scored(part, conditioning, self.micro_batch)
+        return super().replay(part, conditioning)
+
+
+def add(phases: dict[str, dict[str, int]], measured: Measured) -> None:
+    """Add the activations of all trained states to the phases, in the place of those of an update's micro-batch."""
+    _, _, explorations = planned(measured.policy, measured.config, measured.conditioning)
+    states = measured.config.train.prompts * sum(left(exploration) for exploration in explorations)
+    for name in ("rollout", "decode", "update"):
+        phases[name]["graphs of the rollout"] = measured.activations * states
+    phases["update"]["activations"] = 0
+
+
+def left(exploration: RolloutSpec) -> int:
+    """Return the number of states of one prompt that a trained step leaves, each of which is evaluated once."""
+    nodes, count = exploration.roots, 0
+    for step in range(exploration.steps):
+        count += nodes * (step in exploration.schedule.trained)
+        nodes *= exploration.splits.get(step, 1)
+    return count
+
+
+class OnePass(Extension):
+    """Rollouts that keep the graphs of their trained steps. holds: they do, which `auto` decides once.
+
+    states: of the present epoch, those whose graphs were kept.
+    """
+
+    needs = frozenset({capabilities.PRESENT_WEIGHTS, capabilities.ONE_DRAW, capabilities.AS_LEARNED,
+                       capabilities.ONE_POLICY, capabilities.OWN_SAMPLES, capabilities.ENCODED_ONCE,
+                       capabilities.LORA, capabilities.WHOLE_WEIGHTS})
+
+    def __init__(self, trainer: Run):
+        super().__init__(trainer)
+        train = trainer.config.train
+        self.holds = train.one_pass is True or train.one_pass == AUTO and _chosen(trainer)
+        self.states = 0
+
+    @classmethod
+    def asked(cls, setup: Setup) -> str:
+        return "train.one_pass is true" if setup.config.train.one_pass is True else ""  # `auto` is false there
+
+    @classmethod
+    def refused(cls, setup: Setup) -> dict[str, bool]:
+        method, train, memory = setup.method, setup.config.train, setup.config.memory
+        if type(method.target) is not targets.RecordedSteps:
+            return {f"a method that trains {method.target.trains}": True}
+        denoising = method.denoising
+        return {
+            f"train.inner_epochs {train.inner_epochs}, which trains a sample again": train.inner_epochs > 1,
+            f"train.updates {train.updates}, which trains samples by other weights than drew them": train.updates > 1,
+            "train.pack, which is about replays": train.pack,
+            "parts.pruning, which stops samples on their way": denoising.pruning is not None,
+            f"the kernel {type(denoising.kernel).__name__}, which learns": denoising.learned_noise is not None,
+            "memory.context_parallel, whose processes share every call": memory.context_parallel > 1,
+            "memory.offload or memory.denoiser, whose weights come and go": memory.offload != "none"
+                or memory.denoiser != "keep",
+            "groups that are split over processes and compared by the loss": method.loss.surrogate.reads_groups
+                and setup.shape.slices > 1}
+
+    @contextlib.contextmanager
+    def around_epoch(self) -> Iterator[None]:
+        """Context manager: the trainer's rollouts keep graphs."""
+        rollouts = cast(DenoisingRollouts, self.trainer.rollouts)
+        before = rollouts.target
+        if self.holds:
+            rollouts.target = HeldSteps(rollouts)
+        try:
+            yield
+        finally:
+            rollouts.target = before
+
+    def on_drawn(self, epoch: Epoch) -> None:
+        """Count what is held. In a run's first epoch one part is replayed for the first-ratio check.
+
+        The update reads the outputs of the rollout, whose ratio is 1, so that no old score is computed again.
+        """
+        if not self.holds:
+            return
+        held = [part.held for part in epoch.parts if isinstance(part, HeldPart) and part.held is not None]
+        self.states = sum(len(output) for each in held for outputs in each.outputs.values() for output in outputs)
+        trainer, first = self.trainer, self.trainer.first_ratio
+        if first.max_log_ratio is None:
+            first.rollouts = trainer.rollouts
+            trainer.with_oom_retry(partial(first, epoch.parts[:1], epoch.conditioning, lambda line: None), "update")
+        first.rescore = False
+
+    def on_trained(self, epoch: Epoch) -> Metrics:
+        return {"one_pass/states": self.trainer.processes.total([self.states])[0]}
+
+
+def settled(config: Config, processes: int, fits: Callable[[Config], bool]) -> Config:
+    """Return a recipe with a value in place of `auto`: true where it goes with the run and fits. fits: a test of a
+    recipe with graphs."""
+    train = config.train
+    if train.one_pass != AUTO:
+        return config
+    held, replayed = (config.model_copy(update={"train": train.model_copy(update={"one_pass": value})})
+                      for value in (True, False))
+    goes = not any(extensions.obstacles(OnePass, setup_of(config, processes)))
+    return held if goes and fits(held) else replayed
+
+
+def require_one_pass(config: Config, processes: int) -> None:
+    """Raise UserError for a recipe with `train.one_pass: true` that cannot have it."""
+    if config.train.one_pass is True:
+        extensions.require(OnePass, setup_of(config, processes))
+
+
+def setup_of(config: Config, processes: int) -> Setup:
+    """Return what is known of a pipeline's run by its recipe alone."""
+    return Setup(config, build.PIPELINE, resolve(config), processes=processes)
+
+
+def _chosen(trainer: Run) -> bool:
+    """Return True if a run can keep its graphs and all processes have the memory for them; say so."""
+    setup = Setup(trainer.config, build.PIPELINE, trainer.method, processes=trainer.processes.count)
+    fits, reason = False, next(extensions.obstacles(OnePass, setup), "")
+    if not reason:
+        needed, free = _needed(trainer), MOST * free_memory(trainer.policy.device)
+        fits = not trainer.processes.any(not needed <= free)
+        reason = f"{needed / 2**30:.3g} GiB of {free / 2**30:.3g}, {MOST:.0%} of the free memory" if needed < math.inf \
+            else "the size of a reward model is not known"
+    if trainer.processes.first:
+        trainer.say(f"train.one_pass: {str(fits).lower()} (auto: {reason})")
+    return fits
+
+
+def _needed(trainer: Run) -> float:
+    """Return the bytes of this process with the graphs; infinite where those of a reward model are not known."""
+    config, policy, prompt = trainer.config, cast(PipelinePolicy, trainer.policy), trainer.prompts[0]
+    sizes = reward_models.reward_weights(config)
+    if any(size is None for size in sizes.values()):
+        return math.inf
+    negative = config.negative_prompt if prompt.negative is None else prompt.negative
+    before, states = policy.evaluations, torch.get_rng_state()
+    conditioning = encoded_prompts.prompt_cache(config, policy, policy.live)([prompt.text], [negative], [prompt.brings])
+    if config.picture.sizes:
+        conditioning = replace(conditioning, sizes=[max(config.picture.sizes, key=math.prod)])
+    share = {"prompts": math.ceil(config.train.prompts / trainer.processes.count), "one_pass": True}
+    own = config.model_copy(update={"train": config.train.model_copy(update=share)})
+    phases = memory.memory(policy, own, conditioning, reward_models.on_device(sizes, policy.device))
+    policy.evaluations = before
+    torch.set_rng_state(states)
+    return float(max(sum(parts.values()) for parts in phases.values()))

@@ -1,0 +1,232 @@
+"""Phases of a run: changes from an epoch on, listed under `phases` of a recipe.
+
+Prompts of a phase, with the hardest ones of earlier phases.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flowgrpo import rewards
+from flowgrpo.config.geometry import geometry
+from flowgrpo.config.parse import validate
+from flowgrpo.config.schema import Config
+from flowgrpo.config.sections import Phase
+from flowgrpo.curriculum.history import RATES, record
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.device import require_generators
+from flowgrpo.errors import UserError, nearest
+from flowgrpo.methods import capabilities, keys_read, supervised_term
+from flowgrpo.methods.setup import Setup
+from flowgrpo.methods.validate import resolve
+from flowgrpo.policies import build
+from flowgrpo.rollouts.build import make_rollouts
+from flowgrpo.text.policies import engines
+from flowgrpo.training.extension import Extension
+from flowgrpo.training.run import Run
+
+if TYPE_CHECKING:
+    from flowgrpo.curriculum.epoch_batch import EpochBatch
+
+MEAN = "phase_mean"  # key of the memory: the last epoch's mean total reward
+LEAST = 0.05  # of the odds of a prompt that was always solved
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Curriculum of a phase: a share of the epoch is drawn from prompts of earlier phases, the others by `inner`.
+
+    The odds of an earlier prompt fall with its newest success rate p, as max(1 - p, 0.05) (difficulty-aware
+    retrospective sampling of QwenLong-L1, 2505.17667).
+
+    now: keys of the phase's prompts. records: rates are recorded for later phases.
+    """
+
+    inner: Any
+    now: frozenset[str]
+    share: float = 0.0
+    records: bool = False
+
+    @property
+    def reads_diversity(self) -> bool:
+        """Return True if the inner curriculum reads diversity."""
+        return getattr(self.inner, "reads_diversity", False)
+
+    @property
+    def reads_norms(self) -> bool:
+        """Return True if the inner curriculum reads norms of gradients."""
+        return getattr(self.inner, "reads_norms", False)
+
+    def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
+                 memory: dict[str, Any], group: int) -> list[Prompt]:
+        present = [place for place, prompt in enumerate(pool) if prompt.key in self.now]
+        known = memory.get(RATES, {})
+        earlier = [prompt for prompt in pool if prompt.key not in self.now and known.get(prompt.key)]
+        number = min(round(self.share * count), len(earlier))
+        chosen = []
+        if number:
+            odds = np.array([max(1 - known[prompt.key][-1], LEAST) for prompt in earlier])
+            rng = np.random.default_rng([seed, epoch, 3])
+            chosen = rng.choice(len(earlier), number, replace=False, p=odds / odds.sum()).tolist()
+        given = weights if weights is None else [weights[place] for place in present]
+        return [earlier[place] for place in chosen] + self.inner(
+            [pool[place] for place in present], count - number, epoch, seed, given, memory, group)
+
+    def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
+        """Pass an epoch on to the inner curriculum; record its mean reward, and rates if a phase reads them."""
+        before = {key: list(rates) for key, rates in memory.get(RATES, {}).items()}
+        self.inner.learn(memory, drawn)
+        if self.records and memory.get(RATES, {}) == before:  # the inner one recorded none
+            record(memory, drawn)
+        memory[MEAN] = drawn.totals.nanmean().item()
+
+
+CHANGES = ("train.steps", "train.shift", "train.group", "train.prompts", "train.lr", "picture.sizes", "picture.frames",
+           "text.max_tokens")  # keys that a phase can set; evaluations keep those of the recipe
+NUMBER = "phase"  # key of the memory: the present phase's number
+
+
+def config_of(config: Config, number: int) -> Config:
+    """Return the configuration of a phase; of the time before the first one, -1, the recipe's own. Raises UserError."""
+    if number < 0:
+        return config
+    raw = config.model_dump(mode="json") | {"phases": []}
+    for key, value in config.phases[number].set.items():
+        if key not in CHANGES:
+            raise UserError(f"phases[{number}].set: {key!r} cannot change within a run{nearest(key, list(CHANGES))}; "
+                            f"expected one of {', '.join(CHANGES)}")
+        section, name = key.split(".")
+        raw[section] = raw[section] | {name: value}
+    return validate(raw, where=f"phases[{number}].set")
+
+
+def begins(config: Config) -> list[int]:
+    """Return the epoch with which every phase begins, counted from 0."""
+    epochs = config.train.epochs
+    return [int(phase.at) if phase.at >= 1 else round(phase.at * epochs) for phase in config.phases]
+
+
+def matches(prompt: Prompt, when: dict[str, Any]) -> bool:
+    """Return True if the prompt's metadata has these values, or of a list one of them."""
+    return all(prompt.metadata.get(key) in (value if isinstance(value, list) else [value])
+               for key, value in when.items())
+
+
+def _require(setup: Setup) -> None:
+    """Raise UserError for phases that do not fit the run."""
+    config, process = setup.config, build.process(setup.kind)
+    starts = begins(config)
+    if starts != sorted(set(starts)):
+        raise UserError(f"phases begin after {starts} epochs: expected rising numbers under `at`")
+    if engines.wanted(config):
+        raise UserError("phases are set, but an engine generates the completions, which keeps its length and batch: "
+                        "leave text.engine and text.engine_precision out")
+    for number, phase in enumerate(config.phases):
+        where, changed = f"phases[{number}]", config_of(config, number)
+        require_generators(geometry(changed.train, setup.processes).samples, "samples of an epoch of a phase")
+        inner = replace(setup, config=changed, method=resolve(changed, process), where=f"{where}.set: ")
+        keys_read.check(inner)
+        supervised_term.check(inner)
+        if process == "masks" and "text.max_tokens" in phase.set:
+            raise UserError(f"{where}.set: text.max_tokens is fixed for a masked language model: leave it out")
+        if unknown := sorted(phase.weights.keys() - config.rewards.keys()):
+            raise UserError(f"{where}.weights: no reward {unknown[0]!r}{nearest(unknown[0], list(config.rewards))}")
+        if not any(matches(prompt, phase.when) for prompt in setup.split[0]):
+            raise UserError(f"{where}.when: no training prompt has {phase.when}: expected values of its metadata")
+        rewards.require_values(f"{where}.when", phase.when, [prompt.metadata for prompt in setup.split[0]])
+        _require_read(phase, where, first=starts[number] == 0)
+    if not setup.method.for_tokens and setup.method.denoising.learned_noise:
+        kernel = type(setup.method.denoising.kernel).__name__
+        raise UserError(f"phases are set, but the kernel {kernel} is trained with one grid: leave one of them out")
+
+
+def _require_read(phase: Phase, where: str, first: bool) -> None:
+    """Raise UserError for a key of a phase that the run would not read. first: the run begins with the phase."""
+    idle = {"reach": first and phase.reach is not None, "carry": bool(phase.carry) and (first or not phase.when)}
+    for key in (key for key, applies in idle.items() if applies):
+        why = "the run begins with this phase" if first else f"{where}.when is empty, so that all prompts are its own"
+        raise UserError(f"{where}.{key} is {getattr(phase, key)!r}, but {why}: {'' if first else 'set when, or '}"
+                        f"leave {key} out")
+
+
+class Phases(Extension):
+    """Phases of a run. number: the present one, -1 before the first."""
+
+    def __init__(self, trainer: Run):
+        super().__init__(trainer)
+        config = trainer.config
+        self.config, self.number, self.begins = config, -1, begins(config)
+        self.carries = any(phase.carry for phase in config.phases)
+
+    @classmethod
+    def require(cls, setup: Setup) -> None:
+        _require(setup)
+
+    @classmethod
+    def lacks(cls, setup: Setup) -> dict[str, str]:
+        return {capabilities.RECORDABLE: "phases, which change what is drawn"}
+
+    def of(self, memory: dict[str, Any], epoch: int) -> int:
+        """Return the number of an epoch's phase: the last that has begun, or the next if its reward is reached."""
+        number = max([memory.get(NUMBER, -1), *(n for n, begin in enumerate(self.begins) if begin <= epoch)])
+        if number + 1 < len(self.begins):
+            reach, mean = self.config.phases[number + 1].reach, memory.get(MEAN)
+            number += reach is not None and mean is not None and mean >= reach
+        return number
+
+    @contextlib.contextmanager
+    def around_epoch(self) -> Iterator[None]:
+        """Context manager: the trainer's epoch in its phase. Prompts, curriculum, lengths and frames are the recipe's
+        again behind it."""
+        trainer = self.trainer
+        policy: Any = trainer.policy
+        number = self.of(trainer.memory, trainer.epoch)
+        phase = self.config.phases[number] if number >= 0 else Phase(at=0)
+        config = config_of(self.config, number)
+        held = trainer.prompts, trainer.method
+        text, call = getattr(policy, "text", None), dict(getattr(policy, "call", {}))
+        try:
+            if text is not None:
+                policy.text = config.text
+            if "picture.frames" in phase.set:
+                policy.call["num_frames"] = config.picture.frames
+            if number != self.number:
+                self._enter(trainer, config, phase)
+                self.number = trainer.memory[NUMBER] = number
+            self._choose(trainer, phase)
+            yield
+        finally:
+            trainer.prompts, trainer.method = held
+            if text is not None:
+                policy.text = text
+            if "picture.frames" in phase.set:
+                policy.call.clear()
+                policy.call.update(call)
+
+    def _choose(self, trainer: Run, phase: Phase) -> None:
+        """Restrict the trainer to the phase's prompts, and those that are carried."""
+        now = frozenset(prompt.key for prompt in trainer.prompts if matches(prompt, phase.when))
+        if not phase.carry:
+            trainer.prompts = [prompt for prompt in trainer.prompts if prompt.key in now]
+        trainer.method = replace(trainer.method, curriculum=Carried(trainer.method.curriculum, now, phase.carry,
+                                                                    records=self.carries))
+
+    def _enter(self, trainer: Run, config: Config, phase: Phase) -> None:
+        """Make what depends on the phase's configuration anew; counters and the old policy stay."""
+        before, lowered = trainer.rollouts, trainer.geometry.micro_batch
+        trainer.config = trainer.optimization.config = config
+        trainer.geometry = geometry(config.train, trainer.processes.count)
+        trainer.geometry.micro_batch = min(trainer.geometry.micro_batch, lowered)
+        trainer.rollouts = make_rollouts(config, trainer.policy, trainer.method, trainer.geometry, trainer.processes,
+                                         trainer.clock, first=trainer.prompts[0])
+        for name in ("decodes", "rollout_evaluations", "saved_evaluations", "old_policy"):
+            setattr(trainer.rollouts, name, getattr(before, name))
+        trainer.scoring.group = trainer.geometry.group
+        trainer.scoring.given = self.config.rewards | phase.weights
+        if self.number >= 0 or phase.set:
+            trainer.say(f"phase from epoch {trainer.epoch + 1}: {dict(phase.set) or 'the recipe itself'}")

@@ -1,1 +1,0 @@
-"""Phases of a run: settings that change at an epoch."""

@@ -1,1 +1,0 @@
-"""Shaped probabilities of what another policy drew."""

@@ -1,1 +1,0 @@
-"""Prompts by their predicted difficulty."""

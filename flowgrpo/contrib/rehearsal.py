@@ -1,0 +1,144 @@
+"""Rehearsal of a run: samples of the base model, drawn once, on which the policy is held to it.
+
+Divergences from the base model on samples that it drew before training.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
+from flowgrpo.methods import capabilities
+from flowgrpo.methods.setup import Setup
+from flowgrpo.objectives.reductions import reduced
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.text.policies import engines
+from flowgrpo.training.epoch import Epoch
+from flowgrpo.training.extension import Extension, Metrics
+from flowgrpo.training.optimizer import decisions
+from flowgrpo.training.run import Run
+from flowgrpo.training.scoring import Scoring
+from flowgrpo.types import required
+
+
+class RehearsedSamples(Extension):
+    """Recorded samples of the base model. A resumed run draws the same ones again, so a checkpoint holds none.
+
+    parts: of this process, on the CPU, once they are drawn; means: the mean divergence of each update of an epoch.
+    """
+
+    def __init__(self, trainer: Run):
+        super().__init__(trainer)
+        self.config, self.processes = trainer.config, trainer.processes
+        self.part = required(trainer.method.loss.rehearsal)
+        self.parts: list[Part] | None = None
+        self.conditioning: Any = None
+        self.means: list[Tensor] = []
+
+    @classmethod
+    def require(cls, setup: Setup) -> None:
+        if setup.method.for_tokens and engines.wanted(setup.config):
+            raise UserError("parts.rehearsal samples from the base model, and an engine has the trained one: leave "
+                            "text.engine out")
+
+    @classmethod
+    def lacks(cls, setup: Setup) -> dict[str, str]:
+        return {capabilities.ONE_POLICY: "parts.rehearsal, which replays samples of the base model"}
+
+    def on_credited(self, epoch: Epoch) -> None:
+        if self.parts is None:
+            self.trainer.with_oom_retry(partial(self._draw, self.trainer.prompts, self.trainer.scoring))
+
+    def _draw(self, prompts: list[Prompt], scoring: Scoring) -> None:
+        """Draw and record the base model's samples of some prompts. Raises UserError if none counts."""
+        train, rollouts = self.config.train, self.trainer.rollouts
+        chosen = random.Random(f"rehearsal/{self.config.seed}").choices(prompts, k=train.prompts)
+        batch, parts = self.processes.own(rollouts.geometry.sliced(chosen)), []
+        with rollouts.policy.reference(), self.processes.together():
+            self.conditioning = rollouts.conditioning(batch, 0)
+            judge = partial(scoring.total, batch)
+            for part, outputs in rollouts.sample(self.conditioning, 0, judge, partial(scoring.value, batch)):
+                parts.append(part if self.part.least is None else self._solved(part, outputs[0], judge))
+        self.parts = [replace(part, finals=()) for part in parts if part is not None]
+        if not self.processes.any(bool(self.parts)):
+            raise UserError(f"parts.rehearsal.least is {self.part.least}, which no sample of the base model reaches: "
+                            "lower it, or leave it out")
+
+    def _solved(self, part: Part, outputs: Any, judge: Callable[..., Tensor]) -> Part | None:
+        """Return the part without the decisions whose samples earn less than `least` in the mean."""
+        latents = part.finals[0].float().cpu() if part.finals else None
+        totals = judge(outputs, self.trainer.rollouts.geometry.group, part.prompts, latents).flatten()
+        least = required(self.part.least)
+        keep = [totals.view(len(taken.parent), -1).nanmean(1) >= least for taken in part.transitions]
+        return part.credited([torch.zeros(len(each)) for each in keep], keep)
+
+    def on_backward(self, update: int) -> None:
+        """Add the gradient of one part's divergence, that of the update's turn."""
+        trainer = self.trainer
+        parts, reduction = self.parts or [], self.trainer.rollouts.method.loss.reduction
+        part = parts[update % len(parts)] if parts else None
+        [count] = self.processes.total([decisions([part] if part else [], reduction)])
+        total = torch.zeros(())
+        for k, rows, new in self.trainer.rollouts.replay(part, self.conditioning) if part else ():
+            old = part.transitions[k].old.rows(rows).to(new.logp.device)
+            loss = reduced(self.part(new.logp, old.logp), reduction(new.mask), count)
+            trainer.optimization.backward(loss)
+            total = total + loss.detach().cpu()
+        self.means.append(total / self.part.weight)
+
+    def on_trained(self, epoch: Epoch) -> Metrics:
+        """Return the mean divergence of the epoch's updates, over all processes."""
+        means, self.means = self.means, []
+        return {"rehearsal": self.processes.gather(torch.stack(means).mean()[None]).sum().item()} if means else {}
+
+
+DIVERGENCES = ("forward_kl", "js", "alpha")
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """weight * D(policy, base), an f-divergence: it covers all modes of the base model, on samples that the base
+    generated once (DPH-RL, 2509.07430), [B, N].
+
+    Every optimizer step adds the mean of f(u), u = p / p_base, over the decisions of one part of the recorded samples:
+    train.prompts groups, drawn before the first update. Their log-probabilities are recorded with them, so no
+    reference model runs later.
+
+    divergence: "forward_kl": f = -log u, KL(base || policy). "js": f = u log u - (u + 1) log((u + 1) / 2), twice the
+        Jensen-Shannon divergence. "alpha": f = (u^(1 - alpha) - (1 - alpha) u - alpha) / (alpha (alpha - 1)), between
+        the reverse KL (alpha near 0) and the forward one (near 1), with alpha and its default as in the released code.
+    least: samples with a lower total reward are left out (the paper rehearses what the base solves); None: none is.
+    """
+
+    weight: float = 0.1
+    divergence: str = "forward_kl"
+    alpha: float = 0.2
+    least: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < math.inf:
+            raise ValueError(f"Rehearsal: weight is {self.weight}, expected above 0")
+        if self.divergence not in DIVERGENCES:
+            raise ValueError(f"Rehearsal: divergence is {self.divergence!r}, expected one of {', '.join(DIVERGENCES)}")
+        if self.alpha in (0, 1):
+            raise ValueError(f"Rehearsal: alpha is {self.alpha}, expected another number: 1 is forward_kl")
+
+    def __call__(self, logp: Tensor, base: Tensor) -> Tensor:
+        """Return weight * f(u) of log-probabilities [B, N] of the policy and of the base model: [B, N]."""
+        log_ratio = logp - base
+        if self.divergence == "forward_kl":
+            return -self.weight * log_ratio
+        ratio = log_ratio.exp()
+        if self.divergence == "js":
+            return self.weight * (ratio * log_ratio - (ratio + 1) * (log_ratio.expm1() / 2).log1p())
+        power = 1 - self.alpha
+        return self.weight * (power * log_ratio.expm1() - (power * log_ratio).expm1()) / (power * self.alpha)

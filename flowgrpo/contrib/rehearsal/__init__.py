@@ -1,1 +1,0 @@
-"""Rehearsal of the base model's samples."""

@@ -1,1 +1,0 @@
-"""Advantages reshaped by difficulty, confidence or consistency."""

@@ -1,0 +1,221 @@
+"""Adaptive weights of rewards, of epochs and of prompts: parts in place of `group.Advantage`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowgrpo.advantages.group import SCALES, AdvantageRule, combine, group_relative, require_clamp, weighted_sum
+from flowgrpo.ranges import at_least
+from flowgrpo.types import Context, wide
+
+
+@dataclass(frozen=True)
+class Influence(AdvantageRule):
+    """One advantage per reward, standardised in its group, then their sum under weights that `adapted` moves by `rate`.
+
+    After the gradient-based weights of 2509.11452. There the inner products are those of gradients of all parameters.
+    Here they are those of gradients by the samples' log-probabilities, the advantages. The moves add up from epoch to
+    epoch, from the recipe's weights on; without a context every call starts from these. rate: 0 leaves them unchanged.
+    The sum is clamped to +-clamp.
+    """
+
+    rate: float = 1.0
+    clamp: float = 5.0
+    adapts_weights = True
+
+    def __post_init__(self) -> None:
+        require_clamp(self.clamp)
+        at_least(self, 0, "rate")
+
+    def require(self, weights: Sequence[float]) -> None:
+        """Raise ValueError for weights of a run's rewards that it cannot read."""
+        if min(weights) < 0 or not sum(weights) > 0:
+            raise ValueError(f"Influence: the weights are {list(weights)}, expected 0 or more, and one above")
+
+    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
+        (rewards,) = wide(rewards)
+        weights = torch.as_tensor(weights, dtype=rewards.dtype, device=rewards.device)
+        if rewards.ndim != 3 or weights.shape != rewards.shape[2:]:
+            raise ValueError(f"rewards have shape {tuple(rewards.shape)} and weights {tuple(weights.shape)}, expected "
+                             "[prompts, samples, rewards] and one weight per reward")
+        advantages = torch.stack([group_relative(reward) for reward in rewards.unbind(2)], dim=2)
+        moved = adapted(advantages, self._begun(weights, context), self.rate)
+        if context is not None:
+            context.run.memory["influence"]["after"] = moved.tolist()
+        return (advantages * moved).sum(2).clamp(-self.clamp, self.clamp)
+
+    def _begun(self, weights: Tensor, context: Context | None) -> Tensor:
+        """Return the weights as of the end of the epoch before; calls of one epoch all start from them."""
+        if context is None:
+            return weights
+        run = context.run
+        known = run.memory.get("influence", {})
+        if len(known.get("after", [])) != len(weights):
+            known = {"epoch": run.epoch, "before": weights.tolist()}
+        elif known["epoch"] != run.epoch:
+            known = {"epoch": run.epoch, "before": known["after"]}
+        run.memory["influence"] = known
+        return weights.new_tensor(known["before"])
+
+
+def adapted(advantages: Tensor, weights: Tensor, rate: float) -> Tensor:
+    """Return weights [R] after a step of mirror descent on their simplex: w_k exp(rate I_k), scaled to the sum they
+    had.
+
+    I_k = mean(A_k sum_j v_j A_j) over all samples, v the weights over their sum. It measures how far the common step
+    raises reward k: 0 for a reward without variance in any group, below 0 for one that the others pull down.
+    advantages: A [P, G, R].
+    Raises ValueError for a weight below 0, or none above it.
+    """
+    if (weights < 0).any() or not weights.sum() > 0:
+        raise ValueError(f"Influence: the weights are {weights.tolist()}, expected 0 or more, and one above")
+    total = weights.sum()
+    common = (advantages * (weights / total)).sum(2, keepdim=True)
+    influence = (advantages * common).mean((0, 1))
+    moved = weights * (rate * (influence - influence.max())).exp()
+    return total * moved / moved.sum()
+
+
+@dataclass(frozen=True)
+class Hypervolume(AdvantageRule):
+    """Weighted sum of advantages, larger when the Pareto front grows: in an epoch whose mean rewards enlarge the run's.
+
+    The factor is the meta-reward of hypervolume guidance (2509.11452, its released code): 1/2 + 3/2 tanh(h), h the
+    hypervolume above the point `least` that the epoch's means add to the front; 1 in the first epoch. The code
+    multiplies the next step's rewards by that of held-out means; here the epoch's own advantages are multiplied, which
+    a division by their deviation would undo. Rewards are at most 4, with weights of 0 or more. The sum is clamped to
+    +-clamp.
+    """
+
+    least: float = 0.0
+    clamp: float = 5.0
+
+    def __post_init__(self) -> None:
+        require_clamp(self.clamp)
+
+    def require(self, weights: Sequence[float]) -> None:
+        """Raise ValueError for weights of a run's rewards that it cannot read."""
+        if len(weights) > 4 or min(weights) < 0:
+            raise ValueError(f"Hypervolume: the weights are {list(weights)}, expected at most 4 of 0 or more")
+
+    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
+        assert context is not None, "Hypervolume compares with earlier epochs: it needs a context"
+        (rewards,) = wide(rewards)
+        means = [value - self.least for value in rewards.flatten(0, 1).nanmean(0).nan_to_num(self.least).tolist()]
+        run = context.run
+        known = run.memory.setdefault("hypervolume", {"epoch": run.epoch, "front": [], "present": means})
+        if known["epoch"] != run.epoch:
+            known = {"epoch": run.epoch, "front": front([*known["front"], known["present"]]), "present": means}
+            run.memory["hypervolume"] = known
+        added = hypervolume([*known["front"], means]) - hypervolume(known["front"])
+        factor = 0.5 + 1.5 * math.tanh(added) if known["front"] else 1.0
+        return (combine(rewards, weights, clamp=float("inf")) * factor).clamp(-self.clamp, self.clamp)
+
+
+def front(points: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return the points that no other one equals or exceeds everywhere, in their order; of equal ones the first."""
+    kept: list[list[float]] = []
+    for point in map(list, points):
+        if not any(all(a >= b for a, b in zip(other, point)) for other in kept):
+            kept = [other for other in kept if not all(a <= b for a, b in zip(other, point))] + [point]
+    return kept
+
+
+def hypervolume(points: Sequence[Sequence[float]]) -> float:
+    """Return the volume of the union of the boxes from 0 to each of the points, of which all have the same length."""
+    inside = [list(point) for point in points if min(point) > 0]
+    if not inside:
+        return 0.0
+    if len(inside[0]) == 1:
+        return max(point[0] for point in inside)
+    heights = sorted({point[-1] for point in inside})
+    return sum((high - low) * hypervolume([point[:-1] for point in inside if point[-1] >= high])
+               for low, high in zip([0.0, *heights], heights))
+
+
+@dataclass(frozen=True)
+class HardPrompts(AdvantageRule):
+    """Advantages of the weighted sum, times the difficulty of their prompt: hardness times responsiveness (DR-IRL).
+
+    The paper's hardness is a CLIP similarity, its responsiveness the gap between two rewards. Here the hardness is
+    sigmoid(-z) of the group's mean reward, the responsiveness sigmoid(z) of the gap between its best and mean reward, z
+    standardised over the batch. Their product is divided by its mean over the batch and raised to `strength`; 0 is
+    `group_relative` with `scale`. The order within a group stays.
+    """
+
+    strength: float = 1.0
+    scale: str = "group"
+    clamp: float = 5.0
+
+    def __post_init__(self) -> None:
+        require_clamp(self.clamp)
+        if self.scale not in SCALES:
+            raise ValueError(f"HardPrompts: scale is {self.scale!r}, expected one of {', '.join(SCALES)}")
+
+    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
+        total = weighted_sum(rewards, weights)
+        factor = difficulty(total)[:, None] ** self.strength
+        return (group_relative(total, self.scale) * factor).clamp(-self.clamp, self.clamp)
+
+
+def difficulty(rewards: Tensor) -> Tensor:
+    """Return the difficulty [P] of groups of rewards [P, G], 1 in the mean; 1 for a group without a reward."""
+    means = rewards.nanmean(1)
+    gaps = rewards.nan_to_num(-torch.inf).amax(1) - means
+
+    def standardised(values: Tensor) -> Tensor:
+        known = values[~values.isnan()]
+        return (values - known.mean()) / (known.std(correction=0) + 1e-8)
+
+    product = (-standardised(means)).sigmoid() * standardised(gaps).sigmoid()
+    return (product / product.nanmean()).nan_to_num(1.0)
+
+
+@dataclass(frozen=True)
+class ForwardCorrected(AdvantageRule):
+    """Weights of a verdict, 0 or 1, of a verifier that misses right samples at a rate: the rate for 1, less 1 for 0.
+
+    Forward correction of "RL with Verifiable yet Noisy Rewards under Imperfect Verifiers": no baseline, no division. In
+    the mean over the verifier's errors a right sample gets 0, a wrong one minus (1 - false positives - misses). The
+    rate of misses is `misses`; None: it is estimated. Then a second reward rechecks some of the rejected samples
+    (`rechecked`); of the first reward's share of rejected samples that are right, s, with r rejected and a accepted
+    samples, it is s r / (s r + a), over the whole run.
+    """
+
+    misses: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.misses is not None and not 0 <= self.misses < 1:
+            raise ValueError(f"ForwardCorrected: misses is {self.misses}, expected a rate from 0 to below 1, or None")
+
+    def require(self, weights: Sequence[float]) -> None:
+        """Raise ValueError for weights of a run's rewards that it cannot read."""
+        if len(weights) != (1 if self.misses is not None else 2):
+            raise ValueError(f"ForwardCorrected with misses {self.misses}: {len(weights)} rewards, expected one "
+                             "verdict with misses set, or the verdict and its recheck without")
+
+    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
+        (verdict, *_) = wide(rewards[..., 0])
+        rate = self.misses if self.misses is not None else self._estimated(rewards, context)
+        return (rate - 1 + verdict).masked_fill(verdict.isnan(), 0)
+
+    def _estimated(self, rewards: Tensor, context: Context | None) -> float:
+        assert context is not None, "ForwardCorrected counts over the run: it needs a context"
+        verdict, recheck = rewards.unbind(2)
+        asked = (verdict == 0) & ~recheck.isnan()
+        counts = [int((verdict == 1).sum()), int((verdict == 0).sum()), int(asked.sum()),
+                  float(recheck[asked].sum())]
+        run = context.run
+        known = run.memory.setdefault("misses", {"epoch": run.epoch, "before": [0, 0, 0, 0], "after": counts})
+        if known["epoch"] != run.epoch:
+            known = run.memory["misses"] = {"epoch": run.epoch, "before": known["after"]}
+        total = [a + b for a, b in zip(known["before"], counts)]
+        known["after"] = total
+        accepted, rejected, rechecked, right = total
+        missed = rejected * right / rechecked if rechecked else 0
+        return missed / (missed + accepted) if missed else 0.0

@@ -1,1 +1,0 @@
-"""Weights of rewards that follow the run."""

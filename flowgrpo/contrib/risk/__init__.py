@@ -1,1 +1,0 @@
-"""Risk-averse advantages."""

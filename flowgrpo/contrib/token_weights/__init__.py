@@ -1,1 +1,0 @@
-"""Weights of tokens by their difference within a group."""

@@ -1,1 +1,0 @@
-"""Variants of prompts that the policy writes."""

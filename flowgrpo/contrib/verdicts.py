@@ -1,0 +1,324 @@
+"""Rewards made of rewards, by thresholds and error rates: `ternary`, `checklist` and `corrected`.
+
+The first half is pure, as in rewards/combine.py: scores [B, R], NaN where a reward does not apply, to values [B].
+
+Reward of a failure by its distance to the successes of its group (SRPO).
+
+Rewards made of verdicts: votes of several verifiers, flawed right answers, rechecks, difficulty.
+
+reward:
+  votes: {args: {rewards: [judge_a.py:a, judge_b.py:b, judge_c.py:c]}}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.data.prompts import USER_PROMPT
+from flowgrpo.errors import UserError
+from flowgrpo.escaped import one_line
+from flowgrpo.rewards.combine import LIKE_ITS_PARTS, Combined, where_any
+from flowgrpo.rewards.failures import Failed, numbers
+from flowgrpo.rewards.reward import Batch
+
+
+def ternary(score: Tensor, right: float, wrong: float) -> Tensor:
+    """Return 1 from `right` on, -1 up to `wrong`, and 0 between and for a sample without an answer (NaN): abstaining
+    costs less than being wrong (TruthRL). [B] -> [B]."""
+    return (score >= right).to(score) - (score <= wrong).to(score)
+
+
+def checklist(scores: Tensor, thresholds: Sequence[float]) -> Tensor:
+    """Return the share of applicable items that reach their threshold (ACE-RL); NaN if none applies. [B, R] -> [B]."""
+    met = (scores >= scores.new_tensor(thresholds)).sum(1)
+    return where_any(scores, met / (~scores.isnan()).sum(1).clamp(min=1).to(scores))
+
+
+def corrected(score: Tensor, false_positive: float, false_negative: float) -> Tensor:
+    """Correct a verdict r in {0, 1} of a verifier with known error rates: (r - fp) / (1 - fp - fn), whose mean over the
+    errors is the true verdict (backward correction, "RL with Verifiable yet Noisy Rewards under Imperfect Verifiers").
+    [B] -> [B]."""
+    return (score - false_positive) / (1 - false_positive - false_negative)
+
+
+@dataclass(frozen=True, eq=False)
+class Ternary(Combined):
+    """1 where a reward reaches `right`, -1 where it is at most `wrong`, 0 between and where it answers None."""
+
+    right: float = 1.0
+    wrong: float = 0.0
+    about = replace(LIKE_ITS_PARTS, range=(-1, 1))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(len(self.rewards) == 1, "rewards", "one reward")
+        self._require(self.wrong < self.right, "wrong", f"less than right, which is {self.right!r}")
+
+    def combined(self, scores: Tensor) -> Tensor:
+        return ternary(scores[:, 0], self.right, self.wrong)
+
+
+@dataclass(frozen=True, eq=False)
+class Checklist(Combined):
+    """Share of several rewards, among those that apply, that reach their thresholds (1 for each by default)."""
+
+    thresholds: Sequence[float] | None = None
+    about = replace(LIKE_ITS_PARTS, range=(0, 1))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(self.thresholds is None or len(self.thresholds) == len(self.rewards), "thresholds",
+                      f"{len(self.rewards)}, one per reward")
+
+    def combined(self, scores: Tensor) -> Tensor:
+        return checklist(scores, [1.0] * scores.shape[1] if self.thresholds is None else self.thresholds)
+
+
+@dataclass(frozen=True, eq=False)
+class Corrected(Combined):
+    """Verdict, 0 or 1, of a verifier with known error rates, corrected to be unbiased."""
+
+    false_positive: float = 0.0
+    false_negative: float = 0.0
+    smooth = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(len(self.rewards) == 1, "rewards", "one reward")
+        for name in ("false_positive", "false_negative"):
+            self._require(0 <= getattr(self, name) < 1, name, "a rate from 0 to below 1")
+        self._require(self.false_positive + self.false_negative < 1, "false_positive",
+                      f"less than 1 - false_negative, {1 - self.false_negative:g}: such a verdict says nothing")
+
+    def combined(self, scores: Tensor) -> Tensor:
+        return corrected(scores[:, 0], self.false_positive, self.false_negative)
+
+
+# --- pure ------------------------------------------------------------------------------------------------------------
+
+
+def ngrams(text: str, n: int) -> set[tuple[str, ...]]:
+    """Return the word n-grams of a text in lower case; of a shorter text, all its words."""
+    words = text.casefold().split()
+    return {tuple(words[i:i + n]) for i in range(max(1, len(words) - n + 1))}
+
+
+def progress(success: Tensor, apart: Tensor, most: float) -> Tensor:
+    """Return 1 for successes, and for failures most * sigmoid(-z), z the distance to the nearest success, standardised
+    over the group's failures; 0 for failures of a group without a success.
+
+    success: bool [G]. apart: [G, G], distances between samples. Returns [G].
+    """
+    values = success.to(apart)
+    if not success.any() or success.all():
+        return values
+    nearest = apart[~success][:, success].amin(1)
+    z = (nearest - nearest.mean()) / (nearest.std(correction=0) + 1e-8)
+    values[~success] = most * (-z).sigmoid()
+    return values
+
+
+# --- for a recipe ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Progress(Combined):
+    """1 for a success, and for a failure its nearness to the successes of its group, below 1 (SRPO).
+
+    rewards: one verdict, with `right`, the score from which on it is a success. features: of pictures as in
+    `diversity`; texts are compared by their words, 1 less the Jaccard similarity. most: bound of a failure's reward.
+    After SRPO, whose distance is one to the centre of a cluster of successes; here it is that to the nearest success,
+    standardised within the group. A group without a success falls back to 0 for all.
+    """
+
+    right: float = 1.0
+    most: float = 0.8
+    features: Any = "pixels"
+    unit = "group"
+    about = replace(LIKE_ITS_PARTS, modality="image/text", range=(0, 1))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(len(self.rewards) == 1, "rewards", "one reward")
+        self._require(0 < self.most < 1, "most", "above 0 and below 1")
+
+    def __call__(self, batch: Batch) -> list[float | None | Failed]:
+        [column] = self.columns(batch)
+        verdicts = torch.tensor(numbers(column), dtype=torch.float64)
+        values: list[float | None | Failed] = []
+        for start in range(0, len(batch), batch.group):
+            at = slice(start, start + batch.group)
+            found = progress(verdicts[at] >= self.right, self._apart(batch.samples[at]), self.most).tolist()
+            values += [answer if isinstance(answer, Failed) else None if math.isnan(answer) else value
+                       for answer, value in zip(column[at], found)]
+        return values
+
+    def _apart(self, outputs: Tensor | list[str]) -> Tensor:
+        """Return the distances between the samples of a group, [G, G]."""
+        if isinstance(outputs, Tensor):
+            from flowgrpo.rewards.guards import extractor
+
+            features = torch.as_tensor(extractor(self.features)(outputs)).double()
+            return (features[:, None] - features[None]).norm(dim=-1)
+        from flowgrpo.text.rewards.embeddings import likeness
+
+        words = [ngrams(text, 1) for text in outputs]
+        return torch.tensor([[1 - likeness(one, other) for other in words] for one in words], dtype=torch.float64)
+
+
+# --- pure ------------------------------------------------------------------------------------------------------------
+
+
+def votes(scores: Tensor) -> Tensor:
+    """Return the verdict of voters that give probabilities of "right": 1, 0, or 0.5 at a tie. [B, R] -> [B].
+
+    A voter votes for the likelier side. Its vote counts by its certainty |2 p - 1|, the self-consistency of a voter
+    that is asked many times (RLCCF): a certain voter outvotes two unsure ones, and equally certain ones decide by
+    plain majority. A voter without a score (NaN) does not vote; NaN if none does.
+    """
+    balance = (2 * scores - 1).nansum(1)
+    balance = balance.masked_fill(balance.abs() < 1e-9, 0)  # a tie but for rounding
+    return ((balance.sign() + 1) / 2).masked_fill(scores.isnan().all(1), torch.nan)
+
+
+def flawed(scores: Tensor, right: float, sound: float) -> Tensor:
+    """Return FAPO's reward of (answer, process): -1 for a wrong answer, 1 for a right one by a sound process, 0 for a
+    right one by a flawed process. [B, 2] -> [B].
+
+    A flawed sample is above the mean of a group that is mostly wrong, and below that of a group mostly right. NaN if
+    the answer has no score; a process without one is sound.
+    """
+    answer, process = scores.unbind(1)
+    value = torch.where(answer >= right, 1 - (process < sound).to(scores), -1.0)
+    return value.masked_fill(answer.isnan(), torch.nan)
+
+
+# --- for a recipe ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Votes(Combined):
+    """Verdict of several verifiers that score from 0 to 1, each vote weighted by its certainty."""
+
+    about = replace(LIKE_ITS_PARTS, range=(0, 1))
+
+    def combined(self, scores: Tensor) -> Tensor:
+        if (wrong := scores[(scores < 0) | (scores > 1)]).numel():
+            raise UserError(f"reward 'votes': a voter scores {wrong[0].item():g}, expected from 0 to 1")
+        return votes(scores)
+
+
+@dataclass(frozen=True, eq=False)
+class Flawed(Combined):
+    """-1 for a wrong answer, 1 for a right one by a sound process, 0 for a right one by a flawed process (FAPO).
+
+    rewards: the verifier of the answer, then the judge of the process. right, sound: scores from which on they are.
+    """
+
+    right: float = 1.0
+    sound: float = 0.5
+    about = replace(LIKE_ITS_PARTS, range=(-1, 1))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(len(self.rewards) == 2, "rewards", "two rewards")
+
+    def combined(self, scores: Tensor) -> Tensor:
+        return flawed(scores, self.right, self.sound)
+
+
+@dataclass(frozen=True, eq=False)
+class Rechecked(Combined):
+    """Verdict of a second verifier on some of the samples that the first one rejects; None for the others.
+
+    rewards: the first verifier, then the second. share: of the rejected samples, drawn by a digest of prompt and
+    sample. right: the score from which on either of them accepts. Together with the first verifier's own reward it
+    estimates that one's rate of misses for `ForwardCorrected`; see there.
+    """
+
+    share: float = 0.1
+    right: float = 1.0
+    about = replace(LIKE_ITS_PARTS, range=(0, 1))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(len(self.rewards) == 2, "rewards", "two rewards")
+        self._require(0 < self.share <= 1, "share", "above 0, up to 1")
+
+    def __call__(self, batch: Batch) -> list[float | None | Failed]:
+        from flowgrpo.rewards.score import of_batch
+
+        (_, first), (name, second) = self.made.items()
+        [verdicts] = of_batch({"first": first}, batch)
+        rows = [row for row, verdict in enumerate(verdicts) if not isinstance(verdict, Failed)
+                and verdict < self.right and drawn(batch.samples[row], batch.prompts[row], self.share)]
+        values: list[float | None | Failed] = [None] * len(batch)
+        if rows:
+            [found] = of_batch({name: second}, batch.rows(rows))
+            for row, value in zip(rows, found):
+                values[row] = value if isinstance(value, Failed) else None if value != value else float(
+                    value >= self.right)
+        return values
+
+
+def drawn(output: Tensor | str, prompt: str, share: float) -> bool:
+    """True for a share of all samples, always the same ones."""
+    content = output.encode("utf-8", "surrogatepass") if isinstance(output, str) else output.cpu().numpy().tobytes()
+    digest = hashlib.sha256(prompt.encode("utf-8", "surrogatepass") + b"\0" + content).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
+@dataclass(frozen=True, eq=False)
+class Scaled(Combined):
+    """Reward times its prompt's difficulty, a number of 0 or more in the metadata; times 1 without it (RewardMap).
+
+    key: of the metadata. It is of effect with an advantage that does not divide by the group's deviation, such as
+    `{scale: batch}`.
+    """
+
+    key: str = "difficulty"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(len(self.rewards) == 1, "rewards", "one reward")
+
+    def __call__(self, batch: Batch) -> list[float | None | Failed]:
+        factors = [entry.get(self.key, 1) for entry in batch.metadata]
+        for factor, prompt in zip(factors, batch.prompts):
+            if type(factor) not in (int, float) or not 0 <= factor < 1e9:
+                raise UserError(f"reward 'scaled': metadata.{self.key} is {one_line(repr(factor)[:80])}, expected a "
+                                f"number of 0 or more (prompt: {one_line(prompt[:80])!r})")
+        values = super().__call__(batch)
+        return [value if value is None or isinstance(value, Failed) else value * factor
+                for value, factor in zip(values, factors)]
+
+    def combined(self, scores: Tensor) -> Tensor:
+        return scores[:, 0]
+
+
+@dataclass(frozen=True, eq=False)
+class UserPrompt(Combined):
+    """Score of a reward for the user's prompt in the metadata, in place of the rewritten prompt that was sampled from.
+
+    key: of the metadata; a prompt without it is the user's.
+    """
+
+    key: str = USER_PROMPT
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(len(self.rewards) == 1, "rewards", "one reward")
+
+    def __call__(self, batch: Batch) -> list[float | None | Failed]:
+        users = [str(entry.get(self.key, prompt)) for prompt, entry in zip(batch.prompts, batch.metadata)]
+        return super().__call__(replace(batch, prompts=users))
+
+    def combined(self, scores: Tensor) -> Tensor:
+        return scores[:, 0]

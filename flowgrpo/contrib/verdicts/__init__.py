@@ -1,1 +1,0 @@
-"""Rewards made of verdicts: several verifiers, an answer and its process, difficulty, nearness to a success."""

@@ -1,0 +1,277 @@
+"""Process scores of texts: a completion's steps are scored one by one, and their tokens get what they earned.
+
+ViSurf's control of the reward of answers that came with their prompts (2510.10606).
+
+Rewards that depend on the length of a completion: parts of a method's `shaping`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flowgrpo.advantages.group import group_relative, weighted_sum
+from flowgrpo.advantages.segments import chain
+from flowgrpo.advantages.shaping import Shaping
+from flowgrpo.advantages.token_credit import TokenCredit
+from flowgrpo.errors import UserError
+from flowgrpo.types import Completions, Context, Segmented, required, wide
+
+if TYPE_CHECKING:
+    from flowgrpo.config.schema import Config
+
+@dataclass(frozen=True)
+class ExpertReward(Shaping):
+    """Rewards of a group that holds the prompt's own answer (ViSurf, 2510.10606).
+
+    without: names of rewards that an answer does not earn, such as one for a thinking part that it lacks: it has 0.
+    smooth: an answer has the mean of the group's samples where one of them scores as high as it, so that its advantage
+        is 0.
+    shaping: another shaping, which is applied behind; None: none.
+    """
+
+    without: tuple[str, ...] = ()
+    smooth: bool = True
+    shaping: Shaping | None = None
+
+    reads_target = "tokens"
+    reads_answers = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "without", tuple(self.without))  # a recipe gives a list
+
+    def require_config(self, config: Config, of_text: bool) -> None:
+        """Raise UserError for a name that is no reward of the run."""
+        for name in self.without:
+            if name not in config.rewards:
+                raise UserError(f"parts.shaping.without names {name!r}, which is no reward of the run: expected names "
+                                f"among {', '.join(config.rewards)}")
+
+    @property
+    def merges(self) -> bool:  # type: ignore[override]
+        return self.shaping is not None and self.shaping.merges
+
+    def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
+        known = required(context)
+        expert = required(known.samples.expert).to(rewards.device)
+        lost = torch.tensor([name in self.without for name in known.rewards.names], device=rewards.device)
+        if lost.any():
+            zero = torch.where(rewards.isnan(), rewards, torch.zeros_like(rewards))
+            rewards = torch.where(expert[..., None] & lost, zero, rewards)
+        if self.smooth:
+            rewards = smoothed(rewards, expert, known.rewards.weights or [1.0] * rewards.shape[2])
+        return rewards if self.shaping is None else self.shaping(rewards, context)
+
+
+def smoothed(rewards: Tensor, expert: Tensor, weights: Sequence[float]) -> Tensor:
+    """Return the rewards [P, G, R] with those of answers replaced by the samples' mean, where a sample's weighted sum
+    reaches the answer's. expert: bool [P, G]."""
+    totals = weighted_sum(rewards, weights)
+    best = totals.masked_fill(expert | totals.isnan(), -torch.inf).amax(1, keepdim=True)
+    mean = rewards.masked_fill(expert[..., None], torch.nan).nanmean(1, keepdim=True)
+    return torch.where((expert & (best >= totals))[..., None], mean, rewards)
+
+
+@dataclass(frozen=True)
+class LengthSwitch(Shaping):
+    """Right samples earn less the longer they are, in groups with a high share of right ones; other groups are
+    unchanged (GRPO-lambda, 2505.18086).
+
+    Right is a sample whose first reward reaches `right`. Groups are ranked by their share of right ones over the whole
+    batch. The length term `shortened` applies to the upper `top` of them, rounded up, ties by position, and only at a
+    share of at least `least`. top: 0.2, of the published runs as we know them; with top 1, `least` alone decides; with
+    0 no group has it. Wrong samples and all other rewards are unchanged.
+    """
+
+    top: float = 0.2
+    least: float = 0.0
+    alpha: float = 0.2
+    right: float = 1.0
+
+    reads_target = "tokens"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.top <= 1 or not 0 <= self.least <= 1 or not 0 <= self.alpha <= 1:
+            raise ValueError(f"LengthSwitch: top is {self.top}, least {self.least} and alpha {self.alpha}, expected 0 "
+                             "to 1 each")
+
+    def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
+        assert context is not None and context.samples.lengths is not None, "LengthSwitch needs a context with lengths"
+        (rewards,) = wide(rewards)
+        right = rewards[..., 0] >= self.right
+        on = self.switched(right, ~rewards[..., 0].isnan())
+        first = torch.where(on[:, None] & right, shortened(rewards[..., 0], right, context.samples.lengths, self.alpha),
+                            rewards[..., 0])
+        return torch.cat([first[..., None], rewards[..., 1:]], dim=2)
+
+    def switched(self, right: Tensor, applies: Tensor) -> Tensor:
+        """Return the groups with the length term: bool [P].
+
+        right, applies: bool [P, G], the samples that are right, and those that have the reward.
+        """
+        share = right.sum(1) / applies.sum(1).clamp(min=1)
+        count = math.ceil(self.top * len(share) - 1e-9)
+        upper = torch.zeros_like(share, dtype=torch.bool)
+        upper[share.argsort(descending=True, stable=True)[:count]] = True
+        return upper & (share >= self.least)
+
+
+def shortened(rewards: Tensor, right: Tensor, lengths: Tensor, alpha: float) -> Tensor:
+    """Return rewards [P, G] times 1 - alpha sigmoid(z): [P, G].
+
+    z is the length [P, G] less the mean length of the group's right samples (bool [P, G]), over their deviation (ddof
+    0, eps 1e-6). This is the penalty of "Training Language Models to Reason Efficiently" (2502.04463); as the length
+    term of GRPO-lambda it is a reconstruction.
+    """
+    long = lengths.to(rewards)
+    count = right.sum(1, keepdim=True).clamp(min=1)
+    mean = (long * right).sum(1, keepdim=True) / count
+    spread = ((long - mean).square() * right).sum(1, keepdim=True).div(count).sqrt()
+    return rewards * (1 - alpha * ((long - mean) / (spread + 1e-6)).sigmoid())
+
+
+@dataclass(frozen=True)
+class ExitDecay(Shaping):
+    """Exponential decay of a group's right samples: the first keeps its reward, and each further one has half of the
+    one before (S-GRPO, 2505.07686, whose group is one thought left at ever later places: `EarlyExits`).
+
+    Right is a sample whose first reward reaches `right`; of that reward the N-th right one keeps 1 / 2^(N - 1). Wrong
+    samples and all other rewards are unchanged.
+    """
+
+    right: float = 1.0
+
+    reads_target = "tokens"
+
+    def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
+        (rewards,) = wide(rewards)
+        right = rewards[..., 0] >= self.right
+        before = (right.long().cumsum(1) - right.long()).to(rewards)
+        first = torch.where(right, rewards[..., 0] * 0.5 ** before, rewards[..., 0])
+        return torch.cat([first[..., None], rewards[..., 1:]], dim=2)
+
+
+KINDS = ("group", "blame", "progress", "potential", "last")
+
+
+@dataclass(frozen=True)
+class StepScores(TokenCredit):
+    """Advantage of a token: `outcome` times the sample's, plus `weight` times the credit of the token's step.
+
+    A step ends with a token whose text completes `ends`. The rewards `rewards` score it, as any text.
+    kind: the credit of a step.
+        "group": its score less the mean, over the deviation, of the group's steps of that number (Step-GRPO).
+        "blame": -1 if its score is below `right`, else 0 (CAPO).
+        "progress": the score behind it less that before it; the first begins from the group's mean reward, the last
+            ends at the sample's reward (MRT, 2503.07572; IRCoCo, 2401.16637). A sample's sum to its reward less that
+            mean.
+        "potential": as progress, from 0 before the first step to 0 behind the last, so that a sample's sum to 0 and the
+        best policy stays (potential-based shaping; GRPO-R, with the reward `reasoning_depth`).
+    whole: a step is scored with all text before it, as a process reward model reads it, or alone.
+    votes: times that each step is scored; with several a step is right, 1, if most of them reach `right`, else 0.
+    thoughts: neighbouring steps that are all right, or all wrong, are merged, and have their mean score (TP-GRPO).
+    gain: with "group", factor of the change of the score from the step before, which is added to it (SCoRe's alpha,
+        for the steps of `SecondAttempt`).
+    easing: the weight is multiplied by 1 less the group's mean reward, within 0 to 1: steps count less the more of a
+        group is right (TP-GRPO's adaptive weight, in a form of ours).
+    rewards: names of the run's rewards; empty: all. One of weight 0 counts with weight 1.
+    """
+
+    kind: str = "group"
+    weight: float = 1.0
+    outcome: float = 1.0
+    ends: str = "\n"
+    whole: bool = True
+    right: float = 0.5
+    votes: int = 1
+    thoughts: bool = False
+    gain: float = 0.0
+    easing: bool = False
+    rewards: tuple[str, ...] = ()
+    causal = True
+    reads_target = "tokens"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rewards", tuple(self.rewards))  # a recipe gives a list
+        if self.kind not in KINDS:
+            raise ValueError(f"StepScores: kind is {self.kind!r}, expected one of {', '.join(KINDS)}")
+        if self.gain < 0 or self.gain and self.kind != "group":
+            raise ValueError(f"StepScores: gain is {self.gain} with kind {self.kind!r}, expected 0 or more, and kind "
+                             "'group'")
+        if self.weight < 0 or self.outcome < 0 or self.votes < 1 or not self.ends:
+            raise ValueError(f"StepScores: weight is {self.weight}, outcome {self.outcome}, votes {self.votes} and "
+                             f"ends {self.ends!r}, expected 0 or more, 0 or more, 1 or more, and a text")
+
+    def voted(self, scores: Tensor) -> Tensor:
+        """Return the score of each step, [n], from those of its votes [n, votes]; NaN if none applies."""
+        if self.votes == 1:
+            return scores[:, 0]
+        share = torch.where(scores.isnan(), torch.nan, (scores >= self.right).to(scores)).nanmean(1)
+        return torch.where(share.isnan(), share, (share > 0.5).to(share))
+
+    def __call__(self, taken: Completions, advantages: Tensor, totals: Tensor) -> Tensor:
+        assert isinstance(taken, Segmented), "its rollout scores the steps"
+        segments, scores, mask = taken.segments, taken.values, taken.old.mask.cpu()
+        if self.thoughts:
+            segments, scores = merged_steps(segments, scores, self.right)
+        credit = self._credit(segments, scores, totals).nan_to_num(0)
+        weight = self.weight * (1 - totals.nanmean(1).clamp(0, 1).nan_to_num(0) if self.easing else
+                                torch.ones(len(totals)))
+        weight = weight.repeat_interleave(totals.shape[1])[:, None].to(credit)
+        return (self.outcome * advantages[:, None].to(credit) + weight * credit) * mask
+
+    def _credit(self, segments: Tensor, scores: Tensor, totals: Tensor) -> Tensor:
+        """Return the credit of every token's step, [m, L]."""
+        if self.kind in ("progress", "potential"):
+            outcome = totals if self.kind == "progress" else torch.zeros_like(totals)
+            first = outcome.nanmean(1, keepdim=True).expand_as(totals).reshape(-1, 1).to(scores)
+            # The last step's own score gives way to the sample's reward, or to 0, which is what comes behind it.
+            behind = torch.arange(1, scores.shape[1]) <= segments.amax(1, keepdim=True)
+            return chain(torch.cat([first, scores[:, :-1].masked_fill(~behind, torch.nan)], 1), segments,
+                         outcome.flatten())
+        if self.kind == "blame":
+            return -(scores < self.right).to(scores).gather(1, segments)
+        if self.kind == "last":
+            final = scores.gather(1, segments.amax(1, keepdim=True)).view(totals.shape)
+            return group_relative(final, "group").view(-1, 1).expand_as(segments)
+        groups = with_gains(scores, self.gain).unflatten(0, totals.shape).transpose(1, 2)  # [n, S, G]
+        relative = group_relative(groups.flatten(0, 1), "group").view(groups.shape)
+        return relative.transpose(1, 2).flatten(0, 1).gather(1, segments)
+
+
+def with_gains(scores: Tensor, gain: float) -> Tensor:
+    """Return scores [m, S] of steps, each with `gain` times its change from the step before; a missing step before
+    (NaN) adds nothing."""
+    change = scores[:, 1:] - scores[:, :-1]
+    return torch.cat([scores[:, :1], scores[:, 1:] + gain * change.nan_to_num(0)], 1) if gain else scores
+
+
+def text_steps(ids: Sequence[int], ends: str, text: Callable[[Sequence[int]], str]) -> list[int]:
+    """Return the place behind each step of a completion's tokens [n]. text: of tokens.
+
+    A step ends with the token that completes `ends`; the last one with the completion.
+    """
+    places, start = [], 0
+    for place in range(1, len(ids) + 1):
+        if place == len(ids) or ends in text(ids[start:place]):
+            places.append(place)
+            start = place
+    return places
+
+
+def merged_steps(segments: Tensor, scores: Tensor, right: float) -> tuple[Tensor, Tensor]:
+    """Return the segments [m, L] and scores [m, S] with neighbouring steps merged that are right, or wrong, alike.
+
+    A merged step has the mean of its scores. Steps without a score (NaN) are wrong.
+    """
+    known = torch.arange(scores.shape[1]) <= segments.amax(1, keepdim=True)
+    good = scores >= right
+    number = torch.nn.functional.pad((good[:, 1:] != good[:, :-1]).long().cumsum(1), (1, 0))
+    count = torch.zeros_like(scores).scatter_add(1, number, (known & ~scores.isnan()).to(scores))
+    total = torch.zeros_like(scores).scatter_add(1, number, scores.masked_fill(~known, 0).nan_to_num(0))
+    return number.gather(1, segments), torch.where(count > 0, total / count.clamp(min=1), torch.nan)

@@ -1,1 +1,0 @@
-"""Credit of completions: shaping, scores of steps."""
