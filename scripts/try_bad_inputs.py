@@ -1,4 +1,4 @@
-"""Give the command line 371 inputs, nearly all with a mistake, and print how soon and in how many lines it says so.
+"""Give the command line 368 inputs, nearly all with a mistake, and print how soon and in how many lines it says so.
 
     python scripts/try_bad_inputs.py [--edges] [--only NAME ...] [--json FILE] [--limit SECONDS]
 
