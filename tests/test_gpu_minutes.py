@@ -173,6 +173,12 @@ def test_the_page_of_a_rehearsal_says_that_no_number_is_of_a_gpu():
     assert "**Rehearsed: no number on this page is of a GPU.**" in gpu_minutes.page(whole(rehearsed=True))
 
 
+def test_the_documented_page_is_that_of_the_kept_results():
+    results = json.loads((gpu_minutes.ROOT / "scripts" / "gpu" / "results.json").read_text())
+    assert gpu_minutes.PAGE.read_text() == gpu_minutes.page(results)
+    assert {entry["name"] for entry in results["sections"]} == {each.name for each in SECTIONS}
+
+
 def test_factors_are_those_of_a_warm_epoch_and_of_pipelines_alone():
     lines = [{"epoch": 1, "rollout s": 9.0, "update s": 9.0}, {"epoch": 2, "rollout s": 1.5, "update s": 3.0},
              {"recipe": "sdxl", "pipeline": "StableDiffusionXLPipeline"}]
