@@ -16,6 +16,7 @@ from flowgrpo.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+WEIGHTS = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin")  # endings of files that a user may give as a model
 HEADER = 2**24  # bytes of a safetensors file's header
 DEEPEST = 64  # levels of lists and objects
 DIGITS = 300  # of a number

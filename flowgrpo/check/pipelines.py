@@ -25,6 +25,7 @@ from flowgrpo.policies import build, options
 from flowgrpo.policies.pipelines import conditioned, probes
 from flowgrpo.policies.pipelines.conditioned import has_ip_adapter
 from flowgrpo.policies.pipelines.conditioning import Conditioning
+from flowgrpo.policies.pipelines.load import few_steps
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.pipelines.prompt_inputs import MASKED, PICTURES, names
 from flowgrpo.policies.precision import resolve_precision
@@ -47,7 +48,8 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
     method = options.checked(config, build.PIPELINE, device)
     pipe, call = loading.loaded(model, config) if isinstance(model, str) else model
     result |= {"precision": precision, "pipeline": type(pipe).__name__, "scheduler": type(pipe.scheduler).__name__,
-               "prediction": prediction(pipe.scheduler), "weights": memory.held(pipe.components.values())}
+               "prediction": prediction(pipe.scheduler), "weights": memory.held(pipe.components.values()),
+               "few_steps": few_steps(pipe, model if isinstance(model, str) else "")}
     loading.refuse(type(pipe))
     torch.manual_seed(0)  # initial adapter weights, so that a report is repeatable
     policy = PipelinePolicy(pipe, config.adapter, device=device, precision=config.precision, call=call,

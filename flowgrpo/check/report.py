@@ -3,7 +3,8 @@
 Keys of a pipeline, None where the check did not come that far:
 - model; drivable: None for a diffusers class without a tiny instance, and if memory ran out; reason: one line, if
   not drivable; precision: with the reason if it is chosen.
-- pipeline, scheduler, prediction, weights (GiB of all parts), denoisers, parameters, lora_parameters, lora_targets;
+- pipeline, scheduler, prediction, few_steps (why it is taken for a model of few steps, whose card has steps and
+  guidance), weights (GiB of all parts), denoisers, parameters, lora_parameters, lora_targets;
   lora_loader: the function that loads each trained module's LoRA into the stock pipeline.
 - conditioning (arguments that differ between prompts), prompts_per_call, guidance.
 - At the recipe's guidance: timesteps_per_call (`train.pack` works), picture_shape, latent_shape; replay_error:
@@ -43,11 +44,11 @@ from flowgrpo.policies import build, hub, sources
 from flowgrpo.starter import FOLDERS
 
 # Reported fields of a pipeline; `text.check.FIELDS` are those of a language model.
-FIELDS = ("precision", "pipeline", "scheduler", "prediction", "weights", "denoisers", "parameters", "lora_parameters",
-          "lora_targets", "lora_loader", "conditioning", "prompts_per_call", "guidance", "timesteps_per_call",
-          "picture_shape", "latent_shape", "replay_error", "first_log_ratio", "lora_grad", "gradient_error", "memory",
-          "memory_parts", "rewards", "leaves_device",
-          "evaluations_per_picture", "evaluations_per_picture_shared", "notes")
+FIELDS = ("precision", "pipeline", "scheduler", "prediction", "few_steps", "weights", "denoisers", "parameters",
+          "lora_parameters", "lora_targets", "lora_loader", "conditioning", "prompts_per_call", "guidance",
+          "timesteps_per_call", "picture_shape", "latent_shape", "replay_error", "first_log_ratio", "lora_grad",
+          "gradient_error", "memory", "memory_parts", "rewards", "leaves_device", "evaluations_per_picture",
+          "evaluations_per_picture_shared", "notes")
 
 
 def report(model: str | tuple[Any, Any], config: Config | None = None, device: str | None = None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from flowgrpo.config.reward_rules import RewardRule
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt, as_line
 from flowgrpo.errors import UserError
+from flowgrpo.files import WEIGHTS
 from flowgrpo.starter import FOLDERS
 
 PROMPTS = "prompts.jsonl"  # in the run's folder, for a list of prompts
@@ -38,7 +39,7 @@ def require_no_slip(model: str) -> None:
 
     A hub's owner/name is one if a folder of the owner's name here has a similar entry, or if it is below OUTPUT.
     """
-    if model in FOLDERS or Path(model).is_dir():
+    if model in FOLDERS or Path(model).exists() or Path(model).suffix in WEIGHTS:
         return
     inside = Path(model).parent if "/" in model else None
     of_runs = inside == Path(OUTPUT)

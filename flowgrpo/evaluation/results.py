@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flowgrpo.config.schema import Config
-from flowgrpo.data import splits
+from flowgrpo.data import hub, sets, splits
 from flowgrpo.data.suites import Suite
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import distances, findings, measured
@@ -58,9 +58,13 @@ def write(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedge
 
 
 def seen(config: Config | None, suite: Suite) -> int:
-    """Return the number of a suite's prompts on which a run trained; 0 where its prompts are not there any more."""
+    """Return the number of a suite's prompts on which a run trained; 0 where its prompts are of the hub, or not there
+    any more."""
+    named = None if config is None else sets.SETS.get(config.prompts)
+    if config is None or hub.named(named.train if named else config.prompts):
+        return 0
     try:
-        train, _ = splits.resolve(config) if config is not None else ([], [])
+        train, _ = splits.resolve(config)
     except UserError:
         return 0
     keys = {prompt.key for prompt in train}

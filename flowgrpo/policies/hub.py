@@ -36,18 +36,17 @@ def require(model: str) -> None:
     except ValueError:  # no name that the hub can have
         cached = False
     if not cached:
-        fix = f"`hf download {model}` where there is one, and give the folder" if "/" in model else _without_id(model)
+        fix = f"`hf download {model}` where there is one, and give the folder" if "/" in model else \
+            f"give a folder that is there, or a hub id (OWNER/NAME){of_recipe(model)}"
         raise Unreachable(f"cannot load the model {model!r}: no folder of that name, not in the hub's cache, and no "
                           f"network ({constants.ENDPOINT} does not answer): {fix}")
     print(f"no network ({constants.ENDPOINT} does not answer): {model} is loaded from the hub's cache", file=sys.stderr)
     constants.HF_HUB_OFFLINE = True
 
 
-def _without_id(model: str) -> str:
-    """Return what to do about a name that is no hub id, OWNER/NAME."""
-    made = f"the first lines of the recipe {model} put that folder together" if model in recipes.names() else \
-        "expected a folder that is there"
-    return f"{made}, or give a hub id (OWNER/NAME)"
+def of_recipe(model: str) -> str:
+    """Return how a folder is made that a packaged recipe of its name expects, as the end of a message; else nothing."""
+    return f"; the first lines of the recipe {model} put that folder together" if model in recipes.names() else ""
 
 
 def read_cache_alone(source: str) -> None:

@@ -7,12 +7,11 @@ from pathlib import Path
 
 from flowgrpo.config.sections import IPAdapter, Load
 from flowgrpo.errors import UserError
-from flowgrpo.files import shapes_of
+from flowgrpo.files import WEIGHTS, shapes_of
 from flowgrpo.policies.weights.lora_files import require_lora
 from flowgrpo.starter import FOLDERS
 
 CHECKPOINT, QUANTISED = ".safetensors", ".gguf"
-ENDINGS = (CHECKPOINT, QUANTISED, ".ckpt", ".pt", ".pth", ".bin")  # of files that a user may give as a model
 
 # Files that are no checkpoint of a pipeline: what they hold, how their tensors' names begin (or what is in them), and
 # the key to give them under.
@@ -23,7 +22,7 @@ PARTS = (("VAE", ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.", "fi
 
 def is_file(model: str) -> bool:
     """Return True for a model that is named by a file, be it here or not, and not by a folder or hub id."""
-    return not Path(model).is_dir() and (Path(model).is_file() or Path(model).suffix in ENDINGS)
+    return not Path(model).is_dir() and (Path(model).is_file() or Path(model).suffix in WEIGHTS)
 
 
 def assembled(model: str, files: Load) -> bool:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
+from flowgrpo.config.schema import Config
 from flowgrpo.device import bf16_speed
+from flowgrpo.policies.pipelines.load import few_steps
 
 
 def of_machine(precision: str, device: str | torch.device) -> Iterator[str]:
@@ -19,3 +22,21 @@ def of_machine(precision: str, device: str | torch.device) -> Iterator[str]:
     if precision == "bf16" and (speed := bf16_speed()) < 1:
         yield (f"hint: this CPU has no bf16 arithmetic, and multiplies it {speed:.2g} times as fast as fp32: "
                "--precision=fp32")
+
+
+def of_steps(config: Config, pipe: Any, process: str) -> Iterator[str]:
+    """Return the hint on a model of few steps for which the recipe leaves steps or guidance at their defaults.
+
+    process: as of the policy.
+    """
+    left = {f"{key}.{name}": getattr(section, name) for key, section in (("train", config.train), ("eval", config.eval))
+            for name in ("steps", "guidance") if name not in section.model_fields_set}
+    left = {key: value for key, value in left.items() if key != "train.guidance"}  # whose default is none
+    if not left or (why := few_steps(pipe, config.model)) is None:
+        return
+    fitting = {"train.steps": 4, "eval.steps": 4, "eval.guidance": 1}
+    method = "rlcm" if "scheduler is a" in why else "diffusion_nft or awm" if process == "flow" else ""
+    other = f"; a method for few steps: {method}" if method and config.method.split("+")[0] not in method else ""
+    yield (f"hint: {config.model} is taken for a model of few steps ({why}), but "
+           f"{', '.join(f'{key} is {value:g}' for key, value in left.items())} by default: set those of its card, such "
+           f"as {' '.join(f'--{key}={fitting[key]}' for key in left)}{other}")

@@ -56,6 +56,8 @@ def behind(config: Config, method: Method, policy: Policy, prompts: list[Prompt]
         yield line
     if line := _without_template(config, method, policy):
         yield line
+    if isinstance(policy, PipelinePolicy):
+        yield from hints.of_steps(config, policy.pipe, policy.process)
     texts = [prompt.text for prompt in prompts]
     if isinstance(policy, PipelinePolicy) and (line := prompt_lengths.cut(policy.pipe, config.call, texts)):
         yield line

@@ -43,6 +43,15 @@ def test_a_model_of_a_hub_that_does_not_answer_is_refused_in_one_line(silent, ca
     assert not constants.HF_HUB_OFFLINE
 
 
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_folder_that_a_recipe_puts_together_is_no_hub_id(offline, silent, capsys, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    assert main(["check", "skyreels_i2v"]) == 2
+    said = capsys.readouterr().out
+    assert "hf download" not in said
+    assert "hub id" in said and "; the first lines of the recipe skyreels_i2v put that folder together" in said
+
+
 def test_a_cached_model_is_loaded_from_the_cache_then(silent, capsys):
     place = silent / "models--owner--name"
     (place / "snapshots" / "abc").mkdir(parents=True)

@@ -1,10 +1,15 @@
-"""Hints on a machine: each on its condition, with the numbers."""
+"""Hints on a machine and on a model: each on its condition, with the numbers."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from flowgrpo import device
+from flowgrpo.check.tiny import make
+from flowgrpo.check.tiny.images import flux
+from flowgrpo.check.tiny.parts import flux_transformer
+from flowgrpo.config import Config, validate
 from flowgrpo.training import hints
 
 
@@ -17,3 +22,33 @@ def test_bf16_that_a_cpu_emulates_is_named_where_it_is_asked_for(monkeypatch):
     monkeypatch.setattr(hints, "bf16_speed", lambda: 4.0)
     assert [*hints.of_machine("bf16", "cpu")] == []
     assert device.bf16_speed() > 0
+
+
+def turbo(name, **options):
+    """A tiny pipeline with a scheduler of these options."""
+    pipe = make(name)[0]
+    pipe.scheduler = type(pipe.scheduler).from_config(dict(pipe.scheduler.config) | options)
+    return pipe
+
+
+@pytest.mark.parametrize("made, model, process, told", [
+    (lambda: make("LatentConsistencyModelPipeline")[0], "m", "vp", "(its scheduler is a LCM"),
+    (lambda: turbo("StableDiffusionXLPipeline", timestep_spacing="trailing"), "m", "vp", "(its scheduler spaces t"),
+    (lambda: flux(transformer=flux_transformer(guidance_embeds=False)), "m", "flow", "(its transformer has no"),
+    (lambda: make("StableDiffusion3Pipeline")[0], "owner/sd3.5-large-turbo", "flow", "(by its name)"),
+    (lambda: make("StableDiffusionPipeline")[0], "owner/plain", "vp", None),
+    (lambda: make("FluxPipeline")[0], "calcms", "flow", None)])
+def test_a_model_of_few_steps_with_default_steps_is_hinted_at(made, model, process, told):
+    given, pipe = Config(model=model), made()
+    if told is None:
+        assert [*hints.of_steps(given, pipe, process)] == []
+        return
+    [line] = hints.of_steps(given, pipe, process)
+    assert f"{model} is taken for a model of few steps {told}" in line
+    assert "train.steps is 10, eval.steps is 20, eval.guidance is 4.5 by default" in line
+    assert "--train.steps=4 --eval.steps=4 --eval.guidance=1" in line
+    assert ("rlcm" in line, "diffusion_nft or awm" in line) == (told.startswith("(its scheduler is"), process == "flow")
+    own = validate({"model": model, "train": {"steps": 4}, "eval": {"steps": 4, "guidance": 1.0}})
+    assert [*hints.of_steps(own, pipe, process)] == []
+    [rest] = hints.of_steps(validate({"model": model, "train": {"steps": 4}, "eval": {"steps": 4}}), pipe, process)
+    assert "but eval.guidance is 4.5 by default" in rest

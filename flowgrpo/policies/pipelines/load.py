@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from flowgrpo.starter import FOLDERS, MERGED
 
 ALL, ENCODERS, DENOISERS = "all", "encoders", "denoisers"  # of a pipeline: what is loaded
 CHECKERS = ("StableDiffusionSafetyChecker", "IFSafetyChecker")  # that a pipeline can do without
+QUICK = re.compile(r"turbo|lightning|schnell|(?<![a-z])lcm(?![a-z])|hyper-?sd", re.I)  # in names of models of few steps
 TIMES = {"timestep", "timesteps", "t", "timestep_ratio"}
 
 
@@ -41,6 +43,21 @@ def modality_ahead(model: str, files: Load = Load()) -> str | None:
 
     cls = getattr(diffusers, str(index_ahead(model, files).get("_class_name")), None)
     return None if cls is None else "video" if frames.is_video(cls) else "image"
+
+
+def few_steps(pipe: Any, model: str) -> str | None:
+    """Return why a pipeline is taken for one of 1 to 8 steps, without guidance; None for another."""
+    config, scheduler = pipe.scheduler.config, type(pipe.scheduler).__name__
+    if prediction(pipe.scheduler) == "consistency" or scheduler.startswith("TCD"):
+        return f"its scheduler is a {scheduler}"
+    if hasattr(pipe, "unet") and config.get("timestep_spacing") == "trailing" and not config.get(
+            "rescale_betas_zero_snr"):
+        return "its scheduler spaces timesteps from the last one (trailing)"
+    if pipe.config.get("is_distilled"):
+        return "it is distilled"
+    if type(pipe).__name__ == "FluxPipeline" and not pipe.transformer.config.guidance_embeds:
+        return "its transformer has no guidance, as that of FLUX schnell"
+    return "by its name" if QUICK.search(Path(model).name) else None
 
 
 def index_ahead(model: str, files: Load = Load()) -> dict[str, Any]:
@@ -146,7 +163,7 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
         raise
     except Exception as error:  # third-party files can raise anything
         expected = single_file.EXPECTED if sources.is_file(model) else \
-            f"{' or '.join(FOLDERS)}, a directory with a model_index.json, or a hub id"
+            f"{' or '.join(FOLDERS)}, a directory with a model_index.json, or a hub id{hub.of_recipe(model)}"
         raise hub.load_error(error, model, "model", expected, _missing(Path(source))) from error
     pipe.set_progress_bar_config(disable=True)
     prompt_inputs.watch(pipe)

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from flowgrpo.check.tiny import make
 from flowgrpo.check.tiny.unets import sdxl
+from flowgrpo.cli import main
 from flowgrpo.config import validate
 from flowgrpo.config.sections import Load
 from flowgrpo.errors import UserError
@@ -194,6 +195,16 @@ def test_a_file_of_a_part_is_no_model(keys, expected, tmp_path):
     save_file({key: torch.ones(2) for key in keys}, tmp_path / "a.safetensors")
     with pytest.raises(UserError, match=rf"model is '.*a\.safetensors', which {expected}"):
         build.kind(validate({"model": str(tmp_path / "a.safetensors")}))
+
+
+@pytest.mark.parametrize("there, told", [(True, "which holds a VAE"), (False, "but there is no such file")])
+def test_a_file_in_a_folder_is_no_missing_run(there, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "sd").mkdir(parents=True)
+    if there:
+        save_file({"encoder.a": torch.ones(2)}, "models/sd/a.safetensors")
+    assert main(["train", "--model=models/sd/a.safetensors", "--reward=scene", "--prompts=starter"]) == 2
+    assert f"model is 'models/sd/a.safetensors', {told}" in capsys.readouterr().err
 
 
 def test_a_checkpoint_without_a_network_names_itself_and_load_config(tmp_path, monkeypatch):
