@@ -44,7 +44,7 @@ from flowgrpo.policies import build, hub, sources
 from flowgrpo.starter import FOLDERS
 
 # Reported fields of a pipeline; `text.check.FIELDS` are those of a language model.
-FIELDS = ("precision", "pipeline", "scheduler", "prediction", "few_steps", "weights", "denoisers", "parameters",
+FIELDS = ("precision", "pipeline", "scheduler", "prediction", "weights", "few_steps", "denoisers", "parameters",
           "lora_parameters", "lora_targets", "lora_loader", "conditioning", "prompts_per_call", "guidance",
           "timesteps_per_call", "picture_shape", "latent_shape", "replay_error", "first_log_ratio", "lora_grad",
           "gradient_error", "memory", "memory_parts", "rewards", "leaves_device", "evaluations_per_picture",

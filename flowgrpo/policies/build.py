@@ -64,7 +64,8 @@ def with_method(config: Config, loaded: Any = None) -> Config:
     """
     if "method" in config.model_fields_set:
         return config
-    apart = loaded is None and not Path(FOLDERS.get(config.model, config.model)).exists()
+    here = sources.is_file(config.model) or Path(FOLDERS.get(config.model, config.model)).exists()
+    apart = loaded is None and not here
     described = _on_hub(config.model, config.load.revision) if apart and "/" in config.model else {}
     language = "model_type" in described if apart else kind(config, loaded) != PIPELINE
     return config.model_copy(update={"method": OF_LANGUAGE}) if language else config
