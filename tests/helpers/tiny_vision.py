@@ -1,4 +1,4 @@
-"""Tiny random models that read images, of three families, with their processors, all built in code."""
+"""Tiny random models that read images, of four families, with their processors, all built in code."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ TEXT = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_atten
             vocab_size=len(SPECIAL) + len(CHARACTERS))
 
 
-def _tokenizer():
-    """A token per character, and those that stand for pictures."""
+def _tokenizer(**special: str):
+    """A token per character, and those that stand for pictures; special: further names of tokens."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -31,7 +31,7 @@ def _tokenizer():
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=128,
-        extra_special_tokens={f"{name.strip('<>')}_token": name for name in SPECIAL[3:]})
+        extra_special_tokens={f"{name.strip('<>')}_token": name for name in SPECIAL[3:]} | special)
 
 
 def llava():
@@ -98,7 +98,35 @@ def idefics():
     return _stirred(model), Idefics3Processor(tiles, _tokenizer(), image_seq_len=4, chat_template=TEMPLATE)
 
 
-FAMILIES = {"llava": llava, "qwen": qwen, "idefics": idefics}
+def janus():
+    """Janus: one size of picture, 4 tokens, and a `generate` of its own, which also draws images."""
+    from transformers import (
+        GenerationConfig,
+        JanusConfig,
+        JanusForConditionalGeneration,
+        JanusImageProcessor,
+        JanusProcessor,
+        JanusVisionConfig,
+        JanusVQVAEConfig,
+        LlamaConfig,
+    )
+
+    width = TEXT["hidden_size"]
+    model = JanusForConditionalGeneration(JanusConfig(
+        text_config=LlamaConfig(**TEXT), image_token_id=SPECIAL.index("<image>"), tie_word_embeddings=False,
+        vision_config=JanusVisionConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8,
+                                        patch_size=4, mlp_ratio=2.0, projection_dim=width, depth=2, num_image_tokens=4),
+        vq_config=JanusVQVAEConfig(embed_dim=8, num_embeddings=24, latent_channels=32, base_channels=32,
+                                   channel_multiplier=[1, 1, 2], num_res_blocks=0, projection_dim=width,
+                                   image_token_embed_dim=width, num_patches=2)))
+    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0,
+                                               generation_kwargs={"boi_token_id": SPECIAL.index("<look>")})
+    pictures = JanusImageProcessor(size={"height": 8, "width": 8}, min_size=1)
+    tokenizer = _tokenizer(boi_token="<look>", eoi_token="<seen>")
+    return _stirred(model), JanusProcessor(pictures, tokenizer, chat_template=TEMPLATE, num_image_tokens=4)
+
+
+FAMILIES = {"llava": llava, "qwen": qwen, "idefics": idefics, "janus": janus}
 
 
 def _stirred(model):

@@ -57,6 +57,11 @@ class CausalLM:
 
     def __init__(self, model: Any, tokenizer: Any, adapter: Adapter | None, text: Text, *,
                  device: str | torch.device = "cpu", precision: str = "fp32", checkpointing: float = 0.0):
+        from transformers import GenerationMixin
+
+        if not isinstance(model, GenerationMixin):
+            raise UserError(f"{type(model).__name__} cannot be sampled: it is no GenerationMixin of transformers, "
+                            "expected a causal language model, or one that reads images and answers in text")
         self.model, self.tokenizer, self.text = model, tokenizer, text
         self._cache = cache_name(model.base_model)
         self.device, self.dtype = torch.device(device), DTYPES[precision]
@@ -136,15 +141,17 @@ class CausalLM:
 
         The tokens of a row depend on its generator alone, not on other rows.
         """
-        from transformers import LogitsProcessorList
+        from transformers import GenerationMixin, LogitsProcessorList
 
         most = self.text.max_tokens
         draw = Draw(decoding, uniforms(generators, most).to(self.device), greedy.to(self.device), tokenized.begun)
         ids, mask = self._left_padded(tokenized)
         with self._arithmetic():
-            tokens = self.model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=most, do_sample=False,
-                                         logits_processor=LogitsProcessorList([draw]),
-                                         **self._beside(tokenized, ids.shape[1], before=True))[:, ids.shape[1]:]
+            # That of all models: a model's own, as of Janus, may pass no logits processors on.
+            tokens = GenerationMixin.generate(
+                self.model, input_ids=ids, attention_mask=mask, max_new_tokens=most, do_sample=False,
+                logits_processor=LogitsProcessorList([draw]),
+                **self._beside(tokenized, ids.shape[1], before=True))[:, ids.shape[1]:]
         mask, cut = decided(tokens, self.ends)
         texts = self.written(tokens, mask)
         short = 0, most - tokens.shape[1]

@@ -134,8 +134,10 @@ def plain_generation(model: Any, ends: list[int], padding: int) -> None:
 
     if getattr(model, "generation_config", None) is None:
         return
+    own = getattr(model.generation_config, "generation_kwargs", None)  # how a model draws images
     model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=padding,
-                                               bos_token_id=model.generation_config.bos_token_id)
+                                               bos_token_id=model.generation_config.bos_token_id,
+                                               **({"generation_kwargs": own} if own else {}))
 
 
 def cache_name(decoder: Any) -> str:

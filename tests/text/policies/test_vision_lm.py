@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from flowgrpo.config import Config
+from flowgrpo.config.sections import Text
 from flowgrpo.errors import UserError
 from flowgrpo.policies import build
 from flowgrpo.text.policies.causal_lm import CausalLM
@@ -229,6 +230,24 @@ def test_all_weights_are_saved_with_what_reads_images(tmp_path, images):
         again = texts.load(Config(model="of another name", precision="fp32", text=own.text), tmp_path)
         torch.testing.assert_close(replayed(again, again.encode(PROMPTS, images=images), found).logp, found.logp,
                                    rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_model_that_also_draws_images_still_does():
+    """Janus: the token that begins an image is in its generation configuration."""
+    own = tiny.policy("janus")
+    asked = own.encode(PROMPTS[:2])
+    begin = torch.full((2, 1), tiny.SPECIAL.index("<look>"))
+    ids = torch.cat([torch.stack([row[:5] for row in asked.ids]), begin], 1)
+    drawn = own.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_mode="image",
+                               do_sample=False)
+    assert drawn.shape == (2, 4) and own.model.decode_image_tokens(drawn).shape == (2, 8, 8, 3)
+
+
+def test_a_model_that_transformers_cannot_sample_is_told_in_a_line():
+    model, processor = tiny.llava()
+    with pytest.raises(UserError, match="LlavaModel cannot be sampled: it is no GenerationMixin of transformers"):
+        VisionLM(model.model, processor, None, Text(max_tokens=6))
 
 
 def test_which_models_read_images_is_told_by_what_transformers_knows_of_them():
