@@ -40,7 +40,8 @@ METADATA = ({"tag": "colors", "include": [{"class": "frisbee", "count": 1, "colo
             {"tag": "single_object", "include": [{"class": "kite", "count": 1}]})
 LETTERS = {"H": "10001 10001 10001 11111 10001 10001 10001", "E": "11111 10000 10000 11110 10000 10000 11111",
            "L": "10000 10000 10000 10000 10000 10000 11111", "O": "01110 10001 10001 10001 10001 10001 01110"}
-OTHERS = ("starter", "combine", "verdicts", "groups", "http")  # modules of rewards that no image alone has a number of
+# Modules of rewards that no image alone has a number of.
+OTHERS = ("starter", "combine", "verdicts", "groups", "json_api")
 LIBRARIES = ("flowgrpo", "torch", "torchvision", "transformers", "open_clip_torch", "timm", "rapidocr", "onnxruntime",
              "pillow", "numpy")
 TOLERANCE = 1e-3  # of a number's size, or 1 if that is less: other devices and libraries round otherwise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -204,7 +205,7 @@ def test_a_rehearsal_runs_every_section_on_the_cpu(tmp_path):
     file = tmp_path / "results.json"
     assert gpu_minutes.main(["run", str(file), "--rehearse", "--commit", COMMIT]) == 0
     results = json.loads(file.read_text())
-    assert results["rehearsed"] and results["commit"] == COMMIT and results["versions"]["torch"] == torch.__version__
+    assert results["rehearsed"] and results["commit"] == COMMIT and results["versions"]["torch"] == version("torch")
     found = {entry["name"]: entry for entry in results["sections"]}
     assert {name: entry["note"] for name, entry in found.items()} == {each.name: None for each in SECTIONS}
     assert [line["epoch"] for line in found["epochs"]["lines"][:-1]] == [1, 2, 3]

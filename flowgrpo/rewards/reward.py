@@ -343,7 +343,7 @@ class Checked(Wrapped):
             raise UserError(f"reward {self.name!r} compares the samples of a group, but here every image is scored "
                             "by itself: choose a reward that scores one image at a time")
         shared = self._reads_only
-        on = f"on {counted(len(batch), 'sample')} (first prompt of the batch: {batch.prompts[0]!r})"
+        on = f"on {len(batch)} sample{'s' * (len(batch) != 1)} (first prompt of the batch: {batch.prompts[0]!r})"
         given = batch.copied(tensors=not shared)
         before = _writes(given)
         try:
@@ -380,7 +380,7 @@ def _numbers(name: str, values: Any, prompts: Sequence[str]) -> list[float | Fai
     """Return B floats, NaN for None, or failures.
     Raises Failed if `values` is anything else."""
     count = len(prompts)
-    expected = f"expected {counted(count, 'number')}, one per sample (first prompt: {prompts[0]!r})"
+    expected = f"expected {count} number{'s' * (count != 1)}, one per sample (first prompt: {prompts[0]!r})"
     shape = getattr(values, "shape", None)
     if shape is not None and len(shape) != 1:
         raise Failed(f"reward {name!r} returned the shape {list(shape)}: {expected}")

@@ -152,7 +152,7 @@ def test_a_failure_is_not_kept(made):
 @pytest.mark.parametrize("rule, given, cache, told", [
     (RewardRule(cache=True), None, None, "keeps its scores (cache: true), but no folder is named: set the key cache"),
     (RewardRule(cache=True), eval("lambda images, prompts: [1.0]"), "kept", "has no source file"),
-    (RewardRule(cache=True), len, "kept", "has no source file"),
+    (RewardRule(cache=True), print, "kept", "has no source file"),
 ])
 def test_scores_that_cannot_be_kept_are_told(tmp_path, monkeypatch, rule, given, cache, told):
     monkeypatch.chdir(tmp_path)

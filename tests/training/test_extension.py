@@ -122,7 +122,7 @@ def test_a_run_has_what_its_configuration_turns_on_in_the_order_of_the_table():
     assert loop.names(tiny_text.trainer()) == ["RewardHints"]
     made = tiny_text.trainer(train__extrapolate=3, train__extrapolate_every=2, phases=[{"at": 1, "set": {}}],
                              parts={"replay": {"type": "GroupReplay"}, "redraw": {"type": "DynamicSampling"}})
-    assert loop.names(made) == ["Phases", "Resampling", "RewardHints", "GroupReplay", "Extrapolation"]
+    assert loop.names(made) == ["Phases", "Resampling", "RewardHints", "ReplayedGroups", "Extrapolation"]
 
 
 # --- a toy -----------------------------------------------------------------------------------------------------------

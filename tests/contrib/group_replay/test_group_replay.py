@@ -50,7 +50,7 @@ def test_every_sample_is_of_one_kind_and_long_right_ones_wait():
 def test_groups_that_agree_are_replaced_and_keep_the_old_ratio(kind, texts):
     made = trainer(kind, texts)
     first = made.run_epoch()
-    [group] = loop.extension(made, "GroupReplay").groups
+    [group] = loop.extension(made, "ReplayedGroups").groups
     assert first["replayed_groups"] == 0 and group.prompt.text == texts[0] and group.epoch == 0
     made.prompts, made.epoch = [Prompt(texts[1])] * 2, 1
     seen = []
@@ -76,7 +76,7 @@ def test_a_batch_without_silent_groups_is_as_it_was_and_old_groups_go():
     made = trainer("text", ["1+2="], age=2, size=3)
     for made.epoch in range(4):
         assert made.run_epoch()["replayed_groups"] == 0
-    known = loop.extension(made, "GroupReplay").groups
+    known = loop.extension(made, "ReplayedGroups").groups
     assert [group.epoch for group in known] == [2, 3]  # at most 2 epochs old in the next one
     made = trainer("text", ["1+2="], more=1.0)
     counts = []
@@ -118,8 +118,8 @@ def test_a_group_of_a_checkpoint_is_learned_under_its_own_input(learned):
     made, other = (tiny_text.trainer(rewards={"short": by_place}, train__prompts=2, parts=parts) for _ in range(2))
     made.prompts = [Prompt("1+2="), Prompt("33+4=")]
     made.run_epoch()
-    loop.extension(other, "GroupReplay").load_state(*loop.extension(made, "GroupReplay").state())
-    [group] = loop.extension(other, "GroupReplay").groups
+    loop.extension(other, "ReplayedGroups").load_state(*loop.extension(made, "ReplayedGroups").state())
+    [group] = loop.extension(other, "ReplayedGroups").groups
     assert group.prompt.text == "1+2=" and group.prompt.shown == ("1+2=7" if learned else "1+2=")
     guided = group.part.transitions[0].old.guided
     assert guided is None if learned else guided.all()

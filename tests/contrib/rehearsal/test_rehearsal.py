@@ -87,7 +87,7 @@ def test_a_run_rehearses_the_bases_samples_which_it_draws_once():
     trainer = tiny_text.trainer(parts={"rehearsal": {"type": "Rehearsal", "weight": 5.0}, "kl": {"weight": 0.0}})
     tiny_text.stir(trainer.policy)  # as a run that goes on from a checkpoint
     metrics = trainer.run_epoch()
-    spent = loop.extension(trainer, "Rehearsal")
+    spent = loop.extension(trainer, "RehearsedSamples")
     drawn = spent.parts
     assert metrics["rehearsal"] > 0 and "kl_weight" not in metrics
     with trainer.policy.reference():
@@ -110,7 +110,7 @@ def test_a_run_rehearses_the_bases_samples_which_it_draws_once():
 def test_a_picture_run_rehearses_too():
     trainer = tiny.trainer(parts={"rehearsal": {"type": "Rehearsal", "divergence": "js"}})
     metrics = trainer.run_epoch()
-    assert math.isfinite(metrics["rehearsal"]) and loop.extension(trainer, "Rehearsal").parts
+    assert math.isfinite(metrics["rehearsal"]) and loop.extension(trainer, "RehearsedSamples").parts
 
 
 def test_samples_that_the_base_does_not_solve_are_left_out():
@@ -119,7 +119,7 @@ def test_samples_that_the_base_does_not_solve_are_left_out():
 
     trainer = tiny_text.trainer(rewards={"short": last}, parts={"rehearsal": {"type": "Rehearsal", "least": 0.5}})
     trainer.run_epoch()
-    assert [len(part.transitions[0].ids) for part in loop.extension(trainer, "Rehearsal").parts] == [2, 2]
+    assert [len(part.transitions[0].ids) for part in loop.extension(trainer, "RehearsedSamples").parts] == [2, 2]
     trainer = tiny_text.trainer(rewards={"short": last}, parts={"rehearsal": {"type": "Rehearsal", "least": 2.0}})
     with pytest.raises(UserError, match="least is 2.0, which no sample of the base model reaches: lower it"):
         trainer.run_epoch()
