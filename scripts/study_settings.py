@@ -85,5 +85,5 @@ ALONE: Options = {"parts": {"advantage": {"type": "NoBaseline"}}}
 SINGLE: Options = ALONE | {"train.prompts": 256, "train.group": 1}
 PARTIAL: Options = {"numeric_match": 1.0, "step_match": 0.0}
 STRICT: Options = {"scene": 1.0}
-GRADED: Options = models.IMAGES["reward"]
+GRADED: Options = {"scene": 1.0, "scene_graded": 1.0}
 DEMONSTRATIONS = "{prompts}/scenes-pictures.jsonl"  # in the study's folder of prompts

@@ -57,11 +57,6 @@ class CausalLM:
 
     def __init__(self, model: Any, tokenizer: Any, adapter: Adapter | None, text: Text, *,
                  device: str | torch.device = "cpu", precision: str = "fp32", checkpointing: float = 0.0):
-        from transformers import GenerationMixin
-
-        if not isinstance(model, GenerationMixin):
-            raise UserError(f"{type(model).__name__} cannot be sampled: it is no GenerationMixin of transformers, "
-                            "expected a causal language model, or one that reads images and answers in text")
         self.model, self.tokenizer, self.text = model, tokenizer, text
         self._cache = cache_name(model.base_model)
         self.device, self.dtype = torch.device(device), DTYPES[precision]

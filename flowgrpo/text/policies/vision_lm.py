@@ -68,6 +68,11 @@ class VisionLM(CausalLM):
     """
 
     def __init__(self, model: Any, processor: Any, adapter: Adapter | None, text: Text, **options: Any):
+        from transformers import GenerationMixin
+
+        if not issubclass(type(model), GenerationMixin):
+            raise UserError(f"{type(model).__name__} cannot be sampled: it is no GenerationMixin of transformers, "
+                            "expected a model that reads images and answers in text")
         if adapter and adapter.targets == Adapter().targets:
             adapter = adapter.model_copy(update={"targets": _language_layers(model)})
         super().__init__(model, processor.tokenizer, adapter, text, **options)
