@@ -169,8 +169,10 @@ def _run_group(results: Results, worker: list[str], sections: tuple[Section, ...
     process = subprocess.Popen([sys.executable, *worker, *entries], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                text=True, cwd=ROOT, env={**os.environ, **environment}, start_new_session=True)
     lines, said = queue.Queue[str | None](), list[str]()
-    for stream, take in ((process.stdout, lines.put), (process.stderr, said.append)):
-        threading.Thread(target=_read, args=(stream, take, stream is process.stdout), daemon=True).start()
+    readers = [threading.Thread(target=_read, args=(stream, take, stream is process.stdout), daemon=True)
+               for stream, take in ((process.stdout, lines.put), (process.stderr, said.append))]
+    for reader in readers:
+        reader.start()
     ended, begun, present = set[str](), time.monotonic(), sections[0].name
     deadline = begun + START + sections[0].seconds
     budget = {section.name: section.seconds for section in sections}
@@ -203,6 +205,7 @@ def _run_group(results: Results, worker: list[str], sections: tuple[Section, ...
                   flush=True)
         results.write()
     process.wait()
+    readers[1].join(timeout=5.0)  # a child of the process may hold its stderr open
     last = " ".join("".join(said).split())[-300:]
     for name in entries.keys() - ended:
         entries[name]["note"] = entries[name]["note"] or f"not run: the process ended with {process.returncode}: {last}"
