@@ -1,7 +1,4 @@
-"""Language models behind a judge's endpoint that write what a reward reads of a prompt, once per prompt.
-
-Judge by criteria: a model says which of them an output meets; another one may write them.
-"""
+"""Judge by criteria: a model says which of them an output meets; another one may write them, once per prompt."""
 
 from __future__ import annotations
 

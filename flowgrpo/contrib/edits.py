@@ -1,6 +1,6 @@
-"""Judge of an edit, which sees its source: the wording is ours, the combination of marks VIEScore's (2312.14867).
+"""Rewards of an edit beside its source: a judge, and preservation of the source without a model.
 
-Preservation of a source picture in an edit, without a model.
+The judge's wording is ours, the combination of its marks VIEScore's (2312.14867).
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""diffusers' feature caches in the calls of a pipeline, each empty at the beginning of a call.
+"""Feature caches of a run's rollouts: `rollout.cache`. They are diffusers', each empty at the beginning of a call.
 
 A pipeline names its CFG branches to the cache, which has features of each. diffusers decides for a whole batch at a
 time, so that a sample depends on those that are sampled with it.
-
-Feature caches of a run's rollouts: `rollout.cache`.
 """
 
 from __future__ import annotations

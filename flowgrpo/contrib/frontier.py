@@ -1,4 +1,4 @@
-"""Rule by which a run keeps the weights before reward hacking.
+"""Weights before reward hacking: `eval.best: frontier`.
 
 A trained reward rises with the distance to the base. A reward that is not trained on rises at first and falls from some
 distance on, while the trained one still rises (Gao et al. 2022, 2210.10760, figure 1). Training moves away from the
@@ -14,8 +14,6 @@ Both are paired one-sided t-tests at 5 %, the complement of `statistics.CONFIDEN
 by the measurements too. A best of many lies above its own mean, so that some measurements without a fall are passed
 over; a later one is kept then. A fall that is not seen costs more: hacked weights. On simulated curves of Gao et al.
 the looser level keeps weights nearer to the peak, and on flat ones it costs 1 % of the trained reward (`test_rule`).
-
-Weights before reward hacking: `eval.best: frontier`, by the rule of `rule`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Replay of recorded groups: which earlier groups take the places of those whose samples all earn the same.
-
-Recorded groups of a run, which replace groups that teach nothing: the state of a `GroupReplay`.
-"""
+"""Replay of recorded groups: earlier groups take the places of those whose samples all earn the same."""
 
 from __future__ import annotations
 

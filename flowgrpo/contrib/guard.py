@@ -2,15 +2,12 @@
 
 After an update whose weights are not finite, or whose gradient norm, KL or |log ratio| is a spike, it goes back to the
 weights before that epoch. After a fall of the training reward or of the held-out reward, it goes back to the weights
-with the best measurement. `bounds` derives when. The epochs go on, with new samples and a lower learning rate.
+with the best measurement. `fell` and `limit` say when. The epochs go on, with new samples and a lower learning rate.
 
-Bounds of a run's own band, derived from the probability of a return without a cause.
-
-A run makes three kinds of tests: of the training reward, of the held-out reward, and of spikes. Each kind gets a third
-of that probability, and each of its tests an equal share (Bonferroni). The best of earlier measurements is selected,
-so that every pair of two of them counts as a test. The only assumption is that means are nearly normal.
-
-Copies of what a run trains, in host memory: weights, optimizer state, moving average, old policy and reference.
+Bounds are derived from the probability of a return without a cause. A run makes three kinds of tests: of the training
+reward, of the held-out reward, and of spikes. Each kind gets a third of that probability, and each of its tests an
+equal share (Bonferroni). The best of earlier measurements is selected, so that every pair of two of them counts as a
+test. The only assumption is that means are nearly normal.
 """
 
 from __future__ import annotations

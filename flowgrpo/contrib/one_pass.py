@@ -1,12 +1,8 @@
-"""Rollouts that keep the graphs of their trained steps, and the update that reads them.
+"""One-pass updates: `train.one_pass`. Rollouts keep the graphs of their trained steps, and the update reads them.
 
 Where every sample is trained once by the weights that drew it, the ratio is 1. The gradient of a part is then that of
 its own outputs: the state before a step and its noise are constants, as in a replay. A trained step is one call of the
 denoiser with gradients. The loss is the ordinary one, at these outputs in the place of those of a replay.
-
-Device memory of the graphs that `train.one_pass` keeps from the rollout to the update.
-
-One-pass updates of a run: `train.one_pass`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Phases of a run: changes from an epoch on, listed under `phases` of a recipe.
-
-Prompts of a phase, with the hardest ones of earlier phases.
-"""
+"""Phases of a run: changes from an epoch on, listed under `phases` of a recipe, and prompts carried over to a phase."""
 
 from __future__ import annotations
 

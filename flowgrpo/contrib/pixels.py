@@ -1,10 +1,9 @@
-"""Quality of an image without a reference and without a model: PIQE, inverted so that more is better.
+"""Rewards of pixels without a model: PIQE of an image, inverted so that more is better, and a clip's motion by dense
+optical flow.
 
 PIQE (Venkatanath et al. 2015, NCC, "Blind image quality evaluation using perception based features") judges blocks of
 16 by 16 pixels that are not flat. An edge of the block with a flat stretch is a compression artefact; a block whose
 middle is as rough as the rest is noise. Constants are those of the paper.
-
-Speed and direction of a clip's motion, by dense optical flow.
 """
 
 from __future__ import annotations

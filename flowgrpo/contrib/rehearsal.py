@@ -1,7 +1,4 @@
-"""Rehearsal of a run: samples of the base model, drawn once, on which the policy is held to it.
-
-Divergences from the base model on samples that it drew before training.
-"""
+"""Rehearsal: samples of the base model, drawn once, on which the policy is held to it by a divergence."""
 
 from __future__ import annotations
 

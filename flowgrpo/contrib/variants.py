@@ -1,7 +1,4 @@
-"""Prompts of an epoch with variants that the policy wrote of problems which it sometimes solves.
-
-Variants of prompts, written by the policy after an epoch (`contrib.variants`).
-"""
+"""Variants of prompts that the policy writes of problems which it sometimes solves."""
 
 from __future__ import annotations
 

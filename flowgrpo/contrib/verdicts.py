@@ -1,10 +1,5 @@
-"""Rewards made of rewards, by thresholds and error rates: `ternary`, `checklist` and `corrected`.
-
-The first half is pure, as in rewards/combine.py: scores [B, R], NaN where a reward does not apply, to values [B].
-
-Reward of a failure by its distance to the successes of its group (SRPO).
-
-Rewards made of verdicts: votes of several verifiers, flawed right answers, rechecks, difficulty.
+"""Rewards made of verdicts of other rewards: `ternary`, `checklist`, `corrected`, `progress` (SRPO), `votes` of several
+verifiers, `flawed` right answers, `rechecked` ones and difficulty.
 
 reward:
   votes: {args: {rewards: [judge_a.py:a, judge_b.py:b, judge_c.py:c]}}

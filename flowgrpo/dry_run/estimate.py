@@ -86,7 +86,7 @@ class Estimate:
 
     @property
     def basis(self) -> str:
-        """What the seconds are: computed, or corrected by a measurement."""
+        """Basis of the seconds in words: computed, or corrected by a measurement."""
         if not self.factors:
             return "computed, no measurement yet on this card"
         factors = ", ".join(f"{name} {factor:.2f}" for name, factor in self.factors.items())

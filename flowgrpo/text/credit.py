@@ -1,8 +1,5 @@
-"""Process scores of texts: a completion's steps are scored one by one, and their tokens get what they earned.
-
-ViSurf's control of the reward of answers that came with their prompts (2510.10606).
-
-Rewards that depend on the length of a completion: parts of a method's `shaping`.
+"""Credit of completions: scores of their steps, length-dependent shaping, and the reward of answers that came with
+their prompts (ViSurf, 2510.10606).
 """
 
 from __future__ import annotations

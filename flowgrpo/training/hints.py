@@ -24,19 +24,16 @@ def of_machine(precision: str, device: str | torch.device) -> Iterator[str]:
                "--precision=fp32")
 
 
-def of_steps(config: Config, pipe: Any, process: str) -> Iterator[str]:
-    """Return the hint on a model of few steps for which the recipe leaves steps or guidance at their defaults.
-
-    process: as of the policy.
-    """
+def of_steps(config: Config, pipe: Any) -> Iterator[str]:
+    """Yield the hint on a model of few steps for which the recipe leaves steps or guidance at their defaults."""
     left = {f"{key}.{name}": getattr(section, name) for key, section in (("train", config.train), ("eval", config.eval))
             for name in ("steps", "guidance") if name not in section.model_fields_set}
     left = {key: value for key, value in left.items() if key != "train.guidance"}  # whose default is none
     if not left or (why := few_steps(pipe, config.model)) is None:
         return
     fitting = {"train.steps": 4, "eval.steps": 4, "eval.guidance": 1}
-    method = "rlcm" if "scheduler is a" in why else "diffusion_nft or awm" if process == "flow" else ""
-    other = f"; a method for few steps: {method}" if method and config.method.split("+")[0] not in method else ""
+    own = "; rlcm trains its own steps" if "scheduler is a" in why and not config.method.startswith("rlcm") else ""
     yield (f"hint: {config.model} is taken for a model of few steps ({why}), but "
            f"{', '.join(f'{key} is {value:g}' for key, value in left.items())} by default: set those of its card, such "
-           f"as {' '.join(f'--{key}={fitting[key]}' for key in left)}{other}")
+           f"as {' '.join(f'--{key}={fitting[key]}' for key in left)}{own}; methods that train on noised samples "
+           "(diffusion_nft, awm, diffusion_dpo) blur such models")

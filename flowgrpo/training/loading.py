@@ -57,7 +57,7 @@ def behind(config: Config, method: Method, policy: Policy, prompts: list[Prompt]
     if line := _without_template(config, method, policy):
         yield line
     if isinstance(policy, PipelinePolicy):
-        yield from hints.of_steps(config, policy.pipe, policy.process)
+        yield from hints.of_steps(config, policy.pipe)
     texts = [prompt.text for prompt in prompts]
     if isinstance(policy, PipelinePolicy) and (line := prompt_lengths.cut(policy.pipe, config.call, texts)):
         yield line

@@ -31,24 +31,25 @@ def turbo(name, **options):
     return pipe
 
 
-@pytest.mark.parametrize("made, model, process, told", [
-    (lambda: make("LatentConsistencyModelPipeline")[0], "m", "vp", "(its scheduler is a LCM"),
-    (lambda: turbo("StableDiffusionXLPipeline", timestep_spacing="trailing"), "m", "vp", "(its scheduler spaces t"),
-    (lambda: flux(transformer=flux_transformer(guidance_embeds=False)), "m", "flow", "(its transformer has no"),
-    (lambda: make("StableDiffusion3Pipeline")[0], "owner/sd3.5-large-turbo", "flow", "(by its name)"),
-    (lambda: make("StableDiffusionPipeline")[0], "owner/plain", "vp", None),
-    (lambda: make("FluxPipeline")[0], "calcms", "flow", None)])
-def test_a_model_of_few_steps_with_default_steps_is_hinted_at(made, model, process, told):
+@pytest.mark.parametrize("made, model, told", [
+    (lambda: make("LatentConsistencyModelPipeline")[0], "m", "(its scheduler is a LCM"),
+    (lambda: turbo("StableDiffusionXLPipeline", timestep_spacing="trailing"), "m", "(its scheduler spaces t"),
+    (lambda: flux(transformer=flux_transformer(guidance_embeds=False)), "m", "(its transformer has no"),
+    (lambda: make("StableDiffusion3Pipeline")[0], "owner/sd3.5-large-turbo", "(by its name)"),
+    (lambda: make("StableDiffusionPipeline")[0], "owner/plain", None),
+    (lambda: make("FluxPipeline")[0], "calcms", None)])
+def test_a_model_of_few_steps_with_default_steps_is_hinted_at(made, model, told):
     given, pipe = Config(model=model), made()
     if told is None:
-        assert [*hints.of_steps(given, pipe, process)] == []
+        assert [*hints.of_steps(given, pipe)] == []
         return
-    [line] = hints.of_steps(given, pipe, process)
+    [line] = hints.of_steps(given, pipe)
     assert f"{model} is taken for a model of few steps {told}" in line
     assert "train.steps is 10, eval.steps is 20, eval.guidance is 4.5 by default" in line
     assert "--train.steps=4 --eval.steps=4 --eval.guidance=1" in line
-    assert ("rlcm" in line, "diffusion_nft or awm" in line) == (told.startswith("(its scheduler is"), process == "flow")
+    assert ("rlcm trains its own steps" in line) is told.startswith("(its scheduler is")
+    assert line.endswith("methods that train on noised samples (diffusion_nft, awm, diffusion_dpo) blur such models")
     own = validate({"model": model, "train": {"steps": 4}, "eval": {"steps": 4, "guidance": 1.0}})
-    assert [*hints.of_steps(own, pipe, process)] == []
-    [rest] = hints.of_steps(validate({"model": model, "train": {"steps": 4}, "eval": {"steps": 4}}), pipe, process)
+    assert [*hints.of_steps(own, pipe)] == []
+    [rest] = hints.of_steps(validate({"model": model, "train": {"steps": 4}, "eval": {"steps": 4}}), pipe)
     assert "but eval.guidance is 4.5 by default" in rest

@@ -1,6 +1,5 @@
-"""Rollouts by an engine: requests of whole groups, and the parts that their answers become.
-
-Limits of a stock engine, by what a method and its rollouts need; one line each.
+"""Rollouts by an engine: requests of whole groups, the parts that their answers become, and what a stock engine cannot
+do.
 """
 
 from __future__ import annotations

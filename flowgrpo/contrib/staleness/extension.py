@@ -2,17 +2,12 @@
 
 With `train.staleness` N, epoch k + N is sampled before the update of epoch k. A thread computes the rewards of epochs k
 + 1 to k + N meanwhile. An epoch is therefore trained by weights that are at most N epochs newer than those that drew
-it, for which the loss is decoupled (`decoupled`). So is that of partial rollouts (`partial_rollouts`), whose
+it, for which the loss is decoupled (`behaviour_weights`). So is that of partial rollouts (`partial_rollouts`), whose
 groups have tokens of several epochs' weights.
 
-Device memory of the epochs that `train.staleness` draws ahead.
-
-Decoupled PPO: weights of decisions that older weights of the policy drew.
-
-The loss is (pi_prox / pi_behaviour) * clipped(pi / pi_prox): the proximal policy is the one before the update, around
-which the surrogate clips, and the behaviour policy is the one that drew the decision (AReaL, 2505.24298).
-
-Runs that can draw epochs ahead of their update, or go on with partial rollouts.
+The decoupled loss is (pi_prox / pi_behaviour) * clipped(pi / pi_prox): the proximal policy is the one before the
+update, around which the surrogate clips, and the behaviour policy is the one that drew the decision (AReaL,
+2505.24298).
 """
 
 from __future__ import annotations

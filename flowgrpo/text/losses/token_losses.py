@@ -1,10 +1,7 @@
-"""Losses on some of the tokens: surrogates of completions over another surrogate, their field `surrogate`.
+"""Surrogates of completions: losses on some of the tokens over another surrogate (the field `surrogate`), regression on
+the random policy's values, and classification by rewards that are labels.
 
-Their interface is that of `objectives`; the `old` of an `GroupLoss` is a `CompletionBatch`.
-
-Regression of a policy on the values of the uniformly random policy.
-
-Loss of samples whose rewards are labels: classification of the samples of a group by their log-ratios.
+Their interface is that of `objectives`; the `old` of a `GroupLoss` is a `CompletionBatch`.
 """
 
 from __future__ import annotations

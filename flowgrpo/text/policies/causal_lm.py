@@ -1,7 +1,7 @@
 """Causal language model as a policy: prompts to completions, with the log-probability of every token.
 
-Sampling is the model's own `generate`, batched, with its cache; our logits processor draws. A replay runs the model's
-body once, and its head only for drawn tokens.
+Sampling is transformers' `GenerationMixin.generate`, batched, with its cache; our logits processor draws. A replay runs
+the model's body once, and its head only for drawn tokens.
 """
 
 from __future__ import annotations

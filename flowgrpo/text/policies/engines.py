@@ -5,8 +5,6 @@ An engine has
 `sample(asked, decoding, generators, greedy)`: that of `CausalLM`, tokens and the engine's own log-probabilities;
 `together`: the number of rows per call (None: all);
 `evaluations`: the number of processed tokens.
-
-Language models for sampling: with the settings of a run or a command, and the weights of a run or a folder.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Trainable weights of a language model, in the files of transformers and peft.
-
-Load a language model and its tokenizer, and read what its files say of generation.
-
-Teachers: other frozen models in place of a language policy's own, to score its samples.
-"""
+"""Language models in the files of transformers and peft: loading, trainable weights, and frozen teachers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Reward of a completion's Python code: the tests in its prompt's metadata, run within a boundary (sandbox/).
-
-Reward of JSON in a completion that fits a JSON schema, by the package jsonschema.
-
-Reward of a completion's SVG code: it is rendered by resvg and compared with a reference picture (RRVF, RLRF).
+"""Rewards that run or parse a completion: tests of Python code within a boundary (sandbox/), JSON by a schema
+(jsonschema), and SVG code, rendered by resvg and compared with a reference image (RRVF, RLRF).
 """
 
 from __future__ import annotations

@@ -1,10 +1,5 @@
-"""Embeddings of texts by an encoder of transformers, and the similarity to a reference by them.
-
-Diversity of texts: of a group's completions, and of answers that agree with a reference.
-
-Texts whose tokens carry a graph, for differentiable rewards, and a reader of both kinds of texts.
-
-Text reward that `flowgrpo reward train-text` learned: a linear head per aspect, on hashed words or an encoder.
+"""Text encoders and rewards that read them: embeddings, similarity to a reference, diversity of a group, learned
+scorers (`flowgrpo reward train-text`), and texts whose tokens carry a graph.
 """
 
 from __future__ import annotations

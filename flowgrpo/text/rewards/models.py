@@ -1,12 +1,7 @@
-"""Likelihood of a reference answer behind a completion's reasoning, under the policy itself or another model (DRO).
+"""Rewards that read a causal language model, the policy or another one: likelihood of a reference answer (DRO), depth
+of reasoning (GRPO-R), and reward models with a scalar head.
 
 reward: {reference_likelihood: {args: {before: "<answer>"}, transform: [rank]}}
-
-Rewards that read a causal language model: the policy that is trained, or another one.
-
-Reward model of transformers: a model with a scalar head that reads a prompt and its completion.
-
-Depth of reasoning: how much the late layers of a language model still change its next token (GRPO-R).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Reward of a completion's number that equals the one in its prompt's metadata. Numbers are exact fractions.
+"""Rewards of a number or a mathematical answer that equals the one in the prompt's metadata.
 
-Reward of a mathematical answer that equals the one in the prompt's metadata, by the package math-verify.
-
-It runs in a separate process, which is killed if an answer takes too long: no signals or abandoned threads.
+Numbers are exact fractions. Other mathematics is read by the package math-verify in a process of its own, which is
+killed if an answer takes too long.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""Rules for completions: exact answers, tag formats, repetition, length.
-
-Reward of questions with several right choices: partial credit for a part of them (TW-GRPO).
-
-Reward of a translation: BLEU or chrF to references, by sacrebleu (MT-R1-Zero).
-
-Reward of a solution's steps, compared with the reference's one by one.
+"""Rules for completions: exact answers, choices, tag formats, steps, repetition, length, and translations (BLEU, chrF).
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Rollouts of language models, causal and masked: sample completions, and replay them with gradients.
-
-Rollouts of a language model by an inference engine, with importance weights towards the trainer.
+"""Rollouts of language models, causal and masked: sample completions, and replay them with gradients. An inference
+engine may sample, with importance weights towards the trainer.
 """
 
 from __future__ import annotations

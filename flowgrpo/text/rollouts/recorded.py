@@ -1,6 +1,5 @@
-"""Recorded pairs of texts in place of sampled completions: nothing is drawn, and all else stays.
-
-Rollouts and replays of a masked language model along its reward's gradient (`gumbel_softmax`).
+"""Rollouts of language models for recorded pairs of texts, and for a reward's gradient through a masked model
+(`gumbel_softmax`).
 """
 
 from __future__ import annotations

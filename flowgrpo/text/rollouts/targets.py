@@ -1,7 +1,4 @@
-"""Targets of a language model's rollouts: what the loss scores. One class each, which owns record and replay.
-
-Scores of the steps of completions, measured while they are sampled.
-"""
+"""Targets of a language model's rollouts: what the loss scores. One class each, which owns record and replay."""
 
 from __future__ import annotations
 

@@ -8,11 +8,7 @@ The result is a list of SampledCompletions, B rows together in their order.
 `causal`: tokens are drawn one after the other.
 `leaves`: the size of a group must be a multiple of it.
 
-Completions that are begun and not all finished: a part of a method's `draws`, as in `groups`.
-
-Continuations of partial completions, and Monte-Carlo values of the states there.
-
-Groups of completions with shared prefixes: parts of a method's `draws`, as in `groups`.
+Groups are drawn independently, as trees with shared prefixes, or pruned; continuations give Monte-Carlo values.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 An engine with other kernels or another precision computes other log-probabilities for the same weights. So its samples
 are not quite the policy's. They are weighted by the bounded ratio of the two.
 
-Partial rollouts: groups of completions that are drawn a few tokens at a time, until enough of them are whole (APRIL,
+Partial rollouts are groups of completions that are drawn a few tokens at a time, until enough of them are whole (APRIL,
 2509.18521).
 """
 

@@ -1,8 +1,5 @@
-"""Protocols of language models: what samplers of completions read of a policy.
-
-Records of language-model sampling: tokenized prompts and sampled completions.
-
-Reference answers of prompts as samples of their groups.
+"""What samplers of completions read of a language model, and what they return: protocols, tokenized prompts, sampled
+completions, and reference answers as samples of their groups.
 """
 
 from __future__ import annotations

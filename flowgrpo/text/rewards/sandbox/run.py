@@ -3,7 +3,7 @@
 A program's output is compared here, in the trainer's process. Tests in Python run within a boundary of their own, which
 shares nothing with that of the code but two pipes (inside/link.py); their process alone holds the report's pipe.
 
-Boundaries that the kernel or WebAssembly keeps, each as a command line around a Python process.
+A boundary, kept by the kernel or by WebAssembly, is a command line around a Python process.
 """
 
 from __future__ import annotations
