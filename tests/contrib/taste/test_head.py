@@ -1,0 +1,82 @@
+"""The head of votes: closed forms, leave-one-out against refits, and features that say nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from flowgrpo.contrib.taste import head
+from flowgrpo.contrib.taste.head import fitted, seen, solved
+from flowgrpo.contrib.taste.votes import SKIP, TIE, Vote
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def of_taste(count: int, width: int = 6, shown: int = 4) -> list[head.Seen]:
+    """Votes for the largest first feature."""
+    drawn = torch.randn(count, shown, width, generator=GENERATOR)
+    return [(z, [float(place == int(z[:, 0].argmax())) for place in range(shown)]) for z in drawn]
+
+
+def test_pairs_of_one_feature_have_the_log_odds_of_their_votes():
+    """Without a ridge, 3 of 4 votes for a difference of 1 give w = log 3; with one, w solves p - 3/4 = -ridge w / 4."""
+    pair = torch.tensor([[1.0], [0.0]], dtype=torch.double)
+    votes = [(pair, [1.0, 0.0])] * 3 + [(pair, [0.0, 1.0])]
+    assert solved(votes, 1e-9)[0].item() == pytest.approx(math.log(3), abs=1e-6)
+    w = solved(votes, 2.0)[0].item()
+    assert 4 / (1 + math.exp(-w)) - 3 == pytest.approx(-2 * w, abs=1e-9)
+
+
+def test_the_best_of_three_has_the_shares_of_its_votes():
+    """A feature per picture: softmax(w) are the shares 1/2, 1/3 and 1/6, up to a constant."""
+    votes = [(torch.eye(3, dtype=torch.double), [float(place == best) for place in range(3)])
+             for best in (0, 0, 0, 1, 1, 2)]
+    w = solved(votes, 1e-9)[0]
+    assert (w - w[2]).tolist() == pytest.approx([math.log(3), math.log(2), 0.0], abs=1e-5)
+
+
+def test_ties_hold_two_pictures_together():
+    pair = torch.tensor([[1.0], [0.0]], dtype=torch.double)
+    assert solved([(pair, [0.5, 0.5])] * 5, 0.1)[0].item() == pytest.approx(0.0, abs=1e-12)
+
+
+def test_leave_one_out_is_that_of_refits():
+    votes = [(z.double(), torch.tensor(target, dtype=torch.double)) for z, target in of_taste(30, 4)]
+    for ridge in (0.5, 5.0):
+        exact = 0.0
+        for left in range(len(votes)):
+            w = solved([vote for place, vote in enumerate(votes) if place != left], ridge)[0]
+            exact -= float(votes[left][1] @ (votes[left][0] @ w).log_softmax(0))
+        assert head._left_out(votes, ridge)[0] == pytest.approx(exact / len(votes), rel=0.02)
+
+
+@pytest.mark.parametrize("width", [6, 300], ids=["few features", "more features than pictures"])
+def test_a_taste_is_learned(width):
+    learned = fitted(of_taste(120, width))
+    right, decided = learned.right(of_taste(200, width))
+    assert decided == 200 and right > (170 if width == 6 else 60)  # 50 by chance
+
+
+def test_the_solution_in_the_space_of_rows_is_that_of_all_features():
+    votes = of_taste(10, 60)
+    z = torch.cat([of for of, _ in votes]).double()
+    reduced, basis = head._reduced(z)
+    whole = solved([(of.double(), target) for of, target in votes], 0.3)[0]
+    own = basis @ solved([(of, target) for of, (_, target) in zip(reduced.split(4), votes)], 0.3)[0]
+    assert torch.allclose(whole, own, atol=1e-8)
+
+
+def test_no_votes_and_constant_features_score_nothing():
+    assert fitted([])(torch.randn(3, 1)).tolist() == [0, 0, 0]
+    same = fitted([(torch.ones(4, 5), [1.0, 0, 0, 0])])
+    assert same(torch.ones(2, 5)).tolist() == [0, 0] and torch.isfinite(same.weight).all()
+
+
+def test_what_a_vote_teaches():
+    features = torch.arange(8.0).view(4, 2)
+    assert seen(features, Vote((0, 1, 2, 3), SKIP)) is None
+    rows, shares = seen(features, Vote((1, 0), TIE))
+    assert rows.tolist() == [[2, 3], [0, 1]] and shares == [0.5, 0.5]
+    assert fitted([(features, [0.0, 0, 0, 1])]).right([(features, [0.25] * 4), (features, [0.0, 0, 0, 1])]) == (1, 1)
