@@ -151,19 +151,23 @@ class Transitions:
 
 
 class Completion(str):
-    """Text that a language model wrote, its number of tokens with its end, and what `pictured` drew from it."""
+    """Text that a language model wrote, its number of tokens with its end, and what `pictured` drew from it.
+
+    ids: the tokens; empty for a text that was read from a file.
+    """
 
     tokens: int
+    ids: tuple[int, ...]
     picture: Tensor | None = None  # [3, H, W] in [0, 1], for display
 
-    def __new__(cls, text: str, tokens: int) -> Completion:
+    def __new__(cls, text: str, tokens: int, ids: tuple[int, ...] = ()) -> Completion:
         self = super().__new__(cls, text)
-        self.tokens = tokens
+        self.tokens, self.ids = tokens, ids
         return self
 
-    def __getnewargs__(self) -> tuple[str, int]:  # type: ignore[override]
+    def __getnewargs__(self) -> tuple[str, int, tuple[int, ...]]:  # type: ignore[override]
         """Return the arguments with which a copy is made."""
-        return str(self), self.tokens
+        return str(self), self.tokens, self.ids
 
 
 @dataclass(frozen=True, eq=False)

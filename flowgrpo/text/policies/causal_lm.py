@@ -156,8 +156,9 @@ class CausalLM:
 
     def written(self, ids: Tensor, mask: Tensor) -> list[Completion]:
         """Return the texts of ids [B,L] where mask is true."""
-        texts = self.tokenizer.batch_decode([row[at] for row, at in zip(ids, mask)], skip_special_tokens=True)
-        return [Completion(text, count) for text, count in zip(texts, mask.sum(1).tolist())]
+        tokens = [row[at] for row, at in zip(ids, mask)]
+        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        return [Completion(text, len(row), tuple(row.tolist())) for text, row in zip(texts, tokens)]
 
     def generate(self, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator], *_: Any
                  ) -> list[Completion]:
