@@ -21,7 +21,7 @@ from flowgrpo.log import silence
 from flowgrpo.methods.method import Method
 from flowgrpo.packages import require_versions
 from flowgrpo.policies import build
-from flowgrpo.policies.weights.restore import as_before
+from flowgrpo.policies.weights.change import as_before
 from flowgrpo.train import Trainer
 from flowgrpo.training import (
     announcement,

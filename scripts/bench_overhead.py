@@ -5,7 +5,7 @@
 The denoiser's calls of one epoch are recorded with their inputs. Then the epoch (rollout and update), the same calls
 bare (forwards, and forwards with backwards where the epoch had them), and the epoch with decoding and reward run in
 turns in one process; the medians are divided. The last line is the bare calls with torch's fused attention, beside
-the plain one that `flowgrpo.policies.weights.cpu` puts in its place on a CPU. Only ratios are worth
+the plain one that `flowgrpo.policies.weights.forwards` puts in its place on a CPU. Only ratios are worth
 comparing: the seconds are those of the machine and its load.
 """
 

@@ -41,7 +41,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.log import PhaseTimer
 from flowgrpo.policies import build
 from flowgrpo.policies.pipelines.call import plain_on_cpu
-from flowgrpo.policies.weights.cpu import contiguous_inputs
+from flowgrpo.policies.weights.forwards import contiguous_inputs
 from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.rollout import Part, seeder
 from flowgrpo.train import Trainer

@@ -16,7 +16,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import pick_device
 from flowgrpo.distributed.processes import make_accelerator
 from flowgrpo.policies.build import make_policy
-from flowgrpo.policies.precision import resolve_precision
+from flowgrpo.policies.policy import resolve_precision
 from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.train import Trainer

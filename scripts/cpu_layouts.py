@@ -18,7 +18,7 @@ import torch
 
 from flowgrpo.device import DTYPES
 from flowgrpo.policies.pipelines.load import load_pipeline
-from flowgrpo.policies.weights.cpu import contiguous_inputs
+from flowgrpo.policies.weights.forwards import contiguous_inputs
 
 ROWS = 96
 

@@ -15,7 +15,7 @@ from flowgrpo.config import parse
 from flowgrpo.config.schema import Config
 from flowgrpo.evaluation.measured import EVAL_SEED, measure, spread
 from flowgrpo.policies.pipelines.load import denoisers
-from flowgrpo.policies.weights.rlg import Branches
+from flowgrpo.policies.pipelines.rlg import Branches
 from flowgrpo.storage import checkpoint
 from flowgrpo.storage.json_files import read_object
 from flowgrpo.train import Trainer

@@ -35,7 +35,7 @@ from flowgrpo.distributed.processes import make_accelerator
 from flowgrpo.evaluation.measured import spread
 from flowgrpo.evaluation.statistics import BOOTSTRAP, interval
 from flowgrpo.policies.build import make_policy
-from flowgrpo.policies.precision import resolve_precision
+from flowgrpo.policies.policy import resolve_precision
 from flowgrpo.samplers import latent_edits
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.starter.rewards.scene_soft import scene_soft

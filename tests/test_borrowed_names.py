@@ -58,7 +58,7 @@ ATTRIBUTES = [
     ("diffusers:DiffusionPipeline", "_execution_device", "policies/pipelines/call.py"),
     ("diffusers:FluxPipeline", "_lora_loadable_modules", "policies/weights/lora_files.py"),
     ("diffusers:FluxPipeline", "_pack_latents", "policies/pipelines/image_latents.py"),
-    ("diffusers:FluxTransformer2DModel", "_cp_plan", "policies/weights/context_parallel.py"),
+    ("diffusers:FluxTransformer2DModel", "_cp_plan", "policies/pipelines/attention.py"),
     ("diffusers:FluxTransformer2DModel", "_hf_peft_config_loaded", "policies/weights/adapters.py"),
     ("diffusers:FluxTransformer2DModel", "_keep_in_fp32_modules", "dry_run/from_configs.py"),
     ("diffusers:FluxTransformer2DModel", "_supports_gradient_checkpointing", "policies/weights/checkpointing.py"),

@@ -23,8 +23,7 @@ from flowgrpo.evaluation.measured import EVAL_SEED, measure, spread
 from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.objectives.kl import divergence, k1
 from flowgrpo.policies.build import make_policy
-from flowgrpo.policies.policy import Policy
-from flowgrpo.policies.precision import resolve_precision
+from flowgrpo.policies.policy import Policy, resolve_precision
 from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import Part, seeder
 from flowgrpo.storage.places import checkpoints

@@ -20,7 +20,7 @@ from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.pipelines.probes import few_steps
 from flowgrpo.policies.policy import Policy
-from flowgrpo.policies.weights.compiled import blocks
+from flowgrpo.policies.weights.forwards import blocks
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.samplers.scheduler import Segment
@@ -116,6 +116,7 @@ def _weights(policy: PipelinePolicy) -> dict[str, int]:
         if isinstance(module, torch.nn.Module):
             kind = "denoisers" if name in policy.denoisers else "vae" if "vae" in name or name == "vqgan" else \
                 "text encoders" if name.startswith("text_encoder") else "other"
+
             def frozen(part: torch.nn.Module) -> int:
                 return tensor_bytes(tensor for tensor in [*part.parameters(), *part.buffers()]
                                     if id(tensor) not in trained)

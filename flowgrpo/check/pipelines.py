@@ -28,7 +28,7 @@ from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.load import few_steps
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.pipelines.prompt_inputs import MASKED, PICTURES, names
-from flowgrpo.policies.precision import resolve_precision
+from flowgrpo.policies.policy import resolve_precision
 from flowgrpo.policies.weights.lora_files import loader
 from flowgrpo.samplers import cost
 from flowgrpo.samplers.grids import shifted

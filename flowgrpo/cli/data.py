@@ -161,7 +161,7 @@ def _language_model(model: str) -> Any:
     from flowgrpo.config import parse
     from flowgrpo.device import pick_device
     from flowgrpo.policies import build
-    from flowgrpo.policies.precision import resolve_precision
+    from flowgrpo.policies.policy import resolve_precision
 
     config = parse.load(None, {"model": model, "method": "grpo"})
     if build.kind(config) not in (build.CAUSAL_LM, build.VISION_LM):

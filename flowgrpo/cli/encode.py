@@ -49,7 +49,7 @@ def _encode(settings: Any) -> None:
     from flowgrpo.device import described, pick_device
     from flowgrpo.policies import build
     from flowgrpo.policies.pipelines import encoded_prompts
-    from flowgrpo.policies.precision import resolve_precision
+    from flowgrpo.policies.policy import resolve_precision
     from flowgrpo.storage import paths
 
     if build.kind(settings) != build.PIPELINE:

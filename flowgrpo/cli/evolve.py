@@ -49,7 +49,7 @@ def _value(config: Any) -> tuple[Any, Any]:
     from flowgrpo.device import pick_device
     from flowgrpo.evaluation.measured import measure
     from flowgrpo.policies import build
-    from flowgrpo.policies.precision import resolve_precision
+    from flowgrpo.policies.policy import resolve_precision
     from flowgrpo.rewards import pairwise
 
     device = pick_device(config.device)

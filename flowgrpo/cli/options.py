@@ -9,7 +9,7 @@ import typer
 
 from flowgrpo import trust
 from flowgrpo.errors import UserError
-from flowgrpo.policies import hub_folder
+from flowgrpo.policies import hub
 from flowgrpo.storage import places
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
@@ -51,19 +51,19 @@ def local(given: Path) -> Path:
 
 def local_source(given: str) -> str:
     """Return a model or run as it is given, or the folder of a run that was downloaded from the hub."""
-    return str(hub_folder.fetched(given)) if hub_folder.is_named(given) else given
+    return str(hub.fetched(given)) if hub.is_named(given) else given
 
 
 def local_lora(given: str | Path | None) -> str | None:
     """Return the place of a LoRA here, or download that of `OWNER/NAME[@REVISION]`."""
-    if given is None or not hub_folder.is_lora(str(given)):
+    if given is None or not hub.is_lora(str(given)):
         return None if given is None else str(given)
-    return str(hub_folder.fetched(str(given)))
+    return str(hub.fetched(str(given)))
 
 
 def page_of(given: Path, run: Path, name: str) -> Path:
     """Return the default path of a file made from a run: in its folder, or here for a run of the hub."""
-    return Path(name) if hub_folder.is_named(str(given)) else places.beside(run, name)
+    return Path(name) if hub.is_named(str(given)) else places.beside(run, name)
 
 
 def one_weight(text: str | None) -> float | None:

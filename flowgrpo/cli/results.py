@@ -11,7 +11,7 @@ from flowgrpo import trust
 from flowgrpo.cli.options import EPOCH, RUN, TRUST, local, opening, page_of
 from flowgrpo.cli.root import LOOK, SHARE, app
 from flowgrpo.errors import UserError
-from flowgrpo.policies import hub_folder
+from flowgrpo.policies import hub
 from flowgrpo.storage import paths, places
 
 ExportForm = Literal["comfyui", "kohya", "merged", "card"]
@@ -45,7 +45,7 @@ def export(
             _write(folder, run, place, form, output)
     elif form != "card":
         _write(place, run, place, form, output)
-    elif hub_folder.is_named(str(run)):
+    elif hub.is_named(str(run)):
         raise UserError(f"--form card: got {run}, whose card is on the hub, expected a local run")
     else:
         from flowgrpo.export import export as forms

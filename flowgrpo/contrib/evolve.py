@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.errors import UserError
-from flowgrpo.policies.weights import finite
+from flowgrpo.policies.weights import adapters
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.storage import atomic
 
@@ -159,5 +159,5 @@ def write(weights: TrainableWeights, folder: Path, lines: Sequence[dict[str, Any
     """Write the LoRA and the lines of its generations to a folder; return the sentence of `save`."""
     atomic.make_folder(folder)
     atomic.write_text(folder / "evolution.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-    finite.require_saved(weights.named, len(lines))
+    adapters.require_saved(weights.named, len(lines))
     return weights.save(folder)

@@ -27,7 +27,7 @@ from flowgrpo.curriculum.order import EpochPermutation
 from flowgrpo.errors import UserError
 from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
-from flowgrpo.policies.weights import finite
+from flowgrpo.policies.weights import adapters
 from flowgrpo.storage import checkpoint
 from flowgrpo.storage.checkpoint import Stateful, Tensors
 from flowgrpo.training.epoch import Epoch
@@ -239,7 +239,7 @@ class Guard(Extension):
     def _broken(self) -> str:
         """Describe weights that are not finite, on any process."""
         weights = {**self.run.policy.weights.named, **(self.run.optimization.ema or {})}
-        return "weights are not finite" if self.run.processes.any(bool(finite.odd(weights))) else ""
+        return "weights are not finite" if self.run.processes.any(bool(adapters.odd(weights))) else ""
 
     def _spike(self, metrics: Metrics) -> str:
         """Describe a signal of the last update that is out of its band, or add all to the band."""

@@ -9,7 +9,7 @@ import torch
 
 from flowgrpo.config.sections import Memory
 from flowgrpo.dry_run.meta_gpu import MetaGPU
-from flowgrpo.policies.weights.compiled import blocks
+from flowgrpo.policies.weights.forwards import blocks
 
 STORED = {"full": 1.0, "int8": 0.5, "fp8": 0.5, "nf4": 0.28}  # bytes of a linear layer's weight, as a share of two
 

@@ -17,7 +17,7 @@ from flowgrpo.data.pictures import Clip
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.policies.checkpoints import config_of
-from flowgrpo.policies.pipelines import edit_policy, frames, prompt_inputs
+from flowgrpo.policies.pipelines import edits, frames, prompt_inputs
 from flowgrpo.policies.pipelines.call import guidance_argument, seeded
 from flowgrpo.policies.pipelines.load import denoisers
 from flowgrpo.samplers.grids import require_steps
@@ -56,8 +56,8 @@ def draw_one(pipe: Any, prompt: Prompt, seed: int, arguments: dict[str, Any], ne
     arguments: further ones of the call, from `call_arguments`. negative: for a prompt without its own.
     Raises UserError for a pipeline with another output, and for a missing input file.
     """
-    if (edits := edit_policy.attached(pipe)) is not None:
-        return edits.draw([prompt], [seed], arguments, negative)[0]
+    if (editing := edits.attached(pipe)) is not None:
+        return editing.draw([prompt], [seed], arguments, negative)[0]
     generator, image = torch.Generator().manual_seed(seed), _brought(pipe, prompt, arguments)
     with seeded(pipe.scheduler, generator), _picture_missed(pipe, arguments | image):
         pictures = call(pipe, arguments, prompt=prompt.text, generator=generator, output_type="pt", **image,
@@ -112,8 +112,8 @@ class Together:
         """Draw pictures [3, H, W] or clips [F, 3, H, W] in [0, 1], one per prompt and seed. They equal those of
         `draw_one` up to rounding of other matrix shapes. Prompts that bring files are drawn singly.
         Raises UserError if the device runs out of memory."""
-        if (edits := edit_policy.attached(pipe)) is not None and len(prompts) > 1:
-            return list(edits.draw(prompts, seeds, arguments, negative))
+        if (editing := edits.attached(pipe)) is not None and len(prompts) > 1:
+            return list(editing.draw(prompts, seeds, arguments, negative))
         if len(prompts) < 2 or self.works is False or any(prompt.brings for prompt in prompts):
             return [draw_one(pipe, prompt, seed, arguments, negative) for prompt, seed in zip(prompts, seeds)]
         try:

@@ -20,7 +20,7 @@ from flowgrpo.evaluation import picture_files
 from flowgrpo.evaluation.ledger import Ledger, Place, TextLedger
 from flowgrpo.evaluation.plan import Medium
 from flowgrpo.evaluation.sampler import Pipelines, Texts
-from flowgrpo.policies import loading, lora_fit
+from flowgrpo.policies import loading
 from flowgrpo.rewards import guards
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.types import Completion
@@ -53,7 +53,7 @@ class Painter:
     def require_fit(self) -> None:
         """Raise UserError if the tuned weights do not fit the model, by the headers of their files."""
         if self.plan.tuned is not None:
-            lora_fit.require_fit(self.plan.model, self.plan.tuned, loading.files_of(self.plan.config, self.plan.model))
+            loading.require_fit(self.plan.model, self.plan.tuned, loading.files_of(self.plan.config, self.plan.model))
 
     def facts(self, arm: str, prompt: Prompt, place: Place, sample: torch.Tensor) -> str:
         """Return how a picture was drawn, as AUTOMATIC1111 and ComfyUI read it."""

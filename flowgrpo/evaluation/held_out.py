@@ -36,7 +36,7 @@ from flowgrpo.log import plain_console
 from flowgrpo.nouns import SAMPLE, counted, named
 from flowgrpo.policies.pipelines.frames import clips_of
 from flowgrpo.policies.policy import Policy
-from flowgrpo.policies.weights.finite import require_saved
+from flowgrpo.policies.weights.adapters import require_saved
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import finite, read_object
 

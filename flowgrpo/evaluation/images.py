@@ -52,7 +52,7 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     lora: a finished run or its checkpoint (the run's `picture`, `memory` and `precision` apply), a folder with a LoRA,
     or its file; None: the base.
     steps, guidance: None takes those of the run's evaluation; without a run a starter's card's, or the pipeline's.
-    rlg: draw with base + rlg * (tuned - base), see policies/weights/rlg.py.
+    rlg: draw with base + rlg * (tuned - base), see policies/pipelines/rlg.py.
     image: file of a picture from which all prompts start. precision: None takes the run's, or the device's default.
     best_of: draws per picture, of which the one with the highest reward `by` is kept, a name or its rule by name.
     enhancer: rewrites the prompts that pictures are drawn from.

@@ -16,7 +16,7 @@ from PIL.PngImagePlugin import PngInfo
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.evaluation.pages.clips import save_clip
 from flowgrpo.policies.pipelines.call import guidance_argument
-from flowgrpo.policies.pipelines.edit_networks import FILE as EDITS
+from flowgrpo.policies.pipelines.edits import FILE as EDITS
 from flowgrpo.policies.pipelines.load import denoisers
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage import atomic

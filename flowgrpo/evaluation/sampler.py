@@ -19,7 +19,7 @@ from flowgrpo.evaluation import calls
 from flowgrpo.evaluation.plan import Arm
 from flowgrpo.policies import loading
 from flowgrpo.policies.pipelines.call import unchecked
-from flowgrpo.policies.weights.rlg import Branches
+from flowgrpo.policies.pipelines.rlg import Branches
 from flowgrpo.samplers.grids import require_steps
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.types import Completion

@@ -21,8 +21,8 @@ from flowgrpo.evaluation.runs import whole
 from flowgrpo.export import comfy_names, model_card, run_lora
 from flowgrpo.policies import sources
 from flowgrpo.policies.checkpoints import run_config
-from flowgrpo.policies.pipelines import edit_networks
-from flowgrpo.policies.precision import resolve_precision
+from flowgrpo.policies.pipelines import edits
+from flowgrpo.policies.policy import resolve_precision
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage import atomic, paths
 from flowgrpo.storage.json_files import read_object
@@ -189,8 +189,7 @@ def _merged_pipeline(config: Config, run: Path, output: Path) -> None:
     from flowgrpo.policies.pipelines.load import load_pipeline
     from flowgrpo.policies.weights.adapters import merge
 
-
-    if (run / edit_networks.FILE).is_file():
+    if (run / edits.FILE).is_file():
         raise UserError(f"{run} holds an edit policy, which merges into no pipeline: use it by `flowgrpo sample`")
     sources.require_full(config.load)
     stock = _modules(load_pipeline(config.model, config.precision, config.trust_remote_code, files=config.load))

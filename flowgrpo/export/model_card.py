@@ -122,9 +122,9 @@ def _files(run: Path) -> str:
 
 def has_lora(config: Config, run: Path) -> bool:
     """Return True for a run with a LoRA, in place of whole weights or an edit policy."""
-    from flowgrpo.policies.pipelines import edit_networks
+    from flowgrpo.policies.pipelines import edits
 
-    return config.adapter.rank > 0 and not (run / edit_networks.FILE).is_file()
+    return config.adapter.rank > 0 and not (run / edits.FILE).is_file()
 
 
 def results(config: Config, summary: dict[str, Any]) -> str:

@@ -9,8 +9,8 @@ import torch
 
 from flowgrpo.errors import UserError
 from flowgrpo.files import decoded, tensors_of
-from flowgrpo.policies.pipelines import edit_networks
-from flowgrpo.policies.weights import adapters, finite
+from flowgrpo.policies.pipelines import edits
+from flowgrpo.policies.weights import adapters
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage.json_files import read_object
 
@@ -34,12 +34,12 @@ def read(run: Path) -> Parts:
     for file in sorted(run.glob(f"*/{adapters.CONFIG}")):
         parts[file.parent.name] = tensors_of(file.with_name(adapters.WEIGHTS))[0], _of_peft(file)
     for tensors, _ in parts.values():
-        finite.require_read(run, tensors)
+        adapters.require_read(run, tensors)
     if (run / adapters.CONFIG).is_file():
         raise UserError(f"the LoRA of {run} is of a language model, which ComfyUI does not load: use --form merged, or "
                         "the folder as it is with peft")
     if not parts:
-        why = "it holds an edit policy, which no stock pipeline loads" if (run / edit_networks.FILE).is_file() else \
+        why = "it holds an edit policy, which no stock pipeline loads" if (run / edits.FILE).is_file() else \
             "a run with adapter.rank 0 has whole weights, which need no export"
         raise UserError(f"no LoRA in {run}: {why}")
     return parts

@@ -10,7 +10,7 @@ from typing import Any
 
 from flowgrpo.config.schema import Config
 from flowgrpo.policies import build, sources
-from flowgrpo.policies.pipelines import edit_networks, prompt_inputs
+from flowgrpo.policies.pipelines import edits, prompt_inputs
 from flowgrpo.policies.pipelines.call import guidance_argument
 from flowgrpo.policies.pipelines.frames import is_video, told
 from flowgrpo.policies.pipelines.load import MERGED, rate_ahead
@@ -30,8 +30,8 @@ def snippet(config: Config, run: Path, place: str, prompt: str, brought: Sequenc
     place: what the run's weights are loaded from: its folder or a repository of a hub. brought: what the prompt brings,
     as keys of a prompt file with paths below that place.
     """
-    if (run / edit_networks.FILE).is_file():
-        lines = ["from flowgrpo.policies.pipelines.edit_policy import EditPolicy",
+    if (run / edits.FILE).is_file():
+        lines = ["from flowgrpo.policies.pipelines.edits import EditPolicy",
                  "from flowgrpo.policies.pipelines.load import load_pipeline", "",
                  f"policy = EditPolicy(load_pipeline({config.model!r}), {place!r})  # no stock pipeline loads it"]
     elif build.kind(config) == build.PIPELINE:

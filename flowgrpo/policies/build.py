@@ -205,7 +205,7 @@ def make_policy(config: Config, device: str | torch.device, loaded: Any = None) 
         device=device, precision=config.precision, guidance=config.train.guidance, call=config.call,
         checkpointing=config.train.recomputed, memory=config.memory, compiled=config.train.compile, fps=config.fps)
     if isinstance(method.target, LatentEdits):
-        from flowgrpo.policies.pipelines.edit_policy import EditPolicy
+        from flowgrpo.policies.pipelines.edits import EditPolicy
 
         return EditPolicy(pipe, method.target.edit, **options)
     return PipelinePolicy(pipe, config.adapter, adapted=method.rollout.adapted, **options)

@@ -20,8 +20,8 @@ from flowgrpo.methods import overlay
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.policies import build
-from flowgrpo.policies.pipelines import edit_networks, picture_reader
-from flowgrpo.policies.weights import finite
+from flowgrpo.policies.pipelines import edits, picture_reader
+from flowgrpo.policies.weights import adapters
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers import learned_noise
 from flowgrpo.storage import checkpoint
@@ -71,7 +71,7 @@ def source(model: str, lora: str | Path | None = None, epoch: int | None = None)
 
 def holds_edits(path: Path) -> bool:
     """Return True for the result or a checkpoint of a run that trained an edit policy."""
-    return (path / edit_networks.FILE).is_file() or is_checkpoint(path) and \
+    return (path / edits.FILE).is_file() or is_checkpoint(path) and \
         isinstance(_method(run_config(path)).target, LatentEdits)
 
 
@@ -84,13 +84,12 @@ def load(pipe: Any, path: Path) -> TrainableWeights:
 
     Edits of finals are attached to it. Raises UserError if they belong to another model.
     """
-    from flowgrpo.policies.pipelines import edit_policy
     from flowgrpo.policies.pipelines.load import trained_modules
 
     config = run_config(path)
     method = _method(config)
     if isinstance(method.target, LatentEdits):
-        policy = edit_policy.over(pipe, method.target.edit, config.call)
+        policy = edits.over(pipe, method.target.edit, config.call)
         take(policy.weights, config, path)
         policy.attach()
         return policy.weights
@@ -123,7 +122,7 @@ def take(live: TrainableWeights, config: Config, path: Path) -> None:
             if key.startswith(room) and not key.startswith(beside)}
     if live.named.keys() != held.keys():
         raise UserError(f"{path} holds other weights than {config.model!r} with the run's adapter has")
-    finite.require_read(path, held)
+    adapters.require_read(path, held)
     live.load(held)
 
 

@@ -1,6 +1,5 @@
-"""Stock pipelines with saved weights: loaded on a device, and tuned by a run, its checkpoint or any LoRA.
-
-A pipeline loads the weights as for any user of diffusers.
+"""Stock pipelines with saved weights: loaded on a device, and tuned by a run, its checkpoint or any LoRA, whose headers
+are compared with the model's files before the model is loaded.
 """
 
 from __future__ import annotations
@@ -17,15 +16,63 @@ from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Load, Memory
 from flowgrpo.device import concrete, ran_out
 from flowgrpo.errors import UserError
-from flowgrpo.policies import checkpoints, lora_fit
+from flowgrpo.files import shapes_of
+from flowgrpo.policies import checkpoints, sources
 from flowgrpo.policies.checkpoints import config_of
-from flowgrpo.policies.pipelines import edit_networks, edit_policy
+from flowgrpo.policies.pipelines import edits
 from flowgrpo.policies.pipelines.call import placed
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline, text_encoders
-from flowgrpo.policies.weights import adapters, finite, host_weights
+from flowgrpo.policies.pipelines.rlg import Branches
+from flowgrpo.policies.weights import adapters, memory_options
 from flowgrpo.policies.weights.lora_files import LORA_FILE, attach, tell
 from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts, require_quantiser
-from flowgrpo.policies.weights.rlg import Branches
+from flowgrpo.starter import FOLDERS
+from flowgrpo.storage.places import STATE, is_checkpoint
+
+FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3")  # others are packed, and have other shapes
+
+
+def trained_on(path: Path) -> str:
+    """Return the model that a run's weights were trained on, as the end of a message; empty for other weights."""
+    config = config_of(path.parent if path.is_file() else path)
+    return "" if config is None else f"; its run was trained on {config.model!r}"
+
+
+def require_fit(model: str, path: Path, files: Load = Load()) -> None:
+    """Raise UserError for a run's LoRA of layers that a pipeline's folder lacks, or has in another size.
+
+    files: where else the model's weights are. What cannot be read without loading the model is left to that.
+    """
+    folder, origin = Path(FOLDERS.get(model, model)), trained_on(path)
+    if not origin or sources.assembled(model, files) or not (folder / "model_index.json").is_file():
+        return
+    known: dict[str, dict[str, tuple[str, list[int]]]] = {}
+    for layer, (inner, outer) in _layers(path).items():
+        component, _, name = layer.partition(".")
+        if component not in known:
+            known[component] = {key: value for file in sorted((folder / component).glob("*.safetensors"))
+                                for key, value in shapes_of(file).items()}
+        if not (folder / component).is_dir():
+            raise UserError(f"{path} holds a LoRA of the {component}, which {model} does not have{origin}")
+        if not known[component]:
+            continue
+        kind, shape = known[component].get(f"{name}.weight", ("F32", []))
+        if kind in FLOATS and shape[:2] != [outer, inner]:
+            there = " x ".join(map(str, shape[:2])) or "absent"
+            raise UserError(f"{path} does not fit {model}: the layer {layer} of its LoRA is {outer} x {inner}, and "
+                            f"{there} there{origin}")
+
+
+def _layers(path: Path) -> dict[str, tuple[int, int]]:
+    """Return the (inputs, outputs) of the layers of a LoRA by name; empty for weights in another form."""
+    file = path / STATE if is_checkpoint(path) else path if path.is_file() else path / LORA_FILE
+    if not file.is_file() or file.suffix != ".safetensors":
+        return {}
+    shapes = {key.removeprefix("weights/").replace(".default.weight", ".weight"): shape
+              for key, (_, shape) in shapes_of(file).items() if not key.startswith(("ema/", "optimizer/"))}
+    ups = {key.removesuffix(".lora_B.weight"): shape for key, shape in shapes.items() if key.endswith(".lora_B.weight")}
+    return {name: (shapes[f"{name}.lora_A.weight"][1], up[0]) for name, up in ups.items()
+            if f"{name}.lora_A.weight" in shapes and "/" not in name}
 
 
 @contextlib.contextmanager
@@ -64,14 +111,14 @@ def make_pipeline(model: str, precision: str, trust_remote_code: bool = False, d
     pipe = load_pipeline(model, concrete(precision, device), trust_remote_code, weights, files, checker=False)
     away = None if memory.encoders == "keep" else "cpu"
     modules = denoisers(pipe)
-    encoders = Encoders(pipe, device, away, modules if host_weights.later(memory) else ())
+    encoders = Encoders(pipe, device, away, modules if memory_options.later(memory) else ())
     if away is not None:
         encoders.attend(pipe)
         pipe.__class__ = placed(type(pipe), device)  # diffusers takes the place of a part that may be away
-    if host_weights.later(memory):
+    if memory_options.later(memory):
         for module in modules.values():
             module.requires_grad_(False)
-        host_weights.place(modules.values(), encoders, device, memory)
+        memory_options.place(modules.values(), encoders, device, memory)
     decode_in_parts(pipe, memory.vae)
     return pipe
 
@@ -94,7 +141,7 @@ def load_tuned(pipe: Any, path: Path, told: bool = True) -> None:
         _load_checkpoint(pipe, path)
     elif checkpoints.holds_edits(path):
         config = config_of(path)
-        edit_policy.over(pipe, path, config.call if config else {}).attach()
+        edits.over(pipe, path, config.call if config else {}).attach()
     elif path.is_file() or (path / LORA_FILE).is_file() or (path / adapters.CONFIG).is_file() or any(
             (path / name / adapters.CONFIG).is_file() for name in modules):
         with _told(path, pipe):
@@ -123,11 +170,11 @@ def load_branches(pipe: Any, path: Path) -> Branches:
 
 def require_weights(path: Path) -> None:
     """Raise UserError, before anything is drawn, if a path has no weights, or a LoRA that is not finite."""
-    known = any((path / name).is_file() for name in (LORA_FILE, edit_networks.FILE))
+    known = any((path / name).is_file() for name in (LORA_FILE, edits.FILE))
     if path.is_file() or checkpoints.is_checkpoint(path) or known or (path / adapters.CONFIG).is_file() or any(
             file for name in (adapters.CONFIG, "config.json") for file in path.glob(f"*/{name}")):
         if (path / LORA_FILE).is_file():
-            finite.require_file(path / LORA_FILE)
+            adapters.require_file(path / LORA_FILE)
         return
     hint = "the run has not finished: --resume it" if (path / "config.yaml").is_file() else \
         "expected a finished run, a folder with a LoRA, or its file"
@@ -164,9 +211,9 @@ def _told(path: Path, pipe: Any) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"{error}{lora_fit.trained_on(path)}") from error
+        raise UserError(f"{error}{trained_on(path)}") from error
     except Exception as error:
         raise UserError(f"{path} does not load into {type(pipe).__name__}: {' '.join(str(error).split())[:200]}"
-                        f"{lora_fit.trained_on(path)}") from None
+                        f"{trained_on(path)}") from None
     finally:
         logging.set_verbosity(level)

@@ -16,8 +16,9 @@ from flowgrpo.methods.setup import Setup, require_compatible
 from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.objectives import references
 from flowgrpo.policies import build, sources
+from flowgrpo.policies.pipelines import attention
 from flowgrpo.policies.pipelines.attention import require_attention
-from flowgrpo.policies.weights import context_parallel, host_weights, sharding
+from flowgrpo.policies.weights import memory_options, sharding
 from flowgrpo.policies.weights.lora_files import require_lora
 from flowgrpo.policies.weights.memory_options import require_package, require_quantiser
 from flowgrpo.starter import FOLDERS
@@ -36,8 +37,8 @@ def checked(config: Config, kind: str, device: str | torch.device) -> Method:
 
 def check(setup: Setup) -> None:
     """Raise UserError for options that conflict with each other, the method or the device."""
-    for each in (require_load, require_init, require_memory, host_weights.require_waiting, sharding.require_shardable,
-                 context_parallel.require_context_parallel, require_sizes, recorded_pairs.check, supervised_term.check):
+    for each in (require_load, require_init, require_memory, memory_options.require_waiting, sharding.require_shardable,
+                 attention.require_context_parallel, require_sizes, recorded_pairs.check, supervised_term.check):
         each(setup)
 
 

@@ -1,14 +1,18 @@
-"""Protocol of policies: what training, rollouts and evaluation read of a pipeline or of a language model."""
+"""Protocol of policies: what training, rollouts and evaluation read of a pipeline or of a language model; and the
+precision of a run whose configuration says `auto`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Generator, Tensor
 
+from flowgrpo.config.schema import Config
+from flowgrpo.device import AUTO, DTYPES, arithmetic, choose
 from flowgrpo.distributed.lockstep import Lockstep
 from flowgrpo.policies.weights.trainable import TrainableWeights
 
@@ -47,3 +51,30 @@ class Policy(Protocol):
 
     def generators(self, seeds: Iterable[int]) -> list[Generator]:
         """Return a generator per seed, on the device on which noise is drawn."""
+
+
+def resolve_precision(config: Config, device: str | torch.device, loaded: Any = None, begun: str | None = None
+           ) -> tuple[Config, str]:
+    """Return the configuration with a precision in place of `auto`, and that precision in words, with the reason.
+
+    loaded: a pipeline, or the tuple of a language model, which keeps its own; begun: the precision in which a resumed
+    run began, which it keeps on another machine too.
+    """
+    if config.precision != AUTO:
+        return config, config.precision
+    chosen, reason = choose(arithmetic(device))
+    present = None if loaded is None else _precision_of(loaded)
+    if present is not None:
+        chosen, reason = present, "that of the loaded model"
+    elif begun is not None:
+        here = "" if begun == chosen else f"; a new run would take {chosen} here: {reason}"
+        chosen, reason = begun, f"as the run began{here}"
+    return config.model_copy(update={"precision": chosen}), f"{chosen} (auto: {reason})"
+
+
+def _precision_of(loaded: Any) -> str | None:
+    """Return the precision of a loaded model; None for a dtype that is no precision of a configuration."""
+    from flowgrpo.policies.pipelines.load import denoisers
+
+    modules = [loaded[0]] if isinstance(loaded, tuple) else list(denoisers(loaded).values())
+    return next((name for name, dtype in DTYPES.items() if modules and modules[0].dtype == dtype), None)

@@ -21,7 +21,7 @@ from flowgrpo.types import CompletionBatch, GroupStatistics, NoisedBatch, Scored
 
 if TYPE_CHECKING:
     from flowgrpo.policies.pipelines.conditioning import Conditioning
-    from flowgrpo.policies.pipelines.edit_networks import Editor
+    from flowgrpo.policies.pipelines.edits import Editor
 
 Replay = Callable[[], Iterator[tuple[int, slice, Scored]]]
 LossInput: TypeAlias = Tensor | Origin | NoisedBatch | CompletionBatch | Seen

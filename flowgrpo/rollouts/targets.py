@@ -28,7 +28,7 @@ from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
 from flowgrpo.types import Scored, required
 
 if TYPE_CHECKING:
-    from flowgrpo.policies.pipelines.edit_networks import Editor
+    from flowgrpo.policies.pipelines.edits import Editor
 
 Replayed = Iterator[tuple[int, slice, Scored]]
 

@@ -21,7 +21,7 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.log import PhaseTimer
 from flowgrpo.policies import build, options
-from flowgrpo.policies.precision import resolve_precision
+from flowgrpo.policies.policy import resolve_precision
 from flowgrpo.rollouts.base import GroupSampler
 from flowgrpo.rollouts.build import make_rollouts
 from flowgrpo.samplers.rollout import Part

@@ -23,7 +23,7 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.methods.setup import Setup
 from flowgrpo.policies.pipelines import encoded_prompts
-from flowgrpo.policies.weights.compiled import blocks
+from flowgrpo.policies.weights.forwards import blocks
 
 SHARES = (0.0, 0.5, 1.0)  # of blocks that recompute, in the order in which they are tried
 MOST = 0.9  # share of the memory that an estimate may fill: kernels have temporary memory

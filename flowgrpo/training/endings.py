@@ -15,7 +15,7 @@ from flowgrpo.distributed.processes import OutOfMemoryElsewhere
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import NotFinite, UserError
 from flowgrpo.evaluation.report import symptoms
-from flowgrpo.policies.weights import finite
+from flowgrpo.policies.weights import adapters
 from flowgrpo.policies.weights.change import UNUSABLE
 from flowgrpo.storage import checkpoint, recovery
 from flowgrpo.storage.places import checkpoints
@@ -93,7 +93,7 @@ def _cause(trainer: Run, folder: Path) -> str:
     pipe: Any = getattr(trainer.policy, "pipe", None)
     parts = pipe.components if pipe is not None else {"model": getattr(trainer.policy, "model", None)}
     for name, part in parts.items():
-        if isinstance(part, torch.nn.Module) and (key := finite.odd({**dict(part.named_parameters()),
+        if isinstance(part, torch.nn.Module) and (key := adapters.odd({**dict(part.named_parameters()),
                                                                      **dict(part.named_buffers())})):
             return f"the model's own {name}.{key} holds NaN or an infinity: load whole weights"
     half = trainer.config.precision

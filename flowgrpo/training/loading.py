@@ -13,7 +13,7 @@ from flowgrpo.methods.method import Method
 from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.validate import substituted
 from flowgrpo.policies import build
-from flowgrpo.policies.pipelines import prompt_lengths
+from flowgrpo.policies.pipelines import padding
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.policy import Policy
 from flowgrpo.policies.weights.low_precision import notice
@@ -59,7 +59,7 @@ def behind(config: Config, method: Method, policy: Policy, prompts: list[Prompt]
     if isinstance(policy, PipelinePolicy):
         yield from hints.of_steps(config, policy.pipe)
     texts = [prompt.text for prompt in prompts]
-    if isinstance(policy, PipelinePolicy) and (line := prompt_lengths.cut(policy.pipe, config.call, texts)):
+    if isinstance(policy, PipelinePolicy) and (line := padding.cut(policy.pipe, config.call, texts)):
         yield line
 
 

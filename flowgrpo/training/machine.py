@@ -13,7 +13,7 @@ from flowgrpo.distributed.processes import make_accelerator
 from flowgrpo.errors import UserError
 from flowgrpo.methods.setup import Setup
 from flowgrpo.policies import build
-from flowgrpo.policies.precision import resolve_precision
+from flowgrpo.policies.policy import resolve_precision
 from flowgrpo.training import run_folder
 
 if TYPE_CHECKING:

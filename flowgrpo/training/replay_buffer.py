@@ -9,14 +9,14 @@ from torch import Tensor
 
 from flowgrpo.advantages.gae import Recall
 from flowgrpo.distributed.processes import Processes
-from flowgrpo.policies.pipelines.edit_networks import prompt_tokens
+from flowgrpo.policies.pipelines.edits import prompt_tokens
 from flowgrpo.rollouts.base import Encoded
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.storage import checkpoint
 
 if TYPE_CHECKING:
     from flowgrpo.policies.pipelines.conditioning import Conditioning
-    from flowgrpo.policies.pipelines.edit_networks import Editor
+    from flowgrpo.policies.pipelines.edits import Editor
 
 
 class Recalling:

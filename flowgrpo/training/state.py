@@ -14,7 +14,7 @@ import torch
 
 from flowgrpo.distributed import shards
 from flowgrpo.errors import UserError
-from flowgrpo.policies.weights import finite
+from flowgrpo.policies.weights import adapters
 from flowgrpo.storage import checkpoint
 from flowgrpo.storage.places import checkpoints
 from flowgrpo.training.run import Run
@@ -84,7 +84,7 @@ def save(trainer: Run, folder: Path, wait: bool = True) -> None:
 def require_finite(trainer: Run, wait: bool = True, epoch: int | None = None) -> None:
     """Raise UserError if trained weights or their moving average are not finite. wait: on any process; all call it."""
     weights = {**trainer.policy.weights.named, **(trainer.optimization.ema or {})}
-    finite.require_saved(weights, trainer.epoch if epoch is None else epoch, trainer.processes.any if wait else bool)
+    adapters.require_saved(weights, trainer.epoch if epoch is None else epoch, trainer.processes.any if wait else bool)
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def _restore(trainer: Run, folder: Path) -> None:
         parameter = owners[name] if room == "optimizer" else None
         taken[room][key] = tensor if parameter is None else shards.like(tensor, parameter)
     for room in ("weights", "ema"):
-        if broken := finite.odd(taken[room]):
+        if broken := adapters.odd(taken[room]):
             raise ValueError(f"{room}/{broken} holds NaN or an infinity")
         for key, tensor in taken[room].items():
             if not tensor.is_floating_point():

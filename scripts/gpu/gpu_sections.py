@@ -44,8 +44,11 @@ from flowgrpo.dry_run import from_configs  # noqa: E402
 from flowgrpo.errors import UserError  # noqa: E402
 from flowgrpo.policies import build  # noqa: E402
 from flowgrpo.policies.weights.checkpointing import checkpoint_blocks  # noqa: E402
-from flowgrpo.policies.weights.compiled import compile_blocks  # noqa: E402
-from flowgrpo.policies.weights.forwards import fuse_norms, without_casts  # noqa: E402
+from flowgrpo.policies.weights.forwards import (  # noqa: E402
+    compile_blocks,  # noqa: E402
+    fuse_norms,
+    without_casts,
+)
 from flowgrpo.policies.weights.low_precision import LOWEST, capability  # noqa: E402
 from flowgrpo.published import named  # noqa: E402
 from flowgrpo.samplers.growth import explore  # noqa: E402

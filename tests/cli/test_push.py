@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from flowgrpo.cli import main
 from flowgrpo.config import load
 from flowgrpo.export import push
-from flowgrpo.policies import hub_folder
+from flowgrpo.policies.hub import fetched, is_lora
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from tests.export.test_export import make_run
 from tests.helpers import stand_in_hub, tiny
@@ -121,10 +121,10 @@ def shared(run, hub, capsys):
 
 
 def test_data_of_a_repository_is_downloaded_once_and_read_offline(shared, trained, capsys, monkeypatch):
-    folder = hub_folder.fetched("hub:me/mine@main")
+    folder = fetched("hub:me/mine@main")
     assert {path.name for path in folder.iterdir()} == {"config.yaml", "metrics.jsonl", LORA_FILE, "summary.json"}
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert hub_folder.fetched("me/mine") == folder
+    assert fetched("me/mine") == folder
     assert capsys.readouterr().err.endswith("no network: me/mine is read from the hub's cache\n")
 
 
@@ -158,11 +158,11 @@ def test_what_cannot_be_loaded_is_one_line(shared, capsys, name, line):
 
 def test_a_repository_of_one_lora_file_and_names_of_files_here(shared, tmp_path, monkeypatch):
     shared.files["them/lora"] = {"style.safetensors": shared.files["me/mine"][LORA_FILE], "README.md": b""}
-    assert hub_folder.fetched("them/lora").name == "style.safetensors"
+    assert fetched("them/lora").name == "style.safetensors"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
-    assert hub_folder.is_lora("them/lora") and not hub_folder.is_lora("runs/lora")
-    assert not hub_folder.is_lora("them/lora.safetensors") and hub_folder.is_lora("hub:runs/lora")
+    assert is_lora("them/lora") and not is_lora("runs/lora")
+    assert not is_lora("them/lora.safetensors") and is_lora("hub:runs/lora")
 
 
 def test_a_run_of_the_hub_executes_nothing_that_it_names(shared, trained, tmp_path, capsys, monkeypatch):

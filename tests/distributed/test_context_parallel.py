@@ -20,8 +20,8 @@ from flowgrpo.distributed import shards
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import measure
-from flowgrpo.policies.weights import context_parallel
-from flowgrpo.policies.weights.context_parallel import require_context_parallel
+from flowgrpo.policies.pipelines import attention
+from flowgrpo.policies.pipelines.attention import require_context_parallel
 from flowgrpo.training import state
 from tests.distributed.test_processes import held
 from tests.distributed.test_split_groups import launch
@@ -202,7 +202,7 @@ def no_plan(folder: Path) -> None:
     for pipe, members, size in [(tiny.sd3(), 2, 8), (wan()[0], 4, 8), (wan()[0], 2, 2)]:
         try:
             with mock.patch("torch.accelerator.device_count", return_value=1):
-                context_parallel.enable([pipe.transformer], members, torch.device("cpu"))
+                attention.enable([pipe.transformer], members, torch.device("cpu"))
             pipe.transformer(torch.ones(1, 4, 1, size, size), torch.ones(1), torch.ones(1, 3, 16), return_dict=False)
         except UserError as error:
             told.append(str(error))

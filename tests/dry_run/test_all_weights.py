@@ -10,7 +10,7 @@ from flowgrpo.dry_run.estimate import dry_run
 from flowgrpo.dry_run.meta_gpu import MetaGPU, Phase
 from flowgrpo.gpus import GPUS
 from flowgrpo.policies.weights import trainable
-from flowgrpo.policies.weights.compiled import blocks
+from flowgrpo.policies.weights.forwards import blocks
 from tests.dry_run.test_estimate import config, model  # noqa: F401
 from tests.helpers import tiny
 

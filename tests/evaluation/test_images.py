@@ -24,7 +24,7 @@ from flowgrpo.evaluation.pages import grid
 from flowgrpo.evaluation.pages.clips import as_image
 from flowgrpo.evaluation.plan import Arm
 from flowgrpo.evaluation.sampler import Pipelines
-from flowgrpo.policies import checkpoints, loading, lora_fit
+from flowgrpo.policies import checkpoints, loading
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE
@@ -240,7 +240,7 @@ def test_a_runs_lora_that_does_not_fit_is_told_before_the_model_is_loaded(tmp_pa
     assert f"{layer}.weight" in tensors
     save_file({key: torch.zeros(48, *value.shape[1:]) if key == f"{layer}.weight" else value
                for key, value in tensors.items()}, file)
-    lora_fit.require_fit(str(model), run)
+    loading.require_fit(str(model), run)
     wrong = {other: f"{run} holds a LoRA of the transformer, which {other} does not have{origin}",
              wide: f"{run} does not fit {wide}: the layer transformer.{layer} of its LoRA is 16 x 16, and 48 x 16 "
                    f"there{origin}"}

@@ -213,7 +213,7 @@ def tensors(content: bytes, folder: Path) -> None:
     from flowgrpo.export import run_lora
     from flowgrpo.export.comfy_names import Place
     from flowgrpo.export.export import _renamed
-    from flowgrpo.policies.pipelines.single_file import _shapes
+    from flowgrpo.policies.pipelines.load import _shapes
     from flowgrpo.policies.weights.lora_files import LORA_FILE
 
     file = written(folder, LORA_FILE, content)
@@ -247,12 +247,12 @@ def lora(case: tuple[str, float], folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from flowgrpo.policies.weights import finite
+    from flowgrpo.policies.weights import adapters
 
     values = torch.full((2, 2), case[1], dtype=torch.float64).to(getattr(torch, case[0]))
     save_file({f"transformer.a.lora_{side}.weight": values.clone() for side in "AB"}, folder / "lora.safetensors")
-    finite.require_file(folder / "lora.safetensors")
-    if not values.is_floating_point() or not values.float().abs().max() <= finite.LARGEST:
+    adapters.require_file(folder / "lora.safetensors")
+    if not values.is_floating_point() or not values.float().abs().max() <= adapters.LARGEST:
         raise Broken(f"{values.dtype} of {case[1]} was read")
 
 

@@ -14,7 +14,7 @@ from flowgrpo.config import load
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import Arithmetic, arithmetic, bf16_speed, choose, drawing, pick_device
 from flowgrpo.policies.pipelines.load import load_pipeline
-from flowgrpo.policies.precision import resolve_precision
+from flowgrpo.policies.policy import resolve_precision
 from flowgrpo.run import run
 from tests.helpers import tiny, tiny_text
 

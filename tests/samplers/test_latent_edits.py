@@ -28,8 +28,7 @@ from flowgrpo.objectives import GaussianKL, actor_critic
 from flowgrpo.objectives.actor_critic import ActorCritic
 from flowgrpo.policies.loading import load_branches, load_tuned
 from flowgrpo.policies.pipelines.conditioning import Conditioning
-from flowgrpo.policies.pipelines.edit_networks import Editor, EditWeights, load_editor, tokens, untokens
-from flowgrpo.policies.pipelines.edit_policy import EditPolicy, attached
+from flowgrpo.policies.pipelines.edits import Editor, EditPolicy, EditWeights, attached, load_editor, tokens, untokens
 from flowgrpo.rollouts import loss_inputs
 from flowgrpo.run import run
 from flowgrpo.samplers import latent_edits

@@ -13,7 +13,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives.actor_critic import ActorCritic
-from flowgrpo.policies.pipelines.edit_networks import Editor
+from flowgrpo.policies.pipelines.edits import Editor
 from flowgrpo.samplers.latent_edits import Edit
 from flowgrpo.training.credit import credit
 from flowgrpo.training.replay_buffer import Recalling

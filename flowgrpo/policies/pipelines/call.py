@@ -26,7 +26,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.conditioning import Conditioning, digest, gathered
 from flowgrpo.policies.pipelines.frames import is_video, rate_of
 from flowgrpo.policies.pipelines.load import denoisers, timed
-from flowgrpo.policies.weights.cpu import FUSED, plain
+from flowgrpo.policies.weights.forwards import FUSED, plain
 from flowgrpo.policies.weights.memory_options import Encoders
 from flowgrpo.samplers.rollout import generators
 from flowgrpo.samplers.scheduler import PolicyScheduler, Segment, StepRecord

@@ -1,14 +1,12 @@
-"""Padding of encoded prompts that differ in length, as a pipeline does it: zeros on the right, and a mask.
-
-A pipeline that pads the prompts of a call to the longest gives a single prompt no padding, and often no mask. So
-prompts are encoded one by one, and padded where a call mixes lengths. `learn` compares this with what the pipeline
-gives for two texts at once. Where that is something else, prompts of different lengths have calls of their own.
+"""Lengths of encoded prompts: padded as a pipeline does it, with zeros on the right and a mask; and the prompts that
+its text encoders do not read to the end.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -19,6 +17,8 @@ Masks: TypeAlias = tuple[tuple[torch.dtype | None, ...], ...]
 
 TEXTS = "a", "a red fox on a green hill, under a sky of many colours"  # of which `learn` learns
 CLOSE = 0.05  # largest relative difference of values encoded together and one by one, in half precision
+LENGTH = "max_sequence_length"  # of a pipeline's call: the limit of its encoders other than CLIP
+UNLIMITED = 10**6  # a tokenizer without a limit states a very large one
 
 
 def learn(encode: Callable[[list[str]], Calls]) -> Masks | None:
@@ -98,3 +98,34 @@ def _close(rows: list[Any], theirs: Any) -> bool:
         return torch.equal(ours, theirs)
     empty = (ours == 0).all(-1)
     return not theirs[empty].any() and bool((ours - theirs).float().norm() <= CLOSE * theirs.float().norm())
+
+
+def limits(pipe: Any, call: dict[str, Any]) -> dict[str, tuple[Any, int]]:
+    """Return the tokenizer and the tokens that are read of a prompt, by component name. call: arguments of calls."""
+    parameter = inspect.signature(pipe.__call__).parameters.get(LENGTH)
+    asked = call.get(LENGTH, parameter.default if parameter is not None else None)
+    limited = {}
+    for name, part in pipe.components.items():
+        if not name.startswith("tokenizer") or not hasattr(part, "model_max_length"):
+            continue
+        most = part.model_max_length
+        if isinstance(asked, int) and "CLIP" not in type(part).__name__:
+            most = asked
+        if most < UNLIMITED:
+            limited[name] = part, most
+    return limited
+
+
+def cut(pipe: Any, call: dict[str, Any], prompts: Iterable[str]) -> str | None:
+    """Return a line on the prompts that are longer than an encoder reads; None if there are none."""
+    texts, longer = list(dict.fromkeys(prompts)), {}
+    for name, (tokenizer, most) in limits(pipe, call).items():
+        # No tokenizer here makes more tokens than bytes, beside its few special ones.
+        candidates = [text for text in texts if len(text.encode()) + tokenizer.num_special_tokens_to_add() > most]
+        if count := sum(len(tokenizer(text, verbose=False).input_ids) > most for text in candidates):
+            longer[f"{count} by the {name} ({most} tokens)"] = count
+    if not longer:
+        return None
+    largest = max(longer.values())
+    verb = "is" if largest == 1 else "are"
+    return f"{largest} of {len(texts)} prompts {verb} longer than an encoder reads: cut are {', '.join(longer)}"

@@ -19,20 +19,18 @@ from flowgrpo.device import DTYPES, ran_out
 from flowgrpo.distributed import lockstep
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.methods.adapted import Adapted
+from flowgrpo.policies.pipelines import attention
 from flowgrpo.policies.pipelines.attention import use_attention
 from flowgrpo.policies.pipelines.call import EncodePrompt, PipelineCall, unlogged, until_set
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.load import modality, trained_modules
 from flowgrpo.policies.pipelines.probes import copies, stay_apart
 from flowgrpo.policies.pipelines.prompt_inputs import SHARED, parted, pictures_of, refused, watch
-from flowgrpo.policies.pipelines.teacher import Teachers
-from flowgrpo.policies.weights import context_parallel, host_weights, sharding
+from flowgrpo.policies.pipelines.rlg import Teachers, guided, inside
+from flowgrpo.policies.weights import memory_options, sharding
 from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recomputed, supported
-from flowgrpo.policies.weights.compiled import compile_blocks
-from flowgrpo.policies.weights.cpu import contiguous_inputs
-from flowgrpo.policies.weights.forwards import fuse_norms, without_casts
+from flowgrpo.policies.weights.forwards import compile_blocks, contiguous_inputs, fuse_norms, without_casts
 from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts
-from flowgrpo.policies.weights.rlg import guided, inside
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers import grids
 from flowgrpo.samplers.rollout import generators
@@ -87,7 +85,7 @@ class PipelinePolicy:
         mesh = sharding.mesh(memory.shard, self.device)
         # Sharded and offloaded weights come to the device block by block, and never as a whole.
         self.encoders = Encoders(pipe, self.device, None if memory.encoders == "keep" else "cpu",
-                                 self.denoisers if mesh is not None or host_weights.later(memory) else ())
+                                 self.denoisers if mesh is not None or memory_options.later(memory) else ())
         decode_in_parts(pipe, memory.vae)
         use_attention(memory.attention, self.denoisers.values())
         for part in (part for part in pipe.components.values() if isinstance(part, torch.nn.Module)):
@@ -102,8 +100,8 @@ class PipelinePolicy:
             driver.casts = adapter is not None and not without_casts(self.weights.layers().values())
         if mesh is not None:
             sharding.place(self.denoisers.values(), mesh, self.device, self.weights, self.dtype)
-        host_weights.place(self.denoisers.values(), self.encoders, self.device, memory, self.weights)
-        context_parallel.enable(self.denoisers.values(), memory.context_parallel, self.device)
+        memory_options.place(self.denoisers.values(), self.encoders, self.device, memory, self.weights)
+        attention.enable(self.denoisers.values(), memory.context_parallel, self.device)
         self.turns = lockstep.Lockstep(self.device, self._accompany) if mesh is not None else None
         self._row: tuple[Conditioning, torch.Tensor, Segment] | None = None  # one that was sampled last, and how
         for module in self.denoisers.values() if compiled else ():
@@ -345,7 +343,7 @@ class PipelinePolicy:
 
     @contextlib.contextmanager
     def guided(self, weight: float) -> Iterator[None]:
-        """Context manager: denoisers return base + weight * (tuned - base), without gradients (RLG, weights/rlg.py).
+        """Context manager: denoisers return base + weight * (tuned - base), without gradients (RLG, `rlg.py`).
 
         Without an adapter the base's weights are copied into place for every call, which is slow. UserError for a
         weight other than 0 and 1 where text encoders are trained: base and tuned model read the same embeddings."""

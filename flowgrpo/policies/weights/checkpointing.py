@@ -18,7 +18,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from flowgrpo.errors import UserError
-from flowgrpo.policies.weights.compiled import blocks
+from flowgrpo.policies.weights.forwards import blocks
 
 Context = Callable[[], contextlib.AbstractContextManager]
 # Classes whose own checkpointing computes other values: Chroma's omits the attention mask.

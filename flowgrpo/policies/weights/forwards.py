@@ -1,11 +1,5 @@
-"""Forwards of a model's layers that start fewer kernels than stock's: LoRA layers and RMS normalisation.
-
-LoRA. peft casts the input of a LoRA in fp32 up to fp32, and autocast casts it down again, for every layer. Autocast
-also lets normalisations answer in fp32, which the stock pipeline does not. Here y = W x + s (x A') B', with A and B
-cast to the dtype of x; their gradients arrive in fp32. A denoiser with frozen weights in that dtype needs no autocast.
-
-RMS normalisation. Those of diffusers and transformers are seven kernels, whose fp32 activations wait for the backward.
-torch's is one each way on a GPU. In fp32 they agree to rounding; in bf16 torch's rounds once, the others twice.
+"""Faster forwards of a model's layers: fewer kernels of LoRA layers and RMS normalisation, block-wise compilation, and
+arithmetic that a CPU does faster. Results differ by rounding alone.
 """
 
 from __future__ import annotations
@@ -17,8 +11,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 ONE_KERNEL = ("cuda", "meta")  # devices whose rms_norm is one kernel; meta stands for a GPU in a dry run
+FUSED = F.scaled_dot_product_attention
+LARGEST = 2**28  # scores of one call; they have to fit in memory; above, the fused kernel's smaller one counts for more
+KINDS = 64  # most graphs per block: one per shape, grad mode, adapter on or off
 
 
 def without_casts(layers: Iterable[Any]) -> bool:
@@ -113,3 +111,55 @@ def _rms_norm(layer: Any, x: torch.Tensor) -> torch.Tensor:
     if layer.weight is not None and layer.weight.dtype != x.dtype:
         return type(layer).forward(layer, x)
     return F.rms_norm(x, x.shape[-1:], layer.weight, _eps(layer))
+
+
+def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+          dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
+          ) -> torch.Tensor:
+    """Return softmax(q k^T * scale + mask) v, [..., N, D], as `F.scaled_dot_product_attention`.
+
+    What it lacks goes there.
+    """
+    size = query.shape[:-1].numel() * key.shape[-2]
+    boolean = attn_mask is not None and attn_mask.dtype == torch.bool
+    if dropout_p or enable_gqa or is_causal or boolean or size > LARGEST:
+        return FUSED(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    scores = (query * (scale or query.shape[-1] ** -0.5)) @ key.transpose(-1, -2)
+    if attn_mask is not None:
+        scores = scores + attn_mask
+    return scores.softmax(-1) @ value
+
+
+def contiguous_inputs(modules: Iterable[torch.nn.Module], device: torch.device) -> None:
+    """Make linear layers on a CPU read contiguous rows, by a hook that copies their input where it is not contiguous.
+
+    One half of a joint attention's output is not. For such an input torch copies the weights once per row of the batch
+    and calls aten::bmm.
+    """
+    for module in modules if device.type == "cpu" else ():
+        for layer in module.modules():
+            if isinstance(layer, torch.nn.Linear):
+                layer.register_forward_pre_hook(_contiguous)
+
+
+def _contiguous(_layer: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(value.contiguous() if isinstance(value, Tensor) else value for value in args)
+
+
+def blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return a denoiser's blocks, the entries of its module lists."""
+    return [block for part in module.children() if isinstance(part, torch.nn.ModuleList) for block in part]
+
+
+def compile_blocks(module: torch.nn.Module, backend: str = "inductor") -> int:
+    """Compile the blocks of a denoiser and return their number; without blocks, compile all of it.
+
+    Nothing is compiled before the first call. `compile_repeated_blocks` of diffusers raises if a class does not name
+    its blocks, as SD3's.
+    """
+    limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
+    setattr(torch._dynamo.config, limit, max(KINDS, getattr(torch._dynamo.config, limit)))
+    parts = blocks(module) or [module]
+    for block in parts:
+        block.compile(backend=backend)
+    return len(parts)

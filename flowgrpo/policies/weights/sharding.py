@@ -26,7 +26,7 @@ from flowgrpo.distributed.shards import is_shard
 from flowgrpo.errors import UserError
 from flowgrpo.methods.setup import Setup, require_compatible
 from flowgrpo.methods.targets import JointDensity, LatentEdits, RewardGradient
-from flowgrpo.policies.weights.compiled import blocks
+from flowgrpo.policies.weights.forwards import blocks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -25,7 +25,7 @@ from flowgrpo.device import DTYPES, drawing
 from flowgrpo.errors import UserError
 from flowgrpo.packages import needed
 from flowgrpo.policies import build, checkpoints
-from flowgrpo.policies.precision import resolve_precision
+from flowgrpo.policies.policy import resolve_precision
 from flowgrpo.policies.weights import adapters
 from flowgrpo.starter import FOLDERS
 from flowgrpo.text.policies.causal_lm import CausalLM

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from flowgrpo.policies.pipelines.call import plain_on_cpu
-from flowgrpo.policies.weights.cpu import FUSED, plain
+from flowgrpo.policies.weights.forwards import FUSED, plain
 
 
 def qkv(requires_grad=False):

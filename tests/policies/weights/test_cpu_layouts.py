@@ -10,7 +10,7 @@ import torch
 from flowgrpo.config.sections import Adapter
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.policies.weights.cpu import contiguous_inputs
+from flowgrpo.policies.weights.forwards import contiguous_inputs
 from flowgrpo.starter import CALL
 
 PROMPTS = ["three red stars", "a ring left of a cross"]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from flowgrpo.cli import main
 from flowgrpo.errors import UserError
-from flowgrpo.policies.weights import finite
+from flowgrpo.policies.weights import adapters
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage import checkpoint, manifest
 from tests.helpers import tiny
@@ -26,16 +26,16 @@ REWARD = "def kind(images, prompts):\n    return images.nan_to_num().mean((1, 2,
 def test_the_first_tensor_that_is_not_finite_is_named(value, name, dtype):
     one = torch.zeros(2, 3).to(dtype)
     last = torch.full((2, 3), min(value, torch.finfo(dtype).max) if value == 3e38 else value).to(dtype)
-    assert finite.odd({"a": one, "whole": torch.ones(2, dtype=torch.int64), "b": last, "c": last}) == name
+    assert adapters.odd({"a": one, "whole": torch.ones(2, dtype=torch.int64), "b": last, "c": last}) == name
 
 
 def test_nothing_is_finite():
-    assert finite.odd({}) is None and finite.odd({"empty": torch.zeros(0), "ids": torch.ones(1).long()}) is None
+    assert adapters.odd({}) is None and adapters.odd({"empty": torch.zeros(0), "ids": torch.ones(1).long()}) is None
 
 
 def test_what_is_broken_on_another_process_is_not_saved():
     with pytest.raises(UserError, match="not finite after epoch 7 .on another process."):
-        finite.require_saved({"a": torch.ones(1)}, 7, lambda flag: True)
+        adapters.require_saved({"a": torch.ones(1)}, 7, lambda flag: True)
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +75,8 @@ def test_a_run_whose_weights_break_keeps_its_good_checkpoints(trained, tmp_path,
     kept = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in kept.iterdir()) == ["epoch-00001", "epoch-00002"]
     for name in ("epoch-00001", "epoch-00002"):
-        assert finite.odd(checkpoint.load(kept / name)[0]) is None and manifest.difference(kept / name) is None
-    assert finite.odd(load_file(tmp_path / "run" / LORA_FILE)) is None  # the result of the two epochs
+        assert adapters.odd(checkpoint.load(kept / name)[0]) is None and manifest.difference(kept / name) is None
+    assert adapters.odd(load_file(tmp_path / "run" / LORA_FILE)) is None  # the result of the two epochs
     assert main([*command, f"--output={tmp_path}", "--resume", "--train.epochs=3"]) == 0
 
 

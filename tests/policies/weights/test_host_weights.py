@@ -19,7 +19,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.policies import loading
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.policies.weights.host_weights import offload, require_waiting
+from flowgrpo.policies.weights.memory_options import offload, require_waiting
 from flowgrpo.run import run
 from tests.helpers import loop, tiny
 from tests.helpers.syncs import META, HostSyncs

@@ -26,7 +26,7 @@ from flowgrpo.policies.pipelines.conditioning import PromptCache
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights import memory_options, trainable
-from flowgrpo.policies.weights.compiled import compile_blocks
+from flowgrpo.policies.weights.forwards import compile_blocks
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.run import run

@@ -22,8 +22,8 @@ from flowgrpo.evaluation.evaluate import evaluate
 from flowgrpo.evaluation.pages import figures, rlg_sweep
 from flowgrpo.policies import loading
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
+from flowgrpo.policies.pipelines.rlg import Branches, blended, guided
 from flowgrpo.policies.weights.lora_files import LORA_FILE
-from flowgrpo.policies.weights.rlg import Branches, blended, guided
 from flowgrpo.policies.weights.trainable import lora_layers
 from flowgrpo.samplers.scheduler import PolicyScheduler, Segment
 from flowgrpo.storage.json_files import finite
