@@ -19,7 +19,7 @@ import numpy as np
 
 from flowgrpo.data.suites import SHIPPED
 from flowgrpo.rewards.geneval.colours import NAMES
-from flowgrpo.rewards.geneval.detections import OBJECTS
+from flowgrpo.rewards.geneval.detectors import OBJECTS
 from flowgrpo.rewards.geneval.rules import RELATIONS
 
 FILE = Path(SHIPPED["geneval_coco"])

@@ -14,9 +14,8 @@ from flowgrpo.escaped import one_line
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.vlm_judge.client import Answer, Endpoint, user
-from flowgrpo.rewards.vlm_judge.judge import LICENCE, Asking, filled
+from flowgrpo.rewards.vlm_judge.judge import LICENCE, Asking, filled, text_part
 from flowgrpo.rewards.vlm_judge.parse import conclusion, objects, refused, yes
-from flowgrpo.rewards.vlm_judge.pictures import text_part
 from flowgrpo.storage import atomic
 from flowgrpo.text.rewards.judge import Tagged
 

@@ -17,12 +17,11 @@ from flowgrpo.data.pictures import CROP, SQUEEZE, fit_of, read_picture
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed
+from flowgrpo.rewards.guards import SIDE, ssim
 from flowgrpo.rewards.preprocessing import grey, tensor_of
-from flowgrpo.rewards.quality import SIDE, ssim
 from flowgrpo.rewards.vlm_judge.client import Answer
-from flowgrpo.rewards.vlm_judge.judge import LICENCE, Asking
+from flowgrpo.rewards.vlm_judge.judge import LICENCE, Asking, sources
 from flowgrpo.rewards.vlm_judge.parse import parser
-from flowgrpo.rewards.vlm_judge.pictures import sources
 
 AXES = ("instruction", "preservation", "quality")
 

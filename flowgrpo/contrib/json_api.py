@@ -36,7 +36,7 @@ from flowgrpo.nouns import counted
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed, TimedOut
 from flowgrpo.rewards.remote.exchange import Later, Service, Unanswered, as_json, environment_key, seconds, side_by_side
-from flowgrpo.rewards.vlm_judge.pictures import ENCODINGS, data_url, spaced
+from flowgrpo.rewards.vlm_judge.judge import ENCODINGS, data_url, spaced
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.statistics import LEAST
-from flowgrpo.rewards import guards, quality
+from flowgrpo.rewards import guards
 from flowgrpo.rewards.preprocessing import eight_bit, grey
 
 SHORT = 256  # pixels of an image's shorter side, to which `structure` scales
@@ -109,10 +109,10 @@ def structure(base: Tensor | list[str], tuned: Tensor | list[str]) -> dict[str, 
     if isinstance(base, list) or isinstance(tuned, list) or base.ndim != 4 or base.shape != tuned.shape:
         return None
     factor = max(1, round(min(base.shape[-2:]) / SHORT))
-    if not len(base) or min(base.shape[-2:]) // factor < quality.SIDE:
+    if not len(base) or min(base.shape[-2:]) // factor < guards.SIDE:
         return None
     pairs = ((_small(one, factor), _small(other, factor)) for one, other in zip(base, tuned))
-    return {"ssim": sum(quality.ssim(one, other).mean().item() for one, other in pairs) / len(base),
+    return {"ssim": sum(guards.ssim(one, other).mean().item() for one, other in pairs) / len(base),
             "images": len(base)}
 
 

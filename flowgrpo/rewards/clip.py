@@ -1,7 +1,5 @@
-"""CLIP (2103.00020) as a reward, by models of open_clip.
-
-CLIPScore (Hessel et al. 2021, 2104.08718): similarity of a picture and its prompt. CLIP-I (DreamBooth, 2208.12242):
-similarity of a picture and the subject of another one.
+"""CLIP (2103.00020) as a reward: similarity to the prompt, LAION's aesthetic predictors on its embedding, and models of
+human preference that were tuned from it: PickScore (2305.01569) and HPSv2 (2306.09341).
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.log import unlogged
 from flowgrpo.packages import needed
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.local_model import LocalModel, loading
+from flowgrpo.rewards.local_model import Head, LocalModel, fill, loading, pretrained, tensors
 from flowgrpo.rewards.preprocessing import Preparation, read_tensor, straight
 
 SCORES = ("clipscore", "cosine")
@@ -191,3 +189,180 @@ def _read(path: str) -> Tensor:
         return read_tensor(path)
     except UserError as error:
         raise UserError(f"reward 'subject_score': {error}") from None
+
+
+@dataclass(frozen=True)
+class Aesthetic(LocalModel):
+    """LAION's aesthetic score, trained on ratings from 1 to 10: a head on an image's normalised CLIP embedding.
+
+    Pictures are prepared by transformers' rules, as in DDPO and Flow-GRPO.
+
+    head: a file, or `owner/name/file` on the hub. The default is the improved predictor (a perceptron, the file
+    sac+logos+ava1-l14-linearMSE.pth of its repository); the linear heads of the first (sa_0_4_vit_l_14_linear.pth and
+    others) are recognised by their tensors.
+    model: the CLIP model that the head was trained on, a folder or hub id.
+    revision, head_revision: of the hub.
+    parts: CLIP model with projection and head, ready-made. dtype (fp32; the head's is always), device and batch_size
+    (32): as in `LocalModel`.
+    Raises UserError if the weights are unavailable or do not fit.
+    """
+
+    model: str = "openai/clip-vit-large-patch14"
+    revision: str | None = None
+    head: str = "trl-lib/ddpo-aesthetic-predictor/aesthetic-model.pth"
+    head_revision: str | None = None
+    reward, parameters = "aesthetic", 428e6
+    differentiable = True
+    about = About(modality="image", range=(None, None), needs="", licence="Apache-2.0, MIT weights")
+
+    def _loaded(self) -> tuple[Any, Any]:
+        from transformers import CLIPVisionModelWithProjection
+
+        head = made("aesthetic", tensors("aesthetic", self.head, self.head_revision, "head"), self.head)
+        encoder = pretrained("aesthetic", CLIPVisionModelWithProjection, self.model, self.revision, "model")
+        width, taken = encoder.visual_projection.out_features, next(head.parameters()).shape[1]
+        if width != taken:
+            raise UserError(f"reward 'aesthetic': {self.model} gives {width} numbers, but the head {self.head} takes "
+                            f"{taken}: give the model that it was trained on")
+        return encoder, head
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        return self.batched(self._scores, images, prompts)
+
+    def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
+        encoder, head = self.models
+        pictures = Preparation(encoder.config.image_size, crop="transformers")(images.to(self.device))
+        embeddings = encoder(pixel_values=pictures.to(self.float_type)).image_embeds.float()
+        return head(embeddings / embeddings.norm(dim=-1, keepdim=True))[:, 0]
+
+
+def made(reward: str, state: dict[str, Tensor], where: str) -> torch.nn.Module:
+    """Return the head of a checkpoint: a perceptron (`layers.0.weight` and so on) or a linear one (`weight`)."""
+    state = {key.removeprefix("layers."): value for key, value in state.items()}
+    first = state.get("0.weight", state.get("weight"))
+    if first is None:
+        raise UserError(f"reward {reward!r}: {where} has {', '.join(list(state)[:3]) or 'nothing'}, expected the "
+                        "tensors of a perceptron (layers.0.weight) or of a linear head (weight, bias)")
+    if "0.weight" in state:
+        head = perceptron(first.shape[1])
+    else:
+        head, state = Head(torch.nn.Linear(first.shape[1], 1)), {f"0.{key}": value for key, value in state.items()}
+    fill(reward, head, state, where)
+    return head
+
+
+HIDDEN = (1024, 128, 64, 16)  # widths of the perceptron shared by the aesthetic predictor and ImageReward
+
+
+def perceptron(width: int) -> Head:
+    """Build the head of the aesthetic predictor and of ImageReward: linear layers in sequence, without activations.
+
+    Their trainings had dropout at 1, 3 and 5; the numbers of the layers are those of their checkpoints.
+    """
+    from torch.nn import Identity, Linear
+
+    widths = (width, *HIDDEN, 1)
+    layers = [Linear(*pair) for pair in zip(widths, widths[1:])]
+    return Head(layers[0], Identity(), layers[1], Identity(), layers[2], Identity(), *layers[3:])
+
+
+@dataclass(frozen=True)
+class PickScore(LocalModel):
+    """PickScore: the model's logit scale (100) times the cosine of image and prompt, around 15 to 25.
+
+    This is the score of the paper and of its tables. Flow-GRPO trains with a 26th of it, so that it is near 1 like
+    other rewards: `args: {divide: 26}`.
+
+    model, revision: a CLIP model of transformers, a folder or hub id. tokenizer: the same.
+    parts: model and tokenizer, ready-made. dtype (fp32), device and batch_size (32): as in `LocalModel`.
+    Raises UserError if the weights are unavailable.
+    """
+
+    model: str = "yuvalkirstain/PickScore_v1"
+    revision: str | None = None
+    tokenizer: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+    divide: float = 1.0
+    reward, parameters = "pickscore", 986e6
+    differentiable = True
+    about = About(modality="image", range=(None, None), needs="", licence="Apache-2.0, MIT weights")
+
+    def __post_init__(self) -> None:
+        if not self.divide > 0:
+            raise UserError(f"reward 'pickscore': divide is {self.divide}, expected a number above 0")
+        super().__post_init__()
+
+    def _loaded(self) -> tuple[Any, Any]:
+        from transformers import AutoTokenizer, CLIPModel
+
+        return (pretrained("pickscore", CLIPModel, self.model, self.revision, "model"),
+                pretrained("pickscore", AutoTokenizer, self.tokenizer, None, "tokenizer"))
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        return self.batched(self._scores, images, prompts) / self.divide
+
+    def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
+        model, tokenizer = self.models
+        longest, size = model.config.text_config.max_position_embeddings, model.config.vision_config.image_size
+        texts = tokenizer(prompts, padding=True, truncation=True, max_length=longest, return_tensors="pt")
+        texts, prepare = texts.to(self.device), Preparation(size, crop="transformers")
+        outputs = model(input_ids=texts.input_ids, attention_mask=texts.attention_mask,
+                        pixel_values=prepare(images.to(self.device)).to(self.float_type))
+        return model.logit_scale.float().exp() * (outputs.image_embeds.float() * outputs.text_embeds.float()).sum(-1)
+
+
+@dataclass(frozen=True)
+class HpsV2(LocalModel):
+    """HPSv2.1: the cosine of image and prompt, around 0.2 to 0.35; tables print it times 100.
+
+    The whole picture is scaled to 224 pixels and padded with black; nothing is cropped. As in the release
+    (ResizeMaxSize of its open_clip/transform.py) floats are scaled, neither rounded nor clamped: edges overshoot.
+
+    antialias: false scales without a filter, as the release did with torchvision before 0.17, on which tables of 2023
+    were made: up to 200 of 255 levels away at sharp edges.
+    checkpoint: a file, or `owner/name/file` on the hub. revision: of the hub.
+    model: the architecture's name in open_clip.
+    parts: model and tokenizer, ready-made. dtype (fp32), device and batch_size (32): as in `LocalModel`.
+    Raises UserError if open_clip or the checkpoint is missing.
+    """
+
+    checkpoint: str = "xswu/HPSv2/HPS_v2.1_compressed.pt"
+    revision: str | None = None
+    model: str = "ViT-H-14"
+    antialias: bool = True
+    reward, parameters = "hpsv2.1", 986e6
+    differentiable = True
+    about = About(modality="image", range=(-1, 1), needs="clip", licence="Apache-2.0")
+
+    def _require(self, parts: tuple[Any, ...]) -> None:
+        wanted(parts[0], self.reward)
+
+    @cached_property
+    def prepare(self) -> Preparation:
+        """Preprocessing of the model's pictures."""
+        return Preparation(wanted(self.models[0], self.reward).size, "longest",
+                           scaling="floats" if self.antialias else "unfiltered")
+
+    def _loaded(self) -> tuple[Any, Any]:
+        open_clip = needed("open_clip", "clip", f"reward {self.reward!r}")
+        state = tensors(self.reward, self.checkpoint, self.revision, "checkpoint")
+        model = open_clip.create_model(self.model, pretrained=None)
+        fill(self.reward, model, state, self.checkpoint)
+        return model, open_clip.get_tokenizer(self.model)
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        return self.batched(self._cosines, images, prompts)
+
+    def _cosines(self, images: Tensor, prompts: list[str]) -> Tensor:
+        model, tokenizer = self.models
+        return cosines(model, tokenizer, self.prepare(images.to(self.device)).to(self.float_type), prompts)
+
+
+@dataclass(frozen=True)
+class HpsV20(HpsV2):
+    """HPSv2.0: as HPSv2.1, by the weights of the paper (2306.09341).
+
+    Arguments: as in `HpsV2`.
+    """
+
+    checkpoint: str = "xswu/HPSv2/HPS_v2_compressed.pt"
+    reward = "hpsv2.0"

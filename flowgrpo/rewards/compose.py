@@ -1,4 +1,6 @@
-"""Composition of a recipe's rewards: each with its rule, made once before a run."""
+"""Composition of a recipe's rewards: each with its rule, made once before a run; and transforms of one reward's scores
+before comparison: [P, G] to [P, G], P groups of G samples.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from flowgrpo.config.reward_rules import Limit, Retry, Transform, WatchRule
+from flowgrpo.config.reward_rules import (
+    Band,
+    Budget,
+    Change,
+    Clip,
+    Limit,
+    Retry,
+    Stretch,
+    Threshold,
+    Transform,
+    WatchRule,
+    value_at,
+)
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.nouns import counted
-from flowgrpo.rewards import transforms
 from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.find import find
+from flowgrpo.rewards.local_model import Placement, leave
 from flowgrpo.rewards.pairwise import sees_groups
-from flowgrpo.rewards.placement import Placement, leave
 from flowgrpo.rewards.reward import EPOCH, LATENTS, MEMORY, POLICY, Batch, Function, Reward, as_reward, inside, named
 from flowgrpo.rewards.wrap import Scores, labelled, ready
 
@@ -21,6 +34,64 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FACTS = ("judges", "unit", "reads", "differentiable", "parts", "about")
+
+
+def apply_transform(transform: str | Clip | Threshold | Stretch | Band | Budget, scores: Tensor,
+                    progress: float = 0.0) -> Tensor:
+    """Apply one transform of a recipe. progress: share of the run, 0 in the first epoch and 1 in the last."""
+    def bounds(pair: tuple[float | Change, float | Change]) -> tuple[float, float]:
+        return value_at(pair[0], progress), value_at(pair[1], progress)
+
+    if isinstance(transform, Clip):
+        return scores.clamp(*bounds(transform.clip))
+    if isinstance(transform, Threshold):
+        return threshold(scores, value_at(transform.threshold, progress))
+    if isinstance(transform, Stretch):
+        return stretch(scores, *bounds(transform.stretch))
+    if isinstance(transform, Band):
+        return band(scores, *bounds(transform.band), transform.margin)
+    if isinstance(transform, Budget):
+        most = value_at(transform.budget, progress)
+        return band(scores, -float("inf"), most, most)
+    return {"log": log, "rank": rank}[transform](scores)
+
+
+def log(scores: Tensor) -> Tensor:
+    """Return the natural logarithm.
+    Raises ValueError for a score that is not above 0."""
+    if (scores <= 0).any():
+        raise ValueError(f"log of the score {scores[scores <= 0].min().item():g}, expected above 0: put a clip such as "
+                         "{clip: [0.001, 1]} before it")
+    return scores.log()
+
+
+def threshold(scores: Tensor, least: float) -> Tensor:
+    """Return 1 where a score is at least `least`, else 0."""
+    return (scores >= least).to(scores).masked_fill(scores.isnan(), float("nan"))
+
+
+def stretch(scores: Tensor, low: float, high: float) -> Tensor:
+    """Return 0 up to `low`, 1 from `high` on, linear between."""
+    return ((scores - low) / (high - low)).clamp(0, 1)
+
+
+def band(scores: Tensor, low: float, high: float, margin: float) -> Tensor:
+    """Return 1 within [low, high], falling linearly to 0 at a distance of `margin`; a margin of 0 is a step."""
+    beyond = (low - scores).maximum(scores - high).clamp(min=0)
+    return (1 - beyond / margin).clamp(min=0) if margin else (beyond == 0).to(scores).masked_fill(
+        scores.isnan(), float("nan"))
+
+
+def rank(scores: Tensor) -> Tensor:
+    """Return each sample's rank in its group: 0 the lowest, 1 the highest, evenly spaced, ties at their mean rank.
+
+    A sample that is alone with a score gets 1/2, and so does one in a group of equal scores.
+    """
+    value, other = scores[..., :, None], scores[..., None, :]
+    below, equal = (other < value).sum(-1), (other == value).sum(-1) - 1
+    others = (~scores.isnan()).sum(-1, keepdim=True) - 1
+    places = (below + equal / 2).to(scores) / others.clamp(min=1)
+    return places.masked_fill(others == 0, 0.5).masked_fill(scores.isnan(), float("nan"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,7 +274,7 @@ def transformed(rewards: Mapping[str, object], scores: Tensor, progress: float =
         label, reward = named[column % len(named)]
         try:
             for transform in transforms_of(reward):
-                scores[..., column] = transforms.apply(transform, scores[..., column], progress)
+                scores[..., column] = apply_transform(transform, scores[..., column], progress)
         except ValueError as error:
             raise UserError(f"reward {label!r}: {error}") from None
     return scores

@@ -1,26 +1,29 @@
-"""Guards against reward hacking: small rewards that fall when a model exploits the main one.
-
-    reward: {pickscore: 1.0, diversity: 0.1, grid_artefacts: 0.2, over_saturation: 0.2}
-
-The penalties are 0 for a sound picture and at least -1.
+"""Guards against reward hacking: small rewards that fall when a model exploits the main one, safety (safe for work)
+among them; and measures of a picture without a model: compressibility, sharpness, SSIM of two.
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flowgrpo.data.client_files import require_open
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import About
-from flowgrpo.rewards.preprocessing import grey, read_tensor
+from flowgrpo.rewards.about import About, described
+from flowgrpo.rewards.local_model import LocalModel, pretrained
+from flowgrpo.rewards.preprocessing import eight_bit, grey, read_tensor
 
 LICENCE = "Apache-2.0"
 SMALL = 16  # side of the miniatures of `pixels`
+QUALITY = 95
+SIDE, DEVIATION = 11, 1.5  # pixels of SSIM's Gaussian window
+STEADY = 0.01**2, 0.03**2  # SSIM's constants, for values in [0, 1]
 
 
 def pixels(images: Tensor) -> Tensor:
@@ -189,3 +192,89 @@ class OverSaturation:
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         chroma = images.amax(-3) - images.amin(-3)
         return -(chroma - self.limit).clamp(min=0).mean((-2, -1)) / (1 - self.limit)
+
+
+def kilobytes(images: Tensor) -> list[float]:
+    """Return the size of each picture as a JPEG, in kilobytes."""
+    from PIL import Image
+
+    sizes = []
+    for picture in eight_bit(images):
+        kept = io.BytesIO()
+        Image.fromarray(picture).save(kept, "JPEG", quality=QUALITY)
+        sizes.append(kept.tell() / 1000)
+    return sizes
+
+
+@described(About(modality="image", range=(None, 0), needs="", licence="Apache-2.0"))
+def jpeg_compressibility(images: Tensor, prompts: Sequence[str]) -> list[float]:
+    """Minus the size of an image as a JPEG of quality 95, in kilobytes (DDPO)."""
+    return [-size for size in kilobytes(images)]
+
+
+@described(About(modality="image", range=(0, None), needs="", licence="Apache-2.0"))
+def jpeg_incompressibility(images: Tensor, prompts: Sequence[str]) -> list[float]:
+    """Size of an image as a JPEG of quality 95, in kilobytes (DDPO)."""
+    return kilobytes(images)
+
+
+@described(About(modality="image", range=(0, None), needs="", licence="Apache-2.0"))
+def sharpness(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Variance of the Laplacian of an image's luminance, in [0, 1], without its outermost pixels."""
+    light = grey(images)
+    if min(light.shape[-2:]) < 3:
+        raise UserError(f"reward 'sharpness': got images of {light.shape[-1]} x {light.shape[-2]} pixels, expected "
+                        "3 x 3 or more")
+    inside = light[..., 1:-1, 1:-1]
+    around = light[..., :-2, 1:-1] + light[..., 2:, 1:-1] + light[..., 1:-1, :-2] + light[..., 1:-1, 2:]
+    return (around - 4 * inside).flatten(-2).var(-1, correction=0)
+
+
+def ssim(one: Tensor, two: Tensor) -> Tensor:
+    """Return SSIM at each place of two luminances [H, W] in [0, 1] that the window fits into: [H-10, W-10]."""
+    places = torch.arange(SIDE, dtype=one.dtype) - SIDE // 2
+    line = torch.exp(-places.square() / (2 * DEVIATION**2))
+    window = (line[:, None] * line / line.sum() ** 2)[None, None]
+    maps = torch.stack([one, two, one * one, two * two, one * two])[:, None]
+    mean, other, square, other_square, product = F.conv2d(maps, window)[:, 0]
+    variance, other_variance, covariance = square - mean**2, other_square - other**2, product - mean * other
+    light, contrast = STEADY
+    return ((2 * mean * other + light) * (2 * covariance + contrast)
+            / ((mean**2 + other**2 + light) * (variance + other_variance + contrast)))
+
+
+@dataclass(frozen=True, eq=False)
+class Safety(LocalModel):
+    """Probability that an image is safe: 1 minus that of the classes `unsafe`.
+
+    model: a folder or a hub id of an image classifier. revision: of a hub id. unsafe: names of classes.
+    dtype (fp32), device and batch_size (32): as in `LocalModel`.
+    Raises UserError if the weights are unavailable, and for a classifier without these classes (names, in any case).
+    """
+
+    model: str = "Falconsai/nsfw_image_detection"
+    revision: str | None = None
+    unsafe: Sequence[str] = ("nsfw",)
+    reward, parameters = "safety", 86e6
+    about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0")
+
+    def _loaded(self) -> tuple[Any, Any, list[int]]:
+        from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+        classifier = pretrained("safety", AutoModelForImageClassification, self.model, self.revision, "model")
+        processor = pretrained("safety", AutoImageProcessor, self.model, self.revision, "model")
+        labels, unsafe = classifier.config.id2label, {name.lower() for name in self.unsafe}
+        rows = [row for row, label in labels.items() if label.lower() in unsafe]
+        if len(rows) != len(unsafe):
+            raise UserError(f"reward 'safety': unsafe is {', '.join(self.unsafe)}, but the classes of {self.model!r} "
+                            f"are {', '.join(labels.values())}")
+        return classifier, processor, rows
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        return self.batched(self._safe, images, prompts)
+
+    def _safe(self, images: Tensor, prompts: list[str]) -> Tensor:
+        classifier, processor, rows = self.models
+        inputs = processor(images=list(eight_bit(images)), return_tensors="pt", input_data_format="channels_last")
+        logits = classifier(pixel_values=inputs.pixel_values.to(self.device, self.float_type)).logits.float()
+        return 1 - logits.softmax(-1)[:, rows].sum(-1)

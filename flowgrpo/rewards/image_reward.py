@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.aesthetic import perceptron
+from flowgrpo.rewards.clip import perceptron
 from flowgrpo.rewards.local_model import LocalModel, fill, pretrained, tensors
 from flowgrpo.rewards.preprocessing import Preparation
 

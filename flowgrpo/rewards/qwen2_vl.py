@@ -1,24 +1,44 @@
-"""Qwen2-VL as a reward model: it reads one image or video and an instruction, and a head reads its states at marks.
-
-HPSv3 and VideoAlign are made so. As in both releases, positions simply count up, also over the tokens of what is shown:
-Qwen2-VL's own positions by row and column give other scores.
+"""Qwen2-VL as a reward model: it reads an image or video and an instruction, and a head reads its states at marks.
+HPSv3 (2508.03789) is human preference of images; VideoReward (VideoAlign, 2501.13918) judges a video's visual quality,
+motion and text alignment.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import json
+import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flowgrpo.rewards.local_model import pretrained
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import About
+from flowgrpo.rewards.local_model import Head, LocalModel, fill, from_hub, loading, pretrained, tensors
+from flowgrpo.rewards.preprocessing import resized
+from flowgrpo.rewards.released_text import strings, texts
 
 PROMPT = "{text_prompt}"  # in an instruction
 # The releases' names (before and after transformers 4.52) and those of Qwen2VLModel.
 NAMES = ((r"^model\.(?=visual\.|language_model\.)", ""), (r"^model\.", "language_model."), (r"^rm_head\.", "rm_head."),
          (r"^visual\.", "visual."))
+AREA = 256 * 28 * 28  # approximate pixels of every scaled picture: 448 by 448 for a square
+MARK = "<|Reward|>"
+AXES = ("VQ", "MQ", "TA")
+MARKS = tuple(f"<|{axis}_reward|>" for axis in AXES)
+LEAST, MOST = 128 * 28 * 28, 448 * 448  # pixels of a scaled frame
+FEWEST, LONGEST = 4, 768  # frames
+USUAL = 16.0  # frames per second of clips whose rate is not known
+CONSTANTS = {"VQ_mean": 3.6757, "VQ_std": 2.2476, "MQ_mean": 1.1646, "MQ_std": 1.3811, "TA_mean": 2.8105,
+             "TA_std": 2.5121}
+FIX = "give the folder of KwaiVGI/VideoReward as args: {model: FOLDER}"
 
 
 def base(reward: str, name: str, option: str, marks: Sequence[str]) -> tuple[Any, Any]:
@@ -91,3 +111,235 @@ def assembled(config: Any, state: dict[str, Tensor], dtype: torch.dtype) -> nn.M
     if wrong := {*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]}:
         raise ValueError(f"missing or unknown: {', '.join(map(str, sorted(wrong, key=str)[:3]))}")
     return model
+
+
+@dataclass(frozen=True)
+class HpsV3(LocalModel):
+    """HPSv3: mean preference for an image given its prompt, around -5 to 15.
+
+    The weights were trained on one instruction. It is read from the source of the package hpsv3, which is never run
+    (`pip install --no-deps hpsv3`: its requirements are old), or from a text file.
+
+    instruction: that file, with {text_prompt} for the prompt and one <|Reward|>.
+    checkpoint: a file, or `owner/name/file` on the hub. revision: of the hub.
+    model: configuration and processor of Qwen2-VL-7B, a folder or hub id.
+    dtype (bf16; fp32 of the head), device and batch_size (4): as in `LocalModel`.
+    Raises UserError if the weights, the instruction or one of its marks are missing.
+    """
+
+    checkpoint: str = "MizzenAI/HPSv3/HPSv3.safetensors"
+    revision: str | None = None
+    model: str = "Qwen/Qwen2-VL-7B-Instruct"
+    hpsv3_instruction: str | None = None
+    dtype: str = field(default="bf16", kw_only=True)
+    batch_size: int = field(default=4, kw_only=True)
+    text: str = field(init=False, repr=False)
+    reward, parameters = "hpsv3", 8.29e9
+    differentiable = True
+    about = About(modality="image", range=(None, None), needs="hpsv3", licence="Apache-2.0, MIT weights")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", hpsv3_instruction(self.instruction))
+        super().__post_init__()
+
+    def _loaded(self) -> tuple[Any, nn.Module, Any]:
+        state = renamed(tensors("hpsv3", self.checkpoint, self.revision, "checkpoint"))
+        config, processor = base("hpsv3", self.model, "model", [MARK])
+        with loading(f"reward 'hpsv3': {self.checkpoint}", "give the checkpoint that was made for this reward"):
+            head = ranking_head(state)
+            return assembled(config, state, self.float_type), head, processor
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        return self.batched(self._scores, images, prompts)
+
+    def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
+        model, head, processor = self.models
+        pictures = resized(images.to(self.device), sides(*images.shape[-2:]))
+        pictures = pictures if pictures.requires_grad else pictures.to(torch.uint8)
+        seen = processor.image_processor(images=list(pictures), do_resize=False, return_tensors="pt").to(self.device)
+        shown = model.visual(seen.pixel_values.to(model.dtype), grid_thw=seen.image_grid_thw).pooler_output
+        messages = [message(processor, "image", self.text, prompt, len(shown) // len(prompts))
+                    for prompt in prompts]
+        return head(states(model, processor, "image", messages, shown, [MARK]).float())[:, 0]
+
+
+def sides(height: int, width: int) -> tuple[int, int]:
+    """Return height and width near AREA, in steps of two patches, as Qwen2-VL's resizing does."""
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+    return smart_resize(height, width, factor=28, min_pixels=AREA, max_pixels=AREA)
+
+
+def hpsv3_instruction(file: str | None) -> str:
+    """Return the instruction in a file; None: the one in the source of the package hpsv3, which is read and not run."""
+    if file is None:
+        spec = importlib.util.find_spec("hpsv3")
+        if spec is None:
+            raise UserError("reward 'hpsv3' needs the instruction of its weights: pip install --no-deps hpsv3, or "
+                            "give it as args: {instruction: FILE}")
+        assert spec.submodule_search_locations is not None  # hpsv3 is a package
+        source = Path(spec.submodule_search_locations[0], "dataset", "data_collator_qwen.py")
+        with loading(f"reward 'hpsv3': the instruction in {source}", "give it as args: {instruction: FILE}"):
+            said = {node.targets[0].id: ast.literal_eval(node.value)  # type: ignore[attr-defined]  # plain names
+                    for node in ast.parse(source.read_text(encoding="utf-8")).body
+                    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)}
+            return said["INSTRUCTION"] + said["prompt_with_special_token"]
+    with loading(f"reward 'hpsv3': {file}", "give a text file as args: {instruction: FILE}"):
+        text = Path(file).read_text(encoding="utf-8")
+    if text.count(MARK) != 1 or PROMPT not in text:
+        raise UserError(f"reward 'hpsv3': {file} has {text.count(MARK)} times {MARK} and {text.count(PROMPT)} times "
+                        f"{PROMPT}, expected one and at least one")
+    return text
+
+
+def ranking_head(state: dict[str, Tensor]) -> nn.Module:
+    """Return the head of a checkpoint, whose tensors are taken out of `state`."""
+    width = state["language_model.embed_tokens.weight"].shape[1]
+    head = Head(nn.Linear(width, 1024), nn.ReLU(), nn.Identity(), nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2))
+    of_head = [key for key in state if key.startswith("rm_head.")]
+    fill("hpsv3", head, {key.removeprefix("rm_head."): state.pop(key).float() for key in of_head}, "the head")
+    return head
+
+
+@dataclass(frozen=True)
+class VideoReward(LocalModel):
+    """VideoReward: weighted sum of a video's visual quality, motion quality and text alignment, each around -3 to 3.
+
+    The weights were trained on one instruction, DETAILED_PROMPT_WITH_SPECIAL_TOKEN of the release's prompt_template.py
+    (MIT, KwaiVGI/VideoAlign). `flowgrpo reward fetch videoalign` copies it, word for word.
+
+    instruction: None for the fetched one; that file, which is read and never run; or a text file with {text_prompt}
+    and the three marks.
+    axes: weights of VQ, MQ and TA; an axis that is not named has none.
+    model: the release, a folder or hub id, with model_config.json and checkpoint-*/model.safetensors or model.pth.
+    base: configuration and processor of Qwen2-VL-2B, a folder or hub id.
+    fps: frames per second of the clips; None: those that the model makes (16 where that is not known).
+    dtype (bf16; fp32 of the head), device and batch_size (2 clips): as in `LocalModel`.
+    Raises UserError if the weights, the instruction or one of its marks are missing.
+    """
+
+    instruction: str | None = None
+    axes: dict[str, float] = field(default_factory=lambda: dict.fromkeys(AXES, 1.0))
+    model: str = "KwaiVGI/VideoReward"
+    base: str = "Qwen/Qwen2-VL-2B-Instruct"
+    fps: float | None = None
+    dtype: str = field(default="bf16", kw_only=True)
+    batch_size: int = field(default=2, kw_only=True)
+    text: str = field(init=False, repr=False)
+    reward, parameters = "videoalign", 2.21e9
+    about = About(modality="video", range=(None, None), needs="", licence="Apache-2.0")
+
+    def __post_init__(self) -> None:
+        if not self.axes or not set(self.axes) <= set(AXES) or not (self.fps is None or self.fps > 0):
+            raise UserError(f"reward 'videoalign': axes is {self.axes} and fps {self.fps}, expected weights of "
+                            f"{', '.join(AXES)} and a number above 0, or None")
+        object.__setattr__(self, "text", instruction(self.instruction))
+        super().__post_init__()
+
+    def _loaded(self) -> tuple[Any, nn.Module, Any, dict[str, float]]:
+        with loading(f"reward 'videoalign': {self.model}", FIX, self.model):
+            file, weights = files(self.model)
+            released = json.loads(file.read_text(encoding="utf-8"))
+        config, processor = base("videoalign", self.base, "base", MARKS)
+        state = tensors("videoalign", str(weights), None, "model")
+        with loading(f"reward 'videoalign': {weights}", FIX):
+            state = renamed(merged(state, released["peft_lora_config"]))
+            head = linear_head(state)
+            model = assembled(config, state, self.float_type)
+        return model, head, processor, CONSTANTS | (released.get("inference_config") or {})
+
+    def __call__(self, videos: Tensor, prompts: Sequence[str], fps: float | None = None) -> Tensor:
+        return self.batched(partial(self._scores, fps=fps), videos, prompts)
+
+    def _scores(self, videos: Tensor, prompts: list[str], fps: float | None) -> Tensor:
+        constants = self.models[-1]
+        raw = self.scores(videos, prompts, fps)
+        return sum((weight * (raw[:, AXES.index(axis)] - constants[f"{axis}_mean"]) / constants[f"{axis}_std"]
+                    for axis, weight in self.axes.items()), torch.zeros(len(raw), device=raw.device))
+
+    @torch.no_grad()
+    def scores(self, videos: Tensor, prompts: list[str], fps: float | None = None) -> Tensor:
+        """Return the head's values [B, 3] of clips [B, F, 3, H, W] in [0, 1], before the constants. fps: of the clips.
+        Raises UserError for clips of one frame."""
+        model, head, processor, _ = self.models
+        seen = self._seen(videos, fps)
+        shown = model.visual(seen.pixel_values_videos.to(model.dtype), grid_thw=seen.video_grid_thw).pooler_output
+        messages = [message(processor, "video", self.text, prompt, len(shown) // len(prompts))
+                    for prompt in prompts]
+        hidden = states(model, processor, "video", messages, shown, MARKS)
+        values = head(hidden.float()).unflatten(0, (len(prompts), len(AXES)))
+        return values.diagonal(dim1=1, dim2=2) if values.shape[-1] == len(AXES) else values[..., 0]
+
+    def _seen(self, videos: Tensor, fps: float | None = None) -> Any:
+        """Return Qwen2-VL's patches of clips."""
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+        frames = videos[:, looked_at(videos.shape[1], self.fps or fps or USUAL)]
+        height, width = videos.shape[-2:]
+        sides = smart_resize(height, width, factor=28, min_pixels=LEAST, max_pixels=MOST)
+        pictures = resized(frames.to(self.device).flatten(0, 1), sides, "bytes")
+        pictures = pictures.to(torch.uint8).unflatten(0, frames.shape[:2])
+        process = self.models[2].video_processor
+        return process(videos=list(pictures), do_resize=False, do_sample_frames=False, return_tensors="pt"
+                       ).to(self.device)
+
+
+def looked_at(count: int, fps: float) -> list[int]:
+    """Return the frames of a clip of `count` frames that are seen: 2 a second, evenly spread, an even number.
+    Raises UserError for fewer than two frames."""
+    if count < 2:
+        raise UserError("reward 'videoalign': got clips of one frame, expected at least two")
+    most = min(LONGEST, count) // 2 * 2
+    number = 2 * round(min(max(2 * count / fps, FEWEST), most) / 2)
+    return torch.linspace(0, count - 1, number).round().long().tolist()
+
+
+def files(model: str) -> tuple[Path, Path]:
+    """Return the configuration and the weights of the release in a folder, else on the hub.
+    Raises FileNotFoundError for a folder without them."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return from_hub(f"{model}/model_config.json", None), from_hub(f"{model}/checkpoint-11352/model.pth", None)
+    for name in ("model.safetensors", "model.pth"):
+        if weights := sorted(folder.glob(f"checkpoint-*/{name}")):
+            return folder / "model_config.json", weights[-1]
+    raise FileNotFoundError("no checkpoint-*/model.safetensors or model.pth")
+
+
+def merged(state: dict[str, Tensor], lora: dict[str, Any]) -> dict[str, Tensor]:
+    """Return a checkpoint of PEFT with its LoRA added to the weights, under the names without PEFT's parts.
+
+    lora: its configuration, with `lora_r` and `lora_alpha`.
+    """
+    rank, alpha = lora["lora_r"], lora["lora_alpha"]
+    scale = alpha / (math.sqrt(rank) if lora.get("use_rslora") else rank)
+    plain = {key.removeprefix("base_model.model."): value for key, value in state.items()}
+    result = {key.replace(".base_layer.", "."): value for key, value in plain.items() if ".lora_" not in key}
+    for key, down in plain.items():
+        if ".lora_A." in key:
+            up, name = plain[key.replace(".lora_A.", ".lora_B.")], key.partition(".lora_A.")[0] + ".weight"
+            result[name] = (result[name].float() + scale * up.float() @ down.float()).to(result[name].dtype)
+    return result
+
+
+def linear_head(state: dict[str, Tensor]) -> nn.Module:
+    """Return the head of a checkpoint, whose tensor is taken out of `state`."""
+    weight = state.pop("rm_head.weight").float()
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return Head(linear)
+
+
+def instruction(file: str | None) -> str:
+    """Return the fetched instruction, or that in a file: a text, or the release's source, which is read and not run.
+    """
+    if file is None:
+        return texts("videoalign", "instruction")["video"]
+    with loading(f"reward 'videoalign': {file}", "give prompt_template.py of KwaiVGI/VideoAlign or a text file"):
+        text = Path(file).read_text(encoding="utf-8")
+        if file.endswith(".py"):
+            [text] = [said for said in strings(text) if PROMPT in said and all(mark in said for mark in MARKS)]
+    if [mark for mark in re.findall(r"<\|\w+_reward\|>", text)] != list(MARKS) or PROMPT not in text:
+        raise UserError(f"reward 'videoalign': {file} has not {PROMPT} and {', '.join(MARKS)} once each, in "
+                        "this order")
+    return text

@@ -16,7 +16,7 @@ from flowgrpo.data import prompts
 from flowgrpo.data.suites import SHIPPED, load_suite
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.geneval.colours import NAMES
-from flowgrpo.rewards.geneval.detections import OBJECTS
+from flowgrpo.rewards.geneval.detectors import OBJECTS
 from flowgrpo.rewards.geneval.rules import require_judgeable
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))

@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import save_file
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards import aesthetic
-from flowgrpo.rewards.aesthetic import Aesthetic
+from flowgrpo.rewards import clip
+from flowgrpo.rewards.clip import Aesthetic
 from tests.helpers.tiny_scorers import by_pil, cropped_by_transformers, pictures
 
 
 def test_the_perceptron_has_no_activations_and_the_numbers_of_its_checkpoints():
-    head = aesthetic.perceptron(6)
+    head = clip.perceptron(6)
     assert list(head.state_dict()) == [f"{i}.{kind}" for i in (0, 2, 4, 6, 7) for kind in ("weight", "bias")]
     one, two = torch.randn(2, 6), torch.randn(2, 6)
     zero = head(torch.zeros(1, 6))
@@ -33,7 +33,7 @@ def embeddings(encoder, images) -> np.ndarray:
 @pytest.mark.parametrize("batch", [2, 32])
 def test_the_perceptron_of_the_improved_predictor(pick, encoder, tmp_path, batch):
     torch.manual_seed(7)
-    state = {f"layers.{key}": value for key, value in aesthetic.perceptron(8).state_dict().items()}
+    state = {f"layers.{key}": value for key, value in clip.perceptron(8).state_dict().items()}
     state["layers.7.bias"] += 5
     torch.save(state, tmp_path / "head.pth")
     images = pictures(5, 32, 67, seed=2)

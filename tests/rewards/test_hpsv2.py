@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from flowgrpo.rewards.about import lazily
+from flowgrpo.rewards.clip import HpsV2
 from flowgrpo.rewards.find import find
-from flowgrpo.rewards.hpsv2 import HpsV2
 from flowgrpo.rewards.preprocessing import DEVIATION, MEAN
 from tests.helpers.tiny_scorers import LEVEL, PROMPTS, drawings, one_by_one, pictures, released_by_hps_v2
 

@@ -9,11 +9,10 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards import hpsv3
+from flowgrpo.rewards import qwen2_vl
 from flowgrpo.rewards.find import find
-from flowgrpo.rewards.hpsv3 import HpsV3
 from flowgrpo.rewards.preprocessing import DEVIATION, MEAN
-from flowgrpo.rewards.qwen2_vl import renamed
+from flowgrpo.rewards.qwen2_vl import HpsV3, renamed
 
 PROMPTS = ["a red cube", "two dogs", "a cat on a mat"]
 TEXT = "rate the picture of {text_prompt} now : <|Reward|> end"
@@ -114,7 +113,7 @@ def expected(release, picture: torch.Tensor, prompt: str, height: int, width: in
 
 @pytest.mark.parametrize("height, width, sides", [(448, 448, (448, 448)), (60, 90, (392, 560))])
 def test_hps_v3_is_the_head_on_the_mark(release, height, width, sides):
-    assert hpsv3.sides(height, width) == sides
+    assert qwen2_vl.sides(height, width) == sides
     images, reward = pictures(height, width), HpsV3(**release[0], batch_size=2)
     values = [expected(release, image, prompt, *sides) for image, prompt in zip(images, PROMPTS)]
     assert reward(images, PROMPTS).tolist() == pytest.approx(values, abs=2e-3 * np.std(values) + 1e-5)
@@ -144,13 +143,13 @@ def test_the_instruction_is_read_from_the_package_and_nothing_is_run(tmp_path, m
         'import gone\nINSTRUCTION = """one {text_prompt}\n"""\nprompt_with_special_token = "two <|Reward|>"\n'
         "gone.run()\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert hpsv3.instruction(None) == "one {text_prompt}\ntwo <|Reward|>"
+    assert qwen2_vl.hpsv3_instruction(None) == "one {text_prompt}\ntwo <|Reward|>"
 
 
 def test_the_package_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.setattr("sys.path", [])
     with pytest.raises(UserError, match="pip install --no-deps hpsv3, or give it as args: {instruction: FILE}"):
-        hpsv3.instruction(None)
+        qwen2_vl.hpsv3_instruction(None)
 
 
 @pytest.mark.parametrize("change, told", [
@@ -169,7 +168,7 @@ def test_mistakes_are_told_in_one_line(release, change, told):
 def test_an_instruction_without_its_marks_is_refused(tmp_path, text, told):
     (tmp_path / "short.txt").write_text(text)
     with pytest.raises(UserError, match=told):
-        hpsv3.instruction(str(tmp_path / "short.txt"))
+        qwen2_vl.hpsv3_instruction(str(tmp_path / "short.txt"))
 
 
 def test_an_incomplete_checkpoint_is_refused(release, tmp_path):

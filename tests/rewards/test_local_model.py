@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards import aesthetic, local_model
+from flowgrpo.rewards import clip, local_model
 from flowgrpo.rewards.about import lazily
 from flowgrpo.rewards.find import BUILT_IN, find, locate
 from flowgrpo.rewards.local_model import LocalModel
-from flowgrpo.rewards.videoalign import MARKS
+from flowgrpo.rewards.qwen2_vl import MARKS
 from tests.rewards.test_safety import folder  # noqa: F401  # a fixture
 
 WITH_MODELS = {"safety", "clip_score", "clip_cosine", "subject_score", "aesthetic", "pickscore", "hpsv2.0", "hpsv2.1",
@@ -91,7 +91,7 @@ def test_weights_are_in_the_dtype_and_scores_are_near_those_of_fp32(folder, dtyp
 def test_a_head_stays_in_fp32():
     class Headed(Mean):
         def _loaded(self):
-            return torch.nn.Linear(3, 1), aesthetic.perceptron(4)
+            return torch.nn.Linear(3, 1), clip.perceptron(4)
 
     model, head = Headed(dtype="bf16").models
     assert model.weight.dtype == torch.bfloat16 and head[0].weight.dtype == torch.float32

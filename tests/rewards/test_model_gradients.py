@@ -8,13 +8,10 @@ import torch
 from flowgrpo import run
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.rewards import aesthetic, preprocessing
-from flowgrpo.rewards.aesthetic import Aesthetic
-from flowgrpo.rewards.clip import ClipScore
-from flowgrpo.rewards.hpsv2 import HpsV2
-from flowgrpo.rewards.hpsv3 import HpsV3
+from flowgrpo.rewards import clip, preprocessing
+from flowgrpo.rewards.clip import Aesthetic, ClipScore, HpsV2, PickScore
 from flowgrpo.rewards.image_reward import ImageReward
-from flowgrpo.rewards.pickscore import PickScore
+from flowgrpo.rewards.qwen2_vl import HpsV3
 from tests.helpers import tiny as pipelines
 from tests.helpers.tiny_blip import released, tiny_network
 from tests.helpers.tiny_scorers import pictures
@@ -31,7 +28,7 @@ def made(tiny, pick, encoder, bert):
             "hps": HpsV2(device="cpu", parts=tiny[:2], batch_size=2),
             "clip": ClipScore(device="cpu", parts=tiny[:2], score="cosine"),
             "imagereward": ImageReward(device="cpu", parts=(tiny_network(released()), bert)),
-            "aesthetic": Aesthetic(device="cpu", parts=(encoder, aesthetic.perceptron(8)))}
+            "aesthetic": Aesthetic(device="cpu", parts=(encoder, clip.perceptron(8)))}
 
 
 def ascended(reward, images: torch.Tensor, prompts: list[str], steps: int, rate: float) -> tuple[float, float]:
@@ -101,7 +98,7 @@ def test_refl_raises_a_tiny_reward_model_in_every_epoch(made, kind, least):
 
 def test_a_reward_without_a_gradient_is_refused_before_its_weights_are_fetched(tmp_path, monkeypatch):
     fetched = []
-    monkeypatch.setattr("flowgrpo.rewards.safety.pretrained", lambda *given, **more: fetched.append(given))
+    monkeypatch.setattr("flowgrpo.rewards.guards.pretrained", lambda *given, **more: fetched.append(given))
     with pytest.raises(UserError, match="reward 'safety' is not differentiable"):
         run.run(pipelines.config(tmp_path, method="refl", reward="safety"))
     assert not fetched

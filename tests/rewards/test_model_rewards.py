@@ -12,12 +12,9 @@ from huggingface_hub import constants
 
 from flowgrpo.errors import UserError
 from flowgrpo.log import unlogged
-from flowgrpo.rewards import aesthetic, local_model
-from flowgrpo.rewards.aesthetic import Aesthetic
-from flowgrpo.rewards.clip import ClipScore
+from flowgrpo.rewards import clip, local_model
+from flowgrpo.rewards.clip import Aesthetic, ClipScore, HpsV2, PickScore
 from flowgrpo.rewards.find import find
-from flowgrpo.rewards.hpsv2 import HpsV2
-from flowgrpo.rewards.pickscore import PickScore
 from flowgrpo.rewards.score import score
 from tests.helpers.tiny_scorers import PROMPTS, pictures
 
@@ -79,7 +76,7 @@ def test_a_missing_package_is_named_with_its_extra(name, monkeypatch):
 
 
 def test_scores_in_bf16_are_near_those_in_fp32(tiny, pick, encoder):
-    images, head = pictures(5, 40, 40), aesthetic.perceptron(8)
+    images, head = pictures(5, 40, 40), clip.perceptron(8)
     for kind, parts in ((ClipScore, tiny[:2]), (HpsV2, tiny[:2]), (PickScore, pick[:2]), (Aesthetic, (encoder, head))):
         half, full = (kind(dtype=dtype, device="cpu", parts=copy.deepcopy(parts))(images, PROMPTS)
                       for dtype in ("bf16", "fp32"))

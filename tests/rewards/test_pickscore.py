@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowgrpo.rewards.pickscore import PickScore
+from flowgrpo.rewards.clip import PickScore
 from tests.helpers.tiny_scorers import PROMPTS, by_pil, cropped_by_transformers, pictures
 
 

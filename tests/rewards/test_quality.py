@@ -12,8 +12,8 @@ from torchvision.utils import save_image
 
 from flowgrpo import rewards
 from flowgrpo.errors import UserError
+from flowgrpo.rewards.guards import jpeg_compressibility, jpeg_incompressibility, sharpness
 from flowgrpo.rewards.preprocessing import eight_bit, grey
-from flowgrpo.rewards.quality import jpeg_compressibility, jpeg_incompressibility, sharpness
 
 
 def landscape(size: int = 96) -> np.ndarray:

@@ -15,9 +15,8 @@ import torch
 from flowgrpo.cli import main
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import find, released_text
-from flowgrpo.rewards.qwen2_vl import PROMPT, message
+from flowgrpo.rewards.qwen2_vl import MARKS, PROMPT, VideoReward, message
 from flowgrpo.rewards.released_text import TEXTS, Released, fetch, strings, texts
-from flowgrpo.rewards.videoalign import MARKS, VideoReward
 from tests.rewards.test_videoalign import CHAT, SPECIAL
 from tests.rewards.vlm_judge.test_judge import QUICK, endpoint, parts, said, shades
 

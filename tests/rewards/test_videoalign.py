@@ -14,7 +14,7 @@ from torchvision.transforms.functional import InterpolationMode, resize
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.find import find
 from flowgrpo.rewards.preprocessing import DEVIATION, MEAN
-from flowgrpo.rewards.videoalign import MARKS, instruction, looked_at, merged
+from flowgrpo.rewards.qwen2_vl import MARKS, instruction, looked_at, merged
 
 PROMPTS = ["a red cube", "two dogs", "a cat on a mat"]
 TEXT = "how does it look : <|VQ_reward|> and move : <|MQ_reward|> and match {text_prompt} : <|TA_reward|> end"

@@ -17,8 +17,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.vlm_judge.client import Answer
-from flowgrpo.rewards.vlm_judge.judge import LICENCE, filled
-from flowgrpo.rewards.vlm_judge.pictures import text_part
+from flowgrpo.rewards.vlm_judge.judge import LICENCE, filled, text_part
 from flowgrpo.text.rewards.judge import Tagged
 
 

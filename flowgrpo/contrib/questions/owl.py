@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo.rewards.geneval.detections import Detection, released
+from flowgrpo.rewards.geneval.detectors import Detection, released
 from flowgrpo.rewards.local_model import LocalModel
 
 

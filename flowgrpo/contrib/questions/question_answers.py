@@ -24,9 +24,8 @@ from flowgrpo.rewards.about import TRAINED, About
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.local_model import passed_on
 from flowgrpo.rewards.vlm_judge.client import Answer
-from flowgrpo.rewards.vlm_judge.judge import Asking, filled
+from flowgrpo.rewards.vlm_judge.judge import Asking, filled, text_part
 from flowgrpo.rewards.vlm_judge.parse import conclusion, refused
-from flowgrpo.rewards.vlm_judge.pictures import text_part
 from flowgrpo.rewards.vqa_score import VqaScore
 
 BY, SCORES = ("vqa", "judge"), ("share", "probability", "logit")

@@ -22,8 +22,7 @@ from flowgrpo.contrib.questions.phrases import Phrases, counted, related, relati
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.clip import ClipScore
-from flowgrpo.rewards.geneval.detections import Detection, Detector
-from flowgrpo.rewards.geneval.detectors import detector, in_process
+from flowgrpo.rewards.geneval.detectors import Detection, Detector, detector, in_process
 from flowgrpo.rewards.local_model import passed_on
 
 ATTRIBUTES = ("color", "shape", "texture")

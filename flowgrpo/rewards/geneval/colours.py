@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from flowgrpo.rewards.clip import ClipCosine
-from flowgrpo.rewards.geneval.detections import Detection
+from flowgrpo.rewards.geneval.detectors import Detection
 
 NAMES = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 MIDDLE = 0.5  # of each side of the box

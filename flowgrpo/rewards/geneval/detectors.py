@@ -1,9 +1,5 @@
-"""Object detectors for GenEval's rules: boxes of the 80 COCO classes.
-
-A detector is any function of pictures [B, 3, H, W] in [0, 1] that returns a list of `Detection`s for each. Its
-attribute `labels`, if present, lists the classes that it knows. In a recipe it is a name: `mask2former`, GenEval's own,
-or `mask2former:FOLDER`; one of torchvision's COCO models; `path/to/FastestDet.onnx`; `http://host:port/path`; or
-`path/to/file.py:function`.
+"""Object detectors for GenEval's rules: boxes of the 80 COCO classes, by torchvision, by Mask2Former (2112.01527), the
+detector of the published evaluation, or by a server.
 """
 
 from __future__ import annotations
@@ -13,25 +9,67 @@ import io
 import json
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.geneval.detections import Detection, Detector, named
-from flowgrpo.rewards.local_model import LocalModel
+from flowgrpo.rewards.local_model import LocalModel, loading
 from flowgrpo.rewards.preprocessing import eight_bit
 
+OBJECTS = tuple("""person,bicycle,car,motorcycle,airplane,bus,train,truck,boat,traffic light,fire hydrant,stop sign,
+parking meter,bench,bird,cat,dog,horse,sheep,cow,elephant,bear,zebra,giraffe,backpack,umbrella,handbag,tie,suitcase,
+frisbee,skis,snowboard,sports ball,kite,baseball bat,baseball glove,skateboard,surfboard,tennis racket,bottle,
+wine glass,cup,fork,knife,spoon,bowl,banana,apple,sandwich,orange,broccoli,carrot,hot dog,pizza,donut,cake,chair,couch,
+potted plant,bed,dining table,toilet,tv,laptop,computer mouse,tv remote,computer keyboard,cell phone,microwave,oven,
+toaster,sink,refrigerator,book,clock,vase,scissors,teddy bear,hair drier,toothbrush""".replace("\n", "").split(","))
+ALIASES = {"mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard", "motorbike": "motorcycle",
+           "aeroplane": "airplane", "sofa": "couch", "pottedplant": "potted plant", "diningtable": "dining table",
+           "tvmonitor": "tv", "hair dryer": "hair drier", "racket": "tennis racket"}
 WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torchvision's switch against unpickling anything but tensors
 OVERLAP = 0.35  # IoU threshold of FastestDet's own suppression
 ADDRESSES = ("http://", "https://")
+MOST = 100  # detections of a picture
+
+
+class Detection(NamedTuple):
+    """Detected object: box (left, top, right, bottom) in pixels, label, score in [0, 1], and the mask, bool [H, W], of
+    a detector that gives one."""
+
+    box: tuple[float, float, float, float]
+    label: str
+    score: float
+    mask: np.ndarray | None = None
+
+
+Detector = Callable[[Tensor], list[list[Detection]]]
+
+
+def named(label: str) -> str:
+    """Return GenEval's name of an object that a detector calls by another one."""
+    return ALIASES.get(label, label)
+
+
+def released(detector: LocalModel, name: str, model: str, revision: str | None, network: Any, processor: Any
+             ) -> tuple[Any, Any]:
+    """Load a detector's network, in its dtype, and its processor: classes of transformers, without code from the hub.
+
+    name: of the detector in a recipe. model: a folder or hub id.
+    Raises UserError if they are unavailable.
+    """
+    with loading(f"detector {name}: {model}", f"fetch it and give its folder as args: {{detector: '{name}:FOLDER'}}",
+                 model):
+        options = {"revision": revision, "trust_remote_code": False}
+        return (network.from_pretrained(model, dtype=detector.float_type, **options),
+                processor.from_pretrained(model, **options))
 
 
 def in_process(name: str) -> bool:
@@ -52,7 +90,6 @@ def detector(name: str, **arguments: Any) -> Detector:
         return load(name)
     kind, _, model = name.partition(":")
     if kind == "mask2former":
-        from flowgrpo.rewards.geneval.mask2former import Mask2Former
 
         return Mask2Former(**arguments | ({"model": model} if model else {}))
     return Torchvision(name, **arguments)
@@ -170,3 +207,69 @@ def _png(picture: np.ndarray) -> str:
     kept = io.BytesIO()
     Image.fromarray(picture).save(kept, "PNG")
     return base64.b64encode(kept.getvalue()).decode()
+
+
+@dataclass(frozen=True)
+class Mask2Former(LocalModel):
+    """Instance segmentation by Mask2Former of transformers: boxes, scores and masks of the 80 COCO classes.
+
+    model, revision: a Mask2Former trained for instances, a folder or hub id. least: minimum score of a returned
+    detection.
+    parts: model and image processor, ready-made. dtype (fp32), device and batch_size (4): as in `LocalModel`.
+    Raises UserError if the weights are unavailable.
+    """
+
+    model: str = "facebook/mask2former-swin-small-coco-instance"
+    revision: str | None = None
+    least: float = 0.1
+    batch_size: int = field(default=4, kw_only=True)
+    reward, parameters = "geneval", 68.7e6
+
+    def _loaded(self) -> tuple[Any, Any]:
+        from transformers import AutoImageProcessor, Mask2FormerForUniversalSegmentation
+
+        return released(self, "mask2former", self.model, self.revision, Mask2FormerForUniversalSegmentation,
+                        AutoImageProcessor)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Classes that the model knows, by GenEval's names."""
+        return tuple(named(name) for name in self.models[0].config.id2label.values())
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> list[list[Detection]]:
+        return [detections for some in images.float().split(self.batch_size) for detections in self._detections(some)]
+
+    def _detections(self, images: Tensor) -> list[list[Detection]]:
+        model, processor = self.models
+        pictures = (images * 255).round().clamp(0, 255).to(torch.uint8)
+        inputs = processor(images=list(pictures), return_tensors="pt").to(self.device, self.float_type)
+        outputs = model(**inputs)
+        maps = interpolate(outputs.masks_queries_logits.float(), inputs["pixel_values"].shape[-2:], mode="bilinear")
+        there = inputs["pixel_mask"]  # 0 where the picture was padded
+        return [self._objects(logits.float(), one[:, :int(part.any(1).sum()), :int(part.any(0).sum())],
+                              images.shape[-2:])
+                for logits, one, part in zip(outputs.class_queries_logits, maps, there)]
+
+    def _objects(self, logits: Tensor, maps: Tensor, size: torch.Size) -> list[Detection]:
+        """Return the detections of a picture of `size` (H, W).
+
+        logits: [Q, classes + 1] of the queries' classes, the last one for none. maps: [Q, h, w] of their masks.
+        """
+        classes = logits.shape[1] - 1
+        probabilities, pairs = logits.softmax(-1)[:, :-1].flatten().topk(min(MOST, len(logits) * classes))
+        likely = probabilities > self.least  # a score is at most this probability
+        probabilities, pairs = probabilities[likely], pairs[likely]
+        maps = interpolate(maps[None], size, mode="bilinear")[0, pairs // classes]
+        masks = maps > 0
+        inside = (maps.sigmoid() * masks).flatten(1).sum(1) / (masks.flatten(1).sum(1) + 1e-6)
+        scores = (probabilities * inside).tolist()
+        names = [self.labels[label] for label in (pairs % classes).tolist()]
+        return [Detection(_box(mask), name, score, mask.cpu().numpy())
+                for mask, name, score in zip(masks, names, scores) if score > self.least]
+
+
+def _box(mask: Tensor) -> tuple[float, float, float, float]:
+    """Return the box (left, top, right, bottom) of a mask [H, W] with at least one pixel."""
+    rows, columns = mask.any(1).nonzero(), mask.any(0).nonzero()
+    return float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1)

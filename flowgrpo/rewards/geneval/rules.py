@@ -26,8 +26,7 @@ from torch import Tensor
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.geneval.colours import NAMES, ClipColours, colour
-from flowgrpo.rewards.geneval.detections import Detection, Detector
-from flowgrpo.rewards.geneval.detectors import detector, in_process
+from flowgrpo.rewards.geneval.detectors import Detection, Detector, detector, in_process
 from flowgrpo.rewards.local_model import passed_on
 from flowgrpo.rewards.preprocessing import eight_bit
 

@@ -9,7 +9,7 @@ from torchvision.transforms.functional import to_tensor
 
 from flowgrpo.contrib.edits import Preservation
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.quality import ssim
+from flowgrpo.rewards.guards import ssim
 from tests.rewards.test_clip import saved
 
 

@@ -19,7 +19,7 @@ from PIL import Image, ImageColor
 from flowgrpo import rewards
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.geneval import colours, detectors
-from flowgrpo.rewards.geneval.detections import OBJECTS, Detection
+from flowgrpo.rewards.geneval.detectors import OBJECTS, Detection
 from flowgrpo.rewards.geneval.rules import GenEvalFast, Rules, relations
 
 PROMPT = "a photo"

@@ -18,8 +18,7 @@ from flowgrpo import rewards
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.geneval import colours, detectors
 from flowgrpo.rewards.geneval.colours import ClipColours, cut
-from flowgrpo.rewards.geneval.detectors import Detection
-from flowgrpo.rewards.geneval.mask2former import Mask2Former
+from flowgrpo.rewards.geneval.detectors import Detection, Mask2Former
 from flowgrpo.rewards.geneval.rules import GenEval
 from flowgrpo.rewards.preprocessing import DEVIATION, MEAN
 

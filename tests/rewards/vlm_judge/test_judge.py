@@ -24,12 +24,11 @@ from flowgrpo.config.reward_rules import Retry, RewardRule
 from flowgrpo.contrib.criteria import Criterion, JudgeRubric, TextJudgeRubric, answers, share
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import Composed, Failed, Tally
-from flowgrpo.rewards.deqa import DeQA
 from flowgrpo.rewards.failures import TimedOut
 from flowgrpo.rewards.remote.exchange import brief, seconds
-from flowgrpo.rewards.vlm_judge.judge import Judge, JudgePairs, filled
+from flowgrpo.rewards.vlm_judge.judge import Judge, JudgePairs, data_url, filled, spaced
 from flowgrpo.rewards.vlm_judge.parse import compared, expected_level, level, parser, verdict
-from flowgrpo.rewards.vlm_judge.pictures import data_url, spaced
+from flowgrpo.rewards.vlm_judge.released import DeQA
 
 
 def message(call, *arguments, error=UserError, **keywords) -> str:
