@@ -24,8 +24,8 @@ from build_docs import page_of
 from flowgrpo.bench import charts, models, table
 from flowgrpo.config import validate
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.numbers import fixed
 from flowgrpo.evaluation.pages.figures import COLOURS, FAINT, INK, save, styled
+from flowgrpo.evaluation.statistics import fixed
 from flowgrpo.methods.presets import PRESETS
 from flowgrpo.storage import atomic
 

@@ -25,7 +25,7 @@ from flowgrpo.config.sections import Adapter
 from flowgrpo.data.prompts import STARTER, Prompt, load_prompts
 from flowgrpo.device import DTYPES
 from flowgrpo.evaluation import measured
-from flowgrpo.evaluation.pass_at_k import pass_at_k
+from flowgrpo.evaluation.findings import pass_at_k
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.starter import CALL, scenes

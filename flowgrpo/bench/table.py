@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from flowgrpo.evaluation.numbers import fixed
+from flowgrpo.evaluation.statistics import fixed
 
 Rows = tuple[list[str], list[list[str]]]  # headings and lines
 COST = ("`to 50%`: evaluations to that share of the reference's gain over the base; `spent`: all evaluations of "

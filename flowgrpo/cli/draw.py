@@ -78,9 +78,9 @@ def sample(
     rewriter = enhancer and local_source(enhancer)
     drawn: dict[str, Any] = {"count": count, "seed": seed, "precision": precision, "best_of": best_of, "by": scorer}
     if prompts is not None:
-        from flowgrpo.evaluation import prompt_file
+        from flowgrpo.evaluation import images
 
-        typer.echo(prompt_file.sample(model, prompts, output, lora=weights, steps=steps, guidance=guidance, rlg=weight,
+        typer.echo(images.sample_file(model, prompts, output, lora=weights, steps=steps, guidance=guidance, rlg=weight,
                                       batch=batch, temperature=temperature, key=key, enhancer=rewriter, **drawn))
     elif _writes(model, weights, weight):
         from flowgrpo.text import evaluation as texts
@@ -96,9 +96,10 @@ def sample(
 
 def _paint(model: str, weights: Path | None, rewriter: str | None, drawn: dict[str, Any]) -> None:
     """Draw pictures and print their paths; the rewritten prompts go to stderr. drawn: arguments of `images.sample`."""
-    from flowgrpo.evaluation import enhancer, images
+    from flowgrpo.evaluation import images
+    from flowgrpo.evaluation.samplers import make
 
-    writer = enhancer.make(rewriter, drawn["seed"])
+    writer = make(rewriter, drawn["seed"])
     _print(images.sample(model, weights, enhancer=writer, **drawn))
     for text, written in writer.known.items() if writer else ():
         typer.echo(f"{text} -> {written}", err=True)

@@ -58,7 +58,7 @@ def _sampling(config: Any) -> tuple[Any, Any]:
     from flowgrpo.device import pick_device
     from flowgrpo.distributed.signals import promptly
     from flowgrpo.evaluation.plan import Arm
-    from flowgrpo.evaluation.sampler import Texts
+    from flowgrpo.evaluation.samplers import Texts
     from flowgrpo.policies import build
     from flowgrpo.samplers.rollout import seeder
 

@@ -97,7 +97,7 @@ def _drawn(source: str, prompts: str, output: Path, options: dict[str, Any]) -> 
 
     from flowgrpo.data import sets
     from flowgrpo.data.prompts import as_line
-    from flowgrpo.evaluation import prompt_file
+    from flowgrpo.evaluation import images
     from flowgrpo.storage import atomic
 
     if note := sets.noted(prompts):
@@ -106,5 +106,5 @@ def _drawn(source: str, prompts: str, output: Path, options: dict[str, Any]) -> 
     folder = output.with_name(f"{output.stem}-samples")
     listing = folder.with_name(f"{output.stem}-prompts.jsonl")
     atomic.write_text(listing, "".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in given))
-    prompt_file.sample(local_source(source), listing, folder, **options)
+    images.sample_file(local_source(source), listing, folder, **options)
     return folder

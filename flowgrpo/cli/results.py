@@ -95,7 +95,7 @@ def report(
         raise UserError("--output: goes with several runs; the report of one is report.html in its folder")
     run = places.run_of(runs[0])
     if live:
-        from flowgrpo.evaluation.report.server import server
+        from flowgrpo.evaluation.report.report import server
 
         with server(run, port) as serving:
             typer.echo(f"http://{serving.server_name}:{serving.server_port} (Ctrl-C ends it)")

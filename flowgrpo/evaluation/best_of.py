@@ -18,8 +18,7 @@ from flowgrpo.device import require_generators
 from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import picture_files, run_rewards
-from flowgrpo.evaluation.ledger import Place
-from flowgrpo.evaluation.plan import Hand
+from flowgrpo.evaluation.plan import Hand, Place
 from flowgrpo.rewards import Failed
 from flowgrpo.rewards.score import columns
 

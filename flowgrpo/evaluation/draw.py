@@ -17,9 +17,8 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import picture_files
-from flowgrpo.evaluation.ledger import Ledger, Place, TextLedger
-from flowgrpo.evaluation.plan import Medium
-from flowgrpo.evaluation.sampler import Pipelines, Texts
+from flowgrpo.evaluation.plan import Ledger, Medium, Place, TextLedger
+from flowgrpo.evaluation.samplers import Pipelines, Texts
 from flowgrpo.policies import loading
 from flowgrpo.rewards import guards
 from flowgrpo.samplers.rollout import seeder

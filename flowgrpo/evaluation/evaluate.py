@@ -28,10 +28,9 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import best_of as choice
-from flowgrpo.evaluation import calls, distances, draw, held_out, results, run_rewards
-from flowgrpo.evaluation import enhancer as rewriter
-from flowgrpo.evaluation.ledger import BaseLedger, Place
-from flowgrpo.evaluation.plan import BASE, TUNED, Medium, Plan, digest
+from flowgrpo.evaluation import distances, draw, findings, held_out, run_rewards, samplers
+from flowgrpo.evaluation import samplers as rewriter
+from flowgrpo.evaluation.plan import BASE, TUNED, BaseLedger, Medium, Place, Plan, digest
 from flowgrpo.policies import build, checkpoints, loading
 from flowgrpo.rewards import Failed
 from flowgrpo.rewards.remote import exchange
@@ -93,7 +92,7 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
     failed = _make(plan, chosen, functions, ledger, known, processes, batch or plan.medium.together)
     if not processes.first:
         return {}
-    return results.write(plan, chosen, functions, ledger, failed, apart, (distance, features))
+    return findings.write(plan, chosen, functions, ledger, failed, apart, (distance, features))
 
 
 def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, steps: int | None,
@@ -117,7 +116,7 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
 
         arguments = texts.asked(config, samples * best_of, temperature, max_tokens)
     else:
-        arguments = calls.call_arguments(model, tuned, steps, guidance)
+        arguments = samplers.call_arguments(model, tuned, steps, guidance)
     arms = {BASE: 0.0} if base or tuned is None else {}
     arms |= {f"rlg-{weight:g}": weight for weight in sorted(rlg)} if len(rlg) > 1 else \
         {TUNED: rlg[0] if rlg else 1.0} if tuned is not None else {}

@@ -1,17 +1,28 @@
-"""Findings of an evaluation: per reward and category, base against tuned, and as tables."""
+"""Results of an evaluation: base against tuned per reward and category, pass@k and majority vote (maj@n) over the
+samples of a prompt, and the files `results.json`, `table.md`, `grid.png` and, of a sweep, `rlg.png`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
 
+from flowgrpo.config.schema import Config
+from flowgrpo.data import hub, sets, splits
 from flowgrpo.data.suites import Suite
+from flowgrpo.errors import UserError
 from flowgrpo.escaped import markdown as markdown_of
 from flowgrpo.escaped import plain
+from flowgrpo.evaluation import distances, measured
 from flowgrpo.evaluation.distances import DISTANCES
-from flowgrpo.evaluation.numbers import decimals
+from flowgrpo.evaluation.pages import figures, sources
+from flowgrpo.evaluation.pages.before_after import frames_of, means_of
+from flowgrpo.evaluation.pages.grid import Row, draw_grid
+from flowgrpo.evaluation.plan import BASE, TUNED, BaseLedger, Place, Plan
 from flowgrpo.evaluation.statistics import (
     ALL,
     BOOTSTRAP,
@@ -19,6 +30,7 @@ from flowgrpo.evaluation.statistics import (
     WILSON,
     Interval,
     change,
+    decimals,
     drift,
     interval,
     mean_of,
@@ -28,6 +40,11 @@ from flowgrpo.evaluation.table import Scores, cell
 from flowgrpo.evaluation.table import show as print_table
 from flowgrpo.log import plain_console
 from flowgrpo.nouns import counted
+from flowgrpo.rewards.reward import about
+from flowgrpo.storage import atomic
+from flowgrpo.storage.json_files import finite
+
+SHOWN = 12  # prompts of the page
 
 
 def summarise(suite: Suite, scores: dict[str, dict[str, np.ndarray]], spread: dict[str, np.ndarray],
@@ -137,3 +154,132 @@ def show(results: dict[str, Any]) -> None:
         print_table(console, title(results, reward), methods(results, reward), *table(results, reward))
     for note in notes(results):
         console.print(plain(note), highlight=False)
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """Return pass@k, the probability that one of k samples is right, as the unbiased estimate from n samples with c
+    right: 1 - C(n - c, k) / C(n, k) (Codex, 2107.03374, equation 1).
+    Raises ValueError unless 1 <= k <= n and 0 <= c <= n."""
+    if not 1 <= k <= samples or not 0 <= right <= samples:
+        raise ValueError(f"pass@{k} of {samples} samples, {right} of them right: expected k from 1 and right from 0 to "
+                         "the number of samples")
+    return 1 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def majority(answers: Sequence[Hashable | None], scores: Sequence[float]) -> float:
+    """Return the score of the most common answer to a prompt; on a tie the mean over the tied answers.
+
+    answers: None for a sample without an answer, which gets no vote. With no answers at all the score is 0. NaN if a
+    score is NaN.
+    """
+    if any(math.isnan(score) for score in scores):
+        return math.nan
+    given = [answer for answer in answers if answer is not None]
+    most = max(map(given.count, given), default=0)
+    leading = [answer for answer in dict.fromkeys(given) if given.count(answer) == most]
+    means = [np.mean([score for answer, score in zip(answers, scores) if answer == one]) for one in leading]
+    return float(np.mean(means)) if means else 0.0
+
+
+def powers(samples: int) -> list[int]:
+    """Return 1, 2, 4, ... up to the number of samples, and that number."""
+    return sorted({*(2**i for i in range(samples.bit_length())), samples})
+
+
+def verdicts(rewards: dict[str, Any]) -> list[str]:
+    """Return the rewards that may mean right and wrong: range 0 to 1, or unknown. A best score of 0, as of a penalty,
+    is not a failure."""
+    return [name for name, reward in rewards.items() if about(reward).range in (None, (0, 1))]
+
+
+def tries(scores: dict[str, np.ndarray], answers: dict[str, list[list[Hashable | None]]]) -> dict[str, dict[str, Any]]:
+    """Return pass@k of every reward whose scores are all 0 or 1, and maj@n of those with answers, with intervals over
+    prompts.
+
+    scores: by reward [N,S], NaN where it does not apply. answers: by the rewards that extract answers from texts,
+    [N,S].
+    """
+    results: dict[str, dict[str, Any]] = {}
+    for name, values in scores.items():
+        there, count = ~np.isnan(values).any(1), values.shape[1]
+        if count < 2 or not there.any() or not np.isin(values[there], (0, 1)).all():
+            continue
+        right = values[there].sum(1).astype(int)
+        results[name] = {f"pass@{k}": _told([pass_at_k(count, c, k) for c in right.tolist()], count)
+                         for k in powers(count)}
+        if name in answers:
+            votes = [majority(*both) for both, applies in zip(zip(answers[name], values), there) if applies]
+            results[name][f"maj@{count}"] = _told(votes, count)
+    return results
+
+
+def _told(values: Sequence[float], samples: int) -> dict[str, Any]:
+    return interval(np.array(values)[:, None], WILSON, samples).as_json()
+
+
+def write(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedger, failed: dict[str, int],
+          apart: Callable, distance: tuple[Sequence[str], str | Callable] = ((), "")) -> dict[str, Any]:
+    """Write the table, the page and the findings of a finished evaluation to its folder; return the findings.
+
+    failed: the number of samples without a score, by reward. apart: the distance between a prompt's samples.
+    distance: names of distances between the tuned and the base's images, and their features.
+    """
+    known, shape = ledger.read(), (len(suite.cases), plan.samples)
+    scores = {arm: {name: np.array([[known[place].get(name, math.nan) for place in row] for row in _places(arm, shape)])
+                    for name in functions} for arm in plan.arms}
+    spread = {arm: np.array([[apart(ledger.batch(row))] for row in _places(arm, shape)]) for arm in plan.arms} \
+        if plan.samples > 1 else {}
+    trained = list(plan.config.trained) if plan.config else None
+    summary = summarise(suite, scores, spread, trained, f"{plan.medium.unit}s")
+    results = {"suite": {"name": suite.name, "format": suite.form, "prompts": shape[0],
+                         "trained": seen(plan.config, suite)}, **plan.as_json(),
+               "unit": plan.medium.unit, "failed": failed, **summary,
+               "tries": {arm: tries({name: scores[arm][name] for name in verdicts(functions)},
+                                    _answers(arm, shape, functions, ledger)) for arm in plan.arms}}
+    if distance[0]:
+        base, tuned = ((ledger.batch(row) for row in _places(arm, shape)) for arm in (BASE, TUNED))
+        results["distances"] = distances.measured(*distance, base, tuned)
+    text = json.dumps(finite(results), indent=2)
+    atomic.write_text(ledger.folder / "results.json", text + "\n")
+    atomic.write_text(ledger.folder / "table.md", markdown(results))
+    _page(plan, suite, scores, ledger)
+    if plan.rlg == "sweep":
+        figures.plot(figures.curves(plan.arms, results["arms"]), ledger.folder / "rlg.png")
+    return results
+
+
+def seen(config: Config | None, suite: Suite) -> int:
+    """Return the number of a suite's prompts on which a run trained; 0 where its prompts are of the hub, or not there
+    any more."""
+    named = None if config is None else sets.SETS.get(config.prompts)
+    if config is None or hub.named(named.train if named else config.prompts):
+        return 0
+    try:
+        train, _ = splits.resolve(config)
+    except UserError:
+        return 0
+    keys = {prompt.key for prompt in train}
+    return sum(case.prompt.key in keys for case in suite.cases)
+
+
+def _places(arm: str, shape: tuple[int, int]) -> list[list[Place]]:
+    """Return the places of N prompts with S samples each."""
+    return [[Place(arm, i, k) for k in range(shape[1])] for i in range(shape[0])]
+
+
+def _answers(arm: str, shape: tuple[int, int], functions: dict[str, Any], ledger: BaseLedger) -> dict[str, list]:
+    """Return the answers of an arm's texts [N,S], by the rewards that extract an answer."""
+    reading = {name: reward.function for name, reward in functions.items() if hasattr(reward.function, "answer")}
+    return {name: [[function.answer(text) for text in ledger.batch(row)] for row in _places(arm, shape)]
+            for name, function in reading.items()}
+
+
+def _page(plan: Plan, suite: Suite, scores: dict[str, dict[str, np.ndarray]], ledger: BaseLedger) -> None:
+    """Write a page of some prompts, evenly over the suite, with the first sample of each arm."""
+    rows = []
+    for i in measured.evenly(len(suite.cases), SHOWN):
+        prompt, samples = suite.cases[i].prompt, [ledger.load(Place(arm, i, 0)) for arm in plan.arms]
+        numbers = [{name: float(values[i, 0]) for name, values in scores[arm].items()} for arm in plan.arms]
+        rows.append(Row(prompt.text, samples, numbers, sources.of(prompt, frames_of(samples[0]))))
+    draw_grid(ledger.folder / "grid.png", list(plan.arms), rows, means_of([scores[arm] for arm in plan.arms]),
+              fps=plan.fps)

@@ -24,7 +24,6 @@ from flowgrpo.errors import UserError
 from flowgrpo.escaped import plain
 from flowgrpo.evaluation import picture_files
 from flowgrpo.evaluation.measured import EVAL_SEED, Generating, Measured, evenly, measure, readable, spread
-from flowgrpo.evaluation.pages import singles
 from flowgrpo.evaluation.pages.before_after import arrays, draw_pairs, means_of, rows, shown_prompts
 from flowgrpo.evaluation.pages.clips import save_clip, tall, untall
 from flowgrpo.evaluation.pages.grid import draw_grid
@@ -201,9 +200,9 @@ def _draw_after(folder: Path, base: Measured, after: Measured, config: Config) -
     """Write before_after.png, the samples after training that are no texts to `after`, and what their prompts bring to
     `source`."""
     names, of = ("before", "after"), shown_prompts(base)
-    brought = singles.save_sources(folder, of, base.pictures)
+    brought = picture_files.save_sources(folder, of, base.pictures)
     if not isinstance(after.pictures, list):
-        singles.save(folder / "after", after.pictures, after.fps)
+        picture_files.save_rows(folder / "after", after.pictures, after.fps)
     draw_pairs(folder / "before_after.png", base, after, facts=picture_files.facts(
         folder, names, of, () if isinstance(after.pictures, list) else names,
         brought, model=config.model, seed=EVAL_SEED,

@@ -1,13 +1,14 @@
-"""Pictures from saved weights: those of a LoRA, and base against tuned on the same prompts and seeds.
-
-All pictures come from the stock pipeline, which loads the weights as for any user of diffusers.
+"""Pictures from saved weights: those of a LoRA, base against tuned on the same prompts and seeds, and samples of every
+prompt of a file with a prompt file that names them (for `base_similarity`, or texts of a model).
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +18,28 @@ from tqdm import tqdm
 from flowgrpo.config.schema import Config
 from flowgrpo.data import sources, splits
 from flowgrpo.data.pictures import read_picture
-from flowgrpo.data.prompts import Prompt, load_prompts, require_length
-from flowgrpo.device import drawing
+from flowgrpo.data.prompts import USER_PROMPT, Prompt, as_line, load_prompts, require_length
+from flowgrpo.device import drawing, require_generators
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import best_of as choice
-from flowgrpo.evaluation import calls, draw, picture_files, run_rewards
-from flowgrpo.evaluation.enhancer import Enhancer
-from flowgrpo.evaluation.ledger import Place
+from flowgrpo.evaluation import draw, picture_files, run_rewards, samplers
+from flowgrpo.evaluation.evaluate import make_plan
 from flowgrpo.evaluation.measured import Measured, spread
-from flowgrpo.evaluation.pages import mp4, singles
+from flowgrpo.evaluation.pages import clips
 from flowgrpo.evaluation.pages.before_after import captions, draw_pairs
-from flowgrpo.evaluation.plan import BASE, TUNED, Arm, Hand, Plan
-from flowgrpo.evaluation.sampler import Pipelines, first_of_each
+from flowgrpo.evaluation.plan import BASE, TUNED, Arm, BaseLedger, Hand, Place, Plan, digest
+from flowgrpo.evaluation.samplers import Enhancer, Pipelines, first_of_each
 from flowgrpo.nouns import SAMPLE
 from flowgrpo.policies import loading
 from flowgrpo.policies.checkpoints import config_of, run_config
 from flowgrpo.policies.pipelines.load import modality, rate_ahead
+from flowgrpo.storage import atomic, paths
 from flowgrpo.storage.paths import require_file, require_folder, require_room
 
 BLOCK = 4096  # bytes of the disk that a file takes at least
+FILE = "prompts.jsonl"
+PROMPT = "prompt"  # the key that makes a text the prompt of its line
+KEYS = {draw.PICTURES: "base_image", draw.TEXTS: "base_text"}
 
 
 @loading.memory_told()
@@ -73,7 +77,7 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     best = choice.make(best_of, by, config)
     arm, weight = (BASE, 0.0) if run is None else (TUNED, 1.0 if rlg is None else rlg)
     plan = Plan(model, run, {arm: weight}, rlg, config.model_copy(update={"negative_prompt": ""}),
-                calls.call_arguments(model, run, steps, guidance), count, seed, draw.PICTURES, precision, best,
+                samplers.call_arguments(model, run, steps, guidance), count, seed, draw.PICTURES, precision, best,
                 enhancer)
     painter = draw.Painter(plan, loading.place())
     painter.require_fit()
@@ -108,11 +112,11 @@ def require_disk(output: str | Path, files: int) -> None:
     require_room(Path(output), BLOCK * files, f"{files:,} samples", "ask for fewer, make room, or name another output")
 
 
-def _require_film(output: str | Path, clips: int) -> None:
+def _require_film(output: str | Path, count: int) -> None:
     """Raise UserError if an mp4 cannot be written, or is to hold several clips."""
-    if clips != 1:
-        raise UserError(f"--output {output}: is the file of one clip, got {clips}: name a folder")
-    mp4.require(f"--output {output}")
+    if count != 1:
+        raise UserError(f"--output {output}: is the file of one clip, got {count}: name a folder")
+    clips.require(f"--output {output}")
     require_file(output)
 
 
@@ -135,7 +139,7 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
     chosen = spread(load_prompts(prompts) if prompts else splits.resolve(config)[1], count)
     sources.require(chosen)
     functions = run_rewards.measured(config)
-    arguments, device = calls.call_arguments(config.model, run), loading.place()
+    arguments, device = samplers.call_arguments(config.model, run), loading.place()
     sampler = Pipelines(config.model, config, drawing(config.precision, device), device)
     measured: list[Measured] = []
     fps = rate_ahead(config.model, config.load, arguments, config.fps)
@@ -145,8 +149,8 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
         measured.append(Measured(chosen, dict(zip(functions, scores.T.tolist())), pictures, fps=fps))
     base, after = measured
     names = ("before", "after" if rlg is None else f"rlg {rlg:g}")
-    folders = singles.save_columns(Path(output), names, [[*base.pictures], [*after.pictures]], fps)
-    brought = singles.save_sources(Path(output), chosen, base.pictures)
+    folders = picture_files.save_columns(Path(output), names, [[*base.pictures], [*after.pictures]], fps)
+    brought = picture_files.save_sources(Path(output), chosen, base.pictures)
     draw_pairs(Path(output), base, after, names, picture_files.facts(
         run, names, chosen, folders, brought, model=config.model, seed=seed, call=arguments))
     return Path(output)
@@ -157,3 +161,64 @@ def _names(prompts: list[str], count: int, ending: str = "png") -> Iterator[str]
     digits = max(3, len(str(len(prompts) - 1)), len(str(count - 1)))
     words = [re.sub(r"\W+", "-", text.lower()).strip("-")[:40] for text in prompts]
     return (f"{i:0{digits}}-{word}-{k:0{digits}}.{ending}" for i, word in enumerate(words) for k in range(count))
+
+
+@loading.memory_told()
+def sample_file(source: str, prompts: str | Path, output: str | Path, *, lora: str | Path | None = None, count: int = 1,
+           seed: int = 0, steps: int | None = None, guidance: float | None = None, rlg: float | None = None,
+           batch: int | None = None, temperature: float | None = None, key: str | None = None,
+           precision: str | None = None, best_of: int = 1, by: str | dict[str, Any] = "",
+           enhancer: str | None = None) -> Path:
+    """Draw `count` samples of each prompt of a file, as `evaluate` does; returns `output`/prompts.jsonl.
+
+    That file has a line per sample: the prompt with its metadata, and under `key` the absolute path of the picture (of
+    a clip's animated WebP), or the text itself. key: None means "base_image" or "base_text";
+    with "prompt" a text becomes the line's prompt (see `_named`). Existing samples in the folder are kept. Other
+    arguments: see `evaluate`.
+    Raises UserError as `evaluate` does, for a folder with samples of other settings, and for pictures as prompts.
+    """
+    plan = make_plan(source, lora, False, count, steps, guidance, seed, [] if rlg is None else [rlg], temperature,
+                     precision=precision, best_of=best_of, by=by, enhancer=enhancer)
+    if key == PROMPT and plan.medium is draw.PICTURES:
+        raise UserError("--key prompt: makes a text the prompt of its line, and the model generates images: name "
+                        "another key")
+    paths.require_folder(output)
+    given, [arm] = load_prompts(prompts), plan.arms
+    sources.require(given)
+    require_disk(output, len(given) * count)
+    require_generators(len(given) * count, "samples")
+    ledger = plan.medium.ledger(Path(output))
+    settings = plan.as_json() | {"prompt file": digest([repr(prompt) for prompt in given]), "rewards": {}}
+    ledger.check(settings)
+    ledger.settle(settings)
+    places = [Place(arm, i, k) for i in range(len(given)) for k in range(count)]
+    _draw(plan, given, places, ledger, batch or plan.medium.together)
+    name, path = key or KEYS[plan.medium], ledger.folder / FILE
+    lines = [as_line(_named(given[place.prompt], name, ledger.told(place))) for place in places]
+    atomic.write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    return path
+
+
+def _named(prompt: Prompt, key: str, sample: str) -> Prompt:
+    """Return a prompt whose metadata has a sample under `key`. For PROMPT: with the sample as its text, and the user's
+    text in its metadata; a sample without a text changes nothing."""
+    if key != PROMPT:
+        return replace(prompt, metadata=prompt.metadata | {key: sample})
+    from flowgrpo.text.rewards.pictured import rewritten
+
+    text = rewritten(sample) or prompt.text
+    return replace(prompt, text=text, metadata={USER_PROMPT: prompt.text} | prompt.metadata)
+
+
+def _draw(plan: Plan, prompts: Sequence[Prompt], places: Sequence[Place], ledger: BaseLedger, batch: int) -> None:
+    """Make the missing samples, `batch` per call, and save each call's immediately."""
+    hand = plan.drawer(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    missing = [place for place in places if not ledger.has(place)]
+    with tqdm(total=len(places), initial=len(places) - len(missing), desc="sampling", unit=plan.medium.unit,
+              leave=False, disable=None) as bar:
+        for first in range(0, len(missing), batch):
+            some = missing[first:first + batch]
+            for place, drawn in zip(some, hand.draw(some[0].arm, [prompts[place.prompt] for place in some], some)):
+                ledger.save(place, drawn, hand.facts(place.arm, prompts[place.prompt], place, drawn),
+                            hand.fps)
+            bar.update(len(some))

@@ -18,8 +18,7 @@ from flowgrpo.data import sources
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed import signals
 from flowgrpo.distributed.processes import Processes
-from flowgrpo.evaluation.distances import structure
-from flowgrpo.evaluation.shuffled import Shuffled
+from flowgrpo.evaluation.distances import Shuffled, structure
 from flowgrpo.nouns import SAMPLE, counted
 from flowgrpo.samplers.rollout import seeder
 

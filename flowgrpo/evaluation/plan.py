@@ -1,24 +1,219 @@
-"""Plan of an evaluation: its model, medium and digest."""
+"""Plan of an evaluation (model, medium and digest) and its ledger on disk: a PNG per picture, or a line per text, and a
+line of scores, written immediately.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
+from PIL import PngImagePlugin
 
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Load
+from flowgrpo.data.open_picture import opened
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.evaluation.ledger import BaseLedger, Place
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation.pages.clips import as_image, save_clip, tall, untall
 from flowgrpo.evaluation.picture_files import weight_files
+from flowgrpo.files import unfit
 from flowgrpo.policies.pipelines.load import rate_ahead
+from flowgrpo.storage import atomic
+from flowgrpo.storage.json_files import read_object
+from flowgrpo.types import Completion
 
+SETTINGS = "settings.json"
+PIXELS = 2**28  # of a picture, in which a clip's frames stand below each other
+Sample = TypeVar("Sample")  # as stored: a picture or clip, or a text
+Batch = TypeVar("Batch")  # as rewards take samples
 BASE, TUNED = "base", "tuned"
+
+
+class Place(NamedTuple):
+    """Key of a sample: "base" or "tuned", the number of its prompt, its number within the prompt."""
+
+    arm: str
+    prompt: int
+    sample: int
+
+
+class BaseLedger(Generic[Sample, Batch]):
+    """Folder of an evaluation, as one process writes it: settings and scores."""
+
+    def __init__(self, folder: Path, rank: int = 0):
+        self.folder, self.own = folder, folder / f"scores-{rank}.jsonl"
+
+    def check(self, settings: dict[str, Any]) -> None:
+        """Raise UserError if the folder holds an evaluation with other settings; rewards may be added to it."""
+        path = self.folder / SETTINGS
+        if not path.is_file():
+            return
+        known = self._settings()
+        for key in dict.fromkeys([*settings, *known]):
+            was, value = known.get(key), settings.get(key)
+            if key == "rewards":  # others may be added
+                assert isinstance(was, dict) and isinstance(value, dict)
+                was = was | {name: rule for name, rule in value.items() if name not in was}
+                value = was | value
+            if was != value:
+                raise UserError(f"{self.folder} holds an evaluation with another {key} ({was}, now {value}): give "
+                                "another --output, or remove that folder")
+
+    def settle(self, settings: dict[str, Any]) -> None:
+        """Write the settings, with the rewards of earlier calls."""
+        path = self.folder / SETTINGS
+        self.folder.mkdir(parents=True, exist_ok=True)
+        known = self._settings()["rewards"] if path.is_file() else {}
+        _replace(path, json.dumps(settings | {"rewards": known | settings["rewards"]}, indent=2) + "\n")
+
+    def _settings(self) -> dict[str, Any]:
+        return read_object(self.folder / SETTINGS, "give another --output, or remove that folder", rewards=dict)
+
+    def read(self) -> dict[Place, dict[str, float]]:
+        """Return the scores of all processes and earlier calls; NaN where a reward does not apply."""
+        known: dict[Place, dict[str, float]] = {}
+        for entry in entries(self.folder, "scores-*.jsonl"):
+            scores = {name: math.nan if value is None else value for name, value in entry["scores"].items()}
+            known.setdefault(Place(*entry["place"]), {}).update(scores)
+        return known
+
+    def write(self, place: Place, scores: dict[str, float]) -> None:
+        """Add a line."""
+        known = {name: None if math.isnan(value) else value for name, value in scores.items()}
+        append(self.own, {"place": place, "scores": known})
+
+    def has(self, place: Place) -> bool:
+        """Return True if the sample exists."""
+        raise NotImplementedError
+
+    def told(self, place: Place) -> str:
+        """Return the sample's entry in a prompt file."""
+        raise NotImplementedError
+
+    def save(self, place: Place, sample: Sample, facts: str | None = None, fps: float | None = None) -> None:
+        """Store a sample. facts: how it was drawn. fps: frames per second of a clip."""
+        raise NotImplementedError
+
+    def load(self, place: Place) -> Sample:
+        """Return a stored sample."""
+        raise NotImplementedError
+
+    def batch(self, places: Sequence[Place]) -> Batch:
+        """Return several samples, the form that rewards take."""
+        raise NotImplementedError
+
+
+class Ledger(BaseLedger[torch.Tensor, torch.Tensor]):
+    """Folder of an evaluation of pictures or clips, as one process writes it."""
+
+    def has(self, place: Place) -> bool:
+        """Return True if the picture exists."""
+        return self.picture(place).is_file()
+
+    def picture(self, place: Place) -> Path:
+        return self.folder / "pictures" / place.arm / f"{place.prompt:05d}-{place.sample:02d}.png"
+
+    def told(self, place: Place) -> str:
+        """Return the sample's entry in a prompt file: the absolute path of a picture, or of a clip's animated WebP."""
+        path = self.picture(place).resolve()
+        clip = path.with_suffix(".webp")
+        return str(clip if clip.is_file() else path)
+
+    def save(self, place: Place, sample: torch.Tensor, facts: str | None = None, fps: float | None = None) -> None:
+        """Write a picture [3, H, W], or a clip [F, 3, H, W] as one tall picture, an animated one and an mp4.
+        facts: the text chunk `parameters`."""
+        path, chunks = self.picture(place), PngImagePlugin.PngInfo()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if facts is not None:
+            chunks.add_text("parameters", facts)
+        if sample.ndim == 4:
+            chunks.add_text("frames", str(len(sample)))
+            save_clip(path.with_suffix(".webp"), sample, facts, fps)
+        with atomic.replacing(path) as file:
+            as_image(tall(sample)).save(file, format="PNG", pnginfo=chunks)
+
+    def load(self, place: Place) -> torch.Tensor:
+        """Load a picture [3, H, W] or clip [F, 3, H, W] in [0, 1].
+        Raises UserError if the file is damaged."""
+        from torchvision.transforms.functional import to_tensor
+
+        path = self.picture(place)
+        try:
+            with opened(path, PIXELS) as file:
+                frames = file.info.get("frames")
+                return untall(to_tensor(file.convert("RGB")), None if frames is None else int(frames))
+        except (OSError, SyntaxError, ValueError) as error:  # Pillow's errors for a damaged file
+            raise UserError(f"{path} is damaged ({' '.join(str(error).split())}): remove it, and the same command "
+                            "generates it again") from None
+
+    def batch(self, places: Sequence[Place]) -> torch.Tensor:
+        """Stack several pictures or clips of one size, the form that rewards take."""
+        return torch.stack([self.load(place) for place in places])
+
+
+def entries(folder: Path, names: str) -> Iterator[dict[str, Any]]:
+    """Yield the lines of all files that match, without lines that a kill cut off."""
+    for file in sorted(folder.glob(names)):
+        for line in () if unfit(file) else file.read_bytes().split(b"\n"):
+            with contextlib.suppress(ValueError, RecursionError):
+                yield json.loads(line)
+
+
+def append(path: Path, entry: dict[str, Any]) -> None:
+    """Append a line; first end a line that a kill cut off."""
+    atomic.append_line(path, json.dumps(entry))
+
+
+def _replace(path: Path, text: str) -> None:
+    atomic.write_text(path, text)
+
+
+class TextLedger(BaseLedger[Completion, list[Completion]]):
+    """Folder of an evaluation of texts, as one process writes it: `texts-RANK.jsonl` in addition to its scores."""
+
+    def __init__(self, folder: Path, rank: int = 0):
+        super().__init__(folder, rank)
+        self.written = folder / f"texts-{rank}.jsonl"
+        self._texts: dict[Place, Completion] | None = None
+
+    def has(self, place: Place) -> bool:
+        """Return True if the text exists, from this process or an earlier call."""
+        if self._texts is None:
+            self._texts = self._read_texts()
+        return place in self._texts
+
+    def told(self, place: Place) -> str:
+        """Return the text itself."""
+        return str(self.load(place))
+
+    def save(self, place: Place, sample: Completion, facts: str | None = None, fps: float | None = None) -> None:
+        """Add a line. facts, fps: not stored."""
+        append(self.written, {"place": place, "text": str(sample), "tokens": sample.tokens})
+        if self._texts is not None:
+            self._texts[place] = sample
+
+    def load(self, place: Place) -> Completion:
+        """Return the text, of any process."""
+        if not self.has(place):
+            self._texts = self._read_texts()  # other processes have written since
+        assert self._texts is not None  # `has` reads them
+        return self._texts[place]
+
+    def batch(self, places: Sequence[Place]) -> list[Completion]:
+        """Return several texts, the form that rewards take."""
+        return [self.load(place) for place in places]
+
+    def _read_texts(self) -> dict[Place, Completion]:
+        return {Place(*entry["place"]): Completion(entry["text"], entry["tokens"])
+                for entry in entries(self.folder, "texts-*.jsonl")}
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from flowgrpo.curriculum.order import KEY
 from flowgrpo.data.prompts import Prompt, answer_of
 from flowgrpo.data.suites import load_suite
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.ledger import SETTINGS, entries
-from flowgrpo.evaluation.plan import digest
+from flowgrpo.evaluation.plan import SETTINGS, digest, entries
 from flowgrpo.storage.checkpoint import VALUES
 from flowgrpo.storage.json_files import read_object
 from flowgrpo.storage.places import checkpoints

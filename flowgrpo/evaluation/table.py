@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flowgrpo.escaped import plain
-from flowgrpo.evaluation.numbers import decimals, ranged
-from flowgrpo.evaluation.statistics import ALL, Interval, change, interval, method_of
+from flowgrpo.evaluation.statistics import ALL, Interval, change, decimals, interval, method_of, ranged
 
 if TYPE_CHECKING:
     from rich.console import Console

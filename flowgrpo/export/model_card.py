@@ -12,10 +12,9 @@ import yaml
 
 from flowgrpo.config.schema import Config
 from flowgrpo.escaped import code, fenced, line, markdown
-from flowgrpo.evaluation.numbers import decimals, fixed, ranged
 from flowgrpo.evaluation.pages import figures
-from flowgrpo.evaluation.report.outcome import untrained
-from flowgrpo.evaluation.statistics import ALL
+from flowgrpo.evaluation.report.verdict import untrained
+from flowgrpo.evaluation.statistics import ALL, decimals, fixed, ranged
 from flowgrpo.evaluation.table import Rows, digits_of
 from flowgrpo.export import card_facts, run_lora
 from flowgrpo.export.usage import snippet, task

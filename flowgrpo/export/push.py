@@ -8,7 +8,7 @@ from typing import Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import line
-from flowgrpo.evaluation.report.outcome import untrained
+from flowgrpo.evaluation.report.verdict import untrained
 from flowgrpo.export.export import CARD, COMFYUI, card, finished
 from flowgrpo.policies import hub
 from flowgrpo.storage.places import CONFIG

@@ -16,7 +16,7 @@ from flowgrpo.evaluation import run_rewards
 from flowgrpo.evaluation.measured import Measured, measure, spread
 from flowgrpo.evaluation.pages.before_after import draw_pairs
 from flowgrpo.evaluation.plan import Arm
-from flowgrpo.evaluation.sampler import Texts
+from flowgrpo.evaluation.samplers import Texts
 from flowgrpo.policies.checkpoints import config_of, run_config
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage import paths

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from flowgrpo.data.pairs import OVERALL, load_pairs
-from flowgrpo.evaluation.numbers import ranged
-from flowgrpo.evaluation.statistics import ALL, WILSON, Interval, interval
+from flowgrpo.evaluation.statistics import ALL, WILSON, Interval, interval, ranged
 from flowgrpo.storage import atomic
 
 CHOICES = ("left", "right", "tie", "skip")

@@ -9,7 +9,7 @@ from pathlib import Path
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt, as_line, load_prompts
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import prompt_file
+from flowgrpo.evaluation import images
 from flowgrpo.evaluation.measured import spread
 from flowgrpo.policies.checkpoints import config_of
 from flowgrpo.storage import atomic
@@ -39,7 +39,7 @@ def pairs(source: Path, loras: Sequence[Path], prompts: Path | None, count: int,
     model = config.model if config is not None else str(source)
     sides = [None, *loras] if len(loras) == 1 else list(loras)
     for name, lora in zip("ab", sides):
-        prompt_file.sample(model, listing, folder / name, lora=lora, seed=seed, key="base_image")
+        images.sample_file(model, listing, folder / name, lora=lora, seed=seed, key="base_image")
     names = [lora.resolve().name if lora is not None else "base" for lora in sides]
     return of_folders(folder / "a", folder / "b")[0], (names[0], names[1])
 

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from flowgrpo.data.prompts import Prompt, as_line, load_prompts
 from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.ledger import append, entries
+from flowgrpo.evaluation.plan import append, entries
 from flowgrpo.rewards import Composed, Failed, Tally
 from flowgrpo.rewards.preprocessing import read_output
 from flowgrpo.rewards.score import columns

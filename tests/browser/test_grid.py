@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flowgrpo.evaluation.columns import write_page
 from flowgrpo.evaluation.pages.grid import Row
-from flowgrpo.evaluation.pages.html_page import write_page
 from tests.browser.opened import DESK, PHONE, opened, overflow
 
 EVIL = "<script>alert(1)</script> a cat"

@@ -10,7 +10,7 @@ import torch
 from playwright.sync_api import expect
 
 from flowgrpo.evaluation.report import report, snapshots
-from flowgrpo.evaluation.report.server import server
+from flowgrpo.evaluation.report.report import server
 from tests.browser.opened import DESK, PHONE, opened, overflow
 from tests.evaluation.report.test_report import EVIL, Measured, make_run, measured
 

@@ -15,7 +15,7 @@ from flowgrpo.check.tiny import make
 from flowgrpo.cli import main
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.calls import Together, draw_one
+from flowgrpo.evaluation.samplers import Together, draw_one
 from tests.evaluation.test_images import make_run
 from tests.helpers import tiny
 

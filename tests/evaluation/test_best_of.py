@@ -13,7 +13,7 @@ from flowgrpo.cli import main
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import best_of, images
-from flowgrpo.evaluation.ledger import Ledger, Place
+from flowgrpo.evaluation.plan import Ledger, Place
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.text import evaluation as texts
 from tests.evaluation.test_images import BRIGHT, pixels

@@ -18,10 +18,10 @@ from flowgrpo.cli import main
 from flowgrpo.cli.draw import ColumnKind
 from flowgrpo.data import splits
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import calls, columns, evaluate, images
+from flowgrpo.evaluation import columns, evaluate, images, samplers
+from flowgrpo.evaluation.columns import write_page
 from flowgrpo.evaluation.pages import grid
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
-from flowgrpo.evaluation.pages.html_page import write_page
 from flowgrpo.policies import checkpoints, loading
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
 from flowgrpo.policies.weights.trainable import TrainableWeights
@@ -100,7 +100,7 @@ def alone(run, prompt: int, seed: int = 0, lora: bool = True, **asked) -> np.nda
     held = splits.resolve(config)[1]
     assert held[prompt].text in texts
     call = {"num_inference_steps": 2, "guidance_scale": 1.5, **tiny.CALL, **asked}
-    picture = calls.draw_one(pipe, held[prompt], rollout.seeder(seed, 0)(prompt, 0), call)
+    picture = samplers.draw_one(pipe, held[prompt], rollout.seeder(seed, 0)(prompt, 0), call)
     return np.asarray(grid._picture(picture)).astype(int)
 
 

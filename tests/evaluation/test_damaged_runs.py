@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import runs
-from flowgrpo.evaluation.ledger import entries
+from flowgrpo.evaluation.plan import entries
 from flowgrpo.evaluation.report import report
 from flowgrpo.export import run_lora
 from flowgrpo.export.export import finished, lora

@@ -9,8 +9,7 @@ from PIL import Image
 
 from flowgrpo.cli import main
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.evaluation.calls import draw_one
-from flowgrpo.evaluation.enhancer import INSTRUCTION, Enhancer
+from flowgrpo.evaluation.samplers import INSTRUCTION, Enhancer, draw_one
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.text.policies import engines as texts
 from tests.evaluation.test_images import pixels

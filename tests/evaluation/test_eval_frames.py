@@ -11,7 +11,7 @@ from flowgrpo.check.tiny import make
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.dry_run.estimate import dry_run
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.calls import call_arguments
+from flowgrpo.evaluation.samplers import call_arguments
 from flowgrpo.policies import options
 from flowgrpo.policies.pipelines.frames import clips_of
 from flowgrpo.run import run

@@ -19,9 +19,8 @@ from flowgrpo.data.suites import load_suite
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import findings, statistics
 from flowgrpo.evaluation.evaluate import evaluate
-from flowgrpo.evaluation.findings import notes
-from flowgrpo.evaluation.ledger import Ledger, Place
-from flowgrpo.evaluation.results import seen
+from flowgrpo.evaluation.findings import notes, seen
+from flowgrpo.evaluation.plan import Ledger, Place
 from flowgrpo.storage.json_files import finite
 from tests.evaluation.test_images import make_run, stock
 from tests.helpers import tiny

@@ -13,7 +13,7 @@ from flowgrpo.cli.show import print_table
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.evaluation import findings, held_out
 from flowgrpo.evaluation.measured import Measured
-from flowgrpo.evaluation.numbers import decimals
+from flowgrpo.evaluation.statistics import decimals
 from flowgrpo.evaluation.table import cells, compared
 
 TASKS = [1, ["a", "b"], "[/red]x", "[red]y", ":cat:", {"of": 2}]

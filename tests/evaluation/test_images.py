@@ -19,11 +19,11 @@ from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import calls, columns, images
+from flowgrpo.evaluation import columns, images, samplers
 from flowgrpo.evaluation.pages import grid
 from flowgrpo.evaluation.pages.clips import as_image
 from flowgrpo.evaluation.plan import Arm
-from flowgrpo.evaluation.sampler import Pipelines
+from flowgrpo.evaluation.samplers import Pipelines
 from flowgrpo.policies import checkpoints, loading
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
@@ -129,7 +129,7 @@ def test_all_weights_are_loaded_too(tmp_path, model):
     ("other", 4, None, {"num_inference_steps": 4}),
 ])
 def test_defaults(model, steps, guidance, expected):
-    assert calls.call_arguments(model, None, steps, guidance) == expected
+    assert samplers.call_arguments(model, None, steps, guidance) == expected
 
 
 @pytest.mark.parametrize("raw, expected", [
@@ -152,8 +152,8 @@ def test_guidance_is_the_scale_that_a_run_evaluates_with(name, more):
     conditioning = policy.encode(["red"], ["old"])
     pictures = []
     for guidance in (1.0, 4.0):
-        asked = calls.call_arguments("other", None, 2, guidance) | call | more
-        pictures.append(calls.draw_one(pipe, Prompt("red"), 0, asked, "old"))
+        asked = samplers.call_arguments("other", None, 2, guidance) | call | more
+        pictures.append(samplers.draw_one(pipe, Prompt("red"), 0, asked, "old"))
         expected = policy.generate(conditioning, policy.generators([0]), 2, guidance)[0]
         torch.testing.assert_close(pictures[-1], expected, rtol=0, atol=1e-5)
     assert (pictures[0] - pictures[1]).abs().max() > 1e-4
@@ -163,9 +163,9 @@ def test_arguments_of_a_call_come_from_the_user_then_from_the_runs_evaluation_th
     config = {"model": "x", "eval": {"steps": 9}, "picture": {"height": 64, "call": {"num_inference_steps": 7}}}
     (tmp_path / "config.yaml").write_text(validate(config).yaml())
     of_run = {"height": 64, "num_inference_steps": 9, "guidance": 4.5}
-    assert calls.call_arguments("x", tmp_path) == of_run
-    assert calls.call_arguments("x", tmp_path, 3, 4.0) == of_run | {"num_inference_steps": 3, "guidance": 4.0}
-    assert calls.call_arguments("x", None) == {}
+    assert samplers.call_arguments("x", tmp_path) == of_run
+    assert samplers.call_arguments("x", tmp_path, 3, 4.0) == of_run | {"num_inference_steps": 3, "guidance": 4.0}
+    assert samplers.call_arguments("x", None) == {}
 
 
 @pytest.mark.parametrize("change", [0.0, 0.5])
@@ -286,7 +286,7 @@ def test_a_picture_on_the_command_line_is_what_a_pipeline_starts_from(moving, tm
                      "--precision", "fp32", "--output", str(output)]) == 0
         assert str(output) in capsys.readouterr().out
         asked = small | {"num_inference_steps": 2, "guidance": 2.0}
-        expected = calls.draw_one(pipe, Prompt("a cat", image=picture), seeder(0, 0)(0, 0), asked)
+        expected = samplers.draw_one(pipe, Prompt("a cat", image=picture), seeder(0, 0)(0, 0), asked)
         [file] = output.glob("*.webp")  # beside an .mp4, where the extra for it is installed
         first.append(np.asarray(Image.open(file).convert("RGB")).astype(int))
         assert (first[-1] == np.asarray(as_image(expected[0]))).all()
@@ -309,7 +309,7 @@ def test_a_prompt_without_the_picture_that_a_pipeline_needs_is_told(name):
     pipe, call = pipelines.make(name)
     asked = {key: value for key, value in call.items() if key != "image"}
     with pytest.raises(UserError, match=f"{name} takes an image, and fails without one") as error:
-        calls.draw_one(pipe, Prompt("red"), 0, asked | {"num_inference_steps": 1})
+        samplers.draw_one(pipe, Prompt("red"), 0, asked | {"num_inference_steps": 1})
     assert "\n" not in str(error.value)
 
 
@@ -325,7 +325,7 @@ def test_a_pipeline_takes_the_memory_that_its_run_takes(model):
     plain = loading.make_pipeline(str(model), "bf16")
     assert not any(hasattr(parameter, "qdata") for parameter in plain.transformer.parameters())
     assert not plain.vae.use_slicing and not plain.vae.use_tiling
-    low, full = (calls.draw_one(each, Prompt("red"), 0, tiny.CALL | {"num_inference_steps": 2})
+    low, full = (samplers.draw_one(each, Prompt("red"), 0, tiny.CALL | {"num_inference_steps": 2})
                  for each in (pipe, plain))
     assert 0 < (low - full).abs().mean() < 0.05
 
@@ -337,7 +337,7 @@ def test_every_command_draws_with_the_memory_of_the_run(tmp_path, model):
     loading.load_tuned(pipe, low)
     prompt, seed_of = splits.resolve(config)[1][0], seeder(0, 0)
     asked = {"num_inference_steps": 2, "guidance": 1.5, **tiny.CALL}
-    expected = calls.draw_one(pipe, prompt, seed_of(0, 0), asked)
+    expected = samplers.draw_one(pipe, prompt, seed_of(0, 0), asked)
     sampler = Pipelines(config.model, config, drawing(config.precision, "cpu"), "cpu")
     [page] = sampler.draw(Arm(low, asked, None), [prompt], [seed_of(0, 0)])
     assert torch.equal(page, expected)

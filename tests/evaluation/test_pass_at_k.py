@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flowgrpo import rewards
-from flowgrpo.evaluation.pass_at_k import majority, pass_at_k, powers, tries, verdicts
+from flowgrpo.evaluation.findings import majority, pass_at_k, powers, tries, verdicts
 
 NAN = math.nan
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from flowgrpo.evaluation import images, picture_files, prompt_file
+from flowgrpo.evaluation import images, picture_files
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.samplers.rollout import seeder
@@ -110,7 +110,7 @@ def test_a_clip_says_how_it_was_drawn(tmp_path):
 
 def test_pictures_of_a_prompt_file_say_how_they_were_drawn(tmp_path, model):
     (tmp_path / "prompts.txt").write_text("a cat\na dog\n")
-    prompt_file.sample(str(model), tmp_path / "prompts.txt", tmp_path / "out", steps=2, guidance=1.5, seed=3)
+    images.sample_file(str(model), tmp_path / "prompts.txt", tmp_path / "out", steps=2, guidance=1.5, seed=3)
     prompt, settings = told(tmp_path / "out" / "pictures" / "base" / "00001-00.png")
     assert prompt == "a dog" and settings["Seed"] == str(seeder(3, 0)(1, 0)) and settings["Steps"] == "2"
 

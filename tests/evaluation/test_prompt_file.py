@@ -11,8 +11,8 @@ from flowgrpo import rewards
 from flowgrpo.cli import main
 from flowgrpo.data import prompts
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import prompt_file
-from flowgrpo.evaluation.ledger import Ledger, Place
+from flowgrpo.evaluation.images import sample_file as sample
+from flowgrpo.evaluation.plan import Ledger, Place
 from tests.evaluation.test_images import drawn, pixels
 from tests.helpers import tiny
 
@@ -58,7 +58,7 @@ def test_the_prompt_file_names_every_picture(tmp_path, model, asked, monkeypatch
 
 def test_it_goes_on_without_drawing_again(tmp_path, model, asked):
     def draw(**options):
-        return prompt_file.sample(str(model), asked, tmp_path / "out", steps=1, **options)
+        return sample(str(model), asked, tmp_path / "out", steps=1, **options)
 
     first = draw().read_text()
     kept, lost = (tmp_path / "out" / "pictures" / "base" / f"0000{i}-00.png" for i in (0, 1))
@@ -79,16 +79,16 @@ def test_it_goes_on_without_drawing_again(tmp_path, model, asked):
 def test_texts_stand_in_the_file_itself(tmp_path):
     asked = tmp_path / "sums.txt"
     asked.write_text("1+2=\n7+8=\n")
-    path = prompt_file.sample("starter_text", asked, tmp_path / "out", seed=5)
+    path = sample("starter_text", asked, tmp_path / "out", seed=5)
     found = prompts.load_prompts(path)
     assert [p.text for p in found] == ["1+2=", "7+8="]
     texts = [p.metadata["base_text"] for p in found]
     assert all(text and isinstance(text, str) for text in texts)
     lines = [json.loads(line) for line in (tmp_path / "out" / "texts-0.jsonl").read_text().splitlines()]
     assert [line["text"] for line in lines] == texts
-    assert prompt_file.sample("starter_text", asked, tmp_path / "out", seed=5) == path
+    assert sample("starter_text", asked, tmp_path / "out", seed=5) == path
     # As prompts of their own, with the user's beside them; nothing is written again.
-    assert prompt_file.sample("starter_text", asked, tmp_path / "out", seed=5, key="prompt") == path
+    assert sample("starter_text", asked, tmp_path / "out", seed=5, key="prompt") == path
     assert [(p.text, p.metadata) for p in prompts.load_prompts(path)] == [
         (texts[0], {"user_prompt": "1+2="}), (texts[1], {"user_prompt": "7+8="})]
     assert len((tmp_path / "out" / "texts-0.jsonl").read_text().splitlines()) == 2

@@ -7,9 +7,9 @@ import torch
 
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.evaluation import calls
+from flowgrpo.evaluation import samplers
 from flowgrpo.evaluation.plan import Arm
-from flowgrpo.evaluation.sampler import Pipelines
+from flowgrpo.evaluation.samplers import Pipelines
 from flowgrpo.policies import loading
 from tests.evaluation.test_images import make_run
 from tests.helpers import tiny
@@ -27,7 +27,7 @@ def made(tmp_path_factory):
     pipe = loading.make_pipeline(model, "fp32", device=torch.device("cpu"))
 
     def each() -> list[torch.Tensor]:
-        return [calls.draw_one(pipe, prompt, seed, ASKED) for prompt, seed in zip(PROMPTS, SEEDS)]
+        return [samplers.draw_one(pipe, prompt, seed, ASKED) for prompt, seed in zip(PROMPTS, SEEDS)]
 
     base = each()
     loading.load_tuned(pipe, run)

@@ -17,9 +17,8 @@ from flowgrpo.cli import main
 from flowgrpo.config import validate
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.evaluation.distances import structure
+from flowgrpo.evaluation.distances import Shuffled, structure
 from flowgrpo.evaluation.report.verdict import sentences
-from flowgrpo.evaluation.shuffled import Shuffled
 from flowgrpo.evaluation.statistics import blind
 from flowgrpo.rewards import About
 

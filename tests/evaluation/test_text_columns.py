@@ -11,8 +11,8 @@ from flowgrpo.cli import main
 from flowgrpo.data import prompts
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import columns
+from flowgrpo.evaluation.columns import write_page, write_table
 from flowgrpo.evaluation.pages.grid import Row
-from flowgrpo.evaluation.pages.html_page import write_page, write_table
 from flowgrpo.policies import checkpoints
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage import checkpoint

@@ -17,7 +17,7 @@ from flowgrpo.advantages.gae import Recall
 from flowgrpo.cli import main
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.ledger import Ledger, Place
+from flowgrpo.evaluation.plan import Ledger, Place
 from flowgrpo.evaluation.statistics import BOOTSTRAP, interval
 from flowgrpo.export.export import card, lora, merged
 from flowgrpo.files import tensors_of

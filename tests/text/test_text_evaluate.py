@@ -14,7 +14,7 @@ from flowgrpo.data.suites import load_suite
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.draw import written_apart
 from flowgrpo.evaluation.evaluate import evaluate
-from flowgrpo.evaluation.ledger import Place, TextLedger
+from flowgrpo.evaluation.plan import Place, TextLedger
 from flowgrpo.policies import checkpoints
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage.json_files import finite

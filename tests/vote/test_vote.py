@@ -22,7 +22,6 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import picture_files
 from flowgrpo.evaluation.measured import Measured
-from flowgrpo.evaluation.pages import singles
 from flowgrpo.evaluation.pages.before_after import draw_pairs
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
@@ -216,7 +215,7 @@ def test_a_page_of_pictures_names_its_columns_and_tasks(tmp_path):
     prompts = [Prompt(f"prompt {i}", metadata={"task": "few" if i < 3 else "many"}) for i in range(6)]
     base, after = (Measured(prompts, {}, torch.full((6, 3, 8, 8), value)) for value in (0.2, 0.8))
     file = tmp_path / "grid.png"
-    kept = singles.save_columns(file, ("base", "epoch 40"), [base.pictures, after.pictures])
+    kept = picture_files.save_columns(file, ("base", "epoch 40"), [base.pictures, after.pictures])
     assert kept == ["grid/0-base", "grid/1-epoch-40"]
     draw_pairs(file, base, after, ("base", "epoch 40"),
                picture_files.facts(tmp_path, ("base", "epoch 40"), prompts, kept))
@@ -241,8 +240,8 @@ def test_the_sources_of_edits_stand_above_their_pairs(tmp_path):
     prompts = [Prompt("make it red", image=str(tmp_path / f"{name}.png")) for name in "ab"]
     base = after = torch.rand(2, 3, 8, 8)
     file = tmp_path / "grid.png"
-    kept = singles.save_columns(file, ("base", "tuned"), [base, after])
-    brought = singles.save_sources(file, prompts, base)
+    kept = picture_files.save_columns(file, ("base", "tuned"), [base, after])
+    brought = picture_files.save_sources(file, prompts, base)
     assert brought == [["grid/source/000-image.png"], ["grid/source/001-image.png"]]
     measured = Measured(prompts, {}, base)
     draw_pairs(file, measured, measured, ("base", "tuned"),
@@ -267,7 +266,7 @@ def test_clips_have_a_video_and_its_fallback(tmp_path, monkeypatch):
     ffmpeg.install(tmp_path / "bin", monkeypatch)
     clips = torch.rand(2, 3, 3, 8, 8)
     for name in "ab":
-        singles.save(tmp_path / name, clips)
+        picture_files.save_rows(tmp_path / name, clips)
         Image.new("RGB", (8, 24)).save(tmp_path / name / "000.png")  # the same frames, as a run and `eval` keep them
     with serving(Ballot(*pairs([tmp_path / "a", tmp_path / "b"]), tmp_path / "pairs.jsonl")) as ask:
         assert ask("state")[1]["total"] == 2

@@ -1,26 +1,26 @@
-"""Pages of pictures: before and after side by side with their scores, or a plain contact sheet.
-
-A page has one card per prompt: the pictures in a row, each above its scores, and the prompt below; of texts the prompt
-is above. Small pictures are enlarged by whole factors and large ones shrunk, so that a page of a dozen prompts fits a
-screen. Clips are shown as frames side by side, and the same page is also written as an animation.
+"""Pages of pictures: before and after side by side with their scores, or a plain contact sheet. Their font is DejaVu
+Sans, which comes with matplotlib; installed fonts have the letters that it lacks.
 """
 
 from __future__ import annotations
 
 import bisect
+import functools
 import math
-from collections.abc import Mapping, Sequence
+import re
+import sys
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
-from flowgrpo.evaluation.numbers import bounds, decimals, fixed
 from flowgrpo.evaluation.pages.clips import animate, as_image, moving, seconds_of, still
-from flowgrpo.evaluation.pages.fonts import WORDS, Font
 from flowgrpo.evaluation.pages.sources import Source
+from flowgrpo.evaluation.statistics import bounds, decimals, fixed
 from flowgrpo.nouns import counted
 from flowgrpo.storage import atomic
 
@@ -28,6 +28,92 @@ if TYPE_CHECKING:
     import torch
 
     from flowgrpo.evaluation.statistics import Interval
+
+LAST_RESORT = "LastResort"  # also part of matplotlib; draws every letter as a box
+BETWEEN = "[\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff]"  # Chinese, Japanese: lines break at each
+WORDS = re.compile(rf"\s*(?:{BETWEEN}|(?:(?!{BETWEEN})\S)+)")
+_lacking: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Font:
+    """Font with the letters of most languages; size: in pixels."""
+
+    size: int
+
+    @property
+    def height(self) -> int:
+        """Line height in pixels."""
+        return round(self.size * 1.4)
+
+    def getlength(self, text: str) -> float:
+        """Return the width of a line in pixels."""
+        return sum(font.getlength(run) for font, run in self._runs(text))
+
+    def draw(self, pen: ImageDraw.ImageDraw, at: tuple[float, float], text: str, colour: str) -> None:
+        """Draw a line whose upper left corner is `at`."""
+        left, line = at[0], at[1] + _opened(_own(), self.size).getmetrics()[0]
+        for font, run in self._runs(text):
+            pen.text((left, line), run, colour, font, anchor="ls")
+            left += font.getlength(run)
+
+    def _runs(self, text: str) -> Iterator[tuple[ImageFont.FreeTypeFont, str]]:
+        """Split the text into pieces of one font each; accents and marks stay with their letter."""
+        runs: list[list[str]] = []
+        for letter in text:
+            mark = unicodedata.category(letter)[0] in "MCZ" and unicodedata.category(letter) not in ("Cn", "Co")
+            path = runs[-1][0] if mark and runs else _own() if mark else _holder(letter)
+            if runs and runs[-1][0] == path:
+                runs[-1][1] += letter
+            else:
+                runs.append([path, letter])
+        return ((_opened(path, self.size), run) for path, run in runs)
+
+
+@functools.cache
+def _own() -> str:
+    import matplotlib
+
+    return str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf")
+
+
+@functools.cache
+def _opened(path: str, size: int) -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(path, size)
+
+
+@functools.cache
+def _holder(letter: str) -> str:
+    """Return the font that has this letter. Without one, warn once and draw a box."""
+    if _has(_own(), letter):
+        return _own()
+    fallback = next((path for path in _installed() if _has(path, letter)), None)
+    if fallback is None:
+        if not _lacking:
+            print(f"no font of this machine has the letter {letter!r}: what is lacking is a box on pages of pictures; "
+                  "install a font that has it, such as Noto Sans CJK", file=sys.stderr)
+        _lacking.add(letter)
+    return fallback or _own()
+
+
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    """Return the installed scalable fonts, upright sans serif first."""
+    from matplotlib.font_manager import fontManager
+
+    fonts = sorted(fontManager.ttflist, key=lambda font: (font.style != "normal", font.weight not in (400, "normal"),
+                                                          "sans" not in font.name.lower(), font.fname))
+    return tuple(dict.fromkeys(font.fname for font in fonts if LAST_RESORT not in font.fname))
+
+
+def _has(path: str, letter: str) -> bool:
+    from matplotlib.ft2font import FT2Font
+
+    try:
+        return bool(FT2Font(path).get_char_index(ord(letter))) and bool(_opened(path, 12))
+    except (OSError, RuntimeError):  # matplotlib remembers deleted fonts; bitmap emoji fonts have a single size
+        return False
+
 
 SMALLEST, LARGEST = 160, 256  # longer side of a picture on the page, in pixels
 SEVERAL = 127  # longer side of one of several sources

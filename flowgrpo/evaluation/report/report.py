@@ -1,7 +1,5 @@
-"""Report of a run: `report.html`, one self-contained file made from the run's folder.
-
-All values are computed here and stored in the file as JSON. The template report.html shows them as text, never as
-markup, since prompts are untrusted text.
+"""Report of a run: `report.html`, one self-contained file made from the run's folder. `flowgrpo report --live` serves
+that of a running run to browsers of this machine.
 """
 
 from __future__ import annotations
@@ -10,16 +8,17 @@ import hashlib
 import html
 import json
 import re
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowgrpo import loopback
 from flowgrpo.config.parse import load
 from flowgrpo.config.schema import Config
-from flowgrpo.evaluation.numbers import decimals
 from flowgrpo.evaluation.report import snapshots
-from flowgrpo.evaluation.report.outcome import outcome
-from flowgrpo.evaluation.report.verdict import Nouns, changes, mean, sentences
+from flowgrpo.evaluation.report.verdict import Nouns, changes, mean, outcome, sentences
 from flowgrpo.evaluation.runs import whole
+from flowgrpo.evaluation.statistics import decimals
 from flowgrpo.evaluation.table import cells
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import read_lines, read_object
@@ -269,3 +268,59 @@ def phases(lines: list[dict[str, Any]]) -> dict[str, float]:
             if key.startswith("seconds/"):
                 total[key.removeprefix("seconds/")] = total.get(key.removeprefix("seconds/"), 0.0) + value
     return {phase: round(value, 2) for phase, value in sorted(total.items(), key=lambda pair: -pair[1])}
+
+
+def server(run: Path, port: int) -> ThreadingHTTPServer:
+    """Return a server of `/`, the report, and `/data.json`, its data, both made on request. It serves nothing else.
+
+    port: 0 takes a free one.
+    Raises UserError if the port is taken, or the folder is not a run.
+    """
+    return loopback.listen(type("Handler", (Handler,), {"live": Live(run_of(run))}), port)
+
+
+class Live:
+    """Report of a run that may change, be damaged or be deleted.
+
+    Raises UserError at first if the folder is not a run.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._text = json.dumps(data(run), allow_nan=False)
+
+    def version(self) -> str:
+        """Return a mark that changes with the run's files."""
+        return f'"{changed(self._run)}"'
+
+    def content(self) -> dict[str, Any]:
+        """Return the report's data.
+
+        Where it cannot be made, the data of the last time, with one line about the fault under `notice`.
+        """
+        notice = None
+        try:
+            self._text = json.dumps(data(self._run), allow_nan=False)
+        except Exception as error:  # of half-written, damaged and deleted files
+            notice = f"Not up to date: {' '.join(str(error).split())[:300] or type(error).__name__}"
+        return json.loads(self._text) | {"notice": notice}
+
+
+class Handler(loopback.Handler):
+    """Request handler for one run."""
+
+    live: Live
+
+    def get(self) -> None:
+        if self.path not in ("/", "/data.json"):
+            raise loopback.Refused(404, "no such page")
+        version = self.live.version()
+        if self.headers.get("If-None-Match") == version:
+            self.send_response(304)
+            self.end_headers()
+            return
+        content = self.live.content() | {"version": version}
+        if self.path == "/":
+            self.send(page(content, live=True).encode(), "text/html; charset=utf-8")
+        else:
+            self.send(json.dumps(content, allow_nan=False).encode(), "application/json; charset=utf-8")

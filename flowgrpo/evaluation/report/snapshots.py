@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image, ImageSequence
 
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.evaluation.pages import mp4
+from flowgrpo.evaluation.pages import clips
 from flowgrpo.evaluation.pages.clips import as_image, durations, moving, seconds_of, still
 from flowgrpo.evaluation.pages.sources import Source, of
 from flowgrpo.packages import version
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 FOLDER = "report"
 FACTS = ("machine", "nouns", "last", "ranges")  # files that are no stages
-VIDEO = f"data:{mp4.TYPE};base64,"
+VIDEO = f"data:{clips.TYPE};base64,"
 SIDE = 320  # maximum longer side of a kept picture, in pixels
 LOSSLESS = 128  # maximum side in pixels of a picture kept without loss
 MEND = "restore it, or remove it: then the report leaves out what it said"
@@ -56,7 +56,7 @@ class Video:
 
     frames: list[Image.Image]
     seconds: float
-    mp4: bytes | None
+    clips: bytes | None
 
     def file(self) -> tuple[bytes, str]:
         """Return the clip as mp4, or without one as GIF, and the ending of its name."""
@@ -155,7 +155,7 @@ def data_url(output: torch.Tensor, fps: float | None = None) -> str:
 def video_url(clip: torch.Tensor, fps: float | None = None) -> str | None:
     """Encode a clip [F,3,H,W] in [0, 1] as an mp4 data URL, at most SIDE pixels long; None without an encoder."""
     frames = _frames(clip)
-    video = mp4.encode(frames, seconds_of(len(clip), fps))
+    video = clips.encode(frames, seconds_of(len(clip), fps))
     return None if video is None else VIDEO + base64.b64encode(video).decode("ascii")
 
 

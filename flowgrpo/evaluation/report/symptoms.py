@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from flowgrpo.config.schema import Config
-from flowgrpo.evaluation.numbers import decimals, fixed
+from flowgrpo.evaluation.statistics import decimals, fixed
 
 # Epochs after which a flat reward, a clip fraction, equal rewards and a collapse are symptoms.
 FLAT, CLIPPED, EQUAL, COLLAPSED = 20, 10, 5, 3

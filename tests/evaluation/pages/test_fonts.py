@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from PIL import Image, ImageDraw
 
-from flowgrpo.evaluation.pages.fonts import Font
+from flowgrpo.evaluation.pages.grid import Font
 
 
 @pytest.mark.parametrize("size", [16, 40])

@@ -9,10 +9,9 @@ import pytest
 import torch
 from PIL import Image, ImageColor, ImageDraw
 
-from flowgrpo.evaluation.pages import fonts, grid
+from flowgrpo.evaluation.pages import grid
 from flowgrpo.evaluation.pages.before_after import means_of
-from flowgrpo.evaluation.pages.fonts import Font
-from flowgrpo.evaluation.pages.grid import Row, contact, draw_grid
+from flowgrpo.evaluation.pages.grid import Font, Row, contact, draw_grid
 
 
 def flat(colour: tuple[float, float, float], height: int = 64, width: int = 64) -> torch.Tensor:
@@ -127,8 +126,8 @@ def test_a_mark_stays_with_its_letter():
 
 
 def test_what_no_font_has_is_said_once(capsys, monkeypatch):
-    monkeypatch.setattr(fonts, "_lacking", set())
-    fonts._holder.cache_clear()
+    monkeypatch.setattr(grid, "_lacking", set())
+    grid._holder.cache_clear()
     for text in (f"a {LACKING}", "\u0379", "é"):
         drawn(text)
     said = capsys.readouterr().err

@@ -10,10 +10,10 @@ import torch
 from PIL import Image
 
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.pages import mp4
+from flowgrpo.evaluation.columns import write_page
+from flowgrpo.evaluation.pages import clips
 from flowgrpo.evaluation.pages.clips import save_clip
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
-from flowgrpo.evaluation.pages.html_page import write_page
 from flowgrpo.evaluation.report import snapshots
 from tests.helpers import ffmpeg
 
@@ -23,7 +23,7 @@ ODD = torch.tensor([0.0, 1.0, 0.2])[:, None, None, None].expand(3, 3, 81, 2)  # 
 
 @pytest.fixture(autouse=True)
 def fresh():
-    mp4._warn.cache_clear()
+    clips._warn.cache_clear()
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_pages_show_the_video_with_the_webp_as_fallback(tmp_path, log):
                                     r'<img [^>]* src="data:image/webp;base64,([^"]+)"></video>', text)
     assert base64.b64decode(video.partition(",")[2]) == ffmpeg.BYTES and base64.b64decode(picture)[8:12] == b"WEBP"
     card = snapshots.shown(CLIP)
-    assert card["video"] == mp4.TYPE.join(("data:", ";base64,")) + base64.b64encode(ffmpeg.BYTES).decode()
+    assert card["video"] == clips.TYPE.join(("data:", ";base64,")) + base64.b64encode(ffmpeg.BYTES).decode()
     assert dict(zip(*[ffmpeg.call(log)[0][at:] for at in (0, 1)]))["-s"] == "128x160"  # enlarged 32 times
     kept = snapshots.content(card)
     assert kept.mp4 == ffmpeg.BYTES and [frame.getpixel((1, 1))[0] for frame in kept.frames] == [0, 255, 51]

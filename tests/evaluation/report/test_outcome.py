@@ -6,8 +6,7 @@ import pytest
 
 from flowgrpo.config import validate
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.report.outcome import outcome, untrained
-from flowgrpo.evaluation.report.verdict import sentences
+from flowgrpo.evaluation.report.verdict import outcome, sentences, untrained
 
 REWARDS = {"reward": {"a": 1.0, "b": 1.0}}
 NONE = {"mean": None, "std": 0.0, "failed": 8, "zero_variance_groups": None}

@@ -24,7 +24,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import Measured
 from flowgrpo.evaluation.report import report, snapshots, verdict
-from flowgrpo.evaluation.report.server import server
+from flowgrpo.evaluation.report.report import server
 from flowgrpo.evaluation.table import compared
 from flowgrpo.storage.json_files import finite
 from tests.helpers import tiny

@@ -12,8 +12,8 @@ from flowgrpo.check.tiny import make
 from flowgrpo.config.sections import Load
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.calls import draw_one
 from flowgrpo.evaluation.measured import measure
+from flowgrpo.evaluation.samplers import draw_one
 from flowgrpo.policies.pipelines.frames import rate_of, told
 from flowgrpo.policies.pipelines.load import rate_ahead
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy

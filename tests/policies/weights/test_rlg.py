@@ -17,9 +17,9 @@ from PIL import Image
 from flowgrpo.cli import main
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import calls, findings, images
+from flowgrpo.evaluation import findings, images, samplers
 from flowgrpo.evaluation.evaluate import evaluate
-from flowgrpo.evaluation.pages import figures, rlg_sweep
+from flowgrpo.evaluation.pages import figures
 from flowgrpo.policies import loading
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
 from flowgrpo.policies.pipelines.rlg import Branches, blended, guided
@@ -124,7 +124,7 @@ def test_modules_are_left_as_they_were():
 
 def picture(pipe, at=None, **asked) -> torch.Tensor:
     def draw():
-        return calls.draw_one(pipe, Prompt("a cat"), 5, ASKED | asked)
+        return samplers.draw_one(pipe, Prompt("a cat"), 5, ASKED | asked)
 
     if at is None:
         return draw()
@@ -162,15 +162,15 @@ def test_the_blend_itself_ends_at_base_and_tuned_bit_for_bit(model, run):
 
     pipe = load_pipeline(str(model))
     base, branches = picture(pipe), loading.load_branches(pipe, run)
-    tuned, calls = picture(pipe), []
+    tuned, samplers = picture(pipe), []
     [module] = denoisers(pipe).values()
-    module.register_forward_hook(lambda *_: calls.append(1))
+    module.register_forward_hook(lambda *_: samplers.append(1))
     first = next(iter(branches._bases().values()))
     for weight, expected in ((0, base), (1, tuned)):
-        counted = {module: lambda *args, **kwargs: (calls.append(1), first(*args, **kwargs))[1]}
+        counted = {module: lambda *args, **kwargs: (samplers.append(1), first(*args, **kwargs))[1]}
         assert torch.equal(picture(pipe, guided(counted, Number(weight))), expected)
-        assert len(calls) == 4  # two steps, each once by the base and once by the tuned
-        calls.clear()
+        assert len(samplers) == 4  # two steps, each once by the base and once by the tuned
+        samplers.clear()
 
 
 @pytest.mark.parametrize("make", [tiny.sd3, tiny.sd15], ids=["flow", "noise"])
@@ -307,7 +307,7 @@ def test_the_curves_are_those_of_the_results():
     def entry(mean):
         return {findings.ALL: {"mean": mean, "low": mean - 0.1, "high": mean + 0.1}}
 
-    found = rlg_sweep.curves({"a": 0.0, "b": 1.5}, {"a": {"x": entry(0.5), "y": entry(3)},
+    found = figures.curves({"a": 0.0, "b": 1.5}, {"a": {"x": entry(0.5), "y": entry(3)},
                                                     "b": {"x": entry(0.75), "y": entry(1)}})
     assert found["x"] == ([0.0, 1.5], [0.5, 0.75], [0.4, 0.65], [0.6, 0.85]) and found["y"].means == [3, 1]
 
@@ -329,10 +329,10 @@ def test_one_weight_is_compared_with_the_base(swept, lora_run, capsys, tmp_path)
 
 
 def test_ticks_of_the_figure_are_the_weights():
-    curve = rlg_sweep.Curve([0.0, 0.7, 2.0], [0.5, 0.6, 0.4], [0.4, 0.5, 0.3], [0.6, 0.7, 0.5])
+    curve = figures.Curve([0.0, 0.7, 2.0], [0.5, 0.6, 0.4], [0.4, 0.5, 0.3], [0.6, 0.7, 0.5])
     with figures.styled() as pyplot:
         figure, panel = pyplot.subplots()
-        rlg_sweep.draw(panel, "folder/f.py:right", curve)
+        figures.draw(panel, "folder/f.py:right", curve)
         assert list(panel.get_xticks()) == curve.weights
         assert [label.get_text() for label in panel.get_xticklabels()] == ["0", "0.7", "2"]
         assert panel.get_title(loc="left") == "f.py:right" and panel.lines[-1].get_color() == figures.COLOURS[0]
@@ -340,8 +340,8 @@ def test_ticks_of_the_figure_are_the_weights():
 
 
 def test_a_figure_has_the_same_bytes_every_time(tmp_path):
-    curve = rlg_sweep.Curve([0.0, 1.0], [0.5, 0.6], [0.4, 0.5], [0.6, 0.7])
+    curve = figures.Curve([0.0, 1.0], [0.5, 0.6], [0.4, 0.5], [0.6, 0.7])
     for name in ("a.png", "b.png"):
-        rlg_sweep.plot({name: curve for name in ("x", "y", "z", "more")}, tmp_path / name)
+        figures.plot({name: curve for name in ("x", "y", "z", "more")}, tmp_path / name)
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
     assert b"Matplotlib" not in (tmp_path / "a.png").read_bytes()

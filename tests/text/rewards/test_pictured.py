@@ -8,8 +8,8 @@ import torch
 from flowgrpo import rewards
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.calls import draw_one
 from flowgrpo.evaluation.report import snapshots
+from flowgrpo.evaluation.samplers import draw_one
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rewards import Batch
 from flowgrpo.text.rewards.pictured import Pictured, noise_seed, rewritten

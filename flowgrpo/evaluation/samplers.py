@@ -1,31 +1,49 @@
-"""Calls of a stock pipeline: for one image, and for several in one call that equal what single calls give."""
+"""Samplers of (arm, prompts, seeds), by a pipeline or a language model: a sample depends on these three alone. One call
+of a stock pipeline draws several images that equal those of single calls; a prompt enhancer is a language model that
+rewrites prompts first (`--enhancer`).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import math
+import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from tqdm import tqdm
 
+from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import STEPS
+from flowgrpo.cores import Threads
 from flowgrpo.data.pictures import Clip
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation.plan import Arm, weights_digest
+from flowgrpo.policies import build, checkpoints, loading
 from flowgrpo.policies.checkpoints import config_of
 from flowgrpo.policies.pipelines import edits, frames, prompt_inputs
-from flowgrpo.policies.pipelines.call import guidance_argument, seeded
+from flowgrpo.policies.pipelines.call import guidance_argument, seeded, unchecked
 from flowgrpo.policies.pipelines.load import denoisers
+from flowgrpo.policies.pipelines.rlg import Branches
 from flowgrpo.samplers.grids import require_steps
+from flowgrpo.samplers.rollout import seeder
 from flowgrpo.starter import CALLS, EVAL, RATES
+from flowgrpo.types import Completion
+
+if TYPE_CHECKING:
+    from flowgrpo.text.policies.causal_lm import CausalLM
 
 SHARE = 0.1  # maximum effect of the batch in half precision, as a share of the difference between two pictures
 # Errors of a pipeline that takes one prompt; any other error is raised again by drawing singly.
 REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+INSTRUCTION = ("Rewrite the user's prompt for a text-to-image model. Keep what it says. Add details of the scene, the "
+               "light and the style. Answer with the new prompt alone.")
 
 
 def call_arguments(model: str, lora: Path | None, steps: int | None = None, guidance: float | None = None
@@ -159,3 +177,162 @@ def _drawn(pipe: Any, prompts: Sequence[Prompt], seeds: Sequence[int], arguments
     if pictures.ndim not in (4, 5) or len(pictures) != len(prompts):
         raise ValueError(f"expected {len(prompts)} images or clips, got {list(pictures.shape)}")
     return pictures.float().cpu()
+
+
+class Sampler(Protocol):
+    """Sampler of one model. together: samples per call by default."""
+
+    together: int
+
+    def load(self, arm: Arm) -> Any:
+        """Load the model with an arm's weights, unless they are in it, and return it."""
+
+    def draw(self, arm: Arm, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Sequence[Any]:
+        """Return a sample per prompt and seed."""
+
+
+def tell(threads: Threads) -> None:
+    """Let torch use as many threads as cores are free; say a change on stderr, which is no result."""
+    if line := threads.look():
+        tqdm.write(line, file=sys.stderr)
+
+
+def first_of_each(sampler: Sampler, arm: Arm, prompts: Sequence[Prompt], seed: int) -> list[Any]:
+    """Return the first sample of every prompt."""
+    sampler.load(arm)  # before the bar: what cannot be loaded is one line
+    of, places = seeder(seed, 0), range(len(prompts))
+    parts = [places[at:at + sampler.together] for at in range(0, len(prompts), sampler.together)]
+    return [sample for rows in tqdm(parts, desc="sampling", leave=False, disable=None)
+            for sample in sampler.draw(arm, [prompts[i] for i in rows], [of(i, 0) for i in rows])]
+
+
+class Pipelines:
+    """Sampler of images and clips by a stock pipeline, loaded at the first draw.
+
+    It is loaded again for other weights than those in it, which do not leave it. The base draws before the tuned model
+    without that, and so do several arms with RLG.
+    """
+
+    together = 1
+
+    def __init__(self, model: str, config: Config, precision: str, device: torch.device):
+        self.model, self.config, self.precision, self.device = model, config, precision, device
+        self.threads = Threads.of(device)
+        self.pipe: Any = None
+        self.loaded: Path | None = None
+        self.branches: Branches | None = None
+        self.batched = Together()
+
+    def draw(self, arm: Arm, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[torch.Tensor]:
+        """Draw images [3, H, W] or clips [F, 3, H, W] in [0, 1], one per prompt and seed."""
+        self.load(arm)
+        tell(self.threads)
+        weighted: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.branches is not None:
+            assert arm.rlg is not None  # the same kind of arm, else `load` had loaded it
+            weighted = self.branches.at(arm.rlg)
+        with weighted, unchecked(self.pipe):
+            return self.batched.draw(self.pipe, prompts, seeds, arm.asked, self.config.negative_prompt)
+
+    def load(self, arm: Arm) -> Any:
+        """Load the pipeline with an arm's weights, unless they are in it, and return it.
+
+        Raises UserError for weights that do not fit, and for a number of steps that the scheduler does not take.
+        """
+        as_loaded = (self.loaded, self.branches is not None) == (arm.weights, arm.rlg is not None)
+        if self.pipe is None or not (self.loaded is None or as_loaded):
+            if self.pipe is not None:
+                self.pipe = self.loaded = self.branches = None
+                gc.collect()  # two models at once may not fit
+            self.pipe = loading.make_pipeline(self.model, self.precision, self.config.trust_remote_code, self.device,
+                                             self.config.memory, loading.files_of(self.config, self.model))
+        if self.loaded is None and arm.weights is not None and arm.rlg != 0:
+            self._tune(arm.weights, arm.rlg)
+        require_steps(self.pipe.scheduler, arm.asked.get("num_inference_steps"))
+        return self.pipe
+
+    def _tune(self, weights: Path, rlg: float | None) -> None:
+        self.loaded = weights
+        if rlg is None:
+            loading.load_tuned(self.pipe, weights)
+        else:
+            self.branches = loading.load_branches(self.pipe, weights)
+
+
+class Texts:
+    """Sampler of completions by a language model, loaded for every arm.
+
+    precision: None takes the run's, or the device's default.
+    """
+
+    together = 8
+
+    def __init__(self, model: str, config: Config | None, precision: str | None, device: torch.device):
+        self.model, self.config, self.precision, self.device = model, config, precision, device
+        self.threads = Threads.of(device)
+        self.arm: Arm | None = None
+        self.policy: CausalLM | None = None
+
+    def draw(self, arm: Arm, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Completion]:
+        """Write a completion per prompt and seed."""
+        policy = self.load(arm)
+        tell(self.threads)
+        given = policy.encode([prompt.text for prompt in prompts], images=[prompt.brings for prompt in prompts])
+        return policy.generate(given, policy.generators(seeds))
+
+    def load(self, arm: Arm) -> CausalLM:
+        """Load the model with an arm's weights and settings, unless they are in it, and return it."""
+        if self.policy is None or arm != self.arm:
+            from flowgrpo.text.policies import engines as texts
+
+            self.policy = None  # two models at once may not fit
+            config = texts.settings(self.model, self.config, arm.asked, self.device, self.precision)
+            self.policy, self.arm = texts.load(config, arm.weights, self.device), arm
+        return self.policy
+
+
+class Enhancer:
+    """Language model that rewrites prompts, loaded at the first one; every text is rewritten once.
+
+    source: model, finished run or checkpoint. A run's `text` settings apply; a model without a run is instructed by
+    INSTRUCTION. Rewrites are greedy unless the run's `text.eval_temperature` is set; then they depend on `seed` and the
+    text alone.
+    Raises UserError for a model that writes no texts.
+    """
+
+    def __init__(self, source: str, seed: int = 0):
+        from flowgrpo.text.policies import engines as texts
+
+        self.source, self.seed = source, seed
+        model, self.weights = checkpoints.source(source)
+        run = checkpoints.config_of(self.weights)
+        if not build.writes(model, run):
+            raise UserError(f"--enhancer {source}: generates images, expected a language model, or a run that trained "
+                            "one")
+        self.sampler = Texts(model, run, None, loading.place())
+        self.arm = Arm(self.weights, texts.asked(run, 1, None) | ({} if run else {"system": INSTRUCTION}))
+        self.known: dict[str, str] = {}
+
+    def __call__(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Return the prompts with rewritten texts."""
+        missing = [text for text in dict.fromkeys(prompt.text for prompt in prompts) if text not in self.known]
+        together = self.sampler.together
+        for at in tqdm(range(0, len(missing), together), desc="rewriting", leave=False, disable=None):
+            self._rewrite(missing[at:at + together])
+        return [replace(prompt, text=self.known[prompt.text]) for prompt in prompts]
+
+    def _rewrite(self, some: Sequence[str]) -> None:
+        from flowgrpo.text.rewards.pictured import noise_seed, rewritten
+
+        seeds = [noise_seed(self.seed, None, text, 0) for text in some]
+        written = self.sampler.draw(self.arm, [Prompt(text) for text in some], seeds)
+        self.known.update(zip(some, map(rewritten, written)))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return how prompts are rewritten, as evaluations record it."""
+        return {"enhancer": self.source, "enhancer_weights": weights_digest(self.weights)}
+
+
+def make(source: str | None, seed: int = 0) -> Enhancer | None:
+    """Return the enhancer of --enhancer; None without one."""
+    return None if source is None else Enhancer(source, seed)
