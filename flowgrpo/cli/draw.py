@@ -97,9 +97,9 @@ def sample(
 def _paint(model: str, weights: Path | None, rewriter: str | None, drawn: dict[str, Any]) -> None:
     """Draw pictures and print their paths; the rewritten prompts go to stderr. drawn: arguments of `images.sample`."""
     from flowgrpo.evaluation import images
-    from flowgrpo.evaluation.samplers import make
+    from flowgrpo.evaluation.samplers import make_enhancer
 
-    writer = make(rewriter, drawn["seed"])
+    writer = make_enhancer(rewriter, drawn["seed"])
     _print(images.sample(model, weights, enhancer=writer, **drawn))
     for text, written in writer.known.items() if writer else ():
         typer.echo(f"{text} -> {written}", err=True)

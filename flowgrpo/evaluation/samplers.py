@@ -333,6 +333,6 @@ class Enhancer:
         return {"enhancer": self.source, "enhancer_weights": weights_digest(self.weights)}
 
 
-def make(source: str | None, seed: int = 0) -> Enhancer | None:
+def make_enhancer(source: str | None, seed: int = 0) -> Enhancer | None:
     """Return the enhancer of --enhancer; None without one."""
     return None if source is None else Enhancer(source, seed)

@@ -162,15 +162,15 @@ def test_the_blend_itself_ends_at_base_and_tuned_bit_for_bit(model, run):
 
     pipe = load_pipeline(str(model))
     base, branches = picture(pipe), loading.load_branches(pipe, run)
-    tuned, samplers = picture(pipe), []
+    tuned, calls = picture(pipe), []
     [module] = denoisers(pipe).values()
-    module.register_forward_hook(lambda *_: samplers.append(1))
+    module.register_forward_hook(lambda *_: calls.append(1))
     first = next(iter(branches._bases().values()))
     for weight, expected in ((0, base), (1, tuned)):
-        counted = {module: lambda *args, **kwargs: (samplers.append(1), first(*args, **kwargs))[1]}
+        counted = {module: lambda *args, **kwargs: (calls.append(1), first(*args, **kwargs))[1]}
         assert torch.equal(picture(pipe, guided(counted, Number(weight))), expected)
-        assert len(samplers) == 4  # two steps, each once by the base and once by the tuned
-        samplers.clear()
+        assert len(calls) == 4  # two steps, each once by the base and once by the tuned
+        calls.clear()
 
 
 @pytest.mark.parametrize("make", [tiny.sd3, tiny.sd15], ids=["flow", "noise"])
