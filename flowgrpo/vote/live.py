@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from flowgrpo.contrib.taste.votes import SKIP, TIE, Question, Vote, VoteLog
-from flowgrpo.evaluation.numbers import ranged
-from flowgrpo.evaluation.statistics import WILSON, interval
+from flowgrpo.evaluation.statistics import WILSON, interval, ranged
 
 TICK = 0.2  # seconds between two looks of the loop at its own stop
 
