@@ -1,15 +1,19 @@
 """Write docs/configuration.md from the fields of the configuration, docs/methods/index.md from presets,
-docs/reference/parts.md from parts, the table of docs/reward_catalogue.md from what the built-in rewards say of
-themselves, docs/reference/cli.md from the commands.
+docs/reference/parts.md and flowgrpo/methods/part_names.py from parts, the table of docs/reward_catalogue.md from what
+the built-in rewards say of themselves, docs/reference/cli.md from the commands.
 
     python scripts/build_docs.py            # tests/test_docs.py tells when a file is not current
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
+import os
 import re
+import sys
+import textwrap
 import types
 import typing
 from collections import Counter
@@ -24,6 +28,7 @@ from flowgrpo.config import schema
 from flowgrpo.config.base import Section
 from flowgrpo.config.reward_rules import RewardRule
 from flowgrpo.methods import registry
+from flowgrpo.parts import OneOf, ranges
 
 ROOT = Path(__file__).parent.parent
 CONFIGURATION, METHODS = ROOT / "docs" / "configuration.md", ROOT / "docs" / "methods"
@@ -158,9 +163,9 @@ $$
 PARTS_HEAD = """# Parts of a method
 
 Set a part by its key in `parts`: `parts: {plan: {size: 2}}` changes one field, `parts: {kernel: {type: CPS}}` replaces
-the component. In brackets are its fields with their defaults; a field without a value has to be given. `null` removes
-an optional part. [Methods](../methods/index.md) says which preset sets which part, and [methods of your
-own](../extending.md#contracts) which class your own part extends.
+the component. In brackets are its fields with their defaults and what they take; a field without a value has to be
+given. `null` removes an optional part. [Methods](../methods/index.md) says which preset sets which part, and [methods
+of your own](../extending.md#contracts) which class your own part extends.
 """
 
 PLACES = {"target": "what the loss scores",
@@ -201,6 +206,15 @@ PLACES = {"target": "what the loss scores",
           "progress": "credit of every step, by the reward of its clean prediction",
           "value": "a value model, whose advantages are per token, or how the critic of edits learns",
           "edit": "how a small policy edits final latents"}
+PART_NAMES, PART_NAMES_HEAD = ROOT / "flowgrpo" / "methods" / "part_names.py", '''"""Parts by their place and module.
+
+`scripts/build_docs.py` writes this file from the decorators `flowgrpo.parts.part`.
+"""
+
+from __future__ import annotations
+
+MODULES: dict[str, dict[str, str]] = {
+'''
 CLAUSE = re.compile(r"(?<!eq)\.(?: |$)|: |; | \((?=[A-Za-z][\w-]*[ ,']|[A-Z]|\d{4}\.)|, \[")
 PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
 
@@ -244,11 +258,33 @@ def listing(key: str, about: str) -> str:
     return "\n".join([f"## `{key}`", "", f"{about[0].upper()}{about[1:]}.{fields}", "", *items, ""])
 
 
+def part_names() -> str:
+    """Text of flowgrpo/methods/part_names.py: the classes with the decorator `part`, those of the core first."""
+    found: dict[str, dict[str, list[str]]] = {place: {} for place in PLACES}
+    package, rooms = ROOT / "flowgrpo", ("contrib", "text")
+    files = {".".join(file.relative_to(package).with_suffix("").parts): file for file in sorted(package.rglob("*.py"))}
+    for module, file in sorted(files.items(), key=lambda item: [item[0].startswith(room) for room in rooms]):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            for call in getattr(node, "decorator_list", ()):
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "part" and call.args:
+                    found[ast.literal_eval(call.args[0])].setdefault(module, []).append(node.name)
+    places = [f'    "{place}": {{\n' + ",\n".join(quoted(module, names) for module, names in modules.items()) + "}"
+              for place, modules in found.items()]
+    return PART_NAMES_HEAD + ",\n".join(places) + "}\n"
+
+
+def quoted(module: str, names: list[str]) -> str:
+    """Row of the names of a module, in lines of 120 characters."""
+    head = f'        "{module}": "'
+    *lines, last = textwrap.wrap(head + " ".join(names), 117, subsequent_indent=" " * (len(head) - 1) + '"')
+    return "\n".join([*(f'{line} "' for line in lines), f'{last}"'])
+
+
 def common(parts: list[Any]) -> dict[str, str]:
     """Return the fields that several parts share with equal defaults, by their names."""
     if len(parts) < 3:
         return {}
-    first, *others = [{field.name: said(field) for field in dataclasses.fields(part)} for part in parts]
+    first, *others = [{field.name: said(part, field) for field in dataclasses.fields(part)} for part in parts]
     return {name: text for name, text in first.items() if all(other.get(name) == text for other in others)}
 
 
@@ -256,15 +292,18 @@ def values(part: Any, shared: dict[str, str]) -> str:
     """Fields of a part with their defaults in brackets, such as `size=4`; of one that extends another, its own."""
     base = next((base for base in part.__mro__[1:] if base in registry.TYPES.values()), None)
     known = {field.name: field.default for field in dataclasses.fields(base)} if base else {}
-    own = ", ".join(said(field) for field in dataclasses.fields(part)
+    own = ", ".join(said(part, field) for field in dataclasses.fields(part)
                     if (field.name not in known or field.default != known[field.name]) and field.name not in shared)
     listed = [f"those of `{base.__name__}`"] if base and known else []
     listed += [f"`{own}`"] if own else []
     return f" ({', '.join(listed)})" if listed else ""
 
 
-def said(field: dataclasses.Field[Any]) -> str:
-    return field.name if field.default is dataclasses.MISSING else f"{field.name}={shown(field.default)}"
+def said(part: type, field: dataclasses.Field[Any]) -> str:
+    """Field with its default, and the range of a number or the names that it takes."""
+    text = field.name if field.default is dataclasses.MISSING else f"{field.name}={shown(field.default)}"
+    known = ranges(part).get(field.name)
+    return f"{text} ({'|'.join(known.known) if isinstance(known, OneOf) else known})" if known else text
 
 
 def shown(value: Any) -> str:
@@ -419,12 +458,16 @@ def reward_facts() -> str:
     return json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
 
 
-PAGES = {ROOT / "flowgrpo" / "cli" / "built_in.json": reward_facts,  # first: pages are made of it
+PAGES = {PART_NAMES: part_names,  # first: it is what the others know
+         ROOT / "flowgrpo" / "cli" / "built_in.json": reward_facts,  # before pages, which are made of it
          CONFIGURATION: configuration, METHODS / "index.md": methods_index,
          ROOT / "docs" / "reference" / "parts.md": parts,
          CATALOGUE: reward_catalogue, ROOT / "docs" / "reference" / "cli.md": commands}
 
 if __name__ == "__main__":
+    if PART_NAMES.read_text(encoding="utf-8") != (names := part_names()):
+        PART_NAMES.write_text(names, encoding="utf-8")
+        os.execv(sys.executable, [sys.executable, *sys.argv])  # with the new names
     for target, text in PAGES.items():
         target.write_text(text(), encoding="utf-8")
         print(f"{target} written")

@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[1] / "flowgrpo"
 # Bottom first. A room is a file or folder of the package; rooms of one line import each other in no direction. The
 # rooms of `text` stand on the floors of the core's: TEXT says on which.
 LAYERS = [
-    ("errors", "nouns", "ranges", "version"),
+    ("errors", "nouns", "parts", "version"),
     ("escaped", "trust"),
     ("cores", "device", "files", "gpus", "loopback", "packages", "published", "starter", "user_code"),
     ("types", "config"),

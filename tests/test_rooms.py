@@ -8,15 +8,11 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-import pytest
-
 from flowgrpo import rewards
 from flowgrpo.methods import PRESETS, presets, registry
 from flowgrpo.training import extensions
 
 ROOT = Path(__file__).parents[1]
-# Dataclasses beside parts, in the modules of parts: what a run makes of a target, and what parts hold.
-RECORDS = {"RecordedCompletions", "Traces", "Recorded", "Branch"}
 LOADED = "print(*(name for name in sys.modules if name.startswith(('flowgrpo.text', 'flowgrpo.contrib'))))"
 
 
@@ -55,18 +51,6 @@ def test_the_table_of_text_presets_is_that_of_their_modules():
     assert {module.rpartition(".")[2] for module in presets.TEXT} == found
     texts = {name for name in PRESETS if PRESETS[name]().for_tokens}
     assert texts == {*presets.OF_TEXT} | presets.TEXT_ALONE
-
-
-LATER = {name: {part for parts in registry.LATER.values() for part in parts.get(name, "").split()}
-         for name in {name for parts in registry.LATER.values() for name in parts}}
-
-
-@pytest.mark.parametrize("name", sorted(LATER))
-def test_the_table_of_parts_is_that_of_their_modules(name):
-    module = import_module(f"flowgrpo.{name}")
-    made = {cls.__name__ for cls in vars(module).values() if dataclasses.is_dataclass(cls) and isinstance(cls, type)
-            and cls.__module__ == module.__name__ and cls.__name__ not in RECORDS and not cls.__name__.startswith("_")}
-    assert made == LATER[name], name
 
 
 def test_the_fields_of_language_models_are_names_of_parts():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -19,53 +19,47 @@ from torch import Tensor
 from flowgrpo.advantages.group import (
     RELATIVE_NOISE,
     AdvantageRule,
+    Clamp,
     below,
     centred,
     group_std,
     of_samples,
-    require_clamp,
     weighted_sum,
     whitened,
     zero_variance,
 )
-from flowgrpo.ranges import at_least
+from flowgrpo.parts import Above, AtLeast, OneOf, part
 from flowgrpo.types import Context
 
 METRICS = {"logp": "logp", "length": "lengths", "entropy": "entropy"}  # of Conditional: fields of a context
 
 
-@dataclass(frozen=True)
+@part("advantage")
 class VirtualBest(AdvantageRule):
     """`virtual_best` of the weighted sum, whose largest possible value is `best` (NGRPO, 2509.18851)."""
 
     best: float = 1.0
-    clamp: float = 5.0
-
-    def __post_init__(self) -> None:
-        require_clamp(self.clamp)
+    clamp: Clamp = 5.0
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         return virtual_best(weighted_sum(rewards, weights), self.best).clamp(-self.clamp, self.clamp)
 
 
-@dataclass(frozen=True)
+@part("advantage")
 class First(AdvantageRule):
     """Weighted sum less that of the group's first sample, a greedy one: ReMax's baseline (2310.10505).
 
     The advantage is 0 if the first sample, or the sample itself, has no reward.
     """
 
-    clamp: float = math.inf
-
-    def __post_init__(self) -> None:
-        require_clamp(self.clamp)
+    clamp: Clamp = math.inf
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         total = weighted_sum(rewards, weights)
         return (total - total[:, :1]).nan_to_num(0).clamp(-self.clamp, self.clamp)
 
 
-@dataclass(frozen=True)
+@part("advantage", target="noise", reads_baseline=True)
 class SameNoise(AdvantageRule):
     """Weighted sum less that of the deterministic sample from the same initial noise, the ODE's: ReMax (2310.10505) for
     denoisers, where it stands for the greedy completion.
@@ -75,15 +69,8 @@ class SameNoise(AdvantageRule):
     reward.
     """
 
-    scale: str = "none"
-    clamp: float = 5.0
-    reads_baseline = True
-    reads_target = "noise"
-
-    def __post_init__(self) -> None:
-        if self.scale not in ("none", "batch"):
-            raise ValueError(f"SameNoise: scale is {self.scale!r}, expected none or batch")
-        require_clamp(self.clamp)
+    scale: Literal["none", "batch"] = "none"
+    clamp: Clamp = 5.0
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         assert context is not None and context.samples.baseline is not None, "its rollout draws the baseline"
@@ -95,29 +82,23 @@ class SameNoise(AdvantageRule):
         return gains.nan_to_num(0).clamp(-self.clamp, self.clamp)
 
 
-@dataclass(frozen=True)
+@part("advantage", single=True, compares=False)
 class NoBaseline(AdvantageRule):
     """Weighted sum of the rewards itself, 0 without any: for a value model (`value`), or rewards as labels."""
-
-    single = True
-    compares = False
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         return weighted_sum(rewards, weights).nan_to_num(0)
 
 
-@dataclass(frozen=True)
+@part("advantage", single=True, compares=False)
 class Unrewarded(AdvantageRule):
     """0 for every sample: rewards are measured, and the KL alone trains (DiffusionOPD, 2605.15055)."""
-
-    single = True
-    compares = False
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         return torch.zeros_like(weighted_sum(rewards, weights))
 
 
-@dataclass(frozen=True)
+@part("advantage")
 class Conditional(AdvantageRule):
     """`conditional` on a metric of the samples (CANON, 2509.23962).
 
@@ -127,18 +108,10 @@ class Conditional(AdvantageRule):
     Its code has this factor on the lower half for "entropy"; here it is on the upper half of every metric.
     """
 
-    mu: float = 0.5
-    metric: str = "logp"
-    upper: float = 1.0
-    clamp: float = 5.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.mu <= 1:
-            raise ValueError(f"Conditional: mu is {self.mu}, expected 0 (own half) to 1 (other half)")
-        if self.metric not in METRICS:
-            raise ValueError(f"Conditional: metric is {self.metric!r}, expected one of {', '.join(METRICS)}")
-        at_least(self, 0, "upper")
-        require_clamp(self.clamp)
+    mu: Annotated[float, AtLeast(0, to=1, words="0 (own half) to 1 (other half)")] = 0.5
+    metric: Annotated[str, OneOf(METRICS)] = "logp"
+    upper: Annotated[float, AtLeast(0)] = 1.0
+    clamp: Clamp = 5.0
 
     @property
     def needs(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -150,7 +123,7 @@ class Conditional(AdvantageRule):
         return conditional(total, metric, self.mu, self.upper).clamp(-self.clamp, self.clamp)
 
 
-@dataclass(frozen=True)
+@part("advantage")
 class ShiftedMean(AdvantageRule):
     """Reward less its group's mean and a constant `shift` (AsymRE; its code takes -0.1, analysed in 2509.24203).
 
@@ -158,13 +131,8 @@ class ShiftedMean(AdvantageRule):
     are -shift, and every sample is imitated a little. Above 0 bad samples count more.
     """
 
-    shift: float = -0.1
-    clamp: float = 5.0
-
-    def __post_init__(self) -> None:
-        require_clamp(self.clamp)
-        if not math.isfinite(self.shift):
-            raise ValueError(f"ShiftedMean: shift is {self.shift}, expected a finite number")
+    shift: Annotated[float, Above(-math.inf, below=math.inf)] = -0.1
+    clamp: Clamp = 5.0
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         total = weighted_sum(rewards, weights)
@@ -219,7 +187,7 @@ def upper_half(metric: Tensor) -> Tensor:
     return metric.argsort(dim=1, stable=True).argsort(dim=1) >= metric.shape[1] // 2
 
 
-@dataclass(frozen=True)
+@part("advantage", target="edits")
 class Paired(AdvantageRule):
     """Reward of an edit less its base's, for groups of (base, its edit), (base, its edit), ...; the differences are
     standardised over the whole batch.
@@ -229,12 +197,7 @@ class Paired(AdvantageRule):
     Raises ValueError for a group of an odd number.
     """
 
-    clamp: float = 5.0
-
-    reads_target = "edits"
-
-    def __post_init__(self) -> None:
-        require_clamp(self.clamp)
+    clamp: Clamp = 5.0
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         total = weighted_sum(rewards, weights)

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from flowgrpo.advantages.group import AdvantageRule, of_samples, weighted_sum, zero_variance
+from flowgrpo.parts import Above, part
 from flowgrpo.types import Context
 
 
-@dataclass(frozen=True)
+@part("advantage")
 class Correctness(AdvantageRule):
     """1 - p for a right sample and -p for a wrong one, p the share of right ones in the group, for losses that need
     both (NFT for text, 2505.18116; DisCO, 2505.12366).
@@ -32,7 +33,7 @@ class Correctness(AdvantageRule):
         return advantage.nan_to_num(0).masked_fill(zero_variance(total)[:, None], 0)
 
 
-@dataclass(frozen=True)
+@part("advantage", single=True)
 class Signed(AdvantageRule):
     """`positive` for a right sample and -`negative` for a wrong one, without comparison in the group (2506.01347).
 
@@ -43,7 +44,6 @@ class Signed(AdvantageRule):
     positive: float = 0.1
     negative: float = 1.0
     threshold: float = 0.5
-    single = True
 
     def __post_init__(self) -> None:
         if not self.positive >= 0 or not self.negative >= 0 or self.positive == self.negative == 0:
@@ -56,7 +56,7 @@ class Signed(AdvantageRule):
         return (right * self.positive - (1 - right) * self.negative).masked_fill(total.isnan(), 0)
 
 
-@dataclass(frozen=True)
+@part("advantage")
 class Decoupled(AdvantageRule):
     """`Correctness` whose right samples share their weight by an auxiliary reward, compared only among right ones
     (DRPO): (1 - p) n w for a right sample, w = softmax(auxiliary / temperature) over the group's n right ones, and -p
@@ -68,13 +68,8 @@ class Decoupled(AdvantageRule):
     `Correctness`. DRPO's weights, for its discriminative objective: `surrogate: {type: Discriminative}`.
     """
 
-    temperature: float = 0.5
+    temperature: Annotated[float, Above(0, words="above 0 (infinity for Correctness)")] = 0.5
     right: float = 0.5
-
-    def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ValueError(f"Decoupled: temperature is {self.temperature}, expected above 0 (infinity for "
-                             "Correctness)")
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         first = rewards[..., 0]

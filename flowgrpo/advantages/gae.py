@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from flowgrpo.ranges import above, at_least
+from flowgrpo.parts import Above, AtLeast, part
 
 
-@dataclass(frozen=True)
+@part("value", target="tokens", jointly={"gamma decay": "0 to 1", "clip lr passes": "above 0, above 0 and 1 or more"})
 class ValueHead:
     """Value model (TraceRL, 2509.06949; of causal models PPO's, 1707.06347): the method's advantage of a completion is
     the terminal reward of its trace, and `over_traces` gives the advantages of its tokens.
@@ -21,23 +21,14 @@ class ValueHead:
     lr, passes: of AdamW; the number of steps over all of an epoch's tokens, after the policy's updates.
     """
 
-    gamma: float = 1.0
-    decay: float = 1.0
-    clip: float = 0.2
-    lr: float = 1e-3
-    passes: int = 4
-
-    reads_target = "tokens"
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.gamma <= 1 or not 0 <= self.decay <= 1:
-            raise ValueError(f"ValueHead: gamma is {self.gamma} and decay {self.decay}, expected 0 to 1")
-        if not self.clip > 0 or not self.lr > 0 or self.passes < 1:
-            raise ValueError(f"ValueHead: clip is {self.clip}, lr {self.lr} and passes {self.passes}, expected above "
-                             "0, above 0 and 1 or more")
+    gamma: Annotated[float, AtLeast(0, to=1)] = 1.0
+    decay: Annotated[float, AtLeast(0, to=1)] = 1.0
+    clip: Annotated[float, Above(0)] = 0.2
+    lr: Annotated[float, Above(0)] = 1e-3
+    passes: Annotated[int, AtLeast(1)] = 4
 
 
-@dataclass(frozen=True)
+@part("value", target="tokens", jointly={"lr passes": "above 0, and 1 or more"})
 class OutcomeHead:
     """Critic of the outcome's class at every token: its probability of the true
     class weighs the token, A times `outcome_weights` (CodeRL, 2207.01780). It is a linear head on the policy's states.
@@ -49,17 +40,12 @@ class OutcomeHead:
     """
 
     bounds: tuple[float, ...] = (-0.8, -0.45, 0.35)
-    lr: float = 1e-3
-    passes: int = 4
-
-    reads_target = "tokens"
+    lr: Annotated[float, Above(0)] = 1e-3
+    passes: Annotated[int, AtLeast(1)] = 4
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bounds", tuple(self.bounds))  # a recipe gives a list
         if not self.bounds or list(self.bounds) != sorted(set(self.bounds)):
             raise ValueError(f"OutcomeHead: bounds is {list(self.bounds)}, expected ascending numbers")
-        if not self.lr > 0 or self.passes < 1:
-            raise ValueError(f"OutcomeHead: lr is {self.lr} and passes {self.passes}, expected above 0, and 1 or more")
 
 
 def outcome_weights(logits: Tensor, classes: Tensor, mask: Tensor) -> Tensor:
@@ -108,7 +94,7 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Ten
     return torch.maximum((values - returns).square(), (near - returns).square()) / 2
 
 
-@dataclass(frozen=True)
+@part("value", target="edits")
 class Recall:
     """Off-policy training of the critic of edits, as EXPO's (2507.07986): after an epoch's updates, `steps` steps of
     AdamW with `lr`.
@@ -118,13 +104,8 @@ class Recall:
     checkpoint: of FLUX at 1024 x 1024, 0.5 MB each in bf16, 8192 are 4 GB.
     """
 
-    kept: int = 8192
-    steps: int = 40
-    batch: int = 96
-    lr: float = 1e-3
+    kept: Annotated[int, AtLeast(1)] = 8192
+    steps: Annotated[int, AtLeast(1)] = 40
+    batch: Annotated[int, AtLeast(1)] = 96
+    lr: Annotated[float, Above(0)] = 1e-3
 
-    reads_target = "edits"
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "kept", "steps", "batch")
-        above(self, 0, "lr")

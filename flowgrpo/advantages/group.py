@@ -15,17 +15,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from flowgrpo.parts import Above, AtLeast, OneOf, part
 from flowgrpo.types import Context, wide
 
 RELATIVE_NOISE = 1e-6
 SCALES = ("group", "batch", "none", "leave_one_out")  # of group_relative; an Advantage also has "running"
 ORDERS = ("advantages", "rewards", "gdpo")
+TRIMS = "0 (none) or more, and below 0.5, the share of each tail"
+Clamp: TypeAlias = Annotated[float, Above(0, words="above 0 (infinity for none)", named=False)]  # of the advantages
 # What a context has of every sample, and its name in messages.
 MEASURED = {"logp": "log-probabilities", "lengths": "lengths", "entropy": "entropies",
             "reference": "log-probabilities under the reference"}
@@ -61,7 +63,7 @@ class AdvantageRule:
         return None
 
 
-@dataclass(frozen=True)
+@part("advantage")
 class Advantage(AdvantageRule):
     """`combine` with its settings, as a part of a method: rewards [P, G, R] and weights [R] to advantages [P, G].
 
@@ -69,19 +71,14 @@ class Advantage(AdvantageRule):
     prompt in its memory (see `running`).
     """
 
-    scale: str = "group"
-    order: str = "advantages"
-    clamp: float = 5.0
-    trim: float = 0.0
+    scale: Annotated[str, OneOf((*SCALES, "running"), named=False)] = "group"
+    order: Annotated[str, OneOf(ORDERS, named=False)] = "advantages"
+    clamp: Clamp = 5.0
+    trim: Annotated[float, AtLeast(0, below=0.5, named=False, words=TRIMS)] = 0.0
     buffer: int = 32
     least: int = 16
 
     def __post_init__(self) -> None:
-        _require_one_of("scale", self.scale, (*SCALES, "running"))
-        _require_one_of("order", self.order, ORDERS)
-        require_clamp(self.clamp)
-        if not 0 <= self.trim < 0.5:
-            raise ValueError(f"trim is {self.trim}, expected 0 (none) or more, and below 0.5, the share of each tail")
         if not 1 <= self.least <= self.buffer:
             raise ValueError(f"least is {self.least} and buffer {self.buffer}, expected 1 <= least <= buffer")
         object.__setattr__(self, "single", self.scale == "running")  # it compares with a history, or the whole batch
@@ -279,12 +276,6 @@ def of_samples(context: Context | None, name: str, rewards: Tensor, part: str) -
     return values
 
 
-def require_clamp(clamp: float) -> None:
-    """Raise ValueError for a bound of the advantage that is not above 0."""
-    if not clamp > 0:
-        raise ValueError(f"clamp is {clamp}, expected above 0 (infinity for none)")
-
-
 def _history(seen: dict[str, Any], prompt: str, epoch: int, values: list[float], buffer: int) -> list[float]:
     """Return the last `buffer` rewards of a prompt, including the present `values`; updates the stored history."""
     entry = seen.setdefault(prompt, {"epoch": epoch, "past": [], "present": values})
@@ -320,20 +311,15 @@ def _require_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
 POOLED_SCALES = ("group", "none", "leave_one_out")
 
 
-@dataclass(frozen=True)
+@part("advantage")
 class Pooled(AdvantageRule):
     """`group_relative` of the weighted sum, with all groups of one prompt in an epoch as one group.
 
     For an epoch that samples a prompt several times, such as that of `Knapsack` (2509.25849).
     """
 
-    scale: str = "group"
-    clamp: float = math.inf
-
-    def __post_init__(self) -> None:
-        if self.scale not in POOLED_SCALES:
-            raise ValueError(f"Pooled: scale is {self.scale!r}, expected one of {', '.join(POOLED_SCALES)}")
-        require_clamp(self.clamp)
+    scale: Annotated[str, OneOf(POOLED_SCALES)] = "group"
+    clamp: Clamp = math.inf
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         assert context is not None, "Pooled needs a context with all prompts"

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from flowgrpo.advantages.group import zero_variance
+from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.types import Context, RunState
 
 
-@dataclass(frozen=True)
+@part("selection")
 class BestWorst:
     """Keep the n/2 best and the n/2 worst of each group (DanceGRPO's best-of-N, 2505.07818; 8 of 24 there).
 
@@ -44,19 +45,17 @@ class BestWorst:
         return _at(scores, ends)
 
 
-@dataclass(frozen=True)
+@part("selection")
 class MaxVariance:
     """Keep the n samples of each group whose scores vary most (D3S, 2509.22115, its sample level).
 
     n moves linearly to `last` over the run, if given: with last = G the run ends on whole groups.
     """
 
-    n: int
+    n: Annotated[int, AtLeast(2)]
     last: int | None = None
 
     def __post_init__(self) -> None:
-        if self.n < 2:
-            raise ValueError(f"MaxVariance: n is {self.n}, expected 2 or more")
         if self.last is not None and self.last < self.n:
             raise ValueError(f"MaxVariance: last is {self.last}, expected at least n, {self.n}, or none to keep n")
 
@@ -72,7 +71,7 @@ class MaxVariance:
         return round(self.n + (self.last - self.n) * run.epoch / (run.epochs - 1))
 
 
-@dataclass(frozen=True)
+@part("selection")
 class Extremes:
     """Keep the best sample of every branch group, if its score is at least `high`, and the worst, if at most `low`.
 
@@ -95,7 +94,7 @@ class Extremes:
         return ((best & (groups >= self.high)) | (worst & (groups <= self.low))).flatten(1)
 
 
-@dataclass(frozen=True)
+@part("selection")
 class WidthPruning:
     """Keep a share of the edges of a depth of a tree (BranchGRPO, 2509.06040, one half).
 
@@ -105,16 +104,9 @@ class WidthPruning:
     At least one of the siblings, or the two extremes, are kept; ties by position.
     """
 
-    of: str = "siblings"
-    share: float = 0.5
-    depths: str = "last"
-
-    def __post_init__(self) -> None:
-        for name, known in (("of", ("siblings", "depth")), ("depths", ("last", "all"))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"WidthPruning: {name} is {getattr(self, name)!r}, expected {' or '.join(known)}")
-        if not 0 < self.share <= 1:
-            raise ValueError(f"WidthPruning: share is {self.share}, expected above 0 and at most 1")
+    of: Literal["siblings", "depth"] = "siblings"
+    share: Annotated[float, Above(0, to=1, words="above 0 and at most 1")] = 0.5
+    depths: Literal["last", "all"] = "last"
 
     def __call__(self, scores: Tensor, context: Context | None = None) -> Tensor:
         _require_ranked(scores)
@@ -137,16 +129,12 @@ class WidthPruning:
         return _at(siblings, siblings.argsort(dim=2, descending=True, stable=True)[..., :kept]).flatten(1)
 
 
-@dataclass(frozen=True)
+@part("selection")
 class Beyond:
     """Keep scores at least as far from 0 as the batch's quantile: 0 keeps all, 0.5 the half with the larger
     |advantage|, ties included."""
 
-    quantile: float
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.quantile < 1:
-            raise ValueError(f"Beyond: quantile is {self.quantile}, expected 0 (keep all) or more, and below 1")
+    quantile: Annotated[float, AtLeast(0, below=1, words="0 (keep all) or more, and below 1")]
 
     def __call__(self, scores: Tensor, context: Context | None = None) -> Tensor:
         _require_ranked(scores)
@@ -154,7 +142,7 @@ class Beyond:
         return far >= far.quantile(self.quantile)
 
 
-@dataclass(frozen=True)
+@part("selection")
 class ButFirst:
     """Keep all but the first sample of each group, the baseline of the others (`baselines.First`)."""
 
@@ -163,7 +151,7 @@ class ButFirst:
         return torch.arange(scores.shape[1], device=scores.device).expand(scores.shape) > 0
 
 
-@dataclass(frozen=True)
+@part("selection")
 class DropZeroVariance:
     """Keep whole groups whose samples differ; the others have advantage 0 and would only cost evaluations
     (Flow-GRPO)."""
@@ -172,7 +160,7 @@ class DropZeroVariance:
         return (~zero_variance(scores))[:, None].expand(scores.shape)
 
 
-@dataclass(frozen=True)
+@part("selection")
 class PairedGroups:
     """Keep as many hard groups as easy ones, in pairs (the bidirectional pairing of "Beyond Variance").
 

@@ -7,14 +7,14 @@ NaN, a reward that does not apply to a sample, stays NaN.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flowgrpo.advantages.group import sample_logp, weighted_sum
-from flowgrpo.ranges import at_least
+from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.types import Context, wide
 
 LABELS, DROPS = 2407_12164, 2509_24203  # separate the draws of labels and of dropped samples from others of an epoch
@@ -35,31 +35,24 @@ class Shaping:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
+@part("shaping")
 class Unlikely(Shaping):
     """`unlikely` by the samples' old log-probabilities, from the context (Rewarding the Unlikely, 2506.02355)."""
 
-    beta: float = 0.25
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.beta <= 1:
-            raise ValueError(f"Unlikely: beta is {self.beta}, expected 0 to 1")
+    beta: Annotated[float, AtLeast(0, to=1)] = 0.25
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         return unlikely(rewards, sample_logp(context, rewards, "Unlikely"), self.beta)
 
 
-@dataclass(frozen=True)
+@part("shaping")
 class WinRate(Shaping):
     """Win rate of every reward within the group, at the given margin: `lifted` (Pref-GRPO, 2508.20751).
 
     Rewards that are win rates already, those of a pairwise judge, are unchanged: the context names them.
     """
 
-    margin: float = 0.0
-
-    def __post_init__(self) -> None:
-        at_least(self, 0, "margin")
+    margin: Annotated[float, AtLeast(0)] = 0.0
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         done = torch.zeros(rewards.shape[2], dtype=torch.bool, device=rewards.device)
@@ -69,7 +62,7 @@ class WinRate(Shaping):
         return torch.where(done, before, after)
 
 
-@dataclass(frozen=True)
+@part("shaping")
 class Binary(Shaping):
     """1 where a reward reaches the threshold, else 0 (the binary reward of DanceGRPO, 2505.07818, whose threshold is
     not published)."""
@@ -81,18 +74,12 @@ class Binary(Shaping):
         return (rewards >= self.threshold).to(rewards).masked_fill(rewards.isnan(), torch.nan)
 
 
-@dataclass(frozen=True)
+@part("shaping", target="tokens")
 class Overlong(Shaping):
     """Rewards less DAPO's soft overlong punishment (2503.14476, equation 13): 0 up to the last `share` of the tokens
     that a completion may have, then linear growth to 1 at the last one."""
 
-    share: float = 0.2
-
-    reads_target = "tokens"
-
-    def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ValueError(f"Overlong: share is {self.share}, expected above 0 to 1")
+    share: Annotated[float, Above(0, to=1)] = 0.2
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         assert context is not None and context.samples.lengths is not None, "Overlong needs a context with lengths"
@@ -102,7 +89,7 @@ class Overlong(Shaping):
         return rewards - punished[..., None]
 
 
-@dataclass(frozen=True)
+@part("shaping")
 class BradleyTerry(Shaping):
     """Labels sampled from rewards, anew each epoch: the first of two samples is above the second with the probability
     sigmoid(scale * (r_1 - r_2)) of Bradley and Terry (RPO, 2407.12164, its code).
@@ -112,12 +99,8 @@ class BradleyTerry(Shaping):
     the same for any two of them. The draw depends on the epoch alone.
     """
 
-    scale: float = 1.0
+    scale: Annotated[float, Above(0, below=math.inf)] = 1.0
     merges = True
-
-    def __post_init__(self) -> None:
-        if not 0 < self.scale < math.inf:
-            raise ValueError(f"BradleyTerry: scale is {self.scale}, expected above 0")
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         context = context or Context()
@@ -127,7 +110,7 @@ class BradleyTerry(Shaping):
         return lifted(self.scale * totals + noise)  # a difference of two Gumbels is logistic
 
 
-@dataclass(frozen=True)
+@part("shaping")
 class Balanced(Shaping):
     """Bad samples dropped at random down to the number of good ones (the balance of 2509.24203).
 
@@ -150,7 +133,7 @@ class Balanced(Shaping):
         return rewards.masked_fill((bad & (rank >= kept) & (kept > 0))[..., None], torch.nan)
 
 
-@dataclass(frozen=True)
+@part("shaping", jointly={"high low": "above 0 each"})
 class Compressed(Shaping):
     """Rewards compressed above `threshold` and expanded below it, in the same order (TempSamp-R1, 2509.18056).
 
@@ -161,12 +144,8 @@ class Compressed(Shaping):
     """
 
     threshold: float = 0.8
-    high: float = 0.01
-    low: float = 5.0
-
-    def __post_init__(self) -> None:
-        if not self.high > 0 or not self.low > 0:
-            raise ValueError(f"Compressed: high is {self.high} and low {self.low}, expected above 0 each")
+    high: Annotated[float, Above(0)] = 0.01
+    low: Annotated[float, Above(0)] = 5.0
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         (rewards,) = wide(rewards)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from flowgrpo.advantages.group import weighted_sum
+from flowgrpo.parts import AtLeast, part
 from flowgrpo.types import Context, required
 
 
-@dataclass(frozen=True)
+@part("progress", jointly={"weight outcome discount": "0 or more, 0 or more, and 0 to 1"})
 class Progress:
     """Bonus of a trained step: the change of the clean prediction's reward over it (MRT, 2503.07572; IRCoCo,
     2401.16637): `progress`.
@@ -26,16 +27,10 @@ class Progress:
     rewards: names of the run's rewards that score predictions; empty: all. One of weight 0 counts with weight 1.
     """
 
-    weight: float = 1.0
-    outcome: float = 1.0
-    discount: float = 0.0
+    weight: Annotated[float, AtLeast(0)] = 1.0
+    outcome: Annotated[float, AtLeast(0)] = 1.0
+    discount: Annotated[float, AtLeast(0, to=1)] = 0.0
     rewards: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rewards", tuple(self.rewards))  # a recipe gives a list
-        if self.weight < 0 or self.outcome < 0 or not 0 <= self.discount <= 1:
-            raise ValueError(f"Progress: weight is {self.weight}, outcome {self.outcome} and discount {self.discount}, "
-                             "expected 0 or more, 0 or more, and 0 to 1")
 
     def bonuses(self, rewards: Tensor, context: Context) -> Tensor:
         """Return the bonus of every trained step, [P, G, K]. rewards: [P, G, R], of the samples."""

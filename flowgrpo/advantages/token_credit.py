@@ -9,8 +9,7 @@ totals: [n, G], the weighted sums of their rewards before any shaping, m = n G, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from flowgrpo.advantages.segments import (
     step_advantages,
     steps_of,
 )
+from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.types import Completions, Segmented, required
 
 
@@ -49,7 +49,7 @@ class TokenCredit:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
+@part("spread", target="tokens", causal=True, jointly={"cut interval samples": "above 0 to 1, and 1 or more"})
 class SegmentChain(TokenCredit):
     """Advantage of a token as the change of value over its segment, from Monte-Carlo continuations (SPO-chain,
     2505.23564): `segments.chain`.
@@ -60,17 +60,10 @@ class SegmentChain(TokenCredit):
     mask.
     """
 
-    cut: float = 0.9
-    interval: int = 5
-    samples: int = 9
+    cut: Annotated[float, Above(0, to=1)] = 0.9
+    interval: Annotated[int, AtLeast(1)] = 5
+    samples: Annotated[int, AtLeast(1)] = 9
     masked: bool = True
-    causal = True
-    reads_target = "tokens"
-
-    def __post_init__(self) -> None:
-        if not 0 < self.cut <= 1 or self.interval < 1 or self.samples < 1:
-            raise ValueError(f"SegmentChain: cut is {self.cut}, interval {self.interval} and samples {self.samples}, "
-                             "expected above 0 to 1, and 1 or more")
 
     def segments(self, logp: Tensor, mask: Tensor) -> Tensor:
         """Return the segment of each token, int64 [m, L], of log-probabilities [m, L] and the mask of drawn tokens [m,
@@ -85,7 +78,7 @@ class SegmentChain(TokenCredit):
         return token_advantages * (cut_points(old.logp, old.mask, self.cut) if self.masked else old.mask)
 
 
-@dataclass(frozen=True)
+@part("spread", target="tokens", causal=True, jointly={"every cut": "1 or more, and above 0 to 1"})
 class SegmentTree(TokenCredit):
     """Advantage of a token as the change of value over its `every` tokens; a value is the mean reward of all samples of
     the group with the same tokens so far (SPO-tree, 2505.23564): `segments.shared_values`.
@@ -95,15 +88,8 @@ class SegmentTree(TokenCredit):
     whose probability was below it are trained, the paper's probability mask (1: all but certain ones).
     """
 
-    every: int = 32
-    cut: float = 0.9
-    causal = True
-    reads_target = "tokens"
-
-    def __post_init__(self) -> None:
-        if self.every < 1 or not 0 < self.cut <= 1:
-            raise ValueError(f"SegmentTree: every is {self.every} and cut {self.cut}, expected 1 or more, and above 0 "
-                             "to 1")
+    every: Annotated[int, AtLeast(1)] = 32
+    cut: Annotated[float, Above(0, to=1)] = 0.9
 
     def __call__(self, taken: Completions, advantages: Tensor, totals: Tensor) -> Tensor:
         old, mask, rewards = taken.old, taken.old.mask.cpu(), totals.flatten()
@@ -114,7 +100,7 @@ class SegmentTree(TokenCredit):
         return token_advantages.nan_to_num(0) * cut_points(old.logp, old.mask, self.cut)
 
 
-@dataclass(frozen=True)
+@part("spread", target="tokens", causal=True, jointly={"every gamma weight": "1 or more, above 0 to 1, and 0 or more"})
 class StepGroups(TokenCredit):
     """Sample's advantage plus `weight` times the step's advantage, compared with steps of the group that begin in the
     same state (GiGPO, 2505.10978): `step_advantages`.
@@ -124,18 +110,11 @@ class StepGroups(TokenCredit):
     deviation (the paper's other choice does not).
     """
 
-    every: int = 8
+    every: Annotated[int, AtLeast(1)] = 8
     ends: tuple[int, ...] = ()
-    gamma: float = 0.95
-    weight: float = 1.0
+    gamma: Annotated[float, Above(0, to=1)] = 0.95
+    weight: Annotated[float, AtLeast(0)] = 1.0
     divide: bool = True
-    causal = True
-    reads_target = "tokens"
-
-    def __post_init__(self) -> None:
-        if self.every < 1 or not 0 < self.gamma <= 1 or not self.weight >= 0:
-            raise ValueError(f"StepGroups: every is {self.every}, gamma {self.gamma} and weight {self.weight}, "
-                             "expected 1 or more, above 0 to 1, and 0 or more")
 
     def __call__(self, taken: Completions, advantages: Tensor, totals: Tensor) -> Tensor:
         mask = taken.old.mask.cpu()
@@ -147,7 +126,8 @@ class StepGroups(TokenCredit):
         return advantages[:, None] + self.weight * relative.gather(1, steps)
 
 
-@dataclass(frozen=True)
+@part("spread", target="tokens", causal=True,
+      jointly={"every history": "1 or more, and 0 or more, or -1 for all steps before"})
 class MergedSteps(TokenCredit):
     """Advantage of a step: the mean over all completions of the group that take the same step, merged to one edge of
     their graph (SALT, 2510.20022: shared steps are neutral, divergent ones keep their outcome): `merged`.
@@ -157,17 +137,9 @@ class MergedSteps(TokenCredit):
     a reconstruction.
     """
 
-    every: int = 8
+    every: Annotated[int, AtLeast(1)] = 8
     ends: tuple[int, ...] = ()
-    history: int = 1
-    causal = True
-    reads_target = "tokens"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ends", tuple(self.ends))  # a recipe gives a list
-        if self.every < 1 or self.history < -1:
-            raise ValueError(f"MergedSteps: every is {self.every} and history {self.history}, expected 1 or more, and "
-                             "0 or more, or -1 for all steps before")
+    history: Annotated[int, AtLeast(-1)] = 1
 
     def __call__(self, taken: Completions, advantages: Tensor, totals: Tensor) -> Tensor:
         mask = taken.old.mask.cpu()
@@ -176,7 +148,7 @@ class MergedSteps(TokenCredit):
                       self.history)
 
 
-@dataclass(frozen=True)
+@part("spread")
 class Planning(TokenCredit):
     """Advantage A + alpha |A| on planning decisions, A on the others (HICRA, 2509.03646).
 
@@ -190,7 +162,6 @@ class Planning(TokenCredit):
     ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ids", tuple(self.ids))  # a recipe gives a list
         if not 0 <= self.alpha < math.inf or self.first < 0 or not (self.first or self.ids):
             raise ValueError(f"Planning: alpha is {self.alpha}, first {self.first} and ids {list(self.ids)}, expected "
                              "0 or more each, and a first decision or an id")
@@ -206,7 +177,8 @@ class Planning(TokenCredit):
         return torch.where(planned & mask, raised[:, None], advantages[:, None])
 
 
-@dataclass(frozen=True)
+@part("spread", target="tokens", needs=("entropy",),
+      jointly={"alpha kappa": "0 or more, and above 1, so that no advantage changes its sign"})
 class Exploring(TokenCredit):
     """Advantage A + min(alpha H, |A| / kappa) of a token whose distribution has the entropy H in nats: uncertain tokens
     are pulled up more and pushed down less, by at most |A| / kappa, so that no sign turns around.
@@ -216,15 +188,8 @@ class Exploring(TokenCredit):
     those of the policy that drew the tokens, by one more replay per epoch. The default numbers are ours.
     """
 
-    alpha: float = 0.4
-    kappa: float = 2.0
-    needs = ("entropy",)
-    reads_target = "tokens"
-
-    def __post_init__(self) -> None:
-        if not self.alpha >= 0 or not self.kappa > 1:
-            raise ValueError(f"Exploring: alpha is {self.alpha} and kappa {self.kappa}, expected 0 or more, and above "
-                             "1, so that no advantage changes its sign")
+    alpha: Annotated[float, AtLeast(0)] = 0.4
+    kappa: Annotated[float, Above(1)] = 2.0
 
     def __call__(self, taken: Completions, advantages: Tensor, totals: Tensor) -> Tensor:
         entropy = required(taken.old.entropy).to(advantages)

@@ -7,8 +7,7 @@ the context's memory (`history.remembered`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -16,13 +15,14 @@ from torch import Tensor
 from flowgrpo.advantages.group import (
     RELATIVE_NOISE,
     AdvantageRule,
+    Clamp,
     group_relative,
-    require_clamp,
     rows_of,
     weighted_sum,
     whitened,
 )
 from flowgrpo.advantages.history import mean_of, remembered, require_rates
+from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.types import Context, RunState
 
 
@@ -50,7 +50,7 @@ class Tracked(AdvantageRule):
         return advantages
 
 
-@dataclass(frozen=True)
+@part("advantage", single=True, needs=("drift",), jointly={"evidence floor": "evidence above 0 and floor 0 or more"})
 class ValueTracker(Tracked):
     """Success rate tracked for every prompt as its baseline, then normalised over the batch (SPO, 2509.13232).
 
@@ -71,20 +71,14 @@ class ValueTracker(Tracked):
     least: float = 0.875
     most: float = 0.96
     prior: float = 0.5
-    evidence: float = 8.0
-    floor: float = 0.05
-    clamp: float = 5.0
-    single = True
-    needs = ("drift",)
+    evidence: Annotated[float, Above(0)] = 8.0
+    floor: Annotated[float, AtLeast(0)] = 0.05
+    clamp: Clamp = 5.0
 
     def __post_init__(self) -> None:
         if not self.half > 0 or not 0 <= self.least <= self.most <= 1 or not 0 <= self.prior <= 1:
             raise ValueError(f"ValueTracker: half is {self.half}, least {self.least}, most {self.most} and prior "
                              f"{self.prior}, expected above 0, 0 <= least <= most <= 1, and 0 to 1")
-        if not self.evidence > 0 or not self.floor >= 0:
-            raise ValueError(f"ValueTracker: evidence is {self.evidence} and floor {self.floor}, expected evidence "
-                             "above 0 and floor 0 or more")
-        require_clamp(self.clamp)
 
     def visited(self, prompt: str, rewards: Tensor, run: RunState) -> Tensor:
         require_rates("ValueTracker", rewards)
@@ -112,7 +106,7 @@ class ValueTracker(Tracked):
         return (v * (1 - v)).clamp(min=0).sqrt() + self.floor
 
 
-@dataclass(frozen=True)
+@part("advantage")
 class SmoothStandardised(Tracked):
     """Advantage by the present group's mean and std, smoothed with that by all rewards of the prompt so far
     (DCPO, 2509.02333).
@@ -125,10 +119,7 @@ class SmoothStandardised(Tracked):
     memory["SmoothStandardised"] holds visits, number, sum and sum of squares of every prompt's rewards.
     """
 
-    clamp: float = 5.0
-
-    def __post_init__(self) -> None:
-        require_clamp(self.clamp)
+    clamp: Clamp = 5.0
 
     def visited(self, prompt: str, rewards: Tensor, run: RunState) -> Tensor:
         values = rewards[~rewards.isnan()].double()
@@ -147,7 +138,7 @@ class SmoothStandardised(Tracked):
         return torch.where(by_present.abs() < by_history.abs(), by_present, by_history)
 
 
-@dataclass(frozen=True)
+@part("advantage", keeps_prior=True, jointly={"keep prior evidence": "0 to 1 each, and above 0"})
 class PriorBlend(Tracked):
     """Reward less a baseline between a prior value of the prompt and the group's mean, weighted for the smallest mean
     squared error (V0.5).
@@ -162,17 +153,10 @@ class PriorBlend(Tracked):
     AdditionalGroups}`.
     """
 
-    keep: float = 0.7
-    prior: float = 0.5
-    evidence: float = 2.0
-    clamp: float = 5.0
-    keeps_prior = True
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.keep <= 1 or not 0 <= self.prior <= 1 or not self.evidence > 0:
-            raise ValueError(f"PriorBlend: keep is {self.keep}, prior {self.prior} and evidence {self.evidence}, "
-                             "expected 0 to 1 each, and above 0")
-        require_clamp(self.clamp)
+    keep: Annotated[float, AtLeast(0, to=1)] = 0.7
+    prior: Annotated[float, AtLeast(0, to=1)] = 0.5
+    evidence: Annotated[float, Above(0)] = 2.0
+    clamp: Clamp = 5.0
 
     def visited(self, prompt: str, rewards: Tensor, run: RunState) -> Tensor:
         require_rates("PriorBlend", rewards)

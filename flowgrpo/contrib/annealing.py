@@ -6,17 +6,17 @@ those of the rollout.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from flowgrpo.parts import Above, part
 from flowgrpo.samplers.kernels import annealed
 from flowgrpo.text.samplers.decoding import Decoding
 
 
-@dataclass(frozen=True)
+@part("decoding", causal=True)
 class AnnealedDecoding(Decoding):
     """`Decoding` whose temperature falls along a completion: max(1 + highest - e^(t/slow), lowest) at token t (EAD, Let
     it Calm). t counts from 0; a completion that goes on from a prefix goes on counting."""
@@ -24,10 +24,8 @@ class AnnealedDecoding(Decoding):
     highest: float = 1.2
     lowest: float = 0.1
     slow: float = 400.0
-    causal: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not 0 < self.lowest <= self.highest or not self.slow > 0:
             raise ValueError(f"AnnealedDecoding: highest is {self.highest}, lowest {self.lowest} and slow {self.slow}, "
                              "expected 0 < lowest <= highest, and slow above 0")
@@ -37,7 +35,7 @@ class AnnealedDecoding(Decoding):
         return torch.tensor(row, device=ids.device).expand(ids.shape)
 
 
-@dataclass(frozen=True)
+@part("decoding", causal=True)
 class SpanDecoding(Decoding):
     """`Decoding` with another temperature inside spans, such as those of code (Thyme's GRPO-ATS: 1 for text, 0 for
     code).
@@ -48,15 +46,7 @@ class SpanDecoding(Decoding):
 
     opens: tuple[int, ...] = ()
     closes: tuple[int, ...] = ()
-    inside: float = 0.1
-    causal: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("opens", "closes"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # a recipe gives a list
-        if not self.inside > 0:
-            raise ValueError(f"SpanDecoding: inside is {self.inside}, expected above 0 (0.1 is nearly greedy)")
+    inside: Annotated[float, Above(0, words="above 0 (0.1 is nearly greedy)")] = 0.1
 
     def temperatures(self, ids: Tensor) -> Tensor:
         places = torch.arange(1, ids.shape[1] + 1, device=ids.device).expand(ids.shape)

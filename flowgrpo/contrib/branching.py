@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from torch import Tensor
 
 from flowgrpo.errors import UserError
+from flowgrpo.parts import AtLeast, part
 from flowgrpo.text.samplers.decoding import divided
 from flowgrpo.text.samplers.groups import joined, ordered, regrown
 from flowgrpo.types import required
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from flowgrpo.text.samplers.decoding import Decoding
     from flowgrpo.text.samplers.language_model import CausalModel, SampledCompletions, TokenizedPrompts
 
-@dataclass(frozen=True)
+@part("draws", jointly={"share fresh top": "0 to below 1, 0 to 1, and 1 or more"})
 class CriticalTokens:
     """Group with a share sampled anew from others' uncertain tokens (CURE, stage 1).
 
@@ -31,15 +31,11 @@ class CriticalTokens:
     fresh: probability that a sample starts again from the prompt instead (ROSE's epsilon).
     """
 
-    share: float = 0.5
-    top: int = 1
-    fresh: float = 0.0
-    causal, leaves = True, 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.share < 1 or not 0 <= self.fresh <= 1 or self.top < 1:
-            raise ValueError(f"{type(self).__name__}: share is {self.share}, fresh {self.fresh} and top {self.top}, "
-                             "expected 0 to below 1, 0 to 1, and 1 or more")
+    share: Annotated[float, AtLeast(0, below=1)] = 0.5
+    top: Annotated[int, AtLeast(1)] = 1
+    fresh: Annotated[float, AtLeast(0, to=1)] = 0.0
+    causal = True
+    leaves = 1
 
     def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
                  generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
@@ -75,7 +71,7 @@ class CriticalTokens:
         return required(scored.entropy).cpu()
 
 
-@dataclass(frozen=True)
+@part("draws")
 class SemanticBranches(CriticalTokens):
     """`CriticalTokens` where the meanings of the next token differ most (ROSE): the largest `semantic_entropy`.
 
@@ -83,12 +79,7 @@ class SemanticBranches(CriticalTokens):
     SegmentTree.
     """
 
-    candidates: int = 20
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.candidates < 2:
-            raise ValueError(f"SemanticBranches: candidates is {self.candidates}, expected 2 or more")
+    candidates: Annotated[int, AtLeast(2)] = 20
 
     @torch.no_grad()
     def uncertainty(self, policy: CausalModel, tokenized: TokenizedPrompts, completions: SampledCompletions,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from flowgrpo.advantages.group import group_relative
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods.setup import Setup
-from flowgrpo.ranges import at_least
+from flowgrpo.parts import Above, AtLeast, part
 
 if TYPE_CHECKING:
     from flowgrpo.curriculum.epoch_batch import EpochBatch
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 ARMS = "categories"  # key of the memory: by category [value, groups so far, the last mean |advantages|]
 
 
-@dataclass(frozen=True)
+@part("curriculum", jointly={"temperature rate": "above 0, and above 0 to 1"})
 class CategoryBandit:
     """Prompts of categories that are sampled by softmax(value / temperature), the categories being a bandit's arms.
 
@@ -39,16 +38,10 @@ class CategoryBandit:
     """
 
     key: str = "task"
-    temperature: float = 1.0
-    rate: float = 0.5
-    window: int = 0
-    bonus: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.temperature > 0 or not 0 < self.rate <= 1:
-            raise ValueError(f"CategoryBandit: temperature is {self.temperature} and rate {self.rate}, expected above "
-                             "0, and above 0 to 1")
-        at_least(self, 0, "window", "bonus")
+    temperature: Annotated[float, Above(0)] = 1.0
+    rate: Annotated[float, Above(0, to=1)] = 0.5
+    window: Annotated[int, AtLeast(0)] = 0
+    bonus: Annotated[float, AtLeast(0)] = 0.0
 
     def check(self, setup: Setup) -> None:
         """Raise UserError for a prompt without a category."""

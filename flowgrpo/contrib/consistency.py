@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from flowgrpo.advantages.shaping import Shaping
-from flowgrpo.ranges import above
+from flowgrpo.parts import Above, part
 from flowgrpo.types import Completions, Context, required, wide
 
 
-@dataclass(frozen=True)
+@part("shaping", target="tokens", reads_reference=True)
 class LikelihoodConsistency(Shaping):
     """`bonus` for right samples whose answer the reference finds likely: at least as much as the right ones of the
     group in the mean (GRPO-CARE, 2506.16141). It is added to the first reward.
@@ -23,15 +23,9 @@ class LikelihoodConsistency(Shaping):
     with one right sample has no peers to compare with, and no bonus (ours).
     """
 
-    bonus: float = 0.5
+    bonus: Annotated[float, Above(0)] = 0.5
     right: float = 1.0
     behind: tuple[int, ...] = ()
-    reads_reference = True
-    reads_target = "tokens"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "behind", tuple(self.behind))  # a recipe gives a list
-        above(self, 0, "bonus")
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         likelihood = required(required(context).samples.likelihood).to(rewards.device)

@@ -7,17 +7,17 @@ reward: advantages are those of the kept ones alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flowgrpo.advantages.group import weighted_sum
 from flowgrpo.advantages.step_credit import chosen_weights
+from flowgrpo.parts import part
 from flowgrpo.types import Context
 
 
-@dataclass(frozen=True)
+@part()
 class _Downsampled:
     """Keep `n` samples of a group, of right and of wrong ones, by further rewards.
 
@@ -32,7 +32,6 @@ class _Downsampled:
     right: float = 0.5
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rewards", tuple(self.rewards))  # a recipe gives a list
         if self.n < 2 or not self.rewards:
             raise ValueError(f"{type(self).__name__}: n is {self.n} and rewards {list(self.rewards)}, expected 2 or "
                              "more, and names of rewards")
@@ -70,7 +69,7 @@ class _Downsampled:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
+@part("selection")
 class ResampleCorrect(_Downsampled):
     """Keep n samples in the group's ratio of right to wrong: wrong ones by lot, so that failures stay diverse, right
     ones of the best quality (GRPO-RoC, rStar2-Agent; 2 n to n there).
@@ -88,7 +87,7 @@ class ResampleCorrect(_Downsampled):
         return quality, torch.zeros_like(quality)
 
 
-@dataclass(frozen=True)
+@part("selection")
 class Consistent(_Downsampled):
     """Keep at most n samples, as many right as wrong, up to one: the right ones with the highest process score, the
     wrong ones with the lowest (PROF).

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from flowgrpo.advantages.group import rows_of, weighted_sum
 from flowgrpo.advantages.shaping import Shaping
-from flowgrpo.ranges import at_least
+from flowgrpo.parts import AtLeast, part
 from flowgrpo.types import Context
 
 
-@dataclass(frozen=True)
+@part("shaping")
 class Episodic(Shaping):
     """Total reward plus `explore` times the novelty and `exploit` times the nearness of a sample (Memory-R1+, Reasoning
     Under 1 Billion).
@@ -30,17 +29,12 @@ class Episodic(Shaping):
     """
 
     rewards: tuple[str, ...] = ()
-    explore: float = 0.1
-    exploit: float = 0.1
-    nearest: int = 3
+    explore: Annotated[float, AtLeast(0)] = 0.1
+    exploit: Annotated[float, AtLeast(0)] = 0.1
+    nearest: Annotated[int, AtLeast(1)] = 3
     right: float = 0.5
-    size: int = 64
+    size: Annotated[int, AtLeast(1)] = 64
     merges = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rewards", tuple(self.rewards))  # a recipe gives a list
-        at_least(self, 0, "explore", "exploit")
-        at_least(self, 1, "nearest", "size")
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         assert context is not None, "Episodic compares with earlier epochs: it needs a context"

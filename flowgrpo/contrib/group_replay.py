@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from flowgrpo.data.prompts import Guidance, Prompt, as_line, of_records
 from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
-from flowgrpo.ranges import at_least
+from flowgrpo.parts import AtLeast, part
 from flowgrpo.rollouts.base import Encoded
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
@@ -22,7 +22,7 @@ from flowgrpo.training.run import Run
 from flowgrpo.training.stored_parts import record_of, tensors_of
 
 
-@dataclass(frozen=True)
+@part("replay")
 class GroupReplay:
     """Buffer of the last `size` groups with advantages that are not all 0 (VL-Rethinker, 2504.08837;
     ExGRPO, 2510.02245).
@@ -41,16 +41,12 @@ class GroupReplay:
     VL-Rethinker draws single samples; here the unit is a group.
     """
 
-    size: int = 64
-    age: int = 10
-    alpha: float = 1.0
-    certain: float = 0.0
-    more: float = 0.0
+    size: Annotated[int, AtLeast(1)] = 64
+    age: Annotated[int, AtLeast(1)] = 10
+    alpha: Annotated[float, AtLeast(0)] = 1.0
+    certain: Annotated[float, AtLeast(0)] = 0.0
+    more: Annotated[float, AtLeast(0)] = 0.0
     recompose: bool = False
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "size", "age")
-        at_least(self, 0, "alpha", "certain", "more")
 
     def odds(self, sizes: Sequence[float], logps: Sequence[float]) -> np.ndarray:
         """Return the probabilities of groups by their mean |advantages| and mean log-probabilities."""

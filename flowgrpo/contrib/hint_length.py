@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from flowgrpo.curriculum.order import require_rate
 from flowgrpo.curriculum.resampling import beginning, require_template
 from flowgrpo.data.prompts import Guidance, Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.ranges import at_least
+from flowgrpo.parts import Above, AtLeast, part
 
 if TYPE_CHECKING:
     from flowgrpo.config.schema import Config
@@ -24,7 +24,7 @@ WHOLE = (1.0, 0.95, 1.0)  # share, rate and weight of a prior: nearly all sample
 LEAST = 1.0  # slope of the model: a longer hint never lowers the accuracy
 
 
-@dataclass(frozen=True)
+@part("redraw", jointly={"target band decay": "numbers between 0 and 1"})
 class HintLength:
     """Show that share of a prompt's solution at which its accuracy is near `target` (SEELE, 2509.06923).
 
@@ -43,21 +43,16 @@ class HintLength:
     out, and its prior of one sample with the whole solution is ours.
     """
 
-    target: float = 0.5
-    rounds: int = 4
-    band: float = 0.1
-    keep: int = 8
-    decay: float = 0.8
+    target: Annotated[float, Above(0, below=1)] = 0.5
+    rounds: Annotated[int, AtLeast(1)] = 4
+    band: Annotated[float, AtLeast(0, below=1)] = 0.1
+    keep: Annotated[int, AtLeast(1)] = 8
+    decay: Annotated[float, Above(0, to=1)] = 0.8
     text: str = "{prompt}\n\nThe solution begins like this, go on from there: {hint}"
     learned: bool = True
-    noise: float = 0.0
+    noise: Annotated[float, AtLeast(0)] = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.target < 1 or not 0 <= self.band < 1 or not 0 < self.decay <= 1:
-            raise ValueError(f"HintLength: target is {self.target}, band {self.band} and decay {self.decay}, expected "
-                             "numbers between 0 and 1")
-        at_least(self, 1, "rounds", "keep")
-        at_least(self, 0, "noise")
         require_template("HintLength", self.text)
 
     def require_config(self, config: Config, of_text: bool) -> None:

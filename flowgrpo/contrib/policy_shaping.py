@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from flowgrpo.objectives.surrogates import Clip, Origin, Surrogate
+from flowgrpo.parts import Above, part
 from flowgrpo.text.losses.token_losses import WrappedLoss
 
 
-@dataclass(frozen=True)
+@part("surrogate", target="likelihood", reads_guided=True, jointly={"gamma probability": "above 0, and above 0 to 1"})
 class PolicyShaping(WrappedLoss):
     """-A f(r), f(r) = r / (r + gamma), on samples of guidance that the loss does not read and on prompts' own answers;
     the surrogate's loss on the others, [B, N] (policy shaping of LUFFY, 2504.14945).
@@ -23,16 +24,8 @@ class PolicyShaping(WrappedLoss):
     """
 
     surrogate: Surrogate = Clip(0.2, 0.2)
-    gamma: float = 0.1
-    probability: float = 1.0
-    reads_guided = True
-    reads_target = "likelihood"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.gamma > 0 or not 0 < self.probability <= 1:
-            raise ValueError(f"PolicyShaping: gamma is {self.gamma} and probability {self.probability}, expected above "
-                             "0, and above 0 to 1")
+    gamma: Annotated[float, Above(0)] = 0.1
+    probability: Annotated[float, Above(0, to=1)] = 1.0
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Origin) -> Tensor:
         of_answer = old.new - math.log(self.probability)

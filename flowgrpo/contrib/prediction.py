@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from flowgrpo.curriculum.history import RATES, record
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.data.text_features import features
-from flowgrpo.ranges import at_least
+from flowgrpo.parts import Above, AtLeast, part
 
 if TYPE_CHECKING:
     from flowgrpo.curriculum.epoch_batch import EpochBatch
@@ -26,7 +25,7 @@ def predicted(texts: Sequence[str], references: Sequence[str], rates: Sequence[f
     return odds @ np.array(rates) / odds.sum(1)
 
 
-@dataclass(frozen=True)
+@part("curriculum", jointly={"target fresh temperature": "0 to 1, 0 to 1, and above 0"})
 class PredictedDifficulty:
     """Prompts whose predicted success rate is nearest to `target`, among `candidates` times as many
     (DOTS, 2506.05316).
@@ -36,17 +35,11 @@ class PredictedDifficulty:
     share `fresh` of the epoch is drawn from all prompts in turn, so that references stay varied.
     """
 
-    target: float = 0.5
-    candidates: int = 4
-    references: int = 64
-    temperature: float = 0.1
-    fresh: float = 0.25
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.target <= 1 or not 0 <= self.fresh <= 1 or not self.temperature > 0:
-            raise ValueError(f"PredictedDifficulty: target is {self.target}, fresh {self.fresh} and temperature "
-                             f"{self.temperature}, expected 0 to 1, 0 to 1, and above 0")
-        at_least(self, 1, "candidates", "references")
+    target: Annotated[float, AtLeast(0, to=1)] = 0.5
+    candidates: Annotated[int, AtLeast(1)] = 4
+    references: Annotated[int, AtLeast(1)] = 64
+    temperature: Annotated[float, Above(0)] = 0.1
+    fresh: Annotated[float, AtLeast(0, to=1)] = 0.25
 
     def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
                  memory: dict[str, Any], group: int) -> list[Prompt]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
 from flowgrpo.objectives.reductions import reduced
+from flowgrpo.parts import Above, OneOf, part
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.text.policies import engines
 from flowgrpo.training.epoch import Epoch
@@ -101,7 +102,7 @@ class RehearsedSamples(Extension):
 DIVERGENCES = ("forward_kl", "js", "alpha")
 
 
-@dataclass(frozen=True)
+@part("rehearsal")
 class Rehearsal:
     """weight * D(policy, base), an f-divergence: it covers all modes of the base model, on samples that the base
     generated once (DPH-RL, 2509.07430), [B, N].
@@ -116,16 +117,12 @@ class Rehearsal:
     least: samples with a lower total reward are left out (the paper rehearses what the base solves); None: none is.
     """
 
-    weight: float = 0.1
-    divergence: str = "forward_kl"
+    weight: Annotated[float, Above(0, below=math.inf)] = 0.1
+    divergence: Annotated[str, OneOf(DIVERGENCES)] = "forward_kl"
     alpha: float = 0.2
     least: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.weight < math.inf:
-            raise ValueError(f"Rehearsal: weight is {self.weight}, expected above 0")
-        if self.divergence not in DIVERGENCES:
-            raise ValueError(f"Rehearsal: divergence is {self.divergence!r}, expected one of {', '.join(DIVERGENCES)}")
         if self.alpha in (0, 1):
             raise ValueError(f"Rehearsal: alpha is {self.alpha}, expected another number: 1 is forward_kl")
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from flowgrpo.advantages.group import (
     whitened,
     zero_variance,
 )
-from flowgrpo.ranges import above
+from flowgrpo.parts import Above, AtLeast, OneOf, part
 from flowgrpo.types import Context
 
 STANDARDISED = Advantage(scale="group", order="rewards")
@@ -66,7 +65,7 @@ class Reshaped(AdvantageRule):
                              "Advantage")
 
 
-@dataclass(frozen=True)
+@part("advantage", jointly={"curve power": f"one of {', '.join(CURVES)}, and above 0"})
 class Difficulty(Reshaped):
     """Advantages times `difficulty`, a weight of the group that falls with its mean reward m, within 0 to 1.
 
@@ -78,16 +77,13 @@ class Difficulty(Reshaped):
     """
 
     advantage: AdvantageRule = STANDARDISED
-    curve: str = "exp"
-    power: float = 1.0
+    curve: Annotated[str, OneOf(CURVES)] = "exp"
+    power: Annotated[float, Above(0)] = 1.0
     task: str | None = None
     given: str | None = None
 
     def __post_init__(self) -> None:
         self.require_inner()
-        if self.curve not in CURVES or not self.power > 0:
-            raise ValueError(f"Difficulty: curve is {self.curve!r} and power {self.power}, expected one of "
-                             f"{', '.join(CURVES)}, and above 0")
 
     def reshaped(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
         mean = total.nanmean(1).nan_to_num(0)
@@ -126,7 +122,8 @@ def difficulty(mean: Tensor, curve: str, power: float) -> Tensor:
     return curves[curve]
 
 
-@dataclass(frozen=True)
+@part("advantage", jointly={"alpha side against clamp": f"0 or more, one of {', '.join(SIDES)}, one of "
+                                                       f"{', '.join(AGAINST)}, and above 0"})
 class Confidence(Reshaped):
     """Advantages times 1 + alpha softplus(-sign(A) c), c the confidence in the sample: overconfident errors are pushed
     down harder, and unexpected successes pulled up harder (ACE).
@@ -142,17 +139,13 @@ class Confidence(Reshaped):
     """
 
     advantage: AdvantageRule = STANDARDISED
-    alpha: float = 1.0
-    side: str = "negative"
-    against: str = "reference"
-    clamp: float = 10.0
+    alpha: Annotated[float, AtLeast(0)] = 1.0
+    side: Annotated[str, OneOf(SIDES)] = "negative"
+    against: Annotated[str, OneOf(AGAINST)] = "reference"
+    clamp: Annotated[float, Above(0)] = 10.0
 
     def __post_init__(self) -> None:
         self.require_inner()
-        if not self.alpha >= 0 or self.side not in SIDES or self.against not in AGAINST or not self.clamp > 0:
-            raise ValueError(f"Confidence: alpha is {self.alpha}, side {self.side!r}, against {self.against!r} and "
-                             f"clamp {self.clamp}, expected 0 or more, one of {', '.join(SIDES)}, one of "
-                             f"{', '.join(AGAINST)}, and above 0")
 
     @property
     def further(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -170,7 +163,7 @@ class Confidence(Reshaped):
         return torch.where(changed, advantages * factor, advantages).clamp(-self.clamp, self.clamp)
 
 
-@dataclass(frozen=True)
+@part("advantage", jointly={"alpha kappa clamp": "0 or more each, and above 0"})
 class Unconfident(Reshaped):
     """Advantages plus alpha times how unlikely the sample is: how far its mean log-probability is below its group's, in
     groups with a right sample (ARM of ProGRPO). Of two equal samples the less likely has the larger advantage.
@@ -182,16 +175,13 @@ class Unconfident(Reshaped):
     """
 
     advantage: AdvantageRule = STANDARDISED
-    alpha: float = 0.3
+    alpha: Annotated[float, AtLeast(0)] = 0.3
     right: float = 0.5
-    kappa: float = 0.0
-    clamp: float = 5.0
+    kappa: Annotated[float, AtLeast(0)] = 0.0
+    clamp: Annotated[float, Above(0)] = 5.0
 
     def __post_init__(self) -> None:
         self.require_inner()
-        if not self.alpha >= 0 or not self.kappa >= 0 or not self.clamp > 0:
-            raise ValueError(f"Unconfident: alpha is {self.alpha}, kappa {self.kappa} and clamp {self.clamp}, expected "
-                             "0 or more each, and above 0")
 
     def reshaped(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
         logp = sample_logp(context, total, "Unconfident").to(total)
@@ -203,7 +193,7 @@ class Unconfident(Reshaped):
         return torch.where(solved, advantages + term, advantages).clamp(-self.clamp, self.clamp)
 
 
-@dataclass(frozen=True)
+@part("advantage")
 class Consistency(Reshaped):
     """Advantages blended with those of whole groups, so that a group that agrees still learns: w A + (1 - w) g (COPO,
     2508.04138).
@@ -216,11 +206,10 @@ class Consistency(Reshaped):
     """
 
     advantage: AdvantageRule = STANDARDISED
-    clamp: float = 5.0
+    clamp: Annotated[float, Above(0)] = 5.0
 
     def __post_init__(self) -> None:
         self.require_inner()
-        above(self, 0, "clamp")
 
     def reshaped(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
         mean = total.nanmean(1, keepdim=True)

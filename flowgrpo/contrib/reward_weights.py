@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from flowgrpo.advantages.group import SCALES, AdvantageRule, combine, group_relative, require_clamp, weighted_sum
-from flowgrpo.ranges import at_least
+from flowgrpo.advantages.group import SCALES, AdvantageRule, Clamp, combine, group_relative, weighted_sum
+from flowgrpo.parts import AtLeast, OneOf, part
 from flowgrpo.types import Context, wide
 
 
-@dataclass(frozen=True)
+@part("advantage", adapts_weights=True)
 class Influence(AdvantageRule):
     """One advantage per reward, standardised in its group, then their sum under weights that `adapted` moves by `rate`.
 
@@ -24,13 +24,8 @@ class Influence(AdvantageRule):
     The sum is clamped to +-clamp.
     """
 
-    rate: float = 1.0
-    clamp: float = 5.0
-    adapts_weights = True
-
-    def __post_init__(self) -> None:
-        require_clamp(self.clamp)
-        at_least(self, 0, "rate")
+    rate: Annotated[float, AtLeast(0)] = 1.0
+    clamp: Clamp = 5.0
 
     def require(self, weights: Sequence[float]) -> None:
         """Raise ValueError for weights of a run's rewards that it cannot read."""
@@ -81,7 +76,7 @@ def adapted(advantages: Tensor, weights: Tensor, rate: float) -> Tensor:
     return total * moved / moved.sum()
 
 
-@dataclass(frozen=True)
+@part("advantage")
 class Hypervolume(AdvantageRule):
     """Weighted sum of advantages, larger when the Pareto front grows: in an epoch whose mean rewards enlarge the run's.
 
@@ -93,10 +88,7 @@ class Hypervolume(AdvantageRule):
     """
 
     least: float = 0.0
-    clamp: float = 5.0
-
-    def __post_init__(self) -> None:
-        require_clamp(self.clamp)
+    clamp: Clamp = 5.0
 
     def require(self, weights: Sequence[float]) -> None:
         """Raise ValueError for weights of a run's rewards that it cannot read."""
@@ -138,7 +130,7 @@ def hypervolume(points: Sequence[Sequence[float]]) -> float:
                for low, high in zip([0.0, *heights], heights))
 
 
-@dataclass(frozen=True)
+@part("advantage")
 class HardPrompts(AdvantageRule):
     """Advantages of the weighted sum, times the difficulty of their prompt: hardness times responsiveness (DR-IRL).
 
@@ -149,13 +141,8 @@ class HardPrompts(AdvantageRule):
     """
 
     strength: float = 1.0
-    scale: str = "group"
-    clamp: float = 5.0
-
-    def __post_init__(self) -> None:
-        require_clamp(self.clamp)
-        if self.scale not in SCALES:
-            raise ValueError(f"HardPrompts: scale is {self.scale!r}, expected one of {', '.join(SCALES)}")
+    scale: Annotated[str, OneOf(SCALES)] = "group"
+    clamp: Clamp = 5.0
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         total = weighted_sum(rewards, weights)
@@ -176,7 +163,7 @@ def difficulty(rewards: Tensor) -> Tensor:
     return (product / product.nanmean()).nan_to_num(1.0)
 
 
-@dataclass(frozen=True)
+@part("advantage")
 class ForwardCorrected(AdvantageRule):
     """Weights of a verdict, 0 or 1, of a verifier that misses right samples at a rate: the rate for 1, less 1 for 0.
 
@@ -187,11 +174,7 @@ class ForwardCorrected(AdvantageRule):
     samples, it is s r / (s r + a), over the whole run.
     """
 
-    misses: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.misses is not None and not 0 <= self.misses < 1:
-            raise ValueError(f"ForwardCorrected: misses is {self.misses}, expected a rate from 0 to below 1, or None")
+    misses: Annotated[float | None, AtLeast(0, below=1, words="a rate from 0 to below 1, or None")] = None
 
     def require(self, weights: Sequence[float]) -> None:
         """Raise ValueError for weights of a run's rewards that it cannot read."""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from flowgrpo.advantages.group import RELATIVE_NOISE, AdvantageRule, require_clamp, weighted_sum
+from flowgrpo.advantages.group import RELATIVE_NOISE, AdvantageRule, Clamp, weighted_sum
 from flowgrpo.advantages.history import remembered
-from flowgrpo.ranges import at_least
+from flowgrpo.parts import AtLeast, part
 from flowgrpo.types import Context, RunState
 
 
-@dataclass(frozen=True)
+@part("advantage", single=True)
 class RiskAverse(AdvantageRule):
     """Mixed value-at-risk weights of RiskPO (2510.00911) as an advantage, over bundles of several prompts.
 
@@ -34,19 +34,15 @@ class RiskAverse(AdvantageRule):
 
     alpha: float = 0.2
     beta: float = 0.8
-    omega: float = 0.5
-    bundle: int = 5
+    omega: Annotated[float, AtLeast(0)] = 0.5
+    bundle: Annotated[int, AtLeast(1)] = 5
     rate: float = 0.2
-    clamp: float = 5.0
-    single = True
+    clamp: Clamp = 5.0
 
     def __post_init__(self) -> None:
         if not 0 < self.alpha < self.beta <= 1 or not 0 < self.rate <= 1:
             raise ValueError(f"RiskAverse: alpha is {self.alpha}, beta {self.beta} and rate {self.rate}, expected "
                              "0 < alpha < beta <= 1, and a rate above 0 to 1")
-        at_least(self, 0, "omega")
-        at_least(self, 1, "bundle")
-        require_clamp(self.clamp)
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         context, total = context or Context(), weighted_sum(rewards, weights)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -11,13 +11,14 @@ from torch import Tensor
 from flowgrpo.objectives import Clip
 from flowgrpo.objectives.sequence_losses import GroupLoss
 from flowgrpo.objectives.surrogates import Surrogate
+from flowgrpo.parts import AtLeast, OneOf, part
 from flowgrpo.text.losses.token_losses import WrappedLoss
 from flowgrpo.types import CompletionBatch, required
 
 KINDS = ("entropy", "surprise", "probability", "disagreement")
 
 
-@dataclass(frozen=True)
+@part("surrogate", reads_groups=True)
 class TokenWeights(WrappedLoss, GroupLoss):
     """Surrogate loss times 1 + strength * z, z the information of a token from 0 to 1, [B, L].
 
@@ -33,16 +34,8 @@ class TokenWeights(WrappedLoss, GroupLoss):
     """
 
     surrogate: Surrogate = Clip(0.2, 0.2)
-    by: str = "disagreement"
-    strength: float = 1.0
-    reads_groups = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.by not in KINDS:
-            raise ValueError(f"TokenWeights: by is {self.by!r}, expected one of {', '.join(KINDS)}")
-        if not -1 <= self.strength < math.inf:
-            raise ValueError(f"TokenWeights: strength is {self.strength}, expected -1 or more")
+    by: Annotated[str, OneOf(KINDS)] = "disagreement"
+    strength: Annotated[float, AtLeast(-1, below=math.inf)] = 1.0
 
     @property
     def reads_entropy(self) -> bool:  # type: ignore[override]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt, as_line, of_records
 from flowgrpo.errors import UserError
+from flowgrpo.parts import part
 from flowgrpo.samplers.rollout import Part, seeder
 from flowgrpo.text.rewards.answer_keys import spoken
 from flowgrpo.training.epoch import Epoch
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 VARIANTS = "variants"  # key of the memory: lines of prompts, the oldest first
 
 
-@dataclass(frozen=True)
+@part("curriculum", target="tokens", writes=True)
 class Variations:
     """Share of the epoch that are variants of earlier prompts, with the same reference answer (SvS, 2508.14029).
 
@@ -38,15 +39,11 @@ class Variations:
     share: of the epoch's prompts. right: total reward from which a sample is right. kept: variants at most.
     """
 
-    writes: ClassVar[bool] = True
-
     share: float = 0.25
     right: float = 0.5
     kept: int = 256
     template: str = ("{prompt}\n\nA solution:\n{solution}\n\nWrite another problem, worded differently, that has the "
                      "same final answer. Write the problem alone:")
-
-    reads_target = "tokens"
 
     def __post_init__(self) -> None:
         named = {name for _, name, *_ in string.Formatter().parse(self.template) if name is not None}

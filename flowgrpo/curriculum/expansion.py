@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 from flowgrpo.data.prompts import Guidance, Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.parts import AtLeast, part
 
 if TYPE_CHECKING:
     from flowgrpo.config.schema import Config
 
 
-@dataclass(frozen=True)
+@part("expansion")
 class Expansion:
     """Sample every prompt under an expanded text or at another guidance scale; score and learn its samples under the
     prompt itself.
@@ -29,13 +30,12 @@ class Expansion:
 
     text: str = "{prompt}"
     key: str = ""
-    scale: float | None = None
+    scale: Annotated[float | None, AtLeast(0)] = None
     learned: bool = False
 
     def __post_init__(self) -> None:
         if "{prompt}" not in self.text:
             raise ValueError(f"Expansion: text is {self.text!r}, expected {{prompt}} in it")
-        require_scale("Expansion", self.scale)
 
     def require_config(self, config: Config, of_text: bool) -> None:
         """Raise UserError for an expansion under which prompts are sampled as without it."""
@@ -52,12 +52,6 @@ class Expansion:
         """Return the text under which a prompt is sampled."""
         own = prompt.metadata.get(self.key) if self.key else None
         return self.text.replace("{prompt}", prompt.text) if own is None else str(own)
-
-
-def require_scale(part: str, scale: float | None) -> None:
-    """Raise ValueError unless a guidance scale of a part is 0 or more, or None."""
-    if scale is not None and not scale >= 0:
-        raise ValueError(f"{part}: scale is {scale}, expected 0 or more")
 
 
 def require_no_scale(place: str, scale: float | None, of_text: bool) -> None:

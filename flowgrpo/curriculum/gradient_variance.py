@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 
-from flowgrpo.curriculum.order import learn, of, require
+from flowgrpo.curriculum.order import learn, of
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.ranges import at_least
+from flowgrpo.parts import Above, AtLeast, part
 
 if TYPE_CHECKING:
     from flowgrpo.curriculum.epoch_batch import EpochBatch
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 NORMS = "gradient_norms"  # key of the memory
 
 
-@dataclass(frozen=True)
+@part("curriculum", reads_norms=True, jointly={"keep prior": "0 to 1 and above 0"})
 class GradientVariance:
     """More of an epoch's groups for prompts with long gradients that are rarely right (GVM, 2505.02391): `shared_out`.
 
@@ -33,18 +32,12 @@ class GradientVariance:
     alpha, beta: of the penalty of tiny rates. right: total reward from which a sample is right.
     """
 
-    each: int = 4
-    alpha: float = 1e-3
+    each: Annotated[int, AtLeast(1)] = 4
+    alpha: Annotated[float, AtLeast(0)] = 1e-3
     beta: float = 2.0
-    keep: float = 0.5
-    prior: float = 1.0
+    keep: Annotated[float, AtLeast(0, to=1)] = 0.5
+    prior: Annotated[float, Above(0)] = 1.0
     right: float = 0.5
-    reads_norms = True
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "each")
-        at_least(self, 0, "alpha")
-        require("GradientVariance", self.keep, self.prior)
 
     def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
                  memory: dict[str, Any], group: int) -> list[Prompt]:

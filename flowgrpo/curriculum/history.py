@@ -7,14 +7,14 @@ of its last samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 
-from flowgrpo.curriculum.order import KEY, of, require, require_rate, updated
+from flowgrpo.curriculum.order import KEY, of, require_rate, updated
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.parts import Above, AtLeast, part
 
 if TYPE_CHECKING:
     from flowgrpo.curriculum.epoch_batch import EpochBatch
@@ -47,7 +47,7 @@ def last_rate(memory: dict[str, Any], prompt: Prompt) -> float | None:
     return rates[-1] if rates else None
 
 
-@dataclass(frozen=True)
+@part("curriculum", reads_diversity=True)
 class VarianceSampling:
     """Prompts by variance of the outcome and diversity of samples: a share by p (1 - p) and diversity, others as ever
     (variance-aware sampling of MMR1, 2509.21268).
@@ -61,7 +61,6 @@ class VarianceSampling:
     share: float = 0.5
     variance: float = 0.8
     diversity: float = 0.2
-    reads_diversity = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1 or min(self.variance, self.diversity) < 0 or not self.variance + self.diversity > 0:
@@ -90,7 +89,8 @@ class VarianceSampling:
         record(memory, drawn)
 
 
-@dataclass(frozen=True)
+@part("curriculum",
+      jointly={"keep prior": "0 to 1 and above 0", "others candidates power": "0 to 1, 1 or more, and above 0"})
 class InformationGain:
     """Prompts with the largest gain p (1 - p)^power, for a rate p sampled from a posterior that forgets on two scales
     (VADE, 2511.18902). The paper's power 2 prefers a rate of 1/3; power 1 is the variance of a reward, largest at 1/2.
@@ -100,17 +100,11 @@ class InformationGain:
     default decays are ours, and so is the choice among `candidates` per prompt, in place of the whole pool.
     """
 
-    power: float = 2.0
-    candidates: int = 4
-    keep: float = 0.5
-    others: float = 0.95
-    prior: float = 1.0
-
-    def __post_init__(self) -> None:
-        require("InformationGain", self.keep, self.prior)
-        if not 0 <= self.others <= 1 or self.candidates < 1 or not self.power > 0:
-            raise ValueError(f"InformationGain: others is {self.others}, candidates {self.candidates} and power "
-                             f"{self.power}, expected 0 to 1, 1 or more, and above 0")
+    power: Annotated[float, Above(0)] = 2.0
+    candidates: Annotated[int, AtLeast(1)] = 4
+    keep: Annotated[float, AtLeast(0, to=1)] = 0.5
+    others: Annotated[float, AtLeast(0, to=1)] = 0.95
+    prior: Annotated[float, Above(0)] = 1.0
 
     def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
                  memory: dict[str, Any], group: int) -> list[Prompt]:
@@ -134,7 +128,7 @@ class InformationGain:
             known[key] = list(updated(a, b, sum(rewards) / len(rewards), len(rewards), self.keep, self.prior))
 
 
-@dataclass(frozen=True)
+@part("curriculum", jointly={"after keep by": "numbers of 1 or more, and hardest or variance"})
 class Retention:
     """All prompts in turn; from epoch `after` on only the `keep` of the first rank.
 
@@ -144,14 +138,9 @@ class Retention:
     A prompt that was never sampled is retained only if the others do not suffice.
     """
 
-    after: int = 10
-    keep: int = 1
+    after: Annotated[int, AtLeast(1)] = 10
+    keep: Annotated[int, AtLeast(1)] = 1
     by: Literal["hardest", "variance"] = "hardest"
-
-    def __post_init__(self) -> None:
-        if min(self.after, self.keep) < 1 or self.by not in ("hardest", "variance"):
-            raise ValueError(f"Retention: after is {self.after}, keep {self.keep} and by {self.by!r}, expected numbers "
-                             "of 1 or more, and hardest or variance")
 
     def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
                  memory: dict[str, Any], group: int) -> list[Prompt]:
@@ -178,7 +167,7 @@ class Retention:
         record(memory, drawn)
 
 
-@dataclass(frozen=True)
+@part("curriculum")
 class OppositePairs:
     """Pairs of a hard and an easy prompt: one is sometimes solved, the other sometimes fails (bidirectional pairing).
 
@@ -187,11 +176,7 @@ class OppositePairs:
     rare outcome of either has the larger advantage by the group's deviation, `parts.advantage.scale: group`.
     """
 
-    share: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ValueError(f"OppositePairs: share is {self.share}, expected above 0 to 1")
+    share: Annotated[float, Above(0, to=1)] = 1.0
 
     def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
                  memory: dict[str, Any], group: int) -> list[Prompt]:

@@ -14,8 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
@@ -23,13 +22,13 @@ from flowgrpo.advantages.group import RELATIVE_NOISE
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.ranges import at_least
+from flowgrpo.parts import Above, AtLeast, part
 
 if TYPE_CHECKING:
     from flowgrpo.curriculum.epoch_batch import EpochBatch
 
 
-@dataclass(frozen=True)
+@part("curriculum")
 class EpochPermutation:
     """All prompts in turn, or in proportion to their weights if these differ: `splits.draw`."""
 
@@ -41,7 +40,7 @@ class EpochPermutation:
         """Do nothing: this curriculum has no state."""
 
 
-@dataclass(frozen=True)
+@part("curriculum", jointly={"target candidates": "0 to 1 and 1 or more", "keep prior": "0 to 1 and above 0"})
 class ThompsonSampling:
     """Prompts with success rates nearest to `target`, sampled from their posteriors, among `candidates` times as many
     (MoPPS, 2507.04632).
@@ -52,16 +51,10 @@ class ThompsonSampling:
     only sampled prompts forget, and the default numbers other than target 1/2 and prior 1.
     """
 
-    target: float = 0.5
-    candidates: int = 4
-    keep: float = 0.5
-    prior: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.target <= 1 or self.candidates < 1:
-            raise ValueError(f"ThompsonSampling: target is {self.target} and candidates {self.candidates}, expected 0 "
-                             "to 1 and 1 or more")
-        require("ThompsonSampling", self.keep, self.prior)
+    target: Annotated[float, AtLeast(0, to=1)] = 0.5
+    candidates: Annotated[int, AtLeast(1)] = 4
+    keep: Annotated[float, AtLeast(0, to=1)] = 0.5
+    prior: Annotated[float, Above(0)] = 1.0
 
     def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
                  memory: dict[str, Any], group: int) -> list[Prompt]:
@@ -99,12 +92,6 @@ def updated(a: float, b: float, share: float, samples: int, keep: float, prior: 
     return keep * a + begin + share * samples, keep * b + begin + (1 - share) * samples
 
 
-def require(part: str, keep: float, prior: float) -> None:
-    """Raise ValueError for a keep or prior that gives no valid posterior."""
-    if not 0 <= keep <= 1 or not prior > 0:
-        raise ValueError(f"{part}: keep is {keep} and prior {prior}, expected 0 to 1 and above 0")
-
-
 def require_rate(prompt: str, least: float, most: float) -> None:
     """Raise UserError for rewards of a prompt that are no success rates, within 0 to 1."""
     if least < -RELATIVE_NOISE or most > 1 + RELATIVE_NOISE:
@@ -112,7 +99,7 @@ def require_rate(prompt: str, least: float, most: float) -> None:
                         "success rates, within 0 to 1: scale the rewards' weights")
 
 
-@dataclass(frozen=True)
+@part("curriculum", jointly={"keep prior": "0 to 1 and above 0"})
 class Knapsack:
     """More of an epoch's groups for prompts with more to learn from (Knapsack RL, 2509.25849): `allocated`.
 
@@ -122,13 +109,9 @@ class Knapsack:
     group, so `train.group` should be small.
     """
 
-    each: int = 4
-    keep: float = 0.5
-    prior: float = 1.0
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "each")
-        require("Knapsack", self.keep, self.prior)
+    each: Annotated[int, AtLeast(1)] = 4
+    keep: Annotated[float, AtLeast(0, to=1)] = 0.5
+    prior: Annotated[float, Above(0)] = 1.0
 
     def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
                  memory: dict[str, Any], group: int) -> list[Prompt]:

@@ -11,24 +11,24 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from torch import Tensor
 
 from flowgrpo.advantages.group import RELATIVE_NOISE, zero_variance
 from flowgrpo.advantages.history import mean_of
-from flowgrpo.curriculum.expansion import require_no_scale, require_scale
+from flowgrpo.curriculum.expansion import require_no_scale
 from flowgrpo.data.prompts import Guidance, Prompt
-from flowgrpo.ranges import above
+from flowgrpo.parts import Above, AtLeast, part
 
 if TYPE_CHECKING:
     from flowgrpo.config.schema import Config
     from flowgrpo.curriculum.epoch_batch import EpochBatch
 
 
-@dataclass(frozen=True)
+@part("redraw")
 class DynamicSampling:
     """Replace a group whose samples all earn the same by a fresh prompt, until all differ or an epoch was sampled
     `turns` times (DAPO's dynamic sampling, 2503.14476, equation 11; 10 in its released recipe).
@@ -37,11 +37,7 @@ class DynamicSampling:
     Groups that still agree after the last turn stay, with advantage 0.
     """
 
-    turns: int = 10
-
-    def __post_init__(self) -> None:
-        if self.turns < 2:
-            raise ValueError(f"DynamicSampling: turns is {self.turns}, expected 2 or more (null: no group is replaced)")
+    turns: Annotated[int, AtLeast(2, words="2 or more (null: no group is replaced)")] = 10
 
     def __call__(self, drawn: EpochBatch) -> list[tuple[int, Prompt]]:
         if drawn.turn >= self.turns:
@@ -51,7 +47,7 @@ class DynamicSampling:
         return list(zip(places, fresh(drawn.pool, len(places), drawn.prompts, [drawn.seed, drawn.epoch, drawn.turn])))
 
 
-@dataclass(frozen=True)
+@part("redraw", reads_prior=True)
 class AdditionalGroups:
     """Sample one more group of each prompt whose mean reward contradicts its prior value, the `PriorBlend` advantage's,
     by more than `deviations` of its noise (V0.5, its test of prior and rollouts).
@@ -60,11 +56,7 @@ class AdditionalGroups:
     prompt without a history asks for nothing. deviations 2, and the form of the test, are ours.
     """
 
-    deviations: float = 2.0
-    reads_prior = True
-
-    def __post_init__(self) -> None:
-        above(self, 0, "deviations")
+    deviations: Annotated[float, Above(0)] = 2.0
 
     def __call__(self, drawn: EpochBatch) -> list[tuple[None, Prompt]]:
         known = drawn.memory.get("PriorBlend", {})
@@ -90,7 +82,7 @@ def fresh(pool: Sequence[Prompt], count: int, drawn: Sequence[Prompt], seed: Seq
     return [pool[order[number % len(pool)]] for number in range(count)]
 
 
-@dataclass(frozen=True)
+@part("redraw")
 class Hints:
     """Sample a group without a sample above `fail` again with a hint in its prompt, and with one more hint while it
     still fails and hints are left (Scaf-GRPO, 2510.19807; GHPO, 2507.10628).
@@ -110,21 +102,17 @@ class Hints:
     """
 
     shares: tuple[float, ...] = ()
-    after: float = 0.0
+    after: Annotated[float, AtLeast(0, to=1)] = 0.0
     fail: float = 0.0
     text: str = "{prompt}\n\nHint: {hint}"
     learned: bool = True
     usual: tuple[str, ...] = ()
-    scale: float | None = None
+    scale: Annotated[float | None, AtLeast(0)] = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "usual", tuple(self.usual))  # a recipe gives a list
         if any(not 0 < share <= 1 for share in self.shares) or list(self.shares) != sorted(set(self.shares)):
             raise ValueError(f"Hints: shares are {list(self.shares)}, expected rising numbers above 0 to 1")
-        if not 0 <= self.after <= 1:
-            raise ValueError(f"Hints: after is {self.after}, expected 0 to 1")
         require_template("Hints", self.text)
-        require_scale("Hints", self.scale)
 
     def require_config(self, config: Config, of_text: bool) -> None:
         """Raise UserError for a guidance scale of a language model."""
@@ -172,7 +160,7 @@ def require_template(part: str, text: str) -> None:
         raise ValueError(f"{part}: text is {text!r}, expected both {{prompt}} and {{hint}} in it")
 
 
-@dataclass(frozen=True)
+@part("redraw", jointly={"most schedule": "1 or more, and equal or hardness"})
 class ExtraRollouts:
     """More groups for hard prompts, after the first turn (DARS, 2508.13755).
 
@@ -185,13 +173,8 @@ class ExtraRollouts:
     adds single samples; here the unit is a group, so `train.group` should be small.
     """
 
-    most: int = 3
+    most: Annotated[int, AtLeast(1)] = 3
     schedule: Literal["equal", "hardness"] = "equal"
-
-    def __post_init__(self) -> None:
-        if self.most < 1 or self.schedule not in ("equal", "hardness"):
-            raise ValueError(f"ExtraRollouts: most is {self.most} and schedule {self.schedule!r}, expected 1 or more, "
-                             "and equal or hardness")
 
     def __call__(self, drawn: EpochBatch) -> list[tuple[int | None, Prompt]]:
         if drawn.turn > 1:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
+from flowgrpo.parts import part
 
 
-@dataclass(frozen=True)
+@part("adapted")
 class Adapted:
     """Trained modules: denoisers, text encoders, which are then in the graph of every replay (TexForce, 2311.15657), or
     both.

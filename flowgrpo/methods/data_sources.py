@@ -7,12 +7,12 @@ prompt's metadata. No example of a held-out prompt is trained on.
 from __future__ import annotations
 
 import string
-from dataclasses import dataclass
+from typing import Annotated
 
-from flowgrpo.ranges import at_least
+from flowgrpo.parts import AtLeast, part
 
 
-@dataclass(frozen=True)
+@part("data.source")
 class Recorded:
     """All recorded examples, sampled anew for every optimizer step.
 
@@ -22,7 +22,7 @@ class Recorded:
     path: str = ""
 
 
-@dataclass(frozen=True)
+@part("data.source")
 class PassRate:
     """Examples collected by a group's pass rate p: the share of samples that are right.
 
@@ -40,10 +40,9 @@ class PassRate:
     failed: bool = True
     solved: bool = True
     mastered: bool = False
-    kept: int = 256
+    kept: Annotated[int, AtLeast(1)] = 256
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "kept")
         if not (self.failed or self.collects_own):
             raise ValueError("PassRate: failed, solved and mastered are all false, expected one of them to be true")
 
@@ -61,7 +60,7 @@ class PassRate:
         return "own" if (self.mastered if right == count else self.solved) else ""
 
 
-@dataclass(frozen=True)
+@part("data.source")
 class Explained(PassRate):
     """Verified explanations of prompts with 0 < p < 1 (SSB, 2512.05105): the policy reads a right sample and the most
     common wrong one in `template` and answers; the first of `tries` answers that is right itself is learned from the
@@ -77,7 +76,6 @@ class Explained(PassRate):
     tries: int = 2
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         named = {name for _, name, *_ in string.Formatter().parse(self.template) if name is not None}
         if named != {"prompt", "right", "wrong"} or self.tries < 1 or not self.solved:
             raise ValueError(f"Explained: template has {', '.join(sorted(named)) or 'no field'}, tries is {self.tries} "

@@ -6,21 +6,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import Annotated
 
 from flowgrpo.methods.data_sources import PassRate, Recorded, Source
 from flowgrpo.methods.parts import Times
 from flowgrpo.objectives.balance import Balance, FixedWeights
 from flowgrpo.objectives.pair_losses import PairLoss
 from flowgrpo.objectives.supervised_weights import EqualTokens, TokenWeight
-from flowgrpo.ranges import above, at_least
+from flowgrpo.parts import Above, AtLeast, OneOf, part
 from flowgrpo.samplers.noised_finals import Stratified
 
 DISTANCES = ("squared", "smooth_l1")
 SPACES = ("output", "data")
 
 
-@dataclass(frozen=True)
+@part()
 class DataLoss:
     """Supervised term; base class.
 
@@ -35,15 +35,13 @@ class DataLoss:
 
     source: Source = PassRate()
     balance: Balance = FixedWeights()
-    batch: int = 8
+    batch: Annotated[int, AtLeast(1)] = 8
     apart: bool = False
-    beta: float = math.inf
+    beta: Annotated[float, Above(0)] = math.inf
     condition: str = "{prompt}"
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        at_least(self, 1, "batch")
-        above(self, 0, "beta")
         if self.apart and not isinstance(self.source, PassRate):
             raise ValueError(f"{name}: apart is about examples that a run collects: set data.source: {{type: "
                              "PassRate}")
@@ -62,7 +60,7 @@ class DataLoss:
         return math.exp((reward - 1) / self.beta)
 
 
-@dataclass(frozen=True)
+@part("data", target="tokens")
 class NextToken(DataLoss):
     """Cross entropy of the next token of answers, at temperature 1: a mean over the batch's tokens.
 
@@ -72,10 +70,8 @@ class NextToken(DataLoss):
     source: Source = Recorded()
     token_weight: TokenWeight = EqualTokens()
 
-    reads_target = "tokens"
 
-
-@dataclass(frozen=True)
+@part("data", target="tokens")
 class PreferencePairs(DataLoss):
     """Preference loss of recorded pairs of completions, a mean over the batch's pairs: HyPO's offline term
     (2406.01462).
@@ -88,14 +84,11 @@ class PreferencePairs(DataLoss):
     balance: Balance = FixedWeights(data=1.0)
     loss: PairLoss = PairLoss()
 
-    reads_target = "tokens"
-
     def __post_init__(self) -> None:
-        super().__post_init__()
         _require_pairs(self)
 
 
-@dataclass(frozen=True)
+@part("data", jointly={"contrast temperature": "0 or more, and above 0"})
 class AlignedChains(NextToken):
     """NextToken, plus `contrast` times a contrastive loss of an answer's representation: InfoNCE of cosines over
     `temperature`, towards its prompt's annotated answer among the batch's others (CARFT, 2508.15868).
@@ -106,17 +99,11 @@ class AlignedChains(NextToken):
     """
 
     source: Source = PassRate()
-    contrast: float = 0.1
-    temperature: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.contrast >= 0 or not self.temperature > 0:
-            raise ValueError(f"AlignedChains: contrast is {self.contrast} and temperature {self.temperature}, expected "
-                             "0 or more, and above 0")
+    contrast: Annotated[float, AtLeast(0)] = 0.1
+    temperature: Annotated[float, Above(0)] = 0.1
 
 
-@dataclass(frozen=True)
+@part(target="denoiser")
 class NoisedData(DataLoss):
     """Term of a pipeline on noised examples; base class.
 
@@ -128,19 +115,11 @@ class NoisedData(DataLoss):
 
     times: Times = Stratified(1)
     guidance: float = 1.0
-    distance: str = "squared"
-    space: str = "output"
-
-    reads_target = "denoiser"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, value, known in (("distance", self.distance, DISTANCES), ("space", self.space, SPACES)):
-            if value not in known:
-                raise ValueError(f"{type(self).__name__}: {name} is {value!r}, expected one of {', '.join(known)}")
+    distance: Annotated[str, OneOf(DISTANCES)] = "squared"
+    space: Annotated[str, OneOf(SPACES)] = "output"
 
 
-@dataclass(frozen=True)
+@part("data")
 class FlowMatching(NoisedData):
     """Flow matching to examples: the velocity at x_t = (1-t) x0 + t eps is eps - x0. The noise is eps of a
     variance-preserving process.
@@ -149,7 +128,7 @@ class FlowMatching(NoisedData):
     """
 
 
-@dataclass(frozen=True)
+@part("data")
 class GuidanceDistillation(NoisedData):
     """Distillation of guidance (2210.03142): the prediction at `guidance` learns the prediction at `scale`, at the same
     noised examples.
@@ -162,13 +141,12 @@ class GuidanceDistillation(NoisedData):
     base: bool = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.base is False and self.scale == self.guidance:
             raise ValueError(f"GuidanceDistillation: the teacher has the student's weights and its guidance, "
                              f"{self.scale}: set data.scale, or data.base: true")
 
 
-@dataclass(frozen=True)
+@part("data")
 class PicturePairs(NoisedData):
     """Preference loss of recorded pairs of images, a mean over the batch's pairs, at noised examples with one noise
     for both: Diffusion-DPO's (2311.12908) beside another loss, as HyPO's of texts.
@@ -182,7 +160,6 @@ class PicturePairs(NoisedData):
     loss: PairLoss = PairLoss(100.0)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         _require_pairs(self)
 
 
@@ -193,7 +170,7 @@ def _require_pairs(part: PreferencePairs | PicturePairs) -> None:
                          "source {type: Recorded, path: FILE.jsonl}, and no beta beside that of loss")
 
 
-@dataclass(frozen=True)
+@part("data", target="denoiser")
 class SelfAnswers(DataLoss):
     """Answers of the trained denoiser about its own images (UniRL, 2505.23380).
 
@@ -210,10 +187,7 @@ class SelfAnswers(DataLoss):
     width: int = 64
     samples: int = 0
 
-    reads_target = "denoiser"
-
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not 0 < self.time < 1 or self.width < 1 or self.samples < 0 or self.samples == 1:
             raise ValueError(f"SelfAnswers: time is {self.time}, width {self.width} and samples {self.samples}, "
                              "expected between 0 and 1, 1 or more, and 0 or at least 2")

@@ -13,6 +13,7 @@ from flowgrpo.methods.groups import Credit, Denoising, Loss
 from flowgrpo.methods.parts import Backprop, Times
 from flowgrpo.objectives import best_path
 from flowgrpo.objectives.actor_critic import ActorCritic
+from flowgrpo.parts import part
 from flowgrpo.samplers import latent_edits, noised_finals, reward_gradient
 from flowgrpo.samplers.rollout import RolloutSpec
 
@@ -64,7 +65,7 @@ class Target:
 _OF_TEXT = frozenset({"spread", "reduction"})  # one decision per sample: nothing to spread or to average
 
 
-@dataclass(frozen=True)
+@part("target")
 class RecordedSteps(Target):
     """Stochastic steps of a rollout, by their log-probability.
 
@@ -88,7 +89,7 @@ class RecordedSteps(Target):
                              "parts.strides: [1], or progress: null")
 
 
-@dataclass(frozen=True)
+@part("target")
 class JointDensity(Target):
     """All recorded steps of a sample as one decision, by their joint density (ReinFlow, 2505.22094)."""
 
@@ -107,7 +108,7 @@ class JointDensity(Target):
             raise ValueError("a joint density has no mean: set parts.kl: {type: SampledKL}, or its weight to 0")
 
 
-@dataclass(frozen=True)
+@part("target")
 class NoisedFinals(Target):
     """Final states, noised to sampled times and scored by the old policy (DiffusionNFT and its variants).
 
@@ -132,7 +133,7 @@ class RecordedPairs(NoisedFinals):
                                                                 "expansion", "pruning", "rehearsal"}
 
 
-@dataclass(frozen=True)
+@part("target")
 class RewardGradient(Target):
     """Reward gradient, followed back through the last denoising steps (DRaFT, AlignProp, ReFL).
 
@@ -157,7 +158,7 @@ class RewardGradient(Target):
                              "samples that share no noise: set parts: {plan: {type: LastSteps}, roots: null}")
 
 
-@dataclass(frozen=True)
+@part("target")
 class LatentEdits(Target):
     """Edits of final states by a small policy, and the critic's choice among them and their bases (EXPO, 2507.07986).
 

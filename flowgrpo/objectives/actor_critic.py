@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
 
-from flowgrpo.objectives.surrogates import Surrogate, cut, ppo, require_range
+from flowgrpo.objectives.surrogates import Surrogate, cut, ppo
+from flowgrpo.parts import AtLeast, part
 from flowgrpo.types import required
 
 
@@ -25,7 +27,7 @@ class Seen:
     edited: Tensor | None = None
 
 
-@dataclass(frozen=True)
+@part("surrogate", target="edits", jointly={"low high": "0 to 1 and 0 or more"})
 class ActorCritic(Surrogate):
     """Loss of an edit and its critic, [B, 1] (EXPO, 2507.07986).
 
@@ -39,18 +41,13 @@ class ActorCritic(Surrogate):
     The two networks share no weights.
     """
 
-    low: float = 1e-3
-    high: float = 1e-3
-    critic: float = 0.5
+    low: Annotated[float, AtLeast(0, to=1)] = 1e-3
+    high: Annotated[float, AtLeast(0)] = 1e-3
+    critic: Annotated[float, AtLeast(0, words="0 or more, the weight of its loss")] = 0.5
     through: float = 1.0
     ratio: float = 0.0
 
-    reads_target = "edits"
-
     def __post_init__(self) -> None:
-        require_range("ActorCritic", self.low, self.high)
-        if not self.critic >= 0:
-            raise ValueError(f"ActorCritic: critic is {self.critic}, expected 0 or more, the weight of its loss")
         if min(self.through, self.ratio) < 0 or not self.through + self.ratio > 0:
             raise ValueError(f"ActorCritic: through is {self.through} and ratio {self.ratio}, expected 0 or more and "
                              "one of them above 0: nothing else trains the edit")

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from flowgrpo.ranges import at_least
+from flowgrpo.parts import Above, AtLeast, part
 
 
 @dataclass(frozen=True)
@@ -41,36 +42,31 @@ class Balance:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
+@part("data.balance", jointly={"data rl": "above 0, and 0 or more"})
 class FixedWeights(Balance):
     """Equal weights in every step: `rl` * L_RL + `data` * L_data."""
 
-    data: float = 0.1
-    rl: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.data > 0 or not self.rl >= 0:
-            raise ValueError(f"FixedWeights: data is {self.data} and rl {self.rl}, expected above 0, and 0 or more")
+    data: Annotated[float, Above(0)] = 0.1
+    rl: Annotated[float, AtLeast(0)] = 1.0
 
     def __call__(self, now: Now) -> tuple[float, float]:
         return self.rl, self.data
 
 
-@dataclass(frozen=True)
+@part("data.balance")
 class WarmupCosine(Balance):
     """(1 - mu) L_RL + mu L_data (CHORD, 2508.11408): mu rises linearly from 0 to `peak` in `warmup` optimizer steps,
     falls as a cosine to `valley` in the next `decay` ones, and stays there."""
 
     peak: float = 0.5
     valley: float = 0.02
-    warmup: int = 20
-    decay: int = 200
+    warmup: Annotated[int, AtLeast(0)] = 20
+    decay: Annotated[int, AtLeast(0)] = 200
 
     def __post_init__(self) -> None:
         if not 0 <= self.valley <= self.peak <= 1 or self.peak == 0:
             raise ValueError(f"WarmupCosine: peak is {self.peak} and valley {self.valley}, expected 0 <= valley <= "
                              "peak <= 1, and a peak above 0")
-        at_least(self, 0, "warmup", "decay")
 
     def __call__(self, now: Now) -> tuple[float, float]:
         mu = self.mu(now.update)
@@ -86,7 +82,7 @@ class WarmupCosine(Balance):
         return self.peak + (self.valley - self.peak) * fallen
 
 
-@dataclass(frozen=True)
+@part("data.balance", reads_norms=True, jointly={"gamma warmup": "above 0, and 0 or more"})
 class GradientNorms(Balance):
     """One of the two losses in each step, chosen at random: data with probability |g_data| / (|g_data| + gamma |g_RL|)
     (SASR, 2505.13026). The first `warmup` optimizer steps learn from data alone.
@@ -94,14 +90,8 @@ class GradientNorms(Balance):
     Far from the data their gradient is large, and they are drawn often. Draws go by the run's seed and the step.
     """
 
-    gamma: float = 1.0
-    warmup: int = 0
-    reads_norms = True
-
-    def __post_init__(self) -> None:
-        if not self.gamma > 0 or self.warmup < 0:
-            raise ValueError(f"GradientNorms: gamma is {self.gamma} and warmup {self.warmup}, expected above 0, and 0 "
-                             "or more")
+    gamma: Annotated[float, Above(0)] = 1.0
+    warmup: Annotated[int, AtLeast(0)] = 0
 
     def __call__(self, now: Now) -> tuple[float, float]:
         data = now.update < self.warmup or now.drawn < self.probability(*now.norms)
@@ -113,7 +103,7 @@ class GradientNorms(Balance):
         return data / whole if whole else 0.0
 
 
-@dataclass(frozen=True)
+@part("data.balance", jointly={"window temperature": "1 or more, and above 0"})
 class Convergence(Balance):
     """Weights that move to the objective that converges least: they sum to 1, and volatility counts too (RECAP,
     2510.21978, equation 1).
@@ -124,13 +114,8 @@ class Convergence(Balance):
     place of steps; both signals should be above 0.
     """
 
-    window: int = 3
-    temperature: float = 5.0
-
-    def __post_init__(self) -> None:
-        if self.window < 1 or not self.temperature > 0:
-            raise ValueError(f"Convergence: window is {self.window} and temperature {self.temperature}, expected 1 or "
-                             "more, and above 0")
+    window: Annotated[int, AtLeast(1)] = 3
+    temperature: Annotated[float, Above(0)] = 5.0
 
     def __call__(self, now: Now) -> tuple[float, float]:
         seen = [list(now.signals.get(name, ()))[-2 * self.window:] for name in ("rl", "data")]

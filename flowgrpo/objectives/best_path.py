@@ -8,16 +8,16 @@ a progress reward, is added with a coefficient (equation 13). The equations them
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from torch import Tensor
 
 from flowgrpo.objectives.kl import beside
-from flowgrpo.ranges import at_least
+from flowgrpo.parts import AtLeast, part
 from flowgrpo.types import RegressionTarget, Scored
 
 
-@dataclass(frozen=True)
+@part("tuning")
 class LayerTuning:
     """weight * w * mean((v - v*)^2) per decision, [B, 1] (LayerTuning, 2509.23352, a reconstruction).
 
@@ -31,13 +31,8 @@ class LayerTuning:
     A group without variance has no pull (`towards_best`).
     """
 
-    weight: float = 0.0
-    by: str = "advantage"
-
-    def __post_init__(self) -> None:
-        at_least(self, 0, "weight")
-        if self.by not in ("advantage", "progress"):
-            raise ValueError(f"LayerTuning: by is {self.by!r}, expected advantage or progress")
+    weight: Annotated[float, AtLeast(0)] = 0.0
+    by: Literal["advantage", "progress"] = "advantage"
 
     def weights(self, advantages: Tensor, edges: int, states: int) -> Tensor:
         """Return the weight w [N] of each group at one step.

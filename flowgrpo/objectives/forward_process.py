@@ -8,7 +8,7 @@ term of a sample has the whole gradient, so a micro-batch may hold a part of the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.nn.functional import softplus
 
 from flowgrpo.objectives.ratios import error
 from flowgrpo.objectives.surrogates import Surrogate, cut
-from flowgrpo.ranges import above, at_least
+from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.types import NoisedBatch, required
 
 LEAST = 1e-5  # lower bound of a self-normalised error's weight
@@ -31,7 +31,7 @@ class OfNoised(Surrogate):
     reads_target = "noised finals"
 
 
-@dataclass(frozen=True)
+@part("surrogate", reads_means=True)
 class NegativeAware(OfNoised):
     """Loss of DiffusionNFT (2509.16117 and its code), most/beta * (r l(v+) + (1 - r) l(v-)): [B, 1].
 
@@ -41,12 +41,8 @@ class NegativeAware(OfNoised):
     v_old is 0.
     """
 
-    beta: float = 1.0
-    most: float = 5.0
-    reads_means = True
-
-    def __post_init__(self) -> None:
-        above(self, 0, "beta", "most")
+    beta: Annotated[float, Above(0)] = 1.0
+    most: Annotated[float, Above(0)] = 5.0
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch) -> Tensor:
         target, before = old.target[:, None], required(old.old.mean)
@@ -55,7 +51,7 @@ class NegativeAware(OfNoised):
         return self.most / self.beta * (good * towards + (1 - good) * away)
 
 
-@dataclass(frozen=True)
+@part("surrogate", reads_means=True, reads_groups=True)
 class CentredReward(OfNoised):
     """Loss of CRD (2603.14128, as in Flow-Factory), most/beta * (beta (R - mean R) - (r - mean r))^2: [B, 1].
 
@@ -64,12 +60,8 @@ class CentredReward(OfNoised):
     changes no gradient.
     """
 
-    beta: float = 1.0
-    most: float = 5.0
-    reads_means = reads_groups = True
-
-    def __post_init__(self) -> None:
-        above(self, 0, "beta", "most")
+    beta: Annotated[float, Above(0)] = 1.0
+    most: Annotated[float, Above(0)] = 5.0
 
     def statistic(self, noised: NoisedBatch) -> Tensor:
         now, before = (_normalised(required(score.mean) - noised.target[:, None]) for score in (noised.new, noised.old))
@@ -82,7 +74,7 @@ class CentredReward(OfNoised):
         return self.most / self.beta * (self.beta * reward - target).square()
 
 
-@dataclass(frozen=True)
+@part("surrogate", reads_reference=True, reads_groups=True, jointly={"low high": "0 to 1 and 0 or more"})
 class GroupPreference(OfNoised):
     """Loss of DGPO (2510.08425 and its code), W A e: [B, 1], without a gradient if exp(e_old - e) has left 1 - low to 1
     + high on the side that A pushes it to.
@@ -92,15 +84,9 @@ class GroupPreference(OfNoised):
     log-ratio of Matching(1).
     """
 
-    beta: float = 100.0
-    low: float = 0.05
-    high: float = 0.05
-    reads_reference = reads_groups = True
-
-    def __post_init__(self) -> None:
-        above(self, 0, "beta")
-        if not 0 <= self.low <= 1 or not self.high >= 0:
-            raise ValueError(f"GroupPreference: low is {self.low} and high {self.high}, expected 0 to 1 and 0 or more")
+    beta: Annotated[float, Above(0)] = 100.0
+    low: Annotated[float, AtLeast(0, to=1)] = 0.05
+    high: Annotated[float, AtLeast(0)] = 0.05
 
     def statistic(self, noised: NoisedBatch) -> Tensor:
         return error(noised.new) - error(required(noised.reference))
@@ -119,7 +105,7 @@ class GroupPreference(OfNoised):
         return cut(log_ratio.detach().expm1(), advantage, -self.low, self.high)
 
 
-@dataclass(frozen=True)
+@part("surrogate", reads_reference=True, reads_groups=True)
 class Preference(OfNoised):
     """Loss of Diffusion-DPO (2311.12908 and its code), -log sigmoid(-beta/2 (d_w - d_l)), of the pairs of a group: [B,
     1].
@@ -134,13 +120,8 @@ class Preference(OfNoised):
     preferred or not.
     """
 
-    beta: float = 100.0
-    similarity: float = 0.0
-    reads_reference = reads_groups = True
-
-    def __post_init__(self) -> None:
-        above(self, 0, "beta")
-        at_least(self, 0, "similarity")
+    beta: Annotated[float, Above(0)] = 100.0
+    similarity: Annotated[float, AtLeast(0)] = 0.0
 
     def statistic(self, noised: NoisedBatch) -> Tensor:
         return error(noised.new) - error(required(noised.reference))

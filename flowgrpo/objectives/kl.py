@@ -7,8 +7,8 @@ read, and may be None.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from flowgrpo.device import queued
 from flowgrpo.gaussian import kl
 from flowgrpo.objectives.schedules import Schedule
-from flowgrpo.ranges import at_least
+from flowgrpo.parts import OneOf, part
 from flowgrpo.types import Gaussian, RunState, Scored, required
 
 
@@ -31,7 +31,8 @@ class Penalty:
     reads_means = False
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "weight")
+        if not self.weight >= 0:
+            raise ValueError(f"{type(self).__name__}: weight is {self.weight}, expected 0 or more")
         is_active(self)  # raises for a weight that the schedule could not change
 
     def __call__(self, new: Scored, reference: Scored | None) -> Tensor:
@@ -45,7 +46,7 @@ class Penalty:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
+@part("kl", reads_means=True)
 class GaussianKL(Penalty):
     """weight * KL to the reference policy per decision, [B, N]; its gradient reaches the new mean (Flow-GRPO,
     2505.05470, and DPOK, 2305.16381: the sum over steps of KL(new || reference) on the policy's own samples).
@@ -55,13 +56,12 @@ class GaussianKL(Penalty):
 
     weight: float = 0.0
     schedule: Schedule | None = None
-    reads_means = True
 
     def distance(self, new: Scored, reference: Scored) -> Tensor:
         return divergence(new, reference)
 
 
-@dataclass(frozen=True)
+@part("kl", reads_means=True)
 class OutputError(Penalty):
     """weight * mean squared difference of the model's outputs, [B, N]: every step has the same weight at any noise
     (DPOK's released code, 2305.16381, which calls it KL: of predicted noises, guidance applied, with weights 0.01 and
@@ -72,7 +72,6 @@ class OutputError(Penalty):
 
     weight: float = 0.0
     schedule: Schedule | None = None
-    reads_means = True
 
     def distance(self, new: Scored, reference: Scored) -> Tensor:
         return output_error(new, reference)
@@ -108,7 +107,7 @@ def k3(new: Tensor, reference: Tensor) -> Tensor:
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 
-@dataclass(frozen=True)
+@part("kl")
 class SampledKL(Penalty):
     """weight * an estimate of the KL from the samples' log-probabilities, [B, N] (`k1`, `k2` or `k3`), to the reference
     policy.
@@ -118,19 +117,14 @@ class SampledKL(Penalty):
     """
 
     weight: float = 0.0
-    estimator: str = "k3"
+    estimator: Annotated[str, OneOf(ESTIMATORS)] = "k3"
     schedule: Schedule | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.estimator not in ESTIMATORS:
-            raise ValueError(f"SampledKL: estimator is {self.estimator!r}, expected one of {', '.join(ESTIMATORS)}")
 
     def distance(self, new: Scored, reference: Scored) -> Tensor:
         return ESTIMATORS[self.estimator](new.logp, reference.logp)
 
 
-@dataclass(frozen=True)
+@part("kl", target="tokens")
 class SpanKL(SampledKL):
     """`SampledKL` with a factor on the weight by span, [B, N]: one attempt of a completion is held to the reference,
     the others less or not at all (stage I of SCoRe, 2409.12917, with the draws `SecondAttempt`).
@@ -141,11 +135,7 @@ class SpanKL(SampledKL):
 
     factors: tuple[float, ...] = (1.0, 0.0)
 
-    reads_target = "tokens"
-
     def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "factors", tuple(self.factors))  # a recipe gives a list
         if not self.factors or min(self.factors) < 0 or max(self.factors) == 0:
             raise ValueError(f"SpanKL: factors is {list(self.factors)}, expected numbers of 0 or more, one above 0")
 

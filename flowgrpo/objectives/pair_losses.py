@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
 from torch.nn.functional import softplus
 
 from flowgrpo.objectives.sequence_losses import SampleLoss
-from flowgrpo.ranges import at_least
+from flowgrpo.parts import Above, AtLeast, OneOf, part
 from flowgrpo.types import CompletionBatch, NoisedBatch, Scored, required
 
 FORMS = ("logistic", "squared", "hinge")
 
 
-@dataclass(frozen=True)
+@part("surrogate", reads_groups=True, reads_advantages=True, jointly={"beta smoothing": "above 0, and 0 to 1/2"})
 class PairLoss(SampleLoss):
     """Loss of preference pairs, [B, N]: the mean over the pairs of a group with different advantages of f(h), h = beta
     (s_w - s_l) - margin - offset (A_w - A_l).
@@ -35,23 +35,14 @@ class PairLoss(SampleLoss):
     `Preference` this is its loss. A group of equal advantages has the value 0.
     """
 
-    beta: float = 0.1
-    form: str = "logistic"
+    beta: Annotated[float, Above(0)] = 0.1
+    form: Annotated[str, OneOf(FORMS)] = "logistic"
     mean: bool = False
     reference: bool = True
-    smoothing: float = 0.0
+    smoothing: Annotated[float, AtLeast(0, below=0.5)] = 0.0
     margin: float = 0.0
-    offset: float = 0.0
-    likelihood: float = 0.0
-    reads_groups = reads_advantages = True
-
-    def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise ValueError(f"PairLoss: form is {self.form!r}, expected one of {', '.join(FORMS)}")
-        if not self.beta > 0 or not 0 <= self.smoothing < 0.5:
-            raise ValueError(f"PairLoss: beta is {self.beta} and smoothing {self.smoothing}, expected above 0, and 0 "
-                             "to 1/2")
-        at_least(self, 0, "offset", "likelihood")
+    offset: Annotated[float, AtLeast(0)] = 0.0
+    likelihood: Annotated[float, AtLeast(0)] = 0.0
 
     @property
     def reads_reference(self) -> bool:  # type: ignore[override]

@@ -7,11 +7,12 @@ otherwise. A clip range is in the unit of the log-ratio that it bounds.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
 
 from flowgrpo.objectives.kl import deviations, divergence
+from flowgrpo.parts import Above, part
 from flowgrpo.types import Scored
 
 
@@ -29,7 +30,7 @@ class LogRatio:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
+@part("log_ratio")
 class PlainRatio(LogRatio):
     """Log-ratio logp_new - logp_old, [B, N]."""
 
@@ -37,7 +38,7 @@ class PlainRatio(LogRatio):
         return new.logp - old.logp
 
 
-@dataclass(frozen=True)
+@part("log_ratio", target="gaussians", reads_means=True)
 class Guard(LogRatio):
     """GRPO-Guard's RatioNorm (2510.22319): std * (logp_new - logp_old + b), b = mean((mean_new-mean_old)^2)/(2 std^2),
     [B, N].
@@ -47,14 +48,11 @@ class Guard(LogRatio):
     mean and std of both. Clip ranges shrink with std: 2e-6 there, where 1e-4 would never clip.
     """
 
-    reads_means = True
-    reads_target = "gaussians"
-
     def __call__(self, new: Scored, old: Scored) -> Tensor:
         return deviations(new) * (new.logp - old.logp + divergence(new, old))
 
 
-@dataclass(frozen=True)
+@part("log_ratio", target="steps", reads_deviations=True)
 class SquaredErrorRatio(LogRatio):
     """Log-ratio mean((x' - mean_old)^2) - mean((x' - mean_new)^2) of transitions to x', [B, N]: 2 std^2 times the plain
     one (Flow-GRPO's code, 2505.05470, for the kernel CPS).
@@ -62,14 +60,11 @@ class SquaredErrorRatio(LogRatio):
     Its clip range is in squared units of the latent, whatever the kernel's std: 1e-5 as released. Reads the std.
     """
 
-    reads_deviations = True
-    reads_target = "steps"
-
     def __call__(self, new: Scored, old: Scored) -> Tensor:
         return 2 * deviations(new).square() * (new.logp - old.logp)
 
 
-@dataclass(frozen=True)
+@part("log_ratio", target="tokens")
 class SequenceRatio(LogRatio):
     """GSPO's log-ratio (2507.18071, equation 7): for every decision the mean log-ratio of its row, [B, N].
 
@@ -77,14 +72,12 @@ class SequenceRatio(LogRatio):
     clipped together.
     """
 
-    reads_target = "tokens"
-
     def __call__(self, new: Scored, old: Scored) -> Tensor:
         mean = ((new.logp - old.logp) * new.mask).sum(1, keepdim=True) / new.mask.sum(1, keepdim=True).clamp(min=1)
         return mean.expand_as(new.logp)
 
 
-@dataclass(frozen=True)
+@part("log_ratio", target="tokens")
 class CompletionRatio(LogRatio):
     """Log-ratio of the whole completion, the sum of its tokens', at every token, [B, L]; each token carries only its
     own gradient.
@@ -93,8 +86,6 @@ class CompletionRatio(LogRatio):
     by `SequenceSum`, has the gradient f' grad log p of the completion (as GSPO-token, 2507.18071, section 4.3, has for
     its mean).
     """
-
-    reads_target = "tokens"
 
     def __call__(self, new: Scored, old: Scored) -> Tensor:
         log_ratio = new.logp - old.logp
@@ -106,20 +97,14 @@ def error(scored: Scored) -> Tensor:
     return -2 * scored.logp - math.log(2 * math.pi)
 
 
-@dataclass(frozen=True)
+@part("log_ratio", target="noised finals")
 class Matching(LogRatio):
     """Log-ratio f(e_old) - f(e_new) of noised samples, [B, 1], f(e) = ((e + 1e-10)^power - 1e-10^power) / power.
 
     power 1 is the plain error; 0.25, with a step weight t, the "ghuber" of AWM (2509.25050, its code).
     """
 
-    power: float = 1.0
-
-    reads_target = "noised finals"
-
-    def __post_init__(self) -> None:
-        if not 0 < self.power <= 1:
-            raise ValueError(f"Matching: power is {self.power}, expected above 0 and at most 1")
+    power: Annotated[float, Above(0, to=1, words="above 0 and at most 1")] = 1.0
 
     def __call__(self, new: Scored, old: Scored) -> Tensor:
         return self._of(error(old)) - self._of(error(new))

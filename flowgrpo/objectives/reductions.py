@@ -7,12 +7,12 @@ such as transitions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
+from flowgrpo.parts import part
 
-@dataclass(frozen=True)
+
+@part("reduction")
 class TokenMean:
     """Mean over decisions: a long completion has a larger weight (DAPO, 2503.14476, equation 8)."""
 
@@ -23,7 +23,7 @@ class TokenMean:
         return int(mask.sum())
 
 
-@dataclass(frozen=True)
+@part("reduction")
 class SequenceMean:
     """Mean over rows of the mean over a row's decisions (GRPO, 2402.03300, equation 3)."""
 
@@ -34,7 +34,7 @@ class SequenceMean:
         return int(mask.any(1).sum())
 
 
-@dataclass(frozen=True)
+@part("reduction")
 class SequenceSum:
     """Mean over rows of the sum over a row's decisions, the log-probability of a whole completion (RLOO, 2402.14740).
 

@@ -13,13 +13,12 @@ from __future__ import annotations
 import string
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from torch import Tensor
 
 from flowgrpo.errors import UserError
-from flowgrpo.ranges import at_least
+from flowgrpo.parts import AtLeast, OneOf, part
 
 if TYPE_CHECKING:
     from flowgrpo.config.schema import Config
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 Snapshot = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
+@part("reference")
 class Base:
     """Base model in every epoch: the adapter is off, or without one the first weights are restored. Copies
     nothing."""
@@ -36,7 +35,7 @@ class Base:
         return []
 
 
-@dataclass(frozen=True)
+@part("reference")
 class EMA:
     """Moving average of the weights, updated at every epoch's start: decay * average + (1 - decay) * weights (the
     moving anchor of WARP, 2406.16768, which updates it with every optimizer step).
@@ -45,11 +44,7 @@ class EMA:
     as `train.ema` does.
     """
 
-    decay: float = 0.99
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.decay <= 1:
-            raise ValueError(f"EMA: decay is {self.decay}, expected 0 to 1")
+    decay: Annotated[float, AtLeast(0, to=1)] = 0.99
 
     def __call__(self, held: list[Snapshot], now: Callable[[], Snapshot], epoch: int) -> list[Snapshot]:
         if not held:
@@ -57,7 +52,7 @@ class EMA:
         return [{key: held[0][key].lerp(value, 1 - self.decay) for key, value in now().items()}]
 
 
-@dataclass(frozen=True)
+@part("reference")
 class PreviousPolicy:
     """Policy at the start of the epoch, or with `every` above 1 at the start of the last epoch divisible by it (the
     hard update of TR-DPO, 2404.09656).
@@ -65,16 +60,13 @@ class PreviousPolicy:
     With every 1 the KL limits the step of one epoch; over many epochs the policy may move any distance from the base.
     """
 
-    every: int = 1
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "every")
+    every: Annotated[int, AtLeast(1)] = 1
 
     def __call__(self, held: list[Snapshot], now: Callable[[], Snapshot], epoch: int) -> list[Snapshot]:
         return [now()] if not held or epoch % self.every == 0 else held
 
 
-@dataclass(frozen=True)
+@part("reference")
 class WeightAverage:
     """Average of the last `size` snapshots, one at the start of every `every`-th epoch, the first among them (weight
     soup of the run itself as reference; `Soup` is that of SALSA, of models trained before).
@@ -82,17 +74,14 @@ class WeightAverage:
     For LoRAs the merged weights are averaged, the products B A, not their factors: `Weights.reference`.
     """
 
-    every: int = 10
-    size: int = 2
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "every", "size")
+    every: Annotated[int, AtLeast(1)] = 10
+    size: Annotated[int, AtLeast(1)] = 2
 
     def __call__(self, held: list[Snapshot], now: Callable[[], Snapshot], epoch: int) -> list[Snapshot]:
         return [*held, now()][-self.size:] if not held or epoch % self.every == 0 else held
 
 
-@dataclass(frozen=True)
+@part("reference", target="model")
 class Teacher:
     """Another model, frozen, in every epoch: a KL to it with a falling weight is distillation in addition to the reward
     (KDRL, 2506.02208).
@@ -105,8 +94,6 @@ class Teacher:
     model: str = ""
     only_below: float | None = None
 
-    reads_target = "model"
-
     def require_config(self, config: Config, of_text: bool) -> None:
         """Raise UserError for a teacher of a pipeline whose processes share what they hold."""
         if self.model and not of_text and (config.memory.shard or config.memory.context_parallel > 1):
@@ -117,7 +104,7 @@ class Teacher:
         return []
 
 
-@dataclass(frozen=True)
+@part("reference", target="model")
 class Teachers:
     """A teacher per source of prompts, frozen, in every epoch: a KL to each on the prompts of its source distils all
     into one policy (DiffusionOPD, 2605.15055).
@@ -129,8 +116,6 @@ class Teachers:
 
     models: tuple[tuple[str, str], ...] = ()
     key: str = "task"
-
-    reads_target = "model"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "models", tuple((str(source), str(path)) for source, path in
@@ -157,7 +142,7 @@ class Teachers:
                                 f"{prompt.text[:60]!r}: expected one of {known}, or add its teacher")
 
 
-@dataclass(frozen=True)
+@part("reference", target="model")
 class Soup:
     """Weighted average of trained models, frozen, in every epoch (SALSA, 2411.01798: the mean of two models that were
     tuned independently from one base).
@@ -169,8 +154,6 @@ class Soup:
 
     models: tuple[str, ...] = ()
     shares: tuple[float, ...] = ()
-
-    reads_target = "model"
 
     def __post_init__(self) -> None:
         if self.shares and (len(self.shares) != len(self.models) or min(self.shares) <= 0
@@ -185,7 +168,7 @@ class Soup:
 FEEDBACK = ("sibling", "contrast", "answer", "none")
 
 
-@dataclass(frozen=True)
+@part("reference", target="model")
 class SelfTeacher:
     """Present policy under a prompt with more information, without a gradient: a KL to it distils the difference into
     the plain prompt (SDPO, 2601.20802). Equal prompts have a KL of 0.
@@ -198,17 +181,14 @@ class SelfTeacher:
     only_below: the KL counts for samples with a smaller total reward alone; None: all.
     """
 
-    feedback: str = "sibling"
+    feedback: Annotated[str, OneOf(FEEDBACK)] = "sibling"
     template: str = "{prompt}\n\nA correct solution:\n{right}\n\nSolve it again:"
     right: float = 0.5
     only_below: float | None = None
 
-    reads_target = "model"
     makes_prompts = True  # of the samples of an epoch
 
     def __post_init__(self) -> None:
-        if self.feedback not in FEEDBACK:
-            raise ValueError(f"SelfTeacher: feedback is {self.feedback!r}, expected one of {', '.join(FEEDBACK)}")
         given = {name for _, name, *_ in string.Formatter().parse(self.template) if name is not None}
         fits = {"prompt", *{"sibling": ["right"], "contrast": ["right", "wrong"], "answer": ["answer"], "none": []}[
             self.feedback]}

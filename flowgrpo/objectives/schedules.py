@@ -7,10 +7,9 @@ the recipe's weight.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
-from flowgrpo.ranges import at_least
+from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.types import RunState
 
 
@@ -24,7 +23,7 @@ class Schedule(Protocol):
         """Return True if the weight is 0 in every epoch. Raises ValueError for one that it cannot change."""
 
 
-@dataclass(frozen=True)
+@part("kl.schedule")
 class Linear:
     """From the recipe's weight in the first epoch to `last` in the run's last one: the dynamic KL of GRPO-D, weak while
     the policy explores and strong later (OThink-MR1, 2503.16081).
@@ -32,10 +31,7 @@ class Linear:
     The straight line between the two is our choice.
     """
 
-    last: float
-
-    def __post_init__(self) -> None:
-        at_least(self, 0, "last")
+    last: Annotated[float, AtLeast(0)]
 
     def __call__(self, weight: float, run: RunState) -> float:
         return weight + (self.last - weight) * run.epoch / max(run.epochs - 1, 1)
@@ -44,7 +40,7 @@ class Linear:
         return weight == self.last == 0
 
 
-@dataclass(frozen=True)
+@part("kl.schedule", jointly={"target factor": "above 0 and above 1"})
 class Adaptive:
     """Multiply the weight by `factor` after an epoch with a KL above 1.5 target, divide it after one below target / 1.5
     (PPO, 1707.06347, section 4).
@@ -53,13 +49,8 @@ class Adaptive:
     left its reference yet: it changes nothing. target is in the unit of the KL, a mean over the latent's values.
     """
 
-    target: float
-    factor: float = 2.0
-
-    def __post_init__(self) -> None:
-        if not self.target > 0 or not self.factor > 1:
-            raise ValueError(f"Adaptive: target is {self.target} and factor {self.factor}, expected above 0 and "
-                             "above 1")
+    target: Annotated[float, Above(0)]
+    factor: Annotated[float, Above(1)] = 2.0
 
     def __call__(self, weight: float, run: RunState) -> float:
         before = run.memory.get("kl")

@@ -9,18 +9,18 @@ log-probabilities are 0 where a token does not count, so sums over a row need no
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
 from flowgrpo.objectives.surrogates import Surrogate
-from flowgrpo.ranges import above
+from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.types import CompletionBatch, NoisedBatch, required
 
 
-@dataclass(frozen=True)
+@part("surrogate")
 class TaperedReinforce(Surrogate):
     """-w A (1 + log_ratio), [B, L], w = 1 for A >= 0 and the ratio, at most `most` and held constant, for A < 0 (TOPR,
     2503.14286).
@@ -29,10 +29,7 @@ class TaperedReinforce(Surrogate):
     without a KL or a clip, on old samples too. With `CompletionRatio` as published.
     """
 
-    most: float = 1.0
-
-    def __post_init__(self) -> None:
-        above(self, 0, "most")
+    most: Annotated[float, Above(0)] = 1.0
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         assert advantage.ndim == 2, advantage.shape
@@ -44,7 +41,7 @@ class TaperedReinforce(Surrogate):
         return (advantage < 0) & (log_ratio > math.log(self.most))
 
 
-@dataclass(frozen=True)
+@part("surrogate")
 class NegativeAwareText(Surrogate):
     """Loss of NFT for text (2505.18116 and its code), [B, L]: -w log r for a right completion, and -w log of the
     implicit negative policy's ratio, (1 - p r) / (1 - p), for a wrong one.
@@ -56,13 +53,8 @@ class NegativeAwareText(Surrogate):
     floor: lower bound of the negative ratio; its gradient is kept there.
     """
 
-    weight: str = "linear"
-    floor: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.weight not in ("sqrt", "linear"):
-            raise ValueError(f"NegativeAwareText: weight is {self.weight!r}, expected sqrt or linear")
-        above(self, 0, "floor")
+    weight: Literal["sqrt", "linear"] = "linear"
+    floor: Annotated[float, Above(0)] = 1.0
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         share = self._share(advantage)
@@ -102,7 +94,8 @@ class SampleLoss(GroupLoss):
     reads_target = "decisions"
 
 
-@dataclass(frozen=True)
+@part("surrogate", reads_groups=True, reads_advantages=True,
+      jointly={"temperature beta delta": "above 0, and 0 or more"})
 class Discriminative(GroupLoss):
     """Loss of DisCO (2505.12366), [B, L]: temperature * log mean over wrong of exp(s / temperature), less the mean over
     right ones of s, plus beta max(KL - delta, 0)^2.
@@ -116,18 +109,10 @@ class Discriminative(GroupLoss):
     have this loss's gradient, and its value to first order.
     """
 
-    score: str = "log"
-    temperature: float = 10.0
-    beta: float = 1000.0
-    delta: float = 1e-4
-    reads_groups = reads_advantages = True
-
-    def __post_init__(self) -> None:
-        if self.score not in ("log", "ratio"):
-            raise ValueError(f"Discriminative: score is {self.score!r}, expected log or ratio")
-        if not self.temperature > 0 or not self.beta >= 0 or not self.delta >= 0:
-            raise ValueError(f"Discriminative: temperature is {self.temperature}, beta {self.beta} and delta "
-                             f"{self.delta}, expected above 0, and 0 or more")
+    score: Literal["log", "ratio"] = "log"
+    temperature: Annotated[float, Above(0)] = 10.0
+    beta: Annotated[float, AtLeast(0)] = 1000.0
+    delta: Annotated[float, AtLeast(0)] = 1e-4
 
     def statistic(self, compared: CompletionBatch) -> Tensor:
         """Return the score and the KL estimate of every completion: [b, 2]."""
@@ -151,7 +136,7 @@ class Discriminative(GroupLoss):
         return compared.new.logp if self.score == "log" else compared.log_ratio.exp()
 
 
-@dataclass(frozen=True)
+@part("surrogate", reads_groups=True, reads_advantages=True)
 class Regressed(SampleLoss):
     """Loss of Reg-GRPO (2506.07464), (z - A)^2, [B, L]: the advantage regressed on z, the log-ratio less its group's
     mean over its group's deviation (ddof 0), without clip or min.
@@ -161,11 +146,7 @@ class Regressed(SampleLoss):
     with `CompletionRatio` and `SequenceSum`; of pictures log-ratios are means over a latent, and `least` is 1e-4 or so.
     """
 
-    least: float = 0.1
-    reads_groups = reads_advantages = True
-
-    def __post_init__(self) -> None:
-        above(self, 0, "least")
+    least: Annotated[float, Above(0)] = 0.1
 
     def statistic(self, compared: CompletionBatch | NoisedBatch) -> Tensor:
         """Return the log-ratio of every sample: [b]."""
@@ -178,7 +159,8 @@ class Regressed(SampleLoss):
         return ((log_ratio - mean) / spread - advantage).square()
 
 
-@dataclass(frozen=True)
+@part("surrogate", reads_groups=True, reads_reference=True, reads_advantages=True,
+      jointly={"beta best trust": "above 0, and 0 or more of trust"})
 class PairwisePreference(SampleLoss):
     """Loss of TRPA (2504.04524 and its code), [B, L]: the mean over the pairs of a group with different advantages of
     -log sigmoid(k beta (g_w - g_l)), plus trust * an estimate of KL(old || new) per token.
@@ -190,15 +172,9 @@ class PairwisePreference(SampleLoss):
     The estimate is r - 1 - log r. With `SequenceMean`: a group's weight is then its number of completions.
     """
 
-    beta: float = 0.1
-    best: float = 2.5
-    trust: float = 1e-3
-    reads_groups = reads_reference = reads_advantages = True
-
-    def __post_init__(self) -> None:
-        if not self.beta > 0 or not self.best > 0 or not self.trust >= 0:
-            raise ValueError(f"PairwisePreference: beta is {self.beta}, best {self.best} and trust {self.trust}, "
-                             "expected above 0, and 0 or more of trust")
+    beta: Annotated[float, Above(0)] = 0.1
+    best: Annotated[float, Above(0)] = 2.5
+    trust: Annotated[float, AtLeast(0)] = 1e-3
 
     def statistic(self, compared: CompletionBatch | NoisedBatch) -> Tensor:
         """Return g of every sample: [b]."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from flowgrpo.parts import part
 
-@dataclass(frozen=True)
+
+@part("step_weight")
 class Uniform:
     """Weight 1 for every step: `weight(kernel, grid, steps) -> [K]`, for the K steps that an epoch trains."""
 
@@ -17,7 +18,7 @@ class Uniform:
         return grid.new_ones(len(steps))
 
 
-@dataclass(frozen=True)
+@part("step_weight", target="steps")
 class InverseDelta:
     """Weight 1 / (grid[i] - grid[i+1]) for step i, [K] (GRPO-Guard, 2510.22319, with its log-ratio).
 
@@ -25,13 +26,11 @@ class InverseDelta:
     learning rate grows with the number of steps.
     """
 
-    reads_target = "steps"
-
     def __call__(self, kernel: Callable, grid: Tensor, steps: Sequence[int]) -> Tensor:
         return 1 / (grid[:-1] - grid[1:])[list(steps)]
 
 
-@dataclass(frozen=True)
+@part("step_weight")
 class Sigma:
     """Weight grid[i], the time t of step i, [K] (AWM, 2509.25050, its code)."""
 
@@ -39,14 +38,11 @@ class Sigma:
         return grid[list(steps)]
 
 
-@dataclass(frozen=True)
+@part("step_weight", target="steps", reads_deviations=True)
 class NoiseLevel:
     """Weight std_i / mean(std), [K], std_i the deviation of step i, with a schedule's factor on its noise: mean 1 over
     the trained steps (TempFlow-GRPO, 2508.04324, whose released constants 1/mean(std) are 2.25 for SD3.5 and 1.73 for
     FLUX)."""
-
-    reads_target = "steps"
-    reads_deviations = True  # one of each step
 
     def __call__(self, kernel: Callable, grid: Tensor, steps: Sequence[int]) -> Tensor:
         x = grid.new_zeros(1, 1)

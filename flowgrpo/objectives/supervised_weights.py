@@ -5,13 +5,14 @@ logp: log-probabilities of the tokens under the present weights. mask: true for 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import torch
 from torch import Tensor
 
-from flowgrpo.ranges import above
+from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.types import required, wide
 
 
@@ -42,7 +43,7 @@ class TokenWeight:
         return None
 
 
-@dataclass(frozen=True)
+@part("data.token_weight")
 class EqualTokens(TokenWeight):
     """1 for every token: plain cross entropy."""
 
@@ -50,7 +51,7 @@ class EqualTokens(TokenWeight):
         return torch.ones_like(logp)
 
 
-@dataclass(frozen=True)
+@part("data.token_weight")
 class Uncertain(TokenWeight):
     """p (1 - p) of the token's probability p (CHORD, 2508.11408): 1/4 at p = 1/2, and 0 for tokens that the policy is
     sure of or would never say."""
@@ -60,16 +61,12 @@ class Uncertain(TokenWeight):
         return p * (1 - p)
 
 
-@dataclass(frozen=True)
+@part("data.token_weight", reads_entropy=True)
 class EntropyAware(TokenWeight):
     """scale * exp(-H), H the mean entropy of the answer's tokens (SRFT, 2506.19767): an answer counts less where the
     policy wavers. The mean per answer is our choice."""
 
-    scale: float = 0.5
-    reads_entropy = True
-
-    def __post_init__(self) -> None:
-        above(self, 0, "scale")
+    scale: Annotated[float, Above(0)] = 0.5
 
     def __call__(self, logp: Tensor, entropy: Tensor | None, mask: Tensor) -> Tensor:
         known = required(entropy).detach() * mask
@@ -77,7 +74,7 @@ class EntropyAware(TokenWeight):
         return (self.scale * (-mean).exp()).expand_as(logp)
 
 
-@dataclass(frozen=True)
+@part("data.token_weight", jointly={"samples wrong": "1 or more, and 0 or less"})
 class OneToken(TokenWeight):
     """Policy gradient on tokens sampled at every position of the answer (One-Token Rollout, 2509.26313).
 
@@ -86,13 +83,8 @@ class OneToken(TokenWeight):
     answer's token is never drawn and `wrong` is 0, a place has no gradient.
     """
 
-    samples: int = 64
-    wrong: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.samples < 1 or not self.wrong <= 0:
-            raise ValueError(f"OneToken: samples is {self.samples} and wrong {self.wrong}, expected 1 or more, and 0 "
-                             "or less")
+    samples: Annotated[int, AtLeast(1)] = 64
+    wrong: Annotated[float, AtLeast(-math.inf, to=0)] = 0.0
 
     def __call__(self, logp: Tensor, entropy: Tensor | None, mask: Tensor) -> Tensor:
         return torch.ones_like(logp)

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from flowgrpo.objectives.kl import divergence
-from flowgrpo.ranges import above
+from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.types import Scored
 
 
@@ -75,24 +75,21 @@ class ClippedSurrogate(Surrogate):
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
+@part("surrogate", jointly={"low high": "0 to 1 and 0 or more"})
 class Clip(ClippedSurrogate):
     """PPO's clipped surrogate as a loss, max(-A r, -A clip(r, 1-low, 1+high)) with r = exp(log_ratio): [B, N].
 
     The advantage A is [B, N] or [B, 1]. 0 <= low <= 1, high >= 0.
     """
 
-    low: float = 1e-4
-    high: float = 1e-4
-
-    def __post_init__(self) -> None:
-        require_range(type(self).__name__, self.low, self.high)
+    low: Annotated[float, AtLeast(0, to=1)] = 1e-4
+    high: Annotated[float, AtLeast(0)] = 1e-4
 
     def bounds(self, advantage: Tensor, old: Tensor | None) -> tuple[float, float]:
         return -self.low, self.high
 
 
-@dataclass(frozen=True)
+@part("surrogate", jointly={"low high": "0 to 1 and 0 or more"})
 class AdaptiveClip(ClippedSurrogate):
     """`Clip` whose bounds follow the advantage, 1 - e(-A) <= r <= 1 + e(A) with e(A) = low + (high - low) sigmoid(
     sensitivity * A) (LayerTuning, 2509.23352, a reconstruction).
@@ -101,12 +98,11 @@ class AdaptiveClip(ClippedSurrogate):
     + high wide for every sample. 0 <= low <= 1, low <= high.
     """
 
-    low: float = 1e-4
-    high: float = 2e-4
+    low: Annotated[float, AtLeast(0, to=1)] = 1e-4
+    high: Annotated[float, AtLeast(0)] = 2e-4
     sensitivity: float = 1.0
 
     def __post_init__(self) -> None:
-        require_range("AdaptiveClip", self.low, self.high)
         if self.high < self.low or not self.sensitivity >= 0:
             raise ValueError(f"AdaptiveClip: low is {self.low}, high {self.high} and sensitivity {self.sensitivity}, "
                              "expected low <= high and 0 or more")
@@ -116,7 +112,7 @@ class AdaptiveClip(ClippedSurrogate):
         return highest - (self.low + self.high), highest  # sigmoid(-a) = 1 - sigmoid(a)
 
 
-@dataclass(frozen=True)
+@part("surrogate")
 class DualClip(Clip):
     """`Clip` whose loss for A < 0 is at most -dual * A, with no gradient beyond, at r above dual (1912.09729; in place
     of a KL in RIFT, 2505.03344, with ranges of 0.2).
@@ -124,12 +120,7 @@ class DualClip(Clip):
     One bad sample that became likely cannot dominate the update.
     """
 
-    dual: float = 3.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.dual > 1:
-            raise ValueError(f"DualClip: dual is {self.dual}, expected above 1, the ratio of an unchanged policy")
+    dual: Annotated[float, Above(1, words="above 1, the ratio of an unchanged policy")] = 3.0
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         loss = super().__call__(log_ratio, advantage)
@@ -139,7 +130,7 @@ class DualClip(Clip):
         return super().clipped(log_ratio, advantage) | ((advantage < 0) & (log_ratio.expm1() > self.dual - 1))
 
 
-@dataclass(frozen=True)
+@part("surrogate", target="tokens", jointly={"low high": "0 to 1 and 0 or more"})
 class DynamicClip(ClippedSurrogate):
     """`Clip` for tokens, wider for tokens that were unlikely under the old policy (DCPO, 2509.02333).
 
@@ -147,16 +138,9 @@ class DynamicClip(ClippedSurrogate):
     `cap` (10 in the released code). q must be a probability: of a Gaussian transition it would be a density.
     """
 
-    low: float = 0.16
-    high: float = 0.2
-    cap: float = 10.0
-
-    reads_target = "tokens"
-
-    def __post_init__(self) -> None:
-        require_range("DynamicClip", self.low, self.high)
-        if not self.cap > 1:
-            raise ValueError(f"DynamicClip: cap is {self.cap}, expected above 1 (infinity for none)")
+    low: Annotated[float, AtLeast(0, to=1)] = 0.16
+    high: Annotated[float, AtLeast(0)] = 0.2
+    cap: Annotated[float, Above(1, words="above 1 (infinity for none)")] = 10.0
 
     def bounds(self, advantage: Tensor, old: Tensor | None) -> tuple[Tensor, Tensor]:
         assert old is not None, "DynamicClip needs the old log-probability of every decision"
@@ -166,7 +150,7 @@ class DynamicClip(ClippedSurrogate):
         return lowest, highest.clamp(max=self.cap - 1)
 
 
-@dataclass(frozen=True)
+@part("surrogate", reads_means=True)
 class DivergenceMask(ClippedSurrogate):
     """-A r, without a gradient where a far policy would move further: away from the old one (Flow-DPPO, 2606.11025).
 
@@ -174,11 +158,7 @@ class DivergenceMask(ClippedSurrogate):
     0 with r < 1. It is a `Clip` whose range is opened or closed by the divergence.
     """
 
-    bound: float = 1e-5
-    reads_means = True
-
-    def __post_init__(self) -> None:
-        above(self, 0, "bound")
+    bound: Annotated[float, Above(0)] = 1e-5
 
     def bounds(self, advantage: Tensor, old: Tensor | None) -> tuple[Tensor, Tensor]:
         assert old is not None, "DivergenceMask needs the divergence of every decision"
@@ -212,14 +192,13 @@ def surrogate_input(surrogate: Surrogate, new: Scored, old: Scored, answers: Ten
     return divergence(new, old).detach() if isinstance(surrogate, DivergenceMask) else old.logp
 
 
-@dataclass(frozen=True)
+@part("surrogate")
 class Reinforce(Surrogate):
     """-A (1 + log_ratio), [B, N], whose gradient is -A grad log p at every ratio: no importance weight, no clip
     (DDPO_SF, 2305.13301).
 
     It is the surrogate -A r to first order, meant for one update per batch.
     """
-
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         assert advantage.ndim == 2, advantage.shape
@@ -229,17 +208,15 @@ class Reinforce(Surrogate):
         return torch.zeros_like(log_ratio, dtype=torch.bool)
 
 
-@dataclass(frozen=True)
+@part("surrogate", trains=False)
 class KLOnly(Surrogate):
     """0, [B, N]: the KL alone trains, as distillation from a Teacher or SelfTeacher does."""
-
-    trains = False
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         return 0.0 * log_ratio  # with a graph, for epochs in which the KL has no weight
 
 
-@dataclass(frozen=True)
+@part("surrogate", jointly={"low high": "0 to 1 and 0 or more"})
 class TruncatedIS(Surrogate):
     """-A clip(r, 1-low, 1+high) log p, [B, N], with the clipped ratio r a constant: an importance weight with bounds
     (CISPO, 2506.13585, equations 4 and 5, which bounds above alone: low is 1).
@@ -247,11 +224,8 @@ class TruncatedIS(Surrogate):
     Every decision has a gradient, also where PPO's clip leaves none.
     """
 
-    low: float = 1.0
-    high: float = 4.0
-
-    def __post_init__(self) -> None:
-        require_range("TruncatedIS", self.low, self.high)
+    low: Annotated[float, AtLeast(0, to=1)] = 1.0
+    high: Annotated[float, AtLeast(0)] = 4.0
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         assert advantage.ndim == 2 and old is not None, advantage.shape
@@ -264,7 +238,7 @@ class TruncatedIS(Surrogate):
         return (excess > self.high) | (excess < -self.low)
 
 
-@dataclass(frozen=True)
+@part("surrogate", target="reward gradient")
 class RewardAscent(Surrogate):
     """-R, the reward itself in place of an advantage, or with a margin max(margin - R, 0), which ignores samples that
     are good enough (ReFL, 2304.05977: a margin of 2).
@@ -274,8 +248,6 @@ class RewardAscent(Surrogate):
 
     margin: float | None = None
 
-    reads_target = "reward gradient"
-
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         assert old is not None, "RewardAscent needs the old reward of every sample"
         reward = old + log_ratio
@@ -284,12 +256,6 @@ class RewardAscent(Surrogate):
     def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         assert old is not None, "RewardAscent needs the old reward of every sample"
         return old + log_ratio >= (math.inf if self.margin is None else self.margin)
-
-
-def require_range(part: str, low: float, high: float) -> None:
-    """Raise ValueError unless 1 - low to 1 + high is a range of a ratio; part: the owner of the fields."""
-    if not 0 <= low <= 1 or not high >= 0:
-        raise ValueError(f"{part}: low is {low} and high {high}, expected 0 to 1 and 0 or more")
 
 
 def ppo(excess: Tensor, advantage: Tensor, lowest: float | Tensor, highest: float | Tensor) -> Tensor:

@@ -6,13 +6,13 @@ A variance-preserving process has T+1 rising alpha-bars instead, and the timeste
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from flowgrpo.errors import UserError
+from flowgrpo.parts import Above, part
 from flowgrpo.samplers.predictions import prediction, process
 from flowgrpo.types import required
 
@@ -132,7 +132,7 @@ def _timesteps(scheduler: Any, steps: int) -> Tensor:
     return fresh.timesteps
 
 
-@dataclass(frozen=True)
+@part("tail")
 class TailPoints:
     """Tail of a grid as the released MixGRPO-Flash (2507.21802) counts it: n = int((T - last) * share) points.
 
@@ -141,11 +141,7 @@ class TailPoints:
     One step is left at least and ends at 0; with n below 2 the released code stops above it.
     """
 
-    share: float = 0.4
-
-    def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ValueError(f"TailPoints: share is {self.share}, expected above 0 and at most 1")
+    share: Annotated[float, Above(0, to=1, words="above 0 and at most 1")] = 0.4
 
 
 def compress_tail(grid: Tensor, after: int, ratio: float | TailPoints, shift: float | None) -> Tensor:

@@ -12,24 +12,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from flowgrpo.parts import AtLeast, part
 from flowgrpo.types import Gaussian, wide
 
 Kernel = Callable[[Tensor, Tensor, Tensor, int], Gaussian]
 
 
-def _require(kernel: object, name: str, value: float, most: float) -> None:
-    if not 0 <= value <= most:
-        expected = "0 or more" if most == math.inf else f"0 to {most}"
-        raise ValueError(f"{type(kernel).__name__}: {name} is {value}, expected {expected}")
-
-
-@dataclass(frozen=True)
+@part("kernel")
 class ODE:
     """Deterministic Euler step x - D*v, with std 0."""
 
@@ -38,7 +33,7 @@ class ODE:
         return Gaussian(mean, torch.zeros((), dtype=mean.dtype, device=grid.device))
 
 
-@dataclass(frozen=True)
+@part("kernel")
 class FlowSDE:
     """Euler-Maruyama with g = level * sqrt(s / (1-s)) (Flow-GRPO, 2505.05470).
 
@@ -46,10 +41,7 @@ class FlowSDE:
     schedulers start just below 1 (0.999999, 0.9997), where g would reach 700. level >= 0: 0.7 on SD3.5, 0.9 on FLUX.
     """
 
-    level: float = 0.7
-
-    def __post_init__(self) -> None:
-        _require(self, "level", self.level, math.inf)
+    level: Annotated[float, AtLeast(0)] = 0.7
 
     def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
         x, v, sigma, after = _at(x, v, grid, i)
@@ -58,20 +50,17 @@ class FlowSDE:
         return _euler_maruyama(x, v, sigma, after, self.level * (sigma / data).sqrt())
 
 
-@dataclass(frozen=True)
+@part("kernel")
 class DanceSDE:
     """Euler-Maruyama with the constant g = level (DanceGRPO, 2505.07818). level >= 0: 0.3 on FLUX."""
 
-    level: float = 0.3
-
-    def __post_init__(self) -> None:
-        _require(self, "level", self.level, math.inf)
+    level: Annotated[float, AtLeast(0)] = 0.3
 
     def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
         return _euler_maruyama(*_at(x, v, grid, i), self.level)
 
 
-@dataclass(frozen=True)
+@part("kernel")
 class CPS:
     """Coefficient-preserving sampling (Flow-CPS, 2509.05952): std = s' * sin(level * pi/2), 0 <= level <= 1.
 
@@ -81,27 +70,21 @@ class CPS:
     log-ratio SquaredErrorRatio.
     """
 
-    level: float = 0.8
-
-    def __post_init__(self) -> None:
-        _require(self, "level", self.level, 1)
+    level: Annotated[float, AtLeast(0, to=1)] = 0.8
 
     def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
         angle = self.level * math.pi / 2
         return _posterior(*_at(x, v, grid, i), fresh=math.sin(angle), kept=math.cos(angle))
 
 
-@dataclass(frozen=True)
+@part("kernel")
 class FlowDDIM:
     """DDIM's eta for flows: std = eta * s' * sqrt(1 - (s'(1-s) / (s(1-s')))^2), 0 <= eta <= 1 (Flow-GRPO's code).
 
     eta = 1 is the posterior of s' given s and x0: ancestral sampling. The std is 0 on the last step.
     """
 
-    eta: float = 1.0
-
-    def __post_init__(self) -> None:
-        _require(self, "eta", self.eta, 1)
+    eta: Annotated[float, AtLeast(0, to=1)] = 1.0
 
     def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
         x, v, sigma, after = _at(x, v, grid, i)
@@ -110,7 +93,7 @@ class FlowDDIM:
         return _posterior(x, v, sigma, after, fresh=fresh.sqrt(), kept=(1 - fresh).sqrt())
 
 
-@dataclass(frozen=True)
+@part("kernel")
 class DDIM:
     """DDIM step of variance-preserving models with noise eta (2010.02502 eq. 16; DDPO, 2305.13301), 0 <= eta <= 1.
 
@@ -118,10 +101,7 @@ class DDIM:
     sqrt((1-a') / (1-a) * (1 - a/a')). eta = 0 is the deterministic DDIM step.
     """
 
-    eta: float = 1.0
-
-    def __post_init__(self) -> None:
-        _require(self, "eta", self.eta, 1)
+    eta: Annotated[float, AtLeast(0, to=1)] = 1.0
 
     def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
         x, noise, alpha, after = _at(x, v, grid, i)
@@ -131,7 +111,7 @@ class DDIM:
         return Gaussian(mean, ((1 - after) * fresh).sqrt())
 
 
-@dataclass(frozen=True)
+@part("kernel")
 class VPCPS:
     """CPS of variance-preserving models: std = sqrt(1-a') * sin(level * pi/2), 0 <= level <= 1; x0 keeps sqrt(a').
 
@@ -140,10 +120,7 @@ class VPCPS:
     algorithm 3), with x0 the consistency function's value.
     """
 
-    level: float = 1.0
-
-    def __post_init__(self) -> None:
-        _require(self, "level", self.level, 1)
+    level: Annotated[float, AtLeast(0, to=1)] = 1.0
 
     def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
         x, noise, alpha, after = _at(x, v, grid, i)
@@ -152,7 +129,7 @@ class VPCPS:
         return Gaussian(mean, deviation * math.sin(angle))
 
 
-@dataclass(frozen=True)
+@part("kernel")
 class AnnealedNoise:
     """Kernel whose noise falls along the rollout: its level at step i times max(1 + highest - e^(i/slow), lowest).
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Annotated, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flowgrpo import gaussian
-from flowgrpo.ranges import above, at_least
+from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.samplers.denoiser import C, Replayer
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay, rescored
@@ -29,7 +29,7 @@ from flowgrpo.samplers.scheduler import noise_like
 from flowgrpo.types import Gaussian, Scored, Transitions, wide
 
 
-@dataclass(frozen=True)
+@part("edit")
 class Edit:
     """Bounded edit of the final latents by a tanh-Gaussian policy (EXPO, 2507.07986).
 
@@ -41,20 +41,16 @@ class Edit:
         and its edit in turn, for a loss by the edit's ratio.
     """
 
-    bound: float = 0.3
-    std: float = 0.3
-    width: int = 64
-    depth: int = 2
-    candidates: int = 1
-    acting: str = "argmax"
+    bound: Annotated[float, Above(0)] = 0.3
+    std: Annotated[float, Above(0)] = 0.3
+    width: Annotated[int, AtLeast(1)] = 64
+    depth: Annotated[int, AtLeast(1)] = 2
+    candidates: Annotated[int, AtLeast(1)] = 1
+    acting: Literal["argmax", "pairs"] = "argmax"
 
     def __post_init__(self) -> None:
-        above(self, 0, "bound", "std")
-        at_least(self, 1, "width", "depth", "candidates")
         if self.width % 4:
             raise ValueError(f"Edit: width is {self.width}, expected a number that 4 divides")
-        if self.acting not in ("argmax", "pairs"):
-            raise ValueError(f"Edit: acting is {self.acting!r}, expected argmax or pairs")
 
     def bases(self, group: int) -> int:
         """Return how many bases are drawn for a group of samples in training."""

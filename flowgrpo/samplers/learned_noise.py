@@ -6,12 +6,12 @@ Legend as in `kernels`: s = grid[i], s' = grid[i+1], D = s - s'.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from flowgrpo.parts import AtLeast, part
 from flowgrpo.samplers.kernels import _at
 from flowgrpo.types import Gaussian
 
@@ -53,7 +53,7 @@ class Noisy:
         return _noisy(x, v, grid, i, self.low, self.high, self.network)
 
 
-@dataclass(frozen=True)
+@part("kernel", jointly={"hold decay width": "0 to 1, 0 to 1, and 1 or more"})
 class LearnedNoise:
     """Euler step with noise of std l * sqrt(D), its level l between low and high for every latent value: log l =
     log low + n (log high - log low), n of a `NoiseNet` on state and time (ReinFlow, 2505.22094).
@@ -68,16 +68,13 @@ class LearnedNoise:
 
     low: float = 0.2
     high: float = 0.48
-    hold: float = 0.35
-    decay: float = 0.7
-    width: int = 16
+    hold: Annotated[float, AtLeast(0, to=1)] = 0.35
+    decay: Annotated[float, AtLeast(0, to=1)] = 0.7
+    width: Annotated[int, AtLeast(1)] = 16
 
     def __post_init__(self) -> None:
         if not 0 < self.low <= self.high < math.inf:
             raise ValueError(f"LearnedNoise: low is {self.low} and high {self.high}, expected 0 < low <= high")
-        if not 0 <= self.hold <= 1 or not 0 <= self.decay <= 1 or self.width < 1:
-            raise ValueError(f"LearnedNoise: hold is {self.hold}, decay {self.decay} and width {self.width}, expected "
-                             "0 to 1, 0 to 1, and 1 or more")
 
     def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
         return _noisy(x, v, grid, i, self.low, self.high, lambda x, sigma: torch.full_like(x, 0.5))

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Annotated
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.samplers.denoiser import C, Denoiser
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay, rescored
@@ -29,7 +31,7 @@ from flowgrpo.types import Gaussian, Scored, Transitions, wide
 # `shared`: the samples of a group are noised with one noise.
 
 
-@dataclass(frozen=True)
+@part("times", jointly={"every start share": "1 or more, 0 or more, and above 0 and at most 1"})
 class GridTimes:
     """Sigmas of the rollout: one of every `every` steps, drawn anew each epoch from steps `start` to int(share *
     T) - 1 of T. Stretches begin at multiples of `every`: with every 2 and start 1 they are [1], [2, 3], [4, 5], ...
@@ -38,15 +40,10 @@ class GridTimes:
     shared: one noise for the samples of a group (DGPO, 2510.08425).
     """
 
-    every: int = 1
-    start: int = 0
-    share: float = 1.0
+    every: Annotated[int, AtLeast(1)] = 1
+    start: Annotated[int, AtLeast(0)] = 0
+    share: Annotated[float, Above(0, to=1)] = 1.0
     shared: bool = False
-
-    def __post_init__(self) -> None:
-        if self.every < 1 or self.start < 0 or not 0 < self.share <= 1:
-            raise ValueError(f"GridTimes: every is {self.every}, start {self.start} and share {self.share}, expected "
-                             "1 or more, 0 or more, and above 0 and at most 1")
 
     def __call__(self, grid: Tensor, epoch: int, seed: int) -> Tensor:
         stop, steps = int(self.share * (len(grid) - 1)), len(grid) - 1
@@ -58,7 +55,7 @@ class GridTimes:
                      for at in range(self.start - self.start % self.every, stop, self.every)]]
 
 
-@dataclass(frozen=True)
+@part("times")
 class RandomGridTimes:
     """int(share * T) of the T sigmas of the rollout, chosen anew each epoch, all with equal probability
     (DiffusionNFT, 2509.16117; its code draws them per sample).
@@ -67,12 +64,8 @@ class RandomGridTimes:
     shared: one noise for the samples of a group.
     """
 
-    share: float = 1.0
+    share: Annotated[float, Above(0, to=1, words="above 0 and at most 1")] = 1.0
     shared: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ValueError(f"RandomGridTimes: share is {self.share}, expected above 0 and at most 1")
 
     def __call__(self, grid: Tensor, epoch: int, seed: int) -> Tensor:
         steps = len(grid) - 1
@@ -83,7 +76,7 @@ class RandomGridTimes:
         return grid[sorted(random.Random(f"times/{seed}/{epoch}").sample(range(steps), count))]
 
 
-@dataclass(frozen=True)
+@part("times")
 class Stratified:
     """`count` times between `low` and `high`, one sampled uniformly in each of `count` equal slices, anew each epoch.
 

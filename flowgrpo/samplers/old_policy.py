@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from flowgrpo.parts import part
+
 Snapshot = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
+@part("lag")
 class Lag:
     """Decay of the old policy: after every epoch its weights become d * old + (1 - d) * present, with d = min(start +
     slope * (optimizer updates done - after), most), `start` before `after` (DiffusionNFT, 2509.16117, its code).

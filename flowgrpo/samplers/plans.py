@@ -16,8 +16,9 @@ import random
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Annotated
 
-from flowgrpo.ranges import at_least
+from flowgrpo.parts import Above, AtLeast, OneOf, part
 
 ORDERS = ("progressive", "random", "decay", "exp_decay", "frozen")
 
@@ -52,28 +53,21 @@ class Schedule:
             raise ValueError(f"steps {extra} are trained but add no noise: add them to the stochastic steps")
 
 
-@dataclass(frozen=True)
+@part("plan", noisy="every")
 class AllSteps:
     """Every step but the last adds noise and is trained (Flow-GRPO, 2505.05470)."""
-
-    noisy = "every"
 
     def __call__(self, steps: int, epoch: int, seed: int) -> Schedule:
         every = tuple(range(_trainable(steps)))
         return Schedule(every, every)
 
 
-@dataclass(frozen=True)
+@part("plan", noisy="every")
 class RandomSubset:
     """Every step but the last adds noise; int((T-1) * fraction) of them, at least one, are trained, drawn anew each
     epoch (DanceGRPO, 2505.07818, whose code draws them per sample)."""
 
-    fraction: float = 0.6
-    noisy = "every"
-
-    def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
-            raise ValueError(f"RandomSubset: fraction is {self.fraction}, expected above 0 and at most 1")
+    fraction: Annotated[float, Above(0, to=1, words="above 0 and at most 1")] = 0.6
 
     def __call__(self, steps: int, epoch: int, seed: int) -> Schedule:
         every = range(_trainable(steps))
@@ -81,18 +75,16 @@ class RandomSubset:
         return Schedule(tuple(every), tuple(sorted(_draw(seed, epoch).sample(every, count))))
 
 
-@dataclass(frozen=True)
+@part("plan", noisy="none")
 class NoSteps:
     """No step adds noise or is trained: rollouts by the solver alone, for methods that train on noised finals
     (`times`)."""
-
-    noisy = "none"
 
     def __call__(self, steps: int, epoch: int, seed: int) -> Schedule:
         return Schedule((), ())
 
 
-@dataclass(frozen=True)
+@part("plan")
 class Single:
     """One given step adds noise and is trained, in every epoch."""
 
@@ -104,7 +96,7 @@ class Single:
         return Schedule((self.step,), (self.step,))
 
 
-@dataclass(frozen=True)
+@part("plan")
 class EachStep:
     """Each step below `stop` in turn adds noise and is trained, on a shared ODE prefix: one schedule per step
     (TempFlow-GRPO, 2508.04324, all but the last; G2RPO, 2510.01982, the first half: stop=0.5).
@@ -118,7 +110,7 @@ class EachStep:
         return tuple(Schedule((step,), (step,)) for step in range(max(1, _limit(steps, self.stop))))
 
 
-@dataclass(frozen=True)
+@part("plan", noisy="every", jointly={"branch every pruned": "2 or more, 1 or more, and 0 or more"})
 class Branches:
     """Tree: every step but the last draws noise, and each state has `branch` children at the steps `splits`
     (BranchGRPO, 2509.06040: 16 leaves of splits 0, 3, 6, 9 of 20 steps).
@@ -128,18 +120,13 @@ class Branches:
     """
 
     splits: tuple[int, ...] = (0, 3, 6, 9)
-    branch: int = 2
-    pruned: int = 0
-    every: int = 30
-    noisy = "every"
+    branch: Annotated[int, AtLeast(2)] = 2
+    pruned: Annotated[int, AtLeast(0)] = 0
+    every: Annotated[int, AtLeast(1)] = 30
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "splits", tuple(self.splits))  # a recipe gives a list
         if list(self.splits) != sorted(set(self.splits)) or not self.splits or self.splits[0] < 0:
             raise ValueError(f"Branches: splits are {self.splits}, expected rising steps from 0 up")
-        if self.branch < 2 or self.every < 1 or self.pruned < 0:
-            raise ValueError(f"Branches: branch is {self.branch}, every {self.every} and pruned {self.pruned}, "
-                             "expected 2 or more, 1 or more, and 0 or more")
 
     def __call__(self, steps: int, epoch: int, seed: int) -> Schedule:
         every = tuple(range(_trainable(steps)))
@@ -154,7 +141,7 @@ class Branches:
         return Schedule(every, every[:start] + every[start + self.pruned:], children)
 
 
-@dataclass(frozen=True)
+@part("plan", noisy="every")
 class GrowingTail:
     """Every step but the last adds noise; the last n before it are trained, and every state splits into `branch` at
     the first trained step (B2-DiffuRL, 2503.11240, backward progressive training).
@@ -166,7 +153,6 @@ class GrowingTail:
     first: float = 0.7
     final: float = 1.0
     stages: int = 100
-    noisy = "every"
 
     def __post_init__(self) -> None:
         if not 0 < self.first <= self.final <= 1 or self.branch < 2 or self.stages < 1:
@@ -180,7 +166,7 @@ class GrowingTail:
         return Schedule(every, every[start:], tuple(self.branch if step == start else 1 for step in every))
 
 
-@dataclass(frozen=True)
+@part("plan", noisy="every")
 class LastSteps:
     """Every step adds the SDE step's noise, and the last `count` are trained as one, for methods with `backprop`, whose
     graph begins at the first of them (DRaFT-K, 2309.17400: K = 1).
@@ -188,11 +174,7 @@ class LastSteps:
     Such methods draw no noise at the last step.
     """
 
-    count: int = 1
-    noisy = "every"
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "count")
+    count: Annotated[int, AtLeast(1)] = 1
 
     def __call__(self, steps: int, epoch: int, seed: int) -> Schedule:
         if self.count > steps:
@@ -200,14 +182,13 @@ class LastSteps:
         return Schedule(tuple(range(steps)), (steps - self.count,))
 
 
-@dataclass(frozen=True)
+@part("plan", noisy="every")
 class RandomLast:
     """`LastSteps` with a count sampled anew each epoch from a normal distribution, as shares of the steps, clipped to 1
     to all of them (AlignProp, 2310.03739, released code: the graph begins at N(42, 5) of 50 steps)."""
 
     mean: float = 0.16
     deviation: float = 0.1
-    noisy = "every"
 
     def __post_init__(self) -> None:
         if not 0 < self.mean <= 1 or not 0 <= self.deviation <= 1:
@@ -219,24 +200,19 @@ class RandomLast:
         return LastSteps(min(max(round(drawn), 1), steps))(steps, epoch, seed)
 
 
-@dataclass(frozen=True)
+@part("plan", noisy="every")
 class LateStep:
     """`LastSteps` that begin at a step chosen anew each epoch, uniformly from the share `first` of the steps on (ReFL,
     2304.05977: 30 to 39 of 40)."""
 
-    first: float = 0.75
-    noisy = "every"
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.first < 1:
-            raise ValueError(f"LateStep: first is {self.first}, expected 0 or more, and below 1")
+    first: Annotated[float, AtLeast(0, below=1, words="0 or more, and below 1")] = 0.75
 
     def __call__(self, steps: int, epoch: int, seed: int) -> Schedule:
         begin = _draw(seed, epoch).randint(int(self.first * steps), steps - 1)
         return LastSteps(steps - begin)(steps, epoch, seed)
 
 
-@dataclass(frozen=True)
+@part("plan")
 class Sliding:
     """Sliding window of `size` consecutive steps that add noise and are trained; the others are deterministic.
 
@@ -254,23 +230,16 @@ class Sliding:
     that it does not name.
     """
 
-    size: int = 4
-    stride: int = 1
-    every: int = 25
-    order: str = "progressive"
-    start: int = 0
+    size: Annotated[int, AtLeast(1)] = 4
+    stride: Annotated[int, AtLeast(1)] = 1
+    every: Annotated[int, AtLeast(1)] = 25
+    order: Annotated[str, OneOf(ORDERS)] = "progressive"
+    start: Annotated[int, AtLeast(0)] = 0
     stop: float | None = None
     roll_back: bool = True
-    every_min: int = 1
-    rate: float = 0.1
+    every_min: Annotated[int, AtLeast(1)] = 1
+    rate: Annotated[float, AtLeast(0)] = 0.1
     threshold: int = 13
-
-    def __post_init__(self) -> None:
-        if self.order not in ORDERS:
-            raise ValueError(f"Sliding: order is {self.order!r}, expected one of {', '.join(ORDERS)}")
-        for name, least in (("size", 1), ("stride", 1), ("every", 1), ("every_min", 1), ("start", 0), ("rate", 0)):
-            if not getattr(self, name) >= least:
-                raise ValueError(f"Sliding: {name} is {getattr(self, name)}, expected {least} or more")
 
     def __call__(self, steps: int, epoch: int, seed: int) -> Schedule:
         first = self._first(steps, epoch, seed)
@@ -311,7 +280,7 @@ class Sliding:
         return self.every
 
 
-@dataclass(frozen=True)
+@part("plan")
 class TreeWindow:
     """Tree inside a window: each step of the window splits every state into `branch`; the others are deterministic
     (Dynamic-TreeRPO, 2509.23352: depth 4, binary).

@@ -8,11 +8,12 @@ same noise. They are scored again; the preview's scores only choose noises.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
 from flowgrpo.errors import UserError
+from flowgrpo.parts import AtLeast, OneOf, part
 from flowgrpo.samplers.denoiser import C, Denoiser
 from flowgrpo.samplers.rollout import RolloutSpec, Seed
 from flowgrpo.samplers.scheduler import Segment
@@ -20,7 +21,7 @@ from flowgrpo.samplers.scheduler import Segment
 PRECISIONS = ("full", "auto", "int8", "fp8", "nvfp4")
 
 
-@dataclass(frozen=True)
+@part("preview", jointly={"pool steps": "2 or more and 1 or more"})
 class Preview:
     """Pool of initial noises scored before a rollout, and the cost of each preview (Sol-RL, 2604.06916).
 
@@ -33,15 +34,9 @@ class Preview:
     Raises ValueError for an unknown precision, a pool below 2 or steps below 1.
     """
 
-    pool: int = 96
-    steps: int = 6
-    precision: str = "auto"
-
-    def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"Preview: precision is {self.precision!r}, expected one of {', '.join(PRECISIONS)}")
-        if self.pool < 2 or self.steps < 1:
-            raise ValueError(f"Preview: pool is {self.pool} and steps {self.steps}, expected 2 or more and 1 or more")
+    pool: Annotated[int, AtLeast(2)] = 96
+    steps: Annotated[int, AtLeast(1)] = 6
+    precision: Annotated[str, OneOf(PRECISIONS)] = "auto"
 
 
 def previews(policy: Denoiser[C], conditioning: C, grid: torch.Tensor, timesteps: torch.Tensor | None, pool: int,

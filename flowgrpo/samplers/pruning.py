@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
 from flowgrpo.device import queued
+from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.samplers.denoiser import C, Denoiser
 from flowgrpo.samplers.growth import Grower, Nodes
 from flowgrpo.samplers.preview import contrasting
@@ -17,7 +18,7 @@ from flowgrpo.samplers.rollout import RolloutSpec, Seed
 Judge = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
-@dataclass(frozen=True)
+@part("pruning", jointly={"pool step": "2 or more, and above 0"})
 class Pruning:
     """Samples that are begun, and the step before which some stop (ARRoL).
 
@@ -31,13 +32,9 @@ class Pruning:
         as the pool allows, the first drawn of each. None: the best half and the worst half go on.
     """
 
-    pool: int = 16
-    step: float = 0.4
+    pool: Annotated[int, AtLeast(2)] = 16
+    step: Annotated[float, Above(0)] = 0.4
     right: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.pool < 2 or not self.step > 0:
-            raise ValueError(f"Pruning: pool is {self.pool} and step {self.step}, expected 2 or more, and above 0")
 
     def at(self, steps: int) -> int:
         """Return the step before which samples are stopped. Raises ValueError if it is not before the last."""

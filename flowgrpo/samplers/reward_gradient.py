@@ -17,6 +17,7 @@ import torch
 
 from flowgrpo.config.geometry import prompts_per_part
 from flowgrpo.device import queued
+from flowgrpo.parts import part
 from flowgrpo.samplers.denoiser import C, Denoiser
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
 from flowgrpo.samplers.scheduler import Segment
@@ -34,7 +35,7 @@ class Ending(Protocol):
 Value = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True)
+@part("backprop")
 class Unroll:
     """All remaining steps, each through the policy, with the noise of the rollout (DRaFT, 2309.17400).
 
@@ -49,7 +50,7 @@ class Unroll:
         return policy.unroll(task, conditioning, x, self.checkpointing)
 
 
-@dataclass(frozen=True)
+@part("backprop")
 class OneStep:
     """Data predicted by one step, x0 = x - s v, in place of all remaining steps (ReFL, 2304.05977, algorithm 1).
 

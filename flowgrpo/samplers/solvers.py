@@ -6,27 +6,23 @@ solver with `multistep` False. All tensors are float32 or wider.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
+from flowgrpo.parts import part
 from flowgrpo.samplers.kernels import euler, predict_x0
 from flowgrpo.types import wide
 
 
-@dataclass(frozen=True)
+@part("solver", multistep=False)
 class Euler:
     """First-order step x - D*v, [B, *D]; `previous` is not read."""
-
-    multistep: ClassVar[bool] = False
 
     def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int, previous: Tensor | None) -> Tensor:
         return euler(x, v, grid, i)
 
 
-@dataclass(frozen=True)
+@part("solver", multistep=True)
 class DPMSolver2M:
     """DPM-Solver++ (2M) (2211.01095, algorithm 2), for the steps after the window in MixGRPO-Flash (2507.21802).
 
@@ -35,8 +31,6 @@ class DPMSolver2M:
     D1 is 0, the first-order step, in three cases: no `previous`; the previous step started at s = 1 (infinite
     h_previous); this step ends at 0 (it gives m0).
     """
-
-    multistep: ClassVar[bool] = True
 
     def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int, previous: Tensor | None) -> Tensor:
         x, v = wide(x, v)

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from torch import Tensor
@@ -17,12 +16,13 @@ from flowgrpo.advantages.segments import chain
 from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.advantages.token_credit import TokenCredit
 from flowgrpo.errors import UserError
+from flowgrpo.parts import AtLeast, OneOf, part
 from flowgrpo.types import Completions, Context, Segmented, required, wide
 
 if TYPE_CHECKING:
     from flowgrpo.config.schema import Config
 
-@dataclass(frozen=True)
+@part("shaping", target="tokens", reads_answers=True)
 class ExpertReward(Shaping):
     """Rewards of a group that holds the prompt's own answer (ViSurf, 2510.10606).
 
@@ -35,12 +35,6 @@ class ExpertReward(Shaping):
     without: tuple[str, ...] = ()
     smooth: bool = True
     shaping: Shaping | None = None
-
-    reads_target = "tokens"
-    reads_answers = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "without", tuple(self.without))  # a recipe gives a list
 
     def require_config(self, config: Config, of_text: bool) -> None:
         """Raise UserError for a name that is no reward of the run."""
@@ -74,7 +68,7 @@ def smoothed(rewards: Tensor, expert: Tensor, weights: Sequence[float]) -> Tenso
     return torch.where((expert & (best >= totals))[..., None], mean, rewards)
 
 
-@dataclass(frozen=True)
+@part("shaping", target="tokens", jointly={"top least alpha": "0 to 1 each"})
 class LengthSwitch(Shaping):
     """Right samples earn less the longer they are, in groups with a high share of right ones; other groups are
     unchanged (GRPO-lambda, 2505.18086).
@@ -85,17 +79,10 @@ class LengthSwitch(Shaping):
     0 no group has it. Wrong samples and all other rewards are unchanged.
     """
 
-    top: float = 0.2
-    least: float = 0.0
-    alpha: float = 0.2
+    top: Annotated[float, AtLeast(0, to=1)] = 0.2
+    least: Annotated[float, AtLeast(0, to=1)] = 0.0
+    alpha: Annotated[float, AtLeast(0, to=1)] = 0.2
     right: float = 1.0
-
-    reads_target = "tokens"
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.top <= 1 or not 0 <= self.least <= 1 or not 0 <= self.alpha <= 1:
-            raise ValueError(f"LengthSwitch: top is {self.top}, least {self.least} and alpha {self.alpha}, expected 0 "
-                             "to 1 each")
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         assert context is not None and context.samples.lengths is not None, "LengthSwitch needs a context with lengths"
@@ -132,7 +119,7 @@ def shortened(rewards: Tensor, right: Tensor, lengths: Tensor, alpha: float) -> 
     return rewards * (1 - alpha * ((long - mean) / (spread + 1e-6)).sigmoid())
 
 
-@dataclass(frozen=True)
+@part("shaping", target="tokens")
 class ExitDecay(Shaping):
     """Exponential decay of a group's right samples: the first keeps its reward, and each further one has half of the
     one before (S-GRPO, 2505.07686, whose group is one thought left at ever later places: `EarlyExits`).
@@ -142,8 +129,6 @@ class ExitDecay(Shaping):
     """
 
     right: float = 1.0
-
-    reads_target = "tokens"
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         (rewards,) = wide(rewards)
@@ -156,7 +141,7 @@ class ExitDecay(Shaping):
 KINDS = ("group", "blame", "progress", "potential", "last")
 
 
-@dataclass(frozen=True)
+@part("spread", target="tokens", causal=True)
 class StepScores(TokenCredit):
     """Advantage of a token: `outcome` times the sample's, plus `weight` times the credit of the token's step.
 
@@ -179,7 +164,7 @@ class StepScores(TokenCredit):
     rewards: names of the run's rewards; empty: all. One of weight 0 counts with weight 1.
     """
 
-    kind: str = "group"
+    kind: Annotated[str, OneOf(KINDS)] = "group"
     weight: float = 1.0
     outcome: float = 1.0
     ends: str = "\n"
@@ -190,13 +175,8 @@ class StepScores(TokenCredit):
     gain: float = 0.0
     easing: bool = False
     rewards: tuple[str, ...] = ()
-    causal = True
-    reads_target = "tokens"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rewards", tuple(self.rewards))  # a recipe gives a list
-        if self.kind not in KINDS:
-            raise ValueError(f"StepScores: kind is {self.kind!r}, expected one of {', '.join(KINDS)}")
         if self.gain < 0 or self.gain and self.kind != "group":
             raise ValueError(f"StepScores: gain is {self.gain} with kind {self.kind!r}, expected 0 or more, and kind "
                              "'group'")

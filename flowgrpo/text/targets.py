@@ -9,13 +9,14 @@ from typing import ClassVar
 from flowgrpo import objectives
 from flowgrpo.methods.groups import Credit, Loss
 from flowgrpo.methods.targets import Rollout, Target
+from flowgrpo.parts import part
 from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.text.generation import TextGeneration
 from flowgrpo.text.samplers import groups, gumbel_softmax
 from flowgrpo.text.samplers.decoding import Unmasking
 
 
-@dataclass(frozen=True)
+@part("target")
 class Completions(Target):
     """Tokens of completions, by their log-probability."""
 
@@ -40,8 +41,8 @@ class Completions(Target):
         shaping = credit.shaping
         of_experts = {f"surrogate {type(loss.surrogate).__name__}": loss.surrogate.reads_answers,
                       f"shaping {type(shaping).__name__}": shaping is not None and shaping.reads_answers}
-        for part in (part for part, is_set in of_experts.items() if is_set and not rollout.decoding.expert):
-            raise ValueError(f"the {part} is about answers that join their group: set parts.decoding.expert: 1")
+        for name in (name for name, is_set in of_experts.items() if is_set and not rollout.decoding.expert):
+            raise ValueError(f"the {name} is about answers that join their group: set parts.decoding.expert: 1")
         spreads = credit.spread or credit.value
         if loss.surrogate.reads_advantages and spreads is not None:
             raise ValueError(f"the surrogate {type(loss.surrogate).__name__} reads one advantage per completion, but "
@@ -66,7 +67,7 @@ class Traces(Completions):
     trains: ClassVar[str] = "traces of an unmasking"
 
 
-@dataclass(frozen=True)
+@part("target")
 class RelaxedTraces(Target):
     """Reward gradient, followed back through the unmasking of an answer (DRAKES, 2410.13643).
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flowgrpo.curriculum.resampling import failing
 from flowgrpo.data.prompts import Guidance, Prompt
+from flowgrpo.parts import part
 
 if TYPE_CHECKING:
     from flowgrpo.curriculum.epoch_batch import EpochBatch
 
 
-@dataclass(frozen=True)
+@part("redraw", target="tokens", puts_answers=True)
 class TeacherAnswers:
     """Sample a group without a sample above `fail` anew, with teachers' answers as last samples (AMPO, 2510.02227).
 
@@ -24,9 +25,6 @@ class TeacherAnswers:
     """
 
     fail: float = 0.0
-
-    reads_target = "tokens"
-    puts_answers = True
 
     def __call__(self, drawn: EpochBatch) -> list[tuple[int, Prompt]]:
         failed = failing(drawn, self.fail)

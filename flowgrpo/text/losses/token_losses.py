@@ -7,7 +7,7 @@ Their interface is that of `objectives`; the `old` of a `GroupLoss` is a `Comple
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.nn.functional import leaky_relu, softplus
 from flowgrpo.objectives import Clip, DivergenceMask, Reinforce
 from flowgrpo.objectives.sequence_losses import GroupLoss, SampleLoss
 from flowgrpo.objectives.surrogates import Surrogate
-from flowgrpo.ranges import above, at_least
+from flowgrpo.parts import Above, AtLeast, OneOf, part
 from flowgrpo.types import CompletionBatch, NoisedBatch, required
 
 
@@ -40,19 +40,13 @@ class WrappedLoss(Surrogate):
         return self.surrogate.high
 
 
-@dataclass(frozen=True)
+@part("surrogate", reads_entropy=True)
 class EntropyBonus(WrappedLoss, GroupLoss):
     """Surrogate loss minus weight * entropy of every token's distribution, in nats, [B, L]: PPO's bonus
     (1707.06347, equation 9), which keeps a policy from settling on one answer."""
 
     surrogate: Surrogate = Clip(0.2, 0.2)
-    weight: float = 0.01
-    reads_entropy = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not math.isfinite(self.weight):
-            raise ValueError(f"EntropyBonus: weight is {self.weight}, expected a finite number")
+    weight: Annotated[float, Above(-math.inf, below=math.inf)] = 0.01
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         return self.surrogate(log_ratio, advantage, old.old.logp) - self.weight * required(old.new.entropy)
@@ -61,7 +55,7 @@ class EntropyBonus(WrappedLoss, GroupLoss):
         return self.surrogate.clipped(log_ratio, advantage, old.old.logp)
 
 
-@dataclass(frozen=True)
+@part("surrogate", reads_entropy=True, reads_groups=True)
 class HighEntropy(WrappedLoss, GroupLoss):
     """Surrogate loss on the `share` of tokens with the largest entropies, 0 on the others, [B, L] (2506.01939:
     0.2, on DAPO): few tokens decide the direction of a text.
@@ -74,18 +68,9 @@ class HighEntropy(WrappedLoss, GroupLoss):
     """
 
     surrogate: Surrogate = Clip(0.2, 0.28)
-    share: float = 0.2
-    by: str = "entropy"
-    last: float | None = None
-    reads_entropy = reads_groups = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, share in (("share", self.share), ("last", self.share if self.last is None else self.last)):
-            if not 0 < share <= 1:
-                raise ValueError(f"HighEntropy: {name} is {share}, expected above 0 and at most 1")
-        if self.by not in ("entropy", "advantage"):
-            raise ValueError(f"HighEntropy: by is {self.by!r}, expected entropy or advantage")
+    share: Annotated[float, Above(0, to=1, words="above 0 and at most 1")] = 0.2
+    by: Literal["entropy", "advantage"] = "entropy"
+    last: Annotated[float | None, Above(0, to=1, words="above 0 and at most 1")] = None
 
     @property
     def reads_advantages(self) -> bool:  # type: ignore[override]
@@ -119,7 +104,8 @@ class HighEntropy(WrappedLoss, GroupLoss):
         return entropies >= counted.topk(max(math.ceil(share * len(counted) - 1e-9), 1))[0][-1]
 
 
-@dataclass(frozen=True)
+@part("surrogate", reads_advantages=True,
+      jointly={"amplify most_entropy": "0 or more, and above 0 (infinity for no limit)"})
 class ConflictTokens(WrappedLoss, GroupLoss):
     """Surrogate loss whose conflict tokens are not pushed down: they are pulled up `amplify` times as strongly, [B, L]
     (GTPO, 2508.03772, and its code).
@@ -132,15 +118,8 @@ class ConflictTokens(WrappedLoss, GroupLoss):
     """
 
     surrogate: Surrogate = Reinforce()
-    amplify: float = 2.0
-    most_entropy: float = math.inf
-    reads_advantages = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.amplify >= 0 or not self.most_entropy > 0:
-            raise ValueError(f"ConflictTokens: amplify is {self.amplify} and most_entropy {self.most_entropy}, "
-                             "expected 0 or more, and above 0 (infinity for no limit)")
+    amplify: Annotated[float, AtLeast(0)] = 2.0
+    most_entropy: Annotated[float, Above(0)] = math.inf
 
     @property
     def reads_entropy(self) -> bool:  # type: ignore[override]
@@ -176,7 +155,7 @@ class ConflictTokens(WrappedLoss, GroupLoss):
         return weights * (certain[compared.rows] | ~some)[:, None]
 
 
-@dataclass(frozen=True)
+@part("surrogate", target="tokens")
 class LikelihoodFloor(WrappedLoss):
     """Surrogate loss plus weight * max(log p_old - log p, 0) on good completions: the tokens, [B, L], of those with
     A >= 0 whose log-probability fell as a whole (LLDS, 2512.04220).
@@ -186,13 +165,7 @@ class LikelihoodFloor(WrappedLoss):
     """
 
     surrogate: Surrogate = Clip(0.2, 0.2)
-    weight: float = 0.1
-
-    reads_target = "tokens"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, 0, "weight")
+    weight: Annotated[float, AtLeast(0)] = 0.1
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         fell = (advantage >= 0) & (log_ratio.sum(1, keepdim=True) < 0)
@@ -202,7 +175,7 @@ class LikelihoodFloor(WrappedLoss):
         return self.surrogate.clipped(log_ratio, advantage, old)
 
 
-@dataclass(frozen=True)
+@part("surrogate", reads_answers=True, jointly={"focus probability": "0 or more, and above 0 to 1"})
 class ExpertMixture(WrappedLoss, GroupLoss):
     """Surrogate loss on sampled completions, and on a prompt's own answer -r A (1 - p)^focus, r = 2 p / (p_expert
     + p_old), the last factor held constant, [B, L] (RL-PLUS, 2508.00222).
@@ -213,15 +186,8 @@ class ExpertMixture(WrappedLoss, GroupLoss):
     """
 
     surrogate: Surrogate = Clip(0.2, 0.2)
-    focus: float = 0.5
-    probability: float | None = None
-    reads_answers = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.focus >= 0 or not (self.probability is None or 0 < self.probability <= 1):
-            raise ValueError(f"ExpertMixture: focus is {self.focus} and probability {self.probability}, expected 0 or "
-                             "more, and above 0 to 1")
+    focus: Annotated[float, AtLeast(0)] = 0.5
+    probability: Annotated[float | None, Above(0, to=1)] = None
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         assert old.expert is not None, "ExpertMixture needs to know which completions are answers"
@@ -234,7 +200,7 @@ class ExpertMixture(WrappedLoss, GroupLoss):
         return self.surrogate.clipped(log_ratio, advantage, old.old.logp) & ~required(old.expert)[old.rows, None]
 
 
-@dataclass(frozen=True)
+@part("surrogate", reads_groups=True, reads_answers=True)
 class Calibrated(WrappedLoss, GroupLoss):
     """Surrogate loss plus weight * |A| * LeakyReLU(-s d, slope) on sampled completions, 0 on answers, [B, L]
     (CalibRL, 2602.20197, and its code).
@@ -248,15 +214,8 @@ class Calibrated(WrappedLoss, GroupLoss):
     """
 
     surrogate: Surrogate = Clip(0.2, 0.2)
-    weight: float = 0.1
-    slope: float = 0.5
-    reads_groups = reads_answers = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, 0, "weight")
-        if not 0 <= self.slope <= 1:
-            raise ValueError(f"Calibrated: slope is {self.slope}, expected 0 to 1")
+    weight: Annotated[float, AtLeast(0)] = 0.1
+    slope: Annotated[float, AtLeast(0, to=1)] = 0.5
 
     def statistic(self, compared: CompletionBatch) -> Tensor:
         """Return the old log-probabilities of every token: [b, L]."""
@@ -294,7 +253,7 @@ def _run(ids: Tensor, mask: Tensor, advantage: Tensor) -> Tensor:
     return (good.any(1) & bad.any(1)).long().cumprod(1).bool()
 
 
-@dataclass(frozen=True)
+@part("surrogate", reads_uniform=True)
 class RandomPolicyValue(GroupLoss):
     """(Q - r - Q')^2 of every token, [B, L] (ROVER, 2509.24981).
 
@@ -303,11 +262,7 @@ class RandomPolicyValue(GroupLoss):
     less its group's mean, which every token has. Policies that follow softmax(Q) keep all ways to a reward.
     """
 
-    scale: float = 1.0
-    reads_uniform = True
-
-    def __post_init__(self) -> None:
-        above(self, 0, "scale")
+    scale: Annotated[float, Above(0)] = 1.0
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         mask = old.new.mask
@@ -319,7 +274,7 @@ class RandomPolicyValue(GroupLoss):
 FORMS = ("anchor", "each", "leave_one_out")
 
 
-@dataclass(frozen=True)
+@part("surrogate", reads_groups=True, reads_advantages=True, reads_labels=True)
 class RewardLabels(SampleLoss):
     """Cross-entropy of a group's labels under the logits z = scale * s, s the mean log-ratio of a sample's decisions,
     [B, N] (REAL, 2602.05630; PACS, 2509.02522).
@@ -337,15 +292,9 @@ class RewardLabels(SampleLoss):
     its group, whose mean over tokens is logged.
     """
 
-    form: str = "anchor"
-    scale: float = 1.0
+    form: Annotated[str, OneOf(FORMS)] = "anchor"
+    scale: Annotated[float, Above(0)] = 1.0
     reference: bool = False
-    reads_groups = reads_advantages = reads_labels = True
-
-    def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise ValueError(f"RewardLabels: form is {self.form!r}, expected one of {', '.join(FORMS)}")
-        above(self, 0, "scale")
 
     @property
     def reads_reference(self) -> bool:  # type: ignore[override]

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Annotated, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flowgrpo.ranges import at_least
+from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.types import wide
 
 
@@ -30,7 +29,7 @@ class TokenDistribution(Protocol):
         if all are 1."""
 
 
-@dataclass(frozen=True)
+@part("decoding", jointly={"top_p min_p": "above 0 to 1 and 0 to 1"})
 class Decoding:
     """softmax(logits / temperature), cut to its most likely tokens, one cut after the other in this order.
 
@@ -45,22 +44,13 @@ class Decoding:
     other kept tokens are those of the new weights.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    greedy: int = 0
-    expert: int = 0
+    temperature: Annotated[float, Above(0, words="above 0 (greedy samples have `greedy`)")] = 1.0
+    top_p: Annotated[float, Above(0, to=1)] = 1.0
+    top_k: Annotated[int, AtLeast(0)] = 0
+    min_p: Annotated[float, AtLeast(0, to=1)] = 0.0
+    greedy: Annotated[int, AtLeast(0)] = 0
+    expert: Annotated[int, AtLeast(0)] = 0
     causal: ClassVar[bool] = False  # it needs tokens that are drawn one after the other
-
-    def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ValueError(f"Decoding: temperature is {self.temperature}, expected above 0 (greedy samples have "
-                             "`greedy`)")
-        if not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
-            raise ValueError(f"Decoding: top_p is {self.top_p} and min_p {self.min_p}, expected above 0 to 1 and 0 to "
-                             "1")
-        at_least(self, 0, "top_k", "greedy", "expert")
 
     def __call__(self, logits: Tensor, taken: Tensor | None = None) -> Tensor:
         """Return log-probabilities [n,V], float32 or wider, of logits [n,V]; -inf where cut.
@@ -96,7 +86,7 @@ class Decoding:
         return None if left is logits else left == -torch.inf
 
 
-@dataclass(frozen=True)
+@part("decoding")
 class WithAnswers(Decoding):
     """`Decoding` whose groups end with the prompt's own answer, written like the model's own (ViSurf, 2510.10606).
 
@@ -107,7 +97,6 @@ class WithAnswers(Decoding):
     form: str = "{answer}"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if "{answer}" not in self.form:
             raise ValueError(f"WithAnswers: form is {self.form!r}, expected a text with {{answer}}")
 
@@ -116,7 +105,7 @@ class WithAnswers(Decoding):
         return self.form.replace("{answer}", answer)
 
 
-@dataclass(frozen=True)
+@part("decoding")
 class Unmasking(Decoding):
     """`Decoding` of a masked language model: an answer of masks, `per_step` of which become tokens at every step
     (LLaDA, 2502.09992).
@@ -128,17 +117,10 @@ class Unmasking(Decoding):
     shrink: number of neighbouring steps of a block that are scored together, as one.
     """
 
-    per_step: int = 1
-    block: int = 0
-    order: str = "confidence"
-    shrink: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, 1, "per_step", "shrink")
-        at_least(self, 0, "block")
-        if self.order not in ("confidence", "random"):
-            raise ValueError(f"Unmasking: order is {self.order!r}, expected confidence or random")
+    per_step: Annotated[int, AtLeast(1)] = 1
+    block: Annotated[int, AtLeast(0)] = 0
+    order: Literal["confidence", "random"] = "confidence"
+    shrink: Annotated[int, AtLeast(1)] = 1
 
     def schedule(self, length: int) -> list[tuple[int, int, int]]:
         """Return (first, end, count) of every step of an answer: of the places first to end, `count` become tokens."""

@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from flowgrpo.errors import UserError
+from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.samplers.rollout import Seed
 from flowgrpo.text.samplers.decoding import Decoding, decided, divided
 from flowgrpo.text.samplers.importance import Begun, begin, completed, go_on
@@ -32,11 +33,12 @@ from flowgrpo.types import Completions, Segmented, wide
 if TYPE_CHECKING:
     from flowgrpo.text.samplers.language_model import LanguageModel
 
-@dataclass(frozen=True)
+@part("draws")
 class Independent:
     """Independent completions."""
 
-    causal, leaves = False, 1
+    causal = False
+    leaves = 1
 
     def __call__(self, policy: LanguageModel, tokenized: TokenizedPrompts, decoding: Decoding,
                  generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
@@ -45,7 +47,7 @@ class Independent:
                 for at in torch.arange(len(generators)).split(micro_batch)]
 
 
-@dataclass(frozen=True)
+@part("draws")
 class EarlyExits:
     """One full completion, and the answers forced at earlier exits (S-GRPO, 2505.07686).
 
@@ -56,7 +58,8 @@ class EarlyExits:
 
     exit: str = "Time is limited, stop thinking and start answering.\n</think>\n\n"
     close: str = "</think>"
-    causal, leaves = True, 1
+    causal = True
+    leaves = 1
 
     def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
                  generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
@@ -80,7 +83,7 @@ class EarlyExits:
         return torch.randint(1, max(min(length, most), 1) + 1, (count,), generator=generator).sort()[0]
 
 
-@dataclass(frozen=True)
+@part("draws")
 class SecondAttempt:
     """Two attempts in every completion: the policy reads its first answer and tries again (SCoRe, 2409.12917).
 
@@ -92,7 +95,8 @@ class SecondAttempt:
 
     again: str = "\n\nThere may be an error in this answer. I check it, and answer again.\n\n"
     share: float = 0.5
-    causal, leaves = True, 1
+    causal = True
+    leaves = 1
 
     def __post_init__(self) -> None:
         if not 0 < self.share < 1 or not self.again:
@@ -161,7 +165,7 @@ def ordered(samples: SampledCompletions, order: Tensor) -> SampledCompletions:
                          [samples.texts[i] for i in order.tolist()])
 
 
-@dataclass(frozen=True)
+@part("draws", jointly={"begun tokens": "2 or more, and 1 or more", "lr passes": "above 0, and 1 or more"})
 class PrunedDraws:
     """Group of begun completions expected to be half right (ARRoL); the others are stopped.
 
@@ -176,19 +180,13 @@ class PrunedDraws:
     lr, passes: of AdamW; the number of steps over all of an epoch's completions, by cross-entropy.
     """
 
-    begun: int = 2
-    tokens: int = 128
+    begun: Annotated[int, AtLeast(2)] = 2
+    tokens: Annotated[int, AtLeast(1)] = 128
     right: float = 0.5
-    lr: float = 1e-3
-    passes: int = 4
-    causal, leaves = True, 1
-
-    def __post_init__(self) -> None:
-        if self.begun < 2 or self.tokens < 1:
-            raise ValueError(f"PrunedDraws: begun is {self.begun} and tokens {self.tokens}, expected 2 or more, and 1 "
-                             "or more")
-        if not self.lr > 0 or self.passes < 1:
-            raise ValueError(f"PrunedDraws: lr is {self.lr} and passes {self.passes}, expected above 0, and 1 or more")
+    lr: Annotated[float, Above(0)] = 1e-3
+    passes: Annotated[int, AtLeast(1)] = 4
+    causal = True
+    leaves = 1
 
     def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
                  generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
@@ -323,7 +321,7 @@ def segmented(policy: CausalModel, tokenized: TokenizedPrompts, taken: Completio
     return Segmented(**vars(taken), segments=segments, values=values)
 
 
-@dataclass(frozen=True)
+@part("draws", causal=True)
 class Tree:
     """Tree: after every `tokens` tokens each completion so far continues in `children` ways (SPO-tree, 2505.23564).
 
@@ -334,7 +332,6 @@ class Tree:
 
     children: tuple[int, ...] = (2, 2)
     tokens: int = 32
-    causal = True
 
     def __post_init__(self) -> None:
         if not self.children or min(self.children) < 1 or self.tokens < 1:

@@ -10,20 +10,22 @@ is uniform, and the weights decide the tokens alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
 from flowgrpo.objectives import schedules
+from flowgrpo.parts import AtLeast, part
 from flowgrpo.text.samplers.decoding import Unmasking
 from flowgrpo.types import RunState
 
 Logits = Callable[[Tensor], Tensor]  # answers [n,L,V] to log-probabilities [n,L,V], -inf where a token is never drawn
 
 
-@dataclass(frozen=True)
+@part("relaxation", jointly={"last kl": "1 or more and 0 or more"})
 class GumbelSoftmax:
     """Reward gradient through the last steps of an unmasking, less `kl` times the KL of its process to the base model's
     (DRAKES, 2410.13643).
@@ -38,8 +40,8 @@ class GumbelSoftmax:
 
     temperature: float = 1.0
     schedule: schedules.Linear | None = None
-    last: int = 50
-    kl: float = 0.1
+    last: Annotated[int, AtLeast(1)] = 50
+    kl: Annotated[float, AtLeast(0)] = 0.1
     truncate_kl: bool = False
     relaxed: bool = False
     of_tokens = True
@@ -51,8 +53,6 @@ class GumbelSoftmax:
         if not self.temperature > 0 or not getattr(self.schedule, "last", 1) > 0:
             raise ValueError(f"GumbelSoftmax: temperature is {self.temperature} and schedule {self.schedule}, expected "
                              "temperatures above 0")
-        if self.last < 1 or not self.kl >= 0:
-            raise ValueError(f"GumbelSoftmax: last is {self.last} and kl {self.kl}, expected 1 or more and 0 or more")
 
     def at_epoch(self, epoch: int, epochs: int) -> GumbelSoftmax:
         """Return the part at the temperature of an epoch."""

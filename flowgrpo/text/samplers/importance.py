@@ -12,17 +12,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from flowgrpo.parts import AtLeast, OneOf, part
 from flowgrpo.text.samplers.decoding import Decoding, decided
 from flowgrpo.text.samplers.language_model import CausalModel, SampledCompletions, TokenizedPrompts
 
 HOW, LEVELS = ("tis", "mis", "none"), ("token", "sequence")
 
 
-@dataclass(frozen=True)
+@part(jointly={"how level": f"one of {', '.join(HOW)} and one of {', '.join(LEVELS)}"})
 class Mismatch:
     """Importance weight of every token, [B,L], from r = exp(trainer - engine).
 
@@ -32,16 +34,9 @@ class Mismatch:
     level: r of each token, or of its whole completion, the product over its tokens.
     """
 
-    how: str = "tis"
-    cap: float = 2.0
-    level: str = "token"
-
-    def __post_init__(self) -> None:
-        if self.how not in HOW or self.level not in LEVELS:
-            raise ValueError(f"Mismatch: how is {self.how!r} and level {self.level!r}, expected one of "
-                             f"{', '.join(HOW)} and one of {', '.join(LEVELS)}")
-        if not self.cap >= 1:
-            raise ValueError(f"Mismatch: cap is {self.cap}, expected 1 or more (infinity for none)")
+    how: Annotated[str, OneOf(HOW)] = "tis"
+    cap: Annotated[float, AtLeast(1, words="1 or more (infinity for none)")] = 2.0
+    level: Annotated[str, OneOf(LEVELS)] = "token"
 
     def __call__(self, trainer: Tensor, engine: Tensor, mask: Tensor) -> Tensor:
         """Return weights [B,L], without a gradient, of log-probabilities [B,L] at the same weights; 1 where mask is

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from torch import Tensor
 
+from flowgrpo.parts import AtLeast, part
 from flowgrpo.text.samplers.groups import joined, ordered
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from flowgrpo.text.samplers.language_model import CausalModel, SampledCompletions, TokenizedPrompts
 
 
-@dataclass(frozen=True)
+@part("draws", jointly={"likely gap apart share ahead": "0 to 1 each, and 1 or more"})
 class BranchingLookahead:
     """Group grown from one completion: a branch takes a token nearly as likely as the one drawn, and stays if its next
     tokens differ enough (LATR, 2510.24302).
@@ -29,18 +30,13 @@ class BranchingLookahead:
     the model gave it. The numbers and the order are a reconstruction.
     """
 
-    likely: float = 0.25
-    gap: float = 0.15
-    ahead: int = 20
-    apart: float = 0.4
-    share: float = 1.0
-    causal, leaves = True, 1
-
-    def __post_init__(self) -> None:
-        inside = all(0 <= getattr(self, name) <= 1 for name in ("likely", "gap", "apart", "share"))
-        if not inside or self.ahead < 1:
-            raise ValueError(f"BranchingLookahead: likely is {self.likely}, gap {self.gap}, apart {self.apart}, share "
-                             f"{self.share} and ahead {self.ahead}, expected 0 to 1 each, and 1 or more")
+    likely: Annotated[float, AtLeast(0, to=1)] = 0.25
+    gap: Annotated[float, AtLeast(0, to=1)] = 0.15
+    ahead: Annotated[int, AtLeast(1)] = 20
+    apart: Annotated[float, AtLeast(0, to=1)] = 0.4
+    share: Annotated[float, AtLeast(0, to=1)] = 1.0
+    causal = True
+    leaves = 1
 
     def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
                  generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int

@@ -1,0 +1,119 @@
+"""Parts by their place and module.
+
+`scripts/build_docs.py` writes this file from the decorators `flowgrpo.parts.part`.
+"""
+
+from __future__ import annotations
+
+MODULES: dict[str, dict[str, str]] = {
+    "target": {
+        "methods.targets": "RecordedSteps JointDensity NoisedFinals RewardGradient LatentEdits",
+        "text.targets": "Completions RelaxedTraces"},
+    "kernel": {
+        "samplers.kernels": "ODE FlowSDE DanceSDE CPS FlowDDIM DDIM VPCPS AnnealedNoise",
+        "samplers.learned_noise": "LearnedNoise"},
+    "decoding": {
+        "text.samplers.decoding": "Decoding WithAnswers Unmasking",
+        "contrib.annealing": "AnnealedDecoding SpanDecoding"},
+    "plan": {
+        "samplers.plans": "AllSteps RandomSubset NoSteps Single EachStep Branches GrowingTail LastSteps RandomLast "
+                          "LateStep Sliding TreeWindow"},
+    "solver": {
+        "samplers.solvers": "Euler DPMSolver2M"},
+    "tail": {
+        "samplers.grids": "TailPoints"},
+    "shaping": {
+        "advantages.shaping": "Unlikely WinRate Binary Overlong BradleyTerry Balanced Compressed",
+        "text.credit": "ExpertReward LengthSwitch ExitDecay",
+        "contrib.consistency": "LikelihoodConsistency",
+        "contrib.episodic": "Episodic"},
+    "advantage": {
+        "advantages.baselines": "VirtualBest First SameNoise NoBaseline Unrewarded Conditional ShiftedMean Paired",
+        "advantages.correctness": "Correctness Signed Decoupled",
+        "advantages.group": "Advantage Pooled",
+        "advantages.trackers": "ValueTracker SmoothStandardised PriorBlend",
+        "contrib.reshaped": "Difficulty Confidence Unconfident Consistency",
+        "contrib.reward_weights": "Influence Hypervolume HardPrompts ForwardCorrected",
+        "contrib.risk": "RiskAverse"},
+    "selection": {
+        "advantages.selection": "BestWorst MaxVariance Extremes WidthPruning Beyond ButFirst DropZeroVariance "
+                                "PairedGroups",
+        "contrib.downsampling": "ResampleCorrect Consistent"},
+    "log_ratio": {
+        "objectives.ratios": "PlainRatio Guard SquaredErrorRatio SequenceRatio CompletionRatio Matching"},
+    "surrogate": {
+        "objectives.actor_critic": "ActorCritic",
+        "objectives.forward_process": "NegativeAware CentredReward GroupPreference Preference",
+        "objectives.pair_losses": "PairLoss",
+        "objectives.sequence_losses": "TaperedReinforce NegativeAwareText Discriminative Regressed PairwisePreference",
+        "objectives.surrogates": "Clip AdaptiveClip DualClip DynamicClip DivergenceMask Reinforce KLOnly TruncatedIS "
+                                 "RewardAscent",
+        "text.losses.token_losses": "EntropyBonus HighEntropy ConflictTokens LikelihoodFloor ExpertMixture Calibrated "
+                                    "RandomPolicyValue RewardLabels",
+        "contrib.policy_shaping": "PolicyShaping",
+        "contrib.token_weights": "TokenWeights"},
+    "step_weight": {
+        "objectives.step_weights": "Uniform InverseDelta Sigma NoiseLevel"},
+    "reduction": {
+        "objectives.reductions": "TokenMean SequenceMean SequenceSum"},
+    "kl": {
+        "objectives.kl": "GaussianKL OutputError SampledKL SpanKL"},
+    "kl.schedule": {
+        "objectives.schedules": "Linear Adaptive"},
+    "reference": {
+        "objectives.references": "Base EMA PreviousPolicy WeightAverage Teacher Teachers Soup SelfTeacher"},
+    "rehearsal": {
+        "contrib.rehearsal": "Rehearsal"},
+    "tuning": {
+        "objectives.best_path": "LayerTuning"},
+    "data": {
+        "methods.supervised": "NextToken PreferencePairs AlignedChains FlowMatching GuidanceDistillation PicturePairs "
+                              "SelfAnswers"},
+    "data.source": {
+        "methods.data_sources": "Recorded PassRate Explained"},
+    "data.balance": {
+        "objectives.balance": "FixedWeights WarmupCosine GradientNorms Convergence"},
+    "data.token_weight": {
+        "objectives.supervised_weights": "EqualTokens Uncertain EntropyAware OneToken"},
+    "preview": {
+        "samplers.preview": "Preview"},
+    "times": {
+        "samplers.noised_finals": "GridTimes RandomGridTimes Stratified"},
+    "lag": {
+        "samplers.old_policy": "Lag"},
+    "backprop": {
+        "samplers.reward_gradient": "Unroll OneStep"},
+    "relaxation": {
+        "text.samplers.gumbel_softmax": "GumbelSoftmax"},
+    "adapted": {
+        "methods.adapted": "Adapted"},
+    "draws": {
+        "text.samplers.groups": "Independent EarlyExits SecondAttempt PrunedDraws Tree",
+        "text.samplers.lookahead": "BranchingLookahead",
+        "contrib.branching": "CriticalTokens SemanticBranches"},
+    "spread": {
+        "advantages.token_credit": "SegmentChain SegmentTree StepGroups MergedSteps Planning Exploring",
+        "text.credit": "StepScores"},
+    "curriculum": {
+        "curriculum.gradient_variance": "GradientVariance",
+        "curriculum.history": "VarianceSampling InformationGain Retention OppositePairs",
+        "curriculum.order": "EpochPermutation ThompsonSampling Knapsack",
+        "contrib.categories": "CategoryBandit",
+        "contrib.prediction": "PredictedDifficulty",
+        "contrib.variants": "Variations"},
+    "expansion": {
+        "curriculum.expansion": "Expansion"},
+    "redraw": {
+        "curriculum.resampling": "DynamicSampling AdditionalGroups Hints ExtraRollouts",
+        "text.teacher_answers": "TeacherAnswers",
+        "contrib.hint_length": "HintLength"},
+    "replay": {
+        "contrib.group_replay": "GroupReplay"},
+    "pruning": {
+        "samplers.pruning": "Pruning"},
+    "progress": {
+        "advantages.step_credit": "Progress"},
+    "value": {
+        "advantages.gae": "ValueHead OutcomeHead Recall"},
+    "edit": {
+        "samplers.latent_edits": "Edit"}}

@@ -1,0 +1,99 @@
+"""The decorator of a part: ranges of its fields, its messages, its place, and the list of names."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import math
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+
+from flowgrpo.methods import registry
+from flowgrpo.parts import Above, AtLeast, OneOf, part, ranges
+
+PACKAGE = Path(__file__).parents[1] / "flowgrpo"
+SHAPES = {"round": 0, "square": 4}
+
+
+@part("advantage", target="noise", reads_groups=True, jointly={"low high": "0 to 1, and 1 or more"})
+class Whole:
+    count: Annotated[int, AtLeast(1)] = 1
+    rate: Annotated[float | None, Above(0, to=1, words="a share")] = None
+    way: Literal["up", "down"] = "up"
+    shape: Annotated[str, OneOf(SHAPES)] = "round"
+    low: Annotated[float, AtLeast(0, to=1)] = 0.0
+    high: Annotated[float, AtLeast(1)] = 1.0
+    bare: Annotated[float, AtLeast(0, below=1, named=False)] = 0.0
+    steps: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert self.count >= 1, "ranges come first"
+        if self.low == 0.5:
+            raise ValueError("Whole: low is a half")
+
+
+@part("advantage")
+class Longer(Whole):
+    more: Annotated[float, Above(0, below=1)] = 0.5
+
+
+def test_a_part_is_a_frozen_dataclass_with_its_capabilities():
+    made = Longer(steps=[1, 2])
+    assert made == Longer(1, None, "up", "round", 0.0, 1.0, 0.0, (1, 2), 0.5) and made.steps == (1, 2)
+    assert (Whole.reads_target, Whole.reads_groups, Longer.reads_groups) == ("noise", True, True)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.count = 2
+    assert Whole(rate=1, low=1, high=math.inf, bare=0.99).rate == 1
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"count": 0}, "Longer: count is 0, expected 1 or more"), ({"count": math.nan}, "Longer: count is nan, expected 1"),
+    ({"rate": 0}, "Longer: rate is 0, expected a share"), ({"rate": 1.5}, "Longer: rate is 1.5, expected a share"),
+    ({"way": "left"}, "Longer: way is 'left', expected up or down"),
+    ({"shape": ["round"]}, "Longer: shape is ['round'], expected one of round, square"),
+    ({"low": 2}, "Longer: low is 2 and high 1.0, expected 0 to 1, and 1 or more"),
+    ({"high": 0}, "Longer: low is 0.0 and high 0, expected 0 to 1, and 1 or more"),
+    ({"bare": 1}, "bare is 1, expected 0 to below 1"), ({"more": 1}, "Longer: more is 1, expected between 0 and 1"),
+    ({"low": 0.5}, "Whole: low is a half")])
+def test_a_wrong_value_is_named_with_what_is_expected(settings, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        Longer(**settings)
+
+
+def test_a_plain_dataclass_of_a_part_keeps_its_ranges():
+    @dataclasses.dataclass(frozen=True)
+    class Mine(Whole):
+        own: int = 0
+
+    with pytest.raises(ValueError, match="Mine: count is 0, expected 1 or more"):
+        Mine(count=0)
+
+
+def test_ranges_of_a_part_are_read_with_those_of_its_bases():
+    assert {name: str(known) for name, known in ranges(Longer).items()} == {
+        "count": "1 or more", "rate": "above 0 to 1", "way": "one of up, down", "shape": "one of round, square",
+        "low": "0 to 1", "high": "1 or more", "bare": "0 to below 1", "more": "between 0 and 1"}
+
+
+@pytest.mark.parametrize("name", sorted(registry.TYPES))
+def test_defaults_lie_in_their_ranges_and_names_are_of_their_modules(name):
+    cls = registry.TYPES[name]
+    assert cls is getattr(import_module(cls.__module__), name)
+    for field in dataclasses.fields(cls):
+        if field.name in ranges(cls) and field.default is not dataclasses.MISSING:
+            assert ranges(cls)[field.name].takes(field.default), field.name
+
+
+def test_every_capability_of_a_part_is_read_somewhere():
+    """One with a typing error would be without effect."""
+    texts = [file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py")]
+    calls = [call for text in texts if "@part(" in text for node in ast.parse(text).body
+             for call in getattr(node, "decorator_list", ()) if ast.unparse(call).startswith("part(")]
+    stated = {keyword.arg for call in calls for keyword in call.keywords} - {"target", "jointly"}
+    assert len(calls) > 150 and {"reads_groups", "single", "needs"} <= stated
+    assert [name for name in sorted(stated) if not any(re.search(rf"\.{name}\b|\"{name}\"", text) for text in texts)] \
+        == []
