@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from starter_questions import CHOICES, KINDS, Thing, asked, read_question, things
 from torch import Tensor
 from train_starter_reward import GROUP, drawn, rendered
 
@@ -35,6 +34,7 @@ from flowgrpo.contrib.learned_rewards.training import Settings, fit, share
 from flowgrpo.contrib.questions.learned_answers import ByFolder
 from flowgrpo.contrib.questions.question_answers import QuestionAnswers
 from flowgrpo.contrib.questions.questions import Question, of_claims
+from flowgrpo.contrib.questions.scene_answers import CHOICES, KINDS, Thing, asked, read_question, things
 from flowgrpo.evaluation.statistics import BOOTSTRAP, interval
 from flowgrpo.starter import scenes
 from flowgrpo.starter.rewards.scene import read, scene

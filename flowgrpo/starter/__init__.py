@@ -16,7 +16,8 @@ VIDEO_CALL = {"height": 64, "width": 64, "num_frames": 5, "max_sequence_length":
 CONSISTENCY_STEPS = 4
 
 FOLDERS = {"starter": Path(__file__).parent / "model", "starter_video": Path(__file__).parent / "video",
-           "starter_text": Path(__file__).parent / "text", "starter_consistency": Path(__file__).parent / "model"}
+           "starter_text": Path(__file__).parent / "text", "starter_consistency": Path(__file__).parent / "model",
+           "starter_unified": Path(__file__).parent / "unified"}
 # A LoRA and a scheduler that turn the folder's model into another.
 MERGED = {"starter_consistency": Path(__file__).parent / "consistency"}
 RATES = {"starter_video": 5.0}  # frames per second

@@ -266,11 +266,12 @@ def _layout(n: int, relation: str | None, rng: np.random.Generator) -> tuple[np.
         radii = np.full(n, rng.uniform(low, high))
         centres = rng.uniform(radii[:, None] * 1.15 + 1, SIZE - 1 - radii[:, None] * 1.15, (n, 2))
         gaps = np.linalg.norm(centres[:, None] - centres[None], axis=-1) - 2.3 * radii[0] + 1e9 * np.eye(n)
-        if gaps.min() >= 2 and (relation is None or _in_relation(centres, relation)):
+        if gaps.min() >= 2 and (relation is None or in_relation(centres, relation)):
             return radii, centres
 
 
-def _in_relation(centres: np.ndarray, relation: str) -> bool:
+def in_relation(centres: np.ndarray, relation: str) -> bool:
+    """Whether the first of two centres [2, 2] stands on this side of the second, and clearly so."""
     along = (centres[0] - centres[1]) @ np.array(RELATIONS[relation])
     across = np.abs((centres[0] - centres[1]) @ np.array(RELATIONS[relation])[::-1])
     return bool(along > 1.3 * across)

@@ -13,8 +13,10 @@ import torch
 from flowgrpo.contrib.learned_rewards.preference import Aspect, Description, save
 from flowgrpo.contrib.learned_rewards.preference_networks import with_text
 from flowgrpo.contrib.learned_rewards.training import Settings
+from flowgrpo.contrib.questions import scene_answers
 from flowgrpo.contrib.questions.learned_answers import ByFolder
 from flowgrpo.contrib.questions.questions import of_claims
+from flowgrpo.contrib.questions.scene_answers import Thing, asked, read_question, things
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import find
 from flowgrpo.starter import scenes
@@ -22,9 +24,7 @@ from flowgrpo.starter.rewards.scene import read
 
 sys.path.append(str(Path(__file__).parents[3] / "scripts"))
 
-import starter_questions  # noqa: E402
 import train_starter_answers  # noqa: E402
-from starter_questions import Thing, asked, read_question, things  # noqa: E402
 from train_starter_answers import ANSWERS, Catalogue, answer_loss  # noqa: E402
 
 PROMPTS = ["a star", "three black rings", "a drawing of a ring above a cross", "a red circle and a blue star"]
@@ -145,7 +145,7 @@ def test_the_questions_of_every_task_have_the_prompts_answers_on_its_scenes(task
         for question in of_claims(scenes.parse(prompt)):
             kind, answer = read_question(question.question)
             assert answer(claimed(claims, rng)) == answer(rendered) == question.answer
-            assert set(question.choices) <= set(starter_questions.CHOICES[kind])
+            assert set(question.choices) <= set(scene_answers.CHOICES[kind])
 
 
 SEEN = [Thing("ring", "red", (10, 10)), Thing("ring", "blue", (12, 50)), Thing("star", "red", (40, 30)),
@@ -206,7 +206,7 @@ def test_kinds_and_what_is_there_are_asked_in_their_shares():
     catalogue = Catalogue.of(asked())
     answers = catalogue.answers([SEEN])
     weights = catalogue.weights(answers)[0]
-    kind, worth = starter_questions.KINDS.index("exists"), train_starter_answers.WORTH["exists"]
+    kind, worth = scene_answers.KINDS.index("exists"), train_starter_answers.WORTH["exists"]
     right = [ANSWERS[number] if number >= 0 else None for number in answers[0]]
     yes = [i for i, each in enumerate(right) if catalogue.kinds[i] == kind and each == "yes"]
     no = [i for i, each in enumerate(right) if catalogue.kinds[i] == kind and each == "no"]

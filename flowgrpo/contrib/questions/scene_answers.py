@@ -7,9 +7,11 @@ star where there is none, or are two of different colours, has no right answer.
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import permutations
 
 import numpy as np
@@ -106,3 +108,31 @@ def _related(seen: Things, shape: str, relation: str, other: str) -> str | None:
 
 _ANSWERS = {"exists": _exists, "total": _total, "count": _count, "colour": _colour, "where": _where,
             "related": _related}
+
+
+Answer = Callable[[Things], str | None]
+
+
+@lru_cache(maxsize=1)
+def by_kind() -> dict[str, list[tuple[str, Answer]]]:
+    """All questions by kind, with what tells their right answers; "exists" of plain and of coloured shapes are two."""
+    kinds: dict[str, list[tuple[str, Answer]]] = {}
+    for each in asked():
+        kind, answer = read_question(each.question)
+        coloured = kind == "exists" and any(f" {colour} " in each.question for colour in COLOURS)
+        kinds.setdefault("exists, coloured" if coloured else kind, []).append((each.question, answer))
+    return kinds
+
+
+def balanced(seen: Things, dice: random.Random) -> tuple[str, str]:
+    """Question about a picture, and its right answer: kinds are equally likely, then the answers that occur, then the
+    questions with that answer. So neither a kind nor its usual answer tells much without the picture."""
+    kinds = by_kind()
+    while True:
+        of: dict[str, list[str]] = {}
+        for question, answer in kinds[dice.choice(list(kinds))]:
+            if (said := answer(seen)) is not None:
+                of.setdefault(said, []).append(question)
+        if of:
+            said = dice.choice(sorted(of))
+            return dice.choice(of[said]), said
