@@ -23,17 +23,7 @@ from flowgrpo.packages import require_versions
 from flowgrpo.policies import build
 from flowgrpo.policies.weights.change import as_before
 from flowgrpo.train import Trainer
-from flowgrpo.training import (
-    announcement,
-    batch_size,
-    checks,
-    endings,
-    loading,
-    run_files,
-    state,
-    tracker,
-    trial,
-)
+from flowgrpo.training import announcement, batch_size, checks, endings, loading, metrics, run_folder, state, trial
 from flowgrpo.training.checks import Ready
 from flowgrpo.user_code import reading
 
@@ -95,23 +85,23 @@ def _run(ready: Ready, trainer: Trainer, listed: str | None) -> dict[str, Any]:
         if policy.modality == "text":  # of backward passes too, which recompute
             stack.enter_context(without_cudnn_attention(policy.device))
         if trainer.processes.first:
-            stack.enter_context(run_files.held(config, trainer.epoch, resumed, ready.changes))
-            run_files.write(replace(setup, config=config), trainer.epoch, policy, ready.precision, listed)
-        tracker.start(ready.accelerator, config, trainer.epoch, resumed=resumed)
+            stack.enter_context(run_folder.held_folder(config, trainer.epoch, resumed, ready.changes))
+            run_folder.write_files(replace(setup, config=config), trainer.epoch, policy, ready.precision, listed)
+        metrics.start(ready.accelerator, config, trainer.epoch, resumed=resumed)
         stack.callback(ready.accelerator.end_training)
         with endings.evaluating(trainer, folder, "first"):
             before = held_out.before(trainer, measured, folder, reuse=resumed)
         if not resumed:
-            tracker.log_held_out(ready.accelerator, before.mean(), 0)
-            tracker.show(ready.accelerator, folder, 0, "before")
+            metrics.log_held_out(ready.accelerator, before.mean(), 0)
+            metrics.show(ready.accelerator, folder, 0, "before")
         trainer.extensions.on_base(before, measured)
         trainer.train(folder, measured)
         with endings.evaluating(trainer, folder, "last"):
             summary = held_out.finish(trainer, measured, folder, before, ready.began, resumed)
         if not (config.eval.every and trainer.epoch % config.eval.every == 0):  # else they were sent then
-            tracker.log_held_out(ready.accelerator, summary["after"], trainer.epoch)
+            metrics.log_held_out(ready.accelerator, summary["after"], trainer.epoch)
         endings.export_for_comfyui(trainer, folder)
-        tracker.show(ready.accelerator, folder, trainer.epoch, "after", "best", "worst")
+        metrics.show(ready.accelerator, folder, trainer.epoch, "after", "best", "worst")
         return endings.of_all(trainer, summary)
 
 

@@ -26,13 +26,13 @@ from flowgrpo.objectives.reductions import reduced
 from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.build import make_rollouts
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.training import credit, epochs, extensions, out_of_memory, sampling, state
+from flowgrpo.training import credit, endings, epochs, extensions, sampling, state
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.first_ratio import FirstRatio
+from flowgrpo.training.kl_reference import make_reference
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.optimizer import Optimization, shares
 from flowgrpo.training.scoring import Functions, Scoring
-from flowgrpo.training.self_teacher import make_reference
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -176,5 +176,5 @@ class Trainer:
 
     def with_oom_retry(self, work: Callable[[], T], phase: str = "") -> T:
         """Return work(), repeated with half the micro-batch while memory runs out. phase: its name, or the clock's."""
-        return out_of_memory.with_oom_retry(work, self.geometry, self.processes, lambda: phase or self.clock.phase,
-                                            partial(out_of_memory.report, self))
+        return endings.with_oom_retry(work, self.geometry, self.processes, lambda: phase or self.clock.phase,
+                                      partial(endings.report, self))

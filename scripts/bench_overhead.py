@@ -22,7 +22,7 @@ import torch
 from common import FIXED, RECIPE, epoch_of, make_trainer, measuring, options, updated
 
 from flowgrpo.config import load
-from flowgrpo.data import splits
+from flowgrpo.data import sets
 from flowgrpo.policies.pipelines.call import plain_on_cpu
 from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.rollout import seeder
@@ -34,7 +34,7 @@ Call = tuple[torch.nn.Module, tuple, dict[str, Any], bool]
 def epoch(trainer: Trainer) -> None:
     """Rollout and update of the trainer's present epoch; nothing is decoded or scored, and advantages are +1 and -1."""
     shape, config = trainer.geometry, trainer.config
-    batch = splits.draw(trainer.prompts, shape.prompts, trainer.epoch, config.seed)
+    batch = sets.draw(trainer.prompts, shape.prompts, trainer.epoch, config.seed)
     conditioning = trainer.rollouts.conditioning(batch)
     parts = list(explore(trainer.policy, conditioning, trainer.rollouts.explorations(trainer.epoch), shape.micro_batch,
                          seeder(config.seed, trainer.epoch)))

@@ -21,7 +21,8 @@ from typing import Any
 from bench_results import ELSEWHERE, collected, dumped, load, merged
 from build_docs import page_of
 
-from flowgrpo.bench import charts, models, table
+from flowgrpo.bench import models, table
+from flowgrpo.bench.page import count as brief
 from flowgrpo.config import validate
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.pages.figures import COLOURS, FAINT, INK, save, styled
@@ -149,7 +150,7 @@ def draw(model: Mapping[str, Any], path: Path) -> None:
             axis.set_title(textwrap.shorten(method["label"].replace("+", " + "), 26, placeholder=" ..."), fontsize=7.5,
                            pad=4)
             axis.xaxis.set_major_locator(pyplot.MaxNLocator(2))
-            axis.xaxis.set_major_formatter(lambda value, _: charts.count(value))
+            axis.xaxis.set_major_formatter(lambda value, _: brief(value))
             axis.tick_params(labelsize=7, labelbottom=number + COLUMNS >= len(methods))
         save(figure, path)
 

@@ -27,7 +27,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from flowgrpo.config import Config, validate
-from flowgrpo.data import prompts, splits
+from flowgrpo.data import prompts, sets
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.policies.text_weights import load_causal_lm
@@ -114,7 +114,7 @@ def ours(args, method: str) -> Trainer:
     config = settings(args, method)
     torch.manual_seed(SEED)
     policy = CausalLM(*load_causal_lm("starter_text"), config.adapter, config.text)
-    return Trainer(config, Accelerator(cpu=True), policy, {"exact": exact}, splits.resolve(config))
+    return Trainer(config, Accelerator(cpu=True), policy, {"exact": exact}, sets.resolve(config))
 
 
 def settings(args, method: str) -> Config:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowgrpo import rewards
 from flowgrpo.config import Config
-from flowgrpo.data import splits
+from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import pick_device
 from flowgrpo.distributed.processes import make_accelerator
@@ -35,7 +35,7 @@ def make_trainer(config: Config, functions: Mapping[str, RewardFunction] | None 
     device = pick_device(config.device)
     config, _ = resolve_precision(config, device)
     return Trainer(config, make_accelerator(device), make_policy(config, device),
-                   rewards.compose(config.trained, config.cache, functions), splits.resolve(config))
+                   rewards.compose(config.trained, config.cache, functions), sets.resolve(config))
 
 
 def epoch_of(trainer: Trainer, parts: list[Part], conditioning: Any, batch: list[Prompt], scores: Tensor) -> Epoch:

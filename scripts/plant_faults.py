@@ -162,9 +162,9 @@ FAULTS = (
     fault("old scores of a stale epoch are not recomputed", "contrib/staleness/extension.py",
           "if drawn.update != run.optimization.update:", "if False:", "contrib/staleness"),
     # prompts, processes, storage, policies
-    fault("the same prompts in every epoch", "data/splits.py", "_walk(len(prompts), rest, epoch, seed)",
+    fault("the same prompts in every epoch", "data/sets.py", "_walk(len(prompts), rest, epoch, seed)",
           "_walk(len(prompts), rest, 0, seed)", "data"),
-    fault("held-out prompts are trained on", "data/splits.py",
+    fault("held-out prompts are trained on", "data/sets.py",
           "train = [prompt for prompt in prompts if prompt.key not in keys]", "train = [*prompts]", "data"),
     fault("shares of processes overlap", "distributed/processes.py", "for rank in (self.rank, self.rank + 1))",
           "for rank in (0, self.rank + 1))", "distributed"),

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.bench import models, probe
-from flowgrpo.bench.methods import Entry, entries
+from flowgrpo.bench.models import Entry, entries
 from flowgrpo.config import parse
 from flowgrpo.log import silence
 from flowgrpo.train import Trainer

@@ -29,7 +29,7 @@ from scipy.stats import spearmanr
 
 from flowgrpo import rewards
 from flowgrpo.config import load
-from flowgrpo.data import splits
+from flowgrpo.data import sets
 from flowgrpo.device import pick_device
 from flowgrpo.distributed.processes import make_accelerator
 from flowgrpo.evaluation.measured import spread
@@ -54,7 +54,7 @@ def trained(config) -> Trainer:
     device = pick_device(config.device)
     config, _ = resolve_precision(config, device)
     trainer = Trainer(config, make_accelerator(device), make_policy(config, device),
-                      rewards.compose(config.trained, config.cache), splits.resolve(config))
+                      rewards.compose(config.trained, config.cache), sets.resolve(config))
     start = time.time()
     for trainer.epoch in range(config.train.epochs):
         found = trainer.run_epoch()

@@ -14,7 +14,7 @@ import flowgrpo
 from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.cli import main
 from flowgrpo.config import load
-from flowgrpo.data import prompts, provenance, splits
+from flowgrpo.data import prompts, provenance, sets
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report.report import data
 from flowgrpo.methods import PRESETS, Method, naming, preset, registry
@@ -62,7 +62,7 @@ def test_the_configuration_names_what_lies_in_files(run):
     config = load(run / "config.yaml")
     assert config.trained["red"].use == f"{tiny.__file__}:red" and config.trained["red"].timeout == 60
     assert [prompt.text for prompt in prompts.load_prompts(config.prompts)] == [text.strip() for text in TEXTS]
-    assert {prompt.text for side in splits.resolve(config) for prompt in side} == {text.strip() for text in TEXTS}
+    assert {prompt.text for side in sets.resolve(config) for prompt in side} == {text.strip() for text in TEXTS}
 
 
 def test_commands_of_a_run_work(run, tmp_path):

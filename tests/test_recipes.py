@@ -15,7 +15,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from flowgrpo.check import report, tiny
 from flowgrpo.config import load
 from flowgrpo.config.geometry import geometry
-from flowgrpo.data import sets, splits
+from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.data.sets import SETS
 from flowgrpo.gaussian import log_prob
@@ -86,7 +86,7 @@ def test_no_recipe_trains_on_a_test_set(path):
     if path.parent.name != "accelerate":
         config = load(path)
         assert sets.test_set(config.prompts) is None and not config.train_on_test_set
-        splits.require_suited(config)
+        sets.require_suited(config)
 
 
 @pytest.mark.parametrize("name", sorted(LANGUAGE_MODELS))

@@ -22,7 +22,7 @@ import study_rows  # noqa: E402
 import study_settings  # noqa: E402
 import study_statistics  # noqa: E402
 
-from flowgrpo.data import demonstrations  # noqa: E402
+from flowgrpo.data import pairs  # noqa: E402
 from flowgrpo.data.prompts import Prompt  # noqa: E402
 from flowgrpo.rewards import preprocessing  # noqa: E402
 from flowgrpo.starter.rewards import scene  # noqa: E402
@@ -133,7 +133,7 @@ def test_a_fourth_of_the_prompts_is_not_mastered():
 
 def test_right_pictures_are_those_of_the_prompts(tmp_path):
     study_parts.write_pictures(tmp_path, [Prompt("a red star"), Prompt("two blue circles")])
-    lines = demonstrations.load_demonstrations(tmp_path / "scenes-pictures.jsonl")
+    lines = pairs.load_demonstrations(tmp_path / "scenes-pictures.jsonl")
     shown = torch.stack([preprocessing.read_tensor(required(line.picture)) for line in lines])
     assert [line.prompt for line in lines] == ["a red star", "two blue circles"]
     assert scene.scene(shown, ["a red star", "two blue circles"], [{}, {}]) == [1.0, 1.0]

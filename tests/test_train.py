@@ -15,7 +15,7 @@ from flowgrpo.arguments import OMITTED, configured
 from flowgrpo.config import load
 from flowgrpo.config.sections import Adapter
 from flowgrpo.data.prompts import Prompt, load_prompts
-from flowgrpo.data.splits import SPLIT_SEED, split
+from flowgrpo.data.sets import SPLIT_SEED, split
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import EVAL_SEED
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy

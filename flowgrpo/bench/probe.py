@@ -14,7 +14,7 @@ from flowgrpo import rewards
 from flowgrpo.bench import models
 from flowgrpo.config import parse
 from flowgrpo.config.schema import Config
-from flowgrpo.data import splits
+from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import pick_device
 from flowgrpo.distributed.processes import make_accelerator
@@ -40,7 +40,7 @@ def trainer_of(config: Config, policy: Policy | None = None) -> Trainer:
     config, _ = resolve_precision(config, device)
     trained: dict[str, Any] = {**rewards.compose(config.trained, config.cache)}
     return Trainer(config, make_accelerator(device), policy or make_policy(config, device), trained,
-                   splits.resolve(config))
+                   sets.resolve(config))
 
 
 def trial(config: Config) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from flowgrpo.check import loading, memory, replays, reward_models
-from flowgrpo.check.gradients import GROUP, RANK
+from flowgrpo.check.replays import GROUP, RANK
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Adapter, Load
 from flowgrpo.data.prompts import load_prompts

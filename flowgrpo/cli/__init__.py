@@ -5,9 +5,8 @@ from __future__ import annotations
 from flowgrpo.cli.root import app, main
 
 # Groups show their commands in this order.
-from flowgrpo.cli import train, draw, evaluate, results, push, about, new  # isort: skip
-from flowgrpo.cli import recipe_list, prompts, data, encode, rewards, label, runs, vote, bench  # isort: skip
-from flowgrpo.cli import verify, evolve, experience  # isort: skip
+from flowgrpo.cli import train, draw, evaluate, results, about, new  # isort: skip
+from flowgrpo.cli import recipe_list, prompts, data, rewards, label, runs, compare, verify, contrib  # isort: skip
 
-__all__ = ["about", "app", "bench", "data", "draw", "encode", "evaluate", "evolve", "experience", "label", "main",
-           "new", "prompts", "push", "recipe_list", "results", "rewards", "runs", "train", "verify", "vote"]
+__all__ = ["about", "app", "compare", "contrib", "data", "draw", "evaluate", "label", "main", "new", "prompts",
+           "recipe_list", "results", "rewards", "runs", "train", "verify"]

@@ -11,8 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from flowgrpo.cli.options import Trusted
-from flowgrpo.cli.root import TRAIN, app, list_app
-from flowgrpo.cli.show import print_table
+from flowgrpo.cli.root import TRAIN, app, list_app, print_table
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.user_code import packaged
 

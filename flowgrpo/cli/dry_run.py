@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from flowgrpo.cli.show import print_table
+from flowgrpo.cli.root import print_table
 from flowgrpo.errors import UserError
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flowgrpo.cli.root import list_app, prompts_app
-from flowgrpo.cli.show import print_table
+from flowgrpo.cli.root import list_app, print_table, prompts_app
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.nouns import counted
 from flowgrpo.storage import atomic
@@ -115,8 +114,8 @@ def proxy_prompts(
 ) -> None:
     """Write prompts whose right answer is known by construction: a caption's error, critiques of solutions, or
     inverted choices."""
+    from flowgrpo.data.prompt_writer import caption_errors, critiques, inverted
     from flowgrpo.data.prompts import as_line, load_prompts
-    from flowgrpo.data.proxy_prompts import caption_errors, critiques, inverted
 
     if kind not in ("caption_error", "critique", "inversion"):
         raise UserError(f"proxy-prompts: got {kind!r}, expected caption_error, critique or inversion")

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from flowgrpo.cli.root import list_app
-from flowgrpo.cli.show import print_table
+from flowgrpo.cli.root import list_app, print_table
 from flowgrpo.errors import UserError
 
 COMPUTED = re.compile(r"^# (?P<gpus>(?:One|\d+) \w+ \(\d+ GB\)): .* in (?P<hours>[\d,.]+) h, peak (?P<peak>[\d.]+) GiB "

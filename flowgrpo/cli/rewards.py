@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from flowgrpo.cli.options import made_with
-from flowgrpo.cli.root import list_app, reward_app
-from flowgrpo.cli.show import print_table
+from flowgrpo.cli.root import list_app, print_table, reward_app
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import counted
 from flowgrpo.rewards.failures import Failed

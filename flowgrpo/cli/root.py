@@ -1,4 +1,6 @@
-"""Typer application of all commands, in panels and groups, and `main`, which runs it."""
+"""Typer application of all commands, in panels and groups, `main`, which runs it, and the tables that commands print.
+
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ from flowgrpo import __version__
 from flowgrpo.distributed import launchers
 from flowgrpo.distributed.signals import exit_code, leave
 from flowgrpo.errors import UserError
-from flowgrpo.escaped import line
+from flowgrpo.escaped import line, plain
 from flowgrpo.files import at_home
-from flowgrpo.log import silence
+from flowgrpo.log import plain_console, silence
 from flowgrpo.packages import broken, require_versions
 from flowgrpo.storage import paths
 
@@ -180,3 +182,15 @@ def _leave_group() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def print_table(heads: list[str], rows: list[list[str]]) -> None:
+    """Print a table, one line per row, at least three columns wide. The third column is kept narrow."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False)
+    table.columns[0].no_wrap, table.columns[2].max_width = True, 20
+    for row in rows:
+        table.add_row(*map(plain, row))
+    plain_console().print(table)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowgrpo.cli.root import list_app
-from flowgrpo.cli.show import print_table
+from flowgrpo.cli.root import list_app, print_table
 
 if TYPE_CHECKING:
     from flowgrpo.evaluation.runs import Run

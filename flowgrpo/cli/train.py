@@ -171,10 +171,10 @@ def settings_for(output: Path, arguments: list[str] | None, others: tuple[str, .
 def check_inputs(settings: Any) -> None:
     """Validate prompts and rewards before torch or a model is loaded."""
     from flowgrpo import rewards
-    from flowgrpo.data import provenance, recorded_pairs, splits
+    from flowgrpo.data import pairs, provenance, sets
 
     provenance.require_no_slip(settings.model)
-    splits.require_suited(settings)
-    recorded_pairs.in_place(settings, splits.resolve(settings), text=True)  # `checks.check` opens the pictures
+    sets.require_suited(settings)
+    pairs.in_place(settings, sets.resolve(settings), text=True)  # `checks.check` opens the pictures
     for label, rule in (settings.trained | settings.watched).items():
         rewards.locate(rule.use or label)

@@ -17,7 +17,7 @@ from flowgrpo.storage.checkpoint import Tensors
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
 from flowgrpo.training.run import Run
-from flowgrpo.training.stored_parts import within
+from flowgrpo.training.state import within
 
 RATES = torch.logspace(-3, 0.5, 141, dtype=torch.float64)  # of saturation per epoch; the least is nearly a line
 

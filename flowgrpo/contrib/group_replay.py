@@ -19,7 +19,7 @@ from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
 from flowgrpo.training.run import Run
-from flowgrpo.training.stored_parts import record_of, tensors_of
+from flowgrpo.training.state import record_of, tensors_of
 
 
 @part("replay")

@@ -33,7 +33,7 @@ from flowgrpo.storage.checkpoint import Stateful, Tensors
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
 from flowgrpo.training.run import Run
-from flowgrpo.training.stored_parts import within
+from flowgrpo.training.state import within
 from flowgrpo.types import required
 
 if TYPE_CHECKING:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 
 from flowgrpo.curriculum.history import RATES, record
-from flowgrpo.data import splits
+from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.data.text_features import features
+from flowgrpo.data.selection import features
 from flowgrpo.parts import Above, AtLeast, part
 
 if TYPE_CHECKING:
     from flowgrpo.curriculum.epoch_batch import EpochBatch
+
 
 def predicted(texts: Sequence[str], references: Sequence[str], rates: Sequence[float], temperature: float
               ) -> np.ndarray:
@@ -45,7 +46,7 @@ class PredictedDifficulty:
                  memory: dict[str, Any], group: int) -> list[Prompt]:
         known = memory.get(RATES, {})
         most = max(min(self.candidates * count, len(pool)), count)
-        candidates = splits.draw(list(pool), most, epoch, seed, weights)
+        candidates = sets.draw(list(pool), most, epoch, seed, weights)
         if not known:
             return candidates[:count]
         number = min(round(self.fresh * count), count)

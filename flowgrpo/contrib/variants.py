@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flowgrpo.data import splits
+from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt, as_line, of_records
 from flowgrpo.errors import UserError
 from flowgrpo.parts import part
@@ -55,7 +55,7 @@ class Variations:
     def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
                  memory: dict[str, Any], group: int) -> list[Prompt]:
         variants = of_records(memory.get(VARIANTS, [])[:round(self.share * count)])
-        return variants + splits.draw(list(pool), count - len(variants), epoch, seed, weights)
+        return variants + sets.draw(list(pool), count - len(variants), epoch, seed, weights)
 
     def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
         """Drop drawn variants that taught nothing; the others go to the end."""

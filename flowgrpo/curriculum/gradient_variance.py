@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 
 from flowgrpo.curriculum.order import learn, of
-from flowgrpo.data import splits
+from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.parts import Above, AtLeast, part
 
@@ -41,7 +41,7 @@ class GradientVariance:
 
     def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
                  memory: dict[str, Any], group: int) -> list[Prompt]:
-        drawn = splits.draw(list(pool), min(max(count // self.each, 1), len(pool)), epoch, seed, weights)
+        drawn = sets.draw(list(pool), min(max(count // self.each, 1), len(pool)), epoch, seed, weights)
         a, b = of(memory, drawn, self.prior).T
         known = memory.get(NORMS, {})
         usual = sum(known.values()) / len(known) if known else 1.0

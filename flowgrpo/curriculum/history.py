@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 
 from flowgrpo.curriculum.order import KEY, of, require_rate, updated
-from flowgrpo.data import splits
+from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.parts import Above, AtLeast, part
 
@@ -74,7 +74,7 @@ class VarianceSampling:
         rng = np.random.default_rng([seed, epoch, 1])
         chosen = rng.choice(len(pool), number, replace=False, p=scores / scores.sum()).tolist() if number else []
         rest = [place for place in range(len(pool)) if place not in {*chosen}] or [*range(len(pool))]
-        others = splits.draw([pool[place] for place in rest], count - number, epoch, seed,
+        others = sets.draw([pool[place] for place in rest], count - number, epoch, seed,
                              weights and [weights[place] for place in rest])
         return [pool[place] for place in chosen] + others
 
@@ -109,7 +109,7 @@ class InformationGain:
     def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
                  memory: dict[str, Any], group: int) -> list[Prompt]:
         most = max(min(self.candidates * count, len(pool)), count)
-        candidates = splits.draw(list(pool), most, epoch, seed, weights)
+        candidates = sets.draw(list(pool), most, epoch, seed, weights)
         rates = np.random.default_rng([seed, epoch, 0]).beta(*of(memory, candidates, self.prior).T)
         gains = rates * (1 - rates) ** self.power
         return [candidates[place] for place in (-gains).argsort(kind="stable")[:count]]
@@ -145,12 +145,12 @@ class Retention:
     def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
                  memory: dict[str, Any], group: int) -> list[Prompt]:
         if epoch < self.after:
-            return splits.draw(list(pool), count, epoch, seed, weights)
+            return sets.draw(list(pool), count, epoch, seed, weights)
         kept = self.ranked(memory, pool)[:self.keep]
         if self.by == "variance":
             chosen = memory.setdefault(RETAINED, [prompt.key for prompt in kept])
             kept = [prompt for prompt in pool if prompt.key in chosen] or kept
-        return splits.draw(kept, count, epoch, seed)
+        return sets.draw(kept, count, epoch, seed)
 
     def ranked(self, memory: dict[str, Any], pool: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts in the order of retention; equal ones in the pool's."""
@@ -188,7 +188,7 @@ class OppositePairs:
                  for side, place in zip((hard, easy), at)]
         taken = {prompt.key for prompt in pairs}
         left = [place for place, prompt in enumerate(pool) if prompt.key not in taken] or [*range(len(pool))]
-        return pairs + splits.draw([pool[place] for place in left], count - len(pairs), epoch, seed,
+        return pairs + sets.draw([pool[place] for place in left], count - len(pairs), epoch, seed,
                                    weights and [weights[place] for place in left])
 
     def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 
 from flowgrpo.advantages.group import RELATIVE_NOISE
-from flowgrpo.data import splits
+from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.parts import Above, AtLeast, part
@@ -34,7 +34,7 @@ class EpochPermutation:
 
     def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
                  memory: dict[str, Any], group: int) -> list[Prompt]:
-        return splits.draw(list(pool), count, epoch, seed, weights)
+        return sets.draw(list(pool), count, epoch, seed, weights)
 
     def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
         """Do nothing: this curriculum has no state."""
@@ -59,7 +59,7 @@ class ThompsonSampling:
     def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
                  memory: dict[str, Any], group: int) -> list[Prompt]:
         most = max(min(self.candidates * count, len(pool)), count)
-        candidates = splits.draw(list(pool), most, epoch, seed, weights)
+        candidates = sets.draw(list(pool), most, epoch, seed, weights)
         rates = np.random.default_rng([seed, epoch, 0]).beta(*of(memory, candidates, self.prior).T)
         return [candidates[place] for place in np.abs(rates - self.target).argsort(kind="stable")[:count]]
 
@@ -115,7 +115,7 @@ class Knapsack:
 
     def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
                  memory: dict[str, Any], group: int) -> list[Prompt]:
-        drawn = splits.draw(list(pool), min(max(count // self.each, 1), len(pool)), epoch, seed, weights)
+        drawn = sets.draw(list(pool), min(max(count // self.each, 1), len(pool)), epoch, seed, weights)
         a, b = of(memory, drawn, self.prior).T
         groups = allocated((a / (a + b)).tolist(), count, group)
         return [prompt for prompt, number in zip(drawn, groups) for _ in range(number)]

@@ -1,6 +1,5 @@
-"""Picture files that others made: opened within limits, upright, as RGB of what their maker saw.
-
-What cannot be read without a guess is refused: 32-bit values of an unknown range, several pictures in one file.
+"""Picture files that others made: opened within limits, upright, as RGB of what their maker saw. A reward server opens
+no file that a client names.
 """
 
 from __future__ import annotations
@@ -32,6 +31,8 @@ OTHERS = ((4, b"ftypavi", "AVIF"), (4, b"ftyphe", "HEIF"), (4, b"ftypmif1", "HEI
           (4, b"JXL ", "JPEG XL"), (4, b"jP  ", "JPEG 2000"), (0, b"\xff\x4f\xff\x51", "JPEG 2000"),
           (0, b"8BPS", "Photoshop"), (0, b"%PDF", "PDF"), (0, b"%!PS", "EPS"), (0, b"\x76\x2f\x31\x01", "OpenEXR"),
           (0, b"#?RADIANCE", "Radiance HDR"), (0, b"<svg", "SVG"), (0, b"<?xml", "SVG"), (0, b"qoif", "QOI"))
+# A module's variable, since rewards also run in threads, to which a context variable is not passed on.
+_closed = 0
 
 
 class Unclear(ValueError):
@@ -227,3 +228,21 @@ def _coloured(picture: Image, profile: bytes | None) -> Image:
                 assert shown is not None  # of a call that is not in place
                 return shown
     return picture.convert("RGB")
+
+
+@contextmanager
+def closed() -> Iterator[None]:
+    """Context manager, for every thread: `require_open` refuses."""
+    global _closed
+    _closed += 1
+    try:
+        yield
+    finally:
+        _closed -= 1
+
+
+def require_open() -> None:
+    """Raise UserError inside `closed`. Called before the first look at a file that metadata name."""
+    if _closed:
+        raise UserError("this reward reads files that the metadata name, and a reward server opens none of a client's: "
+                        "use the reward in the run's own process")

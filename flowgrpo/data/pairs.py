@@ -1,10 +1,13 @@
-"""Preference pairs of images or texts: load them from a file, and hold out those of some prompts.
+"""Recorded examples of prompts: preference pairs of images or texts, and demonstrations for supervised terms.
 
 A file of pairs is `.jsonl`, one object per line with `prompt`, `chosen` and `rejected` (paths of images, relative to
 the file; of a language model the texts themselves). Optional `aspects` is an object of names with "chosen", "rejected"
 or "tie": the better one in that respect. Every line is also a verdict of the aspect `overall`, for `chosen`, unless
 `aspects` names it. Optional `margins` is an object of aspects with numbers: how much better `chosen` is by the scores
 of a judge, below 0 where `rejected` is.
+
+A file of demonstrations is `.jsonl`, one object per line with `prompt` and either `picture` (a path, relative to the
+file) or `text` (an answer). Optional are `reward`, a number (default 1), and `source`, the name of where it comes from.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flowgrpo.data import splits
+from flowgrpo.config.schema import Config
+from flowgrpo.data import sets
 from flowgrpo.data.prompts import LARGEST, Prompt
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.files import decoded, require_ending, require_size, unfit, unsafe
@@ -26,6 +30,8 @@ KEYS = ("prompt", "chosen", "rejected", "aspects", "margins")
 OVERALL = "overall"
 ASPECT = re.compile(r"[\w-]+")  # the name of one
 WORTH = {"chosen": 1.0, "rejected": 0.0, "tie": 0.5}
+DEMONSTRATION_KEYS = ("prompt", "picture", "text", "reward", "source")
+Prompts = list[Prompt]
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ def split(pairs: list[Pair], held_out: float | str, text: bool = False) -> tuple
         texts = {pair.prompt for pair in held}
     else:
         prompts = [Prompt(text) for text in sorted({pair.prompt for pair in pairs})]
-        texts = {prompt.text for prompt in splits.split(prompts, held_out, splits.SPLIT_SEED)[1]}
+        texts = {prompt.text for prompt in sets.split(prompts, held_out, sets.SPLIT_SEED)[1]}
         held = [pair for pair in pairs if pair.prompt in texts]
     train = [pair for pair in pairs if pair.prompt not in texts]
     if not train:
@@ -170,3 +176,94 @@ def _margins(given: Any, path: Path, line: int) -> dict[str, float]:
 
 def _wrong(path: Path, line: int, what: str) -> UserError:
     return UserError(f"pairs {path}, line {line}: {what}")
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """Recorded output of a prompt: the path of a picture, or the text of an answer."""
+
+    prompt: str
+    picture: Path | None = None
+    text: str | None = None
+    reward: float = 1.0
+    source: str = ""
+
+
+def load_demonstrations(path: str | Path) -> list[Demonstration]:
+    """Read a .jsonl file of demonstrations. Raises UserError with the file and the line of a mistake."""
+    path = Path(path)
+    require_ending(path, (".jsonl",), "demonstrations")
+    if why := unfit(path):
+        raise UserError(f"demonstrations {path}: {'no such file' if why == 'does not exist' else why}")
+    require_size(path, LARGEST, f"demonstrations {path}")
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"demonstrations {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    records = [_demonstration(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
+    if not records:
+        raise UserError(f"demonstrations {path}: the file holds no demonstration")
+    return records
+
+
+def _demonstration(line: str, path: Path, number: int) -> Demonstration:
+    try:
+        record = decoded(line)
+    except json.JSONDecodeError as error:
+        raise _wrong_demonstration(path, number, f"not valid JSON: {error.msg} (column {error.colno})") from None
+    if not isinstance(record, dict):
+        raise _wrong_demonstration(path, number, f"expected an object with the keys prompt and picture or text, "
+                                                 f"got {record!r}")
+    for key in record:
+        if key not in DEMONSTRATION_KEYS:
+            raise _wrong_demonstration(path, number, f"unknown key {key!r}{nearest(key, list(DEMONSTRATION_KEYS))}")
+    if ("picture" in record) == ("text" in record):
+        raise _wrong_demonstration(path, number, "expected either 'picture' or 'text'")
+    texts = {key: record[key] for key in ("prompt", "picture", "text", "source") if key in record}
+    for key, value in {"prompt": None, **texts}.items():
+        if not isinstance(value, str) or not value.strip():
+            raise _wrong_demonstration(path, number, f"expected a text under {key!r}, got {value!r}")
+        if why := unsafe(value):
+            raise _wrong_demonstration(path, number, f"the text under {key!r} holds {why}")
+    picture = path.parent / record["picture"] if "picture" in record else None
+    if picture is not None and (why := unfit(picture)):
+        raise _wrong_demonstration(path, number, f"no image at {picture}"
+                                   + ("" if why == "does not exist" else f": it {why}"))
+    return Demonstration(record["prompt"].strip(), picture, record.get("text"),
+                         _number(record.get("reward", 1.0), path, number), record.get("source", ""))
+
+
+def _number(value: Any, path: Path, line: int) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise _wrong_demonstration(path, line, f"expected a number under 'reward', got {value!r}")
+    return float(value)
+
+
+def _wrong_demonstration(path: Path, line: int, what: str) -> UserError:
+    return UserError(f"demonstrations {path}, line {line}: {what}")
+
+
+def in_place(config: Config, split: tuple[Prompts, Prompts], text: bool = False) -> tuple[Prompts, Prompts]:
+    """Return the (training, held-out) prompts; with `preferences`, its pairs replace the training ones.
+
+    text: the pairs are of texts. A prompt stands for one pair. Its metadata has the files, or the texts, `chosen` and
+    `rejected`, the verdict `preferred`, 1 for the chosen one, and the metadata that the prompt file has for the same
+    text. With labels from the file, `chosen` is the preferred side, even if the line calls it otherwise; ties are left
+    out. No held-out prompt is trained on.
+    Raises UserError if no pair is left.
+    """
+    if config.preferences is None:
+        return split
+    train, held = split
+    known, unseen = {prompt.text: prompt for prompt in train}, {prompt.text for prompt in held}
+    pairs = load_pairs(config.preferences, text)
+    pairs = [pair for pair in (pairs if config.labels == "rewards" else decided(pairs)) if pair.prompt not in unseen]
+    if not pairs:
+        raise UserError(f"preferences {config.preferences}: every pair is a tie or one of a held-out prompt, which "
+                        "leaves none to train on")
+    return [_prompt(known.get(pair.prompt, Prompt(pair.prompt)), pair) for pair in pairs], held
+
+
+def _prompt(prompt: Prompt, pair: Pair) -> Prompt:
+    metadata = {"chosen": str(pair.chosen), "rejected": str(pair.rejected), "preferred": pair.verdicts[OVERALL]}
+    return replace(prompt, metadata=prompt.metadata | metadata)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowgrpo.data.client_files import require_open
-from flowgrpo.data.open_picture import SIDEWAYS, opened, orientation, pages, require_single, rgb
+from flowgrpo.data.open_picture import SIDEWAYS, opened, orientation, pages, require_open, require_single, rgb
 from flowgrpo.errors import UserError
 from flowgrpo.files import unfit
 from flowgrpo.nouns import counted

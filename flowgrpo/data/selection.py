@@ -1,9 +1,13 @@
-"""Choice of prompts from sets: without duplicates, by recorded success rates, in a mixture. Pure functions."""
+"""Choice of prompts from sets: without duplicates, by recorded success rates, in a mixture; and features of texts
+without a model: hashed words and pairs of words. Pure functions.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +21,8 @@ from flowgrpo.nouns import counted
 _WORD = re.compile(r"\w+")
 Rates = Mapping[str, Sequence[float]]  # success rates by a prompt's key, the oldest first
 TRIALS, NEAR = 20_000, 4_000  # mixtures that are tried: anywhere, and near the best one
+WIDTH = 512  # of a text's features
+_WORDS = re.compile(r"\w+|[^\w\s]")
 
 
 def words_of(text: str) -> list[str]:
@@ -126,3 +132,12 @@ def _quadratic(mixtures: np.ndarray) -> np.ndarray:
     """Return the terms of the surrogate: [n, k + k (k - 1) / 2]."""
     pairs = [mixtures[:, i] * mixtures[:, j] for i, j in itertools.combinations(range(mixtures.shape[1]), 2)]
     return np.column_stack([mixtures, *pairs])
+
+
+@functools.lru_cache(maxsize=65536)
+def features(text: str, width: int = WIDTH) -> np.ndarray:
+    """Return the counts of a text's words and pairs of words, hashed to `width` places, of length 1: [width]."""
+    words, counts = _WORDS.findall(text.lower()), np.zeros(width)
+    for gram in [*words, *(" ".join(pair) for pair in zip(words, words[1:]))]:
+        counts[zlib.crc32(gram.encode()) % width] += 1
+    return counts / max(float(np.linalg.norm(counts)), 1e-12)

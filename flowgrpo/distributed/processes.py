@@ -23,8 +23,7 @@ from torch import Tensor, distributed
 
 from flowgrpo.device import ran_out
 from flowgrpo.distributed import launchers, signals
-from flowgrpo.distributed.lockstep import DONE, Lockstep
-from flowgrpo.distributed.shards import is_shard
+from flowgrpo.distributed.shards import DONE, Lockstep, is_shard
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import UserError
 

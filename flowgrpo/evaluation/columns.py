@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flowgrpo import rewards
+from flowgrpo.data import sets
 from flowgrpo.data import sources as given_files
-from flowgrpo.data import splits
 from flowgrpo.data.prompts import load_prompts
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
@@ -242,7 +242,7 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
     else:
         arguments = samplers.call_arguments(config.model, run)
     chosen = KINDS[kind](Column("tuned", run, seed, arguments), list(values))
-    shown = spread(load_prompts(prompts) if prompts else splits.resolve(config)[1], count)
+    shown = spread(load_prompts(prompts) if prompts else sets.resolve(config)[1], count)
     given_files.require(shown)
     functions = run_rewards.measured(config)
     device = loading.place()

@@ -29,7 +29,6 @@ from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import best_of as choice
 from flowgrpo.evaluation import distances, draw, findings, held_out, run_rewards, samplers
-from flowgrpo.evaluation import samplers as rewriter
 from flowgrpo.evaluation.plan import BASE, TUNED, BaseLedger, Medium, Place, Plan, digest
 from flowgrpo.policies import build, checkpoints, loading
 from flowgrpo.rewards import Failed
@@ -123,7 +122,7 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
     if len(arms) < len(rlg):
         raise UserError(f"--rlg: got a weight twice in {', '.join(f'{weight:g}' for weight in rlg)}")
     return Plan(model, tuned, arms, "sweep" if len(rlg) > 1 else next(iter(rlg), None), config, arguments, samples,
-                seed, medium, precision, choice.make(best_of, by, config), rewriter.make(enhancer, seed))
+                seed, medium, precision, choice.make(best_of, by, config), samplers.make_enhancer(enhancer, seed))
 
 
 def _require_fitting(medium: Medium, of_pictures: dict[str, Any], of_texts: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flowgrpo.config.schema import Config
-from flowgrpo.data import hub, sets, splits
+from flowgrpo.data import hub, sets
 from flowgrpo.data.suites import Suite
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import markdown as markdown_of
@@ -255,7 +255,7 @@ def seen(config: Config | None, suite: Suite) -> int:
     if config is None or hub.named(named.train if named else config.prompts):
         return 0
     try:
-        train, _ = splits.resolve(config)
+        train, _ = sets.resolve(config)
     except UserError:
         return 0
     keys = {prompt.key for prompt in train}

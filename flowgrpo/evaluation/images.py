@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from flowgrpo.config.schema import Config
-from flowgrpo.data import sources, splits
+from flowgrpo.data import sets, sources
 from flowgrpo.data.pictures import read_picture
 from flowgrpo.data.prompts import USER_PROMPT, Prompt, as_line, load_prompts, require_length
 from flowgrpo.device import drawing, require_generators
@@ -136,7 +136,7 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
     config = run_config(run)
     loading.require_weights(run)
     require_file(output)
-    chosen = spread(load_prompts(prompts) if prompts else splits.resolve(config)[1], count)
+    chosen = spread(load_prompts(prompts) if prompts else sets.resolve(config)[1], count)
     sources.require(chosen)
     functions = run_rewards.measured(config)
     arguments, device = samplers.call_arguments(config.model, run), loading.place()

@@ -1,6 +1,6 @@
 """Sources of supervised examples: recorded ones, and those that the run collects by the pass rate of a prompt.
 
-A recorded example is a line of a file (`data.demonstrations`) or, without a file, the `solution` or `answer` in a
+A recorded example is a line of a file (`data.pairs`) or, without a file, the `solution` or `answer` in a
 prompt's metadata. No example of a held-out prompt is trained on.
 """
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from flowgrpo.data.demonstrations import load_demonstrations
-from flowgrpo.data.pairs import load_pairs
+from flowgrpo.data.pairs import load_demonstrations, load_pairs
 from flowgrpo.errors import UserError
 from flowgrpo.methods.data_sources import Explained, PassRate
 from flowgrpo.methods.setup import Setup

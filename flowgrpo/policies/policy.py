@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 
 from flowgrpo.config.schema import Config
 from flowgrpo.device import AUTO, DTYPES, arithmetic, choose
-from flowgrpo.distributed.lockstep import Lockstep
+from flowgrpo.distributed.shards import Lockstep
 from flowgrpo.policies.weights.trainable import TrainableWeights
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo.data.client_files import require_open
+from flowgrpo.data.open_picture import require_open
 from flowgrpo.errors import UserError
 from flowgrpo.log import unlogged
 from flowgrpo.packages import needed

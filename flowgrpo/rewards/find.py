@@ -24,7 +24,7 @@ BUILT_IN = {
     "scene": "flowgrpo.starter.rewards.scene:scene",
     "scene_graded": "flowgrpo.starter.rewards.scene:scene_graded",
     "scene_soft": "flowgrpo.starter.rewards.scene_soft:scene_soft",
-    "scene_style": "flowgrpo.starter.rewards.scene_style:scene_style",
+    "scene_style": "flowgrpo.starter.rewards.scene_soft:scene_style",
     "motion": "flowgrpo.starter.rewards.motion:motion",
     "motion_graded": "flowgrpo.starter.rewards.motion:motion_graded",
     "appearance": "flowgrpo.starter.rewards.motion:appearance",

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flowgrpo.data.client_files import require_open
+from flowgrpo.data.open_picture import require_open
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, described
 from flowgrpo.rewards.local_model import LocalModel, pretrained

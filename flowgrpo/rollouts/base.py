@@ -14,8 +14,7 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.policy import Policy
-from flowgrpo.rollouts.loss_inputs import LossInputs
-from flowgrpo.rollouts.split_groups import SplitGroups
+from flowgrpo.rollouts.loss_inputs import LossInputs, SplitGroups
 from flowgrpo.samplers.old_policy import OldPolicy
 from flowgrpo.samplers.replay import rescored
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed, seeder

@@ -1,15 +1,19 @@
-"""Inputs of a loss beside ratio and advantage, batch by batch of a part's replay."""
+"""Inputs of a loss beside ratio and advantage, batch by batch of a part's replay; and what a loss compares among the
+samples of a group that lie on several processes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from flowgrpo.config.geometry import BatchShape
 from flowgrpo.device import queued
+from flowgrpo.distributed.processes import Processes
 from flowgrpo.methods.groups import Loss
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives.actor_critic import Seen
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
 
 Replay = Callable[[], Iterator[tuple[int, slice, Scored]]]
 LossInput: TypeAlias = Tensor | Origin | NoisedBatch | CompletionBatch | Seen
+COLUMNS = 6  # process, part, step, statistic, advantage, group
 
 
 class LossInputs(Protocol):
@@ -167,3 +172,39 @@ class EditInputs:
         x = self.editor.edit.applied(taken.x[left.to(taken.x.device)].to(decisions.device), decisions[first])
         value = self.editor.value(self.conditioning.rows(taken.prompts[left]), x, frozen=True)
         return value[at.to(value.device), None]
+
+
+class SplitGroups:
+    """Compared statistics of the samples of one optimizer step, on all processes."""
+
+    def __init__(self, geometry: BatchShape, processes: Processes):
+        self.geometry, self.processes = geometry, processes
+        self.table = torch.empty(0, COLUMNS, dtype=torch.float64)
+
+    def meet(self, statistics: Iterable[tuple[Part, Sequence[Tensor]]]) -> None:
+        """Gather the statistics [m] of the recorded steps of this process's parts; all processes call it."""
+        with self.processes.together():
+            rows = [self._rows(part, k, values) for part, of in statistics for k, values in enumerate(of)]
+        self.table = self.processes.gather(torch.cat([torch.empty(0, COLUMNS, dtype=torch.float64), *rows]))
+
+    def peers(self, part: Part, device: torch.device) -> list[tuple[GroupStatistics, int]]:
+        """Return for each recorded step of a part the samples of all processes, and the place of the part's first."""
+        found = []
+        for k, taken in enumerate(part.transitions):
+            here = (self.table[:, 1] == self._number(part)) & (self.table[:, 2] == taken.step)
+            process, _, _, statistic, advantage, group = self.table[here].unbind(1)
+            of = GroupStatistics(statistic.float().to(device), advantage.to(part.advantages[k].dtype).to(device),
+                                 group.long().to(device))
+            found.append((of, int((process < self.processes.rank).sum())))
+        return found
+
+    def _rows(self, part: Part, k: int, statistic: Tensor) -> Tensor:
+        """Return the rows of the table [m,COLUMNS] of the k-th recorded step."""
+        taken = part.transitions[k]
+        first = self.processes.rank * self.geometry.prompts
+        groups = (first + taken.prompts[taken.parent].cpu()) // self.geometry.slices
+        columns = [torch.full((len(groups),), value) for value in (self.processes.rank, self._number(part), taken.step)]
+        return torch.stack([column.cpu().double() for column in (*columns, statistic, part.advantages[k], groups)], 1)
+
+    def _number(self, part: Part) -> int:
+        return self.geometry.part_of(self.processes.rank, part.groups.start)

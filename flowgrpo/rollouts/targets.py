@@ -18,8 +18,7 @@ from flowgrpo.objectives.forward_process import OfNoised
 from flowgrpo.objectives.sequence_losses import SampleLoss
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.rollouts.loss_inputs import EditInputs, LossInputs, NoisedInputs
-from flowgrpo.rollouts.split_groups import SplitGroups
+from flowgrpo.rollouts.loss_inputs import EditInputs, LossInputs, NoisedInputs, SplitGroups
 from flowgrpo.samplers import joint_density, latent_edits, noised_finals, pruning, reward_gradient
 from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.old_policy import OldPolicy

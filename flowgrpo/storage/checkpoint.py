@@ -2,7 +2,8 @@
 
 So neither a kill nor a power cut leaves a partial one under a checkpoint's name. A checkpoint is a folder of
 safetensors and JSON, never a pickle. Sampling, windows and data order are pure functions of (seed, epoch). So weights,
-optimizer, moving average and a few counters are the whole state of a run.
+optimizer, moving average and a few counters are the whole state of a run. A run goes on from the newest whole one;
+damaged ones are set aside, never deleted.
 
 Sharded tensors are in one file per shard: the rows (dimension 0) of a tensor in the order of the files' names. They are
 read row by row, so a run can be resumed with another number of shards, or whole.
@@ -14,6 +15,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -24,7 +26,7 @@ from safetensors.torch import save_file
 
 from flowgrpo.errors import UserError
 from flowgrpo.storage import atomic, manifest, paths
-from flowgrpo.storage.places import STATE, checkpoint_name, checkpoints, epoch_of
+from flowgrpo.storage.places import STATE, checkpoint_name, checkpoints, epoch_of, foreign
 
 VALUES = "state.json"
 UNSTEADY = "unsteady"  # value of a checkpoint: its last update was skipped, for a gradient that is not finite
@@ -298,3 +300,32 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Te
                 raise ValueError(f"the optimizer's state has {place}.{key} of {list(found.shape)} in {found.dtype}, "
                                  f"expected {list(shape)}")
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def newest_whole(folder: Path, say: Callable[[str], None], required: Mapping[str, type | tuple[type, ...]]
+                 ) -> Path | None:
+    """Return the checkpoint of the highest epoch that is whole; None without one.
+
+    A damaged one is renamed to NAME.damaged and reported in a line, as are folders of other names and a checkpoint
+    without checksums. folder: of all checkpoints. required: types of the values that a checkpoint has to hold.
+    """
+    undo_replacing(folder)
+    for name in foreign(folder):
+        say(f"ignored {folder / name}: it is no checkpoint, expected a name such as epoch-00042")
+    for path in reversed(list(checkpoints(folder).values())):
+        wrong = damage(path, required)
+        if wrong is None:
+            if line := unchecked(path):
+                say(line)
+            return path
+        aside = set_aside(path)
+        earlier = latest(folder)
+        then = f"{earlier.name} is tried" if earlier else "there is no earlier one"
+        say(f"the checkpoint {path} is damaged ({wrong}): it is now {aside.name}, and {then}")
+    return None
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged file or folder to NAME.damaged, or to NAME.damaged.2 and so on; return the new path."""
+    names = (path.with_name(f"{path.name}.damaged{'' if number == 1 else f'.{number}'}") for number in count(1))
+    return atomic.rename(path, next(name for name in names if not name.exists()))

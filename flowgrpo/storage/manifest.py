@@ -1,4 +1,6 @@
-"""Manifest of a checkpoint: the size and the SHA-256 of every file in it. Loads no torch."""
+"""Bytes of a checkpoint's files: a manifest with the size and the SHA-256 of each, and safetensors files and adapter
+configurations with the same bytes for the same content. Loads no torch.
+"""
 
 from __future__ import annotations
 
@@ -50,3 +52,26 @@ def difference(folder: Path) -> str | None:
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
     return None
+
+
+def order_metadata(file: Path) -> None:
+    """Sort the metadata in a safetensors file's header, which the library writes in another order every time."""
+    with file.open("r+b") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+        if "__metadata__" not in header:
+            return
+        ordered = {"__metadata__": dict(sorted(header.pop("__metadata__").items())), **header}
+        text = json.dumps(ordered, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) <= size:  # else the library escapes a sign otherwise, and the file stays as it is
+            opened.seek(8)
+            opened.write(text.ljust(size))
+
+
+def order_config(file: Path) -> None:
+    """Sort the lists of names in an adapter's configuration, which peft writes from sets."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    for key, value in content.items():
+        if isinstance(value, list) and all(isinstance(name, str) for name in value):
+            content[key] = sorted(value)
+    file.write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")

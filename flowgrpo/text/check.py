@@ -42,7 +42,7 @@ FIELDS = ("precision", "kind", "class", "weights", "tokenizer", "vocabulary", "c
 
 def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, result: dict[str, Any]) -> None:
     """Fill `result` step by step (fields: `report.report`). Raises the error that stops the model."""
-    from flowgrpo.check.gradients import RANK, gradient_error, gradient_norm, require_exact
+    from flowgrpo.check.replays import RANK, gradient_error, gradient_norm, require_exact
 
     config = recipe or Config(method="grpo", precision="fp32", adapter={"rank": RANK})
     config = config.model_copy(update={"preferences": None, "labels": "file"})  # a check draws its samples

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from flowgrpo import rewards
 from flowgrpo.config.schema import Config
 from flowgrpo.cores import Threads
-from flowgrpo.data import recorded_pairs, sources, splits
+from flowgrpo.data import pairs, sets, sources
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import pick_device
 from flowgrpo.methods import keys_read
@@ -21,17 +21,7 @@ from flowgrpo.policies import build, options
 from flowgrpo.policies.weights import sharding
 from flowgrpo.rewards import pairwise
 from flowgrpo.storage import paths
-from flowgrpo.training import (
-    batch_size,
-    best,
-    extensions,
-    inputs,
-    machine,
-    reward_demands,
-    run_folder,
-    tracker,
-    whole_groups,
-)
+from flowgrpo.training import batch_size, best, extensions, machine, metrics, reward_demands, run_folder
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -66,9 +56,9 @@ def _without_lost(setup: Setup) -> Setup:
 
 
 # In the order in which they are made, by what they have to know: what costs nothing comes first.
-OF_KEYS: tuple[Check, ...] = (keys_read.check, tracker.check)
+OF_KEYS: tuple[Check, ...] = (keys_read.check, metrics.check)
 OF_MACHINE: tuple[Check, ...] = (batch_size.check_epoch, options.check, sharding.check, run_folder.check)
-OF_REWARDS: tuple[Check, ...] = (reward_demands.check, whole_groups.check)
+OF_REWARDS: tuple[Check, ...] = (reward_demands.check, reward_demands.check_whole_groups)
 OF_PROMPTS: tuple[Check, ...] = (batch_size.check_evaluation, check_prompts, reward_demands.check_modality,
                                  reward_demands.check_clips, extensions.check, check_parts,
                                  reward_demands.check_routes, best.check, options.check_frames)
@@ -147,12 +137,12 @@ def _with_prompts(setup: Setup, prompts: list[Prompt] | None) -> Setup:
     """
     config, measured = setup.config, pairwise.measured(setup.trained, setup.watched)
     if prompts is None:
-        splits.require_suited(config)
-        split = splits.resolve(config)
+        sets.require_suited(config)
+        split = sets.resolve(config)
     else:
-        split = splits.split(prompts, config.held_out, splits.SPLIT_SEED)
+        split = sets.split(prompts, config.held_out, sets.SPLIT_SEED)
     return replace(setup, measured=measured, judged=extensions.judged(config, setup.method),
-                   split=recorded_pairs.in_place(config, split, setup.method.for_tokens))
+                   split=pairs.in_place(config, split, setup.method.for_tokens))
 
 
 def _resumed(setup: Setup, accelerator: Accelerator) -> tuple[Path | None, list[str], dict[int, int]]:
@@ -163,5 +153,5 @@ def _resumed(setup: Setup, accelerator: Accelerator) -> tuple[Path | None, list[
     config = setup.config
     last = run_folder.last_whole(config, accelerator)
     changed = run_folder.require_same(config, last)
-    return (last, changed + inputs.changes(config.folder, inputs.of_run(config, setup.split)),
+    return (last, changed + run_folder.changes(config.folder, run_folder.of_run(config, setup.split)),
             run_folder.lost_threads(config, last, accelerator))

@@ -1,27 +1,80 @@
-"""Early ends of a run: the saved checkpoint and the message."""
+"""Early ends of a run: the saved checkpoint and the message. Out of memory, the failed phase is repeated with half the
+micro-batch, which later phases keep.
+"""
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from flowgrpo.config.geometry import BatchShape
 from flowgrpo.device import ran_out
-from flowgrpo.distributed.processes import OutOfMemoryElsewhere
+from flowgrpo.distributed.processes import OutOfMemoryElsewhere, Processes
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import NotFinite, UserError
 from flowgrpo.evaluation.report import symptoms
 from flowgrpo.policies.weights import adapters
 from flowgrpo.policies.weights.change import UNUSABLE
-from flowgrpo.storage import checkpoint, recovery
+from flowgrpo.storage import checkpoint
 from flowgrpo.storage.places import checkpoints
 from flowgrpo.training import state
-from flowgrpo.training.out_of_memory import why
 from flowgrpo.training.run import Run
+
+T = TypeVar("T")
+
+
+def with_oom_retry(work: Callable[[], T], shape: BatchShape, processes: Processes, phase: Callable[[], str],
+           say: Callable[[str], None]) -> T:
+    """Return work(); each time that memory runs out, halve `shape.micro_batch` and repeat it from its beginning.
+
+    work: leaves nothing behind if it fails. On several processes all fail alike, by `Processes.together`.
+    phase: the name of the phase that failed.
+    Raises UserError at a micro-batch of 1, and with sharded weights or context parallelism, whose processes share every
+    call.
+    """
+    while True:
+        try:
+            return work()
+        except (MemoryError, RuntimeError) as error:
+            if not ran_out(error):
+                raise
+            reason = why(error)
+            place = "on another process" if isinstance(error, OutOfMemoryElsewhere) else f"in the {phase()}"
+        if shape.micro_batch == 1 or processes.turns is not None or processes.members > 1:
+            raise UserError(f"out of memory {place} with train.micro_batch {shape.micro_batch} ({reason}): "
+                            f"{'lower it, ' if shape.micro_batch > 1 else ''}set train.checkpointing: true or another "
+                            "of the options that docs/performance.md lists in order, or take a larger device")
+        # Here the error and its frames are gone, and with them the tensors that they held.
+        free()
+        say(f"out of memory {place}: train.micro_batch {shape.micro_batch} -> {shape.micro_batch // 2} from "
+            "here on")
+        shape.micro_batch //= 2
+        processes.parted = False
+
+
+def why(error: BaseException) -> str:
+    """Return the first line of an error that says that memory ran out."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def free() -> None:
+    """Return unused memory to the device."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def report(trainer: Run, text: str) -> None:
+    """Print that the micro-batch is halved; scores of the reference of larger batches are dropped."""
+    trainer.kl_reference.cached = {}
+    if trainer.processes.first:
+        trainer.say(text)
 
 
 @contextmanager
@@ -122,7 +175,7 @@ def _way_back(trainer: Run, folder: Path) -> str:
     good = [epoch for epoch, path in places.items() if not checkpoint.grown(path)]
     for epoch in places.keys() - good:
         with suppress(OSError):  # another process has
-            recovery.set_aside(places[epoch])
+            checkpoint.set_aside(places[epoch])
     return f"--resume with a smaller one goes on from epoch {max(good)}" if good else "begin anew with a smaller one"
 
 

@@ -1,29 +1,239 @@
-"""Epochs of a run: train, measure, log and save, until the last one or a stop."""
+"""Epochs of a run: train, measure, log and save, until the last one or a stop. A thread writes large checkpoints while
+training goes on; throughput is samples and evaluations per second, peak memory, and the share of a GPU's peak
+arithmetic.
+"""
 
 from __future__ import annotations
 
+import copy
+import inspect
+import sys
 import time
 from collections import Counter
-from contextlib import closing
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, closing, nullcontext
+from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
 
+from flowgrpo.config.schema import Config
 from flowgrpo.cores import Threads
+from flowgrpo.device import DTYPES, free_memory
+from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
 from flowgrpo.evaluation.report import symptoms
 from flowgrpo.evaluation.runs import HELD_OUT
+from flowgrpo.gpus import GPUS
 from flowgrpo.nouns import counted
+from flowgrpo.policies.policy import Policy
 from flowgrpo.policies.weights.change import Change
+from flowgrpo.storage import checkpoint
+from flowgrpo.storage.atomic import Background
 from flowgrpo.storage.checkpoint import GROWN, UNSTEADY
 from flowgrpo.training import endings, state
 from flowgrpo.training.best import BestWeights
 from flowgrpo.training.metrics import Log, shown
 from flowgrpo.training.run import Run
-from flowgrpo.training.saving import Saving
-from flowgrpo.training.throughput import Throughput
+
+LARGE = 2**28  # bytes of a process's tensors; a smaller checkpoint is written without a thread
+# Dense TFLOP/s of bf16 or fp16, and of fp32, of the makers' data sheets, by words of a device's name: the first whose
+# words are all in it. Parts of a GPU and variants of these words have others.
+PEAKS = {"H100 PCIe": (756, 51), "H100 NVL": (835, 60), "H200 NVL": (835, 60)} | {
+    name: (gpu.half, gpu.single) for name, gpu in GPUS.items()}
+OTHERS = {"MIG", "LAPTOP", "D", "SUPER", "TI"}
+
+
+class Saving:
+    """Writer of a run's checkpoints.
+
+    Of sharded weights, every process writes its shard; when all are done, the first one writes the rest and the
+    manifest. Until then it is no checkpoint.
+    """
+
+    def __init__(self, trainer: Run):
+        self.trainer, self.writer = trainer, Background()
+        self._steps: list[Callable[[], object]] = []  # that follow the write which runs
+        self._pending = False  # with sharded weights the same on all processes
+
+    def __call__(self, folder: Path, last: bool) -> None:
+        """Save a checkpoint as of the end of the last whole epoch. last: return when it is written.
+
+        Raises the error of an earlier write, and UserError for weights that are not finite.
+        """
+        self.look(wait=True)
+        if last or not self._later():
+            state.save(self.trainer, folder)
+            return
+        state.require_finite(self.trainer)
+        trainer, place = self.trainer, folder / "checkpoints"
+        epoch, keep = trainer.epoch, trainer.config.train.keep
+        self._steps = []
+        if trainer.policy.weights.sharded:
+            shard = state.begin_shards(trainer, place)
+            whole, values = _copied(shard.whole, shard.values)
+            self._steps = [partial(checkpoint.save, place, epoch, whole, values, keep, begun=True)
+                           if trainer.processes.first else _nothing]
+            self.writer.start(partial(checkpoint.save_shard, place, epoch, _copied(shard.parts, {})[0], shard.index,
+                                      shard.count) if shard.writes else _nothing)
+        elif trainer.processes.first:
+            self.writer.start(partial(checkpoint.save, place, epoch, *_copied(*state.contents(trainer)), keep))
+        self._pending = True
+
+    def look(self, wait: bool = False) -> None:
+        """Raise the error of a write that failed, and go on with the next step of one that is done.
+
+        wait: return when all is written. With sharded weights every process calls it.
+        """
+        processes, shared = self.trainer.processes, self.trainer.policy.weights.sharded
+        while self._pending:
+            if not wait and (processes.any(self.writer.busy) if shared else self.writer.busy):
+                return
+            self._pending = False
+            with processes.together() if shared else nullcontext():
+                self.writer.wait()
+            if self._steps:
+                self.writer.start(self._steps.pop(0))
+                self._pending = True
+
+    def finish_writing(self) -> None:
+        """Wait for this process's own write, without the others; print a line if it failed."""
+        try:
+            self.writer.wait()
+        except Exception as error:
+            print(f"a checkpoint could not be written: {type(error).__name__}: {' '.join(str(error).split())}",
+                  flush=True)
+
+    def _later(self) -> bool:
+        """Return True, on all processes alike, if the checkpoint is large and the hosts have memory for a copy."""
+        trainer = self.trainer
+        small = False
+        if trainer.processes.first or trainer.policy.weights.sharded:
+            size = state.size(trainer)
+            small = size < LARGE or 2 * size > unused_memory()
+        return not trainer.processes.any(small)
+
+
+def unused_memory() -> int:
+    """Return the bytes of the host's memory that this process can have beside those that it holds."""
+    import psutil
+
+    return free_memory("cpu") - psutil.Process().memory_info().rss
+
+
+def _copied(tensors: checkpoint.Tensors, values: dict[str, Any]) -> tuple[checkpoint.Tensors, dict[str, Any]]:
+    """Return copies that training does not change, the tensors in the host's memory."""
+    return ({key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}, copy.deepcopy(values))
+
+
+def _nothing() -> None:
+    """Write nothing, as a process whose part another one writes."""
+
+
+def peak(name: str, dtype: torch.dtype) -> float | None:
+    """Return the FLOP/s of a GPU of this name, in products of this dtype; None if the table lacks it."""
+    words = _words(name)
+    rates = next((rates for known, rates in PEAKS.items() if _words(known) <= words), None)
+    return None if rates is None or words & OTHERS else 1e12 * rates[dtype == torch.float32]
+
+
+def _words(name: str) -> set[str]:
+    return set(name.upper().replace("-", " ").split())
+
+
+class FlopMeter:
+    """FLOPs of denoisers: those of a row's forward are counted once, in a first call, and multiplied from there on.
+
+    backward: forwards that a backward is worth, 1 where gradients pass through frozen weights, 2 where all are trained.
+    Recomputed blocks do not count.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module], backward: int):
+        self.backward, self.total = backward, 0.0
+        self._per_row: dict[torch.nn.Module, float] = {}
+        self._counting = ExitStack()
+        self._states: dict[torch.nn.Module, str] = {}  # names of the first arguments
+        for module in modules:
+            self._states[module] = next(iter(inspect.signature(module.forward).parameters))
+            module.register_forward_pre_hook(self._begin)
+            module.register_forward_hook(self._end, with_kwargs=True, always_call=True)
+
+    def _begin(self, module: torch.nn.Module, _args: tuple[Any, ...]) -> None:
+        from torch.utils.flop_counter import FlopCounterMode
+
+        if module not in self._per_row:
+            self._counting.enter_context(torch.compiler.set_stance("force_eager"))  # compiled kernels are not counted
+            self.counter = self._counting.enter_context(FlopCounterMode(display=False))
+
+    def _end(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        self._counting.close()
+        if out is None:  # it raised
+            return
+        rows = len(args[0] if args else kwargs[self._states[module]])
+        if module not in self._per_row:
+            self._per_row[module] = self.counter.get_total_flops() / rows
+        flops = rows * self._per_row[module]
+        self._add(flops)
+        answer = out if torch.is_tensor(out) else next(iter(out.values() if isinstance(out, dict) else out))
+        if torch.is_tensor(answer) and answer.requires_grad:
+            answer.register_hook(lambda _: self._add(flops * self.backward))
+
+    def _add(self, flops: float) -> None:
+        self.total += flops
+
+
+class Throughput:
+    """Speed and memory of a run's epochs."""
+
+    def __init__(self, config: Config, policy: Policy, processes: Processes):
+        self.policy, self.processes, self.device = policy, processes, policy.device
+        cuda, modules = self.device.type == "cuda", list(getattr(policy, "denoisers", {}).values())
+        self.peak = peak(torch.cuda.get_device_name(self.device), DTYPES[config.precision]) if cuda else None
+        # Products of quantised weights are not counted, and a module that is compiled as a whole runs no counter.
+        counted = config.memory.weights == "full" and not any(module._compiled_call_impl for module in modules)
+        self.meter = FlopMeter(modules, 1 if config.adapter.rank else 2) if self.peak and modules and counted else None
+
+    def epoch(self, run: Callable[[], dict[str, Any]], sampled: Callable[[], int]) -> dict[str, Any]:
+        """Run an epoch, to the end of its work on the device; return its metrics, with those of all processes' speed.
+
+        sampled: the samples so far, of all processes. Peaks of memory are in bytes, of the process that has most: a
+        GPU's of the epoch, the host's since the start.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        start, before = perf_counter(), (sampled(), self.policy.evaluations, self._flops())
+        metrics = run()
+        seconds = perf_counter() - start
+        evaluations, flops = self.processes.total([self.policy.evaluations - before[1], self._flops() - before[2]])
+        memory = self._memory()
+        largest = self.processes.gather(torch.tensor([[*memory.values()]])).amax(0)
+        metrics |= {"samples_per_second": (sampled() - before[0]) / seconds,
+                    "evaluations_per_second": evaluations / seconds, **dict(zip(memory, largest.tolist()))}
+        if self.meter and self.peak:
+            metrics["mfu"] = flops / (seconds * self.peak * self.processes.count)
+        return metrics
+
+    def _flops(self) -> int:
+        return int(self.meter.total) if self.meter else 0
+
+    def _memory(self) -> dict[str, int]:
+        """Return the peaks of this process, in bytes."""
+        if self.device.type == "cuda":
+            return {"memory/allocated": torch.cuda.max_memory_allocated(self.device),
+                    "memory/reserved": torch.cuda.max_memory_reserved(self.device)}
+        return {"memory/host": host_peak()}
+
+
+def host_peak() -> int:
+    """Return the largest memory of this process so far, in bytes; 0 where the system does not say."""
+    if sys.platform == "win32":
+        return 0
+    from resource import RUSAGE_SELF, getrusage
+
+    return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Progress:

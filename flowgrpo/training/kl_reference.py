@@ -1,24 +1,32 @@
-"""KL reference policy of a run and the KL weight of each epoch. Some surrogates read its scores too."""
+"""KL reference policy of a run and the KL weight of each epoch. Some surrogates read its scores too. A reference may be
+another model for each source of prompts (teachers), or the present policy under richer prompts (a self-teacher).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 
 from flowgrpo.config.sections import Train
+from flowgrpo.data.prompts import Prompt, answer_of
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import at_epoch, is_active
-from flowgrpo.objectives.references import SelfTeacher, Soup
+from flowgrpo.objectives.references import SelfTeacher, Soup, Teachers
 from flowgrpo.policies.policy import Policy
-from flowgrpo.rollouts.base import GroupSampler
+from flowgrpo.rollouts.base import Encoded, GroupSampler
 from flowgrpo.samplers.replay import calls, rescored
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
-from flowgrpo.types import RunState, Scored
+from flowgrpo.types import Completions, RunState, Scored
+
+if TYPE_CHECKING:
+    from flowgrpo.text.policies.causal_lm import CausalLM
 
 Snapshot = dict[str, torch.Tensor]
 Replay = Callable[[Part], Iterator[tuple[int, slice, Scored]]]
@@ -176,3 +184,119 @@ class KLReference:
         if isinstance(soup, Soup) and soup.models and not held:
             return [self.policy.weights.soup(soup.models, soup.shares)]
         return self.method.loss.reference(held, self.policy.weights.snapshot, epoch)
+
+
+class TeachersReference(KLReference):
+    """Each prompt has the teacher of its source; a part with prompts of several is scored once by each.
+
+    snapshots: of the teachers, in their order. of: int64 [P], the teacher of each of this process's groups.
+    """
+
+    @property
+    def _teachers(self) -> Teachers:
+        return cast(Teachers, self.method.loss.reference)
+
+    def start_epoch(self, drawn: Epoch, rollouts: GroupSampler[Any], epoch: int, epochs: int) -> None:
+        super().start_epoch(drawn, rollouts, epoch, epochs)
+        self.of = torch.tensor([self._teachers.place(prompt.metadata) for prompt in drawn.own], dtype=torch.int64)
+
+    def next(self, held: list[Snapshot], epoch: int) -> list[Snapshot]:
+        """Return the teachers' weights."""
+        if not self.active:
+            return []
+        return held or [self.policy.weights.soup([path], ()) for _, path in self._teachers.models]
+
+    def score_all(self, parts: list[Part], processes: Processes) -> None:
+        """Do nothing: a part is scored when it is trained."""
+
+    def scores(self, part: Part) -> list[Scored]:
+        """Return the scores of a part's transitions by the teachers of their prompts."""
+        if not self.is_read:
+            return []
+        if id(part) not in self.cached:
+            scores = self._scored(part)
+            if not self.keep:
+                return scores
+            self.cached[id(part)] = [score.to(self.policy.states) for score in scores]
+        return self.cached[id(part)]
+
+    def _scored(self, part: Part) -> list[Scored]:
+        found: list[Scored] = []
+        for number in self.of[part.prompts.cpu()].unique().tolist():
+            with self.policy.reference(self.snapshots[number:number + 1]):
+                replayed = [*self.replay(part)]
+            own = [self.of[part.transitions[k].prompts[rows].cpu()] == number for k, rows, _ in replayed]
+            scores = [score for _, _, score in replayed]
+            found = [joined(*pair) for pair in zip(found, scores, own, strict=True)] if found else scores
+        return found
+
+
+def joined(one: Scored, other: Scored, rows: Tensor) -> Scored:
+    """Return a score with these rows, bool [b], of another one."""
+    def chosen(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+        if first is None or second is None or len(first) != len(rows):
+            return first  # of all rows alike
+        return torch.where(rows.to(first.device).view(-1, *[1] * (first.ndim - 1)), second, first)
+
+    names: Sequence[str] = ("logp", "mean", "entropy")
+    fields: dict[str, Any] = {name: chosen(getattr(one, name), getattr(other, name)) for name in names}
+    std = one.std if one.std is None or one.std.ndim < 2 else chosen(one.std, other.std)
+    return replace(one, **fields, std=std)
+
+
+class SelfTeacherReference(KLReference):
+    """An image has one teacher prompt, a text one per completion.
+
+    prompts: of this process's groups, as they are learned.
+    """
+
+    def start_epoch(self, drawn: Epoch, rollouts: GroupSampler[Any], epoch: int, epochs: int) -> None:
+        super().start_epoch(drawn, rollouts, epoch, epochs)
+        self.teacher = cast(SelfTeacher, self.method.loss.reference)
+        self.prompts: list[Prompt] = [prompt.learned for prompt in drawn.own]
+        self.epoch, self.richer = epoch, cast("Encoded | None", None)
+
+    def end(self, epoch: int, measured: float | None) -> dict[str, float]:
+        self.richer = None
+        return super().end(epoch, measured)
+
+    def of_pictures(self) -> Encoded:
+        """Return the encoded richer prompts, made at their first use."""
+        if self.richer is None:
+            texts = self.teacher.prompts([p.shown for p in self.prompts], [""] * len(self.prompts),
+                                         [0.0] * len(self.prompts), [answer_of(p) for p in self.prompts])
+            richer: Any = self.rollouts.conditioning(
+                [replace(p.unguided, text=text) for p, text in zip(self.prompts, texts)], self.epoch)
+            self.richer = replace(richer, sizes=self.conditioning.sizes)  # of the samples: a size goes by the prompt
+        return self.richer
+
+    def replay(self, part: Part) -> Iterator[tuple[int, slice, Scored]]:
+        """Score a part's decisions under the teacher's prompts and the present weights."""
+        rollouts = self.rollouts
+        if not self.method.for_tokens:
+            return rollouts.replay(part, self.of_pictures())
+        [taken] = part.transitions
+        assert isinstance(taken, Completions)
+        alone = replace(taken, prompts=torch.arange(len(taken.ids)))
+        prompts = self.of_texts(taken, part.rewards[0].tolist())
+        policy = cast("CausalLM", rollouts.policy)
+        of = policy.encode([prompt.text for prompt in prompts], images=[prompt.brings for prompt in prompts])
+        return rollouts.replay(replace(part, transitions=(alone,)), of)
+
+    def of_texts(self, taken: Completions, rewards: list[float]) -> list[Prompt]:
+        """Return the teacher's prompt of each completion, as its group and their rewards make it."""
+        written = [str(text) for text in cast("CausalLM", self.policy).written(taken.ids, taken.old.mask)]
+        prompts = [self.prompts[place] for place in taken.prompts.tolist()]
+        for place in taken.prompts.unique():
+            rows = (taken.prompts == place).nonzero()[:, 0].tolist()
+            texts = self.teacher.prompts([prompts[row].shown for row in rows], [written[row] for row in rows],
+                                         [rewards[row] for row in rows], [answer_of(prompts[row]) for row in rows])
+            for row, text in zip(rows, texts):
+                prompts[row] = replace(prompts[row].unguided, text=text)
+        return prompts
+
+
+def make_reference(train: Train, method: Method, policy: Policy, memory: dict[str, Any]) -> KLReference:
+    """Return the reference of a method. memory: of its parts."""
+    kinds: dict[type, type[KLReference]] = {SelfTeacher: SelfTeacherReference, Teachers: TeachersReference}
+    return kinds.get(type(method.loss.reference), KLReference)(train, method, policy, memory)

@@ -1,4 +1,4 @@
-"""Loading of a run's model, and the lines that tell of it."""
+"""Loading of a run's model, the lines that tell of it, and hints on what makes a run slow, which do not stop it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,49 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.device import described
+from flowgrpo.device import bf16_speed, described
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.validate import substituted
 from flowgrpo.policies import build
 from flowgrpo.policies.pipelines import padding
+from flowgrpo.policies.pipelines.load import few_steps
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.policy import Policy
 from flowgrpo.policies.weights.low_precision import notice
 from flowgrpo.starter import FOLDERS
-from flowgrpo.training import announcement, hints
+from flowgrpo.training import announcement
+
+
+def of_machine(precision: str, device: str | torch.device) -> Iterator[str]:
+    """Return hints on a run's use of a CPU; none on another device.
+
+    precision: as the recipe asks for, `auto` included.
+    """
+    if torch.device(device).type != "cpu":
+        return
+    if precision == "bf16" and (speed := bf16_speed()) < 1:
+        yield (f"hint: this CPU has no bf16 arithmetic, and multiplies it {speed:.2g} times as fast as fp32: "
+               "--precision=fp32")
+
+
+def of_steps(config: Config, pipe: Any) -> Iterator[str]:
+    """Yield the hint on a model of few steps for which the recipe leaves steps or guidance at their defaults."""
+    left = {f"{key}.{name}": getattr(section, name) for key, section in (("train", config.train), ("eval", config.eval))
+            for name in ("steps", "guidance") if name not in section.model_fields_set}
+    left = {key: value for key, value in left.items() if key != "train.guidance"}  # whose default is none
+    if not left or (why := few_steps(pipe, config.model)) is None:
+        return
+    fitting = {"train.steps": 4, "eval.steps": 4, "eval.guidance": 1}
+    own = "; rlcm trains its own steps" if "scheduler is a" in why and not config.method.startswith("rlcm") else ""
+    yield (f"hint: {config.model} is taken for a model of few steps ({why}), but "
+           f"{', '.join(f'{key} is {value:g}' for key, value in left.items())} by default: set those of its card, such "
+           f"as {' '.join(f'--{key}={fitting[key]}' for key in left)}{own}; methods that train on noised samples "
+           "(diffusion_nft, awm, diffusion_dpo) blur such models")
 
 
 def before(setup: Setup, precision: str, asked: str) -> Iterator[str]:
@@ -29,7 +59,7 @@ def before(setup: Setup, precision: str, asked: str) -> Iterator[str]:
     count = setup.all_processes
     yield f"device: {described(setup.device)}, {count} process{'es' * (count > 1)}"
     yield f"precision: {precision}"
-    yield from hints.of_machine(asked, setup.device)
+    yield from of_machine(asked, setup.device)
 
 
 def load(setup: Setup) -> Any:
@@ -57,7 +87,7 @@ def behind(config: Config, method: Method, policy: Policy, prompts: list[Prompt]
     if line := _without_template(config, method, policy):
         yield line
     if isinstance(policy, PipelinePolicy):
-        yield from hints.of_steps(config, policy.pipe)
+        yield from of_steps(config, policy.pipe)
     texts = [prompt.text for prompt in prompts]
     if isinstance(policy, PipelinePolicy) and (line := padding.cut(policy.pipe, config.call, texts)):
         yield line

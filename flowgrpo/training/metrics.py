@@ -1,13 +1,22 @@
-"""Metrics of a run: metrics.jsonl, trackers, progress bar, statistics of an update."""
+"""Metrics of a run: metrics.jsonl, progress bar, statistics of an update, and trackers: TensorBoard, Weights & Biases
+or Trackio.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import io
 import json
+import math
+import os
 import sys
+import tempfile
 import time
+import uuid
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,15 +24,244 @@ from tqdm import tqdm
 
 from flowgrpo.config.schema import Config
 from flowgrpo.distributed.processes import Processes
-from flowgrpo.evaluation.report import report, symptoms
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation.report import report, snapshots, symptoms
+from flowgrpo.evaluation.report.symptoms import Symptom
+from flowgrpo.evaluation.runs import HELD_OUT
+from flowgrpo.methods.setup import Setup
 from flowgrpo.storage import atomic
-from flowgrpo.storage.json_files import finite, read_lines
-from flowgrpo.training import tracker
+from flowgrpo.storage.json_files import finite, read_lines, read_object
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from flowgrpo.evaluation.trainer import Trainer
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from PIL import Image
+
+    # Captions, and pictures, clips or texts.
+    Samples: TypeAlias = list[tuple[str, Image.Image | snapshots.Video | str]]
+
+FILE = "tracker.json"  # in the run's folder: its tracker, and its id there
+PROJECT = "flowgrpo"
+
+
+class TensorBoard:
+    """Event files in the run's folder, below `events`, where a resumed run adds a file."""
+
+    name = "tensorboard"
+
+    def __init__(self, config: Config, run_id: str, epoch: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(config.folder / "events"), purge_step=epoch + 1 if epoch else None)
+        self.writer.add_text("run", f"{config.name} ({run_id})", epoch)
+        self.writer.add_text("config", "".join(f"    {line}\n" for line in config.yaml().splitlines()), epoch)
+
+    def log(self, values: dict[str, float], step: int | None) -> None:
+        """Add the metrics of an epoch."""
+        for key, value in values.items():
+            self.writer.add_scalar(key, value, step)
+        self.writer.flush()
+
+    def show(self, name: str, samples: Samples, step: int) -> None:
+        """Add a picture or an animated GIF for each sample, and a text with the captions, which pictures have none of
+        here."""
+        import numpy as np
+
+        lines = []
+        for number, (caption, sample) in enumerate(samples, 1):
+            lines.append(f"{number}. {caption}" + (f"\n\n        {sample}" if isinstance(sample, str) else ""))
+            if isinstance(sample, snapshots.Video):
+                self._move(f"{name}/{number}", sample, step)
+            elif not isinstance(sample, str):
+                self.writer.add_image(f"{name}/{number}", np.asarray(sample), step, dataformats="HWC")
+        self.writer.add_text(f"{name}/samples", "\n".join(lines), step)
+        self.writer.flush()
+
+    def _move(self, tag: str, video: snapshots.Video, step: int) -> None:
+        """Add a clip. `SummaryWriter.add_video` writes the same GIF, and needs moviepy."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        width, height = video.frames[0].size
+        image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=video.gif())
+        self.writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
+
+    def alert(self, name: str, text: str, step: int) -> None:
+        """Add a line on a symptom."""
+        self.writer.add_text(f"alerts/{name}", text, step)
+        self.writer.flush()
+
+    def finish(self) -> None:
+        self.writer.close()
+
+
+class WandB:
+    """Run of Weights & Biases, in the project PROJECT."""
+
+    name = "wandb"
+
+    def __init__(self, config: Config, run_id: str, epoch: int):
+        self.module: Any = importlib.import_module(self.name)
+        self.run = self.module.init(project=PROJECT, config=config.model_dump(mode="json"), resume="allow",
+                                    **self.named(config, run_id))
+
+    def named(self, config: Config, run_id: str) -> dict[str, str]:
+        """Return the arguments that identify a run."""
+        return {"name": config.name, "id": run_id}
+
+    def log(self, values: dict[str, Any], step: int | None) -> None:
+        """Add the metrics of an epoch, or samples."""
+        self.run.log(values, step=step)
+
+    def show(self, name: str, samples: Samples, step: int) -> None:
+        """Add the samples: pictures and clips with their captions, texts as a table."""
+        pictures = [self.moving(sample, caption) if isinstance(sample, snapshots.Video) else
+                    self.module.Image(sample, caption=caption) for caption, sample in samples
+                    if not isinstance(sample, str)]
+        texts = [[caption, sample] for caption, sample in samples if isinstance(sample, str)]
+        if texts:
+            self.log({name: self.module.Table(columns=["prompt", "text"], data=texts)}, step)
+        if pictures:
+            self.log(self.keyed(name, pictures), step)
+
+    def moving(self, video: snapshots.Video, caption: str) -> Any:
+        """Return a clip as mp4, or without an encoder as GIF."""
+        content, ending = video.file()
+        return self.module.Video(io.BytesIO(content), caption=caption, format=ending)
+
+    def alert(self, name: str, text: str, step: int) -> None:
+        """Send a line on a symptom, as an alert; `log` has sent the step already."""
+        self.run.alert(title=f"{name} at epoch {step}", text=text, level="WARN")
+
+    def keyed(self, name: str, pictures: list[Any]) -> dict[str, Any]:
+        """Return pictures under their keys."""
+        return {name: pictures}
+
+    def finish(self) -> None:
+        self.run.finish()
+
+
+class Trackio(WandB):
+    """Run of Trackio, in the project PROJECT. It knows runs by their names, and pictures one by one."""
+
+    name = "trackio"
+
+    def named(self, config: Config, run_id: str) -> dict[str, str]:
+        return {"name": f"{config.name}-{run_id}"}
+
+    def keyed(self, name: str, pictures: list[Any]) -> dict[str, Any]:
+        return {f"{name}/{number}": picture for number, picture in enumerate(pictures, 1)}
+
+    def show(self, name: str, samples: Samples, step: int) -> None:
+        with tempfile.TemporaryDirectory() as folder:  # logging copies the files of clips
+            self.folder = Path(folder)
+            super().show(name, samples, step)
+
+    def moving(self, video: snapshots.Video, caption: str) -> Any:
+        content, ending = video.file()
+        file = self.folder / f"{uuid.uuid4().hex}.{ending}"
+        file.write_bytes(content)
+        return self.module.Video(str(file), caption=caption)
+
+    def alert(self, name: str, text: str, step: int) -> None:
+        """Send a line on a symptom; early versions have no alerts."""
+        if hasattr(self.module, "alert"):
+            self.module.alert(title=f"{name} at epoch {step}", text=text)
+
+
+TRACKERS = {made.name: made for made in (TensorBoard, WandB, Trackio)}
+
+
+def check(setup: Setup) -> None:
+    """Raise UserError for a tracker whose package is not installed, or that would prompt for a key without a
+    terminal."""
+    name = setup.config.tracker
+    if name == "none":
+        return
+    if importlib.util.find_spec(name) is None:
+        raise UserError(f"tracker is {name!r}, but its package is not installed: pip install {name}, or set tracker "
+                        "to tensorboard or none")
+    if name == "wandb" and not _logged_in():
+        raise UserError("tracker is 'wandb', but it has no key: `wandb login`, or set WANDB_API_KEY, "
+                        "WANDB_MODE=offline or another tracker")
+
+
+def _logged_in() -> bool:
+    """True if wandb starts without a prompt, or a terminal is there to answer, or if that is unknown."""
+    if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun") or sys.stdin.isatty():
+        return True
+    import wandb
+
+    return bool(getattr(getattr(wandb, "api", None), "api_key", "unknown"))
+
+
+def start(accelerator: Accelerator, config: Config, epoch: int = 0, resumed: bool = False) -> None:
+    """Open the tracker in the first process, after every check, so a rejected run leaves no empty one.
+
+    epoch: the number of epochs that are done. Raises UserError if it does not open.
+    """
+    if config.tracker == "none" or not accelerator.is_main_process:
+        return
+    run_id = identity(config, resumed)
+    try:
+        accelerator.trackers.append(TRACKERS[config.tracker](config, run_id, epoch))
+    except Exception as error:  # third-party: it may lack a network or refuse the key
+        raise UserError(f"tracker {config.tracker!r} does not start ({type(error).__name__}: "
+                        f"{' '.join(str(error).split())[:200]}): set tracker: none to run without it") from error
+
+
+def identity(config: Config, resumed: bool) -> str:
+    """Return the id of the run with its tracker: of a resumed run the earlier one, else a new one, which is kept."""
+    file = config.folder / FILE
+    if resumed and file.is_file():
+        kept = read_object(file, "remove it, and the tracker begins a new run", tracker=str, id=str)
+        if kept["tracker"] == config.tracker:
+            return kept["id"]
+    run_id = uuid.uuid4().hex[:8]
+    atomic.write_text(file, json.dumps({"tracker": config.tracker, "id": run_id}) + "\n")
+    return run_id
+
+
+def show(accelerator: Accelerator, run: Path, step: int, *names: str) -> None:
+    """Send samples of a run's snapshots to its tracker, after so many epochs.
+
+    names: `before` and `after`, the held-out prompts; `best` and `worst`, samples of the last epoch. What the prompts
+    bring is sent as `source`, `best_source` and `worst_source`.
+    """
+    for name in names if accelerator.trackers else ():
+        last = name in ("best", "worst")
+        content = read_object(run / snapshots.FOLDER / f"{'last' if last else name}.json", snapshots.MEND)
+        cards = content[name if last else "cards"]
+        for key, samples in ((f"{name}_source" if last else "source", _brought(cards)),
+                             (name, [(caption(card), snapshots.content(card)) for card in cards])):
+            for tracker in accelerator.trackers if samples else ():
+                tracker.show(key, samples, step)
+
+
+def _brought(cards: list[dict[str, Any]]) -> Samples:
+    """Return what the prompts of samples bring, with captions: their prompt and its name."""
+    return [(f"{card['prompt']} ({source['name']})", snapshots.content(source))
+            for card in cards for source in card.get("sources", ())]
+
+
+def log_held_out(accelerator: Accelerator, means: dict[str, float], step: int) -> None:
+    """Send held-out means to the run's tracker, as `held_out/NAME`, after so many epochs."""
+    accelerator.log({f"{HELD_OUT}{name}": mean for name, mean in means.items() if math.isfinite(mean)}, step=step)
+
+
+def alert(accelerator: Accelerator, symptom: Symptom, epoch: int) -> None:
+    """Send a symptom of the last epochs to the run's tracker."""
+    for tracker in accelerator.trackers:
+        tracker.alert(symptom.name, symptom.text, epoch)
+
+
+def caption(card: dict[str, Any]) -> str:
+    """Return the prompt of a sample with its scores."""
+    scores = [f"{name} {score:.3g}" for name, score in card["scores"].items() if score is not None]
+    return f"{card['prompt']} ({', '.join(scores)})" if scores else card["prompt"]
 
 
 class Log:
@@ -73,7 +311,7 @@ class Log:
         if self.speaks:
             self._alert(symptoms.of_run(trainer.config, self._read(), trainer.first_ratio.clip), trainer.epoch)
         if report.during(trainer, folder) and trainer.epoch < trainer.config.train.epochs:
-            tracker.show(self.accelerator, folder, trainer.epoch, "best", "worst")
+            show(self.accelerator, folder, trainer.epoch, "best", "worst")
 
     def _read(self) -> list[dict[str, Any]]:
         """Return the lines that symptoms read: the first of the run, and the last ones."""
@@ -84,7 +322,7 @@ class Log:
         for symptom in present:
             if symptom.name not in self.alerted:
                 self.say(f"alert, epoch {epoch}: {symptom.text}")
-                tracker.alert(self.accelerator, symptom, epoch)
+                alert(self.accelerator, symptom, epoch)
         self.alerted = {symptom.name for symptom in present}
 
     def say(self, text: str) -> None:

@@ -1,9 +1,14 @@
-"""Folder of a run: lock it, resume from it, or archive an earlier run. Results are never deleted."""
+"""Folder of a run: lock it, resume from it, or archive an earlier run; the files that are written before the first
+epoch; and the inputs by hash, to report on resuming what changed besides the configuration. Results are never deleted.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -11,16 +16,25 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flowgrpo.config.parse import load
 from flowgrpo.config.schema import Config, sections
+from flowgrpo.data import provenance
+from flowgrpo.data.prompts import Prompt
 from flowgrpo.data.provenance import PROMPTS
 from flowgrpo.device import AUTO
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation.report import snapshots
 from flowgrpo.methods.setup import Setup
+from flowgrpo.nouns import SAMPLE
+from flowgrpo.packages import version
+from flowgrpo.policies.policy import Policy
+from flowgrpo.rewards.find import GROUP
 from flowgrpo.starter import FOLDERS
-from flowgrpo.storage import atomic, checkpoint, recovery
-from flowgrpo.storage.json_files import decoded, read_lines
+from flowgrpo.storage import atomic, checkpoint, lock
+from flowgrpo.storage.json_files import decoded, read_lines, read_object
 from flowgrpo.storage.lock import held
+from flowgrpo.storage.manifest import sha256
 from flowgrpo.storage.places import CRASH, checkpoints, epoch_of
 from flowgrpo.training import state
+from flowgrpo.user_code import packaged
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -30,6 +44,10 @@ FIXED = ("model", "method", "preferences", "adapter.rank", "adapter.alpha", "ada
          "adapter.targets", "adapter.encoder_targets")
 READ_TWICE = 2**30  # bytes of a checkpoint
 APART = ("name", "output")  # the location of the run
+FILE = "inputs.json"  # in the run's folder
+PACKAGES = ("flowgrpo", "torch", "diffusers", "transformers", "peft", "accelerate", "safetensors")
+
+Split = tuple[list[Prompt], list[Prompt]]
 
 
 def resumes(config: Config, accelerator: Accelerator, asked: bool | Literal["auto"]) -> bool:
@@ -65,7 +83,7 @@ def last_whole(config: Config, accelerator: Accelerator) -> Path:
     from accelerate.utils import broadcast_object_list
 
     folder, first = config.folder / "checkpoints", accelerator.is_main_process
-    chosen = [recovery.newest_whole(folder, print, state.REQUIRED) if first else None]
+    chosen = [checkpoint.newest_whole(folder, print, state.REQUIRED) if first else None]
     [last] = broadcast_object_list(chosen)
     if last is None:
         damaged = len([*folder.glob("*.damaged*")])
@@ -234,3 +252,100 @@ def _row(line: bytes) -> dict[str, Any]:
 def _number(line: bytes) -> float | None:
     """Return the epoch of a line of metrics; None if it is damaged."""
     return _row(line).get("epoch")
+
+
+def of_run(config: Config, split: Split) -> dict[str, Any]:
+    """Return hashes of the user's code files by path, versions of packages, and hashes of the prompts.
+
+    split: training and held-out prompts.
+    """
+    files = sorted({path for path in code_files(config.model_dump(mode="json")) if path.is_file()})
+    rules = config.trained | config.watched
+    points = packaged(GROUP)
+    named = {rule.use or label for label, rule in rules.items()}
+    dists = {point.dist.name for name, point in points.items() if name in named and point.dist}
+    return {"code": {str(path): sha256(path) for path in files},
+            "packages": {name: version(name) for name in (*PACKAGES, *sorted(dists))},
+            "prompts": {side: prompt_hashes(prompts) for side, prompts in zip(("training", "held-out"), split)}}
+
+
+def code_files(value: object) -> Iterator[Path]:
+    """Yield the files of all names FILE.py:NAME in keys and values of a configuration."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from code_files(key)
+            yield from code_files(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from code_files(inner)
+    elif isinstance(value, str) and ".py:" in value:
+        yield Path(value.rpartition(":")[0]).resolve()
+
+
+def prompt_hashes(prompts: Sequence[Prompt]) -> dict[str, str]:
+    """Return the hashes of the prompts' texts, and of all that stands beside the texts."""
+    texts = [[prompt.text, prompt.negative] for prompt in prompts]
+    beside = [[prompt.metadata, prompt.weight] for prompt in prompts]
+    return {"texts": _hashed(texts), "metadata": _hashed(beside)}
+
+
+def _hashed(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def write_inputs(folder: Path, inputs: dict[str, Any]) -> None:
+    """Write the inputs of a run into its folder."""
+    atomic.write_text(folder / FILE, json.dumps(inputs, indent=1) + "\n")
+
+
+def changes(folder: Path, now: dict[str, Any]) -> list[str]:
+    """Return in words what differs from the inputs that the run in the folder began or went on with.
+
+    Empty for a run of an earlier version, which has not recorded them.
+    """
+    if not (folder / FILE).is_file():
+        return []
+    try:
+        was = read_object(folder / FILE, "it is written anew", code=dict, packages=dict, prompts=dict)
+    except UserError as error:
+        return [f"unknown inputs: {error}"]
+    said = [f"other code in {path}" for path, digest in now["code"].items() if was["code"].get(path, digest) != digest]
+    said += [f"{name} {number}, was {was['packages'][name]}" for name, number in now["packages"].items()
+             if was["packages"].get(name, number) != number]
+    for side, hashes in now["prompts"].items():
+        before = was["prompts"].get(side)
+        before = before if isinstance(before, dict) else {}
+        said += [f"other {kind} of the {side} prompts" for kind, digest in hashes.items()
+                 if before.get(kind, digest) != digest]
+    return said
+
+
+@contextlib.contextmanager
+def held_folder(config: Config, epoch: int, resumed: bool, changes: list[str]) -> Iterator[None]:
+    """Context manager: archive an earlier run of the folder, or resume this one after `epoch`, and keep it locked
+    against other runs."""
+    folder = config.folder
+    require_free(folder)
+    if not resumed and (moved := set_aside(folder)):
+        print(f"{folder} held an earlier run, which is now {moved}")
+    for change in changes:
+        print(f"resumed with {change}")
+    with lock.held(folder):
+        (folder / CRASH).unlink(missing_ok=True)
+        with crash_kept(folder):
+            atomic.write_text(folder / "config.yaml", config.yaml())
+            keep_lines(folder / "metrics.jsonl", epoch)
+            yield
+
+
+def write_files(setup: Setup, epoch: int, policy: Policy, precision: str, listed: str | None) -> None:
+    """Write the prompts, the hashes of all inputs, and the machine of a run.
+
+    epoch: the epochs that are done. precision: in words. listed: content of the run's own prompt file; None: it has
+    none.
+    """
+    config, folder = setup.config, setup.config.folder
+    if listed is not None:
+        atomic.write_text(folder / provenance.PROMPTS, listed)
+    write_inputs(folder, of_run(config, setup.split))
+    snapshots.begin(folder, epoch, setup.device, setup.processes, precision, SAMPLE[policy.modality], policy.unit)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from flowgrpo.data import splits
+from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt, as_line, load_prompts
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import images
@@ -31,7 +31,7 @@ def pairs(source: Path, loras: Sequence[Path], prompts: Path | None, count: int,
     if prompts is not None:
         chosen = spread(load_prompts(prompts), count)
     elif config is not None:
-        chosen = spread(splits.resolve(config)[1], count)
+        chosen = spread(sets.resolve(config)[1], count)
     else:
         raise UserError(f"{source} is no run, whose held-out prompts could be used: expected --prompts FILE too")
     listing = folder / "prompts.jsonl"

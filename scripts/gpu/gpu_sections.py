@@ -54,7 +54,7 @@ from flowgrpo.published import named  # noqa: E402
 from flowgrpo.samplers.growth import explore  # noqa: E402
 from flowgrpo.samplers.rollout import seeder  # noqa: E402
 from flowgrpo.train import Trainer  # noqa: E402
-from flowgrpo.training.throughput import peak  # noqa: E402
+from flowgrpo.training.epochs import peak  # noqa: E402
 
 Line = dict[str, Any]
 GIB = 2**30

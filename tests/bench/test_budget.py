@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowgrpo.bench.budget import epoch_cost, epochs_for, epochs_of
+from flowgrpo.bench.plan import epoch_cost, epochs_for, epochs_of
 from flowgrpo.config import validate
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.rewards import differentiable

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from flowgrpo.bench.charts import LONGEST, bars, shortened
+from flowgrpo.bench.page import LONGEST, bars, shortened
 
 
 def test_long_labels_keep_their_end():

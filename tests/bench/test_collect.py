@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from flowgrpo.bench import page, table
-from flowgrpo.bench.collect import best_factors, frontier
-from flowgrpo.bench.statistics import mean_path, value_at
+from flowgrpo.bench.collect import best_factors, frontier, mean_path, value_at
 
 PUBLISHED, LOW, HIGH = (1.0, 1.0), (1 / 3, 1.0), (3.0, 1.0)
 

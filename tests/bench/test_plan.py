@@ -11,10 +11,9 @@ import pytest
 import yaml
 
 from flowgrpo.bench import models, plan
-from flowgrpo.bench.budget import epoch_cost
-from flowgrpo.bench.methods import Entry, clip_of, entries
-from flowgrpo.bench.plan import Plan, Request
-from flowgrpo.bench.schedule import cores, duration, remaining, seconds, threads_each
+from flowgrpo.bench.bench import cores, duration, remaining, seconds, threads_each
+from flowgrpo.bench.models import Entry, clip_of, entries
+from flowgrpo.bench.plan import Plan, Request, epoch_cost
 from flowgrpo.cli import main
 from flowgrpo.config import load
 from flowgrpo.config.sections import Adapter

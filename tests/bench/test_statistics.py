@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flowgrpo.bench import statistics
-from flowgrpo.bench.statistics import Difference, compare, holm, interval, mean_curve, p_value, reached, resampled
+from flowgrpo.bench import collect
+from flowgrpo.bench.collect import Difference, compare, holm, interval, mean_curve, p_value, reached, resampled
 
 ONE, OTHER = np.array([[1.0, 0.25], [0.5, 0.0]]), np.array([[0.0, 0.25], [0.25, 0.5]])
 
 
 def test_resamples_have_the_distribution_of_all_draws():
     """2 prompts and 2 seeds: 4 draws of prompts, 4 of either method's seeds, 64 in all, equally likely."""
-    every, drawn = statistics.enumerated(ONE, OTHER), resampled({"a": ONE, "b": OTHER}, 200_000)
+    every, drawn = collect.enumerated(ONE, OTHER), resampled({"a": ONE, "b": OTHER}, 200_000)
     differences = drawn["a"] - drawn["b"]
     assert len(every) == 64 and every.mean() == pytest.approx(ONE.mean() - OTHER.mean())
     assert differences.mean() == pytest.approx(every.mean(), abs=0.005)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from flowgrpo.check import tiny as pipelines
 from flowgrpo.cli import main
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.data.splits import resolve
+from flowgrpo.data.sets import resolve
 from flowgrpo.policies import build
 from flowgrpo.policies.pipelines.conditioning import PromptCache
 from flowgrpo.policies.pipelines.encoded_prompts import complete

@@ -18,9 +18,9 @@ from flowgrpo.contrib.variants import Variations
 from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.curriculum.history import InformationGain, OppositePairs, Retention, VarianceSampling
 from flowgrpo.curriculum.resampling import ExtraRollouts
-from flowgrpo.data import splits
+from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.data.text_features import features
+from flowgrpo.data.selection import features
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.training import state
@@ -75,7 +75,7 @@ def test_the_score_of_variance_sampling_by_hand():
     part.learn(memory, drawn([(POOL[0], [0.0] * 8), (POOL[1], [1.0] * 8), (POOL[2], eighth), (POOL[3], HALF * 2)],
                              [0.0, 0.4, 0.0, 1.0]))
     assert [part.score(memory, prompt) for prompt in POOL[:5]] == pytest.approx([0, 0.2, 7 / 64, 0.75, 0.75])
-    assert VarianceSampling(share=0.0)(POOL, 5, 3, 1, None, memory, 8) == splits.draw(POOL, 5, 3, 1)
+    assert VarianceSampling(share=0.0)(POOL, 5, 3, 1, None, memory, 8) == sets.draw(POOL, 5, 3, 1)
     part = VarianceSampling(share=1.0, variance=1.0, diversity=0.0)
     chosen = {prompt.text for epoch in range(30) for prompt in part(POOL, 4, epoch, 0, None, memory, 8)}
     assert chosen == {prompt.text for prompt in POOL} - {"p0", "p1"}
@@ -113,7 +113,7 @@ def test_a_posterior_forgets_on_two_scales():
 def test_the_hardest_or_the_most_varied_prompts_are_retained():
     memory = {"rates": {"p0": [0.2, 0.8, 0.2], "p1": [0.1, 0.1, 0.1], "p2": [0.0, 0.0, 0.9], "p3": [1.0]}}
     hard = Retention(after=2, keep=2)
-    assert hard(POOL, 3, 1, 5, None, memory, 4) == splits.draw(POOL, 3, 1, 5)
+    assert hard(POOL, 3, 1, 5, None, memory, 4) == sets.draw(POOL, 3, 1, 5)
     assert {prompt.text for prompt in hard(POOL, 2, 2, 5, None, memory, 4)} == {"p0", "p1"}
     hard.learn(memory, drawn([(POOL[1], ALL)]))
     assert {prompt.text for prompt in hard(POOL, 2, 3, 5, None, memory, 4)} == {"p0", "p2"}
@@ -129,7 +129,7 @@ def test_pairs_of_a_rare_success_and_a_rare_failure():
     assert [prompt.text for prompt in pair[:2]] == ["p0", "p1"] and len({prompt.text for prompt in pair}) == 4
     advantages = group_relative(torch.tensor([[1.0] + [0.0] * 7, [0.0] + [1.0] * 7]))
     assert advantages[0, 0] == -advantages[1, 0] == pytest.approx(7 / math.sqrt(8))
-    assert OppositePairs()(POOL, 4, 3, 0, None, {}, 8) == splits.draw(POOL, 4, 3, 0)
+    assert OppositePairs()(POOL, 4, 3, 0, None, {}, 8) == sets.draw(POOL, 4, 3, 0)
 
 
 def test_a_predicted_rate_is_the_softmax_of_similarities_by_hand():
@@ -211,7 +211,7 @@ def test_impossible_numbers(make):
 def test_variants_come_until_they_teach_nothing():
     part, memory, pool = Variations(share=0.5), {}, [Prompt(text) for text in "abcd"]
     assert [prompt.text for prompt in part(pool, 4, 0, 0, None, memory, 2)] == [
-        prompt.text for prompt in splits.draw(pool, 4, 0, 0)]
+        prompt.text for prompt in sets.draw(pool, 4, 0, 0)]
     memory["variants"] = [{"prompt": text, "metadata": {"answer": text}} for text in ("v", "w", "x")]
     drawn = part(pool, 4, 0, 0, None, memory, 2)
     assert [prompt.text for prompt in drawn[:2]] == ["v", "w"] and drawn[0].metadata == {"answer": "v"}

@@ -9,7 +9,7 @@ import torch
 from flowgrpo.curriculum import order
 from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.curriculum.order import EpochPermutation, ThompsonSampling
-from flowgrpo.data import splits
+from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
@@ -60,8 +60,8 @@ def test_the_nearest_to_the_target_of_the_candidates():
 def test_one_candidate_each_is_the_plain_draw():
     for part in (ThompsonSampling(candidates=1), EpochPermutation()):
         assert sorted(p.text for p in part(POOL, 7, 3, 1, None, {}, 8)) == sorted(
-            p.text for p in splits.draw(POOL, 7, 3, 1))
-    assert EpochPermutation()(POOL, 7, 3, 1, None, {}, 8) == splits.draw(POOL, 7, 3, 1)
+            p.text for p in sets.draw(POOL, 7, 3, 1))
+    assert EpochPermutation()(POOL, 7, 3, 1, None, {}, 8) == sets.draw(POOL, 7, 3, 1)
     assert len(ThompsonSampling()(POOL[:3], 7, 0, 0, None, {}, 8)) == 7
 
 

@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from flowgrpo.config import Config
 from flowgrpo.data.prompts import STARTER, Prompt, load_prompts, of_records
-from flowgrpo.data.splits import draw, resolve, split
+from flowgrpo.data.sets import draw, resolve, split
 from flowgrpo.errors import UserError
 from flowgrpo.starter import scenes
 

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from flowgrpo import rewards
+from flowgrpo.data.prompt_writer import caption_errors, corrupted, critiques, inverted
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.data.proxy_prompts import caption_errors, corrupted, critiques, inverted
 from flowgrpo.errors import UserError
 
 CAPTION = "Two dogs and a red car in front of a tall house, a man on the left."

@@ -10,8 +10,8 @@ import torch
 from accelerate import Accelerator
 
 from flowgrpo.config import Config, load
+from flowgrpo.data.pairs import in_place
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.data.recorded_pairs import in_place
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import run_rewards
 from flowgrpo.methods import recorded_pairs as pairs_check

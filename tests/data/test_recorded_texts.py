@@ -10,8 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from flowgrpo.config import load
-from flowgrpo.data.pairs import Pair, load_pairs
-from flowgrpo.data.recorded_pairs import in_place
+from flowgrpo.data.pairs import Pair, in_place, load_pairs
 from flowgrpo.errors import UserError
 from flowgrpo.methods import recorded_pairs as pairs_check
 from flowgrpo.methods.validate import resolve

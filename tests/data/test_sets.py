@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flowgrpo.config import parse
-from flowgrpo.data import sets, splits
+from flowgrpo.data import sets
 from flowgrpo.data.prompts import load_prompts
 from flowgrpo.data.suites import load_suite
 from flowgrpo.errors import UserError
@@ -31,7 +31,7 @@ COUNTS = {"geneval": (2150, 553), "t2i_compbench": (5557, 2400), "partiprompts":
 
 @pytest.mark.parametrize("name", PACKAGED)
 def test_a_set_splits_into_texts_that_are_on_one_side_alone(name):
-    train, held_out = splits.resolve(parse.validate({"prompts": name}))
+    train, held_out = sets.resolve(parse.validate({"prompts": name}))
     assert not {prompt.key for prompt in train} & {prompt.key for prompt in held_out}
     if name in COUNTS:
         assert (len(train), len(held_out)) == COUNTS[name]
@@ -65,8 +65,8 @@ def test_a_packaged_set_is_a_suite_with_its_categories(name, categories):
 
 def test_a_share_of_a_set_with_held_out_prompts_is_refused():
     with pytest.raises(UserError, match="prompts: geneval brings held-out prompts of its own"):
-        splits.require_suited(parse.validate({"prompts": "geneval", "held_out": 0.3}))
-    splits.require_suited(parse.validate({"prompts": "general", "held_out": 0.3}))
+        sets.require_suited(parse.validate({"prompts": "geneval", "held_out": 0.3}))
+    sets.require_suited(parse.validate({"prompts": "general", "held_out": 0.3}))
 
 
 OWN = ("ocr_train", "general", "general_video")
@@ -130,20 +130,20 @@ def test_normalised_text_forgets_case_spaces_and_punctuation():
 def test_a_test_set_is_not_trained_on(prompts, name):
     """By its name, by its file or by its place on the hub; the line names what to train on, and the option."""
     with pytest.raises(UserError) as caught:
-        splits.require_suited(parse.validate({"prompts": prompts}))
+        sets.require_suited(parse.validate({"prompts": prompts}))
     told = str(caught.value)
     assert told.startswith(f"prompts: {prompts} is a test set") and f"eval --suite {name}" in told
     assert "general" in told and "train_on_test_set: true" in told and "\n" not in told
-    splits.require_suited(parse.validate({"prompts": prompts, "train_on_test_set": True}))
+    sets.require_suited(parse.validate({"prompts": prompts, "train_on_test_set": True}))
 
 
 @pytest.mark.parametrize("prompts", ["general", "ocr", "geneval", "mine.jsonl", str(sets.FOLDER / "ocr_train.jsonl")])
 def test_other_prompts_are_trained_on(prompts):
     assert sets.test_set(prompts) is None
-    splits.require_suited(parse.validate({"prompts": prompts}))
+    sets.require_suited(parse.validate({"prompts": prompts}))
 
 
 def test_recorded_pairs_are_trained_on_in_place_of_a_test_set():
     with pytest.raises(UserError, match="partiprompts"):
-        splits.require_suited(parse.validate({"prompts": "partiprompts"}))
-    splits.require_suited(parse.validate({"prompts": "partiprompts", "preferences": "pairs.jsonl"}))
+        sets.require_suited(parse.validate({"prompts": "partiprompts"}))
+    sets.require_suited(parse.validate({"prompts": "partiprompts", "preferences": "pairs.jsonl"}))

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
-from flowgrpo.check.tiny.wan import wan
+from flowgrpo.check.tiny.video_families import wan
 from flowgrpo.config import load
 from flowgrpo.config.geometry import teams
 from flowgrpo.config.sections import Memory

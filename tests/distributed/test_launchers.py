@@ -14,7 +14,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file, save_file
 
-from flowgrpo.check.tiny.wan import wan
+from flowgrpo.check.tiny.video_families import wan
 from flowgrpo.config import load
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed import launchers

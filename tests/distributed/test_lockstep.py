@@ -10,8 +10,8 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
-from flowgrpo.distributed.lockstep import LOOK, MEET, TRAIN, Lockstep
 from flowgrpo.distributed.processes import Processes
+from flowgrpo.distributed.shards import LOOK, MEET, TRAIN, Lockstep
 from flowgrpo.distributed.signals import Stopped
 from tests.distributed.test_processes import SMALL, half_flat
 from tests.distributed.test_split_groups import launch
@@ -52,7 +52,7 @@ class Counting(Lockstep):
 
 
 def counting(monkeypatch) -> None:
-    monkeypatch.setattr("flowgrpo.distributed.lockstep.Lockstep", Counting)
+    monkeypatch.setattr("flowgrpo.distributed.shards.Lockstep", Counting)
 
 
 def one_of_two(folder: Path) -> None:

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from flowgrpo.cli import main
 from flowgrpo.cli.train import UNTRAINED
 from flowgrpo.config import load
-from flowgrpo.data import splits
+from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.signals import Stopped
@@ -85,7 +85,7 @@ def same(images, prompts):
 
 def half_flat():
     """A reward that says nothing of the second half of the first epoch's prompts, which are the second process's."""
-    batch = splits.draw([Prompt(text) for text in tiny.PROMPTS], 4, 0, 0)
+    batch = sets.draw([Prompt(text) for text in tiny.PROMPTS], 4, 0, 0)
     flat = {prompt.text for prompt in batch[2:]}
     return lambda images, prompts: [0.5 if prompt in flat else value
                                     for prompt, value in zip(prompts, tiny.red(images, prompts).tolist())]

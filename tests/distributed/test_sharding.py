@@ -22,7 +22,8 @@ from flowgrpo.errors import UserError
 from flowgrpo.policies.weights import sharding
 from flowgrpo.policies.weights.sharding import require_shardable
 from flowgrpo.storage import checkpoint
-from flowgrpo.training import saving, state
+from flowgrpo.training import epochs as saves
+from flowgrpo.training import state
 from tests.distributed.test_processes import REWARD, SMALL, arguments, free_ports, half_flat, held, join_anew
 from tests.helpers import loop, tiny
 from tests.helpers.forked import Forked
@@ -92,7 +93,7 @@ def one_of_two(folder: Path) -> None:
         metrics = epochs(trainer, 0, 1)
         if case == "full":
             state.save(trainer, folder / "of two")
-            saving.LARGE = 0  # from here on, checkpoints are written by threads
+            saves.LARGE = 0  # from here on, checkpoints are written by threads
             trainer.progress.saving(folder / "by threads", last=False)
         metrics += epochs(trainer, 1, 2)
         trainer.progress.saving.look(wait=True)

@@ -13,7 +13,7 @@ from flowgrpo.config import load
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.reward import Reward
-from flowgrpo.training import whole_groups
+from flowgrpo.training import reward_demands
 from tests.distributed.test_processes import free_ports
 from tests.helpers import loop, tiny
 from tests.helpers.forked import Forked
@@ -113,9 +113,9 @@ def test_a_split_group_trains_as_a_whole_one(case, folder):
 ])
 def test_a_method_that_needs_whole_groups_is_refused_in_one_line(options, processes, told):
     config = load(None, {"train.prompts": 8, "train.group": 12, "train.micro_batch": 4} | options)
-    whole_groups.check(loop.setup(config, processes=4))
+    reward_demands.check_whole_groups(loop.setup(config, processes=4))
     with pytest.raises(UserError, match=told) as caught:
-        whole_groups.check(loop.setup(config, processes=processes))
+        reward_demands.check_whole_groups(loop.setup(config, processes=processes))
     assert "\n" not in str(caught.value)
 
 
@@ -125,7 +125,7 @@ class Compares(Reward):
 
 def test_a_reward_that_compares_a_group_is_refused_in_one_line():
     config = load(None, {"method": "pref_grpo", "train.prompts": 8, "train.group": 8})
-    whole_groups.check(loop.setup(config, processes=16, rewards={"score": len}))
+    reward_demands.check_whole_groups(loop.setup(config, processes=16, rewards={"score": len}))
     with pytest.raises(UserError, match="16 processes would split the groups of 8 prompts, but the reward 'judge' "
                                         "compares the samples of a group: use train.prompts: 16, or 8 processes"):
-        whole_groups.check(loop.setup(config, processes=16, rewards={"score": len, "judge": Compares()}))
+        reward_demands.check_whole_groups(loop.setup(config, processes=16, rewards={"score": len, "judge": Compares()}))

@@ -16,7 +16,7 @@ from PIL import Image
 
 from flowgrpo.cli import main
 from flowgrpo.cli.draw import ColumnKind
-from flowgrpo.data import splits
+from flowgrpo.data import sets
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import columns, evaluate, images, samplers
 from flowgrpo.evaluation.columns import write_page
@@ -97,7 +97,7 @@ def alone(run, prompt: int, seed: int = 0, lora: bool = True, **asked) -> np.nda
     if lora:
         loading.load_tuned(pipe, run)
     texts = [f"picture {i}" for i in range(20)]
-    held = splits.resolve(config)[1]
+    held = sets.resolve(config)[1]
     assert held[prompt].text in texts
     call = {"num_inference_steps": 2, "guidance_scale": 1.5, **tiny.CALL, **asked}
     picture = samplers.draw_one(pipe, held[prompt], rollout.seeder(seed, 0)(prompt, 0), call)

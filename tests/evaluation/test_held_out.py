@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowgrpo.cli.show import print_table
+from flowgrpo.cli.root import print_table
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.evaluation import findings, held_out
 from flowgrpo.evaluation.measured import Measured

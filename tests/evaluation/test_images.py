@@ -15,7 +15,7 @@ from flowgrpo.check import tiny as pipelines
 from flowgrpo.cli import main
 from flowgrpo.config import validate
 from flowgrpo.config.sections import Adapter
-from flowgrpo.data import splits
+from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
@@ -335,7 +335,7 @@ def test_every_command_draws_with_the_memory_of_the_run(tmp_path, model):
     config = checkpoints.run_config(low)
     pipe = load_pipeline(str(model), weights="int8")
     loading.load_tuned(pipe, low)
-    prompt, seed_of = splits.resolve(config)[1][0], seeder(0, 0)
+    prompt, seed_of = sets.resolve(config)[1][0], seeder(0, 0)
     asked = {"num_inference_steps": 2, "guidance": 1.5, **tiny.CALL}
     expected = samplers.draw_one(pipe, prompt, seed_of(0, 0), asked)
     sampler = Pipelines(config.model, config, drawing(config.precision, "cpu"), "cpu")

@@ -25,7 +25,7 @@ from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.adapters import merge
 from flowgrpo.policies.weights.lora_files import LORA_FILE
-from flowgrpo.storage.tensor_files import order_metadata
+from flowgrpo.storage.manifest import order_metadata
 from tests.helpers import tiny
 
 SUMMARY = {"before": {"bright": 0.25}, "after": {"bright": 0.5},

@@ -228,7 +228,7 @@ def edited(case: tuple[dict[str, Any], dict[str, list[int]]], folder: Path) -> N
     import torch
 
     from flowgrpo.storage import checkpoint
-    from flowgrpo.storage.recovery import newest_whole
+    from flowgrpo.storage.checkpoint import newest_whole
     from flowgrpo.training.state import REQUIRED
 
     whole = {"epoch": 1, "update": 1, "memory": {}, "reward_failures": {}, "evaluations": 0, "rescore": False,

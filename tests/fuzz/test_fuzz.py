@@ -70,7 +70,7 @@ def test_whole_files_of_the_corpus_are_read(name, tmp_path_factory, late):
 
 
 def test_a_failure_is_named_by_its_kind_and_line():
-    from flowgrpo.data.splits import split
+    from flowgrpo.data.sets import split
 
     with pytest.raises(Exception) as caught:
         split(None, 0.5, 0)

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from flowgrpo.advantages.group import Advantage, combine
 from flowgrpo.advantages.shaping import BradleyTerry
 from flowgrpo.config import load
-from flowgrpo.data.recorded_pairs import in_place
+from flowgrpo.data.pairs import in_place
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset, recorded_pairs
 from flowgrpo.objectives.forward_process import Preference

@@ -13,7 +13,7 @@ from diffusers import StableDiffusion3Pipeline
 
 from flowgrpo.config import validate
 from flowgrpo.config.sections import Adapter
-from flowgrpo.data import splits
+from flowgrpo.data import sets
 from flowgrpo.distributed.processes import make_accelerator
 from flowgrpo.methods import preset
 from flowgrpo.policies.pipelines.load import load_pipeline
@@ -99,7 +99,7 @@ def test_two_epochs_on_the_starter(name):
     policy = PipelinePolicy(load_pipeline("starter"), Adapter(rank=4), call=config.call,
                             adapted=preset(name).rollout.adapted)
     trainer = Trainer(config, make_accelerator("cpu"), policy, {"scene_graded": scene_graded},
-                      splits.resolve(config))
+                      sets.resolve(config))
     trained = {id(parameter) for parameter in policy.weights.parameters()}
     frozen = [parameter for module in policy.pipe.components.values() if isinstance(module, torch.nn.Module)
               for parameter in module.parameters() if id(parameter) not in trained]

@@ -10,9 +10,8 @@ from PIL import Image
 from torchvision.transforms.functional import to_tensor
 
 from flowgrpo.config import load
-from flowgrpo.data import splits
-from flowgrpo.data.pairs import OVERALL, Pair, load_pairs
-from flowgrpo.data.recorded_pairs import in_place
+from flowgrpo.data import sets
+from flowgrpo.data.pairs import OVERALL, Pair, in_place, load_pairs
 from flowgrpo.methods import recorded_pairs as pairs_check
 from flowgrpo.starter.rewards.scene import scene
 from tests.helpers import loop
@@ -37,7 +36,7 @@ def test_pairs_are_labelled_by_scene_and_train_the_starter(tmp_path):
         assert (one, two) == (1, 0) if pair.verdicts[OVERALL] == 1 else one == two
     config = load(ROOT / "configs" / "starter_dpo.yaml", {"preferences": str(file)})
     pairs_check.check(loop.setup(config))
-    train, held = in_place(config, splits.resolve(config))
+    train, held = in_place(config, sets.resolve(config))
     assert len(train) == sum(pair.verdicts[OVERALL] == 1 for pair in pairs) > 4  # no prompt of theirs is held out
     assert config.rewards == {"preferred": 1.0} and list(config.watched) == ["scene", "scene_graded"] and held
     assert len(subjects) == 3 * make_starter_pairs.GROUP == len({pair.rejected for pair in subjects})
@@ -47,4 +46,4 @@ def test_pairs_are_labelled_by_scene_and_train_the_starter(tmp_path):
                for picture in (pair.chosen, pair.rejected))
     config = load(ROOT / "configs" / "starter_rpo.yaml", {"preferences": str(tmp_path / "subjects.jsonl")})
     pairs_check.check(loop.setup(config))
-    assert len(in_place(config, splits.resolve(config))[0]) == len(subjects)
+    assert len(in_place(config, sets.resolve(config))[0]) == len(subjects)

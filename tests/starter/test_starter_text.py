@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowgrpo.config import load
 from flowgrpo.config.sections import Adapter, Text
-from flowgrpo.data import splits
+from flowgrpo.data import sets
 from flowgrpo.rewards.find import find
 from flowgrpo.run import run
 from flowgrpo.starter import FOLDERS
@@ -25,7 +25,7 @@ TOKENS = 16
 
 
 def test_the_prompts_are_problems_with_their_solutions_and_no_held_out_one_is_trained():
-    train, held_out = splits.resolve(load(RECIPE))
+    train, held_out = sets.resolve(load(RECIPE))
     assert (len(train), len(held_out)) == (2000, 400)
     for prompt in train + held_out:
         problem = Problem(tuple(map(int, prompt.text.removesuffix("=").split("+"))))
@@ -70,7 +70,7 @@ def test_the_model_is_small_and_answers_as_its_card_says():
 
 def test_the_rewards_read_the_answer_and_the_steps():
     config = load(RECIPE)
-    reward, prompts = find(config.reward), splits.resolve(config)[1][-50:]
+    reward, prompts = find(config.reward), sets.resolve(config)[1][-50:]
     told, metadata = [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts]
     answers = [entry["answer"] for entry in metadata]
     assert list(reward([entry["solution"] for entry in metadata], told, metadata)) == [1.0] * 50

@@ -14,7 +14,7 @@ from PIL import Image
 from flowgrpo import rewards
 from flowgrpo.config import load, validate
 from flowgrpo.config.sections import Adapter
-from flowgrpo.data import splits
+from flowgrpo.data import sets
 from flowgrpo.data.prompts import STARTER, Prompt, load_prompts
 from flowgrpo.distributed.processes import make_accelerator
 from flowgrpo.errors import UserError
@@ -56,7 +56,7 @@ def test_every_word_of_the_world_is_one_token(stock):
 
 
 def test_its_prompts_are_the_world_parted():
-    train, held = splits.resolve(validate({"model": "starter_video", "prompts": "starter_video"}))
+    train, held = sets.resolve(validate({"model": "starter_video", "prompts": "starter_video"}))
     assert {parse(p.text) for p in held} == set(clips(held=True)) and len(held) == 42 * STYLES
     assert {parse(p.text) for p in train} == set(clips(held=False)) and len(train) == 210 * STYLES
     assert all(p.metadata["task"] == parse(p.text).task for p in train + held)

@@ -14,7 +14,7 @@ WRITE = re.compile(r"(?<!atomic)\.write_(?:text|bytes)\(|open\([^()]*[\"'][wx]b?
 TEMPORARY = {  # files in a folder that is deleted afterwards, or under a name that `atomic` gave
     "check/tiny/unets.py", "policies/checkpoints.py", "evaluation/pages/figures.py", "text/rewards/sandbox/run.py",
     "data/sources.py", "contrib/vbench/vbench_child.py", "contrib/vbench/dimensions.py", "storage/atomic.py",
-    "storage/tensor_files.py", "training/tracker.py"}
+    "storage/manifest.py", "training/metrics.py"}
 
 
 def test_a_write_that_fails_leaves_the_earlier_file(tmp_path):

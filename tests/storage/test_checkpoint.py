@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from flowgrpo.errors import UserError
 from flowgrpo.storage import checkpoint, manifest
+from flowgrpo.storage.checkpoint import newest_whole
 from flowgrpo.storage.places import checkpoints, foreign
-from flowgrpo.storage.recovery import newest_whole
 from flowgrpo.training import state
 
 

@@ -14,8 +14,7 @@ from flowgrpo.methods.supervised import PicturePairs, PreferencePairs
 from flowgrpo.objectives import SampledKL
 from flowgrpo.objectives.balance import FixedWeights
 from flowgrpo.objectives.pair_losses import PairLoss
-from flowgrpo.rollouts.data_losses import seed_of
-from flowgrpo.rollouts.noised_losses import at_guidance
+from flowgrpo.rollouts.data_losses import at_guidance, seed_of
 from flowgrpo.samplers.scheduler import noise_like
 from flowgrpo.types import CompletionBatch, GroupStatistics, Scored
 from tests.helpers import loop, tiny_runs, tiny_text

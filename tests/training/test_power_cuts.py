@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flowgrpo.storage import atomic
-from flowgrpo.training import saving
+from flowgrpo.training import epochs
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 from power_cuts import Recorder, build
@@ -60,7 +60,7 @@ def by_threads(tmp_path_factory):
     base = tmp_path_factory.mktemp("threads")
     arguments = prepare(base, "plain")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "LARGE", 0)
+        patch.setattr(epochs, "LARGE", 0)
         return *recorded(arguments, base / "output"), arguments, base / "output"
 
 

@@ -22,7 +22,7 @@ from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.run import align
 from flowgrpo.storage import checkpoint
 from flowgrpo.storage.lock import held
-from flowgrpo.training import inputs
+from flowgrpo.training import run_folder
 from flowgrpo.training.run_folder import keep_lines
 from tests.helpers import tiny
 from tests.helpers.forked import Forked
@@ -375,15 +375,15 @@ def test_changed_code_prompts_and_packages_are_told(finished, capsys):
 def test_what_is_compared_on_resuming(tmp_path):
     config = tiny.config(tmp_path)
     first = [Prompt("red", metadata={"n": 1}), Prompt("blue")], [Prompt("old")]
-    now = inputs.of_run(config, first)
-    assert inputs.changes(tmp_path, now) == []  # an older run
-    inputs.write(tmp_path, now | {"packages": {**now["packages"], "torch": "1.0"}})
+    now = run_folder.of_run(config, first)
+    assert run_folder.changes(tmp_path, now) == []  # an older run
+    run_folder.write_inputs(tmp_path, now | {"packages": {**now["packages"], "torch": "1.0"}})
     second = [Prompt("red", metadata={"n": 2}), Prompt("blue")], [Prompt("older")]
-    changes = inputs.changes(tmp_path, inputs.of_run(config, second))
+    changes = run_folder.changes(tmp_path, run_folder.of_run(config, second))
     assert changes == [f"torch {now['packages']['torch']}, was 1.0", "other metadata of the training prompts",
                        "other texts of the held-out prompts"]
     (tmp_path / "inputs.json").write_text("{}")
-    [line] = inputs.changes(tmp_path, now)
+    [line] = run_folder.changes(tmp_path, now)
     assert line.startswith("unknown inputs: ") and "it is written anew" in line
 
 

@@ -11,9 +11,9 @@ import time
 import pytest
 
 from flowgrpo.cli import main
-from flowgrpo.storage import background, checkpoint, paths
+from flowgrpo.storage import atomic, checkpoint, paths
 from flowgrpo.storage.places import checkpoints
-from flowgrpo.training import saving, state
+from flowgrpo.training import epochs, state
 from flowgrpo.training.endings import saved
 from tests.helpers import tiny
 from tests.helpers.forked import Forked
@@ -23,13 +23,13 @@ FSYNC = os.fsync
 
 
 def in_the_thread() -> bool:
-    return threading.current_thread().name == background.NAME
+    return threading.current_thread().name == atomic.NAME
 
 
 @pytest.fixture
 def large(monkeypatch):
     """Every checkpoint counts as a large one."""
-    monkeypatch.setattr(saving, "LARGE", 0)
+    monkeypatch.setattr(epochs, "LARGE", 0)
 
 
 @pytest.fixture
@@ -97,14 +97,14 @@ def test_the_next_checkpoint_waits_for_the_one_before(large, held, tmp_path):
 @pytest.mark.parametrize("size, free, later", [(None, 2**40, False), (0, 2**40, True), (0, 1000, False)])
 def test_small_ones_and_those_that_memory_has_no_room_for_are_written_at_once(size, free, later, tmp_path, monkeypatch):
     trainer = trained(tmp_path)
-    monkeypatch.setattr(saving, "unused_memory", lambda: free)
+    monkeypatch.setattr(epochs, "unused_memory", lambda: free)
     if size is not None:
-        monkeypatch.setattr(saving, "LARGE", size)
+        monkeypatch.setattr(epochs, "LARGE", size)
     names = []
     monkeypatch.setattr(os, "fsync", lambda file: (names.append(threading.current_thread().name), FSYNC(file))[1])
     trainer.progress.saving(tmp_path, last=False)
     trainer.progress.saving.look(wait=True)
-    assert (background.NAME in names) is later and [*checkpoints(tmp_path / "checkpoints")] == [1]
+    assert (atomic.NAME in names) is later and [*checkpoints(tmp_path / "checkpoints")] == [1]
 
 
 def test_a_write_that_fails_is_raised_at_the_next_look(large, tmp_path, monkeypatch):
@@ -162,7 +162,7 @@ def test_a_stop_of_a_run(large, model, uninterrupted, tmp_path):
 
 def dying(command: list[str]) -> int:
     """A run whose process is killed while the thread writes its second checkpoint."""
-    saving.LARGE, calls = 0, []
+    epochs.LARGE, calls = 0, []
 
     def fsync(file: int) -> None:
         if in_the_thread():

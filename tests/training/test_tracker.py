@@ -18,7 +18,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report import report, snapshots
 from flowgrpo.run import run
-from flowgrpo.training import tracker
+from flowgrpo.training import metrics
 from tests.helpers import ffmpeg, tiny, tiny_text
 
 
@@ -170,11 +170,11 @@ def test_a_clip_is_a_video(board, encoded, tmp_path, monkeypatch):
 def sent_clip(folder, **options):
     """Return a function that sends a stored clip of three frames to the tracker."""
     config, accelerator = tiny.config(folder, **options), SimpleNamespace(is_main_process=True, trackers=[])
-    tracker.start(accelerator, config)
+    metrics.start(accelerator, config)
     clip = torch.tensor([0.0, 1.0, 0.2])[:, None, None, None].expand(3, 3, 8, 8)
     cards = [{"prompt": "a dot", "scores": {"red": 0.5}, **snapshots.shown(clip)}]
     snapshots.write(config.folder / "report" / "before.json", {"cards": cards})
-    return lambda: tracker.show(accelerator, config.folder, 0, "before")
+    return lambda: metrics.show(accelerator, config.folder, 0, "before")
 
 
 def test_tensorboard_gets_a_clip_as_a_gif(tmp_path):
@@ -191,21 +191,21 @@ def test_tensorboard_gets_a_clip_as_a_gif(tmp_path):
 def test_texts_are_a_table(board, tmp_path):
     config = tiny_text.config(tmp_path, tracker="wandb")
     accelerator = SimpleNamespace(is_main_process=True, trackers=[])
-    tracker.start(accelerator, config)
+    metrics.start(accelerator, config)
     cards = [{"prompt": "1+1=", "scores": {"short": 0.5, "other": None}, "text": "2"}]
     snapshots.write(config.folder / "report" / "before.json", {"cards": cards})
-    tracker.show(accelerator, config.folder, 0, "before")
+    metrics.show(accelerator, config.folder, 0, "before")
     assert board.logged == [(0, {"before": {"columns": ["prompt", "text"], "data": [["1+1= (short 0.5)", "2"]]}})]
 
 
 @pytest.mark.parametrize("board", ["wandb"], indirect=True)
 def test_a_new_run_in_a_folder_has_a_new_id(board, tmp_path):
     config = tiny.config(tmp_path, tracker="wandb")
-    first = tracker.identity(config, resumed=False)
-    assert tracker.identity(config, resumed=True) == first
-    assert tracker.identity(config, resumed=False) != first
-    other = tracker.identity(tiny.config(tmp_path, tracker="trackio"), resumed=True)  # another tracker's id is unknown
-    assert other != first and tracker.identity(config, resumed=True) != first
+    first = metrics.identity(config, resumed=False)
+    assert metrics.identity(config, resumed=True) == first
+    assert metrics.identity(config, resumed=False) != first
+    other = metrics.identity(tiny.config(tmp_path, tracker="trackio"), resumed=True)  # another tracker's id is unknown
+    assert other != first and metrics.identity(config, resumed=True) != first
 
 
 @pytest.mark.parametrize("board", ["wandb"], indirect=True)
@@ -215,10 +215,10 @@ def test_a_tracker_that_does_not_start_is_told(board, tmp_path):
 
     board.module.init = refuse
     with pytest.raises(UserError, match="tracker 'wandb' does not start .RuntimeError: 401 unauthorised.: set tracker"):
-        tracker.start(SimpleNamespace(is_main_process=True, trackers=[]), tiny.config(tmp_path, tracker="wandb"))
+        metrics.start(SimpleNamespace(is_main_process=True, trackers=[]), tiny.config(tmp_path, tracker="wandb"))
 
 
 def test_other_processes_open_no_tracker(tmp_path):
     accelerator = SimpleNamespace(is_main_process=False, trackers=[])
-    tracker.start(accelerator, tiny.config(tmp_path, tracker="tensorboard"))
+    metrics.start(accelerator, tiny.config(tmp_path, tracker="tensorboard"))
     assert accelerator.trackers == [] and not (tmp_path / "run").exists()

@@ -29,7 +29,7 @@ from flowgrpo.run import run
 from flowgrpo.storage import paths
 from flowgrpo.text.policies.masked_lm import MaskedLM
 from flowgrpo.text.rewards.embeddings import letters
-from flowgrpo.training import tracker, trial
+from flowgrpo.training import metrics, trial
 from tests.helpers import loop, tiny, tiny_dna, tiny_text
 
 TEXTS = [Prompt(text) for text in tiny_text.PROMPTS]
@@ -417,6 +417,6 @@ def test_a_tracker_without_its_package_or_its_key(tmp_path, monkeypatch):
     (tmp_path / "wandb.py").write_text("class api:\n    api_key = None\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match="tracker is 'wandb', but it has no key: `wandb login`"):
-        tracker.check(loop.setup(config))
+        metrics.check(loop.setup(config))
     monkeypatch.setenv("WANDB_MODE", "offline")
-    tracker.check(loop.setup(config))
+    metrics.check(loop.setup(config))

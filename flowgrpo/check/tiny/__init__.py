@@ -21,9 +21,9 @@ UNFIT = ("FluxInpaintPipeline", "HiDreamImagePipeline", "OmniGenPipeline", "Qwen
 
 def factories() -> dict[str, Factory]:
     """Return all factories by the name of their pipeline class."""
-    from flowgrpo.check.tiny import conditioned, images, newest, unets, videos
+    from flowgrpo.check.tiny import images, unets, videos
 
-    return images.FACTORIES | newest.FACTORIES | unets.FACTORIES | conditioned.FACTORIES | videos.FACTORIES
+    return images.FACTORIES | images.NEWEST | unets.FACTORIES | unets.CONDITIONED | videos.FACTORIES
 
 
 def make(name: str, seed: int = 0) -> tuple[Any, dict[str, Any]]:

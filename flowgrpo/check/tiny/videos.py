@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flowgrpo.check.tiny import hunyuan, ltx, wan
+from flowgrpo.check.tiny import video_families
 from flowgrpo.check.tiny.parts import (
     TOKENS,
     Network,
@@ -171,7 +171,7 @@ def sana(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
         num_cross_attention_heads=2, cross_attention_head_dim=12, cross_attention_dim=24, caption_channels=16,
         sample_size=16, rope_max_seq_len=32)
     pipe = SanaVideoPipeline(
-        transformer=lively(denoiser), vae=wan.autoencoder(), text_encoder=LlamaModel(llama_config()),
+        transformer=lively(denoiser), vae=video_families.autoencoder(), text_encoder=LlamaModel(llama_config()),
         tokenizer=tokenizer(TOKENS), scheduler=DPMSolverMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=8.0))
     return ready(pipe), {"height": 32, "width": 32, "frames": 5, "max_sequence_length": TOKENS,
@@ -179,25 +179,26 @@ def sana(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
 
 
 FACTORIES = {
-    "WanPipeline": wan.wan,
-    "WanPipeline (2.2)": wan.wan22,
-    "WanPipeline (2.2, dense)": wan.wan22_dense,
-    "WanImageToVideoPipeline": wan.wan_image,
-    "WanImageToVideoPipeline (first and last frame)": wan.wan_frames,
-    "WanVideoToVideoPipeline": wan.wan_video,
-    "WanVACEPipeline": wan.wan_vace,
-    "SkyReelsV2Pipeline": wan.skyreels,
-    "SkyReelsV2ImageToVideoPipeline": wan.skyreels_image,
-    "HunyuanVideoPipeline": hunyuan.hunyuan,
-    "HunyuanVideo15Pipeline": hunyuan.hunyuan15,
-    "HunyuanVideoImageToVideoPipeline": lambda seed=0: hunyuan.hunyuan_image("latent_concat", seed),
-    "HunyuanVideoImageToVideoPipeline (token_replace)": lambda seed=0: hunyuan.hunyuan_image("token_replace", seed),
-    "HunyuanSkyreelsImageToVideoPipeline": hunyuan.hunyuan_skyreels,
-    "LTXPipeline": ltx.ltx,
-    "LTXImageToVideoPipeline": ltx.ltx_image,
-    "LTXConditionPipeline": ltx.ltx_condition,
-    "LTX2Pipeline": ltx.ltx2,
-    "LTX2ImageToVideoPipeline": ltx.ltx2_image,
+    "WanPipeline": video_families.wan,
+    "WanPipeline (2.2)": video_families.wan22,
+    "WanPipeline (2.2, dense)": video_families.wan22_dense,
+    "WanImageToVideoPipeline": video_families.wan_image,
+    "WanImageToVideoPipeline (first and last frame)": video_families.wan_frames,
+    "WanVideoToVideoPipeline": video_families.wan_video,
+    "WanVACEPipeline": video_families.wan_vace,
+    "SkyReelsV2Pipeline": video_families.skyreels,
+    "SkyReelsV2ImageToVideoPipeline": video_families.skyreels_image,
+    "HunyuanVideoPipeline": video_families.hunyuan,
+    "HunyuanVideo15Pipeline": video_families.hunyuan15,
+    "HunyuanVideoImageToVideoPipeline": lambda seed=0: video_families.hunyuan_image("latent_concat", seed),
+    "HunyuanVideoImageToVideoPipeline (token_replace)":
+        lambda seed=0: video_families.hunyuan_image("token_replace", seed),
+    "HunyuanSkyreelsImageToVideoPipeline": video_families.hunyuan_skyreels,
+    "LTXPipeline": video_families.ltx,
+    "LTXImageToVideoPipeline": video_families.ltx_image,
+    "LTXConditionPipeline": video_families.ltx_condition,
+    "LTX2Pipeline": video_families.ltx2,
+    "LTX2ImageToVideoPipeline": video_families.ltx2_image,
     "CogVideoXPipeline": lambda seed=0: cogvideox("CogVideoXDPMScheduler", seed),
     "CogVideoXPipeline (DDIM)": lambda seed=0: cogvideox("CogVideoXDDIMScheduler", seed),
     "CogVideoXImageToVideoPipeline": cogvideox_image,

@@ -44,7 +44,7 @@ from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
 from flowgrpo.training.run import Run
 from flowgrpo.training.scoring import Scoring
-from flowgrpo.training.stored_parts import restored, stored, within
+from flowgrpo.training.state import restored, stored, within
 from flowgrpo.types import Completion, Scored, required
 
 

@@ -16,7 +16,7 @@ from flowgrpo.text.rollouts.completions import TextRollouts
 from flowgrpo.text.samplers.importance import Begun, begin, completed, go_on
 from flowgrpo.training import sampling
 from flowgrpo.training.run import Run
-from flowgrpo.training.stored_parts import within
+from flowgrpo.training.state import within
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,7 +30,7 @@ from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.latent_edits import Edit
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.storage import atomic, paths
-from flowgrpo.storage.tensor_files import order_metadata
+from flowgrpo.storage.manifest import order_metadata
 
 FILE = "edit.safetensors"
 

@@ -16,7 +16,7 @@ import torch
 
 from flowgrpo.config.sections import Adapter, Memory
 from flowgrpo.device import DTYPES, ran_out
-from flowgrpo.distributed import lockstep
+from flowgrpo.distributed import shards
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.methods.adapted import Adapted
 from flowgrpo.policies.pipelines import attention
@@ -102,7 +102,7 @@ class PipelinePolicy:
             sharding.place(self.denoisers.values(), mesh, self.device, self.weights, self.dtype)
         memory_options.place(self.denoisers.values(), self.encoders, self.device, memory, self.weights)
         attention.enable(self.denoisers.values(), memory.context_parallel, self.device)
-        self.turns = lockstep.Lockstep(self.device, self._accompany) if mesh is not None else None
+        self.turns = shards.Lockstep(self.device, self._accompany) if mesh is not None else None
         self._row: tuple[Conditioning, torch.Tensor, Segment] | None = None  # one that was sampled last, and how
         for module in self.denoisers.values() if compiled else ():
             compile_blocks(module)
@@ -201,7 +201,7 @@ class PipelinePolicy:
 
         Returns (the last state [B,*D], the record of the task).
         """
-        self._announce(lockstep.RUN, len(task.steps))
+        self._announce(shards.RUN, len(task.steps))
         with self.sampling():
             last, record = self._drive(conditioning, task, self.guidance, latents=latents, generator=generators, x0=x0)
         if self.turns:
@@ -234,7 +234,7 @@ class PipelinePolicy:
         step: or one per row, int64 [B], where the pipeline takes a `vector`."""
         if self._row:  # who accompanies this step elsewhere does so on its grid
             self._row = *self._row[:2], replace(self._row[2], grid=grid, timesteps=timesteps)
-        self._announce(lockstep.TRAIN if torch.is_grad_enabled() else lockstep.LOOK, step)
+        self._announce(shards.TRAIN if torch.is_grad_enabled() else shards.LOOK, step)
         return self._replay(conditioning, x, grid, step, timesteps)
 
     def _replay(self, conditioning: Conditioning, x: torch.Tensor, grid: torch.Tensor, step: int | torch.Tensor,
@@ -251,7 +251,7 @@ class PipelinePolicy:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradient of a loss of the last replay."""
-        self._announce(lockstep.BACKWARD)
+        self._announce(shards.BACKWARD)
         loss.backward()
 
     def _announce(self, kind: int, step: int | torch.Tensor = 0) -> None:
@@ -262,7 +262,7 @@ class PipelinePolicy:
     def _accompany(self, kind: int, step: int) -> torch.Tensor:
         """Replay one row at a step that other processes replay: it counts nowhere."""
         (conditioning, x, task), before = required(self._row), self.evaluations
-        with torch.set_grad_enabled(kind == lockstep.TRAIN):
+        with torch.set_grad_enabled(kind == shards.TRAIN):
             output = self._replay(conditioning, x, task.grid, step, task.timesteps)
         self.evaluations = before
         return output
@@ -304,7 +304,7 @@ class PipelinePolicy:
                  output_type: str = "pt") -> torch.Tensor:
         """Return pictures on the CPU as the stock pipeline draws them: by its own scheduler, steps and guidance."""
         grids.require_steps(self.stock, steps)
-        self._announce(lockstep.RUN, steps)
+        self._announce(shards.RUN, steps)
         return self._drive(conditioning, None, guidance, generator=generators, num_inference_steps=steps,
                            output_type=output_type)[0].float().cpu()
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from flowgrpo.distributed.shards import local
 from flowgrpo.errors import UserError
 from flowgrpo.files import tensors_of
-from flowgrpo.storage.tensor_files import order_config
+from flowgrpo.storage.manifest import order_config
 
 if TYPE_CHECKING:
     from peft import LoraConfig

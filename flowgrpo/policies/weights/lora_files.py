@@ -25,8 +25,8 @@ from flowgrpo.log import quiet
 from flowgrpo.nouns import counted
 from flowgrpo.packages import broken
 from flowgrpo.policies.weights import adapters
+from flowgrpo.storage.manifest import order_metadata
 from flowgrpo.storage.places import CONFIG, is_checkpoint
-from flowgrpo.storage.tensor_files import order_metadata
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer

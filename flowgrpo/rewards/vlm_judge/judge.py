@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowgrpo.data.client_files import require_open
+from flowgrpo.data.open_picture import require_open
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
 from flowgrpo.rewards.about import About, Pairing

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowgrpo.data.client_files import require_open
+from flowgrpo.data.open_picture import require_open
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
 from flowgrpo.packages import needed
@@ -25,6 +25,7 @@ from flowgrpo.text.rewards.sandbox.run import Boundary, Checks, Limits, run
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 def code_of(text: str) -> str:
     """Return the last block of Python of a completion, or all text after its thoughts if there is none."""

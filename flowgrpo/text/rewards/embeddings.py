@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowgrpo.data.text_features import features
+from flowgrpo.data.selection import features
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.guards import distances

@@ -32,7 +32,7 @@ from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedP
 from flowgrpo.text.targets import RelaxedTraces
 from flowgrpo.types import Completion, Scored, required
 
-SIDES = ("chosen", "rejected")  # of a prompt's metadata, as `data.recorded_pairs` sets them
+SIDES = ("chosen", "rejected")  # of a prompt's metadata, as `data.pairs` sets them
 
 
 class RecordedTextRollouts(TextRollouts):

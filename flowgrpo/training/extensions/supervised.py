@@ -134,7 +134,7 @@ def _losses(part: DataLoss, run: Run) -> DataLosses:
         return PairTokenLosses(part, run)
     if isinstance(part, SelfAnswers):
         return import_module(OF_ANSWERS).AnswerLosses(part, run, [*run.prompts, *run.held_out])
-    from flowgrpo.rollouts.noised_losses import NoisedLosses, PairNoisedLosses
+    from flowgrpo.rollouts.data_losses import NoisedLosses, PairNoisedLosses
 
     if isinstance(part, PicturePairs):
         return PairNoisedLosses(part, run)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flowgrpo
-from flowgrpo.check.tiny import hunyuan
+from flowgrpo.check.tiny import video_families
 from flowgrpo.config import load
 from flowgrpo.contrib.engine import sampler
 from flowgrpo.contrib.engine.client import EngineError
@@ -73,7 +73,7 @@ def test_a_replay_gives_the_log_probabilities_of_the_engine(url, options):
     assert len(finals.flatten(1).unique(dim=0)) == 8
 
 
-@pytest.mark.parametrize("made", [lambda: (tiny.flux(), tiny.FLUX_CALL), hunyuan.hunyuan], ids=["flux", "video"])
+@pytest.mark.parametrize("made", [lambda: (tiny.flux(), tiny.FLUX_CALL), video_families.hunyuan], ids=["flux", "video"])
 def test_packed_latents_and_clips_are_replayed(made):
     """FLUX packs its latents and has its guidance embedded, HunyuanVideo draws clips."""
     (pipe, call), other = made(), made()[0]

@@ -9,7 +9,7 @@ import pytest
 
 from flowgrpo.cli import main
 from flowgrpo.contrib.frontier import KeepFrontier
-from flowgrpo.data import splits
+from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report import report
@@ -61,7 +61,7 @@ def settings(kind, folder, **options):
 def go(kind, config, gold=GOLD, done=0, end=None, resume=False):
     _, model, own, texts = KINDS[kind]
     prompts = [Prompt(text) for text in texts]
-    held = [prompt.text for prompt in splits.split(prompts, config.held_out, splits.SPLIT_SEED)[1]]
+    held = [prompt.text for prompt in sets.split(prompts, config.held_out, sets.SPLIT_SEED)[1]]
     return run(config, resume, pipe=model(), prompts=prompts, functions={
         "hacked": Planted(HACK, own, held, done), "gold": Planted(gold, done=done, end=end)})
 

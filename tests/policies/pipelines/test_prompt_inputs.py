@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from flowgrpo.check import tiny
-from flowgrpo.check.tiny import conditioned as builders
+from flowgrpo.check.tiny import unets as builders
 from flowgrpo.check.tiny.images import sd3
 from flowgrpo.check.tiny.unets import sd15, sdxl
 from flowgrpo.config.sections import Adapter, Load

@@ -13,8 +13,8 @@ from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives.references import Teachers
 from flowgrpo.policies.options import checked
 from flowgrpo.training import sampling, state
+from flowgrpo.training.kl_reference import joined
 from flowgrpo.training.metrics import UpdateStats
-from flowgrpo.training.teachers import joined
 from flowgrpo.types import Scored
 from tests.helpers import loop, tiny
 from tests.helpers.tiny_runs import next_epochs

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, smooth_l1_loss
 
-from flowgrpo.data.demonstrations import Demonstration, load_demonstrations
+from flowgrpo.data.pairs import Demonstration, load_demonstrations
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset, supervised_term
