@@ -120,15 +120,15 @@ def push(
     = False,
 ) -> None:
     """Upload a run's weights, model card, images and configuration to the hub."""
-    from flowgrpo.export import push as hub
+    from flowgrpo.export import push as upload
 
     opening(context, False)
     if places.is_checkpoint(run):
         raise UserError(f"push: expected the folder of a finished run, got the checkpoint {run}")
     if not dry_run:
-        typer.echo(hub.push(places.run_of(run), repository, private, revision, message))
+        typer.echo(upload.push(places.run_of(run), repository, private, revision, message))
         return
-    files = hub.prepare(places.run_of(run), repository)
+    files = upload.prepare(places.run_of(run), repository)
     sizes = [(run / path).stat().st_size for path in files]
     for path, size in zip(files, sizes):
         typer.echo(f"{size:>13,}  {path}")
