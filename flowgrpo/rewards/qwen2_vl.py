@@ -130,7 +130,7 @@ class HpsV3(LocalModel):
     checkpoint: str = "MizzenAI/HPSv3/HPSv3.safetensors"
     revision: str | None = None
     model: str = "Qwen/Qwen2-VL-7B-Instruct"
-    hpsv3_instruction: str | None = None
+    instruction: str | None = None
     dtype: str = field(default="bf16", kw_only=True)
     batch_size: int = field(default=4, kw_only=True)
     text: str = field(init=False, repr=False)

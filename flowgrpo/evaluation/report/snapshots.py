@@ -56,7 +56,7 @@ class Video:
 
     frames: list[Image.Image]
     seconds: float
-    clips: bytes | None
+    mp4: bytes | None
 
     def file(self) -> tuple[bytes, str]:
         """Return the clip as mp4, or without one as GIF, and the ending of its name."""
