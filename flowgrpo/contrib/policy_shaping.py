@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flowgrpo.objectives.surrogates import Clip, Origin, Surrogate
 from flowgrpo.parts import Above, part
-from flowgrpo.text.losses.token_losses import WrappedLoss
+from flowgrpo.text.losses import WrappedLoss
 
 
 @part("surrogate", target="likelihood", reads_guided=True, jointly={"gamma probability": "above 0, and above 0 to 1"})

@@ -12,7 +12,7 @@ from flowgrpo.objectives import Clip
 from flowgrpo.objectives.sequence_losses import GroupLoss
 from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.parts import AtLeast, OneOf, part
-from flowgrpo.text.losses.token_losses import WrappedLoss
+from flowgrpo.text.losses import WrappedLoss
 from flowgrpo.types import CompletionBatch, required
 
 KINDS = ("entropy", "surprise", "probability", "disagreement")

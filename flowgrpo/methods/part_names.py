@@ -48,7 +48,7 @@ MODULES: dict[str, dict[str, str]] = {
         "objectives.sequence_losses": "TaperedReinforce NegativeAwareText Discriminative Regressed PairwisePreference",
         "objectives.surrogates": "Clip AdaptiveClip DualClip DynamicClip DivergenceMask Reinforce KLOnly TruncatedIS "
                                  "RewardAscent",
-        "text.losses.token_losses": "EntropyBonus HighEntropy ConflictTokens LikelihoodFloor ExpertMixture Calibrated "
+        "text.losses": "EntropyBonus HighEntropy ConflictTokens LikelihoodFloor ExpertMixture Calibrated "
                                     "RandomPolicyValue RewardLabels",
         "contrib.policy_shaping": "PolicyShaping",
         "contrib.token_weights": "TokenWeights"},

@@ -105,7 +105,7 @@ BUILT_IN = {
     "reference_band": "flowgrpo.text.rewards.embeddings:ReferenceBand",
     "json_schema": "flowgrpo.text.rewards.code_tests:JsonSchema",
     "code_run": "flowgrpo.text.rewards.code_tests:CodeRun",
-    "rubric": "flowgrpo.text.rewards.rubric:Rubric",
+    "rubric": "flowgrpo.text.rewards.judge:Rubric",
     "text_judge": "flowgrpo.text.rewards.judge:TextJudge",
     "text_judge_rubric": "flowgrpo.contrib.criteria:TextJudgeRubric",
     "reference_likelihood": "flowgrpo.text.rewards.models:ReferenceLikelihood",

@@ -61,7 +61,7 @@ from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowDDIM, FlowSDE
 from flowgrpo.samplers.plans import AllSteps, Branches, EachStep, GrowingTail, RandomSubset, Single, Sliding, TreeWindow
 from flowgrpo.samplers.solvers import DPMSolver2M, Euler
 from flowgrpo.text.credit import ExitDecay, ExpertReward, LengthSwitch
-from flowgrpo.text.losses.token_losses import (
+from flowgrpo.text.losses import (
     ConflictTokens,
     EntropyBonus,
     ExpertMixture,

@@ -19,7 +19,7 @@ from flowgrpo.objectives.sequence_losses import PairwisePreference, Regressed
 from flowgrpo.rollouts.loss_inputs import NoisedInputs
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.rollout import Part, RolloutSpec
-from flowgrpo.text.losses.token_losses import RewardLabels
+from flowgrpo.text.losses import RewardLabels
 from flowgrpo.types import CompletionBatch, GroupStatistics, Scored, Transitions
 from tests.helpers import tiny, tiny_text
 from tests.helpers.tables import close, draw, f64

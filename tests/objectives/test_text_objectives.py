@@ -21,7 +21,7 @@ from flowgrpo.objectives.sequence_losses import (
     Regressed,
     TaperedReinforce,
 )
-from flowgrpo.text.losses.token_losses import RandomPolicyValue
+from flowgrpo.text.losses import RandomPolicyValue
 from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.types import CompletionBatch, GroupStatistics, Scored

@@ -9,9 +9,8 @@ from flowgrpo.advantages import baselines, correctness, gae, group, selection, s
 from flowgrpo.methods import supervised
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import pair_losses, reductions, references, sequence_losses
-from flowgrpo.text import credit, targets
+from flowgrpo.text import credit, losses, targets
 from flowgrpo.text.generation import TextGeneration
-from flowgrpo.text.losses import token_losses
 from flowgrpo.text.samplers import decoding, groups, lookahead
 
 
@@ -109,20 +108,20 @@ def reg_grpo(method: Method = Method()) -> Method:
 
 def real(method: Method = Method()) -> Method:
     """REAL: rewards are labels, the log-ratios of a group's completions the logits beside an anchor (2602.05630)."""
-    return grpo(method).having(advantage=baselines.NoBaseline(), surrogate=token_losses.RewardLabels("anchor", 10.0),
+    return grpo(method).having(advantage=baselines.NoBaseline(), surrogate=losses.RewardLabels("anchor", 10.0),
                                kl=objectives.SampledKL(0.0))
 
 
 def pacs(method: Method = Method()) -> Method:
     """PACS: cross-entropy of the rewards under each log-ratio less that of the others (2509.02522)."""
-    return real(method).having(surrogate=token_losses.RewardLabels("leave_one_out", 1.0, reference=True),
+    return real(method).having(surrogate=losses.RewardLabels("leave_one_out", 1.0, reference=True),
                                log_ratio=objectives.CompletionRatio(), reduction=reductions.SequenceSum())
 
 
 def rover(method: Method = Method()) -> Method:
     """ROVER: log-ratios regressed on the values of the uniformly random policy, which keep all ways (2509.24981)."""
     return grpo(method).having(advantage=group.Advantage(scale="none", order="rewards", clamp=math.inf),
-                               surrogate=token_losses.RandomPolicyValue(), reduction=reductions.TokenMean(),
+                               surrogate=losses.RandomPolicyValue(), reduction=reductions.TokenMean(),
                                kl=objectives.SampledKL(0.0))
 
 
@@ -173,7 +172,7 @@ def gtpo(method: Method = Method()) -> Method:
 
     Completions with a mean entropy above log 2 are left out, in groups that have others.
     """
-    return grpo(method).having(surrogate=token_losses.ConflictTokens(most_entropy=math.log(2)),
+    return grpo(method).having(surrogate=losses.ConflictTokens(most_entropy=math.log(2)),
                                kl=objectives.SampledKL(0.0))
 
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 from flowgrpo.methods import data_sources, supervised
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import balance, supervised_weights
-from flowgrpo.text import credit
-from flowgrpo.text.losses import token_losses
+from flowgrpo.text import credit, losses
 from flowgrpo.text.presets.completions import dapo, grpo
 
 
@@ -16,20 +15,20 @@ def entropy_bonus(method: Method = Method()) -> Method:
     """Entropy bonus: a reward for undecided tokens over a base method of language models, GRPO without one
     (1707.06347, equation 9)."""
     method = method if method.for_tokens else grpo(method)
-    return method.having(surrogate=token_losses.EntropyBonus(method.loss.surrogate, 0.01))
+    return method.having(surrogate=losses.EntropyBonus(method.loss.surrogate, 0.01))
 
 
 def high_entropy(method: Method = Method()) -> Method:
     """High-entropy tokens over a base method of language models, DAPO without one: the fifth with the largest entropy
     (2506.01939)."""
     method = method if method.for_tokens else dapo(method)
-    return method.having(surrogate=token_losses.HighEntropy(method.loss.surrogate, 0.2))
+    return method.having(surrogate=losses.HighEntropy(method.loss.surrogate, 0.2))
 
 
 def llds(method: Method = Method()) -> Method:
     """LLDS over a base method of language models, GRPO without one: good completions stay as likely (2512.04220)."""
     method = method if method.for_tokens else grpo(method)
-    return method.having(surrogate=token_losses.LikelihoodFloor(method.loss.surrogate, 0.1))
+    return method.having(surrogate=losses.LikelihoodFloor(method.loss.surrogate, 0.1))
 
 
 def visurf(method: Method = Method()) -> Method:
@@ -42,7 +41,7 @@ def visurf(method: Method = Method()) -> Method:
 def rl_plus(method: Method = Method()) -> Method:
     """RL-PLUS: ViSurf's answer in its group, with a ratio to the mixture of both policies (2508.00222)."""
     method = _with_answer(method)
-    return method.having(surrogate=token_losses.ExpertMixture(method.loss.surrogate))
+    return method.having(surrogate=losses.ExpertMixture(method.loss.surrogate))
 
 
 def chord(method: Method = Method()) -> Method:

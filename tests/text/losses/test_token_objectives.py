@@ -14,7 +14,7 @@ from flowgrpo.methods import preset
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.objectives import Clip, DivergenceMask, PlainRatio, Reinforce
 from flowgrpo.objectives.sequence_losses import Regressed
-from flowgrpo.text.losses.token_losses import ConflictTokens, EntropyBonus, HighEntropy, LikelihoodFloor, conflicts
+from flowgrpo.text.losses import ConflictTokens, EntropyBonus, HighEntropy, LikelihoodFloor, conflicts
 from flowgrpo.text.samplers.decoding import Decoding, entropy_of, score
 from flowgrpo.types import CompletionBatch, GroupStatistics, Scored
 from tests.helpers import tiny_text

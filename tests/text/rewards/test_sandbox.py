@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from flowgrpo.errors import UserError
-from flowgrpo.text.rewards.sandbox import choose, wasm
+from flowgrpo.text.rewards.sandbox import choose
 from flowgrpo.text.rewards.sandbox import run as boundaries
+from flowgrpo.text.rewards.sandbox import run as runs
 from flowgrpo.text.rewards.sandbox.run import Checks, Limits, asserts, program, remove, run
 
 WORKING, REASONS = choose.available()
@@ -39,7 +40,7 @@ def refusal(boundary: boundaries.Boundary, code: str, limits: Limits = SLOW) -> 
 def none(monkeypatch, folder: Path) -> None:
     """Let nothing be installed but the programs in a folder."""
     monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.setattr(wasm, "PACKAGES", ("flowgrpo.absent",) * 2)
+    monkeypatch.setattr(runs, "PACKAGES", ("flowgrpo.absent",) * 2)
 
 
 def test_what_this_machine_has_is_said():

@@ -16,8 +16,8 @@ from flowgrpo.config.reward_rules import RewardRule
 from flowgrpo.errors import UserError
 from flowgrpo.text.rewards.answer_keys import abstains, boxed, marked, spoken, stated
 from flowgrpo.text.rewards.code_tests import JsonSchema
+from flowgrpo.text.rewards.judge import Rubric
 from flowgrpo.text.rewards.numeric import MathAnswer, NumericMatch, Worker, answer_key, expression, last_number
-from flowgrpo.text.rewards.rubric import Rubric
 from flowgrpo.text.rewards.rules import (
     CompletionLength,
     Distinct,

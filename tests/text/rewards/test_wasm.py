@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from flowgrpo.errors import UserError
-from flowgrpo.text.rewards.sandbox import choose, wasm
+from flowgrpo.text.rewards.sandbox import choose
 from flowgrpo.text.rewards.sandbox import run as boundaries
+from flowgrpo.text.rewards.sandbox import run as runs
 from flowgrpo.text.rewards.sandbox.run import Checks, Limits, asserts, program, run
 from tests.text.rewards.test_sandbox import FORGED, KEPT, PROCESSES, SLOW, WORKING, WRITES, inside, refusal
 
@@ -28,15 +29,15 @@ def boxed(test):
         if BOX is not None:
             test(*arguments, **options)
         else:
-            assert "wasmtime" not in WORKING and wasm.located() is None
+            assert "wasmtime" not in WORKING and runs.located_wasm() is None
 
     return each
 
 
 def test_a_file_that_is_another_is_refused(tmp_path):
-    (tmp_path / wasm.FILE).write_bytes(b"\0asm")
+    (tmp_path / runs.FILE).write_bytes(b"\0asm")
     with pytest.raises(UserError, match="is not the known CPython for WebAssembly: its SHA-256 differs"):
-        wasm.compiled(tmp_path / wasm.FILE)
+        runs.compiled(tmp_path / runs.FILE)
 
 
 @boxed
@@ -120,7 +121,7 @@ def test_the_process_ends_with_the_run(tmp_path):
 
 def _is_host(process: Path) -> bool:
     try:
-        return str(wasm.HOST) in (process / "cmdline").read_text()
+        return str(runs.HOST) in (process / "cmdline").read_text()
     except OSError:
         return False
 

@@ -16,7 +16,7 @@ from flowgrpo.methods import preset
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives import Clip, Reinforce
 from flowgrpo.text.credit import ExpertReward
-from flowgrpo.text.losses.token_losses import Calibrated, ExpertMixture
+from flowgrpo.text.losses import Calibrated, ExpertMixture
 from flowgrpo.text.samplers.decoding import Decoding, WithAnswers
 from flowgrpo.text.teacher_answers import TeacherAnswers, solutions_of
 from flowgrpo.training.credit import context_of

